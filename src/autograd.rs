@@ -1,0 +1,113 @@
+//! Ties a value that has been computed to candle's graph, so that `backward` finds its gradients.
+//!
+//! candle's own operations keep every intermediate result alive until the backward pass, and its custom operations can keep
+//! none. Here the value is computed beforehand, outside the graph; one node then hands it over, and computes the gradients
+//! of its operands by a closure that holds whatever it needs.
+
+use std::sync::Mutex;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Storage, Tensor};
+
+use crate::Result;
+
+/// `value` as a function of `operands`, whose gradients are `backward(operands, value, upstream)`: `None` where none is
+/// wanted. The value itself, if no operand depends on a variable.
+pub(crate) fn attach<B>(name: &'static str, value: Tensor, operands: [&Tensor; 3], backward: B) -> Result<Tensor>
+where
+    B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
+{
+    if !operands.iter().any(|operand| operand.track_op()) {
+        return Ok(value);
+    }
+    let [a, b, c] = operands;
+    let shape = value.shape().clone();
+    Ok(a.apply_op3(b, c, Node { name, shape, value: Mutex::new(Some(value)), backward })?)
+}
+
+struct Node<B> {
+    name: &'static str,
+    shape: Shape,
+    /// The value, until it is handed over.
+    value: Mutex<Option<Tensor>>,
+    backward: B,
+}
+
+impl<B> Node<B> {
+    /// Hands the value's storage over, by way of `clone`.
+    fn storage<S>(&self, clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>) -> candle_core::Result<(S, Shape)> {
+        let value = self.value.lock().ok().and_then(|mut value| value.take());
+        let Some(value) = value else { candle_core::bail!("the value of {} was handed over before", self.name) };
+        let (storage, layout) = value.storage_and_layout();
+        match clone(&storage, layout) {
+            Some(storage) => Ok((storage?, self.shape.clone())),
+            None => candle_core::bail!("the value of {} is on another device than its operands", self.name),
+        }
+    }
+}
+
+impl<B> CustomOp3 for Node<B>
+where
+    B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]>,
+{
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.storage(|storage, layout| match storage {
+            Storage::Cpu(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.storage(|storage, layout| match storage {
+            Storage::Cuda(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(MetalStorage, Shape)> {
+        self.storage(|storage, layout| match storage {
+            Storage::Metal(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        value: &Tensor,
+        upstream: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [a, b, c] = (self.backward)([a, b, c], value, upstream)?;
+        Ok((a, b, c))
+    }
+}

@@ -1,0 +1,161 @@
+//! Elementary functions over vectors: range reduction and a Taylor series, accurate to about one unit in the last place.
+
+use super::simd::{Float, Vector};
+
+/// `e^x` for `x` up to the logarithm of the largest number; zero where the result would be subnormal; NaN for NaN.
+#[inline(always)]
+pub(super) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
+    // x = n ln 2 + r with |r| <= ln 2 / 2.
+    let shifted = v.mul_add(x, v.splat(F::LOG2_E()), v.splat(F::ROUND));
+    let n = v.sub(shifted, v.splat(F::ROUND));
+    let r = v.mul_add(n, v.splat(-F::LN_2_HIGH), x);
+    let r = v.mul_add(n, v.splat(-F::LN_2_LOW), r);
+    let result = v.scale_by_power(polynomial(v, F::EXP_COEFFICIENTS, r), shifted);
+    let result = v.if_less(x, v.splat(F::EXP_UNDERFLOW), v.splat(F::zero()), result);
+    // The exponent arithmetic does not respect NaN.
+    v.if_equal(x, x, result, x)
+}
+
+/// `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. Sums of exponentials relative to the largest are
+/// one of these.
+#[inline(always)]
+pub(super) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
+    // x = m 2^e with m in [sqrt 1/2, sqrt 2), and ln m = 2 artanh s for s = (m - 1) / (m + 1).
+    let one = v.splat(F::one());
+    let (m, e) = v.mantissa_exponent(x);
+    let sqrt_2 = v.splat(F::SQRT_2());
+    let e = v.if_less(m, sqrt_2, e, v.add(e, one));
+    let m = v.if_less(m, sqrt_2, m, v.mul(m, v.splat(F::of(0.5))));
+    let s = v.div(v.sub(m, one), v.add(m, one));
+    let series = polynomial(v, F::ARTANH_COEFFICIENTS, v.mul(s, s));
+    let ln_m = v.mul(v.add(s, s), series);
+    let result = v.mul_add(
+        e,
+        v.splat(F::LN_2_HIGH),
+        v.mul_add(e, v.splat(F::LN_2_LOW), ln_m),
+    );
+    let result = v.if_equal(
+        x,
+        v.splat(F::zero()),
+        v.splat(F::neg_infinity()),
+        result,
+    );
+    v.if_equal(x, x, result, x)
+}
+
+/// `tanh x`.
+#[inline(always)]
+pub(super) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
+    let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
+    let magnitude = v.max(x, v.sub(zero, x));
+    let t = exp(v, v.mul(magnitude, v.splat(F::of(-2.0))));
+    let far = v.div(v.sub(one, t), v.add(one, t));
+    let far = v.if_less(x, zero, v.sub(zero, far), far);
+    // 1 - t cancels near zero; there the series x - x^3/3 + 2x^5/15 - .. is exact to f32 rounding.
+    let square = v.mul(x, x);
+    let coefficients = [-1382.0 / 155_925.0, 62.0 / 2835.0, -17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0, 1.0];
+    let mut near = v.splat(F::zero());
+    for c in coefficients {
+        near = v.mul_add(near, square, v.splat(F::of(c)));
+    }
+    let near = v.mul(near, x);
+    // The bound is where the first term left out, x^13 / 500, falls below the rounding of the other branch.
+    let bound = if F::epsilon() < F::of(1e-10) { 0.03 } else { 0.25 };
+    v.if_less(magnitude, v.splat(F::of(bound)), near, far)
+}
+
+#[inline(always)]
+fn polynomial<F: Float, V: Vector<F>>(v: V, coefficients: &[F], x: V::Reg) -> V::Reg {
+    let mut sum = v.splat(coefficients[0]);
+    for &c in &coefficients[1..] {
+        sum = v.mul_add(sum, x, v.splat(c));
+    }
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::{Isa, Kernel, ROW_ALIGN};
+    use super::*;
+
+    #[derive(Clone, Copy)]
+    enum Function {
+        Exp,
+        Ln,
+        Tanh,
+    }
+
+    struct Apply<'a, F>(Function, &'a mut [F]);
+
+    impl<F: Float> Kernel<F> for Apply<'_, F> {
+        type Output = ();
+        #[inline(always)]
+        fn run<V: Vector<F>>(self, v: V) {
+            for x in V::registers_mut(self.1) {
+                *x = match self.0 {
+                    Function::Exp => exp(v, *x),
+                    Function::Ln => ln(v, *x),
+                    Function::Tanh => tanh(v, *x),
+                };
+            }
+        }
+    }
+
+    fn check<F: Float>(function: Function, inputs: &[f64], truth: fn(f64) -> f64, tolerance: f64) {
+        for isa in Isa::available() {
+            let mut row: Vec<F> = inputs.iter().map(|&x| F::of(x)).collect();
+            row.resize(row.len().next_multiple_of(ROW_ALIGN), F::one());
+            F::dispatch(isa, Apply(function, &mut row));
+            for (&x, got) in inputs.iter().zip(row) {
+                let (want, got) = (truth(F::of(x).f64()), got.f64());
+                let same = got == want || (got.is_nan() && want.is_nan());
+                let error = (got - want).abs() / want.abs().max(f64::MIN_POSITIVE);
+                assert!(
+                    same || error <= tolerance || (want > 0.0 && want < F::min_positive_value().f64() * 2.0),
+                    "{} of {x}: {got:e}, not {want:e} (error {error:e})",
+                    isa.name()
+                );
+            }
+        }
+    }
+
+    fn sweep(from: f64, to: f64) -> Vec<f64> {
+        (0..=20_000).map(|i| from + (to - from) * f64::from(i) / 20_000.0).collect()
+    }
+
+    #[test]
+    fn exp_is_within_two_units_in_the_last_place() {
+        let mut inputs = sweep(-87.3, 3.0);
+        inputs.extend([0.0, -0.0, f64::NEG_INFINITY, f64::NAN, -1e30, -88.0, -1000.0]);
+        check::<f32>(Function::Exp, &inputs, f64::exp, 2.5e-7);
+        inputs.extend(sweep(-708.0, -87.0));
+        check::<f64>(Function::Exp, &inputs, f64::exp, 5e-16);
+    }
+
+    #[test]
+    fn exp_keeps_every_nan() {
+        for isa in Isa::available() {
+            let mut row = [f32::from_bits(0x7fff_ffff); ROW_ALIGN];
+            f32::dispatch(isa, Apply(Function::Exp, &mut row));
+            assert!(row.iter().all(|x| x.is_nan()), "{}", isa.name());
+        }
+    }
+
+    #[test]
+    fn ln_is_accurate_from_one_up() {
+        let mut inputs = sweep(1.0, 5.0);
+        inputs.extend(sweep(5.0, 1e6));
+        check::<f32>(Function::Ln, &inputs, f64::ln, 3e-7);
+        inputs.extend([0.0, f64::NAN]);
+        check::<f64>(Function::Ln, &inputs, f64::ln, 5e-16);
+    }
+
+    #[test]
+    fn tanh_is_accurate_everywhere() {
+        let mut inputs = sweep(-3.0, 3.0);
+        inputs.extend(sweep(-1e-3, 1e-3));
+        inputs.extend([0.0, 1e4, -1e4, f64::INFINITY, f64::NEG_INFINITY, f64::NAN]);
+        check::<f32>(Function::Tanh, &inputs, f64::tanh, 6e-7);
+        check::<f64>(Function::Tanh, &inputs, f64::tanh, 2e-14);
+    }
+}

@@ -1,0 +1,469 @@
+//! The CPU backend: products by the `gemm` crate, row kernels in SIMD, both spread over the threads of rayon.
+
+mod activation;
+mod element;
+mod math;
+mod products;
+mod rows;
+mod simd;
+mod targets;
+
+use std::ops::Range;
+
+use candle_core::{Device, Storage, Tensor};
+use rayon::prelude::*;
+
+use super::plan::{Needs, Plan, Sizes};
+use super::{Backend, Gradients, Objective, Operands, Outcome, Wanted};
+use crate::{Error, Result};
+pub(super) use activation::{bias_tanh, tanh_gradient};
+use element::Element;
+use rows::{first_largest, LogProbRows, Logits, LossRows, RowGradients, Scratch, TokenLoss};
+use simd::{Float, Isa, ROW_ALIGN};
+use targets::Targets;
+
+/// A chunk's tokens are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
+/// the parts are added in order, so that the sum does not depend on the threads.
+const BIAS_PARTS: usize = 16;
+
+/// The plan of a loss with these sizes.
+pub(super) fn plan<T: Element>(sizes: Sizes, wanted: Wanted, budget: Option<usize>) -> Result<Plan> {
+    let Sizes { components, context, vocab, .. } = sizes;
+    let size = size_of::<T::Acc>();
+    let stride = vocab.next_multiple_of(ROW_ALIGN);
+    let threads = rayon::current_num_threads();
+    let widened = if T::IS_ACC { 0 } else { products::WIDENED_TILE };
+    let bias_parts = if wanted.bias { BIAS_PARTS } else { 0 };
+    let needs = Needs {
+        // Logits; contexts and their gradient, where they are widened or only some rows are live.
+        per_token: components * (stride + 2 * context) * size,
+        // The bias, the soft targets, and for every thread a row of log-probabilities and a tile of the decoder.
+        fixed: (stride * (2 + bias_parts) + threads * (stride + widened)) * size,
+        decoder: vocab * context * size_of::<T>(),
+        kernels: Isa::best().name(),
+        threads,
+    };
+    Plan::new(sizes, needs, budget)
+}
+
+pub(super) fn loss<T: Element>(
+    operands: &Operands,
+    objective: &Objective,
+    wanted: Wanted,
+    plan: &Plan,
+) -> Result<Outcome> {
+    with_slices(operands, |contexts: &[T], weight: &[T]| {
+        let targets = Targets::new(objective, operands.sizes)?;
+        let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
+        cpu.gradients = BufferedGradients::new(operands.sizes, wanted);
+        cpu.targets = Some(targets);
+        cpu.run_loss(plan, wanted)?;
+        cpu.outcome(wanted)
+    })
+}
+
+pub(super) fn log_probs<T: Element>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    with_slices(operands, |contexts: &[T], weight: &[T]| {
+        let Sizes { tokens, vocab, .. } = operands.sizes;
+        let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
+        cpu.log_probs = vec![T::zero(); tokens * vocab];
+        cpu.run_log_probs(plan)?;
+        Ok(Tensor::from_vec(cpu.log_probs, (tokens, vocab), &Device::Cpu)?)
+    })
+}
+
+pub(super) fn argmax<T: Element>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    with_slices(operands, |contexts: &[T], weight: &[T]| {
+        let tokens = operands.sizes.tokens;
+        let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
+        cpu.argmax = vec![0; tokens];
+        cpu.run_argmax(plan)?;
+        Ok(Tensor::from_vec(cpu.argmax, tokens, &Device::Cpu)?)
+    })
+}
+
+/// One mixture at work on the CPU.
+struct Cpu<'a, T: Element> {
+    sizes: Sizes,
+    isa: Isa,
+    softcap: Option<T::Acc>,
+    /// `[tokens, K, d]`
+    contexts: &'a [T],
+    /// `[vocab, d]`
+    weight: &'a [T],
+    /// `[tokens, K]`
+    log_priors: Vec<T::Acc>,
+    /// `[stride]`, padded with minus infinity
+    bias: Vec<T::Acc>,
+    /// Distance from row to row of the logits.
+    stride: usize,
+
+    /// `[rows of a chunk, stride]`: logits, then their gradient
+    logits: Vec<T::Acc>,
+    /// `[rows of a chunk, d]`: contexts as they are multiplied, where that is not how they are stored
+    chunk_contexts: Vec<T::Acc>,
+    /// `[rows of a chunk, d]`: the gradient of the contexts, where it cannot be written to its place
+    chunk_gradient: Vec<T::Acc>,
+    /// The chunk's rows whose logits have a gradient; these rows come first in `logits` and in `chunk_contexts`.
+    live_rows: LiveRows,
+
+    targets: Option<Targets<T::Acc>>,
+    /// `[tokens]`
+    losses: Vec<TokenLoss>,
+    gradients: BufferedGradients<T>,
+    /// `[tokens, vocab]`, if log-probabilities are what is computed
+    log_probs: Vec<T>,
+    /// `[tokens]`, if the most probable words are what is computed
+    argmax: Vec<u32>,
+}
+
+/// The gradients as they are summed up; empty where not wanted.
+struct BufferedGradients<T: Element> {
+    wanted: bool,
+    /// `[tokens, K, d]`
+    contexts: Vec<T>,
+    /// `[tokens, K]`
+    log_priors: Vec<T::Acc>,
+    /// `[vocab, d]`, always in the accumulation dtype
+    weight: Vec<T::Acc>,
+    /// `[vocab]`
+    bias: Option<Vec<T::Acc>>,
+    /// Whether `weight` already holds the part of an earlier chunk.
+    weight_started: bool,
+}
+
+impl<T: Element> BufferedGradients<T> {
+    fn new(sizes: Sizes, wanted: Wanted) -> Self {
+        let Sizes { tokens, components, context, vocab } = sizes;
+        let rows = tokens * components;
+        BufferedGradients {
+            wanted: wanted.any(),
+            contexts: vec![T::zero(); if wanted.contexts { rows * context } else { 0 }],
+            log_priors: zeros(if wanted.any() { rows } else { 0 }),
+            weight: zeros(if wanted.weight { vocab * context } else { 0 }),
+            bias: wanted.bias.then(|| zeros(vocab)),
+            weight_started: false,
+        }
+    }
+}
+
+/// Which rows of a chunk take part in the second and third product.
+enum LiveRows {
+    All(usize),
+    /// Indices into the chunk's rows, ascending.
+    Some(Vec<usize>),
+}
+
+impl LiveRows {
+    fn len(&self) -> usize {
+        match self {
+            LiveRows::All(rows) => *rows,
+            LiveRows::Some(rows) => rows.len(),
+        }
+    }
+}
+
+impl<'a, T: Element> Cpu<'a, T> {
+    fn new(operands: &Operands, contexts: &'a [T], weight: &'a [T], plan: &Plan) -> Result<Self> {
+        let Sizes { tokens, components, vocab, .. } = operands.sizes;
+        let stride = vocab.next_multiple_of(ROW_ALIGN);
+        let log_priors = match &operands.log_priors {
+            Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
+            None => zeros(tokens * components),
+        };
+        let mut bias = match &operands.bias {
+            Some(bias) => bias.to_vec1()?,
+            None => zeros(vocab),
+        };
+        bias.resize(stride, num_traits::Float::neg_infinity());
+        Ok(Cpu {
+            sizes: operands.sizes,
+            isa: Isa::best(),
+            softcap: operands.softcap.map(T::Acc::of),
+            contexts,
+            weight,
+            log_priors,
+            bias,
+            stride,
+            logits: zeros(plan.rows_per_chunk * stride),
+            chunk_contexts: Vec::new(),
+            chunk_gradient: Vec::new(),
+            live_rows: LiveRows::All(0),
+            targets: None,
+            losses: vec![TokenLoss::default(); tokens],
+            gradients: BufferedGradients::new(operands.sizes, Wanted::default()),
+            log_probs: Vec::new(),
+            argmax: Vec::new(),
+        })
+    }
+
+    /// Calls `f` in parallel with each token of the chunk, its logits, and one of `outputs` each.
+    fn for_each_token<O: Send>(
+        &mut self,
+        tokens: Range<usize>,
+        outputs: &mut [O],
+        f: impl Fn(Logits<'_, T::Acc>, &mut Scratch<T::Acc>, &mut O) + Sync,
+    ) {
+        let Sizes { components, vocab, .. } = self.sizes;
+        let (stride, bias, softcap) = (self.stride, &self.bias, self.softcap);
+        let log_priors = &self.log_priors[tokens.start * components..];
+        self.logits
+            .par_chunks_exact_mut(components * stride)
+            .zip(log_priors.par_chunks_exact(components))
+            .zip(outputs)
+            .for_each_init(
+                || Scratch::new(components, stride),
+                |scratch, ((rows, log_priors), output)| {
+                    f(Logits { rows, stride, vocab, bias, log_priors, softcap }, scratch, output);
+                },
+            );
+    }
+
+    /// Moves the live rows of the logits' gradient, and of the contexts, to the front.
+    fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
+        if live.iter().all(|&live| live) {
+            self.live_rows = LiveRows::All(live.len());
+            return;
+        }
+        let d = self.sizes.context;
+        let live: Vec<usize> = (0..live.len()).filter(|&row| live[row]).collect();
+        self.chunk_contexts.clear();
+        for (to, &from) in live.iter().enumerate() {
+            if to != from {
+                self.logits.copy_within(from * self.stride..(from + 1) * self.stride, to * self.stride);
+            }
+            let context = &self.contexts[(rows.start + from) * d..][..d];
+            self.chunk_contexts.extend(context.iter().map(|x| x.widen()));
+        }
+        self.live_rows = LiveRows::Some(live);
+    }
+
+    fn rows(&self, tokens: Range<usize>) -> Range<usize> {
+        tokens.start * self.sizes.components..tokens.end * self.sizes.components
+    }
+}
+
+impl<T: Element> Backend for Cpu<'_, T> {
+    fn logits(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        let stored = &self.contexts[rows.start * d..rows.end * d];
+        let contexts = T::widen_slice(stored, &mut self.chunk_contexts);
+        products::logits(&mut self.logits, self.stride, contexts, self.weight, d);
+        Ok(())
+    }
+
+    fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Some(targets) = &self.targets else { return Ok(()) };
+        let Sizes { components, vocab, .. } = self.sizes;
+        let (stride, isa, softcap, bias) = (self.stride, self.isa, self.softcap, &self.bias);
+        let rows = self.rows(tokens.clone());
+        let mut live = vec![false; rows.len()];
+        let gradients = &mut self.gradients;
+
+        let parts = if gradients.bias.is_some() { BIAS_PARTS } else { usize::MAX };
+        let part = tokens.len().div_ceil(parts.min(tokens.len())).max(1);
+        let mut bias_parts = match gradients.bias {
+            Some(_) => zeros(tokens.len().div_ceil(part) * stride),
+            None => Vec::new(),
+        };
+        let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
+        bias_slots.resize_with(tokens.len().div_ceil(part), || None);
+        let mut no_log_priors = zeros(if gradients.wanted { 0 } else { rows.len() });
+        let log_prior_gradients = match gradients.wanted {
+            true => &mut gradients.log_priors[rows.clone()],
+            false => &mut no_log_priors[..],
+        };
+
+        self.logits[..rows.len() * stride]
+            .par_chunks_mut(part * components * stride)
+            .zip(self.losses[tokens.clone()].par_chunks_mut(part))
+            .zip(live.par_chunks_mut(part * components))
+            .zip(log_prior_gradients.par_chunks_mut(part * components))
+            .zip(bias_slots)
+            .enumerate()
+            .for_each_init(
+                || Scratch::new(components, stride),
+                |scratch, (i, ((((logits, losses), live), log_priors), mut bias_gradient))| {
+                    let tokens_of_part = logits
+                        .chunks_exact_mut(components * stride)
+                        .zip(losses)
+                        .zip(live.chunks_exact_mut(components))
+                        .zip(log_priors.chunks_exact_mut(components));
+                    for (j, (((logits, loss), live), log_prior_gradient)) in tokens_of_part.enumerate() {
+                        let token = tokens.start + i * part + j;
+                        let Some(target) = targets.token(token) else { continue };
+                        let kernel = LossRows {
+                            logits: Logits {
+                                rows: logits,
+                                stride,
+                                vocab,
+                                bias,
+                                log_priors: &self.log_priors[token * components..][..components],
+                                softcap,
+                            },
+                            target,
+                            gradients: gradients.wanted.then(|| RowGradients {
+                                scale: targets.scale(token),
+                                log_priors: log_prior_gradient,
+                                bias: bias_gradient.as_deref_mut(),
+                                live,
+                            }),
+                            scratch,
+                        };
+                        *loss = T::Acc::dispatch(isa, kernel);
+                    }
+                },
+            );
+
+        if let Some(bias) = &mut gradients.bias {
+            for part in bias_parts.chunks_exact(stride) {
+                for (sum, &g) in bias.iter_mut().zip(part) {
+                    *sum += g;
+                }
+            }
+        }
+        if gradients.wanted {
+            self.gather_live_rows(rows, &live);
+        }
+        Ok(())
+    }
+
+    fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
+        let live = self.live_rows.len();
+        let all = matches!(self.live_rows, LiveRows::All(_));
+        let in_place = if all { T::as_acc_mut(gradient) } else { None };
+        if let Some(gradient) = in_place {
+            products::context_gradient(gradient, &self.logits, self.stride, self.weight, d);
+            return Ok(());
+        }
+        self.chunk_gradient.resize(live * d, num_traits::Zero::zero());
+        products::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.weight, d);
+        for (i, values) in self.chunk_gradient.chunks_exact(d).enumerate() {
+            let row = match &self.live_rows {
+                LiveRows::All(_) => i,
+                LiveRows::Some(rows) => rows[i],
+            };
+            for (to, &from) in gradient[row * d..].iter_mut().zip(values) {
+                *to = T::narrow(from);
+            }
+        }
+        Ok(())
+    }
+
+    fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        let live = self.live_rows.len();
+        let stored = T::as_acc(&self.contexts[rows.start * d..rows.end * d]);
+        let contexts = match (&self.live_rows, stored) {
+            (LiveRows::All(_), Some(stored)) => stored,
+            _ => &self.chunk_contexts[..live * d],
+        };
+        let gradients = &mut self.gradients;
+        if live > 0 {
+            let started = gradients.weight_started;
+            products::decoder_gradient(&mut gradients.weight, started, &self.logits, self.stride, contexts, d);
+            gradients.weight_started = true;
+        }
+        Ok(())
+    }
+
+    fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (isa, vocab) = (self.isa, self.sizes.vocab);
+        let mut log_probs = std::mem::take(&mut self.log_probs);
+        let mut outputs: Vec<&mut [T]> = log_probs[tokens.start * vocab..tokens.end * vocab].chunks_mut(vocab).collect();
+        self.for_each_token(tokens, &mut outputs, |logits, scratch, output| {
+            T::Acc::dispatch(isa, LogProbRows { logits, scratch });
+            for (to, &from) in output.iter_mut().zip(&scratch.log_probs) {
+                *to = T::narrow(from);
+            }
+        });
+        self.log_probs = log_probs;
+        Ok(())
+    }
+
+    fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (isa, vocab) = (self.isa, self.sizes.vocab);
+        let mut argmax = std::mem::take(&mut self.argmax);
+        self.for_each_token(tokens.clone(), &mut argmax[tokens], |logits, scratch, output| {
+            T::Acc::dispatch(isa, LogProbRows { logits, scratch });
+            *output = first_largest(&scratch.log_probs[..vocab]) as u32;
+        });
+        self.argmax = argmax;
+        Ok(())
+    }
+}
+
+impl<T: Element> Cpu<'_, T> {
+    /// The results of a loss as tensors.
+    fn outcome(self, wanted: Wanted) -> Result<Outcome> {
+        let Sizes { tokens, components, context, vocab } = self.sizes;
+        let cpu = &Device::Cpu;
+        let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::of(value)], (), cpu)?);
+        let per_token = |f: &dyn Fn(usize) -> f64| {
+            let values: Vec<T::Acc> = (0..tokens).map(|t| T::Acc::of(f(t))).collect();
+            Ok::<_, Error>(Tensor::from_vec(values, tokens, cpu)?)
+        };
+        let Some(targets) = self.targets else {
+            return Err(Error::config("targets", "an objective", "none"));
+        };
+        let losses = &self.losses;
+        let weighted_by = |weight: f64, x: f64| rows::weighted(weight, x);
+        let objective = |t: usize| weighted_by(targets.token_weight(t), losses[t].objective);
+        let count: f64 = (0..tokens).map(|t| targets.count(t)).sum();
+        let dropped: f64 = (0..tokens).map(|t| weighted_by(targets.count(t), losses[t].dropped)).sum();
+        let gradients = self.gradients;
+        let weight: Vec<T> = T::from_acc(gradients.weight);
+        Ok(Outcome {
+            objective: per_token(&objective)?,
+            nll: per_token(&|t| losses[t].nll)?,
+            sum: scalar((0..tokens).map(objective).sum())?,
+            count: scalar(count)?,
+            hits: match targets.hits {
+                true => Some(scalar(losses.iter().filter(|loss| loss.hit).count() as f64)?),
+                false => None,
+            },
+            dropped_mass: match targets.filter > num_traits::Zero::zero() {
+                true => Some(scalar(if count == 0.0 { 0.0 } else { dropped / count })?),
+                false => None,
+            },
+            gradients: Gradients {
+                contexts: wanted
+                    .contexts
+                    .then(|| Tensor::from_vec(gradients.contexts, (tokens, components, context), cpu))
+                    .transpose()?,
+                log_priors: wanted
+                    .log_priors
+                    .then(|| Tensor::from_vec(gradients.log_priors, (tokens, components), cpu))
+                    .transpose()?,
+                weight: wanted.weight.then(|| Tensor::from_vec(weight, (vocab, context), cpu)).transpose()?,
+                bias: gradients.bias.map(|bias| Tensor::from_vec(bias, vocab, cpu)).transpose()?,
+            },
+        })
+    }
+}
+
+fn zeros<F: Float>(n: usize) -> Vec<F> {
+    vec![F::zero(); n]
+}
+
+/// Calls `f` with the elements of the contexts and of the decoder's weight.
+fn with_slices<T: Element, O>(operands: &Operands, f: impl FnOnce(&[T], &[T]) -> Result<O>) -> Result<O> {
+    with_slice("contexts", &operands.contexts, |contexts| {
+        with_slice("weight", &operands.weight, |weight| f(contexts, weight))
+    })
+}
+
+/// Calls `f` with the elements of a contiguous tensor.
+fn with_slice<T: Element, O>(argument: &'static str, tensor: &Tensor, f: impl FnOnce(&[T]) -> Result<O>) -> Result<O> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        let got = format!("{:?}", tensor.device().location());
+        return Err(Error::Device { argument, expected: "Cpu".into(), got });
+    };
+    match layout.contiguous_offsets() {
+        Some((from, to)) => f(&T::cpu_storage_as_slice(storage)?[from..to]),
+        None => Err(Error::shape(argument, "contiguous", layout.dims())),
+    }
+}

@@ -1,0 +1,238 @@
+//! The three matrix products, cut into tiles that stay in the cache of one core and are worked on in parallel.
+//!
+//! A tile is computed by one call of the `gemm` crate on one thread, whatever the number of threads: the results do not
+//! depend on it.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::element::Element;
+use super::simd::Float;
+
+/// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
+const VOCAB_TILE: usize = 512;
+/// Rows per tile of the second product.
+const ROW_TILE: usize = 256;
+/// Columns per tile of the second product.
+const CONTEXT_TILE: usize = 240;
+
+/// A matrix to read: `rows x cols` elements at `data[row * row_stride + col * col_stride]`.
+#[derive(Clone, Copy)]
+struct View<'a, F> {
+    data: *const F,
+    rows: usize,
+    cols: usize,
+    row_stride: isize,
+    col_stride: isize,
+    lifetime: PhantomData<&'a [F]>,
+}
+
+/// A matrix to write, whose rows are contiguous.
+struct ViewMut<'a, F> {
+    data: *mut F,
+    rows: usize,
+    cols: usize,
+    row_stride: isize,
+    lifetime: PhantomData<&'a mut [F]>,
+}
+
+// SAFETY: a `ViewMut` is a unique borrow of its elements, as `&mut [F]` is, and `F` may be sent.
+unsafe impl<F: Send> Send for ViewMut<'_, F> {}
+
+impl<'a, F> View<'a, F> {
+    /// `rows x cols` out of a row-major slice whose rows start `stride` elements apart.
+    fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
+        View {
+            data: data.as_ptr(),
+            rows,
+            cols,
+            row_stride: stride as isize,
+            col_stride: 1,
+            lifetime: PhantomData,
+        }
+    }
+
+    fn transposed(self) -> Self {
+        View {
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+            ..self
+        }
+    }
+}
+
+impl<'a, F> ViewMut<'a, F> {
+    fn new(data: &'a mut [F], rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
+        ViewMut {
+            data: data.as_mut_ptr(),
+            rows,
+            cols,
+            row_stride: stride as isize,
+            lifetime: PhantomData,
+        }
+    }
+
+    /// Cuts the matrix into tiles of at most `rows x cols`: each with its range of rows and of columns.
+    fn tiles(self, rows: usize, cols: usize) -> Vec<(Range<usize>, Range<usize>, ViewMut<'a, F>)> {
+        let mut tiles = Vec::new();
+        for r in (0..self.rows).step_by(rows) {
+            for c in (0..self.cols).step_by(cols) {
+                let row_range = r..self.rows.min(r + rows);
+                let col_range = c..self.cols.min(c + cols);
+                let tile = ViewMut {
+                    // SAFETY: r < self.rows and c < self.cols, so this is an element of the matrix.
+                    data: unsafe { self.data.offset(r as isize * self.row_stride + c as isize) },
+                    rows: row_range.len(),
+                    cols: col_range.len(),
+                    row_stride: self.row_stride,
+                    // Unique: `self` is consumed, and no element is in two tiles.
+                    lifetime: PhantomData,
+                };
+                tiles.push((row_range, col_range, tile));
+            }
+        }
+        tiles
+    }
+}
+
+/// `dst = lhs rhs`, or `dst += lhs rhs`, on this thread.
+fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, F>, rhs: View<'_, F>) {
+    assert!(dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows);
+    // SAFETY: the views' constructors checked that all elements lie in borrowed slices, `dst` is a unique borrow, and the
+    // assertion above checked that the sizes agree. `F` is f32 or f64, which `gemm` supports.
+    unsafe {
+        gemm::gemm(
+            dst.rows,
+            dst.cols,
+            lhs.cols,
+            dst.data,
+            1,
+            dst.row_stride,
+            accumulate,
+            lhs.data,
+            lhs.col_stride,
+            lhs.row_stride,
+            rhs.data,
+            rhs.col_stride,
+            rhs.row_stride,
+            if accumulate { F::one() } else { F::zero() },
+            F::one(),
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`. Rows of `logits` are `stride` apart.
+pub(super) fn logits<T: Element>(
+    logits: &mut [T::Acc],
+    stride: usize,
+    contexts: &[T::Acc],
+    decoder: &[T],
+    d: usize,
+) {
+    let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
+    let contexts = View::new(contexts, rows, d, d);
+    let contexts = Shared(contexts);
+    ViewMut::new(logits, rows, vocab, stride)
+        .tiles(rows.max(1), vocab_tile::<T>(d))
+        .into_par_iter()
+        .for_each_init(Vec::new, |buffer, (_, words, mut tile)| {
+            let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], buffer);
+            let decoder = View::new(decoder, words.len(), d, d);
+            multiply(&mut tile, false, contexts.get(), decoder.transposed());
+        });
+}
+
+/// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
+pub(super) fn context_gradient<T: Element>(
+    gradient: &mut [T::Acc],
+    logit_gradient: &[T::Acc],
+    stride: usize,
+    decoder: &[T],
+    d: usize,
+) {
+    let (rows, vocab) = (gradient.len() / d, decoder.len() / d);
+    let words_per_step = vocab_tile::<T>(d.min(CONTEXT_TILE));
+    // Equal parts, so that no thread is left with a sliver. A decoder that must be widened is widened once per tile.
+    let row_tile = if T::IS_ACC { even_part(rows, ROW_TILE) } else { rows.max(1) };
+    let context_tile = even_part(d, CONTEXT_TILE).next_multiple_of(16);
+    ViewMut::new(gradient, rows, d, d)
+        .tiles(row_tile, context_tile)
+        .into_par_iter()
+        .for_each_init(Vec::new, |buffer, (tile_rows, columns, mut tile)| {
+            for first in (0..vocab).step_by(words_per_step) {
+                let words = first..vocab.min(first + words_per_step);
+                let block = T::widen_block(decoder, d, words.clone(), columns.clone(), buffer);
+                let (block, block_stride) = block;
+                multiply(
+                    &mut tile,
+                    first > 0,
+                    View::new(
+                        &logit_gradient[tile_rows.start * stride + first..],
+                        tile_rows.len(),
+                        words.len(),
+                        stride,
+                    ),
+                    View::new(block, words.len(), columns.len(), block_stride),
+                );
+            }
+        });
+}
+
+/// Third product: `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`.
+pub(super) fn decoder_gradient<F: Float>(
+    gradient: &mut [F],
+    accumulate: bool,
+    logit_gradient: &[F],
+    stride: usize,
+    contexts: &[F],
+    d: usize,
+) {
+    let (rows, vocab) = (contexts.len() / d, gradient.len() / d);
+    ViewMut::new(gradient, vocab, d, d)
+        .tiles(VOCAB_TILE, d)
+        .into_par_iter()
+        .for_each(|(words, _, mut tile)| {
+            let columns = View::new(&logit_gradient[words.start..], rows, words.len(), stride);
+            let contexts = View::new(contexts, rows, d, d);
+            multiply(&mut tile, accumulate, columns.transposed(), contexts);
+        });
+}
+
+/// A view that several threads read.
+struct Shared<'a, F>(View<'a, F>);
+
+// SAFETY: a `View` is a shared borrow of its elements, as `&[F]` is, and `F` may be shared.
+unsafe impl<F: Sync> Sync for Shared<'_, F> {}
+
+impl<'a, F: Copy> Shared<'a, F> {
+    fn get(&self) -> View<'a, F> {
+        self.0
+    }
+}
+
+/// The size of a part when `total` is cut into equal parts of at most about `most`.
+fn even_part(total: usize, most: usize) -> usize {
+    total.div_ceil(total.div_ceil(most).max(1)).max(1)
+}
+
+/// Words per tile: less for a decoder that must be widened first, so that the widened tile stays small.
+fn vocab_tile<T: Element>(columns: usize) -> usize {
+    if T::IS_ACC {
+        VOCAB_TILE
+    } else {
+        (WIDENED_TILE / columns.max(1)).clamp(16, VOCAB_TILE)
+    }
+}
+
+/// Elements of the buffer in which each thread widens a tile of a half-precision decoder.
+pub(super) const WIDENED_TILE: usize = 1 << 16;

@@ -1,0 +1,424 @@
+//! The row kernels: what happens to the K rows of logits of one token between the products.
+//!
+//! With `z` the logits of component k (after bias and softcap), `pi` the prior and `y` the target:
+//!
+//! ```text
+//! lse_k   = log sum_v exp z_kv                                         row log-sum-exp
+//! a_k     = log pi_k - lse_k                                           so that a_k + z_kv = log(pi_k p_k(v))
+//! log p(v) = logsumexp_k (a_k + z_kv)                                  the mixture
+//! r_k(v)  = exp(a_k + z_kv - log p(v))                                 responsibility of k for v
+//! ```
+//!
+//! The objective of a token is `sum_v q_v (-log p(v)) + zeta mean_k lse_k^2` with `q_v = hard [v = y] + soft_v`, and
+//! its gradient, written over the logits, with `R_k = sum_v q_v r_k(v)`:
+//!
+//! ```text
+//! d/d z_kv      = (R_k + 2 zeta lse_k / K) softmax_k(v) - q_v r_k(v)
+//! d/d log pi_k  = -R_k
+//! ```
+
+use super::math::{exp, ln, tanh};
+use super::simd::{Float, Kernel, Vector};
+
+/// What the objective of a token is made of, beyond its logits.
+#[derive(Clone, Copy)]
+pub(super) struct Target<'a, F> {
+    /// The target word and its mass in `q`.
+    pub(super) hard: Option<(usize, F)>,
+    /// The rest of `q`, padded with zeros, where there is any: label smoothing, or the upstream gradient of log-probabilities.
+    pub(super) soft: Option<&'a [F]>,
+    pub(super) z_loss: F,
+    /// Rows with less than this share of the responsibility get no gradient.
+    pub(super) filter: F,
+    /// Whether to look for the most probable word.
+    pub(super) hits: bool,
+}
+
+/// The logits of one token: K rows as the first product left them.
+pub(super) struct Logits<'a, F> {
+    /// `[K, stride]`, of which `[K, vocab]` are logits; the kernels read and write all of it.
+    pub(super) rows: &'a mut [F],
+    pub(super) stride: usize,
+    pub(super) vocab: usize,
+    /// `[stride]`: the decoder's bias, or zeros, then minus infinity.
+    pub(super) bias: &'a [F],
+    /// `[K]`
+    pub(super) log_priors: &'a [F],
+    pub(super) softcap: Option<F>,
+}
+
+/// Buffers that a thread uses again for every token.
+pub(super) struct Scratch<F> {
+    /// `[stride]`: log p(v)
+    pub(super) log_probs: Vec<F>,
+    /// `[K]` each: lse_k, a_k, the target's part of R_k, and R_k
+    lse: Vec<F>,
+    log_scale: Vec<F>,
+    hard_mass: Vec<F>,
+    mass: Vec<F>,
+}
+
+impl<F: Float> Scratch<F> {
+    pub(super) fn new(components: usize, stride: usize) -> Self {
+        let zeros = |n| vec![F::zero(); n];
+        Scratch {
+            log_probs: zeros(stride),
+            lse: zeros(components),
+            log_scale: zeros(components),
+            hard_mass: zeros(components),
+            mass: zeros(components),
+        }
+    }
+}
+
+/// Where the gradients of one token go.
+pub(super) struct RowGradients<'a, F> {
+    /// What the token's objective is multiplied by.
+    pub(super) scale: F,
+    /// `[K]`
+    pub(super) log_priors: &'a mut [F],
+    /// `[stride]`, added to
+    pub(super) bias: Option<&'a mut [F]>,
+    /// `[K]`: whether the row of logits now holds a gradient that is not zero everywhere.
+    pub(super) live: &'a mut [bool],
+}
+
+/// The results of one token.
+#[derive(Clone, Copy, Default)]
+pub(super) struct TokenLoss {
+    pub(super) nll: f64,
+    pub(super) objective: f64,
+    pub(super) hit: bool,
+    /// Share of the responsibility in rows that were filtered out.
+    pub(super) dropped: f64,
+}
+
+/// The objective of one token, and its gradient in place of the logits.
+pub(super) struct LossRows<'a, F> {
+    pub(super) logits: Logits<'a, F>,
+    pub(super) target: Target<'a, F>,
+    pub(super) gradients: Option<RowGradients<'a, F>>,
+    pub(super) scratch: &'a mut Scratch<F>,
+}
+
+impl<F: Float> Kernel<F> for LossRows<'_, F> {
+    type Output = TokenLoss;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) -> TokenLoss {
+        let LossRows { mut logits, target, gradients, scratch } = self;
+        let components = logits.log_priors.len();
+        logits.normalise(v, scratch);
+        if target.soft.is_some() || target.hits {
+            logits.mix(v, &scratch.log_scale, &mut scratch.log_probs);
+        }
+
+        let mut loss = TokenLoss::default();
+        scratch.hard_mass.fill(F::zero());
+        if let Some((y, hard)) = target.hard {
+            let joint = |k: usize| scratch.log_scale[k] + logits.rows[k * logits.stride + y];
+            let log_p = log_sum_exp_scalar(components, joint);
+            loss.nll = -log_p.f64();
+            loss.objective = weighted(hard, -log_p).f64();
+            loss.hit = target.hits && !log_p.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
+            for k in 0..components {
+                // One component has all the responsibility, even for an impossible target.
+                let r = if components == 1 { F::one() } else { (joint(k) - log_p).exp() };
+                scratch.hard_mass[k] = weighted(hard, r);
+            }
+        }
+        scratch.mass.copy_from_slice(&scratch.hard_mass);
+        if let Some(soft) = target.soft {
+            let mut objective = F::zero();
+            for (&q, &log_p) in soft[..logits.vocab].iter().zip(&scratch.log_probs) {
+                objective += weighted(q, -log_p);
+            }
+            loss.objective += objective.f64();
+            for k in 0..components {
+                let row = &logits.rows[k * logits.stride..][..logits.stride];
+                scratch.mass[k] += soft_mass(v, row, scratch.log_scale[k], &scratch.log_probs, soft);
+            }
+        }
+        let z_loss = target.z_loss / F::of(components as f64);
+        if target.z_loss != F::zero() {
+            let squares: F = scratch.lse.iter().map(|&lse| lse * lse).sum();
+            loss.objective += (z_loss * squares).f64();
+        }
+
+        let total_mass: F = scratch.mass.iter().copied().sum();
+        // Without a filter nothing is below the least mass, not even the negative masses of an upstream gradient.
+        let least_mass = if target.filter > F::zero() { target.filter * total_mass } else { F::neg_infinity() };
+        let dropped: F = scratch.mass.iter().copied().filter(|&mass| mass < least_mass).sum();
+        if dropped > F::zero() {
+            loss.dropped = (dropped / total_mass).f64();
+        }
+        if let Some(gradients) = gradients {
+            logits.gradient(v, &target, z_loss, least_mass, gradients, scratch);
+        }
+        loss
+    }
+}
+
+/// The mixture's log-probabilities of one token, in `scratch.log_probs`.
+pub(super) struct LogProbRows<'a, F> {
+    pub(super) logits: Logits<'a, F>,
+    pub(super) scratch: &'a mut Scratch<F>,
+}
+
+impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(mut self, v: V) {
+        self.logits.normalise(v, self.scratch);
+        self.logits.mix(v, &self.scratch.log_scale, &mut self.scratch.log_probs);
+    }
+}
+
+impl<F: Float> Logits<'_, F> {
+    /// Adds the bias, applies the softcap, and finds `lse_k` and `a_k` of every component.
+    #[inline(always)]
+    fn normalise<V: Vector<F>>(&mut self, v: V, scratch: &mut Scratch<F>) {
+        for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
+            let lse = match self.softcap {
+                None => {
+                    row[self.vocab..].fill(F::zero());
+                    log_sum_exp::<true, F, V>(v, row, self.bias)
+                }
+                Some(cap) => {
+                    soft_cap(v, row, self.bias, cap);
+                    row[self.vocab..].fill(F::neg_infinity());
+                    log_sum_exp::<false, F, V>(v, row, self.bias)
+                }
+            };
+            scratch.lse[k] = lse;
+            scratch.log_scale[k] = self.log_priors[k] - lse;
+        }
+    }
+
+    /// `log p(v)` of every word.
+    #[inline(always)]
+    fn mix<V: Vector<F>>(&self, v: V, log_scale: &[F], log_probs: &mut [F]) {
+        let rows = V::registers(self.rows);
+        let out = V::registers_mut(log_probs);
+        let width = out.len();
+        if let [a] = *log_scale {
+            let a = v.splat(a);
+            for (out, &z) in out.iter_mut().zip(rows) {
+                *out = v.add(z, a);
+            }
+            return;
+        }
+        let minus_infinity = v.splat(F::neg_infinity());
+        let zero = v.splat(F::zero());
+        for (i, out) in out.iter_mut().enumerate() {
+            let mut largest = minus_infinity;
+            for (k, &a) in log_scale.iter().enumerate() {
+                largest = v.max(largest, v.add(v.splat(a), rows[k * width + i]));
+            }
+            // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
+            let reference = v.if_equal(largest, minus_infinity, zero, largest);
+            let mut sum = zero;
+            for (k, &a) in log_scale.iter().enumerate() {
+                let term = v.add(v.splat(a), rows[k * width + i]);
+                sum = v.add(sum, exp(v, v.sub(term, reference)));
+            }
+            *out = v.add(reference, ln(v, sum));
+        }
+    }
+
+    /// Writes the gradient over the logits.
+    #[inline(always)]
+    fn gradient<V: Vector<F>>(
+        &mut self,
+        v: V,
+        target: &Target<'_, F>,
+        z_loss: F,
+        least_mass: F,
+        mut gradients: RowGradients<'_, F>,
+        scratch: &Scratch<F>,
+    ) {
+        let scale = gradients.scale;
+        for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
+            let mass = scratch.mass[k];
+            gradients.log_priors[k] = weighted(scale, -mass);
+            let softmax_scale = scale * (mass + F::of(2.0) * z_loss * scratch.lse[k]);
+            let is_zero = scale == F::zero() || (softmax_scale == F::zero() && target.soft.is_none());
+            gradients.live[k] = !(is_zero || mass < least_mass);
+            if !gradients.live[k] {
+                continue;
+            }
+            let target_logit = target.hard.map(|(y, _)| (y, row[y]));
+            let terms = RowTerms {
+                lse: scratch.lse[k],
+                softmax_scale,
+                scale,
+                log_scale: scratch.log_scale[k],
+                log_probs: &scratch.log_probs,
+                soft: target.soft.unwrap_or_default(),
+                softcap: self.softcap.unwrap_or_else(F::one),
+            };
+            match (target.soft.is_some(), self.softcap.is_some()) {
+                (false, false) => gradient_row::<false, false, F, V>(v, row, &terms),
+                (false, true) => gradient_row::<false, true, F, V>(v, row, &terms),
+                (true, false) => gradient_row::<true, false, F, V>(v, row, &terms),
+                (true, true) => gradient_row::<true, true, F, V>(v, row, &terms),
+            }
+            if let Some((y, z)) = target_logit {
+                let slope = match self.softcap {
+                    Some(cap) => F::one() - (z / cap) * (z / cap),
+                    None => F::one(),
+                };
+                row[y] -= scale * scratch.hard_mass[k] * slope;
+            }
+            if let Some(bias) = gradients.bias.as_deref_mut() {
+                for (sum, &g) in V::registers_mut(bias).iter_mut().zip(V::registers(row)) {
+                    *sum = v.add(*sum, g);
+                }
+            }
+        }
+    }
+}
+
+/// What the gradient of one row is made of, beyond its logits.
+struct RowTerms<'a, F> {
+    lse: F,
+    /// Factor of the softmax: `scale (R_k + 2 zeta lse_k / K)`.
+    softmax_scale: F,
+    scale: F,
+    log_scale: F,
+    log_probs: &'a [F],
+    soft: &'a [F],
+    softcap: F,
+}
+
+/// `z := softmax_scale exp(z - lse) - scale soft_v r(v)`, times the slope of the softcap.
+#[inline(always)]
+fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], terms: &RowTerms<'_, F>) {
+    let (lse, softmax_scale) = (v.splat(terms.lse), v.splat(terms.softmax_scale));
+    let (log_scale, scale) = (v.splat(terms.log_scale), v.splat(-terms.scale));
+    let inverse_cap = v.splat(F::one() / terms.softcap);
+    let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
+    let (log_probs, soft) = (V::registers(terms.log_probs), V::registers(terms.soft));
+    for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
+        let mut g = v.mul(exp(v, v.sub(*z, lse)), softmax_scale);
+        if SOFT {
+            let r = exp(v, v.sub(v.add(*z, log_scale), log_probs[i]));
+            // Words without mass have no responsibility to share, even where both logarithms are infinite.
+            let r = v.if_equal(soft[i], zero, zero, r);
+            g = v.mul_add(v.mul(r, soft[i]), scale, g);
+        }
+        if CAP {
+            // Padding is minus infinity, where the softmax is already zero.
+            let t = v.mul(*z, inverse_cap);
+            let slope = v.sub(one, v.mul(t, t));
+            g = v.if_equal(g, zero, zero, v.mul(g, slope));
+        }
+        *z = g;
+    }
+}
+
+/// `R = sum_v soft_v exp(log_scale + z_v - log p(v))` of one row.
+#[inline(always)]
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], log_scale: F, log_probs: &[F], soft: &[F]) -> F {
+    let (log_scale, zero) = (v.splat(log_scale), v.splat(F::zero()));
+    let (log_probs, soft) = (V::registers(log_probs), V::registers(soft));
+    let mut sum = zero;
+    for (i, &z) in V::registers(row).iter().enumerate() {
+        let r = exp(v, v.sub(v.add(z, log_scale), log_probs[i]));
+        sum = v.add(sum, v.if_equal(soft[i], zero, zero, v.mul(r, soft[i])));
+    }
+    v.sum(sum)
+}
+
+/// `z := cap tanh((z + bias) / cap)`.
+#[inline(always)]
+fn soft_cap<F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F], cap: F) {
+    let (cap, inverse) = (v.splat(cap), v.splat(F::one() / cap));
+    for (z, &b) in V::registers_mut(row).iter_mut().zip(V::registers(bias)) {
+        *z = v.mul(cap, tanh(v, v.mul(v.add(*z, b), inverse)));
+    }
+}
+
+/// `log sum_v exp z_v` of a row, after adding the bias to it in place if `ADD_BIAS`.
+///
+/// One pass over memory: block by block, the sum so far is rescaled whenever a block has a larger maximum. Minus infinity
+/// for a row of minus infinities; NaN if the row has a NaN or plus infinity.
+#[inline(always)]
+fn log_sum_exp<const ADD_BIAS: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F]) -> F {
+    /// Registers per block: small enough for the first-level cache. A multiple of the `LANES` independent accumulators,
+    /// which keep the processor busy while each waits for its last addition.
+    const BLOCK: usize = 64;
+    const LANES: usize = 4;
+    let mut largest = F::neg_infinity();
+    let mut sum = F::zero();
+    for (block, bias) in V::registers_mut(row).chunks_mut(BLOCK).zip(V::registers(bias).chunks(BLOCK)) {
+        if ADD_BIAS {
+            for (z, &b) in block.iter_mut().zip(bias) {
+                *z = v.add(*z, b);
+            }
+        }
+        let mut maxima = [v.splat(F::neg_infinity()); LANES];
+        for group in block.chunks(LANES) {
+            for (m, &z) in maxima.iter_mut().zip(group) {
+                *m = v.max(*m, z);
+            }
+        }
+        let block_largest = v.largest(v.max(v.max(maxima[0], maxima[1]), v.max(maxima[2], maxima[3])));
+        if block_largest > largest {
+            sum = weighted(sum, (largest - block_largest).exp());
+            largest = block_largest;
+        }
+        // All minus infinity so far: exp(-inf - 0) is the zero that exp(-inf + inf) is not, and a NaN stays one.
+        let reference = v.splat(finite_or_zero(largest));
+        let mut sums = [v.splat(F::zero()); LANES];
+        for group in block.chunks(LANES) {
+            for (s, &z) in sums.iter_mut().zip(group) {
+                *s = v.add(*s, exp(v, v.sub(z, reference)));
+            }
+        }
+        sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
+    }
+    finite_or_zero(largest) + sum.ln()
+}
+
+fn finite_or_zero<F: Float>(x: F) -> F {
+    if x == F::neg_infinity() {
+        F::zero()
+    } else {
+        x
+    }
+}
+
+/// `log sum_k exp x(k)` of a few numbers.
+fn log_sum_exp_scalar<F: Float>(n: usize, x: impl Fn(usize) -> F) -> F {
+    if n == 1 {
+        return x(0);
+    }
+    let largest = (0..n).map(&x).fold(F::neg_infinity(), num_traits::Float::max);
+    let reference = finite_or_zero(largest);
+    reference + (0..n).map(|k| (x(k) - reference).exp()).sum::<F>().ln()
+}
+
+/// `weight * x`, where weight zero takes away even an infinite or undefined `x`.
+pub(super) fn weighted<F: Float>(weight: F, x: F) -> F {
+    if weight == F::zero() {
+        F::zero()
+    } else {
+        weight * x
+    }
+}
+
+/// The position of the largest value; the first of equals; the first NaN if there is one.
+pub(super) fn first_largest<F: Float>(values: &[F]) -> usize {
+    let mut best = 0;
+    for (i, &x) in values.iter().enumerate() {
+        if x.is_nan() {
+            return i;
+        }
+        if x > values[best] {
+            best = i;
+        }
+    }
+    best
+}

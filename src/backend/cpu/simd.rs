@@ -1,0 +1,299 @@
+//! A small vector trait, so that every row kernel is written once and compiled for each instruction set.
+//!
+//! [`Vector`] holds the dozen operations the kernels need. It is implemented, for `f32` and `f64`, on the
+//! instruction-set tokens of the `pulp` crate: AVX-512, AVX2 + FMA, NEON, and plain scalar code. A token can only
+//! be obtained on a machine that has the instructions, which is why nothing here is `unsafe`.
+
+use std::sync::OnceLock;
+
+use pulp::Simd as _;
+
+/// Rows are padded to a multiple of this many elements: the lanes of the widest vector (AVX-512, `f32`).
+pub(super) const ROW_ALIGN: usize = 16;
+
+/// One vector instruction set at work on elements of type `F`.
+pub(crate) trait Vector<F>: Copy {
+    /// A vector register.
+    type Reg: Copy;
+
+    /// Views a row whose length is a multiple of [`ROW_ALIGN`] as registers.
+    fn registers(row: &[F]) -> &[Self::Reg];
+    fn registers_mut(row: &mut [F]) -> &mut [Self::Reg];
+    fn splat(self, value: F) -> Self::Reg;
+    fn add(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
+    fn sub(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
+    fn mul(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
+    fn div(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
+    /// `a * b + c`, fused where the instruction set can.
+    fn mul_add(self, a: Self::Reg, b: Self::Reg, c: Self::Reg) -> Self::Reg;
+    /// The larger of the two; which one is unspecified if either is NaN.
+    fn max(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
+    /// `if a < b { yes } else { no }`, lane by lane.
+    fn if_less(self, a: Self::Reg, b: Self::Reg, yes: Self::Reg, no: Self::Reg) -> Self::Reg;
+    /// `if a == b { yes } else { no }`, lane by lane.
+    fn if_equal(self, a: Self::Reg, b: Self::Reg, yes: Self::Reg, no: Self::Reg) -> Self::Reg;
+    fn sum(self, a: Self::Reg) -> F;
+    fn largest(self, a: Self::Reg) -> F;
+    /// `a * 2^n` for `shifted = n + ROUND` ([`Float::ROUND`]), by adding `n` to the exponent bits of `a`.
+    fn scale_by_power(self, a: Self::Reg, shifted: Self::Reg) -> Self::Reg;
+    /// `(m, e)` with `a = m * 2^e` and `1 <= m < 2`, for finite `a >= 1`.
+    fn mantissa_exponent(self, a: Self::Reg) -> (Self::Reg, Self::Reg);
+}
+
+/// A computation over rows of `F`, compiled for each instruction set.
+pub(crate) trait Kernel<F> {
+    type Output;
+    /// Implementations are `#[inline(always)]`, so that they are compiled with the instruction set of `V`.
+    fn run<V: Vector<F>>(self, v: V) -> Self::Output;
+}
+
+/// The element types that rows are computed in.
+pub(crate) trait Float:
+    num_traits::Float + num_traits::FloatConst + candle_core::WithDType + std::iter::Sum + Default
+{
+    /// Adding and subtracting this rounds to the nearest integer and leaves it in the lowest bits: 1.5 x 2^(mantissa bits).
+    const ROUND: Self;
+    /// Below this the exponential is less than the smallest normal number, and taken as zero.
+    const EXP_UNDERFLOW: Self;
+    /// ln 2 in two parts: the first is exact in products with small integers.
+    const LN_2_HIGH: Self;
+    const LN_2_LOW: Self;
+    /// 1/n!, n descending to 0: the Taylor series of exp is exact to rounding on |x| <= ln 2 / 2.
+    const EXP_COEFFICIENTS: &'static [Self];
+    /// 1/(2n+1), n descending to 0: the series of artanh(s)/s, exact to rounding on |s| <= 0.172.
+    const ARTANH_COEFFICIENTS: &'static [Self];
+
+    /// Runs `kernel` with the instructions of `isa`.
+    fn dispatch<K: Kernel<Self>>(isa: Isa, kernel: K) -> K::Output;
+
+    fn of(value: f64) -> Self {
+        // Both types convert from every f64; the fallback is never taken.
+        num_traits::NumCast::from(value).unwrap_or_else(Self::nan)
+    }
+
+    fn f64(self) -> f64 {
+        candle_core::WithDType::to_f64(self)
+    }
+}
+
+/// The instruction set in use, with the proof that this machine has it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Isa {
+    #[cfg(target_arch = "x86_64")]
+    Avx512(pulp::x86::V4),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(pulp::x86::V3),
+    #[cfg(target_arch = "aarch64")]
+    Neon(pulp::aarch64::Neon),
+    Scalar(pulp::Scalar),
+}
+
+impl Isa {
+    /// The best instruction set of this machine, found once. The environment variable `MOS_HEAD_SIMD`
+    /// (`avx512`, `avx2`, `neon`, `scalar`) chooses a lesser one; a name this machine lacks is passed over.
+    pub(crate) fn best() -> Self {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let wanted = std::env::var("MOS_HEAD_SIMD").ok();
+            let available = Self::available();
+            available
+                .iter()
+                .find(|isa| Some(isa.name()) == wanted.as_deref())
+                .or(available.first())
+                .copied()
+                .unwrap_or(Isa::Scalar(pulp::Scalar))
+        })
+    }
+
+    /// All instruction sets of this machine, the best first.
+    pub(crate) fn available() -> Vec<Self> {
+        let mut isas = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            isas.extend(pulp::x86::V4::try_new().map(Isa::Avx512));
+            isas.extend(pulp::x86::V3::try_new().map(Isa::Avx2));
+        }
+        #[cfg(target_arch = "aarch64")]
+        isas.extend(pulp::aarch64::Neon::try_new().map(Isa::Neon));
+        isas.push(Isa::Scalar(pulp::Scalar));
+        isas
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(_) => "avx2",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon(_) => "neon",
+            Isa::Scalar(_) => "scalar",
+        }
+    }
+}
+
+/// A kernel together with its instruction set: what `pulp` compiles under the right target features.
+struct Call<K, F, V>(K, V, std::marker::PhantomData<F>);
+
+impl<F, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for Call<K, F, V> {
+    type Output = K::Output;
+
+    #[inline(always)]
+    fn call(self) -> K::Output {
+        self.0.run(self.1)
+    }
+}
+
+macro_rules! impl_float {
+    ($float:ident, $($constants:tt)*) => {
+        impl Float for $float {
+            $($constants)*
+
+            fn dispatch<K: Kernel<Self>>(isa: Isa, kernel: K) -> K::Output {
+                match isa {
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx512(v) => v.vectorize(Call(kernel, v, std::marker::PhantomData)),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx2(v) => v.vectorize(Call(kernel, v, std::marker::PhantomData)),
+                    #[cfg(target_arch = "aarch64")]
+                    Isa::Neon(v) => v.vectorize(Call(kernel, v, std::marker::PhantomData)),
+                    Isa::Scalar(v) => kernel.run(v),
+                }
+            }
+        }
+    };
+}
+
+impl_float!(f32,
+    const ROUND: f32 = 12_582_912.0;
+    const EXP_UNDERFLOW: f32 = -87.336_55;
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    const EXP_COEFFICIENTS: &'static [f32] = &[1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
+    const ARTANH_COEFFICIENTS: &'static [f32] = &[1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0, 1.0];
+);
+impl_float!(f64,
+    const ROUND: f64 = 6_755_399_441_055_744.0;
+    const EXP_UNDERFLOW: f64 = -708.396_418_532_264_1;
+    const LN_2_HIGH: f64 = 0.693_145_751_953_125;
+    const LN_2_LOW: f64 = 1.428_606_820_309_417_2e-6;
+    const EXP_COEFFICIENTS: &'static [f64] = &[
+        1.0 / 6_227_020_800.0, 1.0 / 479_001_600.0, 1.0 / 39_916_800.0, 1.0 / 3_628_800.0, 1.0 / 362_880.0,
+        1.0 / 40_320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0,
+    ];
+    const ARTANH_COEFFICIENTS: &'static [f64] = &[
+        1.0 / 21.0, 1.0 / 19.0, 1.0 / 17.0, 1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0, 1.0,
+    ];
+);
+
+/// Implements [`Vector`] on one `pulp` token for one element type. `$shl` and `$shr` shift the bits of a register by the
+/// number of mantissa bits.
+macro_rules! impl_vector {
+    ($token:ty, $float:ident, $bits:ident, mantissa $mantissa:literal, |$v:ident, $x:ident| $shl:expr, $shr:expr) => {
+        ::pastey::paste! {
+            impl Vector<$float> for $token {
+                type Reg = <$token as pulp::Simd>::[<$float s>];
+
+                #[inline(always)]
+                fn registers(row: &[$float]) -> &[Self::Reg] {
+                    let (registers, rest) = <$token as pulp::Simd>::[<as_simd_ $float s>](row);
+                    debug_assert!(rest.is_empty(), "rows are padded to whole registers");
+                    registers
+                }
+                #[inline(always)]
+                fn registers_mut(row: &mut [$float]) -> &mut [Self::Reg] {
+                    let (registers, rest) = <$token as pulp::Simd>::[<as_mut_simd_ $float s>](row);
+                    debug_assert!(rest.is_empty(), "rows are padded to whole registers");
+                    registers
+                }
+                #[inline(always)]
+                fn splat(self, value: $float) -> Self::Reg {
+                    self.[<splat_ $float s>](value)
+                }
+                #[inline(always)]
+                fn add(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
+                    self.[<add_ $float s>](a, b)
+                }
+                #[inline(always)]
+                fn sub(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
+                    self.[<sub_ $float s>](a, b)
+                }
+                #[inline(always)]
+                fn mul(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
+                    self.[<mul_ $float s>](a, b)
+                }
+                #[inline(always)]
+                fn div(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
+                    self.[<div_ $float s>](a, b)
+                }
+                #[inline(always)]
+                fn mul_add(self, a: Self::Reg, b: Self::Reg, c: Self::Reg) -> Self::Reg {
+                    self.[<mul_add_e_ $float s>](a, b, c)
+                }
+                #[inline(always)]
+                fn max(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
+                    self.[<max_ $float s>](a, b)
+                }
+                #[inline(always)]
+                fn if_less(self, a: Self::Reg, b: Self::Reg, yes: Self::Reg, no: Self::Reg) -> Self::Reg {
+                    self.[<select_ $float s>](self.[<less_than_ $float s>](a, b), yes, no)
+                }
+                #[inline(always)]
+                fn if_equal(self, a: Self::Reg, b: Self::Reg, yes: Self::Reg, no: Self::Reg) -> Self::Reg {
+                    self.[<select_ $float s>](self.[<equal_ $float s>](a, b), yes, no)
+                }
+                #[inline(always)]
+                fn sum(self, a: Self::Reg) -> $float {
+                    self.[<reduce_sum_ $float s>](a)
+                }
+                #[inline(always)]
+                fn largest(self, a: Self::Reg) -> $float {
+                    self.[<reduce_max_ $float s>](a)
+                }
+                #[inline(always)]
+                fn scale_by_power(self, a: Self::Reg, shifted: Self::Reg) -> Self::Reg {
+                    let ($v, $x) = (self, self.[<transmute_ $bits s_ $float s>](shifted));
+                    let exponent = $shl;
+                    let a = self.[<transmute_ $bits s_ $float s>](a);
+                    self.[<transmute_ $float s_ $bits s>](self.[<add_ $bits s>](a, exponent))
+                }
+                #[inline(always)]
+                fn mantissa_exponent(self, a: Self::Reg) -> (Self::Reg, Self::Reg) {
+                    // An integer in the low bits under the exponent of 2^mantissa is the float 2^mantissa + that integer.
+                    let two_to_mantissa = (1u64 << $mantissa) as $float;
+                    let bias = $float::MAX_EXP - 1;
+                    let ($v, $x) = (self, self.[<transmute_ $bits s_ $float s>](a));
+                    let exponent = self.[<or_ $bits s>]($shr, self.[<splat_ $bits s>](two_to_mantissa.to_bits()));
+                    let exponent = self.[<sub_ $float s>](
+                        self.[<transmute_ $float s_ $bits s>](exponent),
+                        self.[<splat_ $float s>](two_to_mantissa + bias as $float),
+                    );
+                    let mantissa = self.[<and_ $bits s>]($x, self.[<splat_ $bits s>]((1 << $mantissa) - 1));
+                    let mantissa = self.[<or_ $bits s>](mantissa, self.[<splat_ $bits s>]((1.0 as $float).to_bits()));
+                    (self.[<transmute_ $float s_ $bits s>](mantissa), exponent)
+                }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::*;
+    use pulp::x86::{V3, V4};
+    impl_vector!(V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x));
+    impl_vector!(V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x));
+    impl_vector!(V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x));
+    impl_vector!(V3, f64, u64, mantissa 52, |v, x| v.shl_const_u64x4::<52>(x), v.shr_const_u64x4::<52>(x));
+}
+
+#[cfg(target_arch = "aarch64")]
+mod aarch64 {
+    use super::*;
+    use pulp::aarch64::Neon;
+    impl_vector!(Neon, f32, u32, mantissa 23, |v, x| v.shl_const_u32x4::<23>(x), v.shr_const_u32x4::<23>(x));
+    impl_vector!(Neon, f64, u64, mantissa 52, |v, x| v.shl_const_u64x2::<52>(x), v.shr_const_u64x2::<52>(x));
+}
+
+impl_vector!(pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23);
+impl_vector!(pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52);

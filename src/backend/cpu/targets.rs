@@ -1,0 +1,171 @@
+//! The targets of a loss on the CPU: read once, checked, and with all their weights at hand.
+
+use super::rows::Target;
+use super::simd::{Float, ROW_ALIGN};
+use super::{Objective, Sizes};
+use crate::loss::{LossOptions, Reduction};
+use crate::{Error, Result};
+
+/// What each token is measured against, and how much it counts.
+pub(super) struct Targets<F> {
+    kind: Kind<F>,
+    pub(super) filter: F,
+    pub(super) hits: bool,
+}
+
+enum Kind<F> {
+    /// A word per token, or none where the target is ignored.
+    Words {
+        words: Vec<Option<usize>>,
+        token_weights: Option<Vec<F>>,
+        class_weights: Option<Vec<F>>,
+        smoothing: F,
+        /// `[stride]`: what smoothing gives to every word; empty without smoothing
+        soft: Vec<F>,
+        z_loss: F,
+        /// `[tokens]`: what the gradient of each token's objective is multiplied by
+        scales: Vec<F>,
+    },
+    /// `[tokens, stride]`: minus the upstream gradient of the log-probabilities
+    LogProbs { soft: Vec<F>, stride: usize },
+}
+
+impl<F: Float> Targets<F> {
+    pub(super) fn new(objective: &Objective, sizes: Sizes) -> Result<Self> {
+        let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
+        let (targets, token_weights, class_weights, options, upstream) = match objective {
+            Objective::LogProbs { upstream } => {
+                let mut soft = vec![F::zero(); sizes.tokens * stride];
+                let upstream = upstream.flatten_all()?.to_vec1::<F>()?;
+                for (row, upstream) in soft.chunks_exact_mut(stride).zip(upstream.chunks_exact(sizes.vocab)) {
+                    for (soft, &g) in row.iter_mut().zip(upstream) {
+                        *soft = -g;
+                    }
+                }
+                return Ok(Targets {
+                    kind: Kind::LogProbs { soft, stride },
+                    filter: F::zero(),
+                    hits: false,
+                });
+            }
+            Objective::Targets { targets, token_weights, class_weights, options, upstream } => {
+                (targets, token_weights, class_weights, options, upstream)
+            }
+        };
+        let words = read_words(targets, options, sizes.vocab)?;
+        let token_weights = token_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
+        let class_weights = class_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
+        let smoothing = F::of(options.label_smoothing);
+        let mut soft = Vec::new();
+        if options.label_smoothing > 0.0 {
+            let share = smoothing / F::of(sizes.vocab as f64);
+            soft = match &class_weights {
+                Some(weights) => weights.iter().map(|&c| c * share).collect(),
+                None => vec![share; sizes.vocab],
+            };
+            soft.resize(stride, F::zero());
+        }
+        let mut targets = Targets {
+            kind: Kind::Words {
+                words,
+                token_weights,
+                class_weights,
+                smoothing,
+                soft,
+                z_loss: F::of(options.z_loss),
+                scales: Vec::new(),
+            },
+            filter: F::of(options.responsibility_filter),
+            hits: options.hits,
+        };
+        let upstream = upstream.as_ref().map(|u| u.to_vec1::<F>()).transpose()?;
+        let scales = targets.gradient_scales(options.reduction, upstream, sizes.tokens);
+        if let Kind::Words { scales: place, .. } = &mut targets.kind {
+            *place = scales;
+        }
+        Ok(targets)
+    }
+
+    /// Each token's weight, times what the reduction, or the gradient from upstream, multiplies it by.
+    fn gradient_scales(&self, reduction: Reduction, upstream: Option<Vec<F>>, tokens: usize) -> Vec<F> {
+        let count: f64 = (0..tokens).map(|t| self.count(t)).sum();
+        (0..tokens)
+            .map(|t| {
+                let factor = match (&upstream, reduction) {
+                    (Some(upstream), _) => upstream[t].f64(),
+                    (None, Reduction::Mean) if count == 0.0 => 0.0,
+                    (None, Reduction::Mean) => 1.0 / count,
+                    (None, _) => 1.0,
+                };
+                F::of(factor * self.token_weight(t))
+            })
+            .collect()
+    }
+
+    /// What the row kernels need to know of token `t`; `None` if it is ignored.
+    pub(super) fn token(&self, t: usize) -> Option<Target<'_, F>> {
+        match &self.kind {
+            Kind::Words { words, class_weights, smoothing, soft, z_loss, .. } => words[t].map(|word| {
+                let class_weight = class_weights.as_ref().map_or(F::one(), |weights| weights[word]);
+                Target {
+                    hard: Some((word, class_weight * (F::one() - *smoothing))),
+                    soft: (!soft.is_empty()).then_some(&soft[..]),
+                    z_loss: *z_loss,
+                    filter: self.filter,
+                    hits: self.hits,
+                }
+            }),
+            Kind::LogProbs { soft, stride } => Some(Target {
+                hard: None,
+                soft: Some(&soft[t * stride..(t + 1) * stride]),
+                z_loss: F::zero(),
+                filter: F::zero(),
+                hits: false,
+            }),
+        }
+    }
+
+    /// What the gradient of the objective of token `t` is multiplied by.
+    pub(super) fn scale(&self, t: usize) -> F {
+        match &self.kind {
+            Kind::Words { scales, .. } => scales[t],
+            Kind::LogProbs { .. } => F::one(),
+        }
+    }
+
+    /// The weight of token `t`; zero if it is ignored.
+    pub(super) fn token_weight(&self, t: usize) -> f64 {
+        match &self.kind {
+            Kind::Words { words, token_weights, .. } => match (words[t], token_weights) {
+                (None, _) => 0.0,
+                (Some(_), Some(weights)) => weights[t].f64(),
+                (Some(_), None) => 1.0,
+            },
+            Kind::LogProbs { .. } => 1.0,
+        }
+    }
+
+    /// What token `t` adds to the denominator of the mean.
+    pub(super) fn count(&self, t: usize) -> f64 {
+        let class_weight = match &self.kind {
+            Kind::Words { words, class_weights: Some(weights), .. } => words[t].map_or(0.0, |word| weights[word].f64()),
+            _ => 1.0,
+        };
+        self.token_weight(t) * class_weight
+    }
+}
+
+/// The targets as words, or an error that names the first one that is not in the vocabulary.
+fn read_words(targets: &candle_core::Tensor, options: &LossOptions, vocab: usize) -> Result<Vec<Option<usize>>> {
+    let targets = targets.to_dtype(candle_core::DType::I64)?.to_vec1::<i64>()?;
+    let word = |(position, &got): (usize, &i64)| {
+        if options.ignore_index == Some(got) {
+            return Ok(None);
+        }
+        match usize::try_from(got) {
+            Ok(word) if word < vocab => Ok(Some(word)),
+            _ => Err(Error::Target { position, got, vocab }),
+        }
+    };
+    targets.iter().enumerate().map(word).collect()
+}

@@ -1,0 +1,198 @@
+//! The devices. Each gives the same few kernels ([`Backend`]); this is the only place that chooses between them.
+
+mod cpu;
+pub(crate) mod plan;
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::loss::LossOptions;
+use crate::projection::Activation;
+use crate::{Error, Result};
+use plan::{Plan, Sizes};
+
+/// The kernels of one device, at work on one mixture, chunk by chunk: `tokens` are those of the chunk. What the chunks
+/// leave behind is the backend's state.
+pub(crate) trait Backend {
+    /// First product: the logits of all components of the chunk's tokens.
+    fn logits(&mut self, tokens: Range<usize>) -> Result<()>;
+    /// The loss of each token from its logits, and, if gradients are wanted, their gradient in their place.
+    fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()>;
+    /// Second product: the gradient of the chunk's contexts.
+    fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()>;
+    /// Third product: the chunk's part of the gradient of the decoder's weight.
+    fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()>;
+    /// The mixture's log-probabilities of each token from its logits.
+    fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()>;
+    /// The most probable word of each token from its logits.
+    fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()>;
+
+    /// The loss and its gradients: three products in all, as many as an exact method can do.
+    fn run_loss(&mut self, plan: &Plan, wanted: Wanted) -> Result<()> {
+        for tokens in plan.chunks() {
+            self.logits(tokens.clone())?;
+            self.loss_rows(tokens.clone())?;
+            if wanted.contexts {
+                self.context_gradient(tokens.clone())?;
+            }
+            if wanted.weight {
+                self.decoder_gradient(tokens)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn run_log_probs(&mut self, plan: &Plan) -> Result<()> {
+        for tokens in plan.chunks() {
+            self.logits(tokens.clone())?;
+            self.log_prob_rows(tokens)?;
+        }
+        Ok(())
+    }
+
+    fn run_argmax(&mut self, plan: &Plan) -> Result<()> {
+        for tokens in plan.chunks() {
+            self.logits(tokens.clone())?;
+            self.argmax_rows(tokens)?;
+        }
+        Ok(())
+    }
+}
+
+/// The tensors of a mixture, checked to fit each other, contiguous, and on one device.
+#[derive(Clone, Debug)]
+pub(crate) struct Operands {
+    pub(crate) sizes: Sizes,
+    /// `[tokens, K, d]`
+    pub(crate) contexts: Tensor,
+    /// `[tokens, K]`, in the accumulation dtype
+    pub(crate) log_priors: Option<Tensor>,
+    /// `[vocab, d]`
+    pub(crate) weight: Tensor,
+    /// `[vocab]`, in the accumulation dtype
+    pub(crate) bias: Option<Tensor>,
+    /// The bound of the logits, `z <- cap tanh(z / cap)`.
+    pub(crate) softcap: Option<f64>,
+}
+
+/// Which operands want a gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(crate) contexts: bool,
+    pub(crate) log_priors: bool,
+    pub(crate) weight: bool,
+    pub(crate) bias: bool,
+}
+
+impl Wanted {
+    pub(crate) fn any(self) -> bool {
+        self.contexts || self.log_priors || self.weight || self.bias
+    }
+}
+
+/// What is minimised: of checked targets, or a given gradient of the log-probabilities.
+#[derive(Clone, Debug)]
+pub(crate) enum Objective {
+    /// The loss of `targets` (`[tokens]`). `token_weights` (`[tokens]`, accumulation dtype) and `class_weights` (`[vocab]`,
+    /// accumulation dtype) are those of the options.
+    Targets {
+        targets: Tensor,
+        token_weights: Option<Tensor>,
+        class_weights: Option<Tensor>,
+        options: LossOptions,
+        /// What the gradient of each token's objective is multiplied by; `None`: what the reduction says.
+        upstream: Option<Tensor>,
+    },
+    /// The inner product of the log-probabilities and this tensor, `[tokens, vocab]` in the accumulation dtype.
+    LogProbs { upstream: Tensor },
+}
+
+/// The gradients that were wanted, each of its operand's shape and dtype.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Gradients {
+    pub(crate) contexts: Option<Tensor>,
+    pub(crate) log_priors: Option<Tensor>,
+    pub(crate) weight: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
+}
+
+/// The results of a loss.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// `[tokens]`: the objective of each token, times its weight
+    pub(crate) objective: Tensor,
+    /// `[tokens]`
+    pub(crate) nll: Tensor,
+    pub(crate) sum: Tensor,
+    pub(crate) count: Tensor,
+    pub(crate) hits: Option<Tensor>,
+    pub(crate) dropped_mass: Option<Tensor>,
+    pub(crate) gradients: Gradients,
+}
+
+/// The dtype that tensors of `dtype` are computed in, or an error that names `argument`.
+pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F16 | DType::BF16 | DType::F32 => Ok(DType::F32),
+        DType::F64 => Ok(DType::F64),
+        got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
+    }
+}
+
+/// Calls a function of the backend that has kernels for the operands' device, generic in the dtype.
+macro_rules! on_device {
+    ($operands:expr, $function:ident ( $($argument:expr),* )) => {
+        match $operands.contexts.device() {
+            Device::Cpu => match $operands.contexts.dtype() {
+                DType::F64 => cpu::$function::<f64>($($argument),*),
+                DType::F16 => cpu::$function::<half::f16>($($argument),*),
+                DType::BF16 => cpu::$function::<half::bf16>($($argument),*),
+                _ => cpu::$function::<f32>($($argument),*),
+            },
+            device => Err(Error::Device {
+                argument: "hidden",
+                expected: "Cpu".into(),
+                got: format!("{:?}", device.location()),
+            }),
+        }
+    };
+}
+
+/// `activation(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.
+pub(crate) fn activate(z: &Tensor, bias: &Tensor, activation: Activation) -> Result<Tensor> {
+    match (z.device(), activation) {
+        (Device::Cpu, Activation::Tanh) => cpu::bias_tanh(z, bias),
+        (_, Activation::Tanh) => Ok(z.broadcast_add(bias)?.tanh()?),
+        (_, Activation::Identity) => Ok(z.broadcast_add(bias)?),
+    }
+}
+
+/// The gradient of the argument of [`activate`], from its result and the gradient of that.
+pub(crate) fn activation_gradient(result: &Tensor, upstream: &Tensor, activation: Activation) -> Result<Tensor> {
+    match (result.device(), activation) {
+        (Device::Cpu, Activation::Tanh) => cpu::tanh_gradient(result, &upstream.contiguous()?),
+        (_, Activation::Tanh) => Ok((upstream - (result.sqr()? * upstream)?)?),
+        (_, Activation::Identity) => Ok(upstream.clone()),
+    }
+}
+
+/// The plan of a loss.
+pub(crate) fn plan(operands: &Operands, wanted: Wanted, budget: Option<usize>) -> Result<Plan> {
+    on_device!(operands, plan(operands.sizes, wanted, budget))
+}
+
+/// The objective and the gradients of the operands that want one.
+pub(crate) fn loss(operands: &Operands, objective: &Objective, wanted: Wanted, plan: &Plan) -> Result<Outcome> {
+    on_device!(operands, loss(operands, objective, wanted, plan))
+}
+
+/// Log-probabilities `[tokens, vocab]`, in the operands' dtype.
+pub(crate) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    on_device!(operands, log_probs(operands, plan))
+}
+
+/// The most probable words `[tokens]`, `u32`.
+pub(crate) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    on_device!(operands, argmax(operands, plan))
+}

@@ -1,0 +1,145 @@
+//! How the rows are cut into chunks, so that the workspace stays within a budget of bytes.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::{Error, Result};
+
+/// The sizes of one mixture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    /// Tokens: the product of the leading dimensions of the hidden states.
+    pub(crate) tokens: usize,
+    /// Components of the mixture, K.
+    pub(crate) components: usize,
+    /// Size of a context, d.
+    pub(crate) context: usize,
+    pub(crate) vocab: usize,
+}
+
+/// What a backend needs of the workspace, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Needs {
+    /// For every token of a chunk: its rows of logits, and what goes with them.
+    pub(crate) per_token: usize,
+    /// Whatever the size of the chunk.
+    pub(crate) fixed: usize,
+    /// All of the decoder's weight.
+    pub(crate) decoder: usize,
+    /// The kernels' instruction set or device.
+    pub(crate) kernels: &'static str,
+    pub(crate) threads: usize,
+}
+
+/// How a loss will be computed: asked for by [`OutputLayer::plan`](crate::OutputLayer::plan), printed by `Display`.
+///
+/// All components of a token are in one chunk, because the responsibilities need them together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Plan {
+    /// Tokens in all.
+    pub tokens: usize,
+    /// Tokens in a chunk.
+    pub tokens_per_chunk: usize,
+    /// Rows of logits in a chunk: its tokens times the components.
+    pub rows_per_chunk: usize,
+    /// Bytes of workspace that will be allocated, and freed before the call returns.
+    pub workspace_bytes: usize,
+    /// Bytes that the workspace may use.
+    pub budget_bytes: usize,
+    /// The kernels in use: `avx512`, `avx2`, `neon`, `scalar`.
+    pub kernels: &'static str,
+    /// Threads that share the work.
+    pub threads: usize,
+}
+
+/// The default budget is at least this,
+const LEAST_DEFAULT_BUDGET: usize = 32 << 20;
+/// and at least this part of the decoder: small chunks starve the product that makes the decoder's gradient.
+const DECODER_PART: usize = 8;
+
+impl Plan {
+    pub(crate) fn new(sizes: Sizes, needs: Needs, budget: Option<usize>) -> Result<Self> {
+        let least = needs.fixed + needs.per_token;
+        let budget = match budget {
+            Some(got) if got < least => return Err(Error::Workspace { least, got }),
+            Some(budget) => budget,
+            None => LEAST_DEFAULT_BUDGET.max(needs.decoder / DECODER_PART).max(least),
+        };
+        let most = ((budget - needs.fixed) / needs.per_token).max(1);
+        // Chunks of equal size: the last one is not left with a sliver.
+        let chunks = sizes.tokens.div_ceil(most).max(1);
+        let tokens_per_chunk = sizes.tokens.div_ceil(chunks);
+        Ok(Plan {
+            tokens: sizes.tokens,
+            tokens_per_chunk,
+            rows_per_chunk: tokens_per_chunk * sizes.components,
+            workspace_bytes: needs.fixed + tokens_per_chunk * needs.per_token,
+            budget_bytes: budget,
+            kernels: needs.kernels,
+            threads: needs.threads,
+        })
+    }
+
+    /// The chunks, as ranges of tokens.
+    pub(crate) fn chunks(&self) -> impl Iterator<Item = Range<usize>> {
+        let (tokens, step) = (self.tokens, self.tokens_per_chunk.max(1));
+        (0..tokens).step_by(step).map(move |first| first..tokens.min(first + step))
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const MIB: f64 = (1 << 20) as f64;
+        write!(
+            f,
+            "{} tokens in {} chunks of {} ({} rows), {:.1} of {:.1} MiB workspace, {} on {} threads",
+            self.tokens,
+            self.chunks().count(),
+            self.tokens_per_chunk,
+            self.rows_per_chunk,
+            self.workspace_bytes as f64 / MIB,
+            self.budget_bytes as f64 / MIB,
+            self.kernels,
+            self.threads,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZES: Sizes = Sizes { tokens: 100, components: 3, context: 4, vocab: 50 };
+    const NEEDS: Needs = Needs { per_token: 1000, fixed: 500, decoder: 800, kernels: "scalar", threads: 1 };
+
+    #[test]
+    fn chunks_cover_every_token_once_within_the_budget() {
+        for budget in 1500..40_000 {
+            let plan = Plan::new(SIZES, NEEDS, Some(budget)).unwrap();
+            let covered: Vec<usize> = plan.chunks().flatten().collect();
+            assert_eq!(covered, (0..100).collect::<Vec<_>>());
+            assert!(plan.workspace_bytes <= budget);
+        }
+    }
+
+    #[test]
+    fn the_least_budget_works_and_one_byte_less_does_not() {
+        assert!(Plan::new(SIZES, NEEDS, Some(1500)).is_ok());
+        let error = Plan::new(SIZES, NEEDS, Some(1499)).unwrap_err();
+        assert!(matches!(error, Error::Workspace { least: 1500, got: 1499 }));
+    }
+
+    #[test]
+    fn no_tokens_make_no_chunks() {
+        let plan = Plan::new(Sizes { tokens: 0, ..SIZES }, NEEDS, None).unwrap();
+        assert_eq!(plan.chunks().count(), 0);
+    }
+
+    #[test]
+    fn the_default_budget_grows_with_the_decoder() {
+        let needs = Needs { decoder: 1 << 30, ..NEEDS };
+        assert_eq!(Plan::new(SIZES, NEEDS, None).unwrap().budget_bytes, 32 << 20);
+        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, 128 << 20);
+    }
+}

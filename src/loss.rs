@@ -1,0 +1,195 @@
+//! What is asked of a loss, [`LossOptions`], and what it gives, [`Loss`]: the same for every head.
+
+use candle_core::backprop::GradStore;
+use candle_core::Tensor;
+
+use crate::{Error, Result};
+
+/// How the losses of the tokens become one value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reduction {
+    /// Their weighted mean: the sum divided by [`Loss::count`]. Zero if no token counts.
+    #[default]
+    Mean,
+    /// Their weighted sum.
+    Sum,
+    /// None: one loss per token. The gradients are then computed in the backward pass, when the upstream gradient is
+    /// known, at the price of computing the logits twice. To weight tokens, [`LossOptions::with_token_weights`] is cheaper.
+    None,
+}
+
+/// Options of a loss. The default is a training step: mean over the tokens, with gradients and dropout.
+///
+/// The objective of token t with target y, in nats, is
+///
+/// ```text
+/// l_t = tau_t ( sum_v q_v (-log p(v)) + zeta mean_k lse_k^2 ),    q_v = c_v ((1 - epsilon) [v = y] + epsilon / V)
+/// mean = sum_t l_t / sum_t tau_t c_{y_t}
+/// ```
+///
+/// with token weights tau, class weights c, label smoothing epsilon, z-loss coefficient zeta, and `lse_k` the
+/// log-sum-exp of component k's logits. The convention for c and epsilon is that of PyTorch's `cross_entropy`.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{LossOptions, Reduction};
+///
+/// let training = LossOptions::default().with_label_smoothing(0.1).with_ignore_index(-100);
+/// let perplexity = LossOptions::evaluation().with_reduction(Reduction::Sum);
+/// # let _ = (training, perplexity);
+/// ```
+#[derive(Clone, Debug)]
+pub struct LossOptions {
+    pub(crate) train: bool,
+    pub(crate) reduction: Reduction,
+    pub(crate) ignore_index: Option<i64>,
+    pub(crate) token_weights: Option<Tensor>,
+    pub(crate) class_weights: Option<Tensor>,
+    pub(crate) label_smoothing: f64,
+    pub(crate) z_loss: f64,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) workspace_bytes: Option<usize>,
+    pub(crate) responsibility_filter: f64,
+    pub(crate) hits: bool,
+}
+
+impl Default for LossOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl LossOptions {
+    /// The options of a training step, the default.
+    pub fn new() -> Self {
+        LossOptions {
+            train: true,
+            reduction: Reduction::Mean,
+            ignore_index: None,
+            token_weights: None,
+            class_weights: None,
+            label_smoothing: 0.0,
+            z_loss: 0.0,
+            softcap: None,
+            workspace_bytes: None,
+            responsibility_filter: 0.0,
+            hits: false,
+        }
+    }
+
+    /// The options of an evaluation: no gradients, which saves two of the three products, and no dropout. The value is
+    /// detached.
+    pub fn evaluation() -> Self {
+        LossOptions { train: false, ..Self::new() }
+    }
+
+    /// Sets how the losses of the tokens become one value. The default is their mean.
+    pub fn with_reduction(self, reduction: Reduction) -> Self {
+        LossOptions { reduction, ..self }
+    }
+
+    /// Tokens with this target count for nothing, and get no gradient. It need not be a word of the vocabulary.
+    pub fn with_ignore_index(self, index: i64) -> Self {
+        LossOptions { ignore_index: Some(index), ..self }
+    }
+
+    /// Multiplies the loss of each token: a tensor of the targets' shape. The weights get no gradient.
+    pub fn with_token_weights(self, weights: Tensor) -> Self {
+        LossOptions { token_weights: Some(weights), ..self }
+    }
+
+    /// Multiplies the log-probability of each word: a tensor `[vocab]`. The weights get no gradient.
+    pub fn with_class_weights(self, weights: Tensor) -> Self {
+        LossOptions { class_weights: Some(weights), ..self }
+    }
+
+    /// Spreads this part of each target's mass evenly over the vocabulary (Szegedy et al., 2016), of the mixture's
+    /// log-probabilities. At least 0 and below 1.
+    pub fn with_label_smoothing(self, epsilon: f64) -> Self {
+        LossOptions { label_smoothing: epsilon, ..self }
+    }
+
+    /// Adds this times `mean_k lse_k^2`, which keeps the logits' normalisers near zero (the z-loss of PaLM, Chowdhery et
+    /// al., 2022, for every component).
+    pub fn with_z_loss(self, coefficient: f64) -> Self {
+        LossOptions { z_loss: coefficient, ..self }
+    }
+
+    /// Bounds the logits softly: `z <- cap tanh(z / cap)`, after the bias (Gemma 2, 2024).
+    pub fn with_softcap(self, cap: f64) -> Self {
+        LossOptions { softcap: Some(cap), ..self }
+    }
+
+    /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB or an eighth of the decoder's
+    /// weight, whichever is larger. Gradients are not part of it.
+    pub fn with_workspace_bytes(self, bytes: usize) -> Self {
+        LossOptions { workspace_bytes: Some(bytes), ..self }
+    }
+
+    /// Leaves out the gradients of contexts and decoder from components whose responsibility for the target is below this
+    /// threshold, which saves their share of two of the three products. Off (0) by default: with it, these gradients are
+    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact.
+    pub fn with_responsibility_filter(self, threshold: f64) -> Self {
+        LossOptions { responsibility_filter: threshold, ..self }
+    }
+
+    /// Also counts the tokens whose target is the most probable word, [`Loss::hits`].
+    pub fn with_hits(self, hits: bool) -> Self {
+        LossOptions { hits, ..self }
+    }
+
+    /// Checks the ranges of the numbers.
+    pub(crate) fn validate(&self) -> Result<()> {
+        let check = |holds: bool, argument, expected: &str, got: f64| match holds {
+            true => Ok(()),
+            false => Err(Error::config(argument, expected, got)),
+        };
+        let unit = 0.0..1.0;
+        check(unit.contains(&self.label_smoothing), "label_smoothing", "at least 0 and below 1", self.label_smoothing)?;
+        check(
+            unit.contains(&self.responsibility_filter),
+            "responsibility_filter",
+            "at least 0 and below 1",
+            self.responsibility_filter,
+        )?;
+        check(self.z_loss >= 0.0 && self.z_loss.is_finite(), "z_loss", "a finite number, at least 0", self.z_loss)?;
+        if let Some(cap) = self.softcap {
+            check(cap > 0.0 && cap.is_finite(), "softcap", "a finite number above 0", cap)?;
+        }
+        Ok(())
+    }
+}
+
+/// The results of a loss, all of one pass. Tensors, so that reading them is the caller's choice: `f32`, or `f64` for heads
+/// in `f64`.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Loss {
+    /// The differentiable value: a scalar, or of the targets' shape for [`Reduction::None`].
+    pub value: Tensor,
+    /// Scalar: the weighted sum of the objective over the tokens. With `count`, what gradient accumulation over several
+    /// batches needs to normalise right. Detached, as all that follows.
+    pub sum: Tensor,
+    /// Scalar: the denominator of the mean; the number of tokens that count, if there are no weights.
+    pub count: Tensor,
+    /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each token in nats, without weights, smoothing or
+    /// z-loss; zero where the target is ignored.
+    pub nll: Tensor,
+    /// Scalar: how many tokens had their target as the most probable word, if asked for ([`LossOptions::with_hits`]).
+    pub hits: Option<Tensor>,
+    /// Scalar: the share of the gradient's mass (responsibility times weight) that the filter dropped, if there is one.
+    pub dropped_mass: Option<Tensor>,
+}
+
+impl Loss {
+    /// The gradients of the value with respect to every variable that it depends on.
+    ///
+    /// # Errors
+    ///
+    /// If candle cannot compute them.
+    pub fn backward(&self) -> Result<GradStore> {
+        Ok(self.value.backward()?)
+    }
+}

@@ -1,0 +1,119 @@
+//! The gradients of a mixture's loss and log-probabilities.
+//!
+//! candle's custom operations take three operands. The mixture's are the contexts, the decoder's weight, and, packed into
+//! one vector because both are small, the log-priors and the bias.
+
+use std::sync::Mutex;
+
+use candle_core::{DType, Tensor};
+
+use crate::autograd::attach;
+use crate::backend::plan::Plan;
+use crate::backend::{self, Gradients, Objective, Operands, Wanted};
+use crate::loss::Reduction;
+use crate::Result;
+
+/// The `value` of a loss as a function of the operands. `gradients` are those of the value, if already known; they are
+/// handed over in the first backward pass, and a second one computes them again.
+pub(super) fn attach_loss(
+    value: Tensor,
+    operands: Operands,
+    objective: Objective,
+    wanted: Wanted,
+    plan: Plan,
+    gradients: Option<Gradients>,
+) -> Result<Tensor> {
+    let known = Mutex::new(gradients);
+    attach_mixture(value, operands, wanted, move |operands, upstream| {
+        let known = known.lock().ok().and_then(|mut known| known.take());
+        let (objective, factor) = objective.with_upstream(upstream)?;
+        let gradients = match known {
+            Some(gradients) => gradients,
+            None => backend::loss(operands, &objective, wanted, &plan)?.gradients,
+        };
+        gradients.scaled_by(factor)
+    })
+}
+
+/// `log_probs` as a function of the operands.
+pub(super) fn attach_log_probs(log_probs: Tensor, operands: Operands, wanted: Wanted, plan: Plan) -> Result<Tensor> {
+    attach_mixture(log_probs, operands, wanted, move |operands, upstream| {
+        let accumulation = backend::accumulation_dtype("upstream", upstream.dtype())?;
+        let upstream = upstream.to_dtype(accumulation)?.contiguous()?;
+        Ok(backend::loss(operands, &Objective::LogProbs { upstream }, wanted, &plan)?.gradients)
+    })
+}
+
+fn attach_mixture(
+    value: Tensor,
+    operands: Operands,
+    wanted: Wanted,
+    gradients: impl Fn(&Operands, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let packed = match (&operands.log_priors, &operands.bias) {
+        (Some(log_priors), Some(bias)) => Tensor::cat(&[&log_priors.flatten_all()?, bias], 0)?,
+        (Some(log_priors), None) => log_priors.flatten_all()?,
+        (None, Some(bias)) => bias.clone(),
+        (None, None) => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
+    };
+    let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
+    // What the node keeps of the operands must not keep their graph alive.
+    let operands = Operands {
+        contexts: operands.contexts.detach(),
+        log_priors: operands.log_priors.map(|t| t.detach()),
+        weight: operands.weight.detach(),
+        bias: operands.bias.map(|t| t.detach()),
+        ..operands
+    };
+    attach("mixture", value, [&contexts, &packed, &weight], move |_, _, upstream| {
+        let gradients = gradients(&operands, upstream)?;
+        let packed = pack(&operands, &gradients, wanted)?;
+        Ok([gradients.contexts, packed, gradients.weight])
+    })
+}
+
+/// The gradients of log-priors and bias, packed as they are; zeros for one that is not wanted.
+fn pack(operands: &Operands, gradients: &Gradients, wanted: Wanted) -> Result<Option<Tensor>> {
+    if !(wanted.log_priors || wanted.bias) {
+        return Ok(None);
+    }
+    let mut parts = Vec::new();
+    for (operand, gradient) in [(&operands.log_priors, &gradients.log_priors), (&operands.bias, &gradients.bias)] {
+        match (operand, gradient) {
+            (None, _) => {}
+            (Some(_), Some(gradient)) => parts.push(gradient.flatten_all()?),
+            (Some(operand), None) => parts.push(operand.zeros_like()?.flatten_all()?),
+        }
+    }
+    Ok(Some(Tensor::cat(&parts, 0)?))
+}
+
+impl Objective {
+    /// The objective whose gradients are wanted under this gradient from upstream, and the factor that then remains: a
+    /// gradient for each token becomes part of the objective.
+    fn with_upstream(&self, upstream: &Tensor) -> Result<(Self, f64)> {
+        let mut objective = self.clone();
+        if let Objective::Targets { options, upstream: place, .. } = &mut objective {
+            if options.reduction == Reduction::None {
+                *place = Some(upstream.flatten_all()?);
+                return Ok((objective, 1.0));
+            }
+        }
+        Ok((objective, upstream.to_dtype(DType::F64)?.to_scalar()?))
+    }
+}
+
+impl Gradients {
+    fn scaled_by(self, factor: f64) -> Result<Self> {
+        if factor == 1.0 {
+            return Ok(self);
+        }
+        let scale = |gradient: Option<Tensor>| gradient.map(|g| g.affine(factor, 0.0)).transpose();
+        Ok(Gradients {
+            contexts: scale(self.contexts)?,
+            log_priors: scale(self.log_priors)?,
+            weight: scale(self.weight)?,
+            bias: scale(self.bias)?,
+        })
+    }
+}

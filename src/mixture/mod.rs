@@ -1,0 +1,287 @@
+//! Contexts and log-priors become a loss, log-probabilities, or the most probable word: the fused mixture.
+//!
+//! ```text
+//! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b        (Yang et al., 2018, equation 3)
+//! ```
+
+mod autograd;
+
+use candle_core::{DType, Tensor};
+
+use crate::backend::plan::{Plan, Sizes};
+use crate::backend::{self, accumulation_dtype, Objective, Operands, Wanted};
+use crate::loss::{Loss, LossOptions, Reduction};
+use crate::{Error, Result};
+
+/// A mixture of K softmaxes over one decoder, for each of some tokens: what every head reduces to.
+///
+/// ```text
+/// P(v) = sum_k pi_k softmax(W c_k + b)_v
+/// ```
+///
+/// The heads make one of these from hidden states ([`OutputLayer::mixture`](crate::OutputLayer::mixture)); a model with a
+/// projection of its own can make one from its contexts and priors. K = 1 is an ordinary softmax, and its loss is a fused
+/// linear cross-entropy.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{LossOptions, Mixture};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let cpu = &Device::Cpu;
+/// let contexts = Tensor::randn(0f32, 1., (5, 3, 8), cpu)?; // 5 tokens, 3 components, d = 8
+/// let log_priors = Tensor::full((1f32 / 3.).ln(), (5, 3), cpu)?;
+/// let weight = Tensor::randn(0f32, 1., (100, 8), cpu)?; // 100 words
+/// let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+///
+/// let targets = Tensor::new(&[3u32, 14, 15, 92, 65], cpu)?;
+/// let loss = mixture.loss(&targets, &LossOptions::default())?;
+/// let log_probs = mixture.log_probs()?;
+/// assert_eq!(log_probs.dims(), [5, 100]);
+/// let nll = log_probs.gather(&targets.unsqueeze(1)?, 1)?.mean_all()?.neg()?;
+/// assert!((nll.to_scalar::<f32>()? - loss.value.to_scalar::<f32>()?).abs() < 1e-5);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck. ICLR 2018, equation 3.
+#[derive(Clone, Debug)]
+pub struct Mixture {
+    operands: Operands,
+    /// The leading dimensions of the contexts, whose product is the number of tokens.
+    leading: Vec<usize>,
+}
+
+impl Mixture {
+    /// A mixture of the softmaxes of some contexts.
+    ///
+    /// # Shapes
+    ///
+    /// - contexts: `[.., K, d]`, f16, bf16, f32 or f64
+    /// - log_priors: `[.., K]`, log-probabilities; may be left out if K = 1
+    /// - weight: `[vocab, d]`, of the contexts' dtype
+    /// - bias: `[vocab]`
+    ///
+    /// # Errors
+    ///
+    /// If shapes, dtypes or devices do not fit each other, or a dimension other than the number of tokens is zero.
+    pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
+        let [leading @ .., components, context] = contexts.dims() else {
+            return Err(Error::shape("contexts", "[.., components, context]", contexts.dims()));
+        };
+        let (components, context) = (*components, *context);
+        let &[vocab, width] = weight.dims() else {
+            return Err(Error::shape("weight", format!("[vocab, {context}]"), weight.dims()));
+        };
+        if width != context {
+            return Err(Error::shape("weight", format!("[vocab, {context}]"), weight.dims()));
+        }
+        for (argument, size) in [("components", components), ("context", context), ("vocab", vocab)] {
+            if size == 0 {
+                return Err(Error::config(argument, "at least 1", size));
+            }
+        }
+        let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
+        if weight.dtype() != contexts.dtype() {
+            let expected = format!("{:?}, as contexts", contexts.dtype());
+            return Err(Error::DType { argument: "weight", expected, got: weight.dtype() });
+        }
+        check_device("weight", weight, contexts)?;
+        let tokens = leading.iter().product();
+        let log_priors = match log_priors {
+            None if components == 1 => None,
+            None => return Err(Error::config("log_priors", "log-priors for more than one component", "none")),
+            Some(log_priors) => {
+                let expected = &contexts.dims()[..leading.len() + 1];
+                if log_priors.dims() != expected {
+                    return Err(Error::shape("log_priors", format!("{expected:?}"), log_priors.dims()));
+                }
+                check_device("log_priors", log_priors, contexts)?;
+                accumulation_dtype("log_priors", log_priors.dtype())?;
+                Some(log_priors.reshape((tokens, components))?.to_dtype(accumulation)?.contiguous()?)
+            }
+        };
+        let bias = match bias {
+            None => None,
+            Some(bias) => {
+                if bias.dims() != [vocab] {
+                    return Err(Error::shape("bias", format!("[{vocab}]"), bias.dims()));
+                }
+                check_device("bias", bias, contexts)?;
+                accumulation_dtype("bias", bias.dtype())?;
+                Some(bias.to_dtype(accumulation)?.contiguous()?)
+            }
+        };
+        Ok(Mixture {
+            leading: leading.to_vec(),
+            operands: Operands {
+                sizes: Sizes { tokens, components, context, vocab },
+                contexts: contexts.reshape((tokens, components, context))?.contiguous()?,
+                log_priors,
+                weight: weight.contiguous()?,
+                bias,
+                softcap: None,
+            },
+        })
+    }
+
+    /// Bounds the logits softly, `z <- cap tanh(z / cap)`, in all that is computed of this mixture.
+    ///
+    /// # Errors
+    ///
+    /// If `cap` is not a finite number above zero.
+    pub fn with_softcap(mut self, cap: f64) -> Result<Self> {
+        LossOptions::new().with_softcap(cap).validate()?;
+        self.operands.softcap = Some(cap);
+        Ok(self)
+    }
+
+    /// The loss of the targets, and, in the same three matrix products, the gradients of contexts, priors, weight and bias,
+    /// as far as each depends on a variable. `[tokens, K, vocab]` is never held: see [`Plan`].
+    ///
+    /// # Shapes
+    ///
+    /// - targets: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// If the targets' shape or dtype is wrong, a target is not in the vocabulary, or an option is out of its range.
+    ///
+    /// # Numerics
+    ///
+    /// Computed in f32 (f64 for f64) whatever the dtype of the tensors, in log space throughout: there is no floor under the
+    /// probabilities. A target of probability zero has loss infinity, and for K > 1 gradients that are NaN. NaN or plus
+    /// infinity in a token's logits makes that token's loss NaN, and no other's.
+    pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        options.validate()?;
+        let objective = self.objective(targets, options)?;
+        let mut operands = self.operands.clone();
+        operands.softcap = options.softcap.or(operands.softcap);
+        let wanted = if options.train { wanted(&operands) } else { Wanted::default() };
+        // Without a reduction, the gradient from upstream is known only in the backward pass.
+        let now = if options.reduction == Reduction::None { Wanted::default() } else { wanted };
+        let plan = backend::plan(&operands, wanted, options.workspace_bytes)?;
+        let outcome = backend::loss(&operands, &objective, now, &plan)?;
+
+        let value = match options.reduction {
+            Reduction::Mean => mean(&outcome.sum, &outcome.count)?,
+            Reduction::Sum => outcome.sum.clone(),
+            Reduction::None => outcome.objective.reshape(self.leading.as_slice())?,
+        };
+        let value = match wanted.any() {
+            true => {
+                let gradients = now.any().then_some(outcome.gradients);
+                autograd::attach_loss(value, operands, objective, wanted, plan, gradients)?
+            }
+            false => value,
+        };
+        Ok(Loss {
+            value,
+            sum: outcome.sum,
+            count: outcome.count,
+            nll: outcome.nll.reshape(self.leading.as_slice())?,
+            hits: outcome.hits,
+            dropped_mass: outcome.dropped_mass,
+        })
+    }
+
+    /// Log-probabilities `[.., vocab]` of all words, of the contexts' dtype. Differentiable.
+    ///
+    /// # Errors
+    ///
+    /// If there are no kernels for the device.
+    pub fn log_probs(&self) -> Result<Tensor> {
+        let operands = &self.operands;
+        let wanted = wanted(operands);
+        let plan = backend::plan(operands, wanted, None)?;
+        let mut log_probs = backend::log_probs(operands, &plan)?;
+        if wanted.any() {
+            log_probs = autograd::attach_log_probs(log_probs, operands.clone(), wanted, plan)?;
+        }
+        Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?)
+    }
+
+    /// The most probable word of each token, `[..]`, u32: of equals the one with the lowest id; of a distribution that is
+    /// not one (NaN), the first NaN.
+    ///
+    /// # Errors
+    ///
+    /// If there are no kernels for the device.
+    pub fn argmax(&self) -> Result<Tensor> {
+        let plan = backend::plan(&self.operands, Wanted::default(), None)?;
+        Ok(backend::argmax(&self.operands, &plan)?.reshape(self.leading.as_slice())?)
+    }
+
+    /// How [`Mixture::loss`] with these options would be computed.
+    ///
+    /// # Errors
+    ///
+    /// If an option is out of its range, or the budget cannot hold one token.
+    pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
+        options.validate()?;
+        let wanted = if options.train { wanted(&self.operands) } else { Wanted::default() };
+        backend::plan(&self.operands, wanted, options.workspace_bytes)
+    }
+
+    /// Checks the shapes and dtypes of what is to be learned.
+    fn objective(&self, targets: &Tensor, options: &LossOptions) -> Result<Objective> {
+        let Operands { sizes, contexts, .. } = &self.operands;
+        if targets.dims() != self.leading {
+            return Err(Error::shape("targets", format!("{:?}", self.leading), targets.dims()));
+        }
+        if !matches!(targets.dtype(), DType::U8 | DType::U32 | DType::I64) {
+            let expected = "u8, u32 or i64".into();
+            return Err(Error::DType { argument: "targets", expected, got: targets.dtype() });
+        }
+        check_device("targets", targets, contexts)?;
+        let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
+        let weights = |argument, weights: &Option<Tensor>, dims: &[usize]| match weights {
+            None => Ok(None),
+            Some(weights) if weights.dims() != dims => {
+                Err(Error::shape(argument, format!("{dims:?}"), weights.dims()))
+            }
+            Some(weights) => {
+                check_device(argument, weights, contexts)?;
+                accumulation_dtype(argument, weights.dtype())?;
+                Ok(Some(weights.flatten_all()?.to_dtype(accumulation)?.detach()))
+            }
+        };
+        Ok(Objective::Targets {
+            targets: targets.flatten_all()?,
+            token_weights: weights("token_weights", &options.token_weights, &self.leading)?,
+            class_weights: weights("class_weights", &options.class_weights, &[sizes.vocab])?,
+            options: LossOptions { token_weights: None, class_weights: None, ..options.clone() },
+            upstream: None,
+        })
+    }
+}
+
+/// Which operands depend on a variable.
+fn wanted(operands: &Operands) -> Wanted {
+    let tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
+    Wanted {
+        contexts: operands.contexts.track_op(),
+        log_priors: tracked(&operands.log_priors),
+        weight: operands.weight.track_op(),
+        bias: tracked(&operands.bias),
+    }
+}
+
+/// `sum / count`, or zero if nothing counts; without reading either.
+fn mean(sum: &Tensor, count: &Tensor) -> Result<Tensor> {
+    let nothing = count.eq(0f64)?;
+    let divisor = nothing.where_cond(&count.ones_like()?, count)?;
+    Ok(nothing.where_cond(&sum.zeros_like()?, &(sum / divisor)?)?)
+}
+
+fn check_device(argument: &'static str, tensor: &Tensor, contexts: &Tensor) -> Result<()> {
+    if tensor.device().same_device(contexts.device()) {
+        return Ok(());
+    }
+    let location = |tensor: &Tensor| format!("{:?}", tensor.device().location());
+    Err(Error::Device { argument, expected: location(contexts), got: location(tensor) })
+}

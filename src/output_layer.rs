@@ -1,0 +1,111 @@
+//! The contract that all heads keep: hidden states in, losses and log-probabilities out.
+
+use std::fmt::Debug;
+
+use candle_core::Tensor;
+
+use crate::backend::plan::Plan;
+use crate::loss::{Loss, LossOptions};
+use crate::mixture::Mixture;
+use crate::{Error, Result};
+
+/// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
+///
+/// A head says how hidden states become a [`Mixture`]; the rest follows. The trait is object safe: a model can hold a
+/// `Box<dyn OutputLayer>` and leave the choice of head to its configuration.
+///
+/// # Shapes
+///
+/// `hidden` is `[.., hidden]`, with any leading dimensions, such as `[batch, seq, hidden]`; targets have these leading
+/// dimensions, `[batch, seq]`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let heads: [Box<dyn OutputLayer>; 2] = [
+///     Box::new(SoftmaxHead::new(&SoftmaxConfig::new(32, 500), vb.pp("softmax"))?),
+///     Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 16, 500, 4), vb.pp("mos"))?),
+/// ];
+/// let hidden = Tensor::randn(0f32, 1., (2, 7, 32), &Device::Cpu)?; // [batch, seq, hidden]
+/// let targets = Tensor::zeros((2, 7), DType::U32, &Device::Cpu)?; // [batch, seq]
+/// for head in heads {
+///     let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
+///     let gradients = loss.backward()?;
+///     let perplexity = loss.value.to_scalar::<f32>()?.exp();
+///     # assert!(perplexity > 1.0);
+///     # let _ = gradients;
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub trait OutputLayer: Debug + Send + Sync {
+    /// The size of the hidden states.
+    fn hidden_size(&self) -> usize;
+
+    /// The number of words.
+    fn vocab_size(&self) -> usize;
+
+    /// The components whose softmaxes are mixed: 1, if there is but one softmax.
+    fn components(&self) -> usize;
+
+    /// The mixture that these hidden states (`[.., hidden]`) stand for. `train` turns dropout on.
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states' last dimension, dtype or device does not fit the head.
+    fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture>;
+
+    /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden states
+    /// and of every parameter that is a variable. Never holds `[.., K, vocab]`; see [`Mixture::loss`].
+    ///
+    /// # Errors
+    ///
+    /// If shapes, dtypes or devices do not fit, a target is not in the vocabulary, or an option is out of its range.
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        check_targets(hidden, targets)?;
+        self.mixture(hidden, options.train)?.loss(targets, options)
+    }
+
+    /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states' last dimension, dtype or device does not fit the head.
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.mixture(hidden, false)?.log_probs()
+    }
+
+    /// The most probable word, `[..]` (u32), after hidden states `[.., hidden]`; of equals the one with the lowest id.
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states' last dimension, dtype or device does not fit the head.
+    fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.mixture(hidden, false)?.argmax()
+    }
+
+    /// How [`OutputLayer::loss`] would cut the work into chunks.
+    ///
+    /// # Errors
+    ///
+    /// As for [`OutputLayer::loss`], or if the budget cannot hold one token.
+    fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
+        self.mixture(hidden, options.train)?.plan(options)
+    }
+}
+
+/// Checks the targets' shape before the projection is computed.
+fn check_targets(hidden: &Tensor, targets: &Tensor) -> Result<()> {
+    match hidden.dims() {
+        [leading @ .., _] if targets.dims() == leading => Ok(()),
+        [leading @ .., _] => Err(Error::shape("targets", format!("{leading:?}"), targets.dims())),
+        [] => Err(Error::shape("hidden", "[.., hidden]", &[])),
+    }
+}

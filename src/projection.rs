@@ -1,0 +1,335 @@
+//! Hidden states become contexts and log-priors.
+//!
+//! ```text
+//! pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)            (Yang et al., 2018, section 2.3)
+//! ```
+
+use candle_core::{DType, Tensor, D};
+use candle_nn::{Init, Linear, Module, VarBuilder};
+
+use crate::autograd;
+use crate::backend;
+use crate::{Error, Result};
+
+/// What is applied to the contexts after their linear map.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Activation {
+    /// The hyperbolic tangent, as in the paper.
+    #[default]
+    Tanh,
+    /// Nothing.
+    Identity,
+}
+
+/// The sizes and options of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
+/// [`MixtureOfContexts`](crate::MixtureOfContexts).
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{Activation, MixtureConfig};
+///
+/// // The paper's Penn Treebank model: hidden size 620, d = 280, 10,000 words, 15 components.
+/// let config = MixtureConfig::new(620, 280, 10_000, 15).with_dropout(0.29);
+/// assert_eq!(config.activation, Activation::Tanh);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct MixtureConfig {
+    /// Size of a hidden state.
+    pub hidden: usize,
+    /// Size of a context, d.
+    pub context: usize,
+    /// Number of words.
+    pub vocab: usize,
+    /// Components of the mixture, K.
+    pub components: usize,
+    /// Whether the decoder has a bias. It has by default.
+    pub decoder_bias: bool,
+    /// Whether the priors have a bias. They have none by default, as in the paper.
+    pub prior_bias: bool,
+    /// What is applied to the contexts. The default is tanh, as in the paper.
+    pub activation: Activation,
+    /// Locked dropout on the contexts while training: one mask for each sequence, the same at all its steps (the
+    /// paper's context vector V-dropout). The default is 0.
+    pub dropout: f64,
+}
+
+impl MixtureConfig {
+    /// The configuration of the paper with these sizes, without dropout.
+    pub fn new(hidden: usize, context: usize, vocab: usize, components: usize) -> Self {
+        MixtureConfig {
+            hidden,
+            context,
+            vocab,
+            components,
+            decoder_bias: true,
+            prior_bias: false,
+            activation: Activation::Tanh,
+            dropout: 0.0,
+        }
+    }
+
+    /// Sets whether the decoder has a bias.
+    pub fn with_decoder_bias(self, decoder_bias: bool) -> Self {
+        MixtureConfig { decoder_bias, ..self }
+    }
+
+    /// Sets whether the priors have a bias.
+    pub fn with_prior_bias(self, prior_bias: bool) -> Self {
+        MixtureConfig { prior_bias, ..self }
+    }
+
+    /// Sets what is applied to the contexts.
+    pub fn with_activation(self, activation: Activation) -> Self {
+        MixtureConfig { activation, ..self }
+    }
+
+    /// Sets the probability with which locked dropout zeroes an element of the contexts.
+    pub fn with_dropout(self, dropout: f64) -> Self {
+        MixtureConfig { dropout, ..self }
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("hidden", self.hidden),
+            ("context", self.context),
+            ("vocab", self.vocab),
+            ("components", self.components),
+        ];
+        check_sizes(&sizes)?;
+        check_dropout(self.dropout)
+    }
+}
+
+/// The parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
+/// [`MixtureOfContexts`](crate::MixtureOfContexts) as tensors, for `from_tensors`.
+#[derive(Clone, Debug)]
+pub struct MixtureTensors {
+    /// `[K, hidden]`
+    pub prior_weight: Tensor,
+    /// `[K]`
+    pub prior_bias: Option<Tensor>,
+    /// `[K * d, hidden]`: rows `k d .. (k + 1) d` make the context of component k
+    pub latent_weight: Tensor,
+    /// `[K * d]`
+    pub latent_bias: Tensor,
+    /// `[vocab, d]`
+    pub decoder_weight: Tensor,
+    /// `[vocab]`
+    pub decoder_bias: Option<Tensor>,
+}
+
+/// The linear maps from a hidden state to the contexts and log-priors of K components.
+#[derive(Clone, Debug)]
+pub(crate) struct Projection {
+    prior: Linear,
+    /// `[K * d, hidden]`
+    latent_weight: Tensor,
+    /// `[K * d]`
+    latent_bias: Tensor,
+    activation: Activation,
+    dropout: f64,
+    hidden: usize,
+    components: usize,
+    context: usize,
+}
+
+impl Projection {
+    /// Variables `prior.weight`, `prior.bias`, `latent.weight`, `latent.bias`, initialised as PyTorch's `nn.Linear`:
+    /// uniform within 1 / sqrt(hidden).
+    pub(crate) fn new(config: &MixtureConfig, vb: &VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let &MixtureConfig { hidden, context, components, .. } = config;
+        let bound = 1.0 / (hidden as f64).sqrt();
+        let init = Init::Uniform { lo: -bound, up: bound };
+        let (prior, latent) = (vb.pp("prior"), vb.pp("latent"));
+        let prior_weight = prior.get_with_hints((components, hidden), "weight", init)?;
+        let prior_bias = match config.prior_bias {
+            true => Some(prior.get_with_hints(components, "bias", init)?),
+            false => None,
+        };
+        Ok(Projection {
+            prior: Linear::new(prior_weight, prior_bias),
+            latent_weight: latent.get_with_hints((components * context, hidden), "weight", init)?,
+            latent_bias: latent.get_with_hints(components * context, "bias", init)?,
+            activation: config.activation,
+            dropout: config.dropout,
+            hidden,
+            components,
+            context,
+        })
+    }
+
+    pub(crate) fn from_tensors(tensors: &MixtureTensors, activation: Activation) -> Result<Self> {
+        let matrix = |argument, tensor: &Tensor| match *tensor.dims() {
+            [rows, columns] => Ok((rows, columns)),
+            _ => Err(Error::shape(argument, "a matrix", tensor.dims())),
+        };
+        let (components, hidden) = matrix("prior.weight", &tensors.prior_weight)?;
+        let (_, context) = matrix("decoder.weight", &tensors.decoder_weight)?;
+        check_sizes(&[("hidden", hidden), ("context", context), ("components", components)])?;
+        let check = |argument, tensor: &Tensor, dims: &[usize]| match tensor.dims() == dims {
+            true => Ok(()),
+            false => Err(Error::shape(argument, format!("{dims:?}"), tensor.dims())),
+        };
+        check("latent.weight", &tensors.latent_weight, &[components * context, hidden])?;
+        check("latent.bias", &tensors.latent_bias, &[components * context])?;
+        if let Some(bias) = &tensors.prior_bias {
+            check("prior.bias", bias, &[components])?;
+        }
+        Ok(Projection {
+            prior: Linear::new(tensors.prior_weight.clone(), tensors.prior_bias.clone()),
+            latent_weight: tensors.latent_weight.clone(),
+            latent_bias: tensors.latent_bias.clone(),
+            activation,
+            dropout: 0.0,
+            hidden,
+            components,
+            context,
+        })
+    }
+
+    pub(crate) fn with_dropout(self, dropout: f64) -> Result<Self> {
+        check_dropout(dropout)?;
+        Ok(Projection { dropout, ..self })
+    }
+
+    pub(crate) fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    pub(crate) fn components(&self) -> usize {
+        self.components
+    }
+
+    /// hidden `[.., H]` -> contexts `[.., K, d]` and log-priors `[.., K]`, these in f32 for half-precision states.
+    pub(crate) fn forward(&self, hidden: &Tensor, train: bool) -> Result<(Tensor, Tensor)> {
+        check_hidden(hidden, self.hidden, &self.latent_weight)?;
+        let leading = &hidden.dims()[..hidden.rank() - 1];
+        let rows = hidden.reshape(((), self.hidden))?;
+        let log_priors = self.log_priors(&rows)?;
+        let mut contexts = self.contexts(&rows)?.reshape([leading, &[self.components, self.context]].concat())?;
+        if train && self.dropout > 0.0 {
+            contexts = contexts.broadcast_mul(&locked_mask(&contexts, self.dropout)?)?;
+        }
+        let log_priors = log_priors.reshape([leading, &[self.components]].concat())?;
+        Ok((contexts, log_priors))
+    }
+
+    /// `activation(W h + b)` of all components, `[rows, K * d]`: one node of the graph, which keeps nothing but its result.
+    fn contexts(&self, rows: &Tensor) -> Result<Tensor> {
+        let (weight, bias) = (&self.latent_weight, &self.latent_bias);
+        let activation = self.activation;
+        let z = rows.detach().matmul(&weight.detach().t()?)?;
+        let contexts = backend::activate(&z, &bias.detach(), activation)?;
+        autograd::attach("contexts", contexts, [rows, weight, bias], move |[rows, weight, bias], contexts, upstream| {
+            let dz = backend::activation_gradient(contexts, upstream, activation)?;
+            let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
+            Ok([
+                rows.track_op().then(|| dz.matmul(weight)).transpose()?,
+                weight.track_op().then(|| dz.t()?.matmul(rows)).transpose()?,
+                bias.track_op().then(|| ones.matmul(&dz)?.squeeze(0)).transpose()?,
+            ])
+        })
+    }
+
+    /// `log softmax` of the prior logits.
+    fn log_priors(&self, rows: &Tensor) -> Result<Tensor> {
+        let logits = self.prior.forward(rows)?;
+        let logits = match logits.dtype() {
+            DType::F16 | DType::BF16 => logits.to_dtype(DType::F32)?,
+            _ => logits,
+        };
+        Ok(candle_nn::ops::log_softmax(&logits, D::Minus1)?)
+    }
+}
+
+/// The matrix from a context to the logits, and their bias.
+#[derive(Clone, Debug)]
+pub(crate) struct Decoder {
+    /// `[vocab, d]`
+    pub(crate) weight: Tensor,
+    /// `[vocab]`
+    pub(crate) bias: Option<Tensor>,
+}
+
+impl Decoder {
+    /// Variables `decoder.weight`, uniform within 0.1, and `decoder.bias`, zero, as in the released code. A weight that is
+    /// given, that of an embedding, is used as it is.
+    pub(crate) fn new(
+        vocab: usize,
+        context: usize,
+        bias: bool,
+        tied: Option<&Tensor>,
+        vb: &VarBuilder,
+    ) -> Result<Self> {
+        let vb = vb.pp("decoder");
+        let weight = match tied {
+            Some(weight) if weight.dims() == [vocab, context] => weight.clone(),
+            Some(weight) => return Err(Error::shape("embedding", format!("[{vocab}, {context}]"), weight.dims())),
+            None => vb.get_with_hints((vocab, context), "weight", Init::Uniform { lo: -0.1, up: 0.1 })?,
+        };
+        let bias = bias.then(|| vb.get_with_hints(vocab, "bias", Init::Const(0.0))).transpose()?;
+        Ok(Decoder { weight, bias })
+    }
+
+    pub(crate) fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
+        let &[vocab, context] = weight.dims() else {
+            return Err(Error::shape("decoder.weight", "[vocab, context]", weight.dims()));
+        };
+        check_sizes(&[("vocab", vocab), ("context", context)])?;
+        match &bias {
+            Some(bias) if bias.dims() != [vocab] => Err(Error::shape("decoder.bias", format!("[{vocab}]"), bias.dims())),
+            _ => Ok(Decoder { weight, bias }),
+        }
+    }
+
+    pub(crate) fn vocab(&self) -> usize {
+        self.weight.dims()[0]
+    }
+}
+
+/// One Bernoulli mask, scaled to keep the mean, for each sequence: `[.., 1, K, d]` for `[.., seq, K, d]`, so that it is the
+/// same at all steps. (Gal & Ghahramani, 2016)
+fn locked_mask(contexts: &Tensor, dropout: f64) -> Result<Tensor> {
+    let mut dims = contexts.dims().to_vec();
+    if let [_, .., seq, _, _] = dims.as_mut_slice() {
+        *seq = 1;
+    }
+    let keep = 1.0 - dropout;
+    let uniform = Tensor::rand(0f32, 1f32, dims, contexts.device())?;
+    let mask = uniform.lt(keep)?.to_dtype(contexts.dtype())?;
+    Ok((mask / keep)?)
+}
+
+/// Checks that the last dimension, the dtype and the device of hidden states fit a head's parameters.
+pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
+    if hidden.dims().last() != Some(&size) {
+        return Err(Error::shape("hidden", format!("[.., {size}]"), hidden.dims()));
+    }
+    if hidden.dtype() != weight.dtype() {
+        let expected = format!("{:?}, as the head's parameters", weight.dtype());
+        return Err(Error::DType { argument: "hidden", expected, got: hidden.dtype() });
+    }
+    if !hidden.device().same_device(weight.device()) {
+        let location = |tensor: &Tensor| format!("{:?}", tensor.device().location());
+        return Err(Error::Device { argument: "hidden", expected: location(weight), got: location(hidden) });
+    }
+    Ok(())
+}
+
+pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((argument, size)) => Err(Error::config(argument, "at least 1", size)),
+        None => Ok(()),
+    }
+}
+
+fn check_dropout(dropout: f64) -> Result<()> {
+    match (0.0..1.0).contains(&dropout) {
+        true => Ok(()),
+        false => Err(Error::config("dropout", "at least 0 and below 1", dropout)),
+    }
+}

@@ -1,0 +1,211 @@
+//! A random problem: one head, its parameters and one batch, kept as `f64` numbers under the names of the parameters.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use mos_head::Activation;
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+/// Tensors under the names the crate documents, and `hidden`, `contexts`, `log_priors` for the inputs.
+pub type Tensors = BTreeMap<&'static str, Tensor>;
+
+/// Which of the crate's entries a case is put to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Head {
+    Softmax,
+    MixtureOfContexts,
+    MixtureOfSoftmaxes,
+    /// The fused op itself, on ready contexts and log-priors.
+    Mixture,
+}
+
+/// The three heads.
+pub const HEADS: [Head; 3] = [
+    Head::Softmax,
+    Head::MixtureOfContexts,
+    Head::MixtureOfSoftmaxes,
+];
+
+/// The three heads and the op beneath them.
+pub const ENTRIES: [Head; 4] = [
+    Head::Softmax,
+    Head::MixtureOfContexts,
+    Head::MixtureOfSoftmaxes,
+    Head::Mixture,
+];
+
+/// The sizes of a case; a softmax uses only `hidden` and `vocab`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    pub hidden: usize,
+    pub context: usize,
+    pub components: usize,
+    pub vocab: usize,
+}
+
+impl Sizes {
+    pub const fn new(hidden: usize, context: usize, components: usize, vocab: usize) -> Self {
+        Self {
+            hidden,
+            context,
+            components,
+            vocab,
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub head: Head,
+    pub sizes: Sizes,
+    /// The shape of the targets: every dimension of `hidden` but the last.
+    pub lead: Vec<usize>,
+    pub activation: Activation,
+    pub values: BTreeMap<&'static str, Vec<f64>>,
+    pub targets: Vec<i64>,
+}
+
+impl Case {
+    /// A case whose numbers follow from `seed`, with every bias present.
+    pub fn random(head: Head, sizes: Sizes, lead: &[usize], seed: u64) -> Self {
+        let mut sizes = sizes;
+        if head == Head::Softmax {
+            sizes.context = sizes.hidden;
+            sizes.components = 1;
+        }
+        let mut rng = StdRng::seed_from_u64(seed);
+        let rows: usize = lead.iter().product();
+        let mut case = Self {
+            head,
+            sizes,
+            lead: lead.to_vec(),
+            activation: Activation::Tanh,
+            values: BTreeMap::new(),
+            targets: (0..rows)
+                .map(|_| rng.random_range(0..sizes.vocab as i64))
+                .collect(),
+        };
+        for &(name, spread) in case.operands() {
+            let length = case.shape(name).iter().product();
+            let mut values: Vec<f64> = (0..length)
+                .map(|_| rng.random_range(-spread..spread))
+                .collect();
+            if name == "log_priors" {
+                values
+                    .chunks_mut(sizes.components)
+                    .for_each(super::reference::log_softmax);
+            }
+            case.values.insert(name, values);
+        }
+        case
+    }
+
+    fn operands(&self) -> &'static [(&'static str, f64)] {
+        match self.head {
+            Head::Softmax => &[("hidden", 1.5), ("decoder.weight", 1.0), ("decoder.bias", 1.0)],
+            Head::Mixture => &[
+                ("contexts", 1.5),
+                ("log_priors", 1.5),
+                ("decoder.weight", 1.0),
+                ("decoder.bias", 1.0),
+            ],
+            Head::MixtureOfContexts | Head::MixtureOfSoftmaxes => &[
+                ("hidden", 1.5),
+                ("prior.weight", 0.7),
+                ("prior.bias", 0.7),
+                ("latent.weight", 0.7),
+                ("latent.bias", 0.7),
+                ("decoder.weight", 1.5),
+                ("decoder.bias", 1.0),
+            ],
+        }
+    }
+
+    /// The number of tokens.
+    pub fn rows(&self) -> usize {
+        self.lead.iter().product()
+    }
+
+    /// The shape of the operand called `name`.
+    pub fn shape(&self, name: &str) -> Vec<usize> {
+        let Sizes {
+            hidden,
+            context,
+            components,
+            vocab,
+        } = self.sizes;
+        let with_lead = |tail: &[usize]| [&self.lead, tail].concat();
+        match name {
+            "hidden" => with_lead(&[hidden]),
+            "contexts" => with_lead(&[components, context]),
+            "log_priors" => with_lead(&[components]),
+            "prior.weight" => vec![components, hidden],
+            "prior.bias" => vec![components],
+            "latent.weight" => vec![components * context, hidden],
+            "latent.bias" => vec![components * context],
+            "decoder.weight" => vec![vocab, context],
+            "decoder.bias" => vec![vocab],
+            other => panic!("no operand is called {other}"),
+        }
+    }
+
+    /// The case without the operand called `name`.
+    pub fn without(mut self, name: &str) -> Self {
+        self.values.remove(name).expect(name);
+        self
+    }
+
+    /// The case with the operand called `name` multiplied by `factor`.
+    pub fn scaled(mut self, name: &str, factor: f64) -> Self {
+        let values = self.values.get_mut(name).expect(name);
+        values.iter_mut().for_each(|x| *x *= factor);
+        self
+    }
+
+    /// The case as `dtype` stores it, so that rounding the inputs is nobody's error.
+    pub fn rounded(mut self, dtype: DType) -> Result<Self> {
+        for values in self.values.values_mut() {
+            let stored = Tensor::new(values.as_slice(), &Device::Cpu)?.to_dtype(dtype)?;
+            *values = stored.to_dtype(DType::F64)?.to_vec1()?;
+        }
+        Ok(self)
+    }
+
+    /// Every operand as a variable.
+    pub fn variables(&self, dtype: DType, device: &Device) -> Result<Tensors> {
+        let mut tensors = self.constants(dtype, device)?;
+        for tensor in tensors.values_mut() {
+            *tensor = Var::from_tensor(tensor)?.into_inner();
+        }
+        Ok(tensors)
+    }
+
+    /// Every operand as a tensor that wants no gradient.
+    pub fn constants(&self, dtype: DType, device: &Device) -> Result<Tensors> {
+        let tensor = |(&name, values): (&&'static str, &Vec<f64>)| {
+            let stored = Tensor::from_slice(values, self.shape(name), &Device::Cpu)?;
+            Ok((name, stored.to_dtype(dtype)?.to_device(device)?))
+        };
+        self.values.iter().map(tensor).collect()
+    }
+
+    /// The targets as a tensor of `i64`.
+    pub fn target_tensor(&self, device: &Device) -> Result<Tensor> {
+        Tensor::from_slice(&self.targets, self.lead.as_slice(), device)
+    }
+}
+
+/// Weights that `f32` holds exactly, from 1/8 to 2.
+pub fn weights(length: usize, seed: u64) -> Vec<f64> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..length)
+        .map(|_| f64::from(rng.random_range(8..=128_u32)) / 64.0)
+        .collect()
+}
+
+/// Signed numbers that `f32` holds exactly, to send backwards through a loss.
+pub fn upstream(length: usize, seed: u64) -> Vec<f64> {
+    let sign = |i: usize| if i.is_multiple_of(3) { -1.0 } else { 1.0 };
+    let weights = weights(length, seed).into_iter().enumerate();
+    weights.map(|(i, w)| sign(i) * w).collect()
+}

@@ -1,0 +1,218 @@
+//! Puts one [`Case`] and one [`Objective`] to the library, and compares all that it answers with the truth.
+
+use std::collections::BTreeMap;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor};
+use mos_head::{
+    Loss, LossOptions, Mixture, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result,
+    SoftmaxHead,
+};
+
+use super::case::{upstream, Case, Head, Tensors};
+use super::compare::{assert_close, Tolerance};
+use super::composed::Operands;
+use super::objective::Objective;
+use super::reference::{truth, Truth};
+
+/// A head with the hidden states it is given, or the fused op alone.
+#[derive(Debug)]
+pub enum Layer {
+    Head(Box<dyn OutputLayer>, Tensor),
+    Mixture(Mixture),
+}
+
+impl Layer {
+    /// The library's layer for `case` on `tensors`, which are named as in the case.
+    pub fn new(case: &Case, tensors: &Tensors) -> Result<Self> {
+        if case.head == Head::Mixture {
+            return Ok(Self::Mixture(Mixture::new(
+                &tensors["contexts"],
+                tensors.get("log_priors"),
+                &tensors["decoder.weight"],
+                tensors.get("decoder.bias"),
+            )?));
+        }
+        Ok(Self::Head(build(case, tensors)?, tensors["hidden"].clone()))
+    }
+
+    pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        match self {
+            Self::Head(head, hidden) => head.loss(hidden, targets, options),
+            Self::Mixture(mixture) => mixture.loss(targets, options),
+        }
+    }
+
+    pub fn log_probs(&self) -> Result<Tensor> {
+        match self {
+            Self::Head(head, hidden) => head.log_probs(hidden),
+            Self::Mixture(mixture) => mixture.log_probs(),
+        }
+    }
+
+    pub fn argmax(&self) -> Result<Tensor> {
+        match self {
+            Self::Head(head, hidden) => head.argmax(hidden),
+            Self::Mixture(mixture) => mixture.argmax(),
+        }
+    }
+}
+
+/// The head of `case`, from ready tensors.
+pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn OutputLayer>> {
+    let tensor = |name: &str| tensors[name].clone();
+    let optional = |name: &str| tensors.get(name).cloned();
+    if case.head == Head::Softmax {
+        let head = SoftmaxHead::from_tensors(tensor("decoder.weight"), optional("decoder.bias"))?;
+        return Ok(Box::new(head));
+    }
+    let parts = MixtureTensors {
+        prior_weight: tensor("prior.weight"),
+        prior_bias: optional("prior.bias"),
+        latent_weight: tensor("latent.weight"),
+        latent_bias: tensor("latent.bias"),
+        decoder_weight: tensor("decoder.weight"),
+        decoder_bias: optional("decoder.bias"),
+    };
+    Ok(match case.head {
+        Head::MixtureOfContexts => Box::new(MixtureOfContexts::from_tensors(parts, case.activation)?),
+        _ => Box::new(MixtureOfSoftmaxes::from_tensors(parts, case.activation)?),
+    })
+}
+
+/// All numbers of a tensor.
+pub fn numbers(tensor: &Tensor) -> Vec<f64> {
+    let flat = tensor.flatten_all().and_then(|t| t.to_dtype(DType::F64));
+    flat.and_then(|t| t.to_vec1()).expect("a readable tensor")
+}
+
+/// The gradient of every tensor that has one.
+pub fn gradients(store: &GradStore, tensors: &Tensors) -> BTreeMap<&'static str, Vec<f64>> {
+    let one = |(&name, tensor): (&&'static str, &Tensor)| {
+        let gradient = store.get(tensor)?;
+        assert_eq!(gradient.dims(), tensor.dims(), "shape of the gradient of {name}");
+        assert_eq!(gradient.dtype(), tensor.dtype(), "dtype of the gradient of {name}");
+        Some((name, numbers(gradient)))
+    };
+    tensors.iter().filter_map(one).collect()
+}
+
+/// Sends `upstream` backwards through `value`.
+pub fn backward(value: &Tensor, upstream: &[f64]) -> Result<GradStore> {
+    let upstream = Tensor::new(upstream, value.device())?.reshape(value.shape())?;
+    Ok((value * upstream.to_dtype(value.dtype())?)?.sum_all()?.backward()?)
+}
+
+/// What a check compares with, beyond the case and the objective.
+#[derive(Clone, Debug)]
+pub struct Check {
+    pub dtype: DType,
+    /// See [`Tolerance::condition`].
+    pub condition: f64,
+    /// See [`Tolerance::least_scale`].
+    pub least_scale: f64,
+    /// Further options, on top of which the objective's are put.
+    pub base: LossOptions,
+}
+
+impl Check {
+    pub fn new(dtype: DType) -> Self {
+        Self {
+            dtype,
+            condition: 1.0,
+            least_scale: f64::MIN_POSITIVE,
+            base: LossOptions::new(),
+        }
+    }
+
+    fn value(&self) -> Tolerance {
+        Tolerance::value(self.dtype).condition(self.condition)
+    }
+
+    fn gradient(&self) -> Tolerance {
+        Tolerance::gradient(self.dtype)
+            .condition(self.condition)
+            .least_scale(self.least_scale)
+    }
+
+    /// Asks for the loss with all it carries, its gradients, log-probabilities and argmax, and compares each.
+    pub fn run(&self, case: &Case, objective: &Objective, device: &Device) -> Result<Truth> {
+        let case = case.clone().rounded(self.dtype)?;
+        let length = match objective.reduction {
+            Reduction::None => case.rows(),
+            _ => 1,
+        };
+        let upstream = upstream(length, 17);
+        let truth = truth(&case, objective, &upstream);
+
+        let tensors = case.variables(self.dtype, device)?;
+        let layer = Layer::new(&case, &tensors)?;
+        let options = objective.apply(self.base.clone().with_hits(true), &case.lead, device)?;
+        let loss = layer.loss(&case.target_tensor(device)?, &options)?;
+        assert_eq!(loss.nll.dims(), case.lead, "shape of nll");
+        assert_eq!(loss.value.elem_count(), length, "size of value");
+        let found = gradients(&backward(&loss.value, &upstream)?, &tensors);
+        let log_probs = layer.log_probs()?;
+        let vocab = case.sizes.vocab;
+        assert_eq!(log_probs.dims(), [&case.lead[..], &[vocab]].concat(), "shape of log_probs");
+        let argmax = layer.argmax()?;
+        assert_eq!(argmax.dims(), case.lead, "shape of argmax");
+
+        let composed = self.compose(&case, objective, &upstream)?;
+        let name = |what: &str| format!("{:?} {what} in {:?}", case.head, self.dtype);
+        let value = |what: &str, got: &Tensor, truth: &[f64], composed: Option<&[f64]>| {
+            assert_close(&name(what), &numbers(got), truth, composed, self.value());
+        };
+        value("value", &loss.value, &truth.value, composed.get("value"));
+        value("nll", &loss.nll, &truth.nll, composed.get("nll"));
+        value("log_probs", &log_probs, &truth.log_probs, composed.get("log_probs"));
+        value("sum", &loss.sum, &[truth.sum], None);
+        value("count", &loss.count, &[truth.count], None);
+        if objective.filter > 0.0 {
+            let dropped = loss.dropped_mass.as_ref().expect("the dropped mass of a filter");
+            value("dropped_mass", dropped, &[truth.dropped_mass], None);
+        }
+        if matches!(self.dtype, DType::F64 | DType::F32) {
+            let hits = numbers(loss.hits.as_ref().expect("hits"));
+            assert_eq!(hits, [truth.hits], "{}", name("hits"));
+            let argmax: Vec<u32> = argmax.flatten_all()?.to_vec1()?;
+            assert_eq!(argmax, truth.argmax, "{}", name("argmax"));
+        }
+        for operand in case.values.keys() {
+            let what = format!("gradient of {operand}");
+            let got = found.get(operand).unwrap_or_else(|| panic!("no {}", name(&what)));
+            let truth = &truth.gradients[operand];
+            assert_close(&name(&what), got, truth, composed.get(operand), self.gradient());
+        }
+        Ok(truth)
+    }
+
+    /// The answers of the composed form in the same dtype; none for a filter, which it does not have.
+    fn compose(&self, case: &Case, objective: &Objective, upstream: &[f64]) -> Result<Composed> {
+        if case.rows() == 0 {
+            return Ok(Composed::default());
+        }
+        let tensors = case.variables(self.dtype, &Device::Cpu)?;
+        let operands = Operands::project(case.head, &tensors, case.activation)?;
+        let (value, nll) = operands.loss(&case.targets, objective)?;
+        let mut answers = BTreeMap::from([
+            ("value", numbers(&value)),
+            ("nll", numbers(&nll)),
+            ("log_probs", numbers(&operands.log_probs(None)?.0)),
+        ]);
+        if objective.filter == 0.0 {
+            answers.extend(gradients(&backward(&value, upstream)?, &tensors));
+        }
+        Ok(Composed(answers))
+    }
+}
+
+/// The answers of the composed form, under the names of what they answer.
+#[derive(Default)]
+struct Composed(BTreeMap<&'static str, Vec<f64>>);
+
+impl Composed {
+    fn get(&self, name: &str) -> Option<&[f64]> {
+        self.0.get(name).map(Vec::as_slice)
+    }
+}

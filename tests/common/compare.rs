@@ -1,0 +1,142 @@
+//! When is a result right? If it is no further from the `f64` truth than twice what the same maths composed of candle
+//! operations is in that dtype, plus a floor, and within a ceiling whatever the composed form does. NaN and the two
+//! infinities must be where they are in the truth.
+//!
+//! An error is relative to the largest number of its array (values: or to 1, if that is larger).
+
+use candle_core::DType;
+
+/// What an array holds, and so how exact it must be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Losses, log-probabilities.
+    Value,
+    /// Gradients.
+    Gradient,
+}
+
+/// How exact a result must be.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance {
+    pub dtype: DType,
+    pub kind: Kind,
+    /// By how much the problem itself amplifies rounding, and so raises the ceiling: 1, or more where logits are large.
+    pub condition: f64,
+    /// Errors of gradients are relative to at least this.
+    pub least_scale: f64,
+}
+
+impl Tolerance {
+    pub fn value(dtype: DType) -> Self {
+        Self {
+            dtype,
+            kind: Kind::Value,
+            condition: 1.0,
+            least_scale: 1.0,
+        }
+    }
+
+    pub fn gradient(dtype: DType) -> Self {
+        Self {
+            kind: Kind::Gradient,
+            least_scale: f64::MIN_POSITIVE,
+            ..Self::value(dtype)
+        }
+    }
+
+    pub fn condition(self, condition: f64) -> Self {
+        Self {
+            condition: condition.max(1.0),
+            ..self
+        }
+    }
+
+    pub fn least_scale(self, least_scale: f64) -> Self {
+        Self {
+            least_scale,
+            ..self
+        }
+    }
+
+    /// The table: `(ceiling, floor)`.
+    fn limits(self) -> (f64, f64) {
+        match (self.dtype, self.kind) {
+            (DType::F64, _) => (1e-11, 1e-13),
+            (DType::F32, Kind::Value) => (1e-5, 1e-6),
+            (DType::F32, Kind::Gradient) => (5e-4, 1e-5),
+            (DType::F16, Kind::Value) => (1e-2, 1e-3),
+            (DType::F16, Kind::Gradient) => (1e-2, 1e-3),
+            (DType::BF16, Kind::Value) => (6e-2, 1e-2),
+            (DType::BF16, Kind::Gradient) => (6e-2, 1e-2),
+            (other, _) => panic!("no tolerance for {other:?}"),
+        }
+    }
+}
+
+/// The largest error of `got`, or what is wrong with it.
+pub fn compare(
+    got: &[f64],
+    truth: &[f64],
+    composed: Option<&[f64]>,
+    tolerance: Tolerance,
+) -> Result<f64, String> {
+    if got.len() != truth.len() {
+        return Err(format!("{} values for {}", got.len(), truth.len()));
+    }
+    let sizes = truth.iter().filter(|x| x.is_finite()).map(|x| x.abs());
+    let scale = sizes.fold(tolerance.least_scale, f64::max);
+    let composed_error = composed.map_or(f64::INFINITY, |composed| {
+        // Where the composed form is undefined, its error is infinite, and only the ceiling holds.
+        let errors = composed.iter().zip(truth).map(|(c, t)| error_of(*c, *t, scale));
+        errors.fold(0.0, f64::max)
+    });
+    let (ceiling, floor) = tolerance.limits();
+    let limit = (ceiling * tolerance.condition).min(2.0 * composed_error + floor);
+
+    let mut worst = 0.0_f64;
+    let mut mismatches = vec![];
+    for (i, (&g, &t)) in got.iter().zip(truth).enumerate() {
+        let error = error_of(g, t, scale);
+        worst = worst.max(error);
+        if error > limit {
+            mismatches.push(format!("[{i}] got {g:e}, expected {t:e}, error {error:.1e}"));
+        }
+    }
+    if mismatches.is_empty() {
+        return Ok(worst);
+    }
+    let (count, all) = (mismatches.len(), got.len());
+    mismatches.truncate(5);
+    Err(format!(
+        "{count} of {all} beyond {limit:.1e} (composed: {composed_error:.1e}, scale {scale:.1e}, {tolerance:?}): {}",
+        mismatches.join("; ")
+    ))
+}
+
+/// Infinite where one is special and the other is not the same.
+fn error_of(got: f64, truth: f64, scale: f64) -> f64 {
+    if got == truth || (got.is_nan() && truth.is_nan()) {
+        0.0
+    } else if got.is_finite() && truth.is_finite() {
+        (got - truth).abs() / scale
+    } else {
+        f64::INFINITY
+    }
+}
+
+/// Panics unless `got` is right; prints the error, which `--nocapture` shows, so that the table can be kept tight.
+pub fn assert_close(
+    name: &str,
+    got: &[f64],
+    truth: &[f64],
+    composed: Option<&[f64]>,
+    tolerance: Tolerance,
+) {
+    match compare(got, truth, composed, tolerance) {
+        Ok(error) => eprintln!(
+            "close {:?} {:?} {error:.2e} condition {:.1e} {name}",
+            tolerance.dtype, tolerance.kind, tolerance.condition
+        ),
+        Err(message) => panic!("{name}: {message}"),
+    }
+}

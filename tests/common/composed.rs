@@ -1,0 +1,162 @@
+//! The same maths from ordinary candle operations, differentiable by candle's autograd: what a user would write, at the
+//! price of every `[rows, K, vocab]` tensor on the way. It sets the tolerances, and is the baseline of the benches.
+//!
+//! Softmaxes are spelt out, because candle's fused ones drop gradients.
+
+use candle_core::{DType, Result, Tensor, D};
+use mos_head::{Activation, Reduction};
+
+use super::case::{Head, Tensors};
+use super::objective::Objective;
+
+/// What a head hands to the mixture.
+#[derive(Debug)]
+pub struct Operands {
+    /// `[rows, K, d]`.
+    pub contexts: Tensor,
+    /// `[rows, K]`; `None` when there is one component.
+    pub log_priors: Option<Tensor>,
+    /// `[vocab, d]`.
+    pub weight: Tensor,
+    /// `[vocab]`.
+    pub bias: Option<Tensor>,
+}
+
+impl Operands {
+    /// Projects the hidden states of a case as `head` does.
+    pub fn project(head: Head, tensors: &Tensors, activation: Activation) -> Result<Self> {
+        let weight = tensors["decoder.weight"].clone();
+        let bias = tensors.get("decoder.bias").cloned();
+        let d = weight.dim(1)?;
+        if head == Head::Mixture {
+            let contexts = &tensors["contexts"];
+            let k = contexts.dim(D::Minus2)?;
+            let log_priors = tensors.get("log_priors").map(|p| p.reshape(((), k)));
+            return Ok(Self {
+                contexts: contexts.reshape(((), k, d))?,
+                log_priors: log_priors.transpose()?,
+                weight,
+                bias,
+            });
+        }
+        let hidden = &tensors["hidden"];
+        let hidden = hidden.reshape(((), hidden.dim(D::Minus1)?))?;
+        if head == Head::Softmax {
+            return Ok(Self {
+                contexts: hidden.unsqueeze(1)?,
+                log_priors: None,
+                weight,
+                bias,
+            });
+        }
+        let layer = |weight: &str, bias: &str| linear(&hidden, &tensors[weight], tensors.get(bias));
+        let prior_logits = layer("prior.weight", "prior.bias")?;
+        let log_priors = prior_logits.broadcast_sub(&log_sum_exp(&prior_logits)?.unsqueeze(1)?)?;
+        let contexts = layer("latent.weight", "latent.bias")?;
+        let contexts = contexts.reshape(((), log_priors.dim(1)?, d))?;
+        let contexts = match activation {
+            Activation::Tanh => contexts.tanh()?,
+            _ => contexts,
+        };
+        if head == Head::MixtureOfSoftmaxes {
+            return Ok(Self {
+                contexts,
+                log_priors: Some(log_priors),
+                weight,
+                bias,
+            });
+        }
+        let priors = log_priors.exp()?.unsqueeze(2)?;
+        Ok(Self {
+            contexts: contexts.broadcast_mul(&priors)?.sum_keepdim(1)?,
+            log_priors: None,
+            weight,
+            bias,
+        })
+    }
+
+    /// Log-probabilities `[rows, vocab]` and each component's log-sum-exp `[rows, K]`.
+    pub fn log_probs(&self, softcap: Option<f64>) -> Result<(Tensor, Tensor)> {
+        let (rows, k, d) = self.contexts.dims3()?;
+        let flat = self.contexts.reshape((rows * k, d))?;
+        let mut logits = linear(&flat, &self.weight, self.bias.as_ref())?;
+        if let Some(cap) = softcap {
+            logits = ((logits / cap)?.tanh()? * cap)?;
+        }
+        let lse = log_sum_exp(&logits)?;
+        let components = logits
+            .broadcast_sub(&lse.unsqueeze(1)?)?
+            .reshape((rows, k, ()))?;
+        let lse = lse.reshape((rows, k))?;
+        let Some(log_priors) = &self.log_priors else {
+            return Ok((components.squeeze(1)?, lse));
+        };
+        let joint = components.broadcast_add(&log_priors.unsqueeze(2)?)?;
+        Ok((log_sum_exp(&joint.transpose(1, 2)?.contiguous()?)?, lse))
+    }
+
+    /// The value of `objective`, and the negative log-likelihood `[rows]` of each target.
+    pub fn loss(&self, targets: &[i64], objective: &Objective) -> Result<(Tensor, Tensor)> {
+        let (log_probs, lse) = self.log_probs(objective.softcap)?;
+        let (rows, vocab) = log_probs.dims2()?;
+        let counted = |y: i64| objective.ignore_index != Some(y);
+        let token = |(t, &y): (usize, &i64)| objective.token_weight(t, y);
+        let taus: Vec<f64> = targets.iter().enumerate().map(token).collect();
+        let class = |&y: &i64| if counted(y) { y as usize } else { 0 };
+        let classes: Vec<usize> = targets.iter().map(class).collect();
+
+        let constant = |values: Vec<f64>| {
+            let length = values.len();
+            Tensor::from_vec(values, length, log_probs.device())?.to_dtype(log_probs.dtype())
+        };
+        let ids: Vec<u32> = classes.iter().map(|&y| y as u32).collect();
+        let ids = Tensor::from_vec(ids, (rows, 1), log_probs.device())?;
+        let nll = log_probs.gather(&ids, 1)?.squeeze(1)?.neg()?;
+        let of_target = |&y: &usize| (1.0 - objective.label_smoothing) * objective.class_weight(y);
+        let mut each = (&nll * constant(classes.iter().map(of_target).collect())?)?;
+        if objective.label_smoothing != 0.0 {
+            let class_weights = constant((0..vocab).map(|v| objective.class_weight(v)).collect())?;
+            let all = log_probs.broadcast_mul(&class_weights)?.sum(1)?;
+            each = (each - (all * (objective.label_smoothing / vocab as f64))?)?;
+        }
+        if objective.z_loss != 0.0 {
+            each = (each + (lse.sqr()?.mean(1)? * objective.z_loss)?)?;
+        }
+        let count: f64 = taus
+            .iter()
+            .zip(&classes)
+            .map(|(tau, &y)| tau * objective.class_weight(y))
+            .sum();
+        // An ignored token is chosen away, not multiplied by zero, so that whatever it holds stays out.
+        let zero = each.zeros_like()?;
+        let mask: Vec<u8> = targets.iter().map(|&y| u8::from(counted(y))).collect();
+        let mask = Tensor::from_vec(mask, rows, log_probs.device())?;
+        let each = mask.where_cond(&(each * constant(taus)?)?, &zero)?;
+        let nll = mask.where_cond(&nll, &zero)?;
+        let value = match objective.reduction {
+            Reduction::None => each,
+            Reduction::Mean if count == 0.0 => each.zeros_like()?.sum_all()?,
+            Reduction::Mean => (each.sum_all()? / count)?,
+            _ => each.sum_all()?,
+        };
+        Ok((value, nll))
+    }
+}
+
+/// `x w^T + b`; candle's CPU has no product in `bf16`, so one is done in `f32` and rounded.
+fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let product = if x.dtype() == DType::BF16 && x.device().is_cpu() {
+        let (x, weight) = (x.to_dtype(DType::F32)?, weight.to_dtype(DType::F32)?);
+        x.matmul(&weight.t()?)?.to_dtype(DType::BF16)?
+    } else {
+        x.matmul(&weight.t()?)?
+    };
+    bias.map_or(Ok(product.clone()), |b| product.broadcast_add(b))
+}
+
+/// The log-sum-exp of the last dimension, which goes away.
+fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
+    let largest = x.max_keepdim(D::Minus1)?.detach();
+    let sum = x.broadcast_sub(&largest)?.exp()?.sum(D::Minus1)?;
+    sum.log()? + largest.squeeze(D::Minus1)?
+}

@@ -1,0 +1,54 @@
+//! What the integration tests share: the truth in `f64` ([`reference`]), the same maths from ordinary candle
+//! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), and the random
+//! problems they are asked about ([`case`], [`objective`]).
+#![allow(dead_code, unused_imports, unused_macros)]
+
+pub mod case;
+pub mod check;
+pub mod compare;
+pub mod composed;
+pub mod objective;
+pub mod reference;
+
+use candle_core::{DType, Device};
+
+/// Every device the test binary can reach: the CPU always, a GPU where candle was built for it and one is there.
+pub fn devices() -> Vec<Device> {
+    let mut devices = vec![Device::Cpu];
+    if candle_core::utils::cuda_is_available() {
+        devices.extend(Device::new_cuda(0));
+    }
+    if candle_core::utils::metal_is_available() {
+        devices.extend(Device::new_metal(0));
+    }
+    devices
+}
+
+/// The element types a device computes in.
+pub fn dtypes(device: &Device) -> &'static [DType] {
+    match device {
+        Device::Metal(_) => &[DType::F32, DType::F16, DType::BF16],
+        _ => &[DType::F64, DType::F32, DType::F16, DType::BF16],
+    }
+}
+
+/// The most exact element type of a device.
+pub fn exact(device: &Device) -> DType {
+    dtypes(device)[0]
+}
+
+/// Turns `fn law(device: &Device) -> Result<()> { .. }` into a test that runs the body on each device.
+macro_rules! on_each_device {
+    ($($(#[$attribute:meta])* fn $name:ident($device:ident: &Device) -> $result:ty $body:block)+) => {$(
+        $(#[$attribute])*
+        #[test]
+        fn $name() {
+            fn body($device: &candle_core::Device) -> $result $body
+            for device in $crate::common::devices() {
+                eprintln!("device: {device:?}");
+                body(&device).expect(stringify!($name));
+            }
+        }
+    )+};
+}
+pub(crate) use on_each_device;

@@ -1,0 +1,108 @@
+//! What is asked of a loss, as plain numbers: the one description that the reference, the composed baseline and the
+//! library's `LossOptions` are all given.
+
+use candle_core::{Device, Result, Tensor};
+use mos_head::{LossOptions, Reduction};
+
+/// `l_t = tau_t (sum_v q_v (-log p(v)) + alpha mean_k lse_k^2)`, `q_v = c_v ((1 - eps) [v = y] + eps / V)`.
+#[derive(Clone, Debug)]
+pub struct Objective {
+    pub reduction: Reduction,
+    pub ignore_index: Option<i64>,
+    pub token_weights: Option<Vec<f64>>,
+    pub class_weights: Option<Vec<f64>>,
+    pub label_smoothing: f64,
+    pub z_loss: f64,
+    pub softcap: Option<f64>,
+    pub filter: f64,
+}
+
+impl Default for Objective {
+    fn default() -> Self {
+        Self {
+            reduction: Reduction::Mean,
+            ignore_index: None,
+            token_weights: None,
+            class_weights: None,
+            label_smoothing: 0.0,
+            z_loss: 0.0,
+            softcap: None,
+            filter: 0.0,
+        }
+    }
+}
+
+impl Objective {
+    /// Only the reduction differs from the default.
+    pub fn reduced(reduction: Reduction) -> Self {
+        Self {
+            reduction,
+            ..Self::default()
+        }
+    }
+
+    /// The weight of token `row` before class weights: 0 where its target is ignored.
+    pub fn token_weight(&self, row: usize, target: i64) -> f64 {
+        if self.ignore_index == Some(target) {
+            return 0.0;
+        }
+        self.token_weights.as_ref().map_or(1.0, |w| w[row])
+    }
+
+    /// The weight of class `v`.
+    pub fn class_weight(&self, v: usize) -> f64 {
+        self.class_weights.as_ref().map_or(1.0, |w| w[v])
+    }
+
+    /// `q_v` for target `y` among `vocab` classes.
+    pub fn target_mass(&self, v: usize, y: usize, vocab: usize) -> f64 {
+        let hit = if v == y {
+            1.0 - self.label_smoothing
+        } else {
+            0.0
+        };
+        self.class_weight(v) * (hit + self.label_smoothing / vocab as f64)
+    }
+
+    /// The same request in the library's words; `lead` is the shape of the targets.
+    pub fn options(&self, lead: &[usize], device: &Device) -> Result<LossOptions> {
+        self.apply(LossOptions::new(), lead, device)
+    }
+
+    /// The same request put on top of `options`.
+    pub fn apply(
+        &self,
+        options: LossOptions,
+        lead: &[usize],
+        device: &Device,
+    ) -> Result<LossOptions> {
+        let mut options = options.with_reduction(self.reduction);
+        if let Some(index) = self.ignore_index {
+            options = options.with_ignore_index(index);
+        }
+        if let Some(weights) = &self.token_weights {
+            options = options.with_token_weights(single(weights, lead, device)?);
+        }
+        if let Some(weights) = &self.class_weights {
+            options = options.with_class_weights(single(weights, &[weights.len()], device)?);
+        }
+        if self.label_smoothing != 0.0 {
+            options = options.with_label_smoothing(self.label_smoothing);
+        }
+        if self.z_loss != 0.0 {
+            options = options.with_z_loss(self.z_loss);
+        }
+        if let Some(cap) = self.softcap {
+            options = options.with_softcap(cap);
+        }
+        if self.filter != 0.0 {
+            options = options.with_responsibility_filter(self.filter);
+        }
+        Ok(options)
+    }
+}
+
+fn single(values: &[f64], shape: &[usize], device: &Device) -> Result<Tensor> {
+    let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
+    Tensor::from_vec(values, shape, device)
+}

@@ -1,0 +1,252 @@
+//! The truth: the mixture loss, its log-probabilities and every gradient, in `f64` and in the plainest loops.
+//!
+//! `log P(v) = logsumexp_k(log pi_k + z_kv - lse_k)`, `z_k = cap(W c_k + b)`. With `q` the smoothed and weighted target
+//! and `r_k(v)` the posterior of component `k` given `v`:
+//! `dl/dz_kv = R_k softmax(z_k)_v - q_v r_k(v) + (2 alpha / K) lse_k softmax(z_k)_v`, `R_k = sum_v q_v r_k(v)`,
+//! `dl/d log pi_k = -R_k`.
+
+mod projection;
+
+use std::collections::BTreeMap;
+
+use mos_head::Reduction;
+
+use super::case::Case;
+use super::objective::Objective;
+use projection::Projected;
+
+/// Everything the library can be asked about one case.
+#[derive(Clone, Debug, Default)]
+pub struct Truth {
+    /// One number, or one per token without a reduction.
+    pub value: Vec<f64>,
+    pub sum: f64,
+    pub count: f64,
+    pub nll: Vec<f64>,
+    pub hits: f64,
+    /// What the responsibility filter drops: the mean over tokens, weighted like the loss, of the dropped components' share.
+    pub dropped_mass: f64,
+    pub argmax: Vec<u32>,
+    pub log_probs: Vec<f64>,
+    /// Under the names of the operands.
+    pub gradients: BTreeMap<&'static str, Vec<f64>>,
+}
+
+/// The truth about `case` under `objective`; `upstream` is what is sent back through the value.
+pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
+    let projected = Projected::new(case);
+    let decoder = Decoder {
+        weight: &case.values["decoder.weight"],
+        bias: case.values.get("decoder.bias").map(Vec::as_slice),
+    };
+    let (rows, k, d) = (case.rows(), projected.components, case.sizes.context);
+    let mut truth = Truth::default();
+    let mut slopes = Slopes {
+        contexts: vec![0.0; rows * k * d],
+        log_priors: vec![0.0; rows * k],
+        weight: vec![0.0; case.sizes.vocab * d],
+        bias: vec![0.0; case.sizes.vocab],
+    };
+
+    for (t, &y) in case.targets.iter().enumerate() {
+        if objective.ignore_index != Some(y) {
+            truth.count += objective.token_weight(t, y) * objective.class_weight(y as usize);
+        }
+    }
+    for (t, &y) in case.targets.iter().enumerate() {
+        let contexts = &projected.contexts[t * k * d..][..k * d];
+        let log_priors = &projected.log_priors[t * k..][..k];
+        let plain = Token::new(contexts, log_priors, &decoder, None);
+        truth.argmax.push(argmax(&plain.log_probs) as u32);
+        truth.log_probs.extend(plain.log_probs);
+        if objective.ignore_index == Some(y) {
+            truth.nll.push(0.0);
+            truth.value.push(0.0);
+            continue;
+        }
+        let token = Token::new(contexts, log_priors, &decoder, objective.softcap);
+        let tau = objective.token_weight(t, y);
+        let y = y as usize;
+        truth.nll.push(-token.log_probs[y]);
+        truth.hits += f64::from(u8::from(argmax(&token.log_probs) == y));
+        truth.value.push(tau * token.objective(y, objective));
+        let upstream = match objective.reduction {
+            Reduction::None => upstream[t],
+            Reduction::Mean if truth.count == 0.0 => 0.0,
+            Reduction::Mean => upstream[0] / truth.count,
+            _ => upstream[0],
+        };
+        let dropped = slopes.add(t, &token, y, objective, tau * upstream, &decoder);
+        truth.dropped_mass += tau * objective.class_weight(y) * dropped / truth.count;
+    }
+    truth.sum = truth.value.iter().sum();
+    match objective.reduction {
+        Reduction::None => {}
+        Reduction::Mean if truth.count == 0.0 => truth.value = vec![0.0],
+        Reduction::Mean => truth.value = vec![truth.sum / truth.count],
+        _ => truth.value = vec![truth.sum],
+    }
+    truth.gradients = projected.backward(case, slopes.contexts, &slopes.log_priors);
+    truth.gradients.insert("decoder.weight", slopes.weight);
+    truth.gradients.insert("decoder.bias", slopes.bias);
+    truth
+        .gradients
+        .retain(|name, _| case.values.contains_key(name));
+    truth
+}
+
+struct Decoder<'a> {
+    weight: &'a [f64],
+    bias: Option<&'a [f64]>,
+}
+
+/// One token's distribution.
+struct Token<'a> {
+    contexts: &'a [f64],
+    log_priors: &'a [f64],
+    /// `[K][vocab]`, soft-capped.
+    logits: Vec<Vec<f64>>,
+    lse: Vec<f64>,
+    log_probs: Vec<f64>,
+}
+
+impl<'a> Token<'a> {
+    fn new(
+        contexts: &'a [f64],
+        log_priors: &'a [f64],
+        decoder: &Decoder,
+        softcap: Option<f64>,
+    ) -> Self {
+        let d = contexts.len() / log_priors.len();
+        let logit = |context: &[f64], v: usize| {
+            let z = dot(context, &decoder.weight[v * d..][..d]);
+            let z = z + decoder.bias.map_or(0.0, |b| b[v]);
+            softcap.map_or(z, |cap| cap * (z / cap).tanh())
+        };
+        let vocab = decoder.weight.len() / d;
+        let row = |context| (0..vocab).map(|v| logit(context, v)).collect();
+        let logits: Vec<Vec<f64>> = contexts.chunks(d).map(row).collect();
+        let mut token = Self {
+            contexts,
+            log_priors,
+            lse: logits.iter().map(|z| log_sum_exp(z)).collect(),
+            logits,
+            log_probs: vec![],
+        };
+        token.log_probs = (0..vocab).map(|v| log_sum_exp(&token.joint(v))).collect();
+        token
+    }
+
+    /// `log pi_k + log softmax(z_k)_v` for every component.
+    fn joint(&self, v: usize) -> Vec<f64> {
+        (0..self.lse.len())
+            .map(|k| self.log_priors[k] + (self.logits[k][v] - self.lse[k]))
+            .collect()
+    }
+
+    /// The posterior of every component given that the token is `v`.
+    fn posterior(&self, v: usize) -> Vec<f64> {
+        let joint = self.joint(v);
+        joint.iter().map(|x| (x - self.log_probs[v]).exp()).collect()
+    }
+
+    fn objective(&self, y: usize, objective: &Objective) -> f64 {
+        let vocab = self.log_probs.len();
+        let mut value = 0.0;
+        for (v, log_prob) in self.log_probs.iter().enumerate() {
+            let mass = objective.target_mass(v, y, vocab);
+            if mass != 0.0 {
+                value -= mass * log_prob;
+            }
+        }
+        let squares: f64 = self.lse.iter().map(|x| x * x).sum();
+        value + objective.z_loss * squares / self.lse.len() as f64
+    }
+}
+
+/// The gradients of the mixture's own operands.
+struct Slopes {
+    contexts: Vec<f64>,
+    log_priors: Vec<f64>,
+    weight: Vec<f64>,
+    bias: Vec<f64>,
+}
+
+impl Slopes {
+    /// Adds token `t` with target `y`, its objective multiplied by `back`; gives the share of its mass that is filtered out.
+    fn add(
+        &mut self,
+        t: usize,
+        token: &Token,
+        y: usize,
+        objective: &Objective,
+        back: f64,
+        decoder: &Decoder,
+    ) -> f64 {
+        let (k, vocab) = (token.lse.len(), token.log_probs.len());
+        let d = token.contexts.len() / k;
+        let mut pulls = vec![vec![0.0; vocab]; k];
+        for v in 0..vocab {
+            let q = objective.target_mass(v, y, vocab);
+            if q != 0.0 {
+                for (pull, r) in pulls.iter_mut().zip(token.posterior(v)) {
+                    pull[v] = q * r;
+                }
+            }
+        }
+        let masses: Vec<f64> = pulls.iter().map(|pull| pull.iter().sum()).collect();
+        let all: f64 = masses.iter().sum();
+        let mut dropped = 0.0;
+        for i in 0..k {
+            self.log_priors[t * k + i] = -back * masses[i];
+            if objective.filter > 0.0 && masses[i] < objective.filter * all {
+                dropped += masses[i] / all;
+                continue;
+            }
+            let context = &token.contexts[i * d..][..d];
+            let push = masses[i] + 2.0 * objective.z_loss * token.lse[i] / k as f64;
+            for v in 0..vocab {
+                let z = token.logits[i][v];
+                let softmax = (z - token.lse[i]).exp();
+                let slope = objective.softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
+                let dz = back * slope * (push * softmax - pulls[i][v]);
+                let row = &decoder.weight[v * d..][..d];
+                add_scaled(&mut self.contexts[(t * k + i) * d..][..d], dz, row);
+                add_scaled(&mut self.weight[v * d..][..d], dz, context);
+                self.bias[v] += dz;
+            }
+        }
+        dropped
+    }
+}
+
+/// `log(sum(exp(values)))`; minus infinity for values that are all minus infinity, NaN where one is.
+pub fn log_sum_exp(values: &[f64]) -> f64 {
+    if values.iter().any(|x| x.is_nan()) {
+        return f64::NAN;
+    }
+    let largest = values.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
+    if largest == f64::NEG_INFINITY {
+        return largest;
+    }
+    largest + values.iter().map(|x| (x - largest).exp()).sum::<f64>().ln()
+}
+
+/// Subtracts the log-sum-exp from every value.
+pub fn log_softmax(values: &mut [f64]) {
+    let lse = log_sum_exp(values);
+    values.iter_mut().for_each(|x| *x -= lse);
+}
+
+fn argmax(values: &[f64]) -> usize {
+    let better = |best, i| if values[i] > values[best] { i } else { best };
+    (0..values.len()).fold(0, better)
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+fn add_scaled(to: &mut [f64], factor: f64, from: &[f64]) {
+    to.iter_mut().zip(from).for_each(|(x, y)| *x += factor * y);
+}

@@ -19,6 +19,8 @@ pub(crate) trait Backend {
     fn logits(&mut self, tokens: Range<usize>) -> Result<()>;
     /// The loss of each token from its logits, and, if gradients are wanted, their gradient in their place.
     fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()>;
+    /// First product and the loss of each token, for when nothing else is wanted: the logits need not be kept.
+    fn loss_only(&mut self, tokens: Range<usize>) -> Result<()>;
     /// Second product: the gradient of the chunk's contexts.
     fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()>;
     /// Third product: the chunk's part of the gradient of the decoder's weight.
@@ -28,9 +30,13 @@ pub(crate) trait Backend {
     /// The most probable word of each token from its logits.
     fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()>;
 
-    /// The loss and its gradients: three products in all, as many as an exact method can do.
+    /// The loss and its gradients: three products in all, as many as an exact method can do; one without gradients.
     fn run_loss(&mut self, plan: &Plan, wanted: Wanted) -> Result<()> {
         for tokens in plan.chunks() {
+            if !plan.keeps_logits {
+                self.loss_only(tokens)?;
+                continue;
+            }
             self.logits(tokens.clone())?;
             self.loss_rows(tokens.clone())?;
             if wanted.contexts {
@@ -83,6 +89,27 @@ pub(crate) struct Wanted {
     pub(crate) log_priors: bool,
     pub(crate) weight: bool,
     pub(crate) bias: bool,
+}
+
+/// What a plan is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Task {
+    /// Whether the logits of a token are needed again once their log-sum-exp is known.
+    pub(crate) keeps_logits: bool,
+    pub(crate) bias_gradient: bool,
+}
+
+impl Task {
+    /// A loss with these options.
+    pub(crate) fn loss(options: &LossOptions, wanted: Wanted) -> Self {
+        let needs_all_words = options.label_smoothing > 0.0 || options.hits;
+        Task { keeps_logits: wanted.any() || needs_all_words, bias_gradient: wanted.bias }
+    }
+
+    /// Log-probabilities, or the most probable word.
+    pub(crate) fn log_probs(wanted: Wanted) -> Self {
+        Task { keeps_logits: true, bias_gradient: wanted.bias }
+    }
 }
 
 impl Wanted {
@@ -178,8 +205,8 @@ pub(crate) fn activation_gradient(result: &Tensor, upstream: &Tensor, activation
 }
 
 /// The plan of a loss.
-pub(crate) fn plan(operands: &Operands, wanted: Wanted, budget: Option<usize>) -> Result<Plan> {
-    on_device!(operands, plan(operands.sizes, wanted, budget))
+pub(crate) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    on_device!(operands, plan(operands.sizes, task, budget))
 }
 
 /// The objective and the gradients of the operands that want one.

@@ -26,6 +26,9 @@ pub(crate) struct Needs {
     pub(crate) fixed: usize,
     /// All of the decoder's weight.
     pub(crate) decoder: usize,
+    /// More tokens in a chunk are of no use.
+    pub(crate) most_tokens: usize,
+    pub(crate) keeps_logits: bool,
     /// The kernels' instruction set or device.
     pub(crate) kernels: &'static str,
     pub(crate) threads: usize,
@@ -43,6 +46,8 @@ pub struct Plan {
     pub tokens_per_chunk: usize,
     /// Rows of logits in a chunk: its tokens times the components.
     pub rows_per_chunk: usize,
+    /// Whether a chunk's logits are in the workspace: they are not where only the loss is wanted.
+    pub keeps_logits: bool,
     /// Bytes of workspace that will be allocated, and freed before the call returns.
     pub workspace_bytes: usize,
     /// Bytes that the workspace may use.
@@ -66,7 +71,7 @@ impl Plan {
             Some(budget) => budget,
             None => LEAST_DEFAULT_BUDGET.max(needs.decoder / DECODER_PART).max(least),
         };
-        let most = ((budget - needs.fixed) / needs.per_token).max(1);
+        let most = ((budget - needs.fixed) / needs.per_token).min(needs.most_tokens).max(1);
         // Chunks of equal size: the last one is not left with a sliver.
         let chunks = sizes.tokens.div_ceil(most).max(1);
         let tokens_per_chunk = sizes.tokens.div_ceil(chunks);
@@ -76,6 +81,7 @@ impl Plan {
             rows_per_chunk: tokens_per_chunk * sizes.components,
             workspace_bytes: needs.fixed + tokens_per_chunk * needs.per_token,
             budget_bytes: budget,
+            keeps_logits: needs.keeps_logits,
             kernels: needs.kernels,
             threads: needs.threads,
         })
@@ -111,7 +117,7 @@ mod tests {
     use super::*;
 
     const SIZES: Sizes = Sizes { tokens: 100, components: 3, context: 4, vocab: 50 };
-    const NEEDS: Needs = Needs { per_token: 1000, fixed: 500, decoder: 800, kernels: "scalar", threads: 1 };
+    const NEEDS: Needs = Needs { per_token: 1000, fixed: 500, decoder: 800, most_tokens: usize::MAX, keeps_logits: true, kernels: "scalar", threads: 1 };
 
     #[test]
     fn chunks_cover_every_token_once_within_the_budget() {

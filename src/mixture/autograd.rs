@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 
 use crate::autograd::attach;
 use crate::backend::plan::Plan;
-use crate::backend::{self, Gradients, Objective, Operands, Wanted};
+use crate::backend::{self, Gradients, Objective, Operands, Task, Wanted};
 use crate::loss::Reduction;
 use crate::Result;
 
@@ -20,16 +20,19 @@ pub(super) fn attach_loss(
     operands: Operands,
     objective: Objective,
     wanted: Wanted,
-    plan: Plan,
     gradients: Option<Gradients>,
 ) -> Result<Tensor> {
     let known = Mutex::new(gradients);
     attach_mixture(value, operands, wanted, move |operands, upstream| {
         let known = known.lock().ok().and_then(|mut known| known.take());
+        let Objective::Targets { options, .. } = &objective else { return Ok(Gradients::default()) };
         let (objective, factor) = objective.with_upstream(upstream)?;
         let gradients = match known {
             Some(gradients) => gradients,
-            None => backend::loss(operands, &objective, wanted, &plan)?.gradients,
+            None => {
+                let plan = backend::plan(operands, Task::loss(options, wanted), options.workspace_bytes)?;
+                backend::loss(operands, &objective, wanted, &plan)?.gradients
+            }
         };
         gradients.scaled_by(factor)
     })

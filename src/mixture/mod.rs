@@ -9,7 +9,7 @@ mod autograd;
 use candle_core::{DType, Tensor};
 
 use crate::backend::plan::{Plan, Sizes};
-use crate::backend::{self, accumulation_dtype, Objective, Operands, Wanted};
+use crate::backend::{self, accumulation_dtype, Objective, Operands, Task, Wanted};
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::{Error, Result};
 
@@ -164,7 +164,9 @@ impl Mixture {
         let wanted = if options.train { wanted(&operands) } else { Wanted::default() };
         // Without a reduction, the gradient from upstream is known only in the backward pass.
         let now = if options.reduction == Reduction::None { Wanted::default() } else { wanted };
-        let plan = backend::plan(&operands, wanted, options.workspace_bytes)?;
+        // The backward pass must fit the budget too, and a budget that is too small is reported before any work.
+        backend::plan(&operands, Task::loss(options, wanted), options.workspace_bytes)?;
+        let plan = backend::plan(&operands, Task::loss(options, now), options.workspace_bytes)?;
         let outcome = backend::loss(&operands, &objective, now, &plan)?;
 
         let value = match options.reduction {
@@ -175,7 +177,7 @@ impl Mixture {
         let value = match wanted.any() {
             true => {
                 let gradients = now.any().then_some(outcome.gradients);
-                autograd::attach_loss(value, operands, objective, wanted, plan, gradients)?
+                autograd::attach_loss(value, operands, objective, wanted, gradients)?
             }
             false => value,
         };
@@ -197,7 +199,7 @@ impl Mixture {
     pub fn log_probs(&self) -> Result<Tensor> {
         let operands = &self.operands;
         let wanted = wanted(operands);
-        let plan = backend::plan(operands, wanted, None)?;
+        let plan = backend::plan(operands, Task::log_probs(wanted), None)?;
         let mut log_probs = backend::log_probs(operands, &plan)?;
         if wanted.any() {
             log_probs = autograd::attach_log_probs(log_probs, operands.clone(), wanted, plan)?;
@@ -212,7 +214,7 @@ impl Mixture {
     ///
     /// If there are no kernels for the device.
     pub fn argmax(&self) -> Result<Tensor> {
-        let plan = backend::plan(&self.operands, Wanted::default(), None)?;
+        let plan = backend::plan(&self.operands, Task::log_probs(Wanted::default()), None)?;
         Ok(backend::argmax(&self.operands, &plan)?.reshape(self.leading.as_slice())?)
     }
 
@@ -224,7 +226,7 @@ impl Mixture {
     pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
         options.validate()?;
         let wanted = if options.train { wanted(&self.operands) } else { Wanted::default() };
-        backend::plan(&self.operands, wanted, options.workspace_bytes)
+        backend::plan(&self.operands, Task::loss(options, wanted), options.workspace_bytes)
     }
 
     /// Checks the shapes and dtypes of what is to be learned.

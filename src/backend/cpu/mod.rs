@@ -14,11 +14,11 @@ use candle_core::{Device, Storage, Tensor};
 use rayon::prelude::*;
 
 use super::plan::{Needs, Plan, Sizes};
-use super::{Backend, Gradients, Objective, Operands, Outcome, Wanted};
+use super::{Backend, Gradients, Objective, Operands, Outcome, Task, Wanted};
 use crate::{Error, Result};
 pub(super) use activation::{bias_tanh, tanh_gradient};
 use element::Element;
-use rows::{first_largest, LogProbRows, Logits, LossRows, RowGradients, Scratch, TokenLoss};
+use rows::{first_largest, log_sum_exp_scalar, LogProbRows, Logits, LossRows, RowGradients, Scratch, TileLogSumExp, TokenLoss};
 use simd::{Float, Isa, ROW_ALIGN};
 use targets::Targets;
 
@@ -26,20 +26,32 @@ use targets::Targets;
 /// the parts are added in order, so that the sum does not depend on the threads.
 const BIAS_PARTS: usize = 16;
 
-/// The plan of a loss with these sizes.
-pub(super) fn plan<T: Element>(sizes: Sizes, wanted: Wanted, budget: Option<usize>) -> Result<Plan> {
+/// Rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
+const STREAMED_ROWS: usize = 768;
+
+/// The plan of a task with these sizes.
+pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { components, context, vocab, .. } = sizes;
     let size = size_of::<T::Acc>();
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let threads = rayon::current_num_threads();
+    let tile = products::VOCAB_TILE.min(stride);
+    // Contexts and their gradient, where they are widened or only some rows are live.
+    let contexts = 2 * context;
+    let row = match task.keeps_logits {
+        true => stride + contexts,
+        // A tile of logits for every thread, and each tile's log-sum-exp.
+        false => tile * threads + vocab.div_ceil(tile) + contexts,
+    };
     let widened = if T::IS_ACC { 0 } else { products::WIDENED_TILE };
-    let bias_parts = if wanted.bias { BIAS_PARTS } else { 0 };
+    let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
     let needs = Needs {
-        // Logits; contexts and their gradient, where they are widened or only some rows are live.
-        per_token: components * (stride + 2 * context) * size,
+        per_token: components * row * size,
         // The bias, the soft targets, and for every thread a row of log-probabilities and a tile of the decoder.
         fixed: (stride * (2 + bias_parts) + threads * (stride + widened)) * size,
         decoder: vocab * context * size_of::<T>(),
+        most_tokens: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
+        keeps_logits: task.keeps_logits,
         kernels: Isa::best().name(),
         threads,
     };
@@ -185,7 +197,7 @@ impl<'a, T: Element> Cpu<'a, T> {
             log_priors,
             bias,
             stride,
-            logits: zeros(plan.rows_per_chunk * stride),
+            logits: zeros(if plan.keeps_logits { plan.rows_per_chunk * stride } else { 0 }),
             chunk_contexts: Vec::new(),
             chunk_gradient: Vec::new(),
             live_rows: LiveRows::All(0),
@@ -324,6 +336,55 @@ impl<T: Element> Backend for Cpu<'_, T> {
         }
         if gradients.wanted {
             self.gather_live_rows(rows, &live);
+        }
+        Ok(())
+    }
+
+    fn loss_only(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Some(targets) = &self.targets else { return Ok(()) };
+        let Sizes { components, context: d, .. } = self.sizes;
+        let (isa, softcap, bias) = (self.isa, self.softcap, &self.bias);
+        let rows = tokens.start * components..tokens.end * components;
+        let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let words: Vec<Option<usize>> = tokens.clone().map(|t| Some(targets.token(t)?.hard?.0)).collect();
+
+        // Of each tile: the log-sum-exp of every row, and the logits of the targets among its words.
+        let tiles = products::logit_tiles(contexts, self.weight, d, |tile_words, logits, stride| {
+            let bias = &bias[tile_words.start..tile_words.start + stride];
+            let lse: Vec<T::Acc> = logits
+                .chunks_exact_mut(stride)
+                .map(|row| {
+                    T::Acc::dispatch(isa, TileLogSumExp { row, vocab: tile_words.len(), bias, softcap })
+                })
+                .collect();
+            let mut target_logits = Vec::new();
+            for (i, &word) in words.iter().enumerate() {
+                if let Some(word) = word.filter(|word| tile_words.contains(word)) {
+                    let column = word - tile_words.start;
+                    for k in 0..components {
+                        let logit = logits[(i * components + k) * stride + column];
+                        // With a softcap the bias is in already.
+                        target_logits.push((i, if softcap.is_some() { logit } else { logit + bias[column] }));
+                    }
+                }
+            }
+            (lse, target_logits)
+        });
+        let mut target_logits = vec![Vec::new(); tokens.len()];
+        for (i, logit) in tiles.iter().flat_map(|(_, logits)| logits) {
+            target_logits[*i].push(*logit);
+        }
+
+        let mut scratch = Scratch::new(components, 0);
+        for (i, t) in tokens.enumerate() {
+            let Some(target) = targets.token(t) else { continue };
+            for k in 0..components {
+                let lse = log_sum_exp_scalar(tiles.len(), |tile| tiles[tile].0[i * components + k]);
+                scratch.set_lse(k, self.log_priors[t * components + k], lse);
+            }
+            let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
+            scratch.least_mass(&target, &mut loss);
+            self.losses[t] = loss;
         }
         Ok(())
     }

@@ -6,13 +6,14 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::element::Element;
-use super::simd::Float;
+use super::simd::{Float, ROW_ALIGN};
 
 /// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
-const VOCAB_TILE: usize = 512;
+pub(super) const VOCAB_TILE: usize = 512;
 /// Rows per tile of the second product.
 const ROW_TILE: usize = 256;
 /// Columns per tile of the second product.
@@ -152,6 +153,34 @@ pub(super) fn logits<T: Element>(
         });
 }
 
+/// First product, tile by tile, for when only a summary of the logits is wanted: `summary(words, logits, stride)` of each
+/// tile, in order. The tiles' logits are never in memory together.
+pub(super) fn logit_tiles<T: Element, O: Send>(
+    contexts: &[T::Acc],
+    decoder: &[T],
+    d: usize,
+    summary: impl Fn(Range<usize>, &mut [T::Acc], usize) -> O + Sync,
+) -> Vec<O> {
+    let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
+    let tile = vocab_tile::<T>(d);
+    let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * tile.min(vocab).next_multiple_of(ROW_ALIGN)]);
+    (0..vocab.div_ceil(tile))
+        .into_par_iter()
+        .map_init(buffers, |(widened, logits), i| {
+            let words = i * tile..vocab.min((i + 1) * tile);
+            let stride = words.len().next_multiple_of(ROW_ALIGN);
+            let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], widened);
+            multiply(
+                &mut ViewMut::new(logits, rows, words.len(), stride),
+                false,
+                View::new(contexts, rows, d, d),
+                View::new(decoder, words.len(), d, d).transposed(),
+            );
+            summary(words, logits, stride)
+        })
+        .collect()
+}
+
 /// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
 pub(super) fn context_gradient<T: Element>(
     gradient: &mut [T::Acc],
@@ -225,12 +254,13 @@ fn even_part(total: usize, most: usize) -> usize {
     total.div_ceil(total.div_ceil(most).max(1)).max(1)
 }
 
-/// Words per tile: less for a decoder that must be widened first, so that the widened tile stays small.
+/// Words per tile, a multiple of [`ROW_ALIGN`]: less for a decoder that must be widened first, so that the widened tile
+/// stays small.
 fn vocab_tile<T: Element>(columns: usize) -> usize {
     if T::IS_ACC {
         VOCAB_TILE
     } else {
-        (WIDENED_TILE / columns.max(1)).clamp(16, VOCAB_TILE)
+        (WIDENED_TILE / columns.max(1) / ROW_ALIGN * ROW_ALIGN).clamp(ROW_ALIGN, VOCAB_TILE)
     }
 }
 

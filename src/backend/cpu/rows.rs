@@ -71,6 +71,93 @@ impl<F: Float> Scratch<F> {
     }
 }
 
+impl<F: Float> Scratch<F> {
+    /// Takes in the log-sum-exp of component k.
+    pub(super) fn set_lse(&mut self, k: usize, log_prior: F, lse: F) {
+        self.lse[k] = lse;
+        self.log_scale[k] = log_prior - lse;
+    }
+
+    /// The loss as far as it depends on the target's logits alone, and the responsibilities.
+    pub(super) fn hard_loss(&mut self, target: &Target<'_, F>, target_logit: impl Fn(usize, usize) -> F) -> TokenLoss {
+        let components = self.lse.len();
+        let mut loss = TokenLoss::default();
+        self.hard_mass.fill(F::zero());
+        if let Some((y, hard)) = target.hard {
+            let joint = |k: usize| self.log_scale[k] + target_logit(k, y);
+            let log_p = log_sum_exp_scalar(components, joint);
+            loss.nll = -log_p.f64();
+            loss.objective = weighted(hard, -log_p).f64();
+            for k in 0..components {
+                // One component has all the responsibility, even for an impossible target.
+                let r = if components == 1 { F::one() } else { (joint(k) - log_p).exp() };
+                self.hard_mass[k] = weighted(hard, r);
+            }
+        }
+        if target.z_loss != F::zero() {
+            let squares: F = self.lse.iter().map(|&lse| lse * lse).sum();
+            loss.objective += (target.z_loss * squares).f64() / components as f64;
+        }
+        self.mass.copy_from_slice(&self.hard_mass);
+        loss
+    }
+
+    /// The mass below which the filter drops a row, with the share that this drops noted in `loss`.
+    pub(super) fn least_mass(&self, target: &Target<'_, F>, loss: &mut TokenLoss) -> F {
+        if target.filter == F::zero() {
+            // Nothing is below this, not even the negative masses of a gradient from upstream.
+            return F::neg_infinity();
+        }
+        let total: F = self.mass.iter().copied().sum();
+        let least = target.filter * total;
+        let dropped: F = self.mass.iter().copied().filter(|&mass| mass < least).sum();
+        if dropped > F::zero() {
+            loss.dropped = (dropped / total).f64();
+        }
+        least
+    }
+}
+
+/// The log-sum-exp of one row of a tile of logits.
+pub(super) struct TileLogSumExp<'a, F> {
+    /// `[stride]`, of which `vocab` are logits
+    pub(super) row: &'a mut [F],
+    pub(super) vocab: usize,
+    /// `[stride]`, minus infinity after `vocab`
+    pub(super) bias: &'a [F],
+    pub(super) softcap: Option<F>,
+}
+
+impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
+    type Output = F;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) -> F {
+        add_bias_and_log_sum_exp::<false, F, V>(v, self.row, self.vocab, self.bias, self.softcap)
+    }
+}
+
+/// The log-sum-exp of a row after bias and softcap, which `KEEP` leaves in the row.
+#[inline(always)]
+fn add_bias_and_log_sum_exp<const KEEP: bool, F: Float, V: Vector<F>>(
+    v: V,
+    row: &mut [F],
+    vocab: usize,
+    bias: &[F],
+    softcap: Option<F>,
+) -> F {
+    row[vocab..].fill(F::zero());
+    match softcap {
+        None if KEEP => log_sum_exp::<{ bias::ADD }, F, V>(v, row, bias),
+        None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, bias),
+        Some(cap) => {
+            soft_cap(v, row, bias, cap);
+            row[vocab..].fill(F::neg_infinity());
+            log_sum_exp::<{ bias::ADDED }, F, V>(v, row, bias)
+        }
+    }
+}
+
 /// Where the gradients of one token go.
 pub(super) struct RowGradients<'a, F> {
     /// What the token's objective is multiplied by.
@@ -113,21 +200,11 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             logits.mix(v, &scratch.log_scale, &mut scratch.log_probs);
         }
 
-        let mut loss = TokenLoss::default();
-        scratch.hard_mass.fill(F::zero());
-        if let Some((y, hard)) = target.hard {
-            let joint = |k: usize| scratch.log_scale[k] + logits.rows[k * logits.stride + y];
-            let log_p = log_sum_exp_scalar(components, joint);
-            loss.nll = -log_p.f64();
-            loss.objective = weighted(hard, -log_p).f64();
-            loss.hit = target.hits && !log_p.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
-            for k in 0..components {
-                // One component has all the responsibility, even for an impossible target.
-                let r = if components == 1 { F::one() } else { (joint(k) - log_p).exp() };
-                scratch.hard_mass[k] = weighted(hard, r);
-            }
+        let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
+        let mut loss = scratch.hard_loss(&target, target_logit);
+        if let (true, Some((y, _))) = (target.hits, target.hard) {
+            loss.hit = !loss.nll.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
         }
-        scratch.mass.copy_from_slice(&scratch.hard_mass);
         if let Some(soft) = target.soft {
             let mut objective = F::zero();
             for (&q, &log_p) in soft[..logits.vocab].iter().zip(&scratch.log_probs) {
@@ -139,21 +216,9 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
                 scratch.mass[k] += soft_mass(v, row, scratch.log_scale[k], &scratch.log_probs, soft);
             }
         }
-        let z_loss = target.z_loss / F::of(components as f64);
-        if target.z_loss != F::zero() {
-            let squares: F = scratch.lse.iter().map(|&lse| lse * lse).sum();
-            loss.objective += (z_loss * squares).f64();
-        }
-
-        let total_mass: F = scratch.mass.iter().copied().sum();
-        // Without a filter nothing is below the least mass, not even the negative masses of an upstream gradient.
-        let least_mass = if target.filter > F::zero() { target.filter * total_mass } else { F::neg_infinity() };
-        let dropped: F = scratch.mass.iter().copied().filter(|&mass| mass < least_mass).sum();
-        if dropped > F::zero() {
-            loss.dropped = (dropped / total_mass).f64();
-        }
+        let least_mass = scratch.least_mass(&target, &mut loss);
         if let Some(gradients) = gradients {
-            logits.gradient(v, &target, z_loss, least_mass, gradients, scratch);
+            logits.gradient(v, &target, least_mass, gradients, scratch);
         }
         loss
     }
@@ -180,19 +245,8 @@ impl<F: Float> Logits<'_, F> {
     #[inline(always)]
     fn normalise<V: Vector<F>>(&mut self, v: V, scratch: &mut Scratch<F>) {
         for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
-            let lse = match self.softcap {
-                None => {
-                    row[self.vocab..].fill(F::zero());
-                    log_sum_exp::<true, F, V>(v, row, self.bias)
-                }
-                Some(cap) => {
-                    soft_cap(v, row, self.bias, cap);
-                    row[self.vocab..].fill(F::neg_infinity());
-                    log_sum_exp::<false, F, V>(v, row, self.bias)
-                }
-            };
-            scratch.lse[k] = lse;
-            scratch.log_scale[k] = self.log_priors[k] - lse;
+            let lse = add_bias_and_log_sum_exp::<true, F, V>(v, row, self.vocab, self.bias, self.softcap);
+            scratch.set_lse(k, self.log_priors[k], lse);
         }
     }
 
@@ -233,12 +287,12 @@ impl<F: Float> Logits<'_, F> {
         &mut self,
         v: V,
         target: &Target<'_, F>,
-        z_loss: F,
         least_mass: F,
         mut gradients: RowGradients<'_, F>,
         scratch: &Scratch<F>,
     ) {
         let scale = gradients.scale;
+        let z_loss = target.z_loss / F::of(scratch.lse.len() as f64);
         for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
             let mass = scratch.mass[k];
             gradients.log_priors[k] = weighted(scale, -mass);
@@ -340,41 +394,51 @@ fn soft_cap<F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F], cap: F) {
     }
 }
 
-/// `log sum_v exp z_v` of a row, after adding the bias to it in place if `ADD_BIAS`.
+/// How [`log_sum_exp`] treats the bias.
+mod bias {
+    /// It is in the logits already.
+    pub(super) const ADDED: u8 = 0;
+    /// It is added to the logits in place.
+    pub(super) const ADD: u8 = 1;
+    /// It is added on the way, and the logits stay as they are: less to write where nobody reads them again.
+    pub(super) const ON_THE_WAY: u8 = 2;
+}
+
+/// `log sum_v exp(z_v + bias_v)` of a row.
 ///
 /// One pass over memory: block by block, the sum so far is rescaled whenever a block has a larger maximum. Minus infinity
 /// for a row of minus infinities; NaN if the row has a NaN or plus infinity.
 #[inline(always)]
-fn log_sum_exp<const ADD_BIAS: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F]) -> F {
-    /// Registers per block: small enough for the first-level cache. A multiple of the `LANES` independent accumulators,
-    /// which keep the processor busy while each waits for its last addition.
+fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F]) -> F {
+    /// Registers per block: small enough for the first-level cache.
     const BLOCK: usize = 64;
+    /// Independent accumulators, which keep the processor busy while each waits for its last addition.
     const LANES: usize = 4;
     let mut largest = F::neg_infinity();
     let mut sum = F::zero();
     for (block, bias) in V::registers_mut(row).chunks_mut(BLOCK).zip(V::registers(bias).chunks(BLOCK)) {
-        if ADD_BIAS {
-            for (z, &b) in block.iter_mut().zip(bias) {
-                *z = v.add(*z, b);
-            }
-        }
         let mut maxima = [v.splat(F::neg_infinity()); LANES];
-        for group in block.chunks(LANES) {
-            for (m, &z) in maxima.iter_mut().zip(group) {
-                *m = v.max(*m, z);
+        for (group, bias) in block.chunks_mut(LANES).zip(bias.chunks(LANES)) {
+            for ((m, z), &b) in maxima.iter_mut().zip(group).zip(bias) {
+                let logit = if BIAS == bias::ADDED { *z } else { v.add(*z, b) };
+                if BIAS == bias::ADD {
+                    *z = logit;
+                }
+                *m = v.max(*m, logit);
             }
         }
         let block_largest = v.largest(v.max(v.max(maxima[0], maxima[1]), v.max(maxima[2], maxima[3])));
         if block_largest > largest {
-            sum = weighted(sum, (largest - block_largest).exp());
+            sum *= (largest - block_largest).exp();
             largest = block_largest;
         }
         // All minus infinity so far: exp(-inf - 0) is the zero that exp(-inf + inf) is not, and a NaN stays one.
         let reference = v.splat(finite_or_zero(largest));
         let mut sums = [v.splat(F::zero()); LANES];
-        for group in block.chunks(LANES) {
-            for (s, &z) in sums.iter_mut().zip(group) {
-                *s = v.add(*s, exp(v, v.sub(z, reference)));
+        for (group, bias) in block.chunks(LANES).zip(bias.chunks(LANES)) {
+            for ((s, &z), &b) in sums.iter_mut().zip(group).zip(bias) {
+                let logit = if BIAS == bias::ON_THE_WAY { v.add(z, b) } else { z };
+                *s = v.add(*s, exp(v, v.sub(logit, reference)));
             }
         }
         sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
@@ -391,7 +455,7 @@ fn finite_or_zero<F: Float>(x: F) -> F {
 }
 
 /// `log sum_k exp x(k)` of a few numbers.
-fn log_sum_exp_scalar<F: Float>(n: usize, x: impl Fn(usize) -> F) -> F {
+pub(super) fn log_sum_exp_scalar<F: Float>(n: usize, x: impl Fn(usize) -> F) -> F {
     if n == 1 {
         return x(0);
     }

@@ -242,6 +242,10 @@ impl Projection {
             DType::F16 | DType::BF16 => logits.to_dtype(DType::F32)?,
             _ => logits,
         };
+        if logits.elem_count() == 0 {
+            // candle has no maximum of nothing.
+            return Ok(logits);
+        }
         Ok(candle_nn::ops::log_softmax(&logits, D::Minus1)?)
     }
 }

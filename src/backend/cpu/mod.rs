@@ -350,10 +350,12 @@ impl<T: Element> Backend for Cpu<'_, T> {
 
         // Of each tile: the log-sum-exp of every row, and the logits of the targets among its words.
         let tiles = products::logit_tiles(contexts, self.weight, d, |tile_words, logits, stride| {
-            let bias = &bias[tile_words.start..tile_words.start + stride];
+            let padded = tile_words.len().next_multiple_of(ROW_ALIGN);
+            let bias = &bias[tile_words.start..][..padded];
             let lse: Vec<T::Acc> = logits
                 .chunks_exact_mut(stride)
                 .map(|row| {
+                    let row = &mut row[..padded];
                     T::Acc::dispatch(isa, TileLogSumExp { row, vocab: tile_words.len(), bias, softcap })
                 })
                 .collect();

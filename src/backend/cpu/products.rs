@@ -13,7 +13,8 @@ use super::element::Element;
 use super::simd::{Float, ROW_ALIGN};
 
 /// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
-pub(super) const VOCAB_TILE: usize = 512;
+/// A multiple of 48, which is what the AVX-512 kernel computes at a time.
+pub(super) const VOCAB_TILE: usize = 384;
 /// Rows per tile of the second product.
 const ROW_TILE: usize = 256;
 /// Columns per tile of the second product.
@@ -163,12 +164,13 @@ pub(super) fn logit_tiles<T: Element, O: Send>(
 ) -> Vec<O> {
     let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
     let tile = vocab_tile::<T>(d);
-    let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * tile.min(vocab).next_multiple_of(ROW_ALIGN)]);
+    // Not a power of two, which would put the same column of all rows into the same few cache lines.
+    let stride = tile.min(vocab).next_multiple_of(ROW_ALIGN) + ROW_ALIGN;
+    let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * stride]);
     (0..vocab.div_ceil(tile))
         .into_par_iter()
         .map_init(buffers, |(widened, logits), i| {
             let words = i * tile..vocab.min((i + 1) * tile);
-            let stride = words.len().next_multiple_of(ROW_ALIGN);
             let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], widened);
             multiply(
                 &mut ViewMut::new(logits, rows, words.len(), stride),

@@ -417,15 +417,16 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias
     let mut largest = F::neg_infinity();
     let mut sum = F::zero();
     for (block, bias) in V::registers_mut(row).chunks_mut(BLOCK).zip(V::registers(bias).chunks(BLOCK)) {
+        let (bias_groups, bias_rest) = bias.as_chunks::<LANES>();
         let mut maxima = [v.splat(F::neg_infinity()); LANES];
-        for (group, bias) in block.chunks_mut(LANES).zip(bias.chunks(LANES)) {
-            for ((m, z), &b) in maxima.iter_mut().zip(group).zip(bias) {
-                let logit = if BIAS == bias::ADDED { *z } else { v.add(*z, b) };
-                if BIAS == bias::ADD {
-                    *z = logit;
-                }
-                *m = v.max(*m, logit);
+        let (groups, rest) = block.as_chunks_mut::<LANES>();
+        for (group, bias) in groups.iter_mut().zip(bias_groups) {
+            for lane in 0..LANES {
+                maxima[lane] = v.max(maxima[lane], with_bias::<BIAS, F, V>(v, &mut group[lane], bias[lane]));
             }
+        }
+        for (z, &b) in rest.iter_mut().zip(bias_rest) {
+            maxima[0] = v.max(maxima[0], with_bias::<BIAS, F, V>(v, z, b));
         }
         let block_largest = v.largest(v.max(v.max(maxima[0], maxima[1]), v.max(maxima[2], maxima[3])));
         if block_largest > largest {
@@ -435,15 +436,33 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias
         // All minus infinity so far: exp(-inf - 0) is the zero that exp(-inf + inf) is not, and a NaN stays one.
         let reference = v.splat(finite_or_zero(largest));
         let mut sums = [v.splat(F::zero()); LANES];
-        for (group, bias) in block.chunks(LANES).zip(bias.chunks(LANES)) {
-            for ((s, &z), &b) in sums.iter_mut().zip(group).zip(bias) {
-                let logit = if BIAS == bias::ON_THE_WAY { v.add(z, b) } else { z };
-                *s = v.add(*s, exp(v, v.sub(logit, reference)));
+        let (groups, rest) = block.as_chunks::<LANES>();
+        for (group, bias) in groups.iter().zip(bias_groups) {
+            for lane in 0..LANES {
+                let logit = if BIAS == bias::ON_THE_WAY { v.add(group[lane], bias[lane]) } else { group[lane] };
+                sums[lane] = v.add(sums[lane], exp(v, v.sub(logit, reference)));
             }
+        }
+        for (&z, &b) in rest.iter().zip(bias_rest) {
+            let logit = if BIAS == bias::ON_THE_WAY { v.add(z, b) } else { z };
+            sums[0] = v.add(sums[0], exp(v, v.sub(logit, reference)));
         }
         sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
     }
     finite_or_zero(largest) + sum.ln()
+}
+
+/// The logit with its bias, which is put in its place if it is to be.
+#[inline(always)]
+fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, bias: V::Reg) -> V::Reg {
+    if BIAS == bias::ADDED {
+        return *z;
+    }
+    let logit = v.add(*z, bias);
+    if BIAS == bias::ADD {
+        *z = logit;
+    }
+    logit
 }
 
 fn finite_or_zero<F: Float>(x: F) -> F {

@@ -35,7 +35,10 @@ struct Node<B> {
 
 impl<B> Node<B> {
     /// Hands the value's storage over, by way of `clone`.
-    fn storage<S>(&self, clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>) -> candle_core::Result<(S, Shape)> {
+    fn storage<S>(
+        &self,
+        clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>,
+    ) -> candle_core::Result<(S, Shape)> {
         let value = self.value.lock().ok().and_then(|mut value| value.take());
         let Some(value) = value else { candle_core::bail!("the value of {} was handed over before", self.name) };
         let (storage, layout) = value.storage_and_layout();

@@ -83,18 +83,10 @@ impl From<Error> for candle_core::Error {
 
 impl Error {
     pub(crate) fn shape(argument: &'static str, expected: impl Into<String>, got: &[usize]) -> Self {
-        Error::Shape {
-            argument,
-            expected: expected.into(),
-            got: format!("{got:?}"),
-        }
+        Error::Shape { argument, expected: expected.into(), got: format!("{got:?}") }
     }
 
     pub(crate) fn config(argument: &'static str, expected: impl Into<String>, got: impl ToString) -> Self {
-        Error::Config {
-            argument,
-            expected: expected.into(),
-            got: got.to_string(),
-        }
+        Error::Config { argument, expected: expected.into(), got: got.to_string() }
     }
 }

@@ -1,14 +1,78 @@
-//! mos-head
-mod autograd;
-mod backend;
+//! Output layers for language models in [candle](https://github.com/huggingface/candle): from a hidden state to a
+//! probability for every word, at the price of the matrix products and no more.
+//!
+//! ```text
+//! hidden [.., H] --projection--> contexts [.., K, d], log-priors [.., K]
+//!                --mixture-----> log P(v) = logsumexp_k( log pi_k + z_kv - lse_k ),   z = c W^T + b
+//!                --------------> loss | log-probabilities | most probable word
+//! ```
+//!
+//! One softmax over a linear map can only form log-probability matrices of rank at most H + 1, the *softmax bottleneck*; a
+//! mixture of softmaxes can form any (Yang et al., ICLR 2018). The three heads differ only in what they hand to the mixture:
+//!
+//! | head | hands over | cost |
+//! |---|---|---|
+//! | [`SoftmaxHead`] | the hidden state, one component | one softmax of width H |
+//! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
+//! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
+//!
+//! All keep one contract, [`OutputLayer`], and take the same [`LossOptions`]. The [`Mixture`] itself is there for models with a
+//! projection of their own; with one component it is a fused linear cross-entropy.
+//!
+//! The loss works through the tokens chunk by chunk ([`Plan`]): the logits of a chunk, their log-sum-exps, the
+//! responsibilities of the components, the gradient over the logits, and from it the gradients of contexts and decoder. That
+//! is three matrix products in all, as many as an exact method can do, and the workspace does not grow with the number of
+//! tokens, components or words: `[tokens, K, vocab]` is never held.
+//!
+//! # Example
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+//! use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
+//!
+//! # fn main() -> mos_head::Result<()> {
+//! let vars = VarMap::new();
+//! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+//! let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 16, 1000, 4), vb.pp("head"))?;
+//! let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW::default())?;
+//!
+//! let hidden = Tensor::randn(0f32, 1., (8, 20, 32), &Device::Cpu)?; // [batch, seq, hidden], from your model
+//! let targets = Tensor::ones((8, 20), DType::U32, &Device::Cpu)?; // [batch, seq]
+//! for _ in 0..3 {
+//!     let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
+//!     optimizer.step(&loss.backward()?)?;
+//! }
+//! let loss = head.loss(&hidden, &targets, &LossOptions::evaluation())?;
+//! println!("perplexity {}", loss.value.to_scalar::<f32>()?.exp());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Features
+//!
+//! | feature | |
+//! |---|---|
+//! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
+//!
+//! # References
+//!
+//! Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN Language
+//! Model*. ICLR 2018.
+
 mod error;
-mod loss;
-mod mixture;
+mod output_layer;
+
 mod mixture_of_contexts;
 mod mixture_of_softmaxes;
-mod output_layer;
-mod projection;
 mod softmax_head;
+
+mod loss;
+mod mixture;
+mod projection;
+
+mod autograd;
+mod backend;
 
 pub use backend::plan::Plan;
 pub use error::{Error, Result};

@@ -4,8 +4,8 @@
 //! pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)            (Yang et al., 2018, section 2.3)
 //! ```
 
-use candle_core::{DType, Tensor, D};
-use candle_nn::{Init, Linear, Module, VarBuilder};
+use candle_core::{Tensor, D};
+use candle_nn::{Init, VarBuilder};
 
 use crate::autograd;
 use crate::backend;
@@ -124,7 +124,10 @@ pub struct MixtureTensors {
 /// The linear maps from a hidden state to the contexts and log-priors of K components.
 #[derive(Clone, Debug)]
 pub(crate) struct Projection {
-    prior: Linear,
+    /// `[K, hidden]`
+    prior_weight: Tensor,
+    /// `[K]`: zeros, if the priors have no bias
+    prior_bias: Tensor,
     /// `[K * d, hidden]`
     latent_weight: Tensor,
     /// `[K * d]`
@@ -147,11 +150,12 @@ impl Projection {
         let (prior, latent) = (vb.pp("prior"), vb.pp("latent"));
         let prior_weight = prior.get_with_hints((components, hidden), "weight", init)?;
         let prior_bias = match config.prior_bias {
-            true => Some(prior.get_with_hints(components, "bias", init)?),
-            false => None,
+            true => prior.get_with_hints(components, "bias", init)?,
+            false => Tensor::zeros(components, vb.dtype(), vb.device())?,
         };
         Ok(Projection {
-            prior: Linear::new(prior_weight, prior_bias),
+            prior_weight,
+            prior_bias,
             latent_weight: latent.get_with_hints((components * context, hidden), "weight", init)?,
             latent_bias: latent.get_with_hints(components * context, "bias", init)?,
             activation: config.activation,
@@ -180,7 +184,11 @@ impl Projection {
             check("prior.bias", bias, &[components])?;
         }
         Ok(Projection {
-            prior: Linear::new(tensors.prior_weight.clone(), tensors.prior_bias.clone()),
+            prior_weight: tensors.prior_weight.clone(),
+            prior_bias: match &tensors.prior_bias {
+                Some(bias) => bias.clone(),
+                None => Tensor::zeros(components, tensors.prior_weight.dtype(), tensors.prior_weight.device())?,
+            },
             latent_weight: tensors.latent_weight.clone(),
             latent_bias: tensors.latent_bias.clone(),
             activation,
@@ -218,36 +226,51 @@ impl Projection {
         Ok((contexts, log_priors))
     }
 
-    /// `activation(W h + b)` of all components, `[rows, K * d]`: one node of the graph, which keeps nothing but its result.
+    /// `activation(W h + b)` of all components, `[rows, K * d]`.
     fn contexts(&self, rows: &Tensor) -> Result<Tensor> {
-        let (weight, bias) = (&self.latent_weight, &self.latent_bias);
         let activation = self.activation;
-        let z = rows.detach().matmul(&weight.detach().t()?)?;
-        let contexts = backend::activate(&z, &bias.detach(), activation)?;
-        autograd::attach("contexts", contexts, [rows, weight, bias], move |[rows, weight, bias], contexts, upstream| {
-            let dz = backend::activation_gradient(contexts, upstream, activation)?;
-            let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
-            Ok([
-                rows.track_op().then(|| dz.matmul(weight)).transpose()?,
-                weight.track_op().then(|| dz.t()?.matmul(rows)).transpose()?,
-                bias.track_op().then(|| ones.matmul(&dz)?.squeeze(0)).transpose()?,
-            ])
-        })
+        let forward = move |z: Tensor, bias: &Tensor| backend::activate(&z, bias, activation);
+        let gradient = move |y: &Tensor, upstream: &Tensor| backend::activation_gradient(y, upstream, activation);
+        layer("contexts", [rows, &self.latent_weight, &self.latent_bias], forward, gradient)
     }
 
-    /// `log softmax` of the prior logits.
+    /// `log softmax(W h + b)`, `[rows, K]`.
     fn log_priors(&self, rows: &Tensor) -> Result<Tensor> {
-        let logits = self.prior.forward(rows)?;
-        let logits = match logits.dtype() {
-            DType::F16 | DType::BF16 => logits.to_dtype(DType::F32)?,
-            _ => logits,
-        };
-        if logits.elem_count() == 0 {
+        let forward = |z: Tensor, bias: &Tensor| {
+            let z = z.broadcast_add(bias)?;
+            let z = z.to_dtype(backend::accumulation_dtype("hidden", z.dtype())?)?;
             // candle has no maximum of nothing.
-            return Ok(logits);
-        }
-        Ok(candle_nn::ops::log_softmax(&logits, D::Minus1)?)
+            let is_empty = z.elem_count() == 0;
+            Ok(if is_empty { z } else { candle_nn::ops::log_softmax(&z, D::Minus1)? })
+        };
+        let gradient = |log_priors: &Tensor, upstream: &Tensor| {
+            let total = upstream.sum_keepdim(D::Minus1)?;
+            Ok((upstream - log_priors.exp()?.broadcast_mul(&total)?)?)
+        };
+        layer("priors", [rows, &self.prior_weight, &self.prior_bias], forward, gradient)
     }
+}
+
+/// A linear layer and what follows it, as one node of the graph, which keeps nothing but its result: `forward(W h, b)`, where
+/// `gradient(result, upstream)` is the gradient of `W h + b`.
+fn layer(
+    name: &'static str,
+    operands: [&Tensor; 3],
+    forward: impl Fn(Tensor, &Tensor) -> Result<Tensor>,
+    gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let [rows, weight, bias] = operands;
+    let product = rows.detach().matmul(&weight.detach().t()?)?;
+    let result = forward(product, &bias.detach())?;
+    autograd::attach(name, result, operands, move |[rows, weight, bias], result, upstream| {
+        let dz = gradient(result, upstream)?.to_dtype(rows.dtype())?;
+        let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
+        Ok([
+            rows.track_op().then(|| dz.matmul(weight)).transpose()?,
+            weight.track_op().then(|| dz.t()?.matmul(rows)).transpose()?,
+            bias.track_op().then(|| ones.matmul(&dz)?.squeeze(0)).transpose()?,
+        ])
+    })
 }
 
 /// The matrix from a context to the logits, and their bias.
@@ -285,7 +308,9 @@ impl Decoder {
         };
         check_sizes(&[("vocab", vocab), ("context", context)])?;
         match &bias {
-            Some(bias) if bias.dims() != [vocab] => Err(Error::shape("decoder.bias", format!("[{vocab}]"), bias.dims())),
+            Some(bias) if bias.dims() != [vocab] => {
+                Err(Error::shape("decoder.bias", format!("[{vocab}]"), bias.dims()))
+            }
             _ => Ok(Decoder { weight, bias }),
         }
     }

@@ -117,7 +117,15 @@ mod tests {
     use super::*;
 
     const SIZES: Sizes = Sizes { tokens: 100, components: 3, context: 4, vocab: 50 };
-    const NEEDS: Needs = Needs { per_token: 1000, fixed: 500, decoder: 800, most_tokens: usize::MAX, keeps_logits: true, kernels: "scalar", threads: 1 };
+    const NEEDS: Needs = Needs {
+        per_token: 1000,
+        fixed: 500,
+        decoder: 800,
+        most_tokens: usize::MAX,
+        keeps_logits: true,
+        kernels: "scalar",
+        threads: 1,
+    };
 
     #[test]
     fn chunks_cover_every_token_once_within_the_budget() {

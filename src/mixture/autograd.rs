@@ -53,11 +53,17 @@ fn attach_mixture(
     wanted: Wanted,
     gradients: impl Fn(&Operands, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let packed = match (&operands.log_priors, &operands.bias) {
-        (Some(log_priors), Some(bias)) => Tensor::cat(&[&log_priors.flatten_all()?, bias], 0)?,
-        (Some(log_priors), None) => log_priors.flatten_all()?,
-        (None, Some(bias)) => bias.clone(),
-        (None, None) => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
+    // Only what wants a gradient is packed: the rest is to be found in no list of gradients.
+    let mut parts = Vec::new();
+    if let (true, Some(log_priors)) = (wanted.log_priors, &operands.log_priors) {
+        parts.push(log_priors.flatten_all()?);
+    }
+    if let (true, Some(bias)) = (wanted.bias, &operands.bias) {
+        parts.push(bias.clone());
+    }
+    let packed = match parts.is_empty() {
+        true => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
+        false => Tensor::cat(&parts, 0)?,
     };
     let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
     // What the node keeps of the operands must not keep their graph alive.
@@ -70,25 +76,14 @@ fn attach_mixture(
     };
     attach("mixture", value, [&contexts, &packed, &weight], move |_, _, upstream| {
         let gradients = gradients(&operands, upstream)?;
-        let packed = pack(&operands, &gradients, wanted)?;
+        let parts: Vec<Tensor> = match (&gradients.log_priors, &gradients.bias) {
+            (Some(log_priors), Some(bias)) => vec![log_priors.flatten_all()?, bias.clone()],
+            (Some(log_priors), None) => vec![log_priors.flatten_all()?],
+            (None, bias) => bias.iter().cloned().collect(),
+        };
+        let packed = if parts.is_empty() { None } else { Some(Tensor::cat(&parts, 0)?) };
         Ok([gradients.contexts, packed, gradients.weight])
     })
-}
-
-/// The gradients of log-priors and bias, packed as they are; zeros for one that is not wanted.
-fn pack(operands: &Operands, gradients: &Gradients, wanted: Wanted) -> Result<Option<Tensor>> {
-    if !(wanted.log_priors || wanted.bias) {
-        return Ok(None);
-    }
-    let mut parts = Vec::new();
-    for (operand, gradient) in [(&operands.log_priors, &gradients.log_priors), (&operands.bias, &gradients.bias)] {
-        match (operand, gradient) {
-            (None, _) => {}
-            (Some(_), Some(gradient)) => parts.push(gradient.flatten_all()?),
-            (Some(operand), None) => parts.push(operand.zeros_like()?.flatten_all()?),
-        }
-    }
-    Ok(Some(Tensor::cat(&parts, 0)?))
 }
 
 impl Objective {

@@ -243,9 +243,7 @@ impl Mixture {
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
         let weights = |argument, weights: &Option<Tensor>, dims: &[usize]| match weights {
             None => Ok(None),
-            Some(weights) if weights.dims() != dims => {
-                Err(Error::shape(argument, format!("{dims:?}"), weights.dims()))
-            }
+            Some(weights) if weights.dims() != dims => Err(Error::shape(argument, format!("{dims:?}"), weights.dims())),
             Some(weights) => {
                 check_device(argument, weights, contexts)?;
                 accumulation_dtype(argument, weights.dtype())?;

@@ -29,17 +29,8 @@ pub(super) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     let s = v.div(v.sub(m, one), v.add(m, one));
     let series = polynomial(v, F::ARTANH_COEFFICIENTS, v.mul(s, s));
     let ln_m = v.mul(v.add(s, s), series);
-    let result = v.mul_add(
-        e,
-        v.splat(F::LN_2_HIGH),
-        v.mul_add(e, v.splat(F::LN_2_LOW), ln_m),
-    );
-    let result = v.if_equal(
-        x,
-        v.splat(F::zero()),
-        v.splat(F::neg_infinity()),
-        result,
-    );
+    let result = v.mul_add(e, v.splat(F::LN_2_HIGH), v.mul_add(e, v.splat(F::LN_2_LOW), ln_m));
+    let result = v.if_equal(x, v.splat(F::zero()), v.splat(F::neg_infinity()), result);
     v.if_equal(x, x, result, x)
 }
 

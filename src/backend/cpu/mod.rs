@@ -18,7 +18,9 @@ use super::{Backend, Gradients, Objective, Operands, Outcome, Task, Wanted};
 use crate::{Error, Result};
 pub(super) use activation::{bias_tanh, tanh_gradient};
 use element::Element;
-use rows::{first_largest, log_sum_exp_scalar, LogProbRows, Logits, LossRows, RowGradients, Scratch, TileLogSumExp, TokenLoss};
+use rows::{
+    first_largest, log_sum_exp_scalar, LogProbRows, Logits, LossRows, RowGradients, Scratch, TileLogSumExp, TokenLoss,
+};
 use simd::{Float, Isa, ROW_ALIGN};
 use targets::Targets;
 
@@ -382,9 +384,10 @@ impl<T: Element> Backend for Cpu<'_, T> {
             let Some(target) = targets.token(t) else { continue };
             for k in 0..components {
                 let lse = log_sum_exp_scalar(tiles.len(), |tile| tiles[tile].0[i * components + k]);
-                scratch.set_lse(k, self.log_priors[t * components + k], lse);
+                scratch.set_lse(k, lse);
             }
-            let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
+            let log_priors = &self.log_priors[t * components..][..components];
+            let mut loss = scratch.hard_loss(&target, log_priors, |k, _| target_logits[i][k]);
             scratch.least_mass(&target, &mut loss);
             self.losses[t] = loss;
         }
@@ -435,7 +438,8 @@ impl<T: Element> Backend for Cpu<'_, T> {
     fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()> {
         let (isa, vocab) = (self.isa, self.sizes.vocab);
         let mut log_probs = std::mem::take(&mut self.log_probs);
-        let mut outputs: Vec<&mut [T]> = log_probs[tokens.start * vocab..tokens.end * vocab].chunks_mut(vocab).collect();
+        let mut outputs: Vec<&mut [T]> =
+            log_probs[tokens.start * vocab..tokens.end * vocab].chunks_mut(vocab).collect();
         self.for_each_token(tokens, &mut outputs, |logits, scratch, output| {
             T::Acc::dispatch(isa, LogProbRows { logits, scratch });
             for (to, &from) in output.iter_mut().zip(&scratch.log_probs) {

@@ -47,37 +47,18 @@ impl<'a, F> View<'a, F> {
     /// `rows x cols` out of a row-major slice whose rows start `stride` elements apart.
     fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
-        View {
-            data: data.as_ptr(),
-            rows,
-            cols,
-            row_stride: stride as isize,
-            col_stride: 1,
-            lifetime: PhantomData,
-        }
+        View { data: data.as_ptr(), rows, cols, row_stride: stride as isize, col_stride: 1, lifetime: PhantomData }
     }
 
     fn transposed(self) -> Self {
-        View {
-            rows: self.cols,
-            cols: self.rows,
-            row_stride: self.col_stride,
-            col_stride: self.row_stride,
-            ..self
-        }
+        View { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 }
 
 impl<'a, F> ViewMut<'a, F> {
     fn new(data: &'a mut [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
-        ViewMut {
-            data: data.as_mut_ptr(),
-            rows,
-            cols,
-            row_stride: stride as isize,
-            lifetime: PhantomData,
-        }
+        ViewMut { data: data.as_mut_ptr(), rows, cols, row_stride: stride as isize, lifetime: PhantomData }
     }
 
     /// Cuts the matrix into tiles of at most `rows x cols`: each with its range of rows and of columns.
@@ -134,24 +115,18 @@ fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, 
 }
 
 /// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`. Rows of `logits` are `stride` apart.
-pub(super) fn logits<T: Element>(
-    logits: &mut [T::Acc],
-    stride: usize,
-    contexts: &[T::Acc],
-    decoder: &[T],
-    d: usize,
-) {
+pub(super) fn logits<T: Element>(logits: &mut [T::Acc], stride: usize, contexts: &[T::Acc], decoder: &[T], d: usize) {
     let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
     let contexts = View::new(contexts, rows, d, d);
     let contexts = Shared(contexts);
-    ViewMut::new(logits, rows, vocab, stride)
-        .tiles(rows.max(1), vocab_tile::<T>(d))
-        .into_par_iter()
-        .for_each_init(Vec::new, |buffer, (_, words, mut tile)| {
+    ViewMut::new(logits, rows, vocab, stride).tiles(rows.max(1), vocab_tile::<T>(d)).into_par_iter().for_each_init(
+        Vec::new,
+        |buffer, (_, words, mut tile)| {
             let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], buffer);
             let decoder = View::new(decoder, words.len(), d, d);
             multiply(&mut tile, false, contexts.get(), decoder.transposed());
-        });
+        },
+    );
 }
 
 /// First product, tile by tile, for when only a summary of the logits is wanted: `summary(words, logits, stride)` of each
@@ -196,10 +171,9 @@ pub(super) fn context_gradient<T: Element>(
     // Equal parts, so that no thread is left with a sliver. A decoder that must be widened is widened once per tile.
     let row_tile = if T::IS_ACC { even_part(rows, ROW_TILE) } else { rows.max(1) };
     let context_tile = even_part(d, CONTEXT_TILE).next_multiple_of(16);
-    ViewMut::new(gradient, rows, d, d)
-        .tiles(row_tile, context_tile)
-        .into_par_iter()
-        .for_each_init(Vec::new, |buffer, (tile_rows, columns, mut tile)| {
+    ViewMut::new(gradient, rows, d, d).tiles(row_tile, context_tile).into_par_iter().for_each_init(
+        Vec::new,
+        |buffer, (tile_rows, columns, mut tile)| {
             for first in (0..vocab).step_by(words_per_step) {
                 let words = first..vocab.min(first + words_per_step);
                 let block = T::widen_block(decoder, d, words.clone(), columns.clone(), buffer);
@@ -216,7 +190,8 @@ pub(super) fn context_gradient<T: Element>(
                     View::new(block, words.len(), columns.len(), block_stride),
                 );
             }
-        });
+        },
+    );
 }
 
 /// Third product: `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`.
@@ -229,14 +204,11 @@ pub(super) fn decoder_gradient<F: Float>(
     d: usize,
 ) {
     let (rows, vocab) = (contexts.len() / d, gradient.len() / d);
-    ViewMut::new(gradient, vocab, d, d)
-        .tiles(VOCAB_TILE, d)
-        .into_par_iter()
-        .for_each(|(words, _, mut tile)| {
-            let columns = View::new(&logit_gradient[words.start..], rows, words.len(), stride);
-            let contexts = View::new(contexts, rows, d, d);
-            multiply(&mut tile, accumulate, columns.transposed(), contexts);
-        });
+    ViewMut::new(gradient, vocab, d, d).tiles(VOCAB_TILE, d).into_par_iter().for_each(|(words, _, mut tile)| {
+        let columns = View::new(&logit_gradient[words.start..], rows, words.len(), stride);
+        let contexts = View::new(contexts, rows, d, d);
+        multiply(&mut tile, accumulate, columns.transposed(), contexts);
+    });
 }
 
 /// A view that several threads read.

@@ -3,10 +3,10 @@
 //! With `z` the logits of component k (after bias and softcap), `pi` the prior and `y` the target:
 //!
 //! ```text
-//! lse_k   = log sum_v exp z_kv                                         row log-sum-exp
-//! a_k     = log pi_k - lse_k                                           so that a_k + z_kv = log(pi_k p_k(v))
-//! log p(v) = logsumexp_k (a_k + z_kv)                                  the mixture
-//! r_k(v)  = exp(a_k + z_kv - log p(v))                                 responsibility of k for v
+//! lse_k     = log sum_v exp z_kv                                       row log-sum-exp
+//! log p_k(v) = z_kv - lse_k                                            the component
+//! log p(v)  = logsumexp_k (log pi_k + log p_k(v))                      the mixture
+//! r_k(v)    = exp(log pi_k + log p_k(v) - log p(v))                    responsibility of k for v
 //! ```
 //!
 //! The objective of a token is `sum_v q_v (-log p(v)) + zeta mean_k lse_k^2` with `q_v = hard [v = y] + soft_v`, and
@@ -51,9 +51,8 @@ pub(super) struct Logits<'a, F> {
 pub(super) struct Scratch<F> {
     /// `[stride]`: log p(v)
     pub(super) log_probs: Vec<F>,
-    /// `[K]` each: lse_k, a_k, the target's part of R_k, and R_k
+    /// `[K]` each: lse_k, the target's part of R_k, and R_k
     lse: Vec<F>,
-    log_scale: Vec<F>,
     hard_mass: Vec<F>,
     mass: Vec<F>,
 }
@@ -64,7 +63,6 @@ impl<F: Float> Scratch<F> {
         Scratch {
             log_probs: zeros(stride),
             lse: zeros(components),
-            log_scale: zeros(components),
             hard_mass: zeros(components),
             mass: zeros(components),
         }
@@ -73,18 +71,23 @@ impl<F: Float> Scratch<F> {
 
 impl<F: Float> Scratch<F> {
     /// Takes in the log-sum-exp of component k.
-    pub(super) fn set_lse(&mut self, k: usize, log_prior: F, lse: F) {
+    pub(super) fn set_lse(&mut self, k: usize, lse: F) {
         self.lse[k] = lse;
-        self.log_scale[k] = log_prior - lse;
     }
 
     /// The loss as far as it depends on the target's logits alone, and the responsibilities.
-    pub(super) fn hard_loss(&mut self, target: &Target<'_, F>, target_logit: impl Fn(usize, usize) -> F) -> TokenLoss {
+    pub(super) fn hard_loss(
+        &mut self,
+        target: &Target<'_, F>,
+        log_priors: &[F],
+        target_logit: impl Fn(usize, usize) -> F,
+    ) -> TokenLoss {
         let components = self.lse.len();
         let mut loss = TokenLoss::default();
         self.hard_mass.fill(F::zero());
         if let Some((y, hard)) = target.hard {
-            let joint = |k: usize| self.log_scale[k] + target_logit(k, y);
+            // The logit and its log-sum-exp first: they may be large, and their difference is exact where it matters.
+            let joint = |k: usize| log_priors[k] + (target_logit(k, y) - self.lse[k]);
             let log_p = log_sum_exp_scalar(components, joint);
             loss.nll = -log_p.f64();
             loss.objective = weighted(hard, -log_p).f64();
@@ -197,11 +200,11 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         let components = logits.log_priors.len();
         logits.normalise(v, scratch);
         if target.soft.is_some() || target.hits {
-            logits.mix(v, &scratch.log_scale, &mut scratch.log_probs);
+            logits.mix(v, &scratch.lse, &mut scratch.log_probs);
         }
 
         let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
-        let mut loss = scratch.hard_loss(&target, target_logit);
+        let mut loss = scratch.hard_loss(&target, logits.log_priors, target_logit);
         if let (true, Some((y, _))) = (target.hits, target.hard) {
             loss.hit = !loss.nll.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
         }
@@ -213,7 +216,8 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             loss.objective += objective.f64();
             for k in 0..components {
                 let row = &logits.rows[k * logits.stride..][..logits.stride];
-                scratch.mass[k] += soft_mass(v, row, scratch.log_scale[k], &scratch.log_probs, soft);
+                let (log_prior, lse) = (logits.log_priors[k], scratch.lse[k]);
+                scratch.mass[k] += soft_mass(v, row, log_prior, lse, &scratch.log_probs, soft);
             }
         }
         let least_mass = scratch.least_mass(&target, &mut loss);
@@ -236,30 +240,31 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
     #[inline(always)]
     fn run<V: Vector<F>>(mut self, v: V) {
         self.logits.normalise(v, self.scratch);
-        self.logits.mix(v, &self.scratch.log_scale, &mut self.scratch.log_probs);
+        self.logits.mix(v, &self.scratch.lse, &mut self.scratch.log_probs);
     }
 }
 
 impl<F: Float> Logits<'_, F> {
-    /// Adds the bias, applies the softcap, and finds `lse_k` and `a_k` of every component.
+    /// Adds the bias, applies the softcap, and finds `lse_k` of every component.
     #[inline(always)]
     fn normalise<V: Vector<F>>(&mut self, v: V, scratch: &mut Scratch<F>) {
         for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
             let lse = add_bias_and_log_sum_exp::<true, F, V>(v, row, self.vocab, self.bias, self.softcap);
-            scratch.set_lse(k, self.log_priors[k], lse);
+            scratch.set_lse(k, lse);
         }
     }
 
     /// `log p(v)` of every word.
     #[inline(always)]
-    fn mix<V: Vector<F>>(&self, v: V, log_scale: &[F], log_probs: &mut [F]) {
+    fn mix<V: Vector<F>>(&self, v: V, lse: &[F], log_probs: &mut [F]) {
         let rows = V::registers(self.rows);
         let out = V::registers_mut(log_probs);
         let width = out.len();
-        if let [a] = *log_scale {
-            let a = v.splat(a);
+        let terms = || self.log_priors.iter().zip(lse).enumerate();
+        if let ([log_prior], [lse]) = (self.log_priors, lse) {
+            let (log_prior, lse) = (v.splat(*log_prior), v.splat(*lse));
             for (out, &z) in out.iter_mut().zip(rows) {
-                *out = v.add(z, a);
+                *out = v.add(v.sub(z, lse), log_prior);
             }
             return;
         }
@@ -267,14 +272,15 @@ impl<F: Float> Logits<'_, F> {
         let zero = v.splat(F::zero());
         for (i, out) in out.iter_mut().enumerate() {
             let mut largest = minus_infinity;
-            for (k, &a) in log_scale.iter().enumerate() {
-                largest = v.max(largest, v.add(v.splat(a), rows[k * width + i]));
+            for (k, (&log_prior, &lse)) in terms() {
+                let term = v.add(v.sub(rows[k * width + i], v.splat(lse)), v.splat(log_prior));
+                largest = v.max(largest, term);
             }
             // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
             let reference = v.if_equal(largest, minus_infinity, zero, largest);
             let mut sum = zero;
-            for (k, &a) in log_scale.iter().enumerate() {
-                let term = v.add(v.splat(a), rows[k * width + i]);
+            for (k, (&log_prior, &lse)) in terms() {
+                let term = v.add(v.sub(rows[k * width + i], v.splat(lse)), v.splat(log_prior));
                 sum = v.add(sum, exp(v, v.sub(term, reference)));
             }
             *out = v.add(reference, ln(v, sum));
@@ -307,7 +313,7 @@ impl<F: Float> Logits<'_, F> {
                 lse: scratch.lse[k],
                 softmax_scale,
                 scale,
-                log_scale: scratch.log_scale[k],
+                log_prior: self.log_priors[k],
                 log_probs: &scratch.log_probs,
                 soft: target.soft.unwrap_or_default(),
                 softcap: self.softcap.unwrap_or_else(F::one),
@@ -340,7 +346,7 @@ struct RowTerms<'a, F> {
     /// Factor of the softmax: `scale (R_k + 2 zeta lse_k / K)`.
     softmax_scale: F,
     scale: F,
-    log_scale: F,
+    log_prior: F,
     log_probs: &'a [F],
     soft: &'a [F],
     softcap: F,
@@ -348,16 +354,21 @@ struct RowTerms<'a, F> {
 
 /// `z := softmax_scale exp(z - lse) - scale soft_v r(v)`, times the slope of the softcap.
 #[inline(always)]
-fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], terms: &RowTerms<'_, F>) {
+fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
+    v: V,
+    row: &mut [F],
+    terms: &RowTerms<'_, F>,
+) {
     let (lse, softmax_scale) = (v.splat(terms.lse), v.splat(terms.softmax_scale));
-    let (log_scale, scale) = (v.splat(terms.log_scale), v.splat(-terms.scale));
+    let (log_prior, scale) = (v.splat(terms.log_prior), v.splat(-terms.scale));
     let inverse_cap = v.splat(F::one() / terms.softcap);
     let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
     let (log_probs, soft) = (V::registers(terms.log_probs), V::registers(terms.soft));
     for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
-        let mut g = v.mul(exp(v, v.sub(*z, lse)), softmax_scale);
+        let log_p = v.sub(*z, lse);
+        let mut g = v.mul(exp(v, log_p), softmax_scale);
         if SOFT {
-            let r = exp(v, v.sub(v.add(*z, log_scale), log_probs[i]));
+            let r = exp(v, v.sub(v.add(log_p, log_prior), log_probs[i]));
             // Words without mass have no responsibility to share, even where both logarithms are infinite.
             let r = v.if_equal(soft[i], zero, zero, r);
             g = v.mul_add(v.mul(r, soft[i]), scale, g);
@@ -372,14 +383,14 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(v: V,
     }
 }
 
-/// `R = sum_v soft_v exp(log_scale + z_v - log p(v))` of one row.
+/// `R = sum_v soft_v r(v)` of one row.
 #[inline(always)]
-fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], log_scale: F, log_probs: &[F], soft: &[F]) -> F {
-    let (log_scale, zero) = (v.splat(log_scale), v.splat(F::zero()));
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], log_prior: F, lse: F, log_probs: &[F], soft: &[F]) -> F {
+    let (log_prior, lse, zero) = (v.splat(log_prior), v.splat(lse), v.splat(F::zero()));
     let (log_probs, soft) = (V::registers(log_probs), V::registers(soft));
     let mut sum = zero;
     for (i, &z) in V::registers(row).iter().enumerate() {
-        let r = exp(v, v.sub(v.add(z, log_scale), log_probs[i]));
+        let r = exp(v, v.sub(v.add(v.sub(z, lse), log_prior), log_probs[i]));
         sum = v.add(sum, v.if_equal(soft[i], zero, zero, v.mul(r, soft[i])));
     }
     v.sum(sum)

@@ -42,11 +42,7 @@ impl<F: Float> Targets<F> {
                         *soft = -g;
                     }
                 }
-                return Ok(Targets {
-                    kind: Kind::LogProbs { soft, stride },
-                    filter: F::zero(),
-                    hits: false,
-                });
+                return Ok(Targets { kind: Kind::LogProbs { soft, stride }, filter: F::zero(), hits: false });
             }
             Objective::Targets { targets, token_weights, class_weights, options, upstream } => {
                 (targets, token_weights, class_weights, options, upstream)

@@ -130,13 +130,38 @@ impl Matrix {
 }
 
 /// `dst[m, n] (+)= lhs[m, k] rhs[k, n]`, in tiles that are spread over the threads, or as one product.
-fn product(dst: Matrix, (m, n): (usize, usize), k: usize, lhs: Matrix, rhs: Matrix, add: bool, tile: Option<(usize, usize)>) {
+fn product(
+    dst: Matrix,
+    (m, n): (usize, usize),
+    k: usize,
+    lhs: Matrix,
+    rhs: Matrix,
+    add: bool,
+    tile: Option<(usize, usize)>,
+) {
     let multiply = |dst: Matrix, m: usize, n: usize, lhs: Matrix, rhs: Matrix, parallelism| {
         // SAFETY: the callers' sizes lie within the vectors that `Buffers` allocated for them.
         unsafe {
             gemm::gemm(
-                m, n, k, dst.data, dst.strides.1, dst.strides.0, add, lhs.data, lhs.strides.1, lhs.strides.0, rhs.data,
-                rhs.strides.1, rhs.strides.0, if add { 1f32 } else { 0. }, 1., false, false, false, parallelism,
+                m,
+                n,
+                k,
+                dst.data,
+                dst.strides.1,
+                dst.strides.0,
+                add,
+                lhs.data,
+                lhs.strides.1,
+                lhs.strides.0,
+                rhs.data,
+                rhs.strides.1,
+                rhs.strides.0,
+                if add { 1f32 } else { 0. },
+                1.,
+                false,
+                false,
+                false,
+                parallelism,
             );
         }
     };

@@ -6,16 +6,16 @@
 //!
 //! A few seconds for `small`, half a minute for `ptb` on 2 cores, some minutes for `1b` and `llm`.
 
-mod floor;
 #[path = "../../tests/common/mod.rs"]
 mod common;
+mod floor;
 
 use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use clap::{Parser, ValueEnum};
-use mos_head::{Activation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
 use common::composed::Operands;
+use mos_head::{Activation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
 use serde_json::json;
 
 #[derive(Parser)]
@@ -133,7 +133,9 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     };
     let (tokens, components, context, vocab, hidden) = args.shape.sizes();
     let (tokens, components) = (args.tokens.unwrap_or(tokens), args.components.unwrap_or(components));
-    let leaf = |dims: &[usize], scale: f64| Var::from_tensor(&(Tensor::randn(0f32, 1., dims, &device)? * scale)?.to_dtype(dtype)?);
+    let leaf = |dims: &[usize], scale: f64| {
+        Var::from_tensor(&(Tensor::randn(0f32, 1., dims, &device)? * scale)?.to_dtype(dtype)?)
+    };
     let ids: Vec<u32> = (0..tokens).map(|i| (i * 7919 % vocab) as u32).collect();
     let rows = components * context;
     let leaves = Leaves {

@@ -20,19 +20,10 @@ pub enum Head {
 }
 
 /// The three heads.
-pub const HEADS: [Head; 3] = [
-    Head::Softmax,
-    Head::MixtureOfContexts,
-    Head::MixtureOfSoftmaxes,
-];
+pub const HEADS: [Head; 3] = [Head::Softmax, Head::MixtureOfContexts, Head::MixtureOfSoftmaxes];
 
 /// The three heads and the op beneath them.
-pub const ENTRIES: [Head; 4] = [
-    Head::Softmax,
-    Head::MixtureOfContexts,
-    Head::MixtureOfSoftmaxes,
-    Head::Mixture,
-];
+pub const ENTRIES: [Head; 4] = [Head::Softmax, Head::MixtureOfContexts, Head::MixtureOfSoftmaxes, Head::Mixture];
 
 /// The sizes of a case; a softmax uses only `hidden` and `vocab`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,12 +36,7 @@ pub struct Sizes {
 
 impl Sizes {
     pub const fn new(hidden: usize, context: usize, components: usize, vocab: usize) -> Self {
-        Self {
-            hidden,
-            context,
-            components,
-            vocab,
-        }
+        Self { hidden, context, components, vocab }
     }
 }
 
@@ -81,19 +67,13 @@ impl Case {
             lead: lead.to_vec(),
             activation: Activation::Tanh,
             values: BTreeMap::new(),
-            targets: (0..rows)
-                .map(|_| rng.random_range(0..sizes.vocab as i64))
-                .collect(),
+            targets: (0..rows).map(|_| rng.random_range(0..sizes.vocab as i64)).collect(),
         };
         for &(name, spread) in case.operands() {
             let length = case.shape(name).iter().product();
-            let mut values: Vec<f64> = (0..length)
-                .map(|_| rng.random_range(-spread..spread))
-                .collect();
+            let mut values: Vec<f64> = (0..length).map(|_| rng.random_range(-spread..spread)).collect();
             if name == "log_priors" {
-                values
-                    .chunks_mut(sizes.components)
-                    .for_each(super::reference::log_softmax);
+                values.chunks_mut(sizes.components).for_each(super::reference::log_softmax);
             }
             case.values.insert(name, values);
         }
@@ -103,12 +83,7 @@ impl Case {
     fn operands(&self) -> &'static [(&'static str, f64)] {
         match self.head {
             Head::Softmax => &[("hidden", 1.5), ("decoder.weight", 1.0), ("decoder.bias", 1.0)],
-            Head::Mixture => &[
-                ("contexts", 1.5),
-                ("log_priors", 1.5),
-                ("decoder.weight", 1.0),
-                ("decoder.bias", 1.0),
-            ],
+            Head::Mixture => &[("contexts", 1.5), ("log_priors", 1.5), ("decoder.weight", 1.0), ("decoder.bias", 1.0)],
             Head::MixtureOfContexts | Head::MixtureOfSoftmaxes => &[
                 ("hidden", 1.5),
                 ("prior.weight", 0.7),
@@ -128,12 +103,7 @@ impl Case {
 
     /// The shape of the operand called `name`.
     pub fn shape(&self, name: &str) -> Vec<usize> {
-        let Sizes {
-            hidden,
-            context,
-            components,
-            vocab,
-        } = self.sizes;
+        let Sizes { hidden, context, components, vocab } = self.sizes;
         let with_lead = |tail: &[usize]| [&self.lead, tail].concat();
         match name {
             "hidden" => with_lead(&[hidden]),
@@ -198,9 +168,7 @@ impl Case {
 /// Weights that `f32` holds exactly, from 1/8 to 2.
 pub fn weights(length: usize, seed: u64) -> Vec<f64> {
     let mut rng = StdRng::seed_from_u64(seed);
-    (0..length)
-        .map(|_| f64::from(rng.random_range(8..=128_u32)) / 64.0)
-        .collect()
+    (0..length).map(|_| f64::from(rng.random_range(8..=128_u32)) / 64.0).collect()
 }
 
 /// Signed numbers that `f32` holds exactly, to send backwards through a loss.

@@ -117,12 +117,7 @@ pub struct Check {
 
 impl Check {
     pub fn new(dtype: DType) -> Self {
-        Self {
-            dtype,
-            condition: 1.0,
-            least_scale: f64::MIN_POSITIVE,
-            base: LossOptions::new(),
-        }
+        Self { dtype, condition: 1.0, least_scale: f64::MIN_POSITIVE, base: LossOptions::new() }
     }
 
     fn value(&self) -> Tolerance {
@@ -130,9 +125,7 @@ impl Check {
     }
 
     fn gradient(&self) -> Tolerance {
-        Tolerance::gradient(self.dtype)
-            .condition(self.condition)
-            .least_scale(self.least_scale)
+        Tolerance::gradient(self.dtype).condition(self.condition).least_scale(self.least_scale)
     }
 
     /// Asks for the loss with all it carries, its gradients, log-probabilities and argmax, and compares each.

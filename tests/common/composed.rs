@@ -42,12 +42,7 @@ impl Operands {
         let hidden = &tensors["hidden"];
         let hidden = hidden.reshape(((), hidden.dim(D::Minus1)?))?;
         if head == Head::Softmax {
-            return Ok(Self {
-                contexts: hidden.unsqueeze(1)?,
-                log_priors: None,
-                weight,
-                bias,
-            });
+            return Ok(Self { contexts: hidden.unsqueeze(1)?, log_priors: None, weight, bias });
         }
         let layer = |weight: &str, bias: &str| linear(&hidden, &tensors[weight], tensors.get(bias));
         let prior_logits = layer("prior.weight", "prior.bias")?;
@@ -59,20 +54,10 @@ impl Operands {
             _ => contexts,
         };
         if head == Head::MixtureOfSoftmaxes {
-            return Ok(Self {
-                contexts,
-                log_priors: Some(log_priors),
-                weight,
-                bias,
-            });
+            return Ok(Self { contexts, log_priors: Some(log_priors), weight, bias });
         }
         let priors = log_priors.exp()?.unsqueeze(2)?;
-        Ok(Self {
-            contexts: contexts.broadcast_mul(&priors)?.sum_keepdim(1)?,
-            log_priors: None,
-            weight,
-            bias,
-        })
+        Ok(Self { contexts: contexts.broadcast_mul(&priors)?.sum_keepdim(1)?, log_priors: None, weight, bias })
     }
 
     /// Log-probabilities `[rows, vocab]` and each component's log-sum-exp `[rows, K]`.
@@ -84,9 +69,7 @@ impl Operands {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
         let lse = log_sum_exp(&logits)?;
-        let components = logits
-            .broadcast_sub(&lse.unsqueeze(1)?)?
-            .reshape((rows, k, ()))?;
+        let components = logits.broadcast_sub(&lse.unsqueeze(1)?)?.reshape((rows, k, ()))?;
         let lse = lse.reshape((rows, k))?;
         let Some(log_priors) = &self.log_priors else {
             return Ok((components.squeeze(1)?, lse));
@@ -122,11 +105,7 @@ impl Operands {
         if objective.z_loss != 0.0 {
             each = (each + (lse.sqr()?.mean(1)? * objective.z_loss)?)?;
         }
-        let count: f64 = taus
-            .iter()
-            .zip(&classes)
-            .map(|(tau, &y)| tau * objective.class_weight(y))
-            .sum();
+        let count: f64 = taus.iter().zip(&classes).map(|(tau, &y)| tau * objective.class_weight(y)).sum();
         // An ignored token is chosen away, not multiplied by zero, so that whatever it holds stays out.
         let zero = each.zeros_like()?;
         let mask: Vec<u8> = targets.iter().map(|&y| u8::from(counted(y))).collect();

@@ -1,7 +1,8 @@
 //! What the integration tests share: the truth in `f64` ([`reference`]), the same maths from ordinary candle
 //! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), and the random
 //! problems they are asked about ([`case`], [`objective`]).
-#![allow(dead_code, unused_imports, unused_macros)]
+// Every test binary uses a part of this.
+#![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
 pub mod case;
 pub mod check;

@@ -35,10 +35,7 @@ impl Default for Objective {
 impl Objective {
     /// Only the reduction differs from the default.
     pub fn reduced(reduction: Reduction) -> Self {
-        Self {
-            reduction,
-            ..Self::default()
-        }
+        Self { reduction, ..Self::default() }
     }
 
     /// The weight of token `row` before class weights: 0 where its target is ignored.
@@ -56,11 +53,7 @@ impl Objective {
 
     /// `q_v` for target `y` among `vocab` classes.
     pub fn target_mass(&self, v: usize, y: usize, vocab: usize) -> f64 {
-        let hit = if v == y {
-            1.0 - self.label_smoothing
-        } else {
-            0.0
-        };
+        let hit = if v == y { 1.0 - self.label_smoothing } else { 0.0 };
         self.class_weight(v) * (hit + self.label_smoothing / vocab as f64)
     }
 
@@ -70,12 +63,7 @@ impl Objective {
     }
 
     /// The same request put on top of `options`.
-    pub fn apply(
-        &self,
-        options: LossOptions,
-        lead: &[usize],
-        device: &Device,
-    ) -> Result<LossOptions> {
+    pub fn apply(&self, options: LossOptions, lead: &[usize], device: &Device) -> Result<LossOptions> {
         let mut options = options.with_reduction(self.reduction);
         if let Some(index) = self.ignore_index {
             options = options.with_ignore_index(index);

@@ -35,10 +35,8 @@ pub struct Truth {
 /// The truth about `case` under `objective`; `upstream` is what is sent back through the value.
 pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     let projected = Projected::new(case);
-    let decoder = Decoder {
-        weight: &case.values["decoder.weight"],
-        bias: case.values.get("decoder.bias").map(Vec::as_slice),
-    };
+    let decoder =
+        Decoder { weight: &case.values["decoder.weight"], bias: case.values.get("decoder.bias").map(Vec::as_slice) };
     let (rows, k, d) = (case.rows(), projected.components, case.sizes.context);
     let mut truth = Truth::default();
     let mut slopes = Slopes {
@@ -89,9 +87,7 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     truth.gradients = projected.backward(case, slopes.contexts, &slopes.log_priors);
     truth.gradients.insert("decoder.weight", slopes.weight);
     truth.gradients.insert("decoder.bias", slopes.bias);
-    truth
-        .gradients
-        .retain(|name, _| case.values.contains_key(name));
+    truth.gradients.retain(|name, _| case.values.contains_key(name));
     truth
 }
 
@@ -111,12 +107,7 @@ struct Token<'a> {
 }
 
 impl<'a> Token<'a> {
-    fn new(
-        contexts: &'a [f64],
-        log_priors: &'a [f64],
-        decoder: &Decoder,
-        softcap: Option<f64>,
-    ) -> Self {
+    fn new(contexts: &'a [f64], log_priors: &'a [f64], decoder: &Decoder, softcap: Option<f64>) -> Self {
         let d = contexts.len() / log_priors.len();
         let logit = |context: &[f64], v: usize| {
             let z = dot(context, &decoder.weight[v * d..][..d]);
@@ -139,9 +130,7 @@ impl<'a> Token<'a> {
 
     /// `log pi_k + log softmax(z_k)_v` for every component.
     fn joint(&self, v: usize) -> Vec<f64> {
-        (0..self.lse.len())
-            .map(|k| self.log_priors[k] + (self.logits[k][v] - self.lse[k]))
-            .collect()
+        (0..self.lse.len()).map(|k| self.log_priors[k] + (self.logits[k][v] - self.lse[k])).collect()
     }
 
     /// The posterior of every component given that the token is `v`.
@@ -174,15 +163,7 @@ struct Slopes {
 
 impl Slopes {
     /// Adds token `t` with target `y`, its objective multiplied by `back`; gives the share of its mass that is filtered out.
-    fn add(
-        &mut self,
-        t: usize,
-        token: &Token,
-        y: usize,
-        objective: &Objective,
-        back: f64,
-        decoder: &Decoder,
-    ) -> f64 {
+    fn add(&mut self, t: usize, token: &Token, y: usize, objective: &Objective, back: f64, decoder: &Decoder) -> f64 {
         let (k, vocab) = (token.lse.len(), token.log_probs.len());
         let d = token.contexts.len() / k;
         let mut pulls = vec![vec![0.0; vocab]; k];
@@ -205,8 +186,7 @@ impl Slopes {
             }
             let context = &token.contexts[i * d..][..d];
             let push = masses[i] + 2.0 * objective.z_loss * token.lse[i] / k as f64;
-            for v in 0..vocab {
-                let z = token.logits[i][v];
+            for (v, &z) in token.logits[i].iter().enumerate() {
                 let softmax = (z - token.lse[i]).exp();
                 let slope = objective.softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
                 let dz = back * slope * (push * softmax - pulls[i][v]);

@@ -58,30 +58,17 @@ impl Projected {
                 for (i, context) in activated.chunks(d).enumerate() {
                     add_scaled(&mut contexts[i / k * d..][..d], priors[i], context);
                 }
-                Self {
-                    components: 1,
-                    contexts,
-                    log_priors: vec![0.0; rows],
-                    activated,
-                    priors,
-                }
+                Self { components: 1, contexts, log_priors: vec![0.0; rows], activated, priors }
             }
         }
     }
 
     /// The gradients of the head's operands from those of contexts and log-priors.
-    pub fn backward(
-        &self,
-        case: &Case,
-        contexts: Vec<f64>,
-        log_priors: &[f64],
-    ) -> BTreeMap<&'static str, Vec<f64>> {
+    pub fn backward(&self, case: &Case, contexts: Vec<f64>, log_priors: &[f64]) -> BTreeMap<&'static str, Vec<f64>> {
         let (k, d) = (case.sizes.components, case.sizes.context);
         match case.head {
             Head::Softmax => BTreeMap::from([("hidden", contexts)]),
-            Head::Mixture => {
-                BTreeMap::from([("contexts", contexts), ("log_priors", log_priors.to_vec())])
-            }
+            Head::Mixture => BTreeMap::from([("contexts", contexts), ("log_priors", log_priors.to_vec())]),
             Head::MixtureOfSoftmaxes => self.unproject(case, &contexts, log_priors),
             Head::MixtureOfContexts => {
                 let (mut each, mut log_priors) = (vec![], vec![]);
@@ -95,12 +82,7 @@ impl Projected {
         }
     }
 
-    fn unproject(
-        &self,
-        case: &Case,
-        contexts: &[f64],
-        log_priors: &[f64],
-    ) -> BTreeMap<&'static str, Vec<f64>> {
+    fn unproject(&self, case: &Case, contexts: &[f64], log_priors: &[f64]) -> BTreeMap<&'static str, Vec<f64>> {
         let (k, h) = (case.sizes.components, case.sizes.hidden);
         let mut prior_logits = log_priors.to_vec();
         let tokens = prior_logits.chunks_mut(k).zip(self.priors.chunks(k));
@@ -115,10 +97,7 @@ impl Projected {
         let latent: Vec<f64> = contexts.iter().zip(&self.activated).map(slope).collect();
 
         let mut gradients = BTreeMap::from([("hidden", vec![0.0; case.rows() * h])]);
-        let layers = [
-            ("prior.weight", "prior.bias", prior_logits),
-            ("latent.weight", "latent.bias", latent),
-        ];
+        let layers = [("prior.weight", "prior.bias", prior_logits), ("latent.weight", "latent.bias", latent)];
         for (weight, bias, outputs) in layers {
             let width = case.values[weight].len() / h;
             let (mut d_weight, mut d_bias) = (vec![0.0; width * h], vec![0.0; width]);
@@ -158,6 +137,5 @@ fn project(case: &Case) -> (Vec<f64>, Vec<f64>) {
 fn linear(case: &Case, hidden: &[f64], weight: &str, bias: &str) -> Vec<f64> {
     let bias = case.values.get(bias);
     let rows = case.values[weight].chunks(hidden.len()).enumerate();
-    rows.map(|(o, w)| dot(w, hidden) + bias.map_or(0.0, |b| b[o]))
-        .collect()
+    rows.map(|(o, w)| dot(w, hidden) + bias.map_or(0.0, |b| b[o])).collect()
 }

@@ -1,0 +1,69 @@
+//! A checkpoint: one safetensors file with named f32 tensors and a few strings in its header.
+
+use super::Result;
+use candle_core::{DType, Device, Tensor};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use std::collections::HashMap;
+use std::path::Path;
+
+#[derive(Default)]
+pub struct Checkpoint {
+    pub tensors: HashMap<String, Tensor>,
+    pub metadata: HashMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Writes beside `path` and renames, so that an interrupted save leaves the last checkpoint whole.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let mut stored = Vec::new();
+        for (name, tensor) in &self.tensors {
+            let values = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            stored.push((name, tensor.dims().to_vec(), bytes));
+        }
+        let mut views = Vec::new();
+        for (name, shape, bytes) in &stored {
+            views.push((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?));
+        }
+        let file = safetensors::serialize(views, Some(self.metadata.clone()))?;
+        let failed = |error| format!("cannot write the checkpoint {}: {error}", path.display());
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(failed)?;
+        }
+        let partial = path.with_extension("partial");
+        std::fs::write(&partial, file).map_err(failed)?;
+        std::fs::rename(&partial, path).map_err(failed)?;
+        Ok(())
+    }
+
+    pub fn load(path: &Path, device: &Device) -> Result<Self> {
+        let failed = |error: &dyn std::fmt::Display| format!("cannot read the checkpoint {}: {error}", path.display());
+        let file = std::fs::read(path).map_err(|error| failed(&error))?;
+        let (_, header) = SafeTensors::read_metadata(&file).map_err(|error| failed(&error))?;
+        let mut tensors = HashMap::new();
+        for (name, view) in SafeTensors::deserialize(&file).map_err(|error| failed(&error))?.tensors() {
+            if view.dtype() != Dtype::F32 {
+                return Err(failed(&format!("{name} is {:?}, expected F32", view.dtype())).into());
+            }
+            let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+            tensors.insert(name, Tensor::from_vec::<_, f32>(values, view.shape(), device)?);
+        }
+        Ok(Self { tensors, metadata: header.metadata().clone().unwrap_or_default() })
+    }
+
+    /// The parsed value of `key`.
+    pub fn get<T: std::str::FromStr>(&self, key: &str) -> Result<T> {
+        let value = self.metadata.get(key).ok_or_else(|| format!("the checkpoint says nothing about {key}"))?;
+        value.parse().map_err(|_| format!("the checkpoint's {key} is {value:?}, which is not a valid value").into())
+    }
+
+    /// Fails unless the checkpoint was written with this value of `key`.
+    pub fn require(&self, key: &str, wanted: impl ToString) -> Result<()> {
+        let stored: String = self.get(key)?;
+        let wanted = wanted.to_string();
+        if stored != wanted {
+            return Err(format!("the checkpoint has {key} {stored}, but this run asks for {key} {wanted}").into());
+        }
+        Ok(())
+    }
+}

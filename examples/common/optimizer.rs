@@ -1,0 +1,107 @@
+//! SGD and Adam behind one `step`, with clipping by the global gradient norm and a state that can be saved.
+
+use super::{init::sorted, Result};
+use candle_core::{backprop::GradStore, DType, Tensor, Var};
+use candle_nn::VarMap;
+use clap::ValueEnum;
+use std::collections::HashMap;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerKind {
+    Adam,
+    Sgd,
+}
+
+impl std::fmt::Display for OptimizerKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(match self {
+            OptimizerKind::Adam => "adam",
+            OptimizerKind::Sgd => "sgd",
+        })
+    }
+}
+
+const BETA1: f64 = 0.9;
+const BETA2: f64 = 0.999;
+const EPSILON: f64 = 1e-8;
+
+/// candle_nn's AdamW keeps its moments private; here they are part of `state`, so that training resumes exactly.
+pub struct Optimizer {
+    vars: Vec<(String, Var)>,
+    moments: Option<Vec<[Tensor; 2]>>, // Adam's first and second, in the order of vars
+    steps: usize,
+}
+
+impl Optimizer {
+    pub fn new(kind: OptimizerKind, varmap: &VarMap) -> Result<Self> {
+        let vars = sorted(varmap);
+        let moments = match kind {
+            OptimizerKind::Sgd => None,
+            OptimizerKind::Adam => {
+                Some(vars.iter().map(|(_, var)| Ok([var.zeros_like()?, var.zeros_like()?])).collect::<Result<_>>()?)
+            }
+        };
+        Ok(Self { vars, moments, steps: 0 })
+    }
+
+    /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping).
+    pub fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<()> {
+        let norm = self.norm(grads)?;
+        if !norm.is_finite() {
+            return Err(format!("the gradient's norm is {norm}: try a lower --lr or --clip").into());
+        }
+        let scale = if clip > 0.0 { (clip / norm.max(1e-12)).min(1.0) } else { 1.0 };
+        self.steps += 1;
+        let warm1 = 1.0 - BETA1.powi(self.steps as i32);
+        let warm2 = 1.0 - BETA2.powi(self.steps as i32);
+        for (i, (_, var)) in self.vars.iter().enumerate() {
+            let Some(grad) = grads.get(var) else { continue };
+            let update = match &mut self.moments {
+                None => (grad * (lr * scale))?,
+                Some(moments) => {
+                    let [first, second] = &mut moments[i];
+                    *first = ((&*first * BETA1)? + (grad * (scale * (1.0 - BETA1)))?)?;
+                    *second = ((&*second * BETA2)? + (grad.sqr()? * (scale * scale * (1.0 - BETA2)))?)?;
+                    let denominator = ((&*second * (1.0 / warm2))?.sqrt()? + EPSILON)?;
+                    (&*first * (lr / warm1))?.div(&denominator)?
+                }
+            };
+            var.set(&(var.as_tensor() - update)?)?;
+        }
+        Ok(())
+    }
+
+    fn norm(&self, grads: &GradStore) -> Result<f64> {
+        let mut sum = 0f64;
+        for (_, var) in &self.vars {
+            if let Some(grad) = grads.get(var) {
+                sum += f64::from(grad.sqr()?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+            }
+        }
+        Ok(sum.sqrt())
+    }
+
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// Adam's moments under names of their own; empty for SGD.
+    pub fn state(&self) -> HashMap<String, Tensor> {
+        let mut state = HashMap::new();
+        for ((name, _), [first, second]) in self.vars.iter().zip(self.moments.iter().flatten()) {
+            state.insert(format!("adam.first.{name}"), first.clone());
+            state.insert(format!("adam.second.{name}"), second.clone());
+        }
+        state
+    }
+
+    pub fn load_state(&mut self, tensors: &HashMap<String, Tensor>, steps: usize) -> Result<()> {
+        let get =
+            |name: String| tensors.get(&name).cloned().ok_or_else(|| format!("the checkpoint has no tensor {name}"));
+        for ((name, _), moments) in self.vars.iter().zip(self.moments.iter_mut().flatten()) {
+            *moments = [get(format!("adam.first.{name}"))?, get(format!("adam.second.{name}"))?];
+        }
+        self.steps = steps;
+        Ok(())
+    }
+}

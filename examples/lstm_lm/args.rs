@@ -1,0 +1,169 @@
+//! The flags, and the defaults that train out of the box: one set for the built-in language, one for real text.
+
+use crate::common::{device::DeviceKind, optimizer::OptimizerKind, Result};
+use crate::model::{HeadKind, Sizes};
+use crate::train::Recipe;
+use clap::{Parser, ValueEnum};
+use std::path::{Path, PathBuf};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum HeadChoice {
+    Softmax,
+    Moc,
+    Mos,
+    All,
+}
+
+/// Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
+#[derive(Debug, Parser)]
+pub struct Args {
+    /// Folder with train.txt, valid.txt and perhaps test.txt (whitespace tokens); without it, a built-in language
+    #[arg(long, value_name = "DIR")]
+    pub data: Option<PathBuf>,
+    #[arg(long, value_enum, default_value = "all")]
+    pub head: HeadChoice,
+    /// Epochs in all, those of a resumed checkpoint included [default: 6; real text: 3]
+    #[arg(long)]
+    pub epochs: Option<usize>,
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Mixture components K [default: 4; real text: 5]
+    #[arg(long, value_parser = positive)]
+    pub components: Option<usize>,
+    /// LSTM units per layer [default: 16; real text: 220]
+    #[arg(long, value_parser = positive)]
+    pub hidden: Option<usize>,
+    /// Embedding size [default: as --hidden]
+    #[arg(long, value_parser = positive)]
+    pub embedding: Option<usize>,
+    /// Context size of the mixtures [default: what gives the softmax's number of parameters]
+    #[arg(long, value_parser = positive)]
+    pub context: Option<usize>,
+    #[arg(long, default_value_t = 1, value_parser = positive)]
+    pub layers: usize,
+    /// Streams read side by side [default: 32; real text: 20]
+    #[arg(long, value_parser = positive)]
+    pub batch: Option<usize>,
+    /// Steps of backpropagation through time [default: 16; real text: 35]
+    #[arg(long, value_parser = positive)]
+    pub bptt: Option<usize>,
+    /// Learning rate at the start [default: adam 0.01, real text 0.001; sgd 20]
+    #[arg(long, value_parser = above_zero)]
+    pub lr: Option<f64>,
+    /// Factor of the learning rate per epoch, applied smoothly [default: 0.5; real text: 0.5]
+    #[arg(long, value_parser = above_zero)]
+    pub decay: Option<f64>,
+    /// [default: adam; real text: sgd]
+    #[arg(long, value_enum)]
+    pub optimizer: Option<OptimizerKind>,
+    /// Largest global gradient norm, 0 for none [default: 1; real text: 0.25]
+    #[arg(long, value_parser = not_negative)]
+    pub clip: Option<f64>,
+    /// Locked dropout on LSTM inputs, hidden states and contexts; the contexts' masks are not seeded on the CPU
+    #[arg(long, default_value_t = 0.0, value_parser = below_one)]
+    pub dropout: f64,
+    /// After every epoch, write DIR/HEAD.safetensors, or this file if it ends in .safetensors
+    #[arg(long, value_name = "FILE_OR_DIR")]
+    pub save: Option<PathBuf>,
+    /// Go on from a checkpoint [without a value: from where --save writes]
+    #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1, default_missing_value = "")]
+    pub resume: Option<PathBuf>,
+    /// Print so many tokens sampled from each model
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub generate: usize,
+    /// Draw the learning curves into this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub plot: Option<PathBuf>,
+    /// End stdout with one line of JSON
+    #[arg(long)]
+    pub json: bool,
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub device: DeviceKind,
+}
+
+impl Args {
+    pub fn heads(&self) -> Vec<HeadKind> {
+        match self.head {
+            HeadChoice::Softmax => vec![HeadKind::Softmax],
+            HeadChoice::Moc => vec![HeadKind::Moc],
+            HeadChoice::Mos => vec![HeadKind::Mos],
+            HeadChoice::All => HeadKind::ALL.to_vec(),
+        }
+    }
+
+    pub fn sizes(&self, vocab: usize) -> Sizes {
+        let (hidden, components) = if self.data.is_none() { (16, 4) } else { (220, 5) };
+        let hidden = self.hidden.unwrap_or(hidden);
+        let components = self.components.unwrap_or(components);
+        let context = self.context.unwrap_or_else(|| Sizes::equal_context(vocab, hidden, components));
+        Sizes { vocab, embedding: self.embedding.unwrap_or(hidden), hidden, layers: self.layers, context, components }
+    }
+
+    pub fn recipe(&self) -> Recipe {
+        let text = self.data.is_some();
+        let optimizer = self.optimizer.unwrap_or(if text { OptimizerKind::Sgd } else { OptimizerKind::Adam });
+        let lr = match optimizer {
+            OptimizerKind::Sgd => 20.0,
+            OptimizerKind::Adam if text => 0.001,
+            OptimizerKind::Adam => 0.01,
+        };
+        Recipe {
+            epochs: self.epochs.unwrap_or(if text { 3 } else { 6 }),
+            batch: self.batch.unwrap_or(if text { 20 } else { 32 }),
+            bptt: self.bptt.unwrap_or(if text { 35 } else { 16 }),
+            lr: self.lr.unwrap_or(lr),
+            decay: self.decay.unwrap_or(0.5),
+            clip: self.clip.unwrap_or(if text { 0.25 } else { 1.0 }),
+            optimizer,
+            seed: self.seed,
+        }
+    }
+
+    pub fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
+        self.save.as_deref().map(|path| self.checkpoint(path, "--save", kind)).transpose()
+    }
+
+    pub fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
+        match self.resume.as_deref() {
+            Some(path) if path.as_os_str().is_empty() => match self.save_path(kind)? {
+                None => Err("--resume without a path needs --save".into()),
+                path => Ok(path),
+            },
+            path => path.map(|path| self.checkpoint(path, "--resume", kind)).transpose(),
+        }
+    }
+
+    fn checkpoint(&self, path: &Path, flag: &str, kind: HeadKind) -> Result<PathBuf> {
+        if path.extension().is_none_or(|extension| extension != "safetensors") {
+            return Ok(path.join(format!("{}.safetensors", kind.name())));
+        }
+        if self.head == HeadChoice::All {
+            return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
+        }
+        Ok(path.to_owned())
+    }
+}
+
+fn parse<T: std::str::FromStr>(
+    value: &str,
+    wanted: &str,
+    valid: impl Fn(&T) -> bool,
+) -> std::result::Result<T, String> {
+    value.parse().ok().filter(valid).ok_or_else(|| format!("expected {wanted}"))
+}
+
+fn positive(value: &str) -> std::result::Result<usize, String> {
+    parse(value, "a whole number of at least 1", |&x| x > 0)
+}
+
+fn above_zero(value: &str) -> std::result::Result<f64, String> {
+    parse(value, "a number above 0", |&x: &f64| x > 0.0 && x.is_finite())
+}
+
+fn not_negative(value: &str) -> std::result::Result<f64, String> {
+    parse(value, "a number of at least 0", |&x: &f64| x >= 0.0 && x.is_finite())
+}
+
+fn below_one(value: &str) -> std::result::Result<f64, String> {
+    parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))
+}

@@ -1,0 +1,109 @@
+//! Texts as token ids: whitespace-separated files, their vocabulary, and what is known about them.
+
+use crate::common::Result;
+use std::collections::HashMap;
+use std::path::Path;
+
+pub const END_OF_SENTENCE: &str = "<eos>";
+const UNKNOWN: &str = "<unk>";
+
+/// Every text starts with one token that is only read; all others are targets.
+pub struct Corpus {
+    pub name: String,
+    pub words: Vec<String>,
+    pub train: Vec<u32>,
+    pub valid: Vec<u32>,
+    pub test: Option<Vec<u32>>,
+    /// Mean entropy of the true next-token distribution over the targets of `valid`, in nats.
+    pub entropy: Option<f64>,
+}
+
+impl Corpus {
+    /// Reads train.txt, valid.txt and, if it is there, test.txt: one sentence per line.
+    pub fn from_folder(folder: &Path) -> Result<Self> {
+        let mut vocabulary = Vocabulary::default();
+        let train = vocabulary.encode(&read(&folder.join("train.txt"))?, true);
+        let valid = vocabulary.encode(&read(&folder.join("valid.txt"))?, false);
+        let test = folder.join("test.txt");
+        let test = match test.exists() {
+            true => Some(vocabulary.encode(&read(&test)?, false)),
+            false => None,
+        };
+        for (text, file) in [(Some(&train), "train.txt"), (Some(&valid), "valid.txt"), (test.as_ref(), "test.txt")] {
+            if text.is_some_and(|text| text.len() < 2) {
+                return Err(format!("{} is empty", folder.join(file).display()).into());
+            }
+        }
+        let name = folder.display().to_string();
+        Ok(Self { name, words: vocabulary.words, train, valid, test, entropy: None })
+    }
+
+    /// Token ids as readable text, one sentence per line.
+    pub fn decode(&self, tokens: &[u32]) -> String {
+        let words = tokens.iter().map(|&token| self.words[token as usize].as_str());
+        let lines = words.collect::<Vec<_>>().join(" ").replace(&format!(" {END_OF_SENTENCE} "), "\n");
+        lines.trim_end_matches(END_OF_SENTENCE).trim().to_owned()
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()).into())
+}
+
+/// Words in the order in which they were first seen.
+#[derive(Default)]
+struct Vocabulary {
+    words: Vec<String>,
+    ids: HashMap<String, u32>,
+}
+
+impl Vocabulary {
+    /// `<eos>`, then the words of each line followed by `<eos>`. With `grow`, new words are added; without, they become
+    /// `<unk>` where the vocabulary has it and are added where not.
+    fn encode(&mut self, text: &str, grow: bool) -> Vec<u32> {
+        let unknown = if grow { None } else { self.ids.get(UNKNOWN).copied() };
+        let mut tokens = vec![self.id(END_OF_SENTENCE, None)];
+        for line in text.lines() {
+            for word in line.split_whitespace().chain([END_OF_SENTENCE]) {
+                tokens.push(self.id(word, unknown));
+            }
+        }
+        tokens
+    }
+
+    fn id(&mut self, word: &str, unknown: Option<u32>) -> u32 {
+        if let Some(id) = self.ids.get(word).copied().or(unknown) {
+            return id;
+        }
+        let id = self.words.len() as u32;
+        self.words.push(word.to_owned());
+        self.ids.insert(word.to_owned(), id);
+        id
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unseen_words_become_unk_where_train_has_it() {
+        let mut vocabulary = Vocabulary::default();
+        assert_eq!(vocabulary.encode("a <unk> a\nb", true), [0, 1, 2, 1, 0, 3, 0]);
+        assert_eq!(vocabulary.encode("b c", false), [0, 3, 2, 0]);
+    }
+
+    #[test]
+    fn unseen_words_are_added_where_train_has_no_unk() {
+        let mut vocabulary = Vocabulary::default();
+        vocabulary.encode("a b", true);
+        assert_eq!(vocabulary.encode("b c", false), [0, 2, 3, 0]);
+        assert_eq!(vocabulary.words, ["<eos>", "a", "b", "c"]);
+    }
+
+    #[test]
+    fn a_missing_file_is_an_error_that_names_it() {
+        let error = Corpus::from_folder(Path::new("no-such-folder")).err().expect("must fail").to_string();
+        assert!(error.contains("train.txt"), "{error}");
+    }
+}

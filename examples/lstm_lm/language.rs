@@ -1,0 +1,186 @@
+//! A built-in language whose next-token distribution is known: a random mixture of softmaxes over the current token.
+//!
+//! P(next | current) = sum_k pi_k(current) softmax(E c_k(current)) with 4 components in 8 dimensions over 512 tokens. A
+//! mixture's logarithm is no low-rank matrix, so one softmax over few dimensions cannot reach its entropy.
+
+use crate::corpus::Corpus;
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+const VOCAB: usize = 512;
+const COMPONENTS: usize = 4;
+const CONTEXT: usize = 8;
+const SHARPNESS: f64 = 1.05;
+const LANGUAGE_SEED: u64 = 1711;
+
+pub struct Teacher {
+    /// Row `current`: the distribution of the next token.
+    probabilities: Vec<f64>,
+}
+
+impl Teacher {
+    /// The same language every time.
+    pub fn new() -> Self {
+        let mut rng = StdRng::seed_from_u64(LANGUAGE_SEED);
+        let mut normal = || -> f64 {
+            let (u, v): (f64, f64) = (rng.random(), rng.random());
+            (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()
+        };
+        let family: u32 = std::env::var("FAMILY").map(|x| x.parse().unwrap()).unwrap_or(0);
+        let sharp: f64 = std::env::var("SHARP").map(|x| x.parse().unwrap()).unwrap_or(SHARPNESS);
+        let embedding: Vec<f64> = (0..VOCAB * CONTEXT).map(|_| normal()).collect();
+        let maps: Vec<f64> = (0..COMPONENTS * CONTEXT * CONTEXT).map(|_| normal() / (CONTEXT as f64).sqrt()).collect();
+        let psharp: f64 = std::env::var("PSHARP").map(|x| x.parse().unwrap()).unwrap_or(1.0);
+        let pm: Vec<f64> = (0..COMPONENTS * CONTEXT).map(|_| normal() / (CONTEXT as f64).sqrt()).collect();
+        let mut probabilities = vec![0.0; VOCAB * VOCAB];
+        for row in probabilities.chunks_mut(VOCAB) {
+            let token: Vec<f64> = (0..CONTEXT).map(|_| normal()).collect();
+            let priors = if family < 2 {
+                softmax((0..COMPONENTS).map(|_| normal()).collect())
+            } else {
+                softmax((0..COMPONENTS).map(|k| psharp * dot(&pm[k * CONTEXT..][..CONTEXT], &token)).collect())
+            };
+            for (k, prior) in priors.into_iter().enumerate() {
+                let context: Vec<f64> = (0..CONTEXT)
+                    .map(|i| {
+                        sharp
+                            * if family == 0 {
+                                normal()
+                            } else {
+                                {
+                                    let x = dot(&maps[(k * CONTEXT + i) * CONTEXT..][..CONTEXT], &token);
+                                    if family == 3 {
+                                        x.tanh()
+                                    } else {
+                                        x
+                                    }
+                                }
+                            }
+                    })
+                    .collect();
+                let logits = embedding.chunks(CONTEXT).map(|next| dot(next, &context)).collect();
+                for (p, component) in row.iter_mut().zip(softmax(logits)) {
+                    *p += prior * component;
+                }
+            }
+        }
+        Self { probabilities }
+    }
+
+    pub fn row(&self, current: u32) -> &[f64] {
+        &self.probabilities[current as usize * VOCAB..][..VOCAB]
+    }
+
+    /// Texts of this language with the given numbers of targets, and the exact entropy of the second.
+    pub fn corpus(&self, train: usize, valid: usize, seed: u64) -> Corpus {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let train = self.text(train, &mut rng);
+        let valid = self.text(valid, &mut rng);
+        let entropy = Some(self.entropy(&valid[..valid.len() - 1]));
+        let words = (0..VOCAB).map(word).collect();
+        Corpus { name: "the built-in language".into(), words, train, valid, test: None, entropy }
+    }
+
+    /// A start token and `targets` more.
+    fn text(&self, targets: usize, rng: &mut StdRng) -> Vec<u32> {
+        let mut cumulative = self.probabilities.clone();
+        for row in cumulative.chunks_mut(VOCAB) {
+            let mut sum = 0.0;
+            row.iter_mut().for_each(|p| {
+                sum += *p;
+                *p = sum;
+            });
+        }
+        let mut text = vec![0];
+        for i in 0..targets {
+            let row = &cumulative[text[i] as usize * VOCAB..][..VOCAB];
+            let u = rng.random::<f64>() * row[VOCAB - 1];
+            text.push(row.partition_point(|&p| p <= u).min(VOCAB - 1) as u32);
+        }
+        text
+    }
+
+    /// Mean entropy of the next token after each of `contexts`, in nats.
+    fn entropy(&self, contexts: &[u32]) -> f64 {
+        let rows: Vec<f64> =
+            self.probabilities.chunks(VOCAB).map(|row| -row.iter().map(|p| p * p.ln()).sum::<f64>()).collect();
+        contexts.iter().map(|&token| rows[token as usize]).sum::<f64>() / contexts.len() as f64
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn softmax(logits: Vec<f64>) -> Vec<f64> {
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = logits.into_iter().map(|z| (z - max).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    weights.into_iter().map(|w| w / sum).collect()
+}
+
+/// A pronounceable name of two syllables for each token.
+fn word(token: usize) -> String {
+    let syllable =
+        |i: usize| [["b", "d", "k", "l", "m", "n", "s", "t"][i / 4 % 8], ["a", "e", "i", "o"][i % 4]].concat();
+    syllable(token / 32) + &syllable(token % 32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_distributions() {
+        let teacher = Teacher::new();
+        for current in 0..VOCAB as u32 {
+            let row = teacher.row(current);
+            assert!(row.iter().all(|&p| p > 0.0));
+            assert!((row.iter().sum::<f64>() - 1.0).abs() < 1e-12);
+        }
+    }
+
+    /// Gaussian elimination with full pivoting, stopped where the pivot falls below a thousandth of the first.
+    #[test]
+    fn log_probabilities_have_a_rank_far_above_the_context_size() {
+        let mut matrix: Vec<Vec<f64>> =
+            Teacher::new().probabilities.chunks(VOCAB).map(|row| row.iter().map(|p| p.ln()).collect()).collect();
+        let mut rank = 0;
+        let mut first = 0.0;
+        while rank < VOCAB {
+            let positions = (rank..VOCAB).flat_map(|i| (rank..VOCAB).map(move |j| (i, j)));
+            let size = |&(i, j): &(usize, usize)| f64::abs(matrix[i][j]);
+            let (i, j) = positions.max_by(|a, b| size(a).total_cmp(&size(b))).expect("not empty");
+            let pivot = size(&(i, j));
+            first = f64::max(first, pivot);
+            if pivot < 1e-3 * first {
+                break;
+            }
+            matrix.swap(rank, i);
+            matrix.iter_mut().for_each(|row| row.swap(rank, j));
+            let (done, rest) = matrix.split_at_mut(rank + 1);
+            for row in rest {
+                let factor = row[rank] / done[rank][rank];
+                row.iter_mut().zip(&done[rank]).skip(rank).for_each(|(x, p)| *x -= factor * p);
+            }
+            rank += 1;
+        }
+        println!("rank {rank}");
+        assert!(rank > 10 * CONTEXT, "rank {rank}");
+    }
+
+    #[test]
+    fn a_text_has_the_likelihood_of_its_entropy() {
+        let teacher = Teacher::new();
+        let corpus = teacher.corpus(10, 200_000, 3);
+        let nll =
+            corpus.valid.windows(2).map(|pair| -teacher.row(pair[0])[pair[1] as usize].ln()).sum::<f64>() / 200_000.0;
+        let entropy = corpus.entropy.expect("known");
+        assert!((nll - entropy).abs() < 0.02, "{nll} against {entropy}");
+    }
+
+    #[test]
+    fn words_differ() {
+        let words: std::collections::HashSet<String> = (0..VOCAB).map(word).collect();
+        assert_eq!(words.len(), VOCAB);
+    }
+}

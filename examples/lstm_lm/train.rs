@@ -1,0 +1,68 @@
+//! One epoch of training, and the evaluation that counts every target once.
+
+use crate::batches::{Batches, IGNORED};
+use crate::common::{optimizer::Optimizer, optimizer::OptimizerKind, Result};
+use crate::model::LanguageModel;
+use indicatif::ProgressBar;
+use mos_head::LossOptions;
+use rand::{rngs::StdRng, SeedableRng};
+
+/// How to train; `lr` falls by the factor `decay` per epoch, a little at every step.
+#[derive(Clone, Debug)]
+pub struct Recipe {
+    pub epochs: usize,
+    pub batch: usize,
+    pub bptt: usize,
+    pub lr: f64,
+    pub decay: f64,
+    pub clip: f64,
+    pub optimizer: OptimizerKind,
+    pub seed: u64,
+}
+
+/// Trains on all of `text`, carrying the state from window to window, and gives the mean NLL met on the way.
+pub fn train_epoch(
+    model: &LanguageModel,
+    optimizer: &mut Optimizer,
+    text: &[u32],
+    epoch: usize,
+    recipe: &Recipe,
+    bar: &ProgressBar,
+) -> Result<f64> {
+    let options = LossOptions::new().with_ignore_index(IGNORED);
+    let mut rng = StdRng::seed_from_u64(recipe.seed ^ (epoch as u64) << 32);
+    let mut states = model.start(recipe.batch)?;
+    let batches = Batches::new(text, recipe.batch, recipe.bptt);
+    let windows = batches.windows();
+    let (mut sum, mut count) = (0.0, 0.0);
+    for (i, window) in batches.enumerate() {
+        let (inputs, targets) = window.tensors(model.device())?;
+        let hidden = model.hidden(&inputs, &mut states, Some(&mut rng))?;
+        let loss = model.head().loss(&hidden, &targets, &options)?;
+        let lr = recipe.lr * recipe.decay.powf(epoch as f64 + i as f64 / windows as f64);
+        let warm = crate::model::env("WARM", 0.0);
+        let lr = lr * ((optimizer.steps() as f64 + 1.0) / warm.max(1.0)).min(1.0);
+        optimizer.step(&loss.backward()?, lr, recipe.clip)?;
+        sum += f64::from(loss.sum.to_scalar::<f32>()?);
+        count += window.tokens() as f64;
+        bar.set_message(format!("perplexity {:.1}", (sum / count).exp()));
+        bar.inc(1);
+    }
+    Ok(sum / count)
+}
+
+/// Mean NLL of the targets of `text`, read in 10 streams.
+pub fn evaluate(model: &LanguageModel, text: &[u32], bptt: usize) -> Result<f64> {
+    const STREAMS: usize = 10;
+    let options = LossOptions::evaluation().with_ignore_index(IGNORED);
+    let mut states = model.start(STREAMS)?;
+    let (mut sum, mut count) = (0.0, 0.0);
+    for window in Batches::new(text, STREAMS, bptt) {
+        let (inputs, targets) = window.tensors(model.device())?;
+        let hidden = model.hidden(&inputs, &mut states, None)?;
+        let loss = model.head().loss(&hidden, &targets, &options)?;
+        sum += f64::from(loss.sum.to_scalar::<f32>()?);
+        count += window.tokens() as f64;
+    }
+    Ok(sum / count)
+}

@@ -1,0 +1,186 @@
+//! The comparison itself: it must let honest rounding pass, and reject every wrong kernel here, in every dtype.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Result};
+use common::case::{upstream, Case, Head, Sizes};
+use common::check::{backward, gradients, numbers};
+use common::compare::{compare, Errors, Tolerance};
+use common::composed::Operands;
+use common::objective::Objective;
+use common::reference::{truth, Truth};
+
+const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+const SIZES: Sizes = Sizes::new(6, 6, 3, 29);
+
+/// A case, what is true of it, and what the composed form makes of it.
+struct Trial {
+    dtype: DType,
+    case: Case,
+    truth: Truth,
+    composed: BTreeMap<&'static str, Vec<f64>>,
+}
+
+impl Trial {
+    fn new(dtype: DType) -> Result<Self> {
+        let mut case = Case::random(Head::Mixture, SIZES, &[12], 3).rounded(dtype)?;
+        // The last word is nobody's target.
+        let vocab = SIZES.vocab as i64;
+        case.targets.iter_mut().for_each(|y| *y %= vocab - 1);
+        let tensors = case.variables(dtype, &Device::Cpu)?;
+        let operands = Operands::project(case.head, &tensors, case.activation)?;
+        let (value, nll) = operands.loss(&case.targets, &Objective::default())?;
+        let store = backward(&value, &upstream(1, 0)).expect("backward");
+        let mut composed = gradients(&store, &tensors);
+        composed.insert("nll", numbers(&nll));
+        Ok(Self { dtype, truth: answer(&case), case, composed })
+    }
+
+    /// What the comparison says of each array of `got`: errors are rejections.
+    fn judge(&self, got: &Truth) -> Vec<std::result::Result<Errors, String>> {
+        let nll = (&got.nll, &self.truth.nll, "nll", Tolerance::value(self.dtype));
+        let gradient = |(name, gradient)| {
+            let tolerance = Tolerance::gradient(self.dtype);
+            (gradient, &self.truth.gradients[name], *name, tolerance)
+        };
+        std::iter::once(nll)
+            .chain(got.gradients.iter().map(gradient))
+            .map(|(got, truth, name, tolerance)| {
+                compare(got, truth, self.composed.get(name).map(Vec::as_slice), tolerance)
+            })
+            .collect()
+    }
+
+    fn assert_rejects(&self, mutant: &Truth, what: &str) {
+        assert!(self.judge(mutant).iter().any(|verdict| verdict.is_err()), "{what} passes in {:?}", self.dtype);
+    }
+
+    /// The case with one number of an operand replaced.
+    fn with(&self, name: &str, index: usize, value: f64) -> Case {
+        let mut case = self.case.clone();
+        case.values.get_mut(name).expect(name)[index] = value;
+        case
+    }
+}
+
+fn answer(case: &Case) -> Truth {
+    truth(case, &Objective::default(), &upstream(1, 0))
+}
+
+#[test]
+fn honest_rounding_passes() -> Result<()> {
+    for dtype in DTYPES {
+        let trial = Trial::new(dtype)?;
+        let mut rounded = trial.truth.clone();
+        rounded.nll.clone_from(&trial.composed["nll"]);
+        for (name, gradient) in &mut rounded.gradients {
+            gradient.clone_from(&trial.composed[name]);
+        }
+        for verdict in trial.judge(&rounded) {
+            verdict.expect("the composed form is within twice its own error");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_dropped_vocabulary_column_is_rejected() -> Result<()> {
+    for dtype in DTYPES {
+        let trial = Trial::new(dtype)?;
+        let last = SIZES.vocab - 1;
+        let mutant = answer(&trial.with("decoder.bias", last, f64::NEG_INFINITY));
+        trial.assert_rejects(&mutant, "a dropped last column");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_dropped_component_is_rejected() -> Result<()> {
+    for dtype in DTYPES {
+        let trial = Trial::new(dtype)?;
+        for component in 0..SIZES.components {
+            let mut case = trial.case.clone();
+            let log_priors = case.values.get_mut("log_priors").expect("log_priors");
+            for token in log_priors.chunks_mut(SIZES.components) {
+                token[component] = f64::NEG_INFINITY;
+            }
+            trial.assert_rejects(&answer(&case), "a dropped component");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_bias_added_twice_is_rejected() -> Result<()> {
+    for dtype in DTYPES {
+        let trial = Trial::new(dtype)?;
+        let mutant = answer(&trial.case.clone().scaled("decoder.bias", 2.0));
+        trial.assert_rejects(&mutant, "a bias added twice");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_gradient_of_one_operand_zeroed_is_rejected() -> Result<()> {
+    for dtype in DTYPES {
+        let trial = Trial::new(dtype)?;
+        for name in trial.case.values.keys() {
+            let mut mutant = trial.truth.clone();
+            let gradient = mutant.gradients.get_mut(name).expect(name);
+            gradient.fill(0.0);
+            trial.assert_rejects(&mutant, &format!("a zero gradient of {name}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_gradient_that_misses_one_token_is_rejected() -> Result<()> {
+    for dtype in DTYPES {
+        let trial = Trial::new(dtype)?;
+        for t in 0..trial.case.rows() {
+            let objective = Objective {
+                token_weights: Some((0..12).map(|i| f64::from(u8::from(i != t))).collect()),
+                reduction: mos_head::Reduction::Sum,
+                ..Objective::default()
+            };
+            let upstream = [upstream(1, 0)[0] / trial.truth.count];
+            let mut mutant = truth(&trial.case, &objective, &upstream);
+            mutant.nll.clone_from(&trial.truth.nll);
+            trial.assert_rejects(&mutant, &format!("gradients without token {t}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_misplaced_nan_or_infinity_is_rejected() {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let tolerance = Tolerance::value(DType::BF16);
+    let passes = |got: &[f64], truth: &[f64]| compare(got, truth, None, tolerance).is_ok();
+    assert!(passes(&[1.0, nan, inf, -inf], &[1.0, nan, inf, -inf]));
+    assert!(!passes(&[nan, 1.0], &[1.0, nan]), "a NaN moved");
+    assert!(!passes(&[1.0, 1.0], &[1.0, nan]), "a NaN lost");
+    assert!(!passes(&[nan, 1.0], &[1.0, 1.0]), "a NaN made");
+    assert!(!passes(&[-inf], &[inf]), "the other infinity");
+    assert!(!passes(&[nan], &[inf]), "a NaN for an infinity");
+    assert!(!passes(&[f64::MAX], &[inf]), "a large number for an infinity");
+    assert!(!passes(&[1.0], &[1.0, 1.0]), "a missing number");
+}
+
+#[test]
+fn an_undefined_composed_form_leaves_the_ceiling() {
+    let tolerance = Tolerance::value(DType::F32);
+    let judge = |got: f64| compare(&[got], &[1.0], Some(&[f64::NAN]), tolerance);
+    assert!(judge(1.0 + 1e-6).is_ok());
+    assert!(judge(1.0 + 1e-3).is_err());
+}
+
+#[test]
+fn the_message_shows_the_first_mismatches() {
+    let message = compare(&[1.0, 2.0], &[1.0, 3.0], None, Tolerance::value(DType::F64)).unwrap_err();
+    assert!(message.contains("[1] got 2e0, expected 3e0"), "{message}");
+    assert!(message.contains("1 of 2"), "{message}");
+}

@@ -1,0 +1,157 @@
+//! Locked dropout of the contexts: one mask for each sequence, the same at all its steps; the mean is kept; none in evaluation.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var};
+use common::check::numbers;
+use common::on_each_device;
+use mos_head::{
+    Activation, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer,
+    Reduction, Result,
+};
+
+/// What the one context is before dropout, and the logit of word 0 against word 1 too.
+const CONTEXT: f64 = 1.25;
+
+/// Heads whose context is always `CONTEXT`, one number, and whose words have logits `context` and 0, so that the loss
+/// of word 0 tells what the context was.
+fn heads(dropout: f64, device: &Device) -> Result<[Box<dyn OutputLayer>; 2]> {
+    let bias = Tensor::new(&[CONTEXT as f32], device)?;
+    heads_with(&bias, dropout)
+}
+
+fn heads_with(latent_bias: &Tensor, dropout: f64) -> Result<[Box<dyn OutputLayer>; 2]> {
+    let tensor = |values: &[f32], shape: &[usize]| Tensor::from_slice(values, shape, latent_bias.device());
+    let tensors = || -> Result<MixtureTensors> {
+        Ok(MixtureTensors {
+            prior_weight: tensor(&[0.0], &[1, 1])?,
+            prior_bias: None,
+            latent_weight: tensor(&[0.0], &[1, 1])?,
+            latent_bias: latent_bias.clone(),
+            decoder_weight: tensor(&[1.0, 0.0], &[2, 1])?,
+            decoder_bias: None,
+        })
+    };
+    let identity = Activation::Identity;
+    Ok([
+        Box::new(MixtureOfContexts::from_tensors(tensors()?, identity)?.with_dropout(dropout)?),
+        Box::new(MixtureOfSoftmaxes::from_tensors(tensors()?, identity)?.with_dropout(dropout)?),
+    ])
+}
+
+/// The context of every token, `[batch, seq]`, as the loss saw it.
+fn contexts(
+    head: &dyn OutputLayer,
+    (batch, seq): (usize, usize),
+    options: &LossOptions,
+    device: &Device,
+) -> Result<Vec<Vec<f64>>> {
+    let hidden = Tensor::ones((batch, seq, 1), DType::F32, device)?;
+    let targets = Tensor::zeros((batch, seq), DType::U32, device)?;
+    let loss = head.loss(&hidden, &targets, options)?;
+    let seen: Vec<f64> = numbers(&loss.nll).into_iter().map(context).collect();
+    Ok(seen.chunks(seq).map(<[f64]>::to_vec).collect())
+}
+
+/// The context of which word 0 has this negative log-likelihood.
+fn context(nll: f64) -> f64 {
+    -(nll.exp() - 1.0).ln()
+}
+
+on_each_device! {
+    fn one_mask_is_shared_over_time_and_sequences_have_their_own(device: &Device) -> Result<()> {
+        const DROPOUT: f64 = 0.3;
+        let (batch, seq) = (4000, 5);
+        for head in heads(DROPOUT, device)? {
+            let seen = contexts(head.as_ref(), (batch, seq), &LossOptions::new(), device)?;
+            let mut dropped = 0;
+            for sequence in &seen {
+                assert!(sequence.iter().all(|&c| c == sequence[0]), "{head:?}: one sequence, several masks: {sequence:?}");
+                let kept = CONTEXT / (1.0 - DROPOUT);
+                dropped += usize::from(sequence[0].abs() < 1e-4);
+                let is_masked = sequence[0].abs() < 1e-4 || (sequence[0] - kept).abs() < 1e-4;
+                assert!(is_masked, "{head:?}: {} is neither 0 nor {kept}", sequence[0]);
+            }
+            // Binomial, within six standard deviations; so the mean of the contexts is kept too.
+            let rate = dropped as f64 / batch as f64;
+            let deviation = (DROPOUT * (1.0 - DROPOUT) / batch as f64).sqrt();
+            assert!((rate - DROPOUT).abs() < 6.0 * deviation, "{head:?} drops {rate}");
+        }
+        Ok(())
+    }
+
+    fn every_call_draws_a_new_mask(device: &Device) -> Result<()> {
+        for head in heads(0.5, device)? {
+            let ask = || contexts(head.as_ref(), (200, 1), &LossOptions::new(), device);
+            assert_ne!(ask()?, ask()?, "{head:?}");
+        }
+        Ok(())
+    }
+
+    fn elements_of_a_context_are_dropped_each_on_its_own(device: &Device) -> Result<()> {
+        // 2 components of width 3 with every context 1: the hidden gradient of the head tells nothing of masks, but the
+        // logits of one-hot decoder rows do.
+        let config = MixtureConfig::new(1, 3, 4, 2);
+        assert_eq!(config.dropout, 0.0);
+        let eye: Vec<f32> = (0..12).map(|i| if i % 4 == 0 { 1.0 } else { 0.0 }).collect();
+        let tensors = MixtureTensors {
+            prior_weight: Tensor::zeros((2, 1), DType::F32, device)?,
+            prior_bias: Some(Tensor::new(&[0_f32, -1e9], device)?),
+            latent_weight: Tensor::zeros((6, 1), DType::F32, device)?,
+            latent_bias: Tensor::ones(6, DType::F32, device)?,
+            decoder_weight: Tensor::from_vec(eye, (4, 3), device)?,
+            decoder_bias: None,
+        };
+        let head = MixtureOfSoftmaxes::from_tensors(tensors, Activation::Identity)?.with_dropout(0.5)?;
+        let (batch, hidden) = (500, Tensor::ones((500, 2, 1), DType::F32, device)?);
+        let log_probs = head.mixture(&hidden, true)?.log_probs()?;
+        let rows: Vec<Vec<f32>> = log_probs.narrow(1, 0, 1)?.squeeze(1)?.to_vec2()?;
+        // Words 0, 1, 2 see one element each, word 3 none: which of them are above word 3 is the mask of component 0.
+        let mask = |row: &Vec<f32>| (0..3).map(|v| u8::from(row[v] > row[3] + 1.0) << v).sum::<u8>();
+        let mut counts = [0; 8];
+        rows.iter().for_each(|row| counts[usize::from(mask(row))] += 1);
+        let expected = batch as f64 / 8.0;
+        let limit = 6.0 * (expected * 7.0 / 8.0).sqrt();
+        for (mask, &count) in counts.iter().enumerate() {
+            assert!((f64::from(count) - expected).abs() < limit, "mask {mask:03b} came {count} times of {batch}");
+        }
+        Ok(())
+    }
+
+    fn the_gradient_goes_through_the_mask_of_its_loss(device: &Device) -> Result<()> {
+        let bias = Var::from_tensor(&Tensor::new(&[CONTEXT as f32], device)?)?;
+        for reduction in [Reduction::Sum, Reduction::None] {
+            for head in heads_with(bias.as_tensor(), 0.5)? {
+                let hidden = Tensor::ones((20, 1, 1), DType::F32, device)?;
+                let targets = Tensor::zeros((20, 1), DType::U32, device)?;
+                let loss = head.loss(&hidden, &targets, &LossOptions::new().with_reduction(reduction))?;
+                let got = numbers(loss.backward()?.get(bias.as_tensor()).expect("a gradient of the latent bias"))[0];
+                // The loss is log(1 + exp(-c)) with c the bias times its mask.
+                let slope = |nll: f64| -(1.0 - (-nll).exp()) * context(nll) / CONTEXT;
+                let expected: f64 = numbers(&loss.nll).into_iter().map(slope).sum();
+                assert!((got - expected).abs() < 1e-4, "{head:?} {reduction:?}: {got} is not {expected}");
+            }
+        }
+        Ok(())
+    }
+
+    fn dropout_is_off_in_evaluation_and_in_log_probs(device: &Device) -> Result<()> {
+        for head in heads(0.5, device)? {
+            let seen = contexts(head.as_ref(), (50, 2), &LossOptions::evaluation(), device)?;
+            assert!(seen.iter().flatten().all(|c| (c - CONTEXT).abs() < 1e-5), "{head:?}");
+            let log_probs = head.log_probs(&Tensor::ones((50, 2, 1), DType::F32, device)?)?;
+            let expected = -(1.0 + (-CONTEXT).exp()).ln();
+            let first = numbers(&log_probs.narrow(2, 0, 1)?);
+            assert!(first.iter().all(|x| (x - expected).abs() < 1e-5), "{head:?}");
+        }
+        Ok(())
+    }
+
+    fn no_dropout_draws_nothing(device: &Device) -> Result<()> {
+        for head in heads(0.0, device)? {
+            let seen = contexts(head.as_ref(), (50, 2), &LossOptions::new(), device)?;
+            assert!(seen.iter().flatten().all(|c| (c - CONTEXT).abs() < 1e-5), "{head:?}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,346 @@
+//! The edges of what a mixture is: smallest and largest sizes, every rank and layout, numbers at every scale, infinities.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var, D};
+use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
+use common::check::{backward, build, gradients, numbers, Check, Layer};
+use common::compare::{assert_close, Tolerance};
+use common::objective::Objective;
+use common::{dtypes, exact, on_each_device};
+use mos_head::{LossOptions, Mixture, OutputLayer, Reduction, Result};
+
+const SIZES: Sizes = Sizes::new(5, 3, 3, 7);
+
+/// Both dtypes that a check can be strict about; one on a device that has no other.
+fn strict(device: &Device) -> impl Iterator<Item = DType> {
+    dtypes(device).iter().copied().filter(|d| d.size_in_bytes() >= 4)
+}
+
+on_each_device! {
+    fn every_size_from_one_up_equals_the_reference(device: &Device) -> Result<()> {
+        let sizes = [
+            Sizes::new(1, 1, 1, 1),
+            Sizes::new(1, 1, 3, 2),
+            Sizes::new(3, 1, 2, 5),
+            Sizes::new(5, 7, 1, 9),
+            Sizes::new(7, 5, 2, 1),
+            Sizes::new(4, 3, 32, 11),
+            Sizes::new(2, 17, 3, 129),
+            Sizes::new(31, 33, 2, 67),
+            Sizes::new(65, 63, 5, 257),
+        ];
+        for dtype in strict(device) {
+            for (seed, sizes) in (30..).zip(sizes) {
+                for rows in [1, 2, 5] {
+                    for head in ENTRIES {
+                        // One word has probability one: a gradient of exactly zero.
+                        let check = Check { least_scale: 1e-2, ..Check::new(dtype) };
+                        check.run(&Case::random(head, sizes, &[rows], seed), &Objective::default(), device)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_vocabulary_of_two_hundred_thousand_equals_the_reference(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            for head in ENTRIES {
+                let case = Case::random(head, Sizes::new(3, 2, 2, 200_000), &[2], 40);
+                Check::new(dtype).run(&case, &Objective::default(), device)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn many_tokens_in_many_chunks_equal_the_reference(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            for head in ENTRIES {
+                let case = Case::random(head, Sizes::new(5, 6, 3, 301), &[11, 37], 41);
+                let base = LossOptions::new().with_workspace_bytes(1 << 18);
+                let check = Check { base, ..Check::new(dtype) };
+                check.run(&case, &Objective::default(), device)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn any_number_of_leading_dimensions_is_taken(device: &Device) -> Result<()> {
+        let leads: [&[usize]; 6] = [&[], &[4], &[2, 3], &[2, 1, 3], &[1, 2, 1, 2], &[1, 1, 1, 1, 2]];
+        for lead in leads {
+            for head in ENTRIES {
+                for reduction in [Reduction::Mean, Reduction::None] {
+                    let case = Case::random(head, SIZES, lead, 42);
+                    Check::new(exact(device)).run(&case, &Objective::reduced(reduction), device)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn an_empty_batch_has_loss_zero_and_zero_gradients(device: &Device) -> Result<()> {
+        let leads: [&[usize]; 3] = [&[0], &[0, 5], &[3, 0]];
+        for dtype in strict(device) {
+            for lead in leads {
+                for head in ENTRIES {
+                    for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+                        let case = Case::random(head, SIZES, lead, 43);
+                        Check::new(dtype).run(&case, &Objective::reduced(reduction), device)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn an_all_ignored_batch_has_loss_zero_and_zero_gradients(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+                    let mut case = Case::random(head, SIZES, &[2, 3], 44);
+                    case.targets.fill(-100);
+                    let tensors = case.variables(dtype, device)?;
+                    let options = LossOptions::new()
+                        .with_reduction(reduction)
+                        .with_ignore_index(-100)
+                        .with_label_smoothing(0.1)
+                        .with_z_loss(0.1)
+                        .with_hits(true);
+                    let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
+                    for result in [&loss.value, &loss.sum, &loss.count, &loss.nll, loss.hits.as_ref().expect("hits")] {
+                        assert!(numbers(result).iter().all(|&x| x == 0.0), "{head:?} {reduction:?}: {result}");
+                    }
+                    let found = gradients(&loss.value.sum_all()?.backward()?, &tensors);
+                    assert_eq!(found.len(), tensors.len(), "{head:?}: every operand has a gradient");
+                    for (name, gradient) in found {
+                        assert!(gradient.iter().all(|&g| g == 0.0), "{head:?} {name}: {gradient:?}");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn logits_at_any_scale_equal_the_reference(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            for head in ENTRIES {
+                for scale in [1.0, 10.0, 100.0, 1e3, 1e4] {
+                    for name in ["decoder.weight", "decoder.bias"] {
+                        let case = Case::random(head, Sizes::new(9, 11, 3, 41), &[7], 45).scaled(name, scale);
+                        let check = Check { condition: scale, ..Check::new(dtype) };
+                        check.run(&case, &Objective::default(), device)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn words_of_probability_zero_equal_the_reference(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            for head in ENTRIES {
+                for label_smoothing in [0.0, 0.1] {
+                    let mut case = Case::random(head, Sizes::new(5, 6, 3, 40), &[7], 46);
+                    let impossible = [0, 1, 20, 39];
+                    for word in impossible {
+                        case.values.get_mut("decoder.bias").expect("decoder.bias")[word] = f64::NEG_INFINITY;
+                    }
+                    case.targets.iter_mut().for_each(|y| *y = 2 + *y % 17);
+                    // Smoothing gives these words mass unless their class weight takes it away.
+                    let class_weight = |word| if impossible.contains(&word) { 0.0 } else { 1.0 };
+                    let class_weights = (label_smoothing > 0.0).then(|| (0..40).map(class_weight).collect());
+                    let objective = Objective { label_smoothing, class_weights, ..Objective::default() };
+                    Check::new(dtype).run(&case, &objective, device)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn an_impossible_target_has_infinite_loss_and_spoils_no_other(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                let mut case = Case::random(head, SIZES, &[3], 47);
+                case.values.get_mut("decoder.bias").expect("decoder.bias")[2] = f64::NEG_INFINITY;
+                case.targets = vec![1, 2, 3];
+                let layer = Layer::new(&case, &case.constants(dtype, device)?)?;
+                let targets = case.target_tensor(device)?;
+                let loss = layer.loss(&targets, &LossOptions::evaluation())?;
+                assert_eq!(numbers(&loss.value), [f64::INFINITY], "{head:?}");
+                let nll = numbers(&loss.nll);
+                assert!(nll[0].is_finite() && nll[1] == f64::INFINITY && nll[2].is_finite(), "{head:?} {nll:?}");
+                let options = LossOptions::evaluation().with_ignore_index(2);
+                assert!(numbers(&layer.loss(&targets, &options)?.value)[0].is_finite(), "{head:?}");
+            }
+        }
+        Ok(())
+    }
+
+    fn one_hot_priors_equal_the_reference(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            let mut case = Case::random(Head::Mixture, SIZES, &[6], 48);
+            let log_priors = case.values.get_mut("log_priors").expect("log_priors");
+            for (t, token) in log_priors.chunks_mut(SIZES.components).enumerate() {
+                token.fill(f64::NEG_INFINITY);
+                token[t % SIZES.components] = 0.0;
+            }
+            Check::new(dtype).run(&case, &Objective::default(), device)?;
+            for head in [Head::MixtureOfContexts, Head::MixtureOfSoftmaxes] {
+                let case = Case::random(head, SIZES, &[6], 49).scaled("prior.weight", 1e4);
+                let check = Check { condition: 1e4, least_scale: 1e-3, ..Check::new(dtype) };
+                check.run(&case, &Objective::default(), device)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn a_nan_stays_with_its_token(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                let mut case = Case::random(head, SIZES, &[4], 50);
+                let whole = answers(&case, dtype, device)?;
+                let name = if head == Head::Mixture { "contexts" } else { "hidden" };
+                let width = case.values[name].len() / 4;
+                case.values.get_mut(name).expect(name)[2 * width + 1] = f64::NAN;
+                let (nll, value, log_probs) = answers(&case, dtype, device)?;
+                for t in 0..4 {
+                    let words = t * SIZES.vocab..(t + 1) * SIZES.vocab;
+                    if t == 2 {
+                        assert!(nll[t].is_nan() && value[t].is_nan(), "{head:?}");
+                        assert!(log_probs[words].iter().all(|x| x.is_nan()), "{head:?}");
+                    } else {
+                        assert_eq!((nll[t], value[t]), (whole.0[t], whole.1[t]), "{head:?}");
+                        assert_eq!(log_probs[words.clone()], whole.2[words], "{head:?}");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_nan_or_plus_infinity_in_the_decoder_is_not_hidden(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                for spoiler in [f64::NAN, f64::INFINITY] {
+                    let mut case = Case::random(head, SIZES, &[4], 51);
+                    case.values.get_mut("decoder.bias").expect("decoder.bias")[5] = spoiler;
+                    let (nll, value, log_probs) = answers(&case, dtype, device)?;
+                    let mut all = nll.iter().chain(&value).chain(&log_probs);
+                    assert!(all.all(|x| x.is_nan()), "{head:?} {spoiler}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn the_layout_of_the_inputs_does_not_matter(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in HEADS {
+            let case = Case::random(head, SIZES, &[2, 3], 52);
+            let tensors = case.constants(dtype, device)?;
+            let layer = build(&case, &tensors)?;
+            let (hidden, targets) = (&tensors["hidden"], case.target_tensor(device)?);
+            let expected = ask(layer.as_ref(), &Var::from_tensor(hidden)?, &targets)?;
+
+            // The same numbers as a transposed view, and as a window of a larger tensor.
+            let turned = Var::from_tensor(&hidden.transpose(0, 2)?.contiguous()?)?;
+            let view = turned.transpose(0, 2)?;
+            let turned_targets = targets.t()?.contiguous()?.t()?;
+            let got = ask_view(layer.as_ref(), &view, &turned, &turned_targets)?;
+            let gradient = got.1.transpose(0, 2)?;
+            assert_eq!((got.0, numbers(&gradient)), (expected.0.clone(), numbers(&expected.1)), "{head:?} turned");
+
+            let wide = Var::from_tensor(&Tensor::cat(&[hidden, hidden, hidden], 1)?)?;
+            let view = wide.narrow(1, 3, 3)?;
+            let wide_targets = Tensor::cat(&[&targets, &targets, &targets], 1)?.narrow(1, 3, 3)?;
+            let got = ask_view(layer.as_ref(), &view, &wide, &wide_targets)?;
+            let gradient = got.1.narrow(1, 3, 3)?;
+            assert_eq!((got.0, numbers(&gradient)), (expected.0, numbers(&expected.1)), "{head:?} narrowed");
+        }
+        Ok(())
+    }
+
+    fn broadcast_inputs_equal_their_copies(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in HEADS {
+            let case = Case::random(head, SIZES, &[1, 3], 53);
+            let tensors = case.constants(dtype, device)?;
+            let layer = build(&case, &tensors)?;
+            let hidden = Var::from_tensor(&tensors["hidden"])?;
+            let view = hidden.broadcast_as((4, 3, SIZES.hidden))?;
+            let targets = case.target_tensor(device)?.broadcast_as((4, 3))?;
+            let got = ask_view(layer.as_ref(), &view, &hidden, &targets)?;
+            let copies = Var::from_tensor(&view.contiguous()?)?;
+            let expected = ask(layer.as_ref(), &copies, &targets.contiguous()?)?;
+            assert_eq!(got.0, expected.0, "{head:?}");
+            let (got, expected) = (numbers(&got.1), numbers(&expected.1.sum_keepdim(0)?));
+            assert_close("hidden", &got, &expected, None, Tolerance::gradient(dtype));
+        }
+        Ok(())
+    }
+
+    fn the_layout_of_the_parameters_does_not_matter(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in ENTRIES {
+            let case = Case::random(head, SIZES, &[5], 54);
+            let expected = answers(&case, dtype, device)?;
+            let mut tensors = case.constants(dtype, device)?;
+            for tensor in tensors.values_mut().filter(|t| t.rank() >= 2) {
+                *tensor = tensor.transpose(0, D::Minus1)?.contiguous()?.transpose(0, D::Minus1)?;
+            }
+            let layer = Layer::new(&case, &tensors)?;
+            let loss = layer.loss(&case.target_tensor(device)?, &LossOptions::evaluation())?;
+            assert_close("nll", &numbers(&loss.nll), &expected.0, None, Tolerance::value(dtype));
+            assert_close("log_probs", &numbers(&layer.log_probs()?), &expected.2, None, Tolerance::value(dtype));
+        }
+        Ok(())
+    }
+
+    fn targets_of_either_integer_type_give_the_same(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let case = Case::random(head, SIZES, &[2, 3], 55);
+            let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
+            let targets = case.target_tensor(device)?;
+            // An index that no u32 can be must not confuse the other targets.
+            let options = LossOptions::evaluation().with_ignore_index(-1);
+            let long = layer.loss(&targets, &options)?;
+            let short = layer.loss(&targets.to_dtype(DType::U32)?, &options)?;
+            assert_eq!(numbers(&long.nll), numbers(&short.nll), "{head:?}");
+        }
+        Ok(())
+    }
+
+    fn one_component_needs_no_log_priors(device: &Device) -> Result<()> {
+        let sizes = Sizes { components: 1, ..SIZES };
+        let case = Case::random(Head::Mixture, sizes, &[4], 56).without("log_priors");
+        Check::new(exact(device)).run(&case, &Objective::default(), device)?;
+        let tensors = case.constants(DType::F32, device)?;
+        let zeros = tensors["contexts"].narrow(2, 0, 1)?.squeeze(2)?.zeros_like()?;
+        let with = |log_priors| Mixture::new(&tensors["contexts"], log_priors, &tensors["decoder.weight"], None);
+        let (with, without) = (with(Some(&zeros))?, with(None)?);
+        assert_eq!(numbers(&with.log_probs()?), numbers(&without.log_probs()?));
+        Ok(())
+    }
+}
+
+/// Negative log-likelihoods, losses without reduction, and log-probabilities.
+fn answers(case: &Case, dtype: DType, device: &Device) -> Result<(Vec<f64>, Vec<f64>, Vec<f64>)> {
+    let layer = Layer::new(case, &case.constants(dtype, device)?)?;
+    let options = LossOptions::evaluation().with_reduction(Reduction::None);
+    let loss = layer.loss(&case.target_tensor(device)?, &options)?;
+    Ok((numbers(&loss.nll), numbers(&loss.value), numbers(&layer.log_probs()?)))
+}
+
+/// The losses of the tokens, and the gradient of the hidden states.
+fn ask(layer: &dyn OutputLayer, hidden: &Var, targets: &Tensor) -> Result<(Vec<f64>, Tensor)> {
+    ask_view(layer, hidden, hidden, targets)
+}
+
+/// The same through a view of a variable.
+fn ask_view(layer: &dyn OutputLayer, view: &Tensor, variable: &Var, targets: &Tensor) -> Result<(Vec<f64>, Tensor)> {
+    let loss = layer.loss(view, targets, &LossOptions::new())?;
+    let store = backward(&loss.value, &[1.0])?;
+    let gradient = store.get(variable.as_tensor()).expect("a gradient of the hidden states");
+    Ok((numbers(&loss.nll), gradient.clone()))
+}

@@ -1,0 +1,361 @@
+//! Bad input gives a typed error that names the argument, what was expected and what came.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{Embedding, VarBuilder, VarMap};
+use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
+use common::check::{build, numbers, Layer};
+use common::on_each_device;
+use mos_head::{
+    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes,
+    MixtureTensors, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+};
+
+const SIZES: Sizes = Sizes::new(5, 3, 2, 7);
+const ROWS: usize = 4;
+
+fn case(head: Head) -> Case {
+    Case::random(head, SIZES, &[ROWS], 80)
+}
+
+/// The words that an error must be told in.
+fn assert_says(error: &Error, words: &[&str]) {
+    let message = error.to_string();
+    for word in words {
+        assert!(message.contains(word), "{message:?} does not say {word:?}");
+    }
+}
+
+fn assert_shape<T: std::fmt::Debug>(result: Result<T>, name: &str, words: &[&str]) {
+    let error = result.expect_err(name);
+    assert!(matches!(error, Error::Shape { argument, .. } if argument == name), "{name}: {error:?}");
+    assert_says(&error, &[&[name], words].concat());
+}
+
+fn assert_dtype<T: std::fmt::Debug>(result: Result<T>, name: &str, words: &[&str]) {
+    let error = result.expect_err(name);
+    assert!(matches!(error, Error::DType { argument, .. } if argument == name), "{name}: {error:?}");
+    assert_says(&error, &[&[name], words].concat());
+}
+
+fn assert_config<T: std::fmt::Debug>(result: Result<T>, name: &str, words: &[&str]) {
+    let error = result.expect_err(name);
+    assert!(matches!(error, Error::Config { argument, .. } if argument == name), "{name}: {error:?}");
+    assert_says(&error, &[&[name], words].concat());
+}
+
+/// The loss of every entry, with these targets and options.
+fn losses(device: &Device, targets: &Tensor, options: &LossOptions) -> Result<Vec<(Head, Result<Loss>)>> {
+    let ask = |head| -> Result<_> {
+        let case = case(head);
+        let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
+        Ok((head, layer.loss(targets, options)))
+    };
+    ENTRIES.into_iter().map(ask).collect()
+}
+
+fn targets(device: &Device) -> Result<Tensor> {
+    Ok(Tensor::zeros(ROWS, DType::U32, device)?)
+}
+
+fn zeros(shape: &[usize]) -> Tensor {
+    Tensor::zeros(shape, DType::F32, &Device::Cpu).expect("zeros")
+}
+
+/// Fitting parameters: K = 2, d = 3, hidden 5, vocab 7.
+fn parameters() -> MixtureTensors {
+    MixtureTensors {
+        prior_weight: zeros(&[2, 5]),
+        prior_bias: Some(zeros(&[2])),
+        latent_weight: zeros(&[6, 5]),
+        latent_bias: zeros(&[6]),
+        decoder_weight: zeros(&[7, 3]),
+        decoder_bias: Some(zeros(&[7])),
+    }
+}
+
+/// What both mixtures say of these parameters.
+fn both(change: impl Fn(&mut MixtureTensors)) -> [Result<Box<dyn OutputLayer>>; 2] {
+    let changed = || {
+        let mut tensors = parameters();
+        change(&mut tensors);
+        tensors
+    };
+    let boxed = |head| -> Box<dyn OutputLayer> { Box::new(head) };
+    let contexts = MixtureOfContexts::from_tensors(changed(), Activation::Tanh).map(|head| Box::new(head) as Box<_>);
+    [contexts, MixtureOfSoftmaxes::from_tensors(changed(), Activation::Tanh).map(boxed)]
+}
+
+on_each_device! {
+    fn hidden_states_of_another_size_are_refused(device: &Device) -> Result<()> {
+        for head in HEADS {
+            let layer = build(&case(head), &case(head).constants(DType::F32, device)?)?;
+            let wrong = Tensor::zeros((ROWS, SIZES.hidden + 1), DType::F32, device)?;
+            let words = ["5", "[4, 6]"];
+            assert_shape(layer.loss(&wrong, &targets(device)?, &LossOptions::new()), "hidden", &words);
+            assert_shape(layer.log_probs(&wrong), "hidden", &words);
+            assert_shape(layer.argmax(&wrong), "hidden", &words);
+            assert_shape(layer.plan(&wrong, &LossOptions::new()), "hidden", &words);
+            assert_shape(layer.log_probs(&Tensor::new(0_f32, device)?), "hidden", &["5", "[]"]);
+        }
+        Ok(())
+    }
+
+    fn hidden_states_of_another_dtype_are_refused(device: &Device) -> Result<()> {
+        for head in HEADS {
+            let layer = build(&case(head), &case(head).constants(DType::F32, device)?)?;
+            for (dtype, word) in [(DType::F16, "F16"), (DType::BF16, "BF16"), (DType::U32, "U32")] {
+                let wrong = Tensor::zeros((ROWS, SIZES.hidden), dtype, device)?;
+                assert_dtype(layer.loss(&wrong, &targets(device)?, &LossOptions::new()), "hidden", &["F32", word]);
+                assert_dtype(layer.log_probs(&wrong), "hidden", &["F32", word]);
+            }
+        }
+        Ok(())
+    }
+
+    fn targets_of_another_shape_are_refused(device: &Device) -> Result<()> {
+        for shape in [&[ROWS + 1][..], &[], &[ROWS, 1], &[2, 2]] {
+            let wrong = Tensor::zeros(shape, DType::U32, device)?;
+            for (_, loss) in losses(device, &wrong, &LossOptions::new())? {
+                assert_shape(loss, "targets", &["[4]", &format!("{shape:?}")]);
+            }
+        }
+        Ok(())
+    }
+
+    fn targets_that_are_no_integers_are_refused(device: &Device) -> Result<()> {
+        for (_, loss) in losses(device, &Tensor::zeros(ROWS, DType::F32, device)?, &LossOptions::new())? {
+            assert_dtype(loss, "targets", &["u32", "i64", "F32"]);
+        }
+        Ok(())
+    }
+
+    fn targets_outside_the_vocabulary_are_refused(device: &Device) -> Result<()> {
+        for reduction in [Reduction::Mean, Reduction::None] {
+            for base in [LossOptions::new(), LossOptions::evaluation()] {
+                for (bad, word) in [(7, "7"), (i64::MAX, "9223372036854775807"), (-1, "-1"), (-100, "-100")] {
+                    let targets = Tensor::new(&[0, 6, bad, 8], device)?;
+                    // Another ignored index does not help.
+                    let options = base.clone().with_reduction(reduction).with_ignore_index(-2);
+                    for (head, loss) in losses(device, &targets, &options)? {
+                        let error = loss.expect_err("a target outside");
+                        let is_right = matches!(error, Error::Target { position: 2, got, vocab: 7, .. } if got == bad);
+                        assert!(is_right, "{head:?}: {error:?}");
+                        assert_says(&error, &["target", word, "vocab_size 7", "2"]);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_large_unsigned_target_is_named_as_it_is(device: &Device) -> Result<()> {
+        let targets = Tensor::new(&[0, 1, 2, u32::MAX], device)?;
+        for (_, loss) in losses(device, &targets, &LossOptions::new().with_ignore_index(-1))? {
+            assert_says(&loss.expect_err("a target outside"), &["4294967295"]);
+        }
+        Ok(())
+    }
+
+    fn weights_of_another_length_are_refused(device: &Device) -> Result<()> {
+        let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, device);
+        for shape in [&[ROWS - 1][..], &[ROWS, 1], &[]] {
+            let options = LossOptions::new().with_token_weights(ones(shape)?);
+            for (_, loss) in losses(device, &targets(device)?, &options)? {
+                assert_shape(loss, "token_weights", &["[4]", &format!("{shape:?}")]);
+            }
+        }
+        for shape in [&[SIZES.vocab + 1][..], &[1, SIZES.vocab], &[]] {
+            let options = LossOptions::new().with_class_weights(ones(shape)?);
+            for (_, loss) in losses(device, &targets(device)?, &options)? {
+                assert_shape(loss, "class_weights", &["[7]", &format!("{shape:?}")]);
+            }
+        }
+        Ok(())
+    }
+
+    fn weights_that_are_no_floats_are_refused(device: &Device) -> Result<()> {
+        let ones = |length| Tensor::ones(length, DType::U32, device);
+        for (_, loss) in losses(device, &targets(device)?, &LossOptions::new().with_token_weights(ones(ROWS)?))? {
+            assert_dtype(loss, "token_weights", &["f32", "U32"]);
+        }
+        for (_, loss) in losses(device, &targets(device)?, &LossOptions::new().with_class_weights(ones(SIZES.vocab)?))? {
+            assert_dtype(loss, "class_weights", &["f32", "U32"]);
+        }
+        Ok(())
+    }
+
+    fn options_out_of_range_are_refused(device: &Device) -> Result<()> {
+        let (inf, nan) = (f64::INFINITY, f64::NAN);
+        type With = fn(LossOptions, f64) -> LossOptions;
+        let cases: [(&str, With, &[f64]); 4] = [
+            ("label_smoothing", LossOptions::with_label_smoothing, &[-0.1, 1.0, 1.5, inf, nan]),
+            ("z_loss", LossOptions::with_z_loss, &[-1e-4, -inf, inf, nan]),
+            ("softcap", LossOptions::with_softcap, &[0.0, -30.0, inf, nan]),
+            ("responsibility_filter", LossOptions::with_responsibility_filter, &[-0.1, 1.0, 2.0, nan]),
+        ];
+        for (name, with, values) in cases {
+            for &value in values {
+                for base in [LossOptions::new(), LossOptions::evaluation()] {
+                    for (_, loss) in losses(device, &targets(device)?, &with(base.clone(), value))? {
+                        assert_config(loss, name, &["expected", &format!("got {value}")]);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn the_least_workspace_is_named_and_is_enough(device: &Device) -> Result<()> {
+        for base in [LossOptions::new(), LossOptions::evaluation()] {
+            for (head, loss) in losses(device, &targets(device)?, &base.clone().with_workspace_bytes(5))? {
+                let error = loss.expect_err("five bytes are not enough");
+                let Error::Workspace { least, got: 5, .. } = error else { panic!("{head:?}: {error:?}") };
+                assert_says(&error, &["workspace_bytes", &least.to_string(), "5"]);
+                let case = case(head);
+                let tensors = case.variables(DType::F32, device)?;
+                let ask = |bytes| {
+                    Layer::new(&case, &tensors)?.loss(&targets(device)?, &base.clone().with_workspace_bytes(bytes))
+                };
+                assert!(ask(least).is_ok(), "{head:?}: {least} bytes are enough");
+                let short = ask(least - 1).expect_err("a byte less is not");
+                assert!(matches!(short, Error::Workspace { least: l, got, .. } if l == least && got == least - 1));
+            }
+        }
+        Ok(())
+    }
+
+    fn a_refused_call_leaves_the_head_as_it_was(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let case = case(head);
+            let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
+            let (good, bad) = (case.target_tensor(device)?, Tensor::new(&[0, 1, 2, 99_i64], device)?);
+            let before = numbers(&layer.loss(&good, &LossOptions::new())?.value);
+            assert!(layer.loss(&bad, &LossOptions::new()).is_err());
+            assert_eq!(numbers(&layer.loss(&good, &LossOptions::new())?.value), before);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn sizes_of_zero_are_refused() {
+    let variables = VarMap::new();
+    let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(0, 7), vb()), "hidden", &["got 0"]);
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(5, 0), vb()), "vocab", &["got 0"]);
+    let configs = [
+        ("hidden", MixtureConfig::new(0, 3, 7, 2)),
+        ("context", MixtureConfig::new(5, 0, 7, 2)),
+        ("vocab", MixtureConfig::new(5, 3, 0, 2)),
+        ("components", MixtureConfig::new(5, 3, 7, 0)),
+    ];
+    for (name, config) in configs {
+        assert_config(MixtureOfContexts::new(&config, vb()), name, &["got 0"]);
+        assert_config(MixtureOfSoftmaxes::new(&config, vb()), name, &["got 0"]);
+    }
+    assert!(variables.all_vars().is_empty(), "a refused head leaves no variables");
+}
+
+#[test]
+fn tensors_with_a_dimension_of_zero_are_refused() {
+    assert!(matches!(SoftmaxHead::from_tensors(zeros(&[0, 5]), None), Err(Error::Config { argument: "vocab", .. })));
+    assert!(SoftmaxHead::from_tensors(zeros(&[7, 0]), None).is_err());
+    let mixture = |contexts: &[usize], weight: &[usize]| {
+        let log_priors = zeros(&contexts[..2]);
+        Mixture::new(&zeros(contexts), Some(&log_priors), &zeros(weight), None)
+    };
+    assert_config(mixture(&[4, 0, 3], &[7, 3]), "components", &["got 0"]);
+    assert_config(mixture(&[4, 2, 0], &[7, 0]), "context", &["got 0"]);
+    assert_config(mixture(&[4, 2, 3], &[0, 3]), "vocab", &["got 0"]);
+    assert!(both(|t| t.prior_weight = zeros(&[0, 5])).iter().all(Result::is_err));
+}
+
+#[test]
+fn dropout_out_of_range_is_refused() {
+    for dropout in [-0.1, 1.0, f64::NAN] {
+        let got = format!("got {dropout}");
+        let variables = VarMap::new();
+        let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+        let config = MixtureConfig::new(5, 3, 7, 2).with_dropout(dropout);
+        assert_config(MixtureOfContexts::new(&config, vb()), "dropout", &[&got]);
+        assert_config(MixtureOfSoftmaxes::new(&config, vb()), "dropout", &[&got]);
+        let head = MixtureOfSoftmaxes::from_tensors(parameters(), Activation::Tanh).expect("a head");
+        assert_config(head.with_dropout(dropout), "dropout", &[&got]);
+    }
+}
+
+#[test]
+fn parameters_that_do_not_fit_each_other_are_refused() {
+    type Change = fn(&mut MixtureTensors);
+    let cases: [(&str, Change, &[&str]); 7] = [
+        ("prior.weight", |t| t.prior_weight = zeros(&[2]), &["[2]"]),
+        ("prior.bias", |t| t.prior_bias = Some(zeros(&[3])), &["[2]", "[3]"]),
+        ("latent.weight", |t| t.latent_weight = zeros(&[5, 5]), &["[6, 5]", "[5, 5]"]),
+        ("latent.bias", |t| t.latent_bias = zeros(&[5]), &["[6]", "[5]"]),
+        ("latent.weight", |t| t.decoder_weight = zeros(&[7, 4]), &["[8, 5]", "[6, 5]"]),
+        ("decoder.weight", |t| t.decoder_weight = zeros(&[7]), &["[7]"]),
+        ("decoder.bias", |t| t.decoder_bias = Some(zeros(&[3])), &["[7]", "[3]"]),
+    ];
+    for (name, change, words) in cases {
+        both(change).into_iter().for_each(|head| assert_shape(head, name, words));
+    }
+    assert!(both(|_| ()).iter().all(Result::is_ok), "they do fit unchanged");
+    assert_shape(SoftmaxHead::from_tensors(zeros(&[7]), None), "decoder.weight", &["[7]"]);
+    assert_shape(SoftmaxHead::from_tensors(zeros(&[7, 5]), Some(zeros(&[5]))), "decoder.bias", &["[7]", "[5]"]);
+}
+
+#[test]
+fn parameters_of_different_dtypes_are_refused() {
+    let hidden = zeros(&[4, 5]);
+    let double = |tensor: &Tensor| tensor.to_dtype(DType::F64).expect("f64");
+    let changes: [fn(&mut MixtureTensors, Tensor); 3] = [
+        |t, double| t.prior_weight = double,
+        |t, double| t.latent_weight = double,
+        |t, double| t.decoder_weight = double,
+    ];
+    for (i, change) in changes.into_iter().enumerate() {
+        let fitting = parameters();
+        let tensor = [&fitting.prior_weight, &fitting.latent_weight, &fitting.decoder_weight][i];
+        for head in both(|t| change(t, double(tensor))) {
+            let error = match head {
+                Err(error) => error,
+                Ok(head) => head.log_probs(&hidden).expect_err("mixed dtypes"),
+            };
+            assert!(matches!(error, Error::DType { .. }), "parameter {i}: {error:?}");
+            assert_says(&error, &["F64", "F32"]);
+        }
+    }
+}
+
+#[test]
+fn an_embedding_of_another_shape_is_no_decoder() {
+    let variables = VarMap::new();
+    let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+    let embedding = Embedding::new(zeros(&[7, 4]), 4);
+    let words = ["[7, 4]"];
+    let mixture = MixtureConfig::new(5, 3, 7, 2);
+    let [softmax, mixed] = [["[7, 5]"], ["[7, 3]"]].map(|expected| [expected, words].concat());
+    assert_shape(SoftmaxHead::tied(&SoftmaxConfig::new(5, 7), &embedding, vb()), "embedding", &softmax);
+    assert_shape(MixtureOfContexts::tied(&mixture, &embedding, vb()), "embedding", &mixed);
+    assert_shape(MixtureOfSoftmaxes::tied(&mixture, &embedding, vb()), "embedding", &mixed);
+}
+
+#[test]
+fn operands_of_a_mixture_that_do_not_fit_are_refused() {
+    let (contexts, log_priors) = (zeros(&[4, 2, 3]), zeros(&[4, 2]));
+    let (weight, bias) = (zeros(&[7, 3]), zeros(&[7]));
+    let half = |tensor: &Tensor| tensor.to_dtype(DType::F16).expect("f16");
+    let long = |tensor: &Tensor| tensor.to_dtype(DType::I64).expect("i64");
+    assert!(Mixture::new(&contexts, Some(&log_priors), &weight, Some(&bias)).is_ok());
+    assert_shape(Mixture::new(&zeros(&[3]), None, &weight, None), "contexts", &["[3]"]);
+    assert_shape(Mixture::new(&contexts, Some(&zeros(&[4, 3])), &weight, None), "log_priors", &["[4, 2]", "[4, 3]"]);
+    assert_shape(Mixture::new(&contexts, Some(&log_priors), &zeros(&[7, 4]), None), "weight", &["3", "[7, 4]"]);
+    assert_shape(Mixture::new(&contexts, Some(&log_priors), &weight, Some(&zeros(&[3]))), "bias", &["[7]", "[3]"]);
+    assert_config(Mixture::new(&contexts, None, &weight, None), "log_priors", &["none"]);
+    assert_dtype(Mixture::new(&contexts, Some(&log_priors), &half(&weight), None), "weight", &["F32", "F16"]);
+    assert_dtype(Mixture::new(&contexts, Some(&long(&log_priors)), &weight, None), "log_priors", &["f32", "I64"]);
+    assert_dtype(Mixture::new(&contexts, Some(&log_priors), &weight, Some(&long(&bias))), "bias", &["f32", "I64"]);
+    assert_dtype(Mixture::new(&long(&contexts), Some(&log_priors), &long(&weight), None), "contexts", &["f32", "I64"]);
+}

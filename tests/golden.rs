@@ -1,0 +1,169 @@
+//! Values from PyTorch in `f64`, made by `golden/golden.py`: losses (those of a softmax from `cross_entropy` itself),
+//! log-probabilities and every gradient; and the released code's formula, which adds 1e-8 to each probability.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use common::case::{Case, Head, Sizes};
+use common::check::{backward, gradients, numbers, Layer};
+use common::compare::{assert_close, Tolerance};
+use common::objective::Objective;
+use common::{dtypes, on_each_device};
+use mos_head::{Activation, LossOptions, Reduction, Result};
+use serde_json::Value;
+
+fn golden() -> Value {
+    serde_json::from_str(include_str!("golden/golden.json")).expect("golden.json is JSON")
+}
+
+fn floats(value: &Value) -> Vec<f64> {
+    let numbers = value.as_array().expect("a list").iter();
+    numbers.map(|x| x.as_f64().expect("a number")).collect()
+}
+
+fn integers(value: &Value) -> Vec<i64> {
+    let numbers = value.as_array().expect("a list").iter();
+    numbers.map(|x| x.as_i64().expect("an integer")).collect()
+}
+
+/// The case whose operands are stored under `key`.
+fn case(golden: &Value, key: &str, head: Head) -> Case {
+    let size = |name: &str| golden["sizes"][name].as_u64().expect(name) as usize;
+    let components = if head == Head::Softmax { 1 } else { size("components") };
+    let context = if head == Head::Softmax { size("hidden") } else { size("context") };
+    let stored = &golden["heads"][key];
+    let names =
+        ["hidden", "prior.weight", "prior.bias", "latent.weight", "latent.bias", "decoder.weight", "decoder.bias"];
+    let operand = |name| Some((name, floats(stored["operands"].get(name)?)));
+    Case {
+        head,
+        sizes: Sizes::new(size("hidden"), context, components, size("vocab")),
+        lead: vec![size("rows")],
+        activation: Activation::Tanh,
+        values: names.into_iter().filter_map(operand).collect(),
+        targets: integers(&stored["targets"]),
+    }
+}
+
+/// PyTorch's options in the tests' words.
+fn objective(golden: &Value, options: &Value) -> Objective {
+    let number = |name: &str| options.get(name).and_then(Value::as_f64);
+    let weights = |name: &str| options.get(name).map(|_| floats(&golden[name]));
+    Objective {
+        reduction: match options["reduction"].as_str() {
+            Some("mean") => Reduction::Mean,
+            Some("sum") => Reduction::Sum,
+            _ => Reduction::None,
+        },
+        ignore_index: options.get("ignore_index").and_then(Value::as_i64),
+        token_weights: weights("token_weights"),
+        class_weights: weights("class_weights"),
+        label_smoothing: number("label_smoothing").unwrap_or(0.0),
+        z_loss: number("z_loss").unwrap_or(0.0),
+        softcap: number("softcap"),
+        filter: 0.0,
+    }
+}
+
+/// The dtypes in which the golden operands are still the same numbers, or nearly.
+fn strict(device: &Device) -> impl Iterator<Item = DType> {
+    dtypes(device).iter().copied().filter(|d| d.size_in_bytes() >= 4)
+}
+
+fn assert_losses(golden: &Value, key: &str, head: Head, device: &Device) -> Result<()> {
+    let mut case = case(golden, key, head);
+    let upstream = floats(&golden["upstream"]);
+    let losses = golden["heads"][key]["losses"].as_array().expect("losses");
+    assert_eq!(losses.len(), 12);
+    for dtype in strict(device) {
+        for loss in losses {
+            case.targets = integers(&loss["targets"]);
+            let objective = objective(golden, &loss["options"]);
+            let tensors = case.variables(dtype, device)?;
+            let options = objective.options(&case.lead, device)?;
+            let got = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?.value;
+            let name = |what: &str| format!("{key} {what} with {}", loss["options"]);
+            let expected = floats(&loss["value"]);
+            assert_close(&name("value"), &numbers(&got), &expected, None, Tolerance::value(dtype));
+            let upstream = if expected.len() == 1 { &[1.0][..] } else { &upstream };
+            let found = gradients(&backward(&got, upstream)?, &tensors);
+            let expected = loss["gradients"].as_object().expect("gradients");
+            assert_eq!(found.len(), expected.len());
+            for (operand, expected) in expected {
+                let got = &found[operand.as_str()];
+                assert_close(&name(operand), got, &floats(expected), None, Tolerance::gradient(dtype));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn assert_log_probs(golden: &Value, key: &str, head: Head, device: &Device) -> Result<()> {
+    let case = case(golden, key, head);
+    for dtype in strict(device) {
+        let layer = Layer::new(&case, &case.constants(dtype, device)?)?;
+        let nll = layer.loss(&case.target_tensor(device)?, &LossOptions::evaluation())?.nll;
+        let stored = &golden["heads"][key];
+        for (name, got) in [("log_probs", layer.log_probs()?), ("nll", nll)] {
+            let name_of_all = format!("{key} {name}");
+            let expected = floats(&stored[name]);
+            assert_close(&name_of_all, &numbers(&got), &expected, None, Tolerance::value(dtype));
+        }
+    }
+    Ok(())
+}
+
+const HEADS: [(&str, Head); 3] =
+    [("softmax", Head::Softmax), ("moc", Head::MixtureOfContexts), ("mos", Head::MixtureOfSoftmaxes)];
+
+on_each_device! {
+    fn losses_and_gradients_equal_pytorch(device: &Device) -> Result<()> {
+        let golden = golden();
+        HEADS.into_iter().try_for_each(|(key, head)| assert_losses(&golden, key, head, device))
+    }
+
+    fn log_probs_equal_pytorch(device: &Device) -> Result<()> {
+        let golden = golden();
+        HEADS.into_iter().try_for_each(|(key, head)| assert_log_probs(&golden, key, head, device))
+    }
+
+    fn the_released_formula_is_ours_plus_its_epsilon(device: &Device) -> Result<()> {
+        let golden = golden();
+        let case = case(&golden, "released", Head::MixtureOfSoftmaxes);
+        let (stored, epsilon) = (&golden["heads"]["released"], golden["epsilon"].as_f64().expect("epsilon"));
+        for dtype in strict(device) {
+            let tensors = case.variables(dtype, device)?;
+            let layer = Layer::new(&case, &tensors)?;
+            let value = Tolerance::value(dtype);
+            let with_epsilon = |log_p: f64| (log_p.exp() + epsilon).ln();
+            let log_probs: Vec<f64> = numbers(&layer.log_probs()?).into_iter().map(with_epsilon).collect();
+            assert_close("log_probs", &log_probs, &floats(&stored["log_probs"]), None, value);
+
+            let targets = case.target_tensor(device)?;
+            let nll = numbers(&layer.loss(&targets, &LossOptions::evaluation())?.nll);
+            let rows = nll.len() as f64;
+            let mean = nll.iter().map(|nll| -with_epsilon(-nll)).sum::<f64>() / rows;
+            assert_close("value", &[mean], &floats(&stored["value"]), None, value);
+
+            // d(-log(p + e)) = p / (p + e) d(-log p): a weight for each token.
+            let weight = |nll: &f64| (-nll).exp() / ((-nll).exp() + epsilon) / rows;
+            let weights: Vec<f64> = nll.iter().map(weight).collect();
+            assert!(weights.iter().any(|w| w * rows < 0.9), "the epsilon is felt somewhere: {weights:?}");
+            let weights = Tensor::from_vec(weights, nll.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+            let options = LossOptions::new().with_reduction(Reduction::Sum).with_token_weights(weights);
+            let found = gradients(&layer.loss(&targets, &options)?.backward()?, &tensors);
+            for (name, expected) in stored["gradients"].as_object().expect("gradients") {
+                let got = &found[name.as_str()];
+                assert_close(name, got, &floats(expected), None, Tolerance::gradient(dtype));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn the_golden_file_says_what_made_it() {
+    let golden = golden();
+    assert!(golden["torch"].as_str().is_some_and(|version| version.starts_with("2.")));
+    assert!(golden["seed"].is_u64());
+}

@@ -1,0 +1,285 @@
+//! Every parameter of every head gets its gradient, and it is the right one: against the `f64` reference, against central
+//! differences of the library's own loss, and under whatever comes from upstream.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Embedding, VarBuilder, VarMap};
+use common::case::{upstream, weights, Case, Head, Sizes, Tensors, ENTRIES, HEADS};
+use common::check::{backward, gradients, numbers, Check, Layer};
+use common::compare::{assert_close, Tolerance};
+use common::composed::Operands;
+use common::objective::Objective;
+use common::reference::truth;
+use common::{dtypes, exact, on_each_device};
+use mos_head::{
+    Activation, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
+    SoftmaxConfig, SoftmaxHead,
+};
+
+const SIZES: Sizes = Sizes::new(5, 3, 3, 7);
+const REDUCTIONS: [Reduction; 3] = [Reduction::Mean, Reduction::Sum, Reduction::None];
+
+/// The gradients of every operand of `case`, under `upstream`.
+fn found(
+    case: &Case,
+    tensors: &Tensors,
+    objective: &Objective,
+    upstream: &[f64],
+) -> Result<BTreeMap<&'static str, Vec<f64>>> {
+    let device = tensors["decoder.weight"].device();
+    let options = objective.options(&case.lead, device)?;
+    let loss = Layer::new(case, tensors)?.loss(&case.target_tensor(device)?, &options)?;
+    Ok(gradients(&backward(&loss.value, upstream)?, tensors))
+}
+
+on_each_device! {
+    fn every_gradient_of_every_head_equals_the_reference(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                for reduction in REDUCTIONS {
+                    let case = Case::random(head, Sizes::new(21, 13, 4, 37), &[3, 5], 11);
+                    Check::new(dtype).run(&case, &Objective::reduced(reduction), device)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn heads_without_biases_and_with_identity_contexts_equal_the_reference(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in HEADS {
+                let mut case = Case::random(head, Sizes::new(9, 10, 3, 23), &[7], 12).without("decoder.bias");
+                Check::new(dtype).run(&case, &Objective::default(), device)?;
+                if head != Head::Softmax {
+                    case.activation = Activation::Identity;
+                    case = case.without("prior.bias");
+                    Check::new(dtype).run(&case, &Objective::default(), device)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn every_gradient_equals_central_differences(device: &Device) -> Result<()> {
+        const STEP: f64 = 1e-5;
+        if exact(device) != DType::F64 {
+            return Ok(());
+        }
+        for head in ENTRIES {
+            for reduction in REDUCTIONS {
+                let case = Case::random(head, SIZES, &[4], 13);
+                let objective = Objective::reduced(reduction);
+                let upstream = upstream(if reduction == Reduction::None { 4 } else { 1 }, 1);
+                let options = objective.apply(LossOptions::evaluation(), &case.lead, device)?;
+                let value = |case: &Case| -> Result<f64> {
+                    let layer = Layer::new(case, &case.constants(DType::F64, device)?)?;
+                    let value = numbers(&layer.loss(&case.target_tensor(device)?, &options)?.value);
+                    Ok(value.iter().zip(&upstream).map(|(a, b)| a * b).sum())
+                };
+                let tensors = case.variables(DType::F64, device)?;
+                for (name, gradient) in found(&case, &tensors, &objective, &upstream)? {
+                    for (i, slope) in gradient.into_iter().enumerate() {
+                        let moved = |step: f64| {
+                            let mut moved = case.clone();
+                            moved.values.get_mut(name).expect(name)[i] += step;
+                            value(&moved)
+                        };
+                        let difference = (moved(STEP)? - moved(-STEP)?) / (2.0 * STEP);
+                        assert!(
+                            (difference - slope).abs() <= 1e-8,
+                            "{head:?} {reduction:?} {name}[{i}]: {slope} is not {difference}"
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn scaling_the_value_scales_every_gradient(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in ENTRIES {
+            let case = Case::random(head, SIZES, &[6], 14);
+            let tensors = case.variables(dtype, device)?;
+            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &LossOptions::new())?;
+            let plain = gradients(&loss.backward()?, &tensors);
+            let scaled = gradients(&(&loss.value * 3.7)?.backward()?, &tensors);
+            assert_eq!(plain.len(), case.values.len(), "{head:?}: every operand has a gradient");
+            for (name, gradient) in scaled {
+                let expected: Vec<f64> = plain[name].iter().map(|g| g * 3.7).collect();
+                assert_close(name, &gradient, &expected, None, Tolerance::gradient(dtype));
+            }
+        }
+        Ok(())
+    }
+
+    fn a_value_inside_a_larger_objective_adds_its_gradient(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in ENTRIES {
+            let case = Case::random(head, SIZES, &[6], 15);
+            let tensors = case.variables(dtype, device)?;
+            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &LossOptions::new())?;
+            let penalty = (tensors["decoder.weight"].sqr()?.sum_all()? * 0.5)?;
+            let both = (penalty + (&loss.value * 2.0)?)?.backward()?;
+            let plain = gradients(&loss.backward()?, &tensors);
+            let weight = &case.values["decoder.weight"];
+            let expected: Vec<f64> = plain["decoder.weight"].iter().zip(weight).map(|(g, w)| 2.0 * g + w).collect();
+            let got = &gradients(&both, &tensors)["decoder.weight"];
+            assert_close("decoder.weight", got, &expected, None, Tolerance::gradient(dtype));
+        }
+        Ok(())
+    }
+
+    fn backward_twice_gives_the_same(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            for reduction in REDUCTIONS {
+                let case = Case::random(head, SIZES, &[6], 16);
+                let tensors = case.variables(DType::F32, device)?;
+                let options = LossOptions::new().with_reduction(reduction);
+                let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
+                let first = gradients(&loss.backward()?, &tensors);
+                let second = gradients(&loss.backward()?, &tensors);
+                assert_eq!(first.len(), case.values.len());
+                assert_eq!(first, second, "{head:?} {reduction:?}");
+            }
+        }
+        Ok(())
+    }
+
+    fn frozen_operands_get_no_gradient_and_change_no_other(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in ENTRIES {
+            for reduction in REDUCTIONS {
+                let case = Case::random(head, SIZES, &[6], 18);
+                let objective = Objective { label_smoothing: 0.1, z_loss: 0.01, ..Objective::reduced(reduction) };
+                let upstream = upstream(if reduction == Reduction::None { 6 } else { 1 }, 2);
+                let free = case.variables(dtype, device)?;
+                let all = found(&case, &free, &objective, &upstream)?;
+                let fixed = case.constants(dtype, device)?;
+                let names: Vec<&str> = case.values.keys().copied().collect();
+                // Every set of frozen operands but the full one.
+                for frozen in 1..(1_usize << names.len()) - 1 {
+                    let is_frozen = |name: &str| frozen >> names.iter().position(|n| *n == name).expect(name) & 1 == 1;
+                    let choose = |name: &'static str| (name, if is_frozen(name) { &fixed } else { &free }[name].clone());
+                    let tensors: Tensors = free.keys().map(|name| choose(name)).collect();
+                    let some = found(&case, &tensors, &objective, &upstream)?;
+                    for (&name, expected) in &all {
+                        let Some(got) = some.get(name) else {
+                            assert!(is_frozen(name), "{head:?}: {name} has no gradient with {frozen:b} frozen");
+                            continue;
+                        };
+                        assert!(!is_frozen(name), "{head:?}: {name} has a gradient with {frozen:b} frozen");
+                        assert_close(name, got, expected, None, Tolerance::gradient(dtype));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn what_lies_before_the_head_gets_its_gradient(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in HEADS {
+            let case = Case::random(head, SIZES, &[6], 19);
+            let mut tensors = case.variables(dtype, device)?;
+            let half = Var::from_tensor(&(&tensors["hidden"] * 0.5)?)?;
+            tensors.insert("hidden", (half.as_tensor() * 2.0)?);
+            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &LossOptions::new())?;
+            let store = loss.backward()?;
+            let got = numbers(store.get(half.as_tensor()).expect("a gradient before the head"));
+            let expected: Vec<f64> = truth(&case, &Objective::default(), &[2.0]).gradients["hidden"].clone();
+            assert_close("before the head", &got, &expected, None, Tolerance::gradient(dtype));
+        }
+        Ok(())
+    }
+
+    fn a_tied_embedding_gets_the_gradients_of_both_uses(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        const WIDTH: usize = 4;
+        let ids = [3_u32, 0, 3, 6, 1];
+        for head in HEADS {
+            let mut case = Case::random(head, Sizes::new(WIDTH, WIDTH, 3, 7), &[ids.len()], 20);
+            let matrix = case.values["decoder.weight"].clone();
+            let row = |&id: &u32| matrix[id as usize * WIDTH..][..WIDTH].to_vec();
+            case.values.insert("hidden", ids.iter().flat_map(row).collect());
+
+            let embedding = Var::from_tensor(&case.constants(dtype, device)?["decoder.weight"])?;
+            let embedding = Embedding::new(embedding.into_inner(), WIDTH);
+            let variables = VarMap::new();
+            let layer = tied(&case, &embedding, VarBuilder::from_varmap(&variables, dtype, device))?;
+            for (name, variable) in variables.data().lock().expect("the variables").iter() {
+                let values = Tensor::from_slice(&case.values[name.as_str()], variable.dims(), device)?;
+                variable.set(&values.to_dtype(dtype)?)?;
+            }
+            let hidden = embedding.embeddings().index_select(&Tensor::new(&ids, device)?, 0)?;
+            let loss = layer.loss(&hidden, &case.target_tensor(device)?, &LossOptions::new())?;
+
+            let truth = truth(&case, &Objective::default(), &[1.0]);
+            let mut expected = truth.gradients["decoder.weight"].clone();
+            for (id, slopes) in ids.iter().zip(truth.gradients["hidden"].chunks(WIDTH)) {
+                let row = &mut expected[*id as usize * WIDTH..][..WIDTH];
+                row.iter_mut().zip(slopes).for_each(|(x, s)| *x += s);
+            }
+            let store = loss.backward()?;
+            let got = numbers(store.get(embedding.embeddings()).expect("a gradient of the embedding"));
+            assert_close(&format!("{head:?}"), &got, &expected, None, Tolerance::gradient(dtype));
+        }
+        Ok(())
+    }
+
+    fn log_probs_is_differentiable(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                let case = Case::random(head, SIZES, &[2, 3], 21).rounded(dtype)?;
+                let upstream = upstream(6 * SIZES.vocab, 3);
+                let composed = |dtype| -> Result<_> {
+                    let tensors = case.variables(dtype, &Device::Cpu)?;
+                    let operands = Operands::project(head, &tensors, case.activation)?;
+                    Ok(gradients(&backward(&operands.log_probs(None)?.0, &upstream)?, &tensors))
+                };
+                let (truth, rounded) = (composed(DType::F64)?, composed(dtype)?);
+                let tensors = case.variables(dtype, device)?;
+                let log_probs = Layer::new(&case, &tensors)?.log_probs()?;
+                let found = gradients(&backward(&log_probs, &upstream)?, &tensors);
+                for (name, truth) in &truth {
+                    let got = found.get(name).unwrap_or_else(|| panic!("{head:?}: no gradient of {name}"));
+                    let rounded = Some(rounded[name].as_slice());
+                    assert_close(&format!("{head:?} {name}"), got, truth, rounded, Tolerance::gradient(dtype));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn chosen_log_probs_give_the_gradients_of_the_loss(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in ENTRIES {
+            let case = Case::random(head, SIZES, &[6], 22);
+            let tensors = case.variables(dtype, device)?;
+            let layer = Layer::new(&case, &tensors)?;
+            let weights = weights(6, 4);
+            let objective = Objective::reduced(Reduction::None);
+            let expected = found(&case, &tensors, &objective, &weights)?;
+            let chosen = layer.log_probs()?.gather(&case.target_tensor(device)?.unsqueeze(1)?, 1)?.squeeze(1)?;
+            let got = gradients(&backward(&chosen.neg()?, &weights)?, &tensors);
+            for (name, expected) in expected {
+                assert_close(name, &got[name], &expected, None, Tolerance::gradient(dtype));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The head of `case` with its decoder tied to `embedding`; the rest comes from `vb`.
+fn tied(case: &Case, embedding: &Embedding, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
+    let Sizes { hidden, context, components, vocab } = case.sizes;
+    let mixture = MixtureConfig::new(hidden, context, vocab, components).with_prior_bias(true);
+    Ok(match case.head {
+        Head::MixtureOfContexts => Box::new(MixtureOfContexts::tied(&mixture, embedding, vb)?),
+        Head::MixtureOfSoftmaxes => Box::new(MixtureOfSoftmaxes::tied(&mixture, embedding, vb)?),
+        _ => Box::new(SoftmaxHead::tied(&SoftmaxConfig::new(hidden, vocab), embedding, vb)?),
+    })
+}

@@ -1,0 +1,281 @@
+//! Every option of a loss, alone and with others, for every head: values and gradients against the reference.
+
+mod common;
+
+use candle_core::{DType, Tensor};
+use common::case::{weights, Case, Head, Sizes, ENTRIES};
+use common::check::{gradients, numbers, Check, Layer};
+use common::compare::{assert_close, Tolerance};
+use common::objective::Objective;
+use common::reference::truth;
+use common::{dtypes, exact, on_each_device};
+use mos_head::{Error, LossOptions, Reduction, Result};
+
+const SIZES: Sizes = Sizes::new(7, 6, 3, 33);
+const ROWS: usize = 10;
+
+fn case(head: Head, seed: u64) -> Case {
+    Case::random(head, SIZES, &[2, 5], seed)
+}
+
+/// An ignored index that some of the targets have.
+fn frequent(case: &mut Case) -> i64 {
+    case.targets[3] = -100;
+    case.targets[8] = -100;
+    -100
+}
+
+/// Which options are on, one letter each: (i)gnored index, (t)oken weights, (c)lass weights, label (s)moothing, (z)-loss,
+/// soft(cap): p, responsibility (f)ilter; the reduction is mean unless it is S(um) or N(one).
+fn objective(letters: &str, case: &mut Case) -> Objective {
+    let on = |letter: char| letters.contains(letter);
+    Objective {
+        reduction: match (on('S'), on('N')) {
+            (true, _) => Reduction::Sum,
+            (_, true) => Reduction::None,
+            _ => Reduction::Mean,
+        },
+        ignore_index: on('i').then(|| frequent(case)),
+        token_weights: on('t').then(|| weights(ROWS, 1)),
+        class_weights: on('c').then(|| weights(SIZES.vocab, 2)),
+        label_smoothing: if on('s') { 0.15 } else { 0.0 },
+        z_loss: if on('z') { 0.02 } else { 0.0 },
+        softcap: on('p').then_some(1.5),
+        filter: if on('f') { 0.25 } else { 0.0 },
+    }
+}
+
+const ALONE: [&str; 10] = ["", "S", "N", "i", "t", "c", "s", "z", "p", "f"];
+
+const COMBINED: [&str; 24] = [
+    "it", "ic", "is", "iz", "tc", "cs", "sz", "sp", "zp", "tS", "cN", "sN", "zN", "pN", "itc", "csz", "szp", "tcsN",
+    "icsS", "itcszp", "itcszpS", "itcszpN", "itcszpf", "itcszpfN",
+];
+
+on_each_device! {
+    fn each_option_alone_equals_the_reference(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                for letters in ALONE {
+                    let mut case = case(head, 60);
+                    let objective = objective(letters, &mut case);
+                    eprintln!("options {letters:?}");
+                    Check::new(dtype).run(&case, &objective, device)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn combined_options_equal_the_reference(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device).iter().filter(|d| d.size_in_bytes() >= 4) {
+            for head in ENTRIES {
+                for letters in COMBINED {
+                    let mut case = case(head, 61);
+                    let objective = objective(letters, &mut case);
+                    eprintln!("options {letters:?}");
+                    Check::new(dtype).run(&case, &objective, device)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn all_options_at_once_in_small_chunks_equal_the_reference(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            for letters in ["itcszp", "itcszpN"] {
+                let mut case = case(head, 62);
+                let objective = objective(letters, &mut case);
+                let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
+                let options = objective.options(&case.lead, device)?.with_workspace_bytes(0);
+                let least = match layer.loss(&case.target_tensor(device)?, &options) {
+                    Err(Error::Workspace { least, .. }) => least,
+                    other => panic!("no bytes are enough: {other:?}"),
+                };
+                let base = LossOptions::new().with_workspace_bytes(least);
+                Check { base, ..Check::new(DType::F32) }.run(&case, &objective, device)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn an_ignored_index_may_be_a_word(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let mut case = case(head, 63);
+            case.targets[1] = 4;
+            case.targets[7] = 4;
+            let objective = Objective { ignore_index: Some(4), label_smoothing: 0.1, ..Objective::default() };
+            let truth = Check::new(exact(device)).run(&case, &objective, device)?;
+            assert_eq!(truth.count, 8.0);
+        }
+        Ok(())
+    }
+
+    fn the_sum_over_the_count_is_the_mean_of_all_batches(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in ENTRIES {
+            let mut case = case(head, 64);
+            let objective = objective("itcs", &mut case);
+            let tensors = case.constants(dtype, device)?;
+            let targets = case.target_tensor(device)?;
+            let (mut sum, mut count) = (0.0, 0.0);
+            for half in 0..2 {
+                let mut part = tensors.clone();
+                for name in ["hidden", "contexts", "log_priors"] {
+                    if let Some(tensor) = part.get_mut(name) {
+                        *tensor = tensor.narrow(0, half, 1)?;
+                    }
+                }
+                let token_weights = objective.token_weights.as_ref().map(|w| w[half * 5..][..5].to_vec());
+                let options = Objective { token_weights, ..objective.clone() }.options(&[1, 5], device)?;
+                let loss = Layer::new(&case, &part)?.loss(&targets.narrow(0, half, 1)?, &options)?;
+                sum += numbers(&loss.sum)[0];
+                count += numbers(&loss.count)[0];
+            }
+            let mean = truth(&case, &objective, &[1.0]).value;
+            assert_close("mean", &[sum / count], &mean, None, Tolerance::value(dtype));
+        }
+        Ok(())
+    }
+
+    fn without_weights_the_count_is_the_number_of_tokens_that_count(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let mut case = case(head, 65);
+            let options = LossOptions::new().with_ignore_index(frequent(&mut case)).with_label_smoothing(0.3);
+            let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
+            let loss = layer.loss(&case.target_tensor(device)?, &options)?;
+            assert_eq!(numbers(&loss.count), [(ROWS - 2) as f64]);
+        }
+        Ok(())
+    }
+
+    fn hits_are_counted_only_when_asked_for(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let mut case = case(head, 66);
+            let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
+            let targets = case.target_tensor(device)?;
+            assert!(layer.loss(&targets, &LossOptions::new())?.hits.is_none());
+            // All right but one, of which one is ignored.
+            case.targets = layer.argmax()?.flatten_all()?.to_vec1::<u32>()?.into_iter().map(i64::from).collect();
+            case.targets[0] = (case.targets[0] + 1) % SIZES.vocab as i64;
+            case.targets[9] = -1;
+            let options = LossOptions::evaluation().with_hits(true).with_ignore_index(-1);
+            let hits = layer.loss(&case.target_tensor(device)?, &options)?.hits.expect("hits");
+            assert_eq!(numbers(&hits), [(ROWS - 2) as f64], "{head:?}");
+        }
+        Ok(())
+    }
+
+    fn evaluation_gives_the_same_value_and_no_graph(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            for letters in ["", "N", "itcszp", "itcszpN"] {
+                let mut case = case(head, 67);
+                let objective = objective(letters, &mut case);
+                let tensors = case.variables(DType::F32, device)?;
+                let layer = Layer::new(&case, &tensors)?;
+                let targets = case.target_tensor(device)?;
+                let ask = |options| -> Result<_> { layer.loss(&targets, &objective.apply(options, &case.lead, device)?) };
+                let (training, evaluation) = (ask(LossOptions::new())?, ask(LossOptions::evaluation())?);
+                assert_eq!(numbers(&training.value), numbers(&evaluation.value), "{head:?} {letters}");
+                assert_eq!(numbers(&training.nll), numbers(&evaluation.nll), "{head:?} {letters}");
+                assert!(training.value.track_op() && !evaluation.value.track_op());
+                let found = gradients(&evaluation.value.sum_all()?.backward()?, &tensors);
+                assert!(found.is_empty(), "{head:?}: an evaluation has gradients {:?}", found.keys());
+            }
+        }
+        Ok(())
+    }
+
+    fn only_the_value_is_differentiable(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let mut case = case(head, 68);
+            let objective = objective("csf", &mut case);
+            let options = objective.options(&case.lead, device)?.with_hits(true);
+            let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
+            let loss = layer.loss(&case.target_tensor(device)?, &options)?;
+            assert!(loss.value.track_op());
+            for detached in [Some(&loss.sum), Some(&loss.count), Some(&loss.nll), loss.hits.as_ref(), loss.dropped_mass.as_ref()] {
+                assert!(!detached.expect("every result").track_op(), "{head:?}");
+            }
+        }
+        Ok(())
+    }
+
+    fn results_are_in_single_precision_or_better(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            let expected = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+            for head in ENTRIES {
+                let case = case(head, 69);
+                let layer = Layer::new(&case, &case.constants(dtype, device)?)?;
+                let loss = layer.loss(&case.target_tensor(device)?, &LossOptions::new().with_hits(true))?;
+                for tensor in [&loss.value, &loss.sum, &loss.count, &loss.nll] {
+                    assert_eq!(tensor.dtype(), expected, "{head:?} in {dtype:?}");
+                }
+                assert_eq!(layer.log_probs()?.dtype(), dtype, "{head:?} in {dtype:?}");
+                assert_eq!(layer.argmax()?.dtype(), DType::U32);
+            }
+        }
+        Ok(())
+    }
+
+    fn a_filter_below_every_responsibility_is_exact(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let case = case(head, 70);
+            let tensors = case.variables(DType::F32, device)?;
+            let layer = Layer::new(&case, &tensors)?;
+            let targets = case.target_tensor(device)?;
+            let ask = |options: &LossOptions| -> Result<_> {
+                let loss = layer.loss(&targets, options)?;
+                Ok((gradients(&loss.backward()?, &tensors), loss.dropped_mass.map(|mass| numbers(&mass))))
+            };
+            let (exact, none) = ask(&LossOptions::new())?;
+            let (off, still_none) = ask(&LossOptions::new().with_responsibility_filter(0.0))?;
+            let (tiny, dropped) = ask(&LossOptions::new().with_responsibility_filter(1e-12))?;
+            assert_eq!((none, still_none, dropped), (None, None, Some(vec![0.0])), "{head:?}");
+            assert_eq!((&off, &tiny), (&exact, &exact), "{head:?}");
+        }
+        Ok(())
+    }
+
+    fn a_filter_leaves_value_and_prior_gradients_exact(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let case = case(Head::Mixture, 71);
+        let exact = truth(&case, &Objective::default(), &[1.0]);
+        let tensors = case.variables(dtype, device)?;
+        let mut last = 0.0;
+        for threshold in [0.05, 0.2, 0.4, 0.9] {
+            let options = LossOptions::new().with_responsibility_filter(threshold);
+            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
+            let found = gradients(&loss.backward()?, &tensors);
+            assert_close("value", &numbers(&loss.value), &exact.value, None, Tolerance::value(dtype));
+            let priors = (&found["log_priors"], &exact.gradients["log_priors"]);
+            assert_close("log_priors", priors.0, priors.1, None, Tolerance::gradient(dtype));
+            let objective = Objective { filter: threshold, ..Objective::default() };
+            let expected = truth(&case, &objective, &[1.0]).dropped_mass;
+            let dropped = numbers(&loss.dropped_mass.expect("the dropped mass"))[0];
+            assert_close("dropped_mass", &[dropped], &[expected], None, Tolerance::value(dtype));
+            assert!(dropped >= last && dropped < 1.0, "{dropped} at {threshold}");
+            last = dropped;
+        }
+        assert!(last > 0.1, "a filter of 0.9 drops much: {last}");
+        Ok(())
+    }
+
+    fn weights_get_no_gradient_and_may_be_of_any_float_type(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let case = case(head, 72);
+            let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
+            let targets = case.target_tensor(device)?;
+            let values = |dtype| -> Result<Vec<f64>> {
+                let tokens = Tensor::new(weights(ROWS, 3), device)?.reshape((2, 5))?.to_dtype(dtype)?;
+                let classes = Tensor::new(weights(SIZES.vocab, 4), device)?.to_dtype(dtype)?;
+                let options = LossOptions::new().with_token_weights(tokens).with_class_weights(classes);
+                Ok(numbers(&layer.loss(&targets, &options)?.value))
+            };
+            for &dtype in dtypes(device) {
+                assert_eq!(values(dtype)?, values(DType::F32)?, "{head:?} {dtype:?}");
+            }
+        }
+        Ok(())
+    }
+}

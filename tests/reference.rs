@@ -1,0 +1,87 @@
+//! The truth must be true: the reference against candle's autograd on the composed form, and against central
+//! differences of itself.
+
+mod common;
+
+use candle_core::{DType, Device, Result};
+use common::case::{upstream, weights, Case, Sizes, ENTRIES};
+use common::check::{backward, gradients, numbers};
+use common::compare::{assert_close, Tolerance};
+use common::composed::Operands;
+use common::objective::Objective;
+use common::reference::truth;
+use mos_head::Reduction;
+
+const SIZES: Sizes = Sizes::new(4, 3, 3, 7);
+
+/// Everything that the composed form has too, at once.
+fn everything(reduction: Reduction) -> Objective {
+    Objective {
+        reduction,
+        ignore_index: Some(2),
+        token_weights: Some(weights(6, 1)),
+        class_weights: Some(weights(SIZES.vocab, 2)),
+        label_smoothing: 0.1,
+        z_loss: 0.01,
+        softcap: Some(2.0),
+        filter: 0.0,
+    }
+}
+
+#[test]
+fn the_reference_equals_the_composed_form_in_f64() -> Result<()> {
+    let tolerance = Tolerance::value(DType::F64);
+    for head in ENTRIES {
+        for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+            for objective in [Objective::reduced(reduction), everything(reduction)] {
+                let case = Case::random(head, SIZES, &[2, 3], 5);
+                let upstream = upstream(if reduction == Reduction::None { 6 } else { 1 }, 3);
+                let truth = truth(&case, &objective, &upstream);
+                let tensors = case.variables(DType::F64, &Device::Cpu)?;
+                let operands = Operands::project(head, &tensors, case.activation)?;
+                let (value, nll) = operands.loss(&case.targets, &objective)?;
+                assert_close("value", &numbers(&value), &truth.value, None, tolerance);
+                assert_close("nll", &numbers(&nll), &truth.nll, None, tolerance);
+                let log_probs = numbers(&operands.log_probs(None)?.0);
+                assert_close("log_probs", &log_probs, &truth.log_probs, None, tolerance);
+                let found = gradients(&backward(&value, &upstream).expect("backward"), &tensors);
+                assert_eq!(found.len(), case.values.len(), "every operand has a gradient");
+                for (name, gradient) in &found {
+                    let truth = &truth.gradients[name];
+                    assert_close(name, gradient, truth, None, Tolerance::gradient(DType::F64));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_reference_gradients_equal_its_central_differences() {
+    const STEP: f64 = 1e-5;
+    for head in ENTRIES {
+        let case = Case::random(head, SIZES, &[6], 7);
+        let objective = everything(Reduction::None);
+        let upstream = upstream(6, 4);
+        let value = |case: &Case| -> f64 {
+            let value = truth(case, &objective, &upstream).value;
+            value.iter().zip(&upstream).map(|(a, b)| a * b).sum()
+        };
+        let gradients = truth(&case, &objective, &upstream).gradients;
+        for (name, gradient) in &gradients {
+            let largest = gradient.iter().fold(0.0_f64, |a, b| a.max(b.abs()));
+            for (i, &slope) in gradient.iter().enumerate() {
+                let moved = |step: f64| {
+                    let mut moved = case.clone();
+                    moved.values.get_mut(name).expect(name)[i] += step;
+                    value(&moved)
+                };
+                let difference = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
+                assert!(
+                    (difference - slope).abs() <= 1e-8 * largest.max(1.0),
+                    "{head:?} {name}[{i}]: {slope} is not {difference}"
+                );
+            }
+        }
+    }
+}

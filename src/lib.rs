@@ -60,19 +60,23 @@
 //! Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN Language
 //! Model*. ICLR 2018.
 
-mod error;
 mod output_layer;
 
 mod mixture_of_contexts;
 mod mixture_of_softmaxes;
 mod softmax_head;
 
-mod loss;
-mod mixture;
 mod projection;
 
-mod autograd;
+mod decoder;
+mod loss;
+mod mixture;
+
 mod backend;
+
+mod autograd;
+mod check;
+mod error;
 
 pub use backend::plan::Plan;
 pub use error::{Error, Result};

@@ -1,12 +1,13 @@
 //! The paper's baseline with as many parameters: a mixture of K contexts under one softmax.
 
-use candle_core::{Tensor, D};
+use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
 
+use crate::decoder::Decoder;
 use crate::mixture::Mixture;
 use crate::output_layer::OutputLayer;
-use crate::projection::{Activation, Decoder, MixtureConfig, MixtureTensors, Projection};
-use crate::Result;
+use crate::projection::{Activation, MixtureConfig, MixtureTensors, Projection};
+use crate::{Error, Result};
 
 /// One softmax over a mixture of K contexts:
 ///
@@ -111,8 +112,15 @@ impl OutputLayer for MixtureOfContexts {
     fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture> {
         let (contexts, log_priors) = self.projection.forward(hidden, train)?;
         let priors = log_priors.exp()?.to_dtype(contexts.dtype())?;
-        // [.., 1, d] = sum_k pi_k c_k
-        let mixed = contexts.broadcast_mul(&priors.unsqueeze(D::Minus1)?)?.sum_keepdim(D::Minus2)?;
+        let (leading, components, context) = match contexts.dims() {
+            [leading @ .., components, context] => (leading, *components, *context),
+            dims => return Err(Error::shape("contexts", "[.., components, context]", dims)),
+        };
+        // [rows, 1, d] = [rows, 1, K] [rows, K, d]
+        let rows: usize = leading.iter().product();
+        let priors = priors.reshape((rows, 1, components))?;
+        let mixed = priors.matmul(&contexts.reshape((rows, components, context))?)?;
+        let mixed = mixed.reshape([leading, &[1, context]].concat())?;
         let Decoder { weight, bias } = &self.decoder;
         Mixture::new(&mixed, None, weight, bias.as_ref())
     }

@@ -3,9 +3,10 @@
 use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
 
+use crate::decoder::Decoder;
 use crate::mixture::Mixture;
 use crate::output_layer::OutputLayer;
-use crate::projection::{Activation, Decoder, MixtureConfig, MixtureTensors, Projection};
+use crate::projection::{Activation, MixtureConfig, MixtureTensors, Projection};
 use crate::Result;
 
 /// A mixture of K softmaxes, each over a context of its own:

@@ -9,6 +9,7 @@ use candle_nn::{Init, VarBuilder};
 
 use crate::autograd;
 use crate::backend;
+use crate::check::{check_alike, check_dropout, check_hidden, check_sizes};
 use crate::{Error, Result};
 
 /// What is applied to the contexts after their linear map.
@@ -183,6 +184,17 @@ impl Projection {
         if let Some(bias) = &tensors.prior_bias {
             check("prior.bias", bias, &[components])?;
         }
+        let others = [
+            ("prior.weight", Some(&tensors.prior_weight)),
+            ("prior.bias", tensors.prior_bias.as_ref()),
+            ("latent.weight", Some(&tensors.latent_weight)),
+            ("latent.bias", Some(&tensors.latent_bias)),
+        ];
+        for (argument, tensor) in others {
+            if let Some(tensor) = tensor {
+                check_alike(argument, tensor, "decoder.weight", &tensors.decoder_weight)?;
+            }
+        }
         Ok(Projection {
             prior_weight: tensors.prior_weight.clone(),
             prior_bias: match &tensors.prior_bias {
@@ -229,8 +241,14 @@ impl Projection {
     /// `activation(W h + b)` of all components, `[rows, K * d]`.
     fn contexts(&self, rows: &Tensor) -> Result<Tensor> {
         let activation = self.activation;
-        let forward = move |z: Tensor, bias: &Tensor| backend::activate(&z, bias, activation);
-        let gradient = move |y: &Tensor, upstream: &Tensor| backend::activation_gradient(y, upstream, activation);
+        let forward = move |z: Tensor, bias: &Tensor| match activation {
+            Activation::Tanh => backend::bias_tanh(&z, bias),
+            Activation::Identity => Ok(z.broadcast_add(bias)?),
+        };
+        let gradient = move |result: &Tensor, upstream: &Tensor| match activation {
+            Activation::Tanh => backend::tanh_gradient(result, upstream),
+            Activation::Identity => Ok(upstream.clone()),
+        };
         layer("contexts", [rows, &self.latent_weight, &self.latent_bias], forward, gradient)
     }
 
@@ -273,53 +291,6 @@ fn layer(
     })
 }
 
-/// The matrix from a context to the logits, and their bias.
-#[derive(Clone, Debug)]
-pub(crate) struct Decoder {
-    /// `[vocab, d]`
-    pub(crate) weight: Tensor,
-    /// `[vocab]`
-    pub(crate) bias: Option<Tensor>,
-}
-
-impl Decoder {
-    /// Variables `decoder.weight`, uniform within 0.1, and `decoder.bias`, zero, as in the released code. A weight that is
-    /// given, that of an embedding, is used as it is.
-    pub(crate) fn new(
-        vocab: usize,
-        context: usize,
-        bias: bool,
-        tied: Option<&Tensor>,
-        vb: &VarBuilder,
-    ) -> Result<Self> {
-        let vb = vb.pp("decoder");
-        let weight = match tied {
-            Some(weight) if weight.dims() == [vocab, context] => weight.clone(),
-            Some(weight) => return Err(Error::shape("embedding", format!("[{vocab}, {context}]"), weight.dims())),
-            None => vb.get_with_hints((vocab, context), "weight", Init::Uniform { lo: -0.1, up: 0.1 })?,
-        };
-        let bias = bias.then(|| vb.get_with_hints(vocab, "bias", Init::Const(0.0))).transpose()?;
-        Ok(Decoder { weight, bias })
-    }
-
-    pub(crate) fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        let &[vocab, context] = weight.dims() else {
-            return Err(Error::shape("decoder.weight", "[vocab, context]", weight.dims()));
-        };
-        check_sizes(&[("vocab", vocab), ("context", context)])?;
-        match &bias {
-            Some(bias) if bias.dims() != [vocab] => {
-                Err(Error::shape("decoder.bias", format!("[{vocab}]"), bias.dims()))
-            }
-            _ => Ok(Decoder { weight, bias }),
-        }
-    }
-
-    pub(crate) fn vocab(&self) -> usize {
-        self.weight.dims()[0]
-    }
-}
-
 /// One Bernoulli mask, scaled to keep the mean, for each sequence: `[.., 1, K, d]` for `[.., seq, K, d]`, so that it is the
 /// same at all steps. (Gal & Ghahramani, 2016)
 fn locked_mask(contexts: &Tensor, dropout: f64) -> Result<Tensor> {
@@ -331,34 +302,4 @@ fn locked_mask(contexts: &Tensor, dropout: f64) -> Result<Tensor> {
     let uniform = Tensor::rand(0f32, 1f32, dims, contexts.device())?;
     let mask = uniform.lt(keep)?.to_dtype(contexts.dtype())?;
     Ok((mask / keep)?)
-}
-
-/// Checks that the last dimension, the dtype and the device of hidden states fit a head's parameters.
-pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
-    if hidden.dims().last() != Some(&size) {
-        return Err(Error::shape("hidden", format!("[.., {size}]"), hidden.dims()));
-    }
-    if hidden.dtype() != weight.dtype() {
-        let expected = format!("{:?}, as the head's parameters", weight.dtype());
-        return Err(Error::DType { argument: "hidden", expected, got: hidden.dtype() });
-    }
-    if !hidden.device().same_device(weight.device()) {
-        let location = |tensor: &Tensor| format!("{:?}", tensor.device().location());
-        return Err(Error::Device { argument: "hidden", expected: location(weight), got: location(hidden) });
-    }
-    Ok(())
-}
-
-pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
-    match sizes.iter().find(|(_, size)| *size == 0) {
-        Some((argument, size)) => Err(Error::config(argument, "at least 1", size)),
-        None => Ok(()),
-    }
-}
-
-fn check_dropout(dropout: f64) -> Result<()> {
-    match (0.0..1.0).contains(&dropout) {
-        true => Ok(()),
-        false => Err(Error::config("dropout", "at least 0 and below 1", dropout)),
-    }
 }

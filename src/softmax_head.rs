@@ -3,9 +3,10 @@
 use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
 
+use crate::check::{check_hidden, check_sizes};
+use crate::decoder::Decoder;
 use crate::mixture::Mixture;
 use crate::output_layer::OutputLayer;
-use crate::projection::{check_hidden, check_sizes, Decoder};
 use crate::Result;
 
 /// The sizes and options of a [`SoftmaxHead`].

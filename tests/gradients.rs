@@ -116,6 +116,24 @@ on_each_device! {
         Ok(())
     }
 
+    fn a_loss_scale_saves_small_gradients_from_half_precision(device: &Device) -> Result<()> {
+        // Gradients of 2^-20 are hardly numbers in f16. Scaled by 2^20, as in mixed-precision training, they are ordinary
+        // ones, if the scale comes before the rounding.
+        const SCALE: f64 = (1 << 20) as f64;
+        let dtype = DType::F16;
+        for head in ENTRIES {
+            let case = Case::random(head, SIZES, &[10], 23).rounded(dtype)?;
+            let tensors = case.variables(dtype, device)?;
+            let objective =
+                Objective { token_weights: Some(vec![1.0 / SCALE; 10]), ..Objective::reduced(Reduction::Sum) };
+            let got = found(&case, &tensors, &objective, &[SCALE])?;
+            for (name, expected) in truth(&case, &objective, &[SCALE]).gradients {
+                assert_close(&format!("{head:?} {name}"), &got[name], &expected, None, Tolerance::gradient(dtype));
+            }
+        }
+        Ok(())
+    }
+
     fn a_value_inside_a_larger_objective_adds_its_gradient(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for head in ENTRIES {

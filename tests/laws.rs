@@ -8,43 +8,10 @@ use common::check::{gradients, numbers, Check, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::composed::Operands;
 use common::objective::Objective;
+use common::random::{config, problems, LEAST_SCALE};
 use common::{devices, dtypes, exact};
 use mos_head::{Error, Loss, LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
-use proptest::test_runner::{FileFailurePersistence, RngSeed};
-
-/// A problem, and the seed of its numbers.
-#[derive(Clone, Copy, Debug)]
-struct Problem {
-    sizes: Sizes,
-    rows: usize,
-    seed: u64,
-}
-
-impl Problem {
-    fn case(self, head: Head) -> Case {
-        Case::random(head, self.sizes, &[self.rows], self.seed)
-    }
-}
-
-fn problems() -> impl Strategy<Value = Problem> {
-    (1..20_usize, 1..40_usize, 1..7_usize, 1..90_usize, 1..12_usize, any::<u64>()).prop_map(
-        |(hidden, context, components, vocab, rows, seed)| Problem {
-            sizes: Sizes::new(hidden, context, components, vocab),
-            rows,
-            seed,
-        },
-    )
-}
-
-fn config() -> ProptestConfig {
-    ProptestConfig {
-        cases: 32,
-        rng_seed: RngSeed::Fixed(0x6d6f73),
-        failure_persistence: Some(Box::new(FileFailurePersistence::Direct("tests/laws.proptest-regressions"))),
-        ..ProptestConfig::default()
-    }
-}
 
 /// One loss with its gradients.
 struct Answer {
@@ -69,9 +36,6 @@ fn ask(case: &Case, tensors: &Tensors, options: &LossOptions) -> Result<Answer> 
     let gradients = gradients(&loss.backward()?, tensors);
     Ok(Answer { loss, gradients })
 }
-
-/// The gradient of a single word's distribution is exactly zero, so errors are relative to at least this.
-const LEAST_SCALE: f64 = 1e-2;
 
 fn assert_same(got: &Answer, expected: &Answer, dtype: DType) {
     let value = Tolerance::value(dtype);
@@ -102,7 +66,7 @@ fn least_budget(case: &Case, tensors: &Tensors, options: &LossOptions) -> usize 
 }
 
 proptest! {
-    #![proptest_config(config())]
+    #![proptest_config(config("tests/laws.proptest-regressions"))]
 
     #[test]
     fn random_problems_equal_the_reference(problem in problems()) {

@@ -2,14 +2,17 @@
 
 mod common;
 
-use candle_core::{DType, Tensor};
-use common::case::{weights, Case, Head, Sizes, ENTRIES};
-use common::check::{gradients, numbers, Check, Layer};
+use candle_core::{DType, Device, Tensor};
+use common::case::{upstream, weights, Case, Head, Sizes, ENTRIES};
+use common::check::{backward, gradients, numbers, Check, Layer};
 use common::compare::{assert_close, Tolerance};
+use common::composed::Operands;
 use common::objective::Objective;
+use common::random::{config, problems, LEAST_SCALE};
 use common::reference::truth;
-use common::{dtypes, exact, on_each_device};
-use mos_head::{Error, LossOptions, Reduction, Result};
+use common::{devices, dtypes, exact, on_each_device};
+use mos_head::{Error, LossOptions, Mixture, Reduction, Result};
+use proptest::prelude::*;
 
 const SIZES: Sizes = Sizes::new(7, 6, 3, 33);
 const ROWS: usize = 10;
@@ -20,8 +23,7 @@ fn case(head: Head, seed: u64) -> Case {
 
 /// An ignored index that some of the targets have.
 fn frequent(case: &mut Case) -> i64 {
-    case.targets[3] = -100;
-    case.targets[8] = -100;
+    case.targets.iter_mut().skip(3).step_by(5).for_each(|y| *y = -100);
     -100
 }
 
@@ -36,8 +38,8 @@ fn objective(letters: &str, case: &mut Case) -> Objective {
             _ => Reduction::Mean,
         },
         ignore_index: on('i').then(|| frequent(case)),
-        token_weights: on('t').then(|| weights(ROWS, 1)),
-        class_weights: on('c').then(|| weights(SIZES.vocab, 2)),
+        token_weights: on('t').then(|| weights(case.rows(), 1)),
+        class_weights: on('c').then(|| weights(case.sizes.vocab, 2)),
         label_smoothing: if on('s') { 0.15 } else { 0.0 },
         z_loss: if on('z') { 0.02 } else { 0.0 },
         softcap: on('p').then_some(1.5),
@@ -51,6 +53,30 @@ const COMBINED: [&str; 24] = [
     "it", "ic", "is", "iz", "tc", "cs", "sz", "sp", "zp", "tS", "cN", "sN", "zN", "pN", "itc", "csz", "szp", "tcsN",
     "icsS", "itcszp", "itcszpS", "itcszpN", "itcszpf", "itcszpfN",
 ];
+
+proptest! {
+    #![proptest_config(config("tests/options.proptest-regressions"))]
+
+    #[test]
+    fn random_options_of_random_problems_equal_the_reference(
+        problem in problems(),
+        letters in proptest::sample::subsequence("itcszpSN".chars().collect::<Vec<_>>(), 0..=8),
+        workspace_bytes in 1_usize << 16..1 << 20,
+    ) {
+        let letters: String = letters.into_iter().collect();
+        for device in devices() {
+            for &dtype in dtypes(&device).iter().filter(|d| d.size_in_bytes() >= 4) {
+                for head in ENTRIES {
+                    let mut case = problem.case(head);
+                    let objective = objective(&letters, &mut case);
+                    let base = LossOptions::new().with_workspace_bytes(workspace_bytes);
+                    let check = Check { base, least_scale: LEAST_SCALE, ..Check::new(dtype) };
+                    check.run(&case, &objective, &device)?;
+                }
+            }
+        }
+    }
+}
 
 on_each_device! {
     fn each_option_alone_equals_the_reference(device: &Device) -> Result<()> {
@@ -96,6 +122,31 @@ on_each_device! {
                 Check { base, ..Check::new(DType::F32) }.run(&case, &objective, device)?;
             }
         }
+        Ok(())
+    }
+
+    fn a_softcapped_mixture_is_capped_in_all_that_it_gives(device: &Device) -> Result<()> {
+        const CAP: f64 = 1.5;
+        let dtype = exact(device);
+        let case = case(Head::Mixture, 73);
+        let composed = case.variables(DType::F64, &Device::Cpu)?;
+        let (truth, _) = Operands::project(case.head, &composed, case.activation)?.log_probs(Some(CAP))?;
+        let upstream = upstream(ROWS * SIZES.vocab, 5);
+        let slopes = gradients(&backward(&truth, &upstream)?, &composed);
+        let nll = truth.gather(&case.target_tensor(&Device::Cpu)?.reshape((ROWS, 1))?, 1)?.neg()?;
+
+        let tensors = case.variables(dtype, device)?;
+        let bias = tensors.get("decoder.bias");
+        let mixture = Mixture::new(&tensors["contexts"], tensors.get("log_priors"), &tensors["decoder.weight"], bias)?;
+        let mixture = mixture.with_softcap(CAP)?;
+        let log_probs = mixture.log_probs()?;
+        assert_close("log_probs", &numbers(&log_probs), &numbers(&truth), None, Tolerance::value(dtype));
+        for (name, gradient) in gradients(&backward(&log_probs, &upstream)?, &tensors) {
+            assert_close(name, &gradient, &slopes[name], None, Tolerance::gradient(dtype));
+        }
+        assert_eq!(numbers(&mixture.argmax()?.flatten_all()?), numbers(&truth.argmax(1)?));
+        let loss = mixture.loss(&case.target_tensor(device)?, &LossOptions::new())?;
+        assert_close("nll", &numbers(&loss.nll), &numbers(&nll), None, Tolerance::value(dtype));
         Ok(())
     }
 

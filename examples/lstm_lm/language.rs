@@ -25,38 +25,20 @@ impl Teacher {
             let (u, v): (f64, f64) = (rng.random(), rng.random());
             (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()
         };
-        let family: u32 = std::env::var("FAMILY").map(|x| x.parse().unwrap()).unwrap_or(0);
-        let sharp: f64 = std::env::var("SHARP").map(|x| x.parse().unwrap()).unwrap_or(SHARPNESS);
+        let env = crate::model::env;
+        let sharp = env("SHARP", 1.7);
+        let psharp = env("PSHARP", 2.0);
+        let lat = env("LAT", 16.0) as usize;
         let embedding: Vec<f64> = (0..VOCAB * CONTEXT).map(|_| normal()).collect();
-        let maps: Vec<f64> = (0..COMPONENTS * CONTEXT * CONTEXT).map(|_| normal() / (CONTEXT as f64).sqrt()).collect();
-        let psharp: f64 = std::env::var("PSHARP").map(|x| x.parse().unwrap()).unwrap_or(1.0);
-        let pm: Vec<f64> = (0..COMPONENTS * CONTEXT).map(|_| normal() / (CONTEXT as f64).sqrt()).collect();
+        let maps: Vec<f64> = (0..COMPONENTS * CONTEXT * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
+        let pm: Vec<f64> = (0..COMPONENTS * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
         let mut probabilities = vec![0.0; VOCAB * VOCAB];
         for row in probabilities.chunks_mut(VOCAB) {
-            let token: Vec<f64> = (0..CONTEXT).map(|_| normal()).collect();
-            let priors = if family < 2 {
-                softmax((0..COMPONENTS).map(|_| normal()).collect())
-            } else {
-                softmax((0..COMPONENTS).map(|k| psharp * dot(&pm[k * CONTEXT..][..CONTEXT], &token)).collect())
-            };
+            let token: Vec<f64> = (0..lat).map(|_| normal()).collect();
+            let priors = softmax((0..COMPONENTS).map(|k| psharp * dot(&pm[k * lat..][..lat], &token)).collect());
             for (k, prior) in priors.into_iter().enumerate() {
-                let context: Vec<f64> = (0..CONTEXT)
-                    .map(|i| {
-                        sharp
-                            * if family == 0 {
-                                normal()
-                            } else {
-                                {
-                                    let x = dot(&maps[(k * CONTEXT + i) * CONTEXT..][..CONTEXT], &token);
-                                    if family == 3 {
-                                        x.tanh()
-                                    } else {
-                                        x
-                                    }
-                                }
-                            }
-                    })
-                    .collect();
+                let context: Vec<f64> =
+                    (0..CONTEXT).map(|i| sharp * dot(&maps[(k * CONTEXT + i) * lat..][..lat], &token)).collect();
                 let logits = embedding.chunks(CONTEXT).map(|next| dot(next, &context)).collect();
                 for (p, component) in row.iter_mut().zip(softmax(logits)) {
                     *p += prior * component;

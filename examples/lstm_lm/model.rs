@@ -64,7 +64,9 @@ impl LanguageModel {
         let Sizes { vocab, embedding, hidden, layers, context, components } = sizes;
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        let mixture = MixtureConfig::new(hidden, context, vocab, components).with_dropout(dropout).with_activation(if env("IDENT",0.0)>0.0 {mos_head::Activation::Identity} else {mos_head::Activation::Tanh});
+        let mixture = MixtureConfig::new(hidden, context, vocab, components).with_dropout(dropout).with_activation(
+            if env("IDENT", 0.0) > 0.0 { mos_head::Activation::Identity } else { mos_head::Activation::Tanh },
+        );
         let head: Box<dyn OutputLayer> = match kind {
             HeadKind::Softmax => Box::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb.pp("head"))?),
             HeadKind::Moc => Box::new(MixtureOfContexts::new(&mixture, vb.pp("head"))?),
@@ -169,4 +171,6 @@ mod tests {
     }
 }
 
-pub fn env(name: &str, default: f64) -> f64 { std::env::var(name).map(|x| x.parse().unwrap()).unwrap_or(default) }
+pub fn env(name: &str, default: f64) -> f64 {
+    std::env::var(name).map(|x| x.parse().unwrap()).unwrap_or(default)
+}

@@ -8,7 +8,6 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 
 use crate::loss::LossOptions;
-use crate::projection::Activation;
 use crate::{Error, Result};
 use plan::{Plan, Sizes};
 
@@ -186,21 +185,19 @@ macro_rules! on_device {
     };
 }
 
-/// `activation(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.
-pub(crate) fn activate(z: &Tensor, bias: &Tensor, activation: Activation) -> Result<Tensor> {
-    match (z.device(), activation) {
-        (Device::Cpu, Activation::Tanh) => cpu::bias_tanh(z, bias),
-        (_, Activation::Tanh) => Ok(z.broadcast_add(bias)?.tanh()?),
-        (_, Activation::Identity) => Ok(z.broadcast_add(bias)?),
+/// `tanh(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.
+pub(crate) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    match z.device() {
+        Device::Cpu => cpu::bias_tanh(z, bias),
+        _ => Ok(z.broadcast_add(bias)?.tanh()?),
     }
 }
 
-/// The gradient of the argument of [`activate`], from its result and the gradient of that.
-pub(crate) fn activation_gradient(result: &Tensor, upstream: &Tensor, activation: Activation) -> Result<Tensor> {
-    match (result.device(), activation) {
-        (Device::Cpu, Activation::Tanh) => cpu::tanh_gradient(result, &upstream.contiguous()?),
-        (_, Activation::Tanh) => Ok((upstream - (result.sqr()? * upstream)?)?),
-        (_, Activation::Identity) => Ok(upstream.clone()),
+/// The gradient of the argument of a hyperbolic tangent, from its result and the gradient of that.
+pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
+    match result.device() {
+        Device::Cpu => cpu::tanh_gradient(result, &upstream.contiguous()?),
+        _ => Ok((upstream - (result.sqr()? * upstream)?)?),
     }
 }
 

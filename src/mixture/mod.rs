@@ -10,6 +10,7 @@ use candle_core::{DType, Tensor};
 
 use crate::backend::plan::{Plan, Sizes};
 use crate::backend::{self, accumulation_dtype, Objective, Operands, Task, Wanted};
+use crate::check::{check_alike, check_device, check_sizes};
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::{Error, Result};
 
@@ -80,17 +81,9 @@ impl Mixture {
         if width != context {
             return Err(Error::shape("weight", format!("[vocab, {context}]"), weight.dims()));
         }
-        for (argument, size) in [("components", components), ("context", context), ("vocab", vocab)] {
-            if size == 0 {
-                return Err(Error::config(argument, "at least 1", size));
-            }
-        }
+        check_sizes(&[("components", components), ("context", context), ("vocab", vocab)])?;
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
-        if weight.dtype() != contexts.dtype() {
-            let expected = format!("{:?}, as contexts", contexts.dtype());
-            return Err(Error::DType { argument: "weight", expected, got: weight.dtype() });
-        }
-        check_device("weight", weight, contexts)?;
+        check_alike("weight", weight, "contexts", contexts)?;
         let tokens = leading.iter().product();
         let log_priors = match log_priors {
             None if components == 1 => None,
@@ -276,12 +269,4 @@ fn mean(sum: &Tensor, count: &Tensor) -> Result<Tensor> {
     let nothing = count.eq(0f64)?;
     let divisor = nothing.where_cond(&count.ones_like()?, count)?;
     Ok(nothing.where_cond(&sum.zeros_like()?, &(sum / divisor)?)?)
-}
-
-fn check_device(argument: &'static str, tensor: &Tensor, contexts: &Tensor) -> Result<()> {
-    if tensor.device().same_device(contexts.device()) {
-        return Ok(());
-    }
-    let location = |tensor: &Tensor| format!("{:?}", tensor.device().location());
-    Err(Error::Device { argument, expected: location(contexts), got: location(tensor) })
 }

@@ -1,6 +1,6 @@
 //! What the integration tests share: the truth in `f64` ([`reference`]), the same maths from ordinary candle
 //! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), and the random
-//! problems they are asked about ([`case`], [`objective`]).
+//! problems they are asked about ([`case`], [`objective`], [`random`]).
 // Every test binary uses a part of this.
 #![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
@@ -9,6 +9,7 @@ pub mod check;
 pub mod compare;
 pub mod composed;
 pub mod objective;
+pub mod random;
 pub mod reference;
 
 use candle_core::{DType, Device};

@@ -182,7 +182,7 @@ def main():
                 value=flat(value),
                 gradients=gradients(value, t, upstream),
             )
-    json.dump(
+    text = json.dumps(
         dict(
             torch=torch.__version__,
             seed=SEED,
@@ -193,10 +193,9 @@ def main():
             upstream=flat(upstream),
             heads=heads,
         ),
-        sys.stdout,
-        indent=None,
     )
-    print()
+    # A line for each loss.
+    sys.stdout.write(text.replace('{"options"', '\n{"options"') + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@
 //! d/d log pi_k  = -R_k
 //! ```
 
-use super::math::{exp, ln, tanh};
+use super::log_sum_exp::{add_bias_and_log_sum_exp, log_sum_exp_scalar, LogSumExp};
+use super::math::{exp, ln};
 use super::simd::{Float, Kernel, Vector};
 
 /// What the objective of a token is made of, beyond its logits.
@@ -51,8 +52,11 @@ pub(super) struct Logits<'a, F> {
 pub(super) struct Scratch<F> {
     /// `[stride]`: log p(v)
     pub(super) log_probs: Vec<F>,
-    /// `[K]` each: lse_k, the target's part of R_k, and R_k
-    lse: Vec<F>,
+    /// `[K]`: lse_k
+    lse: Vec<LogSumExp<F>>,
+    /// `[K]`: what the logits above the largest one are added to, log pi_k - log sum_v exp(z_kv - max_u z_ku)
+    log_scale: Vec<F>,
+    /// `[K]` each: the target's part of R_k, and R_k
     hard_mass: Vec<F>,
     mass: Vec<F>,
 }
@@ -62,7 +66,8 @@ impl<F: Float> Scratch<F> {
         let zeros = |n| vec![F::zero(); n];
         Scratch {
             log_probs: zeros(stride),
-            lse: zeros(components),
+            lse: vec![LogSumExp::default(); components],
+            log_scale: zeros(components),
             hard_mass: zeros(components),
             mass: zeros(components),
         }
@@ -71,23 +76,18 @@ impl<F: Float> Scratch<F> {
 
 impl<F: Float> Scratch<F> {
     /// Takes in the log-sum-exp of component k.
-    pub(super) fn set_lse(&mut self, k: usize, lse: F) {
+    pub(super) fn set_lse(&mut self, k: usize, log_prior: F, lse: LogSumExp<F>) {
         self.lse[k] = lse;
+        self.log_scale[k] = log_prior - lse.log_sum;
     }
 
     /// The loss as far as it depends on the target's logits alone, and the responsibilities.
-    pub(super) fn hard_loss(
-        &mut self,
-        target: &Target<'_, F>,
-        log_priors: &[F],
-        target_logit: impl Fn(usize, usize) -> F,
-    ) -> TokenLoss {
+    pub(super) fn hard_loss(&mut self, target: &Target<'_, F>, target_logit: impl Fn(usize, usize) -> F) -> TokenLoss {
         let components = self.lse.len();
         let mut loss = TokenLoss::default();
         self.hard_mass.fill(F::zero());
         if let Some((y, hard)) = target.hard {
-            // The logit and its log-sum-exp first: they may be large, and their difference is exact where it matters.
-            let joint = |k: usize| log_priors[k] + (target_logit(k, y) - self.lse[k]);
+            let joint = |k: usize| target_logit(k, y) - self.lse[k].largest + self.log_scale[k];
             let log_p = log_sum_exp_scalar(components, joint);
             loss.nll = -log_p.f64();
             loss.objective = weighted(hard, -log_p).f64();
@@ -98,7 +98,7 @@ impl<F: Float> Scratch<F> {
             }
         }
         if target.z_loss != F::zero() {
-            let squares: F = self.lse.iter().map(|&lse| lse * lse).sum();
+            let squares: F = self.lse.iter().map(|lse| lse.value() * lse.value()).sum();
             loss.objective += (target.z_loss * squares).f64() / components as f64;
         }
         self.mass.copy_from_slice(&self.hard_mass);
@@ -118,46 +118,6 @@ impl<F: Float> Scratch<F> {
             loss.dropped = (dropped / total).f64();
         }
         least
-    }
-}
-
-/// The log-sum-exp of one row of a tile of logits.
-pub(super) struct TileLogSumExp<'a, F> {
-    /// `[stride]`, of which `vocab` are logits
-    pub(super) row: &'a mut [F],
-    pub(super) vocab: usize,
-    /// `[stride]`, minus infinity after `vocab`
-    pub(super) bias: &'a [F],
-    pub(super) softcap: Option<F>,
-}
-
-impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
-    type Output = F;
-
-    #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) -> F {
-        add_bias_and_log_sum_exp::<false, F, V>(v, self.row, self.vocab, self.bias, self.softcap)
-    }
-}
-
-/// The log-sum-exp of a row after bias and softcap, which `KEEP` leaves in the row.
-#[inline(always)]
-fn add_bias_and_log_sum_exp<const KEEP: bool, F: Float, V: Vector<F>>(
-    v: V,
-    row: &mut [F],
-    vocab: usize,
-    bias: &[F],
-    softcap: Option<F>,
-) -> F {
-    row[vocab..].fill(F::zero());
-    match softcap {
-        None if KEEP => log_sum_exp::<{ bias::ADD }, F, V>(v, row, bias),
-        None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, bias),
-        Some(cap) => {
-            soft_cap(v, row, bias, cap);
-            row[vocab..].fill(F::neg_infinity());
-            log_sum_exp::<{ bias::ADDED }, F, V>(v, row, bias)
-        }
     }
 }
 
@@ -200,11 +160,11 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         let components = logits.log_priors.len();
         logits.normalise(v, scratch);
         if target.soft.is_some() || target.hits {
-            logits.mix(v, &scratch.lse, &mut scratch.log_probs);
+            logits.mix(v, scratch);
         }
 
         let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
-        let mut loss = scratch.hard_loss(&target, logits.log_priors, target_logit);
+        let mut loss = scratch.hard_loss(&target, target_logit);
         if let (true, Some((y, _))) = (target.hits, target.hard) {
             loss.hit = !loss.nll.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
         }
@@ -216,8 +176,8 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             loss.objective += objective.f64();
             for k in 0..components {
                 let row = &logits.rows[k * logits.stride..][..logits.stride];
-                let (log_prior, lse) = (logits.log_priors[k], scratch.lse[k]);
-                scratch.mass[k] += soft_mass(v, row, log_prior, lse, &scratch.log_probs, soft);
+                let (largest, log_scale) = (scratch.lse[k].largest, scratch.log_scale[k]);
+                scratch.mass[k] += soft_mass(v, row, largest, log_scale, &scratch.log_probs, soft);
             }
         }
         let least_mass = scratch.least_mass(&target, &mut loss);
@@ -240,7 +200,7 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
     #[inline(always)]
     fn run<V: Vector<F>>(mut self, v: V) {
         self.logits.normalise(v, self.scratch);
-        self.logits.mix(v, &self.scratch.lse, &mut self.scratch.log_probs);
+        self.logits.mix(v, self.scratch);
     }
 }
 
@@ -250,21 +210,21 @@ impl<F: Float> Logits<'_, F> {
     fn normalise<V: Vector<F>>(&mut self, v: V, scratch: &mut Scratch<F>) {
         for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
             let lse = add_bias_and_log_sum_exp::<true, F, V>(v, row, self.vocab, self.bias, self.softcap);
-            scratch.set_lse(k, lse);
+            scratch.set_lse(k, self.log_priors[k], lse);
         }
     }
 
     /// `log p(v)` of every word.
     #[inline(always)]
-    fn mix<V: Vector<F>>(&self, v: V, lse: &[F], log_probs: &mut [F]) {
+    fn mix<V: Vector<F>>(&self, v: V, scratch: &mut Scratch<F>) {
         let rows = V::registers(self.rows);
-        let out = V::registers_mut(log_probs);
+        let out = V::registers_mut(&mut scratch.log_probs);
         let width = out.len();
-        let terms = || self.log_priors.iter().zip(lse).enumerate();
-        if let ([log_prior], [lse]) = (self.log_priors, lse) {
-            let (log_prior, lse) = (v.splat(*log_prior), v.splat(*lse));
+        let components = scratch.lse.iter().zip(&scratch.log_scale);
+        if let ([lse], [log_scale]) = (&scratch.lse[..], &scratch.log_scale[..]) {
+            let (largest, log_scale) = (v.splat(lse.largest), v.splat(*log_scale));
             for (out, &z) in out.iter_mut().zip(rows) {
-                *out = v.add(v.sub(z, lse), log_prior);
+                *out = v.add(v.sub(z, largest), log_scale);
             }
             return;
         }
@@ -272,15 +232,15 @@ impl<F: Float> Logits<'_, F> {
         let zero = v.splat(F::zero());
         for (i, out) in out.iter_mut().enumerate() {
             let mut largest = minus_infinity;
-            for (k, (&log_prior, &lse)) in terms() {
-                let term = v.add(v.sub(rows[k * width + i], v.splat(lse)), v.splat(log_prior));
+            for (k, (lse, &log_scale)) in components.clone().enumerate() {
+                let term = v.add(v.sub(rows[k * width + i], v.splat(lse.largest)), v.splat(log_scale));
                 largest = v.max(largest, term);
             }
             // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
             let reference = v.if_equal(largest, minus_infinity, zero, largest);
             let mut sum = zero;
-            for (k, (&log_prior, &lse)) in terms() {
-                let term = v.add(v.sub(rows[k * width + i], v.splat(lse)), v.splat(log_prior));
+            for (k, (lse, &log_scale)) in components.clone().enumerate() {
+                let term = v.add(v.sub(rows[k * width + i], v.splat(lse.largest)), v.splat(log_scale));
                 sum = v.add(sum, exp(v, v.sub(term, reference)));
             }
             *out = v.add(reference, ln(v, sum));
@@ -302,7 +262,8 @@ impl<F: Float> Logits<'_, F> {
         for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
             let mass = scratch.mass[k];
             gradients.log_priors[k] = weighted(scale, -mass);
-            let softmax_scale = scale * (mass + F::of(2.0) * z_loss * scratch.lse[k]);
+            let lse = scratch.lse[k];
+            let softmax_scale = scale * (mass + F::of(2.0) * z_loss * lse.value());
             let is_zero = scale == F::zero() || (softmax_scale == F::zero() && target.soft.is_none());
             gradients.live[k] = !(is_zero || mass < least_mass);
             if !gradients.live[k] {
@@ -310,10 +271,10 @@ impl<F: Float> Logits<'_, F> {
             }
             let target_logit = target.hard.map(|(y, _)| (y, row[y]));
             let terms = RowTerms {
-                lse: scratch.lse[k],
-                softmax_scale,
+                largest: lse.largest,
+                exp_scale: softmax_scale * (-lse.log_sum).exp(),
                 scale,
-                log_prior: self.log_priors[k],
+                log_scale: scratch.log_scale[k],
                 log_probs: &scratch.log_probs,
                 soft: target.soft.unwrap_or_default(),
                 softcap: self.softcap.unwrap_or_else(F::one),
@@ -342,33 +303,34 @@ impl<F: Float> Logits<'_, F> {
 
 /// What the gradient of one row is made of, beyond its logits.
 struct RowTerms<'a, F> {
-    lse: F,
-    /// Factor of the softmax: `scale (R_k + 2 zeta lse_k / K)`.
-    softmax_scale: F,
+    /// The largest logit.
+    largest: F,
+    /// Factor of `exp(z - largest)`: `scale (R_k + 2 zeta lse_k / K)` over their sum.
+    exp_scale: F,
     scale: F,
-    log_prior: F,
+    log_scale: F,
     log_probs: &'a [F],
     soft: &'a [F],
     softcap: F,
 }
 
-/// `z := softmax_scale exp(z - lse) - scale soft_v r(v)`, times the slope of the softcap.
+/// `z := exp_scale exp(z - largest) - scale soft_v r(v)`, times the slope of the softcap.
 #[inline(always)]
 fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
     v: V,
     row: &mut [F],
     terms: &RowTerms<'_, F>,
 ) {
-    let (lse, softmax_scale) = (v.splat(terms.lse), v.splat(terms.softmax_scale));
-    let (log_prior, scale) = (v.splat(terms.log_prior), v.splat(-terms.scale));
+    let (largest, exp_scale) = (v.splat(terms.largest), v.splat(terms.exp_scale));
+    let (log_scale, scale) = (v.splat(terms.log_scale), v.splat(-terms.scale));
     let inverse_cap = v.splat(F::one() / terms.softcap);
     let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
     let (log_probs, soft) = (V::registers(terms.log_probs), V::registers(terms.soft));
     for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
-        let log_p = v.sub(*z, lse);
-        let mut g = v.mul(exp(v, log_p), softmax_scale);
+        let relative = v.sub(*z, largest);
+        let mut g = v.mul(exp(v, relative), exp_scale);
         if SOFT {
-            let r = exp(v, v.sub(v.add(log_p, log_prior), log_probs[i]));
+            let r = exp(v, v.sub(v.add(relative, log_scale), log_probs[i]));
             // Words without mass have no responsibility to share, even where both logarithms are infinite.
             let r = v.if_equal(soft[i], zero, zero, r);
             g = v.mul_add(v.mul(r, soft[i]), scale, g);
@@ -385,113 +347,15 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
 
 /// `R = sum_v soft_v r(v)` of one row.
 #[inline(always)]
-fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], log_prior: F, lse: F, log_probs: &[F], soft: &[F]) -> F {
-    let (log_prior, lse, zero) = (v.splat(log_prior), v.splat(lse), v.splat(F::zero()));
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], largest: F, log_scale: F, log_probs: &[F], soft: &[F]) -> F {
+    let (largest, log_scale, zero) = (v.splat(largest), v.splat(log_scale), v.splat(F::zero()));
     let (log_probs, soft) = (V::registers(log_probs), V::registers(soft));
     let mut sum = zero;
     for (i, &z) in V::registers(row).iter().enumerate() {
-        let r = exp(v, v.sub(v.add(v.sub(z, lse), log_prior), log_probs[i]));
+        let r = exp(v, v.sub(v.add(v.sub(z, largest), log_scale), log_probs[i]));
         sum = v.add(sum, v.if_equal(soft[i], zero, zero, v.mul(r, soft[i])));
     }
     v.sum(sum)
-}
-
-/// `z := cap tanh((z + bias) / cap)`.
-#[inline(always)]
-fn soft_cap<F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F], cap: F) {
-    let (cap, inverse) = (v.splat(cap), v.splat(F::one() / cap));
-    for (z, &b) in V::registers_mut(row).iter_mut().zip(V::registers(bias)) {
-        *z = v.mul(cap, tanh(v, v.mul(v.add(*z, b), inverse)));
-    }
-}
-
-/// How [`log_sum_exp`] treats the bias.
-mod bias {
-    /// It is in the logits already.
-    pub(super) const ADDED: u8 = 0;
-    /// It is added to the logits in place.
-    pub(super) const ADD: u8 = 1;
-    /// It is added on the way, and the logits stay as they are: less to write where nobody reads them again.
-    pub(super) const ON_THE_WAY: u8 = 2;
-}
-
-/// `log sum_v exp(z_v + bias_v)` of a row.
-///
-/// One pass over memory: block by block, the sum so far is rescaled whenever a block has a larger maximum. Minus infinity
-/// for a row of minus infinities; NaN if the row has a NaN or plus infinity.
-#[inline(always)]
-fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F]) -> F {
-    /// Registers per block: small enough for the first-level cache.
-    const BLOCK: usize = 64;
-    /// Independent accumulators, which keep the processor busy while each waits for its last addition.
-    const LANES: usize = 4;
-    let mut largest = F::neg_infinity();
-    let mut sum = F::zero();
-    for (block, bias) in V::registers_mut(row).chunks_mut(BLOCK).zip(V::registers(bias).chunks(BLOCK)) {
-        let (bias_groups, bias_rest) = bias.as_chunks::<LANES>();
-        let mut maxima = [v.splat(F::neg_infinity()); LANES];
-        let (groups, rest) = block.as_chunks_mut::<LANES>();
-        for (group, bias) in groups.iter_mut().zip(bias_groups) {
-            for lane in 0..LANES {
-                maxima[lane] = v.max(maxima[lane], with_bias::<BIAS, F, V>(v, &mut group[lane], bias[lane]));
-            }
-        }
-        for (z, &b) in rest.iter_mut().zip(bias_rest) {
-            maxima[0] = v.max(maxima[0], with_bias::<BIAS, F, V>(v, z, b));
-        }
-        let block_largest = v.largest(v.max(v.max(maxima[0], maxima[1]), v.max(maxima[2], maxima[3])));
-        if block_largest > largest {
-            sum *= (largest - block_largest).exp();
-            largest = block_largest;
-        }
-        // All minus infinity so far: exp(-inf - 0) is the zero that exp(-inf + inf) is not, and a NaN stays one.
-        let reference = v.splat(finite_or_zero(largest));
-        let mut sums = [v.splat(F::zero()); LANES];
-        let (groups, rest) = block.as_chunks::<LANES>();
-        for (group, bias) in groups.iter().zip(bias_groups) {
-            for lane in 0..LANES {
-                let logit = if BIAS == bias::ON_THE_WAY { v.add(group[lane], bias[lane]) } else { group[lane] };
-                sums[lane] = v.add(sums[lane], exp(v, v.sub(logit, reference)));
-            }
-        }
-        for (&z, &b) in rest.iter().zip(bias_rest) {
-            let logit = if BIAS == bias::ON_THE_WAY { v.add(z, b) } else { z };
-            sums[0] = v.add(sums[0], exp(v, v.sub(logit, reference)));
-        }
-        sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
-    }
-    finite_or_zero(largest) + sum.ln()
-}
-
-/// The logit with its bias, which is put in its place if it is to be.
-#[inline(always)]
-fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, bias: V::Reg) -> V::Reg {
-    if BIAS == bias::ADDED {
-        return *z;
-    }
-    let logit = v.add(*z, bias);
-    if BIAS == bias::ADD {
-        *z = logit;
-    }
-    logit
-}
-
-fn finite_or_zero<F: Float>(x: F) -> F {
-    if x == F::neg_infinity() {
-        F::zero()
-    } else {
-        x
-    }
-}
-
-/// `log sum_k exp x(k)` of a few numbers.
-pub(super) fn log_sum_exp_scalar<F: Float>(n: usize, x: impl Fn(usize) -> F) -> F {
-    if n == 1 {
-        return x(0);
-    }
-    let largest = (0..n).map(&x).fold(F::neg_infinity(), num_traits::Float::max);
-    let reference = finite_or_zero(largest);
-    reference + (0..n).map(|k| (x(k) - reference).exp()).sum::<F>().ln()
 }
 
 /// `weight * x`, where weight zero takes away even an infinite or undefined `x`.

@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// What each token is measured against, and how much it counts.
 pub(super) struct Targets<F> {
     kind: Kind<F>,
-    pub(super) filter: F,
+    filter: F,
     pub(super) hits: bool,
 }
 
@@ -96,6 +96,10 @@ impl<F: Float> Targets<F> {
                 F::of(factor * self.token_weight(t))
             })
             .collect()
+    }
+
+    pub(super) fn has_filter(&self) -> bool {
+        self.filter > F::zero()
     }
 
     /// What the row kernels need to know of token `t`; `None` if it is ignored.

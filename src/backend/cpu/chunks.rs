@@ -1,0 +1,359 @@
+//! One chunk after another: the state of a mixture at work on the CPU, and its steps.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::element::Element;
+use super::log_sum_exp::{LogSumExp, TileLogSumExp};
+use super::outcome::BufferedGradients;
+use super::rows::{first_largest, LogProbRows, Logits, LossRows, RowGradients, Scratch, TokenLoss};
+use super::simd::{Float, Isa, ROW_ALIGN};
+use super::targets::Targets;
+use super::{products, zeros, Backend, Operands, Plan, Sizes, Wanted};
+use crate::Result;
+
+/// A chunk's tokens are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
+/// the parts are added in order, so that the sum does not depend on the threads.
+pub(super) const BIAS_PARTS: usize = 16;
+
+/// One mixture at work on the CPU.
+pub(super) struct Cpu<'a, T: Element> {
+    sizes: Sizes,
+    isa: Isa,
+    softcap: Option<T::Acc>,
+    /// `[tokens, K, d]`
+    contexts: &'a [T],
+    /// `[vocab, d]`
+    weight: &'a [T],
+    /// `[tokens, K]`
+    log_priors: Vec<T::Acc>,
+    /// `[stride]`, padded with minus infinity
+    bias: Vec<T::Acc>,
+    /// Distance from row to row of the logits.
+    stride: usize,
+
+    /// `[rows of a chunk, stride]`: logits, then their gradient
+    logits: Vec<T::Acc>,
+    /// `[rows of a chunk, d]`: contexts as they are multiplied, where that is not how they are stored
+    chunk_contexts: Vec<T::Acc>,
+    /// `[rows of a chunk, d]`: the gradient of the contexts, where it cannot be written to its place
+    chunk_gradient: Vec<T::Acc>,
+    /// The chunk's rows whose logits have a gradient; these rows come first in `logits` and in `chunk_contexts`.
+    live_rows: LiveRows,
+
+    /// If a loss is what is computed
+    targets: Option<&'a Targets<T::Acc>>,
+    /// `[tokens]`
+    pub(super) losses: Vec<TokenLoss>,
+    pub(super) gradients: BufferedGradients<T>,
+    /// `[tokens, vocab]`, if log-probabilities are what is computed
+    pub(super) log_probs: Vec<T>,
+    /// `[tokens]`, if the most probable words are what is computed
+    pub(super) argmax: Vec<u32>,
+}
+
+/// Which rows of a chunk take part in the second and third product.
+enum LiveRows {
+    All(usize),
+    /// Indices into the chunk's rows, ascending.
+    Some(Vec<usize>),
+}
+
+impl LiveRows {
+    fn len(&self) -> usize {
+        match self {
+            LiveRows::All(rows) => *rows,
+            LiveRows::Some(rows) => rows.len(),
+        }
+    }
+}
+
+impl<'a, T: Element> Cpu<'a, T> {
+    pub(super) fn new(operands: &Operands, contexts: &'a [T], weight: &'a [T], plan: &Plan) -> Result<Self> {
+        let Sizes { tokens, components, vocab, .. } = operands.sizes;
+        let stride = vocab.next_multiple_of(ROW_ALIGN);
+        let log_priors = match &operands.log_priors {
+            Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
+            None => zeros(tokens * components),
+        };
+        let mut bias = match &operands.bias {
+            Some(bias) => bias.to_vec1()?,
+            None => zeros(vocab),
+        };
+        bias.resize(stride, num_traits::Float::neg_infinity());
+        Ok(Cpu {
+            sizes: operands.sizes,
+            isa: Isa::best(),
+            softcap: operands.softcap.map(T::Acc::of),
+            contexts,
+            weight,
+            log_priors,
+            bias,
+            stride,
+            logits: zeros(if plan.keeps_logits { plan.rows_per_chunk * stride } else { 0 }),
+            chunk_contexts: Vec::new(),
+            chunk_gradient: Vec::new(),
+            live_rows: LiveRows::All(0),
+            targets: None,
+            losses: vec![TokenLoss::default(); tokens],
+            gradients: BufferedGradients::new(operands.sizes, Wanted::default()),
+            log_probs: Vec::new(),
+            argmax: Vec::new(),
+        })
+    }
+
+    /// With a loss to compute.
+    pub(super) fn with_targets(self, targets: &'a Targets<T::Acc>, gradients: BufferedGradients<T>) -> Self {
+        Cpu { targets: Some(targets), gradients, ..self }
+    }
+
+    /// Calls `f` in parallel with each token of the chunk, its logits, and one of `outputs` each.
+    fn for_each_token<O: Send>(
+        &mut self,
+        tokens: Range<usize>,
+        outputs: &mut [O],
+        f: impl Fn(Logits<'_, T::Acc>, &mut Scratch<T::Acc>, &mut O) + Sync,
+    ) {
+        let Sizes { components, vocab, .. } = self.sizes;
+        let (stride, bias, softcap) = (self.stride, &self.bias, self.softcap);
+        let log_priors = &self.log_priors[tokens.start * components..];
+        self.logits
+            .par_chunks_exact_mut(components * stride)
+            .zip(log_priors.par_chunks_exact(components))
+            .zip(outputs)
+            .for_each_init(
+                || Scratch::new(components, stride),
+                |scratch, ((rows, log_priors), output)| {
+                    f(Logits { rows, stride, vocab, bias, log_priors, softcap }, scratch, output);
+                },
+            );
+    }
+
+    /// Moves the live rows of the logits' gradient, and of the contexts, to the front.
+    fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
+        if live.iter().all(|&live| live) {
+            self.live_rows = LiveRows::All(live.len());
+            return;
+        }
+        let d = self.sizes.context;
+        let live: Vec<usize> = (0..live.len()).filter(|&row| live[row]).collect();
+        self.chunk_contexts.clear();
+        for (to, &from) in live.iter().enumerate() {
+            if to != from {
+                self.logits.copy_within(from * self.stride..(from + 1) * self.stride, to * self.stride);
+            }
+            let context = &self.contexts[(rows.start + from) * d..][..d];
+            self.chunk_contexts.extend(context.iter().map(|x| x.widen()));
+        }
+        self.live_rows = LiveRows::Some(live);
+    }
+
+    fn rows(&self, tokens: Range<usize>) -> Range<usize> {
+        tokens.start * self.sizes.components..tokens.end * self.sizes.components
+    }
+}
+
+impl<T: Element> Backend for Cpu<'_, T> {
+    fn logits(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        let stored = &self.contexts[rows.start * d..rows.end * d];
+        let contexts = T::widen_slice(stored, &mut self.chunk_contexts);
+        products::logits(&mut self.logits, self.stride, contexts, self.weight, d);
+        Ok(())
+    }
+
+    fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Some(targets) = self.targets else { return Ok(()) };
+        let Sizes { components, vocab, .. } = self.sizes;
+        let (stride, isa, softcap, bias) = (self.stride, self.isa, self.softcap, &self.bias);
+        let rows = self.rows(tokens.clone());
+        let mut live = vec![false; rows.len()];
+        let gradients = &mut self.gradients;
+
+        let parts = if gradients.bias.is_some() { BIAS_PARTS } else { usize::MAX };
+        let part = tokens.len().div_ceil(parts.min(tokens.len())).max(1);
+        let mut bias_parts = match gradients.bias {
+            Some(_) => zeros(tokens.len().div_ceil(part) * stride),
+            None => Vec::new(),
+        };
+        let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
+        bias_slots.resize_with(tokens.len().div_ceil(part), || None);
+        let mut no_log_priors = zeros(if gradients.wanted { 0 } else { rows.len() });
+        let log_prior_gradients = match gradients.wanted {
+            true => &mut gradients.log_priors[rows.clone()],
+            false => &mut no_log_priors[..],
+        };
+
+        self.logits[..rows.len() * stride]
+            .par_chunks_mut(part * components * stride)
+            .zip(self.losses[tokens.clone()].par_chunks_mut(part))
+            .zip(live.par_chunks_mut(part * components))
+            .zip(log_prior_gradients.par_chunks_mut(part * components))
+            .zip(bias_slots)
+            .enumerate()
+            .for_each_init(
+                || Scratch::new(components, stride),
+                |scratch, (i, ((((logits, losses), live), log_priors), mut bias_gradient))| {
+                    let tokens_of_part = logits
+                        .chunks_exact_mut(components * stride)
+                        .zip(losses)
+                        .zip(live.chunks_exact_mut(components))
+                        .zip(log_priors.chunks_exact_mut(components));
+                    for (j, (((logits, loss), live), log_prior_gradient)) in tokens_of_part.enumerate() {
+                        let token = tokens.start + i * part + j;
+                        let Some(target) = targets.token(token) else { continue };
+                        let kernel = LossRows {
+                            logits: Logits {
+                                rows: logits,
+                                stride,
+                                vocab,
+                                bias,
+                                log_priors: &self.log_priors[token * components..][..components],
+                                softcap,
+                            },
+                            target,
+                            gradients: gradients.wanted.then(|| RowGradients {
+                                scale: targets.scale(token),
+                                log_priors: log_prior_gradient,
+                                bias: bias_gradient.as_deref_mut(),
+                                live,
+                            }),
+                            scratch,
+                        };
+                        *loss = T::Acc::dispatch(isa, kernel);
+                    }
+                },
+            );
+
+        if let Some(bias) = &mut gradients.bias {
+            for part in bias_parts.chunks_exact(stride) {
+                for (sum, &g) in bias.iter_mut().zip(part) {
+                    *sum += g;
+                }
+            }
+        }
+        if gradients.wanted {
+            self.gather_live_rows(rows, &live);
+        }
+        Ok(())
+    }
+
+    fn loss_only(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Some(targets) = self.targets else { return Ok(()) };
+        let Sizes { components, context: d, .. } = self.sizes;
+        let (isa, softcap, bias) = (self.isa, self.softcap, &self.bias);
+        let rows = tokens.start * components..tokens.end * components;
+        let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let words: Vec<Option<usize>> = tokens.clone().map(|t| Some(targets.token(t)?.hard?.0)).collect();
+
+        // Of each tile: the log-sum-exp of every row, and the logits of the targets among its words.
+        let tiles = products::logit_tiles(contexts, self.weight, d, |tile_words, logits, stride| {
+            let padded = tile_words.len().next_multiple_of(ROW_ALIGN);
+            let bias = &bias[tile_words.start..][..padded];
+            let lse: Vec<LogSumExp<T::Acc>> = logits
+                .chunks_exact_mut(stride)
+                .map(|row| {
+                    let row = &mut row[..padded];
+                    T::Acc::dispatch(isa, TileLogSumExp { row, vocab: tile_words.len(), bias, softcap })
+                })
+                .collect();
+            let mut target_logits = Vec::new();
+            for (i, &word) in words.iter().enumerate() {
+                if let Some(word) = word.filter(|word| tile_words.contains(word)) {
+                    let column = word - tile_words.start;
+                    for k in 0..components {
+                        let logit = logits[(i * components + k) * stride + column];
+                        // With a softcap the bias is in already.
+                        target_logits.push((i, if softcap.is_some() { logit } else { logit + bias[column] }));
+                    }
+                }
+            }
+            (lse, target_logits)
+        });
+        let mut target_logits = vec![Vec::new(); tokens.len()];
+        for (i, logit) in tiles.iter().flat_map(|(_, logits)| logits) {
+            target_logits[*i].push(*logit);
+        }
+
+        let mut scratch = Scratch::new(components, 0);
+        for (i, t) in tokens.enumerate() {
+            let Some(target) = targets.token(t) else { continue };
+            for k in 0..components {
+                let lse = LogSumExp::of_parts(tiles.iter().map(|(lse, _)| lse[i * components + k]));
+                scratch.set_lse(k, self.log_priors[t * components + k], lse);
+            }
+            let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
+            scratch.least_mass(&target, &mut loss);
+            self.losses[t] = loss;
+        }
+        Ok(())
+    }
+
+    fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
+        let live = self.live_rows.len();
+        let all = matches!(self.live_rows, LiveRows::All(_));
+        let in_place = if all { T::as_acc_mut(gradient) } else { None };
+        if let Some(gradient) = in_place {
+            products::context_gradient(gradient, &self.logits, self.stride, self.weight, d);
+            return Ok(());
+        }
+        self.chunk_gradient.resize(live * d, num_traits::Zero::zero());
+        products::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.weight, d);
+        for (i, values) in self.chunk_gradient.chunks_exact(d).enumerate() {
+            let row = match &self.live_rows {
+                LiveRows::All(_) => i,
+                LiveRows::Some(rows) => rows[i],
+            };
+            for (to, &from) in gradient[row * d..].iter_mut().zip(values) {
+                *to = T::narrow(from);
+            }
+        }
+        Ok(())
+    }
+
+    fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        let live = self.live_rows.len();
+        let stored = T::as_acc(&self.contexts[rows.start * d..rows.end * d]);
+        let contexts = match (&self.live_rows, stored) {
+            (LiveRows::All(_), Some(stored)) => stored,
+            _ => &self.chunk_contexts[..live * d],
+        };
+        let gradients = &mut self.gradients;
+        if live > 0 {
+            let started = gradients.weight_started;
+            products::decoder_gradient(&mut gradients.weight, started, &self.logits, self.stride, contexts, d);
+            gradients.weight_started = true;
+        }
+        Ok(())
+    }
+
+    fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (isa, vocab) = (self.isa, self.sizes.vocab);
+        let mut log_probs = std::mem::take(&mut self.log_probs);
+        let mut outputs: Vec<&mut [T]> =
+            log_probs[tokens.start * vocab..tokens.end * vocab].chunks_mut(vocab).collect();
+        self.for_each_token(tokens, &mut outputs, |logits, scratch, output| {
+            T::Acc::dispatch(isa, LogProbRows { logits, scratch });
+            for (to, &from) in output.iter_mut().zip(&scratch.log_probs) {
+                *to = T::narrow(from);
+            }
+        });
+        self.log_probs = log_probs;
+        Ok(())
+    }
+
+    fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (isa, vocab) = (self.isa, self.sizes.vocab);
+        let mut argmax = std::mem::take(&mut self.argmax);
+        self.for_each_token(tokens.clone(), &mut argmax[tokens], |logits, scratch, output| {
+            T::Acc::dispatch(isa, LogProbRows { logits, scratch });
+            *output = first_largest(&scratch.log_probs[..vocab]) as u32;
+        });
+        self.argmax = argmax;
+        Ok(())
+    }
+}

@@ -1,0 +1,166 @@
+//! Row log-sum-exps: `log sum_v exp z_v` of the logits, after bias and softcap.
+
+use super::math::{exp, tanh};
+use super::simd::{Float, Kernel, Vector};
+
+/// The logarithm of a sum of exponentials, in two parts: beside the largest logit, which may be far from zero, their sum in
+/// one number would lose the precision that `z - lse` needs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct LogSumExp<F> {
+    /// The largest logit; zero if all are minus infinity.
+    pub(super) largest: F,
+    /// `log sum_v exp(z_v - largest)`
+    pub(super) log_sum: F,
+}
+
+impl<F: Float> LogSumExp<F> {
+    pub(super) fn value(self) -> F {
+        self.largest + self.log_sum
+    }
+
+    /// Of all the logits of some rows together.
+    pub(super) fn of_parts(parts: impl Iterator<Item = Self> + Clone) -> Self {
+        let possible = parts.clone().filter(|part| part.log_sum != F::neg_infinity());
+        let largest = finite_or_zero(possible.map(|part| part.largest).fold(F::neg_infinity(), num_traits::Float::max));
+        let sum: F = parts.map(|part| (part.largest - largest + part.log_sum).exp()).sum();
+        LogSumExp { largest, log_sum: sum.ln() }
+    }
+}
+
+/// The log-sum-exp of one row of a tile of logits.
+pub(super) struct TileLogSumExp<'a, F> {
+    /// `[stride]`, of which `vocab` are logits
+    pub(super) row: &'a mut [F],
+    pub(super) vocab: usize,
+    /// `[stride]`, minus infinity after `vocab`
+    pub(super) bias: &'a [F],
+    pub(super) softcap: Option<F>,
+}
+
+impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
+    type Output = LogSumExp<F>;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) -> LogSumExp<F> {
+        add_bias_and_log_sum_exp::<false, F, V>(v, self.row, self.vocab, self.bias, self.softcap)
+    }
+}
+
+/// The log-sum-exp of a row after bias and softcap, which `KEEP` leaves in the row.
+#[inline(always)]
+pub(super) fn add_bias_and_log_sum_exp<const KEEP: bool, F: Float, V: Vector<F>>(
+    v: V,
+    row: &mut [F],
+    vocab: usize,
+    bias: &[F],
+    softcap: Option<F>,
+) -> LogSumExp<F> {
+    row[vocab..].fill(F::zero());
+    match softcap {
+        None if KEEP => log_sum_exp::<{ bias::ADD }, F, V>(v, row, bias),
+        None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, bias),
+        Some(cap) => {
+            soft_cap(v, row, bias, cap);
+            row[vocab..].fill(F::neg_infinity());
+            log_sum_exp::<{ bias::ADDED }, F, V>(v, row, bias)
+        }
+    }
+}
+
+/// How [`log_sum_exp`] treats the bias.
+mod bias {
+    /// It is in the logits already.
+    pub(super) const ADDED: u8 = 0;
+    /// It is added to the logits in place.
+    pub(super) const ADD: u8 = 1;
+    /// It is added on the way, and the logits stay as they are: less to write where nobody reads them again.
+    pub(super) const ON_THE_WAY: u8 = 2;
+}
+
+/// `log sum_v exp(z_v + bias_v)` of a row.
+///
+/// One pass over memory: block by block, the sum so far is rescaled whenever a block has a larger maximum. Minus infinity
+/// for a row of minus infinities; NaN if the row has a NaN or plus infinity.
+#[inline(always)]
+fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F]) -> LogSumExp<F> {
+    /// Registers per block: small enough for the first-level cache.
+    const BLOCK: usize = 64;
+    /// Independent accumulators, which keep the processor busy while each waits for its last addition.
+    const LANES: usize = 4;
+    let mut largest = F::neg_infinity();
+    let mut sum = F::zero();
+    for (block, bias) in V::registers_mut(row).chunks_mut(BLOCK).zip(V::registers(bias).chunks(BLOCK)) {
+        let (bias_groups, bias_rest) = bias.as_chunks::<LANES>();
+        let mut maxima = [v.splat(F::neg_infinity()); LANES];
+        let (groups, rest) = block.as_chunks_mut::<LANES>();
+        for (group, bias) in groups.iter_mut().zip(bias_groups) {
+            for lane in 0..LANES {
+                maxima[lane] = v.max(maxima[lane], with_bias::<BIAS, F, V>(v, &mut group[lane], bias[lane]));
+            }
+        }
+        for (z, &b) in rest.iter_mut().zip(bias_rest) {
+            maxima[0] = v.max(maxima[0], with_bias::<BIAS, F, V>(v, z, b));
+        }
+        let block_largest = v.largest(v.max(v.max(maxima[0], maxima[1]), v.max(maxima[2], maxima[3])));
+        if block_largest > largest {
+            sum *= (largest - block_largest).exp();
+            largest = block_largest;
+        }
+        // All minus infinity so far: exp(-inf - 0) is the zero that exp(-inf + inf) is not, and a NaN stays one.
+        let reference = v.splat(finite_or_zero(largest));
+        let mut sums = [v.splat(F::zero()); LANES];
+        let (groups, rest) = block.as_chunks::<LANES>();
+        for (group, bias) in groups.iter().zip(bias_groups) {
+            for lane in 0..LANES {
+                let logit = if BIAS == bias::ON_THE_WAY { v.add(group[lane], bias[lane]) } else { group[lane] };
+                sums[lane] = v.add(sums[lane], exp(v, v.sub(logit, reference)));
+            }
+        }
+        for (&z, &b) in rest.iter().zip(bias_rest) {
+            let logit = if BIAS == bias::ON_THE_WAY { v.add(z, b) } else { z };
+            sums[0] = v.add(sums[0], exp(v, v.sub(logit, reference)));
+        }
+        sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
+    }
+    LogSumExp { largest: finite_or_zero(largest), log_sum: sum.ln() }
+}
+
+/// The logit with its bias, which is put in its place if it is to be.
+#[inline(always)]
+fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, bias: V::Reg) -> V::Reg {
+    if BIAS == bias::ADDED {
+        return *z;
+    }
+    let logit = v.add(*z, bias);
+    if BIAS == bias::ADD {
+        *z = logit;
+    }
+    logit
+}
+
+fn finite_or_zero<F: Float>(x: F) -> F {
+    if x == F::neg_infinity() {
+        F::zero()
+    } else {
+        x
+    }
+}
+
+/// `log sum_k exp x(k)` of a few numbers.
+pub(super) fn log_sum_exp_scalar<F: Float>(n: usize, x: impl Fn(usize) -> F) -> F {
+    if n == 1 {
+        return x(0);
+    }
+    let largest = (0..n).map(&x).fold(F::neg_infinity(), num_traits::Float::max);
+    let reference = finite_or_zero(largest);
+    reference + (0..n).map(|k| (x(k) - reference).exp()).sum::<F>().ln()
+}
+
+/// `z := cap tanh((z + bias) / cap)`.
+#[inline(always)]
+fn soft_cap<F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F], cap: F) {
+    let (cap, inverse) = (v.splat(cap), v.splat(F::one() / cap));
+    for (z, &b) in V::registers_mut(row).iter_mut().zip(V::registers(bias)) {
+        *z = v.mul(cap, tanh(v, v.mul(v.add(*z, b), inverse)));
+    }
+}

@@ -1,0 +1,91 @@
+//! What the chunks leave behind: gradients as they are summed up, and the results of a loss.
+
+use candle_core::{Device, Tensor};
+
+use super::element::Element;
+use super::rows::{weighted, TokenLoss};
+use super::simd::Float;
+use super::targets::Targets;
+use super::{zeros, Outcome, Sizes, Wanted};
+use crate::backend::Gradients;
+use crate::{Error, Result};
+
+/// The gradients as they are summed up; empty where not wanted.
+pub(super) struct BufferedGradients<T: Element> {
+    pub(super) wanted: bool,
+    /// `[tokens, K, d]`
+    pub(super) contexts: Vec<T>,
+    /// `[tokens, K]`
+    pub(super) log_priors: Vec<T::Acc>,
+    /// `[vocab, d]`, always in the accumulation dtype
+    pub(super) weight: Vec<T::Acc>,
+    /// `[vocab]`
+    pub(super) bias: Option<Vec<T::Acc>>,
+    /// Whether `weight` already holds the part of an earlier chunk.
+    pub(super) weight_started: bool,
+}
+
+impl<T: Element> BufferedGradients<T> {
+    pub(super) fn new(sizes: Sizes, wanted: Wanted) -> Self {
+        let Sizes { tokens, components, context, vocab } = sizes;
+        let rows = tokens * components;
+        BufferedGradients {
+            wanted: wanted.any(),
+            contexts: vec![T::zero(); if wanted.contexts { rows * context } else { 0 }],
+            log_priors: zeros(if wanted.any() { rows } else { 0 }),
+            weight: zeros(if wanted.weight { vocab * context } else { 0 }),
+            bias: wanted.bias.then(|| zeros(vocab)),
+            weight_started: false,
+        }
+    }
+
+    fn into_tensors(self, sizes: Sizes, wanted: Wanted) -> Result<Gradients> {
+        let Sizes { tokens, components, context, vocab } = sizes;
+        let mut gradients = Gradients::default();
+        if wanted.contexts {
+            gradients.contexts = Some(Tensor::from_vec(self.contexts, (tokens, components, context), &Device::Cpu)?);
+        }
+        if wanted.log_priors {
+            gradients.log_priors = Some(Tensor::from_vec(self.log_priors, (tokens, components), &Device::Cpu)?);
+        }
+        if wanted.weight {
+            let weight = T::from_acc(self.weight);
+            gradients.weight = Some(Tensor::from_vec(weight, (vocab, context), &Device::Cpu)?);
+        }
+        if let Some(bias) = self.bias {
+            gradients.bias = Some(Tensor::from_vec(bias, vocab, &Device::Cpu)?);
+        }
+        Ok(gradients)
+    }
+}
+
+/// The results of a loss.
+pub(super) fn outcome<T: Element>(
+    sizes: Sizes,
+    wanted: Wanted,
+    targets: &Targets<T::Acc>,
+    losses: &[TokenLoss],
+    gradients: BufferedGradients<T>,
+) -> Result<Outcome> {
+    let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::of(value)], (), &Device::Cpu)?);
+    let vector = |values: &[f64]| {
+        let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::of(x)).collect();
+        Ok::<_, Error>(Tensor::from_vec(values, sizes.tokens, &Device::Cpu)?)
+    };
+    let each = || losses.iter().enumerate();
+    let objective: Vec<f64> = each().map(|(t, loss)| weighted(targets.token_weight(t), loss.objective)).collect();
+    let nll: Vec<f64> = losses.iter().map(|loss| loss.nll).collect();
+    let count: f64 = (0..sizes.tokens).map(|t| targets.count(t)).sum();
+    let hits = losses.iter().filter(|loss| loss.hit).count();
+    let dropped: f64 = each().map(|(t, loss)| weighted(targets.count(t), loss.dropped)).sum();
+    let share = if count == 0.0 { 0.0 } else { dropped / count };
+    Ok(Outcome {
+        objective: vector(&objective)?,
+        nll: vector(&nll)?,
+        sum: scalar(objective.iter().sum())?,
+        count: scalar(count)?,
+        hits: if targets.hits { Some(scalar(hits as f64)?) } else { None },
+        dropped_mass: if targets.has_filter() { Some(scalar(share)?) } else { None },
+        gradients: gradients.into_tensors(sizes, wanted)?,
+    })
+}

@@ -1,0 +1,45 @@
+//! Checks of arguments, before any work: each failure names the argument, what was expected, and what came.
+
+use candle_core::Tensor;
+
+use crate::{Error, Result};
+
+/// Checks that the last dimension, the dtype and the device of hidden states fit a head's parameters.
+pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
+    if hidden.dims().last() != Some(&size) {
+        return Err(Error::shape("hidden", format!("[.., {size}]"), hidden.dims()));
+    }
+    check_alike("hidden", hidden, "the head's parameters", weight)
+}
+
+/// Checks that a tensor has the dtype of another, and is on the same device.
+pub(crate) fn check_alike(argument: &'static str, tensor: &Tensor, other_name: &str, other: &Tensor) -> Result<()> {
+    if tensor.dtype() != other.dtype() {
+        let expected = format!("{:?}, as {other_name}", other.dtype());
+        return Err(Error::DType { argument, expected, got: tensor.dtype() });
+    }
+    check_device(argument, tensor, other)
+}
+
+/// Checks that a tensor is on the same device as another.
+pub(crate) fn check_device(argument: &'static str, tensor: &Tensor, other: &Tensor) -> Result<()> {
+    if tensor.device().same_device(other.device()) {
+        return Ok(());
+    }
+    let location = |tensor: &Tensor| format!("{:?}", tensor.device().location());
+    Err(Error::Device { argument, expected: location(other), got: location(tensor) })
+}
+
+pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((argument, size)) => Err(Error::config(argument, "at least 1", size)),
+        None => Ok(()),
+    }
+}
+
+pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
+    match (0.0..1.0).contains(&dropout) {
+        true => Ok(()),
+        false => Err(Error::config("dropout", "at least 0 and below 1", dropout)),
+    }
+}

@@ -134,7 +134,7 @@ pub(crate) enum Objective {
     LogProbs { upstream: Tensor },
 }
 
-/// The gradients that were wanted, each of its operand's shape and dtype.
+/// The gradients that were wanted, each of its operand's shape, in the accumulation dtype.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Gradients {
     pub(crate) contexts: Option<Tensor>,

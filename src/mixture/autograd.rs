@@ -82,7 +82,9 @@ fn attach_mixture(
             (None, bias) => bias.iter().cloned().collect(),
         };
         let packed = if parts.is_empty() { None } else { Some(Tensor::cat(&parts, 0)?) };
-        Ok([gradients.contexts, packed, gradients.weight])
+        // Rounded only here, after the gradient from upstream, so that a loss scale can save small gradients in f16.
+        let round = |gradient: Option<Tensor>| gradient.map(|g| g.to_dtype(operands.contexts.dtype())).transpose();
+        Ok([round(gradients.contexts)?, packed, round(gradients.weight)?])
     })
 }
 

@@ -293,22 +293,14 @@ impl<T: Element> Backend for Cpu<'_, T> {
     fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
         let (rows, d) = (self.rows(tokens), self.sizes.context);
         let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
-        let live = self.live_rows.len();
-        let all = matches!(self.live_rows, LiveRows::All(_));
-        let in_place = if all { T::as_acc_mut(gradient) } else { None };
-        if let Some(gradient) = in_place {
-            products::context_gradient(gradient, &self.logits, self.stride, self.weight, d);
-            return Ok(());
-        }
-        self.chunk_gradient.resize(live * d, num_traits::Zero::zero());
-        products::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.weight, d);
-        for (i, values) in self.chunk_gradient.chunks_exact(d).enumerate() {
-            let row = match &self.live_rows {
-                LiveRows::All(_) => i,
-                LiveRows::Some(rows) => rows[i],
-            };
-            for (to, &from) in gradient[row * d..].iter_mut().zip(values) {
-                *to = T::narrow(from);
+        match &self.live_rows {
+            LiveRows::All(_) => products::context_gradient(gradient, &self.logits, self.stride, self.weight, d),
+            LiveRows::Some(rows) => {
+                self.chunk_gradient.resize(rows.len() * d, num_traits::Zero::zero());
+                products::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.weight, d);
+                for (&row, values) in rows.iter().zip(self.chunk_gradient.chunks_exact(d)) {
+                    gradient[row * d..(row + 1) * d].copy_from_slice(values);
+                }
             }
         }
         Ok(())

@@ -19,9 +19,6 @@ pub(crate) trait Element: WithDType {
 
     /// The slice itself where that is already of the type to compute in.
     fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
-    fn as_acc_mut(values: &mut [Self]) -> Option<&mut [Self::Acc]>;
-    /// The vector itself where that is already of the type to store.
-    fn from_acc(values: Vec<Self::Acc>) -> Vec<Self>;
 
     /// The values to compute with: the slice itself, or a copy in `buffer`.
     fn widen_slice<'a>(values: &'a [Self], buffer: &'a mut Vec<Self::Acc>) -> &'a [Self::Acc] {
@@ -71,12 +68,6 @@ macro_rules! impl_element {
             fn as_acc(values: &[Self]) -> Option<&[Self]> {
                 Some(values)
             }
-            fn as_acc_mut(values: &mut [Self]) -> Option<&mut [Self]> {
-                Some(values)
-            }
-            fn from_acc(values: Vec<Self>) -> Vec<Self> {
-                values
-            }
         }
     };
     ($type:ty, computes in f32) => {
@@ -91,12 +82,6 @@ macro_rules! impl_element {
             }
             fn as_acc(_: &[Self]) -> Option<&[f32]> {
                 None
-            }
-            fn as_acc_mut(_: &mut [Self]) -> Option<&mut [f32]> {
-                None
-            }
-            fn from_acc(values: Vec<f32>) -> Vec<Self> {
-                values.into_iter().map(Self::from_f32).collect()
             }
         }
     };

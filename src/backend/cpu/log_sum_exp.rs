@@ -18,6 +18,13 @@ impl<F: Float> LogSumExp<F> {
         self.largest + self.log_sum
     }
 
+    /// Of a few numbers.
+    pub(super) fn of(values: impl Iterator<Item = F> + Clone) -> Self {
+        let largest = finite_or_zero(values.clone().fold(F::neg_infinity(), num_traits::Float::max));
+        let sum: F = values.map(|x| (x - largest).exp()).sum();
+        LogSumExp { largest, log_sum: sum.ln() }
+    }
+
     /// Of all the logits of some rows together.
     pub(super) fn of_parts(parts: impl Iterator<Item = Self> + Clone) -> Self {
         let possible = parts.clone().filter(|part| part.log_sum != F::neg_infinity());
@@ -144,16 +151,6 @@ fn finite_or_zero<F: Float>(x: F) -> F {
     } else {
         x
     }
-}
-
-/// `log sum_k exp x(k)` of a few numbers.
-pub(super) fn log_sum_exp_scalar<F: Float>(n: usize, x: impl Fn(usize) -> F) -> F {
-    if n == 1 {
-        return x(0);
-    }
-    let largest = (0..n).map(&x).fold(F::neg_infinity(), num_traits::Float::max);
-    let reference = finite_or_zero(largest);
-    reference + (0..n).map(|k| (x(k) - reference).exp()).sum::<F>().ln()
 }
 
 /// `z := cap tanh((z + bias) / cap)`.

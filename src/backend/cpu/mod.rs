@@ -44,8 +44,8 @@ pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) 
     let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
     let needs = Needs {
         per_token: components * row * size,
-        // The bias, the soft targets, and for every thread a row of log-probabilities and a tile of the decoder.
-        fixed: (stride * (2 + bias_parts) + threads * (stride + widened)) * size,
+        // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
+        fixed: (stride * (2 + bias_parts) + threads * (3 * stride + widened)) * size,
         decoder: vocab * context * size_of::<T>(),
         most_tokens: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,

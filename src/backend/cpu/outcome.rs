@@ -14,10 +14,10 @@ use crate::{Error, Result};
 pub(super) struct BufferedGradients<T: Element> {
     pub(super) wanted: bool,
     /// `[tokens, K, d]`
-    pub(super) contexts: Vec<T>,
+    pub(super) contexts: Vec<T::Acc>,
     /// `[tokens, K]`
     pub(super) log_priors: Vec<T::Acc>,
-    /// `[vocab, d]`, always in the accumulation dtype
+    /// `[vocab, d]`
     pub(super) weight: Vec<T::Acc>,
     /// `[vocab]`
     pub(super) bias: Option<Vec<T::Acc>>,
@@ -31,7 +31,7 @@ impl<T: Element> BufferedGradients<T> {
         let rows = tokens * components;
         BufferedGradients {
             wanted: wanted.any(),
-            contexts: vec![T::zero(); if wanted.contexts { rows * context } else { 0 }],
+            contexts: zeros(if wanted.contexts { rows * context } else { 0 }),
             log_priors: zeros(if wanted.any() { rows } else { 0 }),
             weight: zeros(if wanted.weight { vocab * context } else { 0 }),
             bias: wanted.bias.then(|| zeros(vocab)),
@@ -49,8 +49,7 @@ impl<T: Element> BufferedGradients<T> {
             gradients.log_priors = Some(Tensor::from_vec(self.log_priors, (tokens, components), &Device::Cpu)?);
         }
         if wanted.weight {
-            let weight = T::from_acc(self.weight);
-            gradients.weight = Some(Tensor::from_vec(weight, (vocab, context), &Device::Cpu)?);
+            gradients.weight = Some(Tensor::from_vec(self.weight, (vocab, context), &Device::Cpu)?);
         }
         if let Some(bias) = self.bias {
             gradients.bias = Some(Tensor::from_vec(bias, vocab, &Device::Cpu)?);

@@ -17,7 +17,7 @@
 //! d/d log pi_k  = -R_k
 //! ```
 
-use super::log_sum_exp::{add_bias_and_log_sum_exp, log_sum_exp_scalar, LogSumExp};
+use super::log_sum_exp::{add_bias_and_log_sum_exp, LogSumExp};
 use super::math::{exp, ln};
 use super::simd::{Float, Kernel, Vector};
 
@@ -52,6 +52,10 @@ pub(super) struct Logits<'a, F> {
 pub(super) struct Scratch<F> {
     /// `[stride]`: log p(v)
     pub(super) log_probs: Vec<F>,
+    /// `[stride]`: the largest of log(pi_k p_k(v)), to which the others are put in relation
+    reference: Vec<F>,
+    /// `[stride]`: soft_v over the sum of these relations, so that soft_v r_k(v) = share_v pi_k p_k(v) / exp(reference_v)
+    share: Vec<F>,
     /// `[K]`: lse_k
     lse: Vec<LogSumExp<F>>,
     /// `[K]`: what the logits above the largest one are added to, log pi_k - log sum_v exp(z_kv - max_u z_ku)
@@ -66,6 +70,8 @@ impl<F: Float> Scratch<F> {
         let zeros = |n| vec![F::zero(); n];
         Scratch {
             log_probs: zeros(stride),
+            reference: zeros(stride),
+            share: zeros(stride),
             lse: vec![LogSumExp::default(); components],
             log_scale: zeros(components),
             hard_mass: zeros(components),
@@ -88,12 +94,12 @@ impl<F: Float> Scratch<F> {
         self.hard_mass.fill(F::zero());
         if let Some((y, hard)) = target.hard {
             let joint = |k: usize| target_logit(k, y) - self.lse[k].largest + self.log_scale[k];
-            let log_p = log_sum_exp_scalar(components, joint);
-            loss.nll = -log_p.f64();
-            loss.objective = weighted(hard, -log_p).f64();
+            let log_p = LogSumExp::of((0..components).map(joint));
+            loss.nll = -log_p.value().f64();
+            loss.objective = weighted(hard, -log_p.value()).f64();
             for k in 0..components {
                 // One component has all the responsibility, even for an impossible target.
-                let r = if components == 1 { F::one() } else { (joint(k) - log_p).exp() };
+                let r = if components == 1 { F::one() } else { (joint(k) - log_p.largest - log_p.log_sum).exp() };
                 self.hard_mass[k] = weighted(hard, r);
             }
         }
@@ -160,7 +166,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         let components = logits.log_priors.len();
         logits.normalise(v, scratch);
         if target.soft.is_some() || target.hits {
-            logits.mix(v, scratch);
+            logits.mix(v, target.soft, scratch);
         }
 
         let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
@@ -176,8 +182,9 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             loss.objective += objective.f64();
             for k in 0..components {
                 let row = &logits.rows[k * logits.stride..][..logits.stride];
-                let (largest, log_scale) = (scratch.lse[k].largest, scratch.log_scale[k]);
-                scratch.mass[k] += soft_mass(v, row, largest, log_scale, &scratch.log_probs, soft);
+                let terms = RowTerms::new(k, scratch);
+                let mass = soft_mass(v, row, &terms);
+                scratch.mass[k] += mass;
             }
         }
         let least_mass = scratch.least_mass(&target, &mut loss);
@@ -200,7 +207,7 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
     #[inline(always)]
     fn run<V: Vector<F>>(mut self, v: V) {
         self.logits.normalise(v, self.scratch);
-        self.logits.mix(v, self.scratch);
+        self.logits.mix(v, None, self.scratch);
     }
 }
 
@@ -214,23 +221,17 @@ impl<F: Float> Logits<'_, F> {
         }
     }
 
-    /// `log p(v)` of every word.
+    /// `log p(v)` of every word, and, for soft targets, what their responsibilities are made of.
     #[inline(always)]
-    fn mix<V: Vector<F>>(&self, v: V, scratch: &mut Scratch<F>) {
+    fn mix<V: Vector<F>>(&self, v: V, soft: Option<&[F]>, scratch: &mut Scratch<F>) {
         let rows = V::registers(self.rows);
-        let out = V::registers_mut(&mut scratch.log_probs);
-        let width = out.len();
+        let log_probs = V::registers_mut(&mut scratch.log_probs);
+        let (references, shares) = (V::registers_mut(&mut scratch.reference), V::registers_mut(&mut scratch.share));
+        let soft = soft.map(V::registers);
+        let width = log_probs.len();
         let components = scratch.lse.iter().zip(&scratch.log_scale);
-        if let ([lse], [log_scale]) = (&scratch.lse[..], &scratch.log_scale[..]) {
-            let (largest, log_scale) = (v.splat(lse.largest), v.splat(*log_scale));
-            for (out, &z) in out.iter_mut().zip(rows) {
-                *out = v.add(v.sub(z, largest), log_scale);
-            }
-            return;
-        }
-        let minus_infinity = v.splat(F::neg_infinity());
-        let zero = v.splat(F::zero());
-        for (i, out) in out.iter_mut().enumerate() {
+        let (zero, minus_infinity) = (v.splat(F::zero()), v.splat(F::neg_infinity()));
+        for i in 0..width {
             let mut largest = minus_infinity;
             for (k, (lse, &log_scale)) in components.clone().enumerate() {
                 let term = v.add(v.sub(rows[k * width + i], v.splat(lse.largest)), v.splat(log_scale));
@@ -239,11 +240,20 @@ impl<F: Float> Logits<'_, F> {
             // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
             let reference = v.if_equal(largest, minus_infinity, zero, largest);
             let mut sum = zero;
-            for (k, (lse, &log_scale)) in components.clone().enumerate() {
-                let term = v.add(v.sub(rows[k * width + i], v.splat(lse.largest)), v.splat(log_scale));
-                sum = v.add(sum, exp(v, v.sub(term, reference)));
+            if scratch.lse.len() == 1 {
+                (log_probs[i], sum) = (largest, v.splat(F::one()));
+            } else {
+                for (k, (lse, &log_scale)) in components.clone().enumerate() {
+                    let term = v.add(v.sub(rows[k * width + i], v.splat(lse.largest)), v.splat(log_scale));
+                    sum = v.add(sum, exp(v, v.sub(term, reference)));
+                }
+                log_probs[i] = v.add(reference, ln(v, sum));
             }
-            *out = v.add(reference, ln(v, sum));
+            if let Some(soft) = soft {
+                references[i] = reference;
+                // Words without mass have none to share, even if they are impossible.
+                shares[i] = v.if_equal(soft[i], zero, zero, v.div(soft[i], sum));
+            }
         }
     }
 
@@ -271,13 +281,10 @@ impl<F: Float> Logits<'_, F> {
             }
             let target_logit = target.hard.map(|(y, _)| (y, row[y]));
             let terms = RowTerms {
-                largest: lse.largest,
                 exp_scale: softmax_scale * (-lse.log_sum).exp(),
                 scale,
-                log_scale: scratch.log_scale[k],
-                log_probs: &scratch.log_probs,
-                soft: target.soft.unwrap_or_default(),
                 softcap: self.softcap.unwrap_or_else(F::one),
+                ..RowTerms::new(k, scratch)
             };
             match (target.soft.is_some(), self.softcap.is_some()) {
                 (false, false) => gradient_row::<false, false, F, V>(v, row, &terms),
@@ -305,13 +312,29 @@ impl<F: Float> Logits<'_, F> {
 struct RowTerms<'a, F> {
     /// The largest logit.
     largest: F,
+    log_scale: F,
+    reference: &'a [F],
+    share: &'a [F],
     /// Factor of `exp(z - largest)`: `scale (R_k + 2 zeta lse_k / K)` over their sum.
     exp_scale: F,
     scale: F,
-    log_scale: F,
-    log_probs: &'a [F],
-    soft: &'a [F],
     softcap: F,
+}
+
+impl<'a, F: Float> RowTerms<'a, F> {
+    /// What is known of component k before its gradient.
+    #[inline(always)]
+    fn new(k: usize, scratch: &'a Scratch<F>) -> Self {
+        RowTerms {
+            largest: scratch.lse[k].largest,
+            log_scale: scratch.log_scale[k],
+            reference: &scratch.reference,
+            share: &scratch.share,
+            exp_scale: F::zero(),
+            scale: F::one(),
+            softcap: F::one(),
+        }
+    }
 }
 
 /// `z := exp_scale exp(z - largest) - scale soft_v r(v)`, times the slope of the softcap.
@@ -325,15 +348,13 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
     let (log_scale, scale) = (v.splat(terms.log_scale), v.splat(-terms.scale));
     let inverse_cap = v.splat(F::one() / terms.softcap);
     let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
-    let (log_probs, soft) = (V::registers(terms.log_probs), V::registers(terms.soft));
+    let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
     for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
         let relative = v.sub(*z, largest);
         let mut g = v.mul(exp(v, relative), exp_scale);
         if SOFT {
-            let r = exp(v, v.sub(v.add(relative, log_scale), log_probs[i]));
-            // Words without mass have no responsibility to share, even where both logarithms are infinite.
-            let r = v.if_equal(soft[i], zero, zero, r);
-            g = v.mul_add(v.mul(r, soft[i]), scale, g);
+            let relation = exp(v, v.sub(v.add(relative, log_scale), reference[i]));
+            g = v.mul_add(v.mul(relation, share[i]), scale, g);
         }
         if CAP {
             // Padding is minus infinity, where the softmax is already zero.
@@ -345,15 +366,15 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
     }
 }
 
-/// `R = sum_v soft_v r(v)` of one row.
+/// `sum_v soft_v r(v)` of one row.
 #[inline(always)]
-fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], largest: F, log_scale: F, log_probs: &[F], soft: &[F]) -> F {
-    let (largest, log_scale, zero) = (v.splat(largest), v.splat(log_scale), v.splat(F::zero()));
-    let (log_probs, soft) = (V::registers(log_probs), V::registers(soft));
-    let mut sum = zero;
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -> F {
+    let (largest, log_scale) = (v.splat(terms.largest), v.splat(terms.log_scale));
+    let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
+    let mut sum = v.splat(F::zero());
     for (i, &z) in V::registers(row).iter().enumerate() {
-        let r = exp(v, v.sub(v.add(v.sub(z, largest), log_scale), log_probs[i]));
-        sum = v.add(sum, v.if_equal(soft[i], zero, zero, v.mul(r, soft[i])));
+        let relation = exp(v, v.sub(v.add(v.sub(z, largest), log_scale), reference[i]));
+        sum = v.mul_add(relation, share[i], sum);
     }
     v.sum(sum)
 }

@@ -1,0 +1,79 @@
+//! The workspace stays within its budget however many tokens and components there are: no `[rows, K, vocab]` is ever held,
+//! neither by a loss with its gradients nor by an evaluation.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use candle_core::{DType, Device};
+use common::case::{Case, Head, Sizes};
+use common::check::Layer;
+use mos_head::{LossOptions, Result};
+
+/// The system's allocator, which knows how many bytes are in use and were at most.
+struct Counting;
+
+static USED: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every request goes to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let used = USED.fetch_add(layout.size(), Relaxed) + layout.size();
+        PEAK.fetch_max(used, Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        USED.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the pointer came from `System` with this layout.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// What `work` gives, and the most bytes that it had in use at once.
+fn peak_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
+    let before = USED.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    let result = work();
+    (result, PEAK.load(Relaxed) - before)
+}
+
+const BUDGET: usize = 4 << 20;
+const WIDTH: usize = 16;
+const VOCAB: usize = 4000;
+
+// One test alone in this file, because the allocator counts for all threads.
+#[test]
+fn the_workspace_is_within_its_budget_however_many_tokens_and_components_there_are() -> Result<()> {
+    for (tokens, components) in [(64, 1), (512, 1), (64, 4), (512, 4), (2048, 4), (512, 16)] {
+        let logits = tokens * components * VOCAB * 4;
+        let case = Case::random(Head::Mixture, Sizes::new(WIDTH, WIDTH, components, VOCAB), &[tokens], 95);
+        let tensors = case.variables(DType::F32, &Device::Cpu)?;
+        let layer = Layer::new(&case, &tensors)?;
+        let targets = case.target_tensor(&Device::Cpu)?;
+        // The gradients, each twice where candle adds it to zeros, and a few numbers for every token.
+        let operands: usize = case.values.values().map(Vec::len).sum::<usize>() * 4;
+        let results = 2 * operands + tokens * 100;
+        let slack = 1 << 20;
+
+        for options in [LossOptions::new(), LossOptions::new().with_label_smoothing(0.1)] {
+            let options = options.with_workspace_bytes(BUDGET);
+            let (gradients, peak) = peak_of(|| layer.loss(&targets, &options)?.backward());
+            gradients?;
+            eprintln!("{tokens} tokens, K = {components}: step {peak}, logits {logits}, results {results}");
+            assert!(peak < BUDGET + results + slack, "{tokens} tokens, K = {components}: {peak} bytes in a step");
+        }
+        let options = LossOptions::evaluation().with_workspace_bytes(BUDGET);
+        let (loss, peak) = peak_of(|| layer.loss(&targets, &options));
+        loss?;
+        eprintln!("{tokens} tokens, K = {components}: evaluation {peak}");
+        assert!(peak < BUDGET + results + slack, "{tokens} tokens, K = {components}: {peak} bytes in an evaluation");
+    }
+    Ok(())
+}

@@ -60,6 +60,8 @@
 //! Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN Language
 //! Model*. ICLR 2018.
 
+#![warn(unreachable_pub)]
+
 mod output_layer;
 
 mod mixture_of_contexts;

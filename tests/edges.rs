@@ -58,7 +58,7 @@ on_each_device! {
         for dtype in strict(device) {
             for head in ENTRIES {
                 let case = Case::random(head, Sizes::new(5, 6, 3, 2001), &[5, 17], 41);
-                let check = Check { workspace_bytes: Some(1 << 20), ..Check::new(dtype) };
+                let check = Check { workspace: Some(2), ..Check::new(dtype) };
                 check.run(&case, &Objective::default(), device)?;
             }
         }

@@ -4,13 +4,13 @@ mod common;
 
 use candle_core::{DType, Device, Tensor};
 use common::case::{weights, Case, Head, Sizes, Tensors, ENTRIES};
-use common::check::{gradients, numbers, Check, Layer};
+use common::check::{gradients, least_workspace, numbers, Check, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::composed::Operands;
 use common::objective::Objective;
 use common::random::{config, problems, LEAST_SCALE};
 use common::{devices, dtypes, exact};
-use mos_head::{Error, Loss, LossOptions, Mixture, Reduction, Result};
+use mos_head::{Loss, LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
 
 /// One loss with its gradients.
@@ -54,15 +54,6 @@ fn assert_identical(got: &Answer, expected: &Answer) {
     assert_eq!(numbers(&got.loss.value), numbers(&expected.loss.value));
     assert_eq!(numbers(&got.loss.nll), numbers(&expected.loss.nll));
     assert_eq!(got.gradients, expected.gradients);
-}
-
-/// The smallest workspace budget that the library takes for this loss.
-fn least_budget(case: &Case, tensors: &Tensors, options: &LossOptions) -> usize {
-    let options = options.clone().with_workspace_bytes(0);
-    match ask(case, tensors, &options) {
-        Err(Error::Workspace { least, got: 0, .. }) => least,
-        other => panic!("no bytes are enough: {:?}", other.map(|answer| answer.loss)),
-    }
 }
 
 proptest! {
@@ -208,7 +199,8 @@ proptest! {
                 let options = options(&case, &device)?;
                 let tensors = case.variables(DType::F32, &device)?;
                 let expected = ask(&case, &tensors, &options)?;
-                let least = least_budget(&case, &tensors, &options);
+                let layer = Layer::new(&case, &tensors)?;
+                let least = least_workspace(&layer, &case.target_tensor(&device)?, &options);
                 for bytes in [least, least + 1, least * factor, 1 << 24] {
                     let got = ask(&case, &tensors, &options.clone().with_workspace_bytes(bytes))?;
                     assert_same(&got, &expected, DType::F32);

@@ -26,20 +26,22 @@ impl Teacher {
             (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()
         };
         let env = crate::model::env;
+        let dt = env("DT", 8.0) as usize;
+        let kt = env("KT", 4.0) as usize;
         let sharp = env("SHARP", 1.7);
         let psharp = env("PSHARP", 2.0);
         let lat = env("LAT", 16.0) as usize;
-        let embedding: Vec<f64> = (0..VOCAB * CONTEXT).map(|_| normal()).collect();
-        let maps: Vec<f64> = (0..COMPONENTS * CONTEXT * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
-        let pm: Vec<f64> = (0..COMPONENTS * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
+        let embedding: Vec<f64> = (0..VOCAB * dt).map(|_| normal()).collect();
+        let maps: Vec<f64> = (0..kt * dt * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
+        let pm: Vec<f64> = (0..kt * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
         let mut probabilities = vec![0.0; VOCAB * VOCAB];
         for row in probabilities.chunks_mut(VOCAB) {
             let token: Vec<f64> = (0..lat).map(|_| normal()).collect();
-            let priors = softmax((0..COMPONENTS).map(|k| psharp * dot(&pm[k * lat..][..lat], &token)).collect());
+            let priors = softmax((0..kt).map(|k| psharp * dot(&pm[k * lat..][..lat], &token)).collect());
             for (k, prior) in priors.into_iter().enumerate() {
                 let context: Vec<f64> =
-                    (0..CONTEXT).map(|i| sharp * dot(&maps[(k * CONTEXT + i) * lat..][..lat], &token)).collect();
-                let logits = embedding.chunks(CONTEXT).map(|next| dot(next, &context)).collect();
+                    (0..dt).map(|i| { let g = env("TG", 0.0); let x = dot(&maps[(k * dt + i) * lat..][..lat], &token); sharp * if g > 0.0 { (g * x).tanh() } else { x } }).collect();
+                let logits = embedding.chunks(dt).map(|next| dot(next, &context)).collect();
                 for (p, component) in row.iter_mut().zip(softmax(logits)) {
                     *p += prior * component;
                 }

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use mos_head::{
-    Loss, LossOptions, Mixture, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result,
-    SoftmaxHead,
+    Error, Loss, LossOptions, Mixture, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction,
+    Result, SoftmaxHead,
 };
 
 use super::case::{upstream, Case, Head, Tensors};
@@ -80,6 +80,14 @@ pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn OutputLayer>> {
     })
 }
 
+/// The smallest workspace that the library takes for this loss.
+pub fn least_workspace(layer: &Layer, targets: &Tensor, options: &LossOptions) -> usize {
+    match layer.loss(targets, &options.clone().with_workspace_bytes(0)) {
+        Err(Error::Workspace { least, got: 0, .. }) => least,
+        other => panic!("no bytes are enough: {other:?}"),
+    }
+}
+
 /// All numbers of a tensor.
 pub fn numbers(tensor: &Tensor) -> Vec<f64> {
     let flat = tensor.flatten_all().and_then(|t| t.to_dtype(DType::F64));
@@ -111,13 +119,13 @@ pub struct Check {
     pub condition: f64,
     /// See [`Tolerance::least_scale`].
     pub least_scale: f64,
-    /// The budget; `None` for the default.
-    pub workspace_bytes: Option<usize>,
+    /// The workspace's budget, as a multiple of the least that is taken; `None` for the default.
+    pub workspace: Option<usize>,
 }
 
 impl Check {
     pub fn new(dtype: DType) -> Self {
-        Self { dtype, condition: 1.0, least_scale: f64::MIN_POSITIVE, workspace_bytes: None }
+        Self { dtype, condition: 1.0, least_scale: f64::MIN_POSITIVE, workspace: None }
     }
 
     fn value(&self) -> Tolerance {
@@ -126,14 +134,6 @@ impl Check {
 
     fn gradient(&self) -> Tolerance {
         Tolerance::gradient(self.dtype).condition(self.condition).least_scale(self.least_scale)
-    }
-
-    fn options(&self, base: LossOptions, case: &Case, objective: &Objective, device: &Device) -> Result<LossOptions> {
-        let options = objective.apply(base.with_hits(true), &case.lead, device)?;
-        Ok(match self.workspace_bytes {
-            Some(bytes) => options.with_workspace_bytes(bytes),
-            None => options,
-        })
     }
 
     /// Asks for the loss with all it carries, its gradients, the loss of an evaluation, log-probabilities and argmax, and
@@ -149,7 +149,15 @@ impl Check {
 
         let tensors = case.variables(self.dtype, device)?;
         let layer = Layer::new(&case, &tensors)?;
-        let ask = |base| layer.loss(&case.target_tensor(device)?, &self.options(base, &case, objective, device)?);
+        let targets = case.target_tensor(device)?;
+        let ask = |base: LossOptions| {
+            let mut options = objective.apply(base.with_hits(true), &case.lead, device)?;
+            if let Some(multiple) = self.workspace {
+                let least = least_workspace(&layer, &targets, &options);
+                options = options.with_workspace_bytes(multiple * least);
+            }
+            layer.loss(&targets, &options)
+        };
         let (loss, evaluation) = (ask(LossOptions::new())?, ask(LossOptions::evaluation())?);
         assert_eq!(loss.nll.dims(), case.lead, "shape of nll");
         assert_eq!(loss.value.elem_count(), length, "size of value");

@@ -39,9 +39,18 @@ impl Teacher {
             let token: Vec<f64> = (0..lat).map(|_| normal()).collect();
             let priors = softmax((0..kt).map(|k| psharp * dot(&pm[k * lat..][..lat], &token)).collect());
             for (k, prior) in priors.into_iter().enumerate() {
-                let context: Vec<f64> =
-                    (0..dt).map(|i| { let g = env("TG", 0.0); let x = dot(&maps[(k * dt + i) * lat..][..lat], &token); sharp * if g > 0.0 { (g * x).tanh() } else { x } }).collect();
-                let logits = embedding.chunks(dt).map(|next| dot(next, &context)).collect();
+                let context: Vec<f64> = (0..dt)
+                    .map(|i| {
+                        let g = env("TG", 0.0);
+                        let x = dot(&maps[(k * dt + i) * lat..][..lat], &token);
+                        sharp * if g > 0.0 { (g * x).tanh() } else { x }
+                    })
+                    .collect();
+                let logits = embedding
+                    .chunks(dt)
+                    .enumerate()
+                    .map(|(v, next)| dot(next, &context) + if v % kt == k { env("CL", 0.0) } else { 0.0 })
+                    .collect();
                 for (p, component) in row.iter_mut().zip(softmax(logits)) {
                     *p += prior * component;
                 }

@@ -113,7 +113,9 @@ impl LanguageModel {
     /// Dropout is applied where a generator for its masks is given.
     pub fn hidden(&self, tokens: &Tensor, states: &mut [LSTMState], mut rng: Option<&mut StdRng>) -> Result<Tensor> {
         let mut outputs = self.embedding.forward(tokens)?;
-        if env("NOLSTM", 0.0) > 0.0 { return Ok(outputs); }
+        if env("NOLSTM", 0.0) > 0.0 {
+            return Ok(outputs);
+        }
         for (layer, state) in self.layers.iter().zip(states) {
             outputs = self.locked_dropout(outputs, rng.as_deref_mut())?;
             let steps = layer.seq_init(&outputs, state)?;

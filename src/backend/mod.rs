@@ -14,7 +14,7 @@ use plan::{Plan, Sizes};
 /// The kernels of one device, at work on one mixture, chunk by chunk: `tokens` are those of the chunk. What the chunks
 /// leave behind is the backend's state.
 pub(crate) trait Backend {
-    /// First product: the logits of all components of the chunk's tokens.
+    /// First product: the logits of all components of the chunk's tokens, and the log-sum-exp of each row.
     fn logits(&mut self, tokens: Range<usize>) -> Result<()>;
     /// The loss of each token from its logits, and, if gradients are wanted, their gradient in their place.
     fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()>;
@@ -96,18 +96,23 @@ pub(crate) struct Task {
     /// Whether the logits of a token are needed again once their log-sum-exp is known.
     pub(crate) keeps_logits: bool,
     pub(crate) bias_gradient: bool,
+    /// Whether the mixture's log-probability of every word is needed.
+    pub(crate) all_words: bool,
+    /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
+    pub(crate) soft_targets: bool,
 }
 
 impl Task {
     /// A loss with these options.
     pub(crate) fn loss(options: &LossOptions, wanted: Wanted) -> Self {
-        let needs_all_words = options.label_smoothing > 0.0 || options.hits;
-        Task { keeps_logits: wanted.any() || needs_all_words, bias_gradient: wanted.bias }
+        let soft_targets = options.label_smoothing > 0.0;
+        let all_words = soft_targets || options.hits;
+        Task { keeps_logits: wanted.any() || all_words, bias_gradient: wanted.bias, all_words, soft_targets }
     }
 
-    /// Log-probabilities, or the most probable word.
+    /// Log-probabilities or the most probable word, and the gradient of the former.
     pub(crate) fn log_probs(wanted: Wanted) -> Self {
-        Task { keeps_logits: true, bias_gradient: wanted.bias }
+        Task { keeps_logits: true, bias_gradient: wanted.bias, all_words: true, soft_targets: wanted.any() }
     }
 }
 

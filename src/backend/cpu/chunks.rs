@@ -7,10 +7,11 @@ use rayon::prelude::*;
 use super::element::Element;
 use super::log_sum_exp::{LogSumExp, TileLogSumExp};
 use super::outcome::BufferedGradients;
+use super::products::{self, LogitsTo};
 use super::rows::{first_largest, LogProbRows, Logits, LossRows, RowGradients, Scratch, TokenLoss};
 use super::simd::{Float, Isa, ROW_ALIGN};
 use super::targets::Targets;
-use super::{products, zeros, Backend, Operands, Plan, Sizes, Wanted};
+use super::{zeros, Backend, Operands, Plan, Sizes, Wanted};
 use crate::Result;
 
 /// A chunk's tokens are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
@@ -35,6 +36,8 @@ pub(super) struct Cpu<'a, T: Element> {
 
     /// `[rows of a chunk, stride]`: logits, then their gradient
     logits: Vec<T::Acc>,
+    /// `[rows of a chunk]`
+    lse: Vec<LogSumExp<T::Acc>>,
     /// `[rows of a chunk, d]`: contexts as they are multiplied, where that is not how they are stored
     chunk_contexts: Vec<T::Acc>,
     /// `[rows of a chunk, d]`: the gradient of the contexts, where it cannot be written to its place
@@ -92,6 +95,7 @@ impl<'a, T: Element> Cpu<'a, T> {
             bias,
             stride,
             logits: zeros(if plan.keeps_logits { plan.rows_per_chunk * stride } else { 0 }),
+            lse: Vec::new(),
             chunk_contexts: Vec::new(),
             chunk_gradient: Vec::new(),
             live_rows: LiveRows::All(0),
@@ -116,18 +120,61 @@ impl<'a, T: Element> Cpu<'a, T> {
         f: impl Fn(Logits<'_, T::Acc>, &mut Scratch<T::Acc>, &mut O) + Sync,
     ) {
         let Sizes { components, vocab, .. } = self.sizes;
-        let (stride, bias, softcap) = (self.stride, &self.bias, self.softcap);
+        let (stride, softcap) = (self.stride, self.softcap);
         let log_priors = &self.log_priors[tokens.start * components..];
         self.logits
             .par_chunks_exact_mut(components * stride)
             .zip(log_priors.par_chunks_exact(components))
+            .zip(self.lse.par_chunks_exact(components))
             .zip(outputs)
             .for_each_init(
-                || Scratch::new(components, stride),
-                |scratch, ((rows, log_priors), output)| {
-                    f(Logits { rows, stride, vocab, bias, log_priors, softcap }, scratch, output);
+                || Scratch::new(components, stride, true, false),
+                |scratch, (((rows, log_priors), lse), output)| {
+                    f(Logits { rows, stride, vocab, lse, log_priors, softcap }, scratch, output);
                 },
             );
+    }
+
+    /// The first product, and the log-sum-exp of each row, taken tile by tile. If the logits are not kept, those of the
+    /// tokens' targets are returned, `[tokens][K]`.
+    fn first_product(&mut self, tokens: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
+        let Sizes { components, context: d, .. } = self.sizes;
+        let (isa, softcap, bias) = (self.isa, self.softcap, &self.bias);
+        let rows = tokens.start * components..tokens.end * components;
+        let word = |t: usize| Some(self.targets.filter(|_| !keep)?.token(t)?.hard?.0);
+        let targets: Vec<Option<usize>> = tokens.map(word).collect();
+        let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let to = match keep {
+            true => LogitsTo::Kept(&mut self.logits[..rows.len() * self.stride], self.stride),
+            false => LogitsTo::Nowhere,
+        };
+        // Of each tile: the log-sum-exp of every row, and the logits of the targets among its words.
+        let tiles = products::logits(to, contexts, self.weight, d, |words, tile| {
+            let mut lse = Vec::with_capacity(tile.rows());
+            for r in 0..tile.rows() {
+                let row = tile.row_mut(r);
+                let bias = &bias[words.start..][..row.len()];
+                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, words: words.len(), bias, softcap, keep }));
+            }
+            let mut target_logits = Vec::new();
+            for (i, &word) in targets.iter().enumerate() {
+                if let Some(word) = word.filter(|word| words.contains(word)) {
+                    // With a softcap the bias is in already.
+                    let bias = if softcap.is_some() { num_traits::Zero::zero() } else { bias[word] };
+                    let rows = i * components..(i + 1) * components;
+                    let logits = rows.map(|r| tile.row_mut(r)[word - words.start] + bias).collect();
+                    target_logits.push((i, logits));
+                }
+            }
+            (lse, target_logits)
+        });
+        let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|(lse, _)| lse[r]));
+        self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
+        let mut target_logits = vec![Vec::new(); targets.len()];
+        for (i, logits) in tiles.into_iter().flat_map(|(_, logits)| logits) {
+            target_logits[i] = logits;
+        }
+        target_logits
     }
 
     /// Moves the live rows of the logits' gradient, and of the contexts, to the front.
@@ -156,17 +203,14 @@ impl<'a, T: Element> Cpu<'a, T> {
 
 impl<T: Element> Backend for Cpu<'_, T> {
     fn logits(&mut self, tokens: Range<usize>) -> Result<()> {
-        let (rows, d) = (self.rows(tokens), self.sizes.context);
-        let stored = &self.contexts[rows.start * d..rows.end * d];
-        let contexts = T::widen_slice(stored, &mut self.chunk_contexts);
-        products::logits(&mut self.logits, self.stride, contexts, self.weight, d);
+        self.first_product(tokens, true);
         Ok(())
     }
 
     fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()> {
         let Some(targets) = self.targets else { return Ok(()) };
         let Sizes { components, vocab, .. } = self.sizes;
-        let (stride, isa, softcap, bias) = (self.stride, self.isa, self.softcap, &self.bias);
+        let (stride, isa, softcap, lse) = (self.stride, self.isa, self.softcap, &self.lse);
         let rows = self.rows(tokens.clone());
         let mut live = vec![false; rows.len()];
         let gradients = &mut self.gradients;
@@ -193,7 +237,7 @@ impl<T: Element> Backend for Cpu<'_, T> {
             .zip(bias_slots)
             .enumerate()
             .for_each_init(
-                || Scratch::new(components, stride),
+                || Scratch::new(components, stride, targets.all_words(), targets.soft()),
                 |scratch, (i, ((((logits, losses), live), log_priors), mut bias_gradient))| {
                     let tokens_of_part = logits
                         .chunks_exact_mut(components * stride)
@@ -208,7 +252,7 @@ impl<T: Element> Backend for Cpu<'_, T> {
                                 rows: logits,
                                 stride,
                                 vocab,
-                                bias,
+                                lse: &lse[(i * part + j) * components..][..components],
                                 log_priors: &self.log_priors[token * components..][..components],
                                 softcap,
                             },
@@ -240,49 +284,14 @@ impl<T: Element> Backend for Cpu<'_, T> {
     }
 
     fn loss_only(&mut self, tokens: Range<usize>) -> Result<()> {
+        let target_logits = self.first_product(tokens.clone(), false);
         let Some(targets) = self.targets else { return Ok(()) };
-        let Sizes { components, context: d, .. } = self.sizes;
-        let (isa, softcap, bias) = (self.isa, self.softcap, &self.bias);
-        let rows = tokens.start * components..tokens.end * components;
-        let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
-        let words: Vec<Option<usize>> = tokens.clone().map(|t| Some(targets.token(t)?.hard?.0)).collect();
-
-        // Of each tile: the log-sum-exp of every row, and the logits of the targets among its words.
-        let tiles = products::logit_tiles(contexts, self.weight, d, |tile_words, logits, stride| {
-            let padded = tile_words.len().next_multiple_of(ROW_ALIGN);
-            let bias = &bias[tile_words.start..][..padded];
-            let lse: Vec<LogSumExp<T::Acc>> = logits
-                .chunks_exact_mut(stride)
-                .map(|row| {
-                    let row = &mut row[..padded];
-                    T::Acc::dispatch(isa, TileLogSumExp { row, vocab: tile_words.len(), bias, softcap })
-                })
-                .collect();
-            let mut target_logits = Vec::new();
-            for (i, &word) in words.iter().enumerate() {
-                if let Some(word) = word.filter(|word| tile_words.contains(word)) {
-                    let column = word - tile_words.start;
-                    for k in 0..components {
-                        let logit = logits[(i * components + k) * stride + column];
-                        // With a softcap the bias is in already.
-                        target_logits.push((i, if softcap.is_some() { logit } else { logit + bias[column] }));
-                    }
-                }
-            }
-            (lse, target_logits)
-        });
-        let mut target_logits = vec![Vec::new(); tokens.len()];
-        for (i, logit) in tiles.iter().flat_map(|(_, logits)| logits) {
-            target_logits[*i].push(*logit);
-        }
-
-        let mut scratch = Scratch::new(components, 0);
+        let components = self.sizes.components;
+        let mut scratch = Scratch::new(components, 0, false, false);
         for (i, t) in tokens.enumerate() {
             let Some(target) = targets.token(t) else { continue };
-            for k in 0..components {
-                let lse = LogSumExp::of_parts(tiles.iter().map(|(lse, _)| lse[i * components + k]));
-                scratch.set_lse(k, self.log_priors[t * components + k], lse);
-            }
+            let log_priors = &self.log_priors[t * components..][..components];
+            scratch.set_components(&self.lse[i * components..][..components], log_priors);
             let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
             scratch.least_mass(&target, &mut loss);
             self.losses[t] = loss;

@@ -36,12 +36,14 @@ impl<F: Float> LogSumExp<F> {
 
 /// The log-sum-exp of one row of a tile of logits.
 pub(super) struct TileLogSumExp<'a, F> {
-    /// `[stride]`, of which `vocab` are logits
+    /// Logits of `words` words, without bias and softcap, and padding.
     pub(super) row: &'a mut [F],
-    pub(super) vocab: usize,
-    /// `[stride]`, minus infinity after `vocab`
+    pub(super) words: usize,
+    /// As long as `row`, with minus infinity for the padding.
     pub(super) bias: &'a [F],
     pub(super) softcap: Option<F>,
+    /// Whether bias and softcap are left in the row, and minus infinity in its padding.
+    pub(super) keep: bool,
 }
 
 impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
@@ -49,27 +51,16 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> LogSumExp<F> {
-        add_bias_and_log_sum_exp::<false, F, V>(v, self.row, self.vocab, self.bias, self.softcap)
-    }
-}
-
-/// The log-sum-exp of a row after bias and softcap, which `KEEP` leaves in the row.
-#[inline(always)]
-pub(super) fn add_bias_and_log_sum_exp<const KEEP: bool, F: Float, V: Vector<F>>(
-    v: V,
-    row: &mut [F],
-    vocab: usize,
-    bias: &[F],
-    softcap: Option<F>,
-) -> LogSumExp<F> {
-    row[vocab..].fill(F::zero());
-    match softcap {
-        None if KEEP => log_sum_exp::<{ bias::ADD }, F, V>(v, row, bias),
-        None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, bias),
-        Some(cap) => {
-            soft_cap(v, row, bias, cap);
-            row[vocab..].fill(F::neg_infinity());
-            log_sum_exp::<{ bias::ADDED }, F, V>(v, row, bias)
+        let TileLogSumExp { row, words, bias, softcap, keep } = self;
+        row[words..].fill(F::zero());
+        match softcap {
+            None if keep => log_sum_exp::<{ bias::ADD }, F, V>(v, row, bias),
+            None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, bias),
+            Some(cap) => {
+                soft_cap(v, row, bias, cap);
+                row[words..].fill(F::neg_infinity());
+                log_sum_exp::<{ bias::ADDED }, F, V>(v, row, bias)
+            }
         }
     }
 }

@@ -32,20 +32,23 @@ pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) 
     let size = size_of::<T::Acc>();
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let threads = rayon::current_num_threads();
-    let tile = products::VOCAB_TILE.min(stride);
+    let tile = products::vocab_tile::<T>(context).min(stride);
+    // Each tile's log-sum-exp, in two parts.
+    let summaries = 2 * vocab.div_ceil(tile);
     // Contexts and their gradient, where they are widened or only some rows are live.
     let contexts = 2 * context;
     let row = match task.keeps_logits {
-        true => stride + contexts,
-        // A tile of logits for every thread, and each tile's log-sum-exp.
-        false => tile * threads + vocab.div_ceil(tile) + contexts,
+        true => stride + summaries + contexts,
+        // A tile of logits for every thread.
+        false => tile * threads + summaries + contexts,
     };
     let widened = if T::IS_ACC { 0 } else { products::WIDENED_TILE };
     let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
+    let scratch_rows = usize::from(task.all_words) + 2 * usize::from(task.soft_targets);
     let needs = Needs {
         per_token: components * row * size,
         // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
-        fixed: (stride * (2 + bias_parts) + threads * (3 * stride + widened)) * size,
+        fixed: (stride * (2 + bias_parts) + threads * (scratch_rows * stride + widened)) * size,
         decoder: vocab * context * size_of::<T>(),
         most_tokens: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,

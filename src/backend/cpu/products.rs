@@ -14,7 +14,7 @@ use super::simd::{Float, ROW_ALIGN};
 
 /// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
 /// A multiple of 48, which is what the AVX-512 kernel computes at a time.
-pub(super) const VOCAB_TILE: usize = 384;
+const VOCAB_TILE: usize = 384;
 /// Rows per tile of the second product.
 const ROW_TILE: usize = 256;
 /// Columns per tile of the second product.
@@ -32,7 +32,7 @@ struct View<'a, F> {
 }
 
 /// A matrix to write, whose rows are contiguous.
-struct ViewMut<'a, F> {
+pub(super) struct ViewMut<'a, F> {
     data: *mut F,
     rows: usize,
     cols: usize,
@@ -59,6 +59,21 @@ impl<'a, F> ViewMut<'a, F> {
     fn new(data: &'a mut [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
         ViewMut { data: data.as_mut_ptr(), rows, cols, row_stride: stride as isize, lifetime: PhantomData }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(super) fn row_mut(&mut self, row: usize) -> &mut [F] {
+        assert!(row < self.rows);
+        // SAFETY: the row lies in the matrix, which is a unique borrow, and its elements are contiguous.
+        unsafe { std::slice::from_raw_parts_mut(self.data.offset(row as isize * self.row_stride), self.cols) }
+    }
+
+    fn first_columns(&mut self, cols: usize) -> ViewMut<'_, F> {
+        assert!(cols <= self.cols);
+        ViewMut { cols, ..*self }
     }
 
     /// Cuts the matrix into tiles of at most `rows x cols`: each with its range of rows and of columns.
@@ -114,48 +129,55 @@ fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, 
     }
 }
 
-/// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`. Rows of `logits` are `stride` apart.
-pub(super) fn logits<T: Element>(logits: &mut [T::Acc], stride: usize, contexts: &[T::Acc], decoder: &[T], d: usize) {
-    let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
-    let contexts = View::new(contexts, rows, d, d);
-    let contexts = Shared(contexts);
-    ViewMut::new(logits, rows, vocab, stride).tiles(rows.max(1), vocab_tile::<T>(d)).into_par_iter().for_each_init(
-        Vec::new,
-        |buffer, (_, words, mut tile)| {
-            let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], buffer);
-            let decoder = View::new(decoder, words.len(), d, d);
-            multiply(&mut tile, false, contexts.get(), decoder.transposed());
-        },
-    );
+/// Where the logits of the first product go.
+pub(super) enum LogitsTo<'a, F> {
+    /// `[rows, stride]`
+    Kept(&'a mut [F], usize),
+    /// Nowhere: each tile is overwritten once it is summarised.
+    Nowhere,
 }
 
-/// First product, tile by tile, for when only a summary of the logits is wanted: `summary(words, logits, stride)` of each
-/// tile, in order. The tiles' logits are never in memory together.
-pub(super) fn logit_tiles<T: Element, O: Send>(
+/// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, tile by tile. Each tile is given to
+/// `summary` while it is in the cache, with its range of words and padded to whole registers; the summaries come in order.
+pub(super) fn logits<T: Element, O: Send>(
+    to: LogitsTo<'_, T::Acc>,
     contexts: &[T::Acc],
     decoder: &[T],
     d: usize,
-    summary: impl Fn(Range<usize>, &mut [T::Acc], usize) -> O + Sync,
+    summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
 ) -> Vec<O> {
     let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
-    let tile = vocab_tile::<T>(d);
-    // Not a power of two, which would put the same column of all rows into the same few cache lines.
-    let stride = tile.min(vocab).next_multiple_of(ROW_ALIGN) + ROW_ALIGN;
-    let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * stride]);
-    (0..vocab.div_ceil(tile))
-        .into_par_iter()
-        .map_init(buffers, |(widened, logits), i| {
-            let words = i * tile..vocab.min((i + 1) * tile);
-            let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], widened);
-            multiply(
-                &mut ViewMut::new(logits, rows, words.len(), stride),
-                false,
-                View::new(contexts, rows, d, d),
-                View::new(decoder, words.len(), d, d).transposed(),
-            );
-            summary(words, logits, stride)
-        })
-        .collect()
+    let width = vocab_tile::<T>(d);
+    let contexts = Shared(View::new(contexts, rows, d, d));
+    let fill = |words: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, widened: &mut Vec<T::Acc>| {
+        let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], widened);
+        let decoder = View::new(decoder, words.len(), d, d);
+        multiply(&mut tile.first_columns(words.len()), false, contexts.get(), decoder.transposed());
+        summary(words, tile)
+    };
+    match to {
+        LogitsTo::Kept(logits, stride) => ViewMut::new(logits, rows, stride, stride)
+            .tiles(rows.max(1), width)
+            .into_par_iter()
+            .map_init(Vec::new, |widened, (_, columns, mut tile)| {
+                fill(columns.start..columns.end.min(vocab), &mut tile, widened)
+            })
+            .collect(),
+        LogitsTo::Nowhere => {
+            let columns = width.min(vocab).next_multiple_of(ROW_ALIGN);
+            // Not a power of two, which would put the same column of all rows into the same few cache lines.
+            let stride = columns + ROW_ALIGN;
+            let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * stride]);
+            (0..vocab.div_ceil(width))
+                .into_par_iter()
+                .map_init(buffers, |(widened, buffer), i| {
+                    let words = i * width..vocab.min((i + 1) * width);
+                    let columns = words.len().next_multiple_of(ROW_ALIGN);
+                    fill(words, &mut ViewMut::new(buffer, rows, columns, stride), widened)
+                })
+                .collect()
+        }
+    }
 }
 
 /// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
@@ -230,7 +252,7 @@ fn even_part(total: usize, most: usize) -> usize {
 
 /// Words per tile, a multiple of [`ROW_ALIGN`]: less for a decoder that must be widened first, so that the widened tile
 /// stays small.
-fn vocab_tile<T: Element>(columns: usize) -> usize {
+pub(super) fn vocab_tile<T: Element>(columns: usize) -> usize {
     if T::IS_ACC {
         VOCAB_TILE
     } else {

@@ -17,7 +17,7 @@
 //! d/d log pi_k  = -R_k
 //! ```
 
-use super::log_sum_exp::{add_bias_and_log_sum_exp, LogSumExp};
+use super::log_sum_exp::LogSumExp;
 use super::math::{exp, ln};
 use super::simd::{Float, Kernel, Vector};
 
@@ -35,14 +35,14 @@ pub(super) struct Target<'a, F> {
     pub(super) hits: bool,
 }
 
-/// The logits of one token: K rows as the first product left them.
+/// The logits of one token.
 pub(super) struct Logits<'a, F> {
-    /// `[K, stride]`, of which `[K, vocab]` are logits; the kernels read and write all of it.
+    /// `[K, stride]`: `vocab` logits a row, after bias and softcap, and minus infinity
     pub(super) rows: &'a mut [F],
     pub(super) stride: usize,
     pub(super) vocab: usize,
-    /// `[stride]`: the decoder's bias, or zeros, then minus infinity.
-    pub(super) bias: &'a [F],
+    /// `[K]`
+    pub(super) lse: &'a [LogSumExp<F>],
     /// `[K]`
     pub(super) log_priors: &'a [F],
     pub(super) softcap: Option<F>,
@@ -66,25 +66,27 @@ pub(super) struct Scratch<F> {
 }
 
 impl<F: Float> Scratch<F> {
-    pub(super) fn new(components: usize, stride: usize) -> Self {
+    /// For rows of `stride`; what is not needed is empty.
+    pub(super) fn new(components: usize, stride: usize, all_words: bool, soft_targets: bool) -> Self {
         let zeros = |n| vec![F::zero(); n];
+        let soft = if soft_targets { stride } else { 0 };
         Scratch {
-            log_probs: zeros(stride),
-            reference: zeros(stride),
-            share: zeros(stride),
+            log_probs: zeros(if all_words { stride } else { 0 }),
+            reference: zeros(soft),
+            share: zeros(soft),
             lse: vec![LogSumExp::default(); components],
             log_scale: zeros(components),
             hard_mass: zeros(components),
             mass: zeros(components),
         }
     }
-}
 
-impl<F: Float> Scratch<F> {
-    /// Takes in the log-sum-exp of component k.
-    pub(super) fn set_lse(&mut self, k: usize, log_prior: F, lse: LogSumExp<F>) {
-        self.lse[k] = lse;
-        self.log_scale[k] = log_prior - lse.log_sum;
+    /// Takes in what is known of the components.
+    pub(super) fn set_components(&mut self, lse: &[LogSumExp<F>], log_priors: &[F]) {
+        self.lse.copy_from_slice(lse);
+        for ((log_scale, lse), &log_prior) in self.log_scale.iter_mut().zip(lse).zip(log_priors) {
+            *log_scale = log_prior - lse.log_sum;
+        }
     }
 
     /// The loss as far as it depends on the target's logits alone, and the responsibilities.
@@ -164,7 +166,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
     fn run<V: Vector<F>>(self, v: V) -> TokenLoss {
         let LossRows { mut logits, target, gradients, scratch } = self;
         let components = logits.log_priors.len();
-        logits.normalise(v, scratch);
+        scratch.set_components(logits.lse, logits.log_priors);
         if target.soft.is_some() || target.hits {
             logits.mix(v, target.soft, scratch);
         }
@@ -205,22 +207,13 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
     type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector<F>>(mut self, v: V) {
-        self.logits.normalise(v, self.scratch);
+    fn run<V: Vector<F>>(self, v: V) {
+        self.scratch.set_components(self.logits.lse, self.logits.log_priors);
         self.logits.mix(v, None, self.scratch);
     }
 }
 
 impl<F: Float> Logits<'_, F> {
-    /// Adds the bias, applies the softcap, and finds `lse_k` of every component.
-    #[inline(always)]
-    fn normalise<V: Vector<F>>(&mut self, v: V, scratch: &mut Scratch<F>) {
-        for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
-            let lse = add_bias_and_log_sum_exp::<true, F, V>(v, row, self.vocab, self.bias, self.softcap);
-            scratch.set_lse(k, self.log_priors[k], lse);
-        }
-    }
-
     /// `log p(v)` of every word, and, for soft targets, what their responsibilities are made of.
     #[inline(always)]
     fn mix<V: Vector<F>>(&self, v: V, soft: Option<&[F]>, scratch: &mut Scratch<F>) {

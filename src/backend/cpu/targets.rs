@@ -98,6 +98,19 @@ impl<F: Float> Targets<F> {
             .collect()
     }
 
+    /// Whether there are soft targets.
+    pub(super) fn soft(&self) -> bool {
+        match &self.kind {
+            Kind::Words { soft, .. } => !soft.is_empty(),
+            Kind::LogProbs { .. } => true,
+        }
+    }
+
+    /// Whether the log-probability of every word is needed.
+    pub(super) fn all_words(&self) -> bool {
+        self.soft() || self.hits
+    }
+
     pub(super) fn has_filter(&self) -> bool {
         self.filter > F::zero()
     }

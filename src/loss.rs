@@ -122,7 +122,7 @@ impl LossOptions {
         LossOptions { softcap: Some(cap), ..self }
     }
 
-    /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB or an eighth of the decoder's
+    /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB or a quarter of the decoder's
     /// weight, whichever is larger. Gradients are not part of it.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }

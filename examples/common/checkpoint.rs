@@ -7,14 +7,14 @@ use std::collections::HashMap;
 use std::path::Path;
 
 #[derive(Default)]
-pub struct Checkpoint {
-    pub tensors: HashMap<String, Tensor>,
-    pub metadata: HashMap<String, String>,
+pub(crate) struct Checkpoint {
+    pub(crate) tensors: HashMap<String, Tensor>,
+    pub(crate) metadata: HashMap<String, String>,
 }
 
 impl Checkpoint {
     /// Writes beside `path` and renames, so that an interrupted save leaves the last checkpoint whole.
-    pub fn save(&self, path: &Path) -> Result<()> {
+    pub(crate) fn save(&self, path: &Path) -> Result<()> {
         let mut stored = Vec::new();
         for (name, tensor) in &self.tensors {
             let values = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
@@ -36,7 +36,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    pub fn load(path: &Path, device: &Device) -> Result<Self> {
+    pub(crate) fn load(path: &Path, device: &Device) -> Result<Self> {
         let failed = |error: &dyn std::fmt::Display| format!("cannot read the checkpoint {}: {error}", path.display());
         let file = std::fs::read(path).map_err(|error| failed(&error))?;
         let (_, header) = SafeTensors::read_metadata(&file).map_err(|error| failed(&error))?;
@@ -52,13 +52,13 @@ impl Checkpoint {
     }
 
     /// The parsed value of `key`.
-    pub fn get<T: std::str::FromStr>(&self, key: &str) -> Result<T> {
+    pub(crate) fn get<T: std::str::FromStr>(&self, key: &str) -> Result<T> {
         let value = self.metadata.get(key).ok_or_else(|| format!("the checkpoint says nothing about {key}"))?;
         value.parse().map_err(|_| format!("the checkpoint's {key} is {value:?}, which is not a valid value").into())
     }
 
     /// Fails unless the checkpoint was written with this value of `key`.
-    pub fn require(&self, key: &str, wanted: impl ToString) -> Result<()> {
+    pub(crate) fn require(&self, key: &str, wanted: impl ToString) -> Result<()> {
         let stored: String = self.get(key)?;
         let wanted = wanted.to_string();
         if stored != wanted {

@@ -5,14 +5,14 @@ use candle_core::Device;
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DeviceKind {
+pub(crate) enum DeviceKind {
     Cpu,
     Cuda,
     Metal,
 }
 
 impl DeviceKind {
-    pub fn open(self) -> Result<Device> {
+    pub(crate) fn open(self) -> Result<Device> {
         let (device, name) = match self {
             DeviceKind::Cpu => return Ok(Device::Cpu),
             DeviceKind::Cuda => (Device::new_cuda(0), "cuda"),

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use std::collections::HashMap;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OptimizerKind {
+pub(crate) enum OptimizerKind {
     Adam,
     Sgd,
 }
@@ -26,14 +26,14 @@ const BETA2: f64 = 0.999;
 const EPSILON: f64 = 1e-8;
 
 /// candle_nn's AdamW keeps its moments private; here they are part of `state`, so that training resumes exactly.
-pub struct Optimizer {
+pub(crate) struct Optimizer {
     vars: Vec<(String, Var)>,
     moments: Option<Vec<[Tensor; 2]>>, // Adam's first and second, in the order of vars
     steps: usize,
 }
 
 impl Optimizer {
-    pub fn new(kind: OptimizerKind, varmap: &VarMap) -> Result<Self> {
+    pub(crate) fn new(kind: OptimizerKind, varmap: &VarMap) -> Result<Self> {
         let vars = sorted(varmap);
         let moments = match kind {
             OptimizerKind::Sgd => None,
@@ -45,7 +45,7 @@ impl Optimizer {
     }
 
     /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping).
-    pub fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<()> {
+    pub(crate) fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<()> {
         let norm = self.norm(grads)?;
         if !norm.is_finite() {
             return Err(format!("the gradient's norm is {norm}: try a lower --lr or --clip").into());
@@ -81,12 +81,12 @@ impl Optimizer {
         Ok(sum.sqrt())
     }
 
-    pub fn steps(&self) -> usize {
+    pub(crate) fn steps(&self) -> usize {
         self.steps
     }
 
     /// Adam's moments under names of their own; empty for SGD.
-    pub fn state(&self) -> HashMap<String, Tensor> {
+    pub(crate) fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::new();
         for ((name, _), [first, second]) in self.vars.iter().zip(self.moments.iter().flatten()) {
             state.insert(format!("adam.first.{name}"), first.clone());
@@ -95,7 +95,7 @@ impl Optimizer {
         state
     }
 
-    pub fn load_state(&mut self, tensors: &HashMap<String, Tensor>, steps: usize) -> Result<()> {
+    pub(crate) fn load_state(&mut self, tensors: &HashMap<String, Tensor>, steps: usize) -> Result<()> {
         let get =
             |name: String| tensors.get(&name).cloned().ok_or_else(|| format!("the checkpoint has no tensor {name}"));
         for ((name, _), moments) in self.vars.iter().zip(self.moments.iter_mut().flatten()) {

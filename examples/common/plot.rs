@@ -5,23 +5,23 @@ use plotters::prelude::*;
 use std::path::Path;
 
 /// One line of a plot: a name and its points.
-pub struct Curve {
-    pub name: String,
-    pub points: Vec<(f64, f64)>,
+pub(crate) struct Curve {
+    pub(crate) name: String,
+    pub(crate) points: Vec<(f64, f64)>,
 }
 
-pub struct Axes<'a> {
-    pub title: &'a str,
-    pub x: &'a str,
-    pub y: &'a str,
+pub(crate) struct Axes<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) x: &'a str,
+    pub(crate) y: &'a str,
     /// A horizontal reference line, such as the lowest value that can be reached.
-    pub floor: Option<(&'a str, f64)>,
+    pub(crate) floor: Option<(&'a str, f64)>,
 }
 
 const COLORS: [RGBColor; 4] =
     [RGBColor(31, 119, 180), RGBColor(255, 127, 14), RGBColor(44, 160, 44), RGBColor(148, 103, 189)];
 
-pub fn curves(path: &Path, axes: &Axes, curves: &[Curve]) -> Result<()> {
+pub(crate) fn curves(path: &Path, axes: &Axes, curves: &[Curve]) -> Result<()> {
     draw(path, axes, curves).map_err(|error| format!("cannot draw {}: {error}", path.display()).into())
 }
 

@@ -3,7 +3,7 @@
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// A bar of `steps` steps; `label` says what is going on.
-pub fn bar(steps: usize, label: String) -> ProgressBar {
+pub(crate) fn bar(steps: usize, label: String) -> ProgressBar {
     let bar = ProgressBar::new(steps as u64).with_prefix(label);
     let template = "{prefix} [{bar:32}] {pos}/{len} {elapsed}<{eta} {msg}";
     match ProgressStyle::with_template(template) {

@@ -7,7 +7,7 @@ use clap::{Parser, ValueEnum};
 use std::path::{Path, PathBuf};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum HeadChoice {
+pub(crate) enum HeadChoice {
     Softmax,
     Moc,
     Mos,
@@ -16,73 +16,73 @@ pub enum HeadChoice {
 
 /// Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
 #[derive(Debug, Parser)]
-pub struct Args {
+pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and perhaps test.txt (whitespace tokens); without it, a built-in language
     #[arg(long, value_name = "DIR")]
-    pub data: Option<PathBuf>,
+    pub(crate) data: Option<PathBuf>,
     #[arg(long, value_enum, default_value = "all")]
-    pub head: HeadChoice,
+    pub(crate) head: HeadChoice,
     /// Epochs in all, those of a resumed checkpoint included [default: 6; real text: 3]
     #[arg(long)]
-    pub epochs: Option<usize>,
+    pub(crate) epochs: Option<usize>,
     #[arg(long, default_value_t = 1)]
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// Mixture components K [default: 4; real text: 5]
     #[arg(long, value_parser = positive)]
-    pub components: Option<usize>,
-    /// LSTM units per layer [default: 16; real text: 220]
+    pub(crate) components: Option<usize>,
+    /// LSTM units per layer [default: 64; real text: 220]
     #[arg(long, value_parser = positive)]
-    pub hidden: Option<usize>,
+    pub(crate) hidden: Option<usize>,
     /// Embedding size [default: as --hidden]
     #[arg(long, value_parser = positive)]
-    pub embedding: Option<usize>,
+    pub(crate) embedding: Option<usize>,
     /// Context size of the mixtures [default: what gives the softmax's number of parameters]
     #[arg(long, value_parser = positive)]
-    pub context: Option<usize>,
+    pub(crate) context: Option<usize>,
     #[arg(long, default_value_t = 1, value_parser = positive)]
-    pub layers: usize,
+    pub(crate) layers: usize,
     /// Streams read side by side [default: 32; real text: 20]
     #[arg(long, value_parser = positive)]
-    pub batch: Option<usize>,
+    pub(crate) batch: Option<usize>,
     /// Steps of backpropagation through time [default: 16; real text: 35]
     #[arg(long, value_parser = positive)]
-    pub bptt: Option<usize>,
+    pub(crate) bptt: Option<usize>,
     /// Learning rate at the start [default: adam 0.01, real text 0.001; sgd 20]
     #[arg(long, value_parser = above_zero)]
-    pub lr: Option<f64>,
+    pub(crate) lr: Option<f64>,
     /// Factor of the learning rate per epoch, applied smoothly [default: 0.5; real text: 0.5]
     #[arg(long, value_parser = above_zero)]
-    pub decay: Option<f64>,
+    pub(crate) decay: Option<f64>,
     /// [default: adam; real text: sgd]
     #[arg(long, value_enum)]
-    pub optimizer: Option<OptimizerKind>,
+    pub(crate) optimizer: Option<OptimizerKind>,
     /// Largest global gradient norm, 0 for none [default: 1; real text: 0.25]
     #[arg(long, value_parser = not_negative)]
-    pub clip: Option<f64>,
+    pub(crate) clip: Option<f64>,
     /// Locked dropout on LSTM inputs, hidden states and contexts; the contexts' masks are not seeded on the CPU
     #[arg(long, default_value_t = 0.0, value_parser = below_one)]
-    pub dropout: f64,
+    pub(crate) dropout: f64,
     /// After every epoch, write DIR/HEAD.safetensors, or this file if it ends in .safetensors
     #[arg(long, value_name = "FILE_OR_DIR")]
-    pub save: Option<PathBuf>,
+    pub(crate) save: Option<PathBuf>,
     /// Go on from a checkpoint [without a value: from where --save writes]
     #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1, default_missing_value = "")]
-    pub resume: Option<PathBuf>,
+    pub(crate) resume: Option<PathBuf>,
     /// Print so many tokens sampled from each model
     #[arg(long, value_name = "N", default_value_t = 0)]
-    pub generate: usize,
+    pub(crate) generate: usize,
     /// Draw the learning curves into this SVG file
     #[arg(long, value_name = "FILE")]
-    pub plot: Option<PathBuf>,
+    pub(crate) plot: Option<PathBuf>,
     /// End stdout with one line of JSON
     #[arg(long)]
-    pub json: bool,
+    pub(crate) json: bool,
     #[arg(long, value_enum, default_value = "cpu")]
-    pub device: DeviceKind,
+    pub(crate) device: DeviceKind,
 }
 
 impl Args {
-    pub fn heads(&self) -> Vec<HeadKind> {
+    pub(crate) fn heads(&self) -> Vec<HeadKind> {
         match self.head {
             HeadChoice::Softmax => vec![HeadKind::Softmax],
             HeadChoice::Moc => vec![HeadKind::Moc],
@@ -91,15 +91,19 @@ impl Args {
         }
     }
 
-    pub fn sizes(&self, vocab: usize) -> Sizes {
-        let (hidden, components) = if self.data.is_none() { (16, 4) } else { (220, 5) };
+    pub(crate) fn sizes(&self, vocab: usize) -> Sizes {
+        // In the built-in language the softmax is narrow: that is the bottleneck on show.
+        let (hidden, components, narrow) = if self.data.is_none() { (64, 4, Some(16)) } else { (220, 5, None) };
         let hidden = self.hidden.unwrap_or(hidden);
         let components = self.components.unwrap_or(components);
-        let context = self.context.unwrap_or_else(|| Sizes::equal_context(vocab, hidden, components));
-        Sizes { vocab, embedding: self.embedding.unwrap_or(hidden), hidden, layers: self.layers, context, components }
+        let softmax_context = narrow.unwrap_or(hidden).min(hidden);
+        let equal = || Sizes::equal_context(vocab, hidden, components, softmax_context);
+        let context = self.context.unwrap_or_else(equal);
+        let embedding = self.embedding.unwrap_or(hidden);
+        Sizes { vocab, embedding, hidden, layers: self.layers, context, components, softmax_context }
     }
 
-    pub fn recipe(&self) -> Recipe {
+    pub(crate) fn recipe(&self) -> Recipe {
         let text = self.data.is_some();
         let optimizer = self.optimizer.unwrap_or(if text { OptimizerKind::Sgd } else { OptimizerKind::Adam });
         let lr = match optimizer {
@@ -119,11 +123,11 @@ impl Args {
         }
     }
 
-    pub fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
+    pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         self.save.as_deref().map(|path| self.checkpoint(path, "--save", kind)).transpose()
     }
 
-    pub fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
+    pub(crate) fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         match self.resume.as_deref() {
             Some(path) if path.as_os_str().is_empty() => match self.save_path(kind)? {
                 None => Err("--resume without a path needs --save".into()),

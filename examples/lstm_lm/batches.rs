@@ -4,10 +4,10 @@ use crate::common::Result;
 use candle_core::{Device, Tensor};
 
 /// Target of a position past the end of the text; the loss ignores it.
-pub const IGNORED: i64 = -1;
+pub(crate) const IGNORED: i64 = -1;
 
 /// `batch` streams of equal length, read side by side. The last stream is padded, so that every target is met once.
-pub struct Batches<'a> {
+pub(crate) struct Batches<'a> {
     text: &'a [u32],
     batch: usize,
     stream: usize, // targets per stream, padding included
@@ -16,21 +16,21 @@ pub struct Batches<'a> {
 }
 
 /// Tokens and their successors, each [batch, steps].
-pub struct Window {
-    pub inputs: Vec<u32>,
-    pub targets: Vec<i64>,
-    pub batch: usize,
-    pub steps: usize,
+pub(crate) struct Window {
+    pub(crate) inputs: Vec<u32>,
+    pub(crate) targets: Vec<i64>,
+    pub(crate) batch: usize,
+    pub(crate) steps: usize,
 }
 
 impl<'a> Batches<'a> {
-    pub fn new(text: &'a [u32], batch: usize, bptt: usize) -> Self {
+    pub(crate) fn new(text: &'a [u32], batch: usize, bptt: usize) -> Self {
         let stream = (text.len() - 1).div_ceil(batch);
         Self { text, batch, stream, bptt, at: 0 }
     }
 
     /// Number of windows.
-    pub fn windows(&self) -> usize {
+    pub(crate) fn windows(&self) -> usize {
         self.stream.div_ceil(self.bptt)
     }
 }
@@ -57,13 +57,13 @@ impl Iterator for Batches<'_> {
 }
 
 impl Window {
-    pub fn tensors(&self, device: &Device) -> Result<(Tensor, Tensor)> {
+    pub(crate) fn tensors(&self, device: &Device) -> Result<(Tensor, Tensor)> {
         let shape = (self.batch, self.steps);
         Ok((Tensor::from_slice(&self.inputs, shape, device)?, Tensor::from_slice(&self.targets, shape, device)?))
     }
 
     /// Targets that count.
-    pub fn tokens(&self) -> usize {
+    pub(crate) fn tokens(&self) -> usize {
         self.targets.iter().filter(|&&target| target != IGNORED).count()
     }
 }

@@ -4,23 +4,23 @@ use crate::common::Result;
 use std::collections::HashMap;
 use std::path::Path;
 
-pub const END_OF_SENTENCE: &str = "<eos>";
+pub(crate) const END_OF_SENTENCE: &str = "<eos>";
 const UNKNOWN: &str = "<unk>";
 
 /// Every text starts with one token that is only read; all others are targets.
-pub struct Corpus {
-    pub name: String,
-    pub words: Vec<String>,
-    pub train: Vec<u32>,
-    pub valid: Vec<u32>,
-    pub test: Option<Vec<u32>>,
+pub(crate) struct Corpus {
+    pub(crate) name: String,
+    pub(crate) words: Vec<String>,
+    pub(crate) train: Vec<u32>,
+    pub(crate) valid: Vec<u32>,
+    pub(crate) test: Option<Vec<u32>>,
     /// Mean entropy of the true next-token distribution over the targets of `valid`, in nats.
-    pub entropy: Option<f64>,
+    pub(crate) entropy: Option<f64>,
 }
 
 impl Corpus {
     /// Reads train.txt, valid.txt and, if it is there, test.txt: one sentence per line.
-    pub fn from_folder(folder: &Path) -> Result<Self> {
+    pub(crate) fn from_folder(folder: &Path) -> Result<Self> {
         let mut vocabulary = Vocabulary::default();
         let train = vocabulary.encode(&read(&folder.join("train.txt"))?, true);
         let valid = vocabulary.encode(&read(&folder.join("valid.txt"))?, false);
@@ -39,7 +39,7 @@ impl Corpus {
     }
 
     /// Token ids as readable text, one sentence per line.
-    pub fn decode(&self, tokens: &[u32]) -> String {
+    pub(crate) fn decode(&self, tokens: &[u32]) -> String {
         let words = tokens.iter().map(|&token| self.words[token as usize].as_str());
         let lines = words.collect::<Vec<_>>().join(" ").replace(&format!(" {END_OF_SENTENCE} "), "\n");
         lines.trim_end_matches(END_OF_SENTENCE).trim().to_owned()

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 /// `count` tokens after `start`, drawn from the model's distribution.
-pub fn generate(model: &LanguageModel, start: u32, count: usize, seed: u64) -> Result<Vec<u32>> {
+pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, seed: u64) -> Result<Vec<u32>> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut states = model.start(1)?;
     let mut token = start;

@@ -9,48 +9,33 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 const VOCAB: usize = 512;
 const COMPONENTS: usize = 4;
 const CONTEXT: usize = 8;
-const SHARPNESS: f64 = 1.05;
+/// Standard deviations of the contexts' elements (the embedding's are 1) and of the priors' logits.
+const CONTEXT_SCALE: f64 = 2.5;
+const PRIOR_SCALE: f64 = 3.0;
 const LANGUAGE_SEED: u64 = 1711;
 
-pub struct Teacher {
+pub(crate) struct Teacher {
     /// Row `current`: the distribution of the next token.
     probabilities: Vec<f64>,
 }
 
 impl Teacher {
     /// The same language every time.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut rng = StdRng::seed_from_u64(LANGUAGE_SEED);
-        let mut normal = || -> f64 {
-            let (u, v): (f64, f64) = (rng.random(), rng.random());
-            (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()
+        let mut normals = |count: usize, scale: f64| -> Vec<f64> {
+            let mut normal = || {
+                let (u, v): (f64, f64) = (rng.random(), rng.random());
+                (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()
+            };
+            (0..count).map(|_| scale * normal()).collect()
         };
-        let env = crate::model::env;
-        let dt = env("DT", 8.0) as usize;
-        let kt = env("KT", 4.0) as usize;
-        let sharp = env("SHARP", 1.7);
-        let psharp = env("PSHARP", 2.0);
-        let lat = env("LAT", 16.0) as usize;
-        let embedding: Vec<f64> = (0..VOCAB * dt).map(|_| normal()).collect();
-        let maps: Vec<f64> = (0..kt * dt * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
-        let pm: Vec<f64> = (0..kt * lat).map(|_| normal() / (lat as f64).sqrt()).collect();
+        let embedding = normals(VOCAB * CONTEXT, 1.0);
         let mut probabilities = vec![0.0; VOCAB * VOCAB];
         for row in probabilities.chunks_mut(VOCAB) {
-            let token: Vec<f64> = (0..lat).map(|_| normal()).collect();
-            let priors = softmax((0..kt).map(|k| psharp * dot(&pm[k * lat..][..lat], &token)).collect());
-            for (k, prior) in priors.into_iter().enumerate() {
-                let context: Vec<f64> = (0..dt)
-                    .map(|i| {
-                        let g = env("TG", 0.0);
-                        let x = dot(&maps[(k * dt + i) * lat..][..lat], &token);
-                        sharp * if g > 0.0 { (g * x).tanh() } else { x }
-                    })
-                    .collect();
-                let logits = embedding
-                    .chunks(dt)
-                    .enumerate()
-                    .map(|(v, next)| dot(next, &context) + if v % kt == k { env("CL", 0.0) } else { 0.0 })
-                    .collect();
+            for prior in softmax(normals(COMPONENTS, PRIOR_SCALE)) {
+                let context = normals(CONTEXT, CONTEXT_SCALE);
+                let logits = embedding.chunks(CONTEXT).map(|next| dot(next, &context)).collect();
                 for (p, component) in row.iter_mut().zip(softmax(logits)) {
                     *p += prior * component;
                 }
@@ -59,12 +44,14 @@ impl Teacher {
         Self { probabilities }
     }
 
-    pub fn row(&self, current: u32) -> &[f64] {
+    /// The distribution of the token after `current`.
+    #[cfg(test)]
+    fn row(&self, current: u32) -> &[f64] {
         &self.probabilities[current as usize * VOCAB..][..VOCAB]
     }
 
     /// Texts of this language with the given numbers of targets, and the exact entropy of the second.
-    pub fn corpus(&self, train: usize, valid: usize, seed: u64) -> Corpus {
+    pub(crate) fn corpus(&self, train: usize, valid: usize, seed: u64) -> Corpus {
         let mut rng = StdRng::seed_from_u64(seed);
         let train = self.text(train, &mut rng);
         let valid = self.text(valid, &mut rng);
@@ -157,7 +144,6 @@ mod tests {
             }
             rank += 1;
         }
-        println!("rank {rank}");
         assert!(rank > 10 * CONTEXT, "rank {rank}");
     }
 

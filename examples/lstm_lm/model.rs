@@ -3,22 +3,22 @@
 use crate::common::{init, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::{LSTMConfig, LSTMState, LSTM, RNN};
-use candle_nn::{Embedding, VarBuilder, VarMap};
+use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
 use clap::ValueEnum;
 use mos_head::{MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
 use rand::{rngs::StdRng, Rng};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum HeadKind {
+pub(crate) enum HeadKind {
     Softmax,
     Moc,
     Mos,
 }
 
 impl HeadKind {
-    pub const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
+    pub(crate) const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
 
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             HeadKind::Softmax => "softmax",
             HeadKind::Moc => "moc",
@@ -28,29 +28,33 @@ impl HeadKind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sizes {
-    pub vocab: usize,
-    pub embedding: usize,
-    pub hidden: usize,
-    pub layers: usize,
-    /// Of the mixtures; the softmax's context is the hidden state.
-    pub context: usize,
-    pub components: usize,
+pub(crate) struct Sizes {
+    pub(crate) vocab: usize,
+    pub(crate) embedding: usize,
+    pub(crate) hidden: usize,
+    pub(crate) layers: usize,
+    /// Of the mixtures.
+    pub(crate) context: usize,
+    pub(crate) components: usize,
+    /// Of the softmax: the hidden state itself if this is its size, or else a linear map of it.
+    pub(crate) softmax_context: usize,
 }
 
 impl Sizes {
-    /// The context size that gives a mixture as many parameters as the softmax has: `vocab * hidden` against
-    /// `context * (vocab + components * (hidden + 1)) + components * hidden`.
-    pub fn equal_context(vocab: usize, hidden: usize, components: usize) -> usize {
-        let left = (vocab * hidden).saturating_sub(components * hidden) as f64;
+    /// The context size that gives a mixture as many parameters as the softmax has, decoder and linear maps together.
+    pub(crate) fn equal_context(vocab: usize, hidden: usize, components: usize, softmax_context: usize) -> usize {
+        let map = if softmax_context == hidden { 0 } else { hidden * softmax_context };
+        let left = (vocab * softmax_context + map).saturating_sub(components * hidden) as f64;
         let each = (vocab + components * (hidden + 1)) as f64;
         (left / each).round().max(1.0) as usize
     }
 }
 
-pub struct LanguageModel {
+pub(crate) struct LanguageModel {
     embedding: Embedding,
     layers: Vec<LSTM>,
+    /// From the hidden state to the softmax's context, where that is smaller.
+    bottleneck: Option<Linear>,
     head: Box<dyn OutputLayer>,
     varmap: VarMap,
     dropout: f64,
@@ -60,15 +64,21 @@ pub struct LanguageModel {
 impl LanguageModel {
     /// Initial values of the released MoS code: embedding and decoder U(-0.1, 0.1), decoder bias 0, all else
     /// U(-1/sqrt(hidden), 1/sqrt(hidden)).
-    pub fn new(kind: HeadKind, sizes: Sizes, dropout: f64, seed: u64, device: &Device) -> Result<Self> {
-        let Sizes { vocab, embedding, hidden, layers, context, components } = sizes;
+    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, seed: u64, device: &Device) -> Result<Self> {
+        let Sizes { vocab, embedding, hidden, layers, context, components, softmax_context } = sizes;
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        let mixture = MixtureConfig::new(hidden, context, vocab, components).with_dropout(dropout).with_activation(
-            if env("IDENT", 0.0) > 0.0 { mos_head::Activation::Identity } else { mos_head::Activation::Tanh },
-        );
+        let mixture = MixtureConfig::new(hidden, context, vocab, components).with_dropout(dropout);
+        let bottleneck = match kind {
+            HeadKind::Softmax if softmax_context != hidden => {
+                Some(candle_nn::linear_no_bias(hidden, softmax_context, vb.pp("bottleneck"))?)
+            }
+            _ => None,
+        };
         let head: Box<dyn OutputLayer> = match kind {
-            HeadKind::Softmax => Box::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb.pp("head"))?),
+            HeadKind::Softmax => {
+                Box::new(SoftmaxHead::new(&SoftmaxConfig::new(softmax_context, vocab), vb.pp("head"))?)
+            }
             HeadKind::Moc => Box::new(MixtureOfContexts::new(&mixture, vb.pp("head"))?),
             HeadKind::Mos => Box::new(MixtureOfSoftmaxes::new(&mixture, vb.pp("head"))?),
         };
@@ -80,42 +90,45 @@ impl LanguageModel {
         let embedding = candle_nn::embedding(vocab, embedding, vb.pp("embedding"))?;
         let linear = 1.0 / (hidden as f64).sqrt();
         init::uniform(&varmap, seed, |name| match name {
-            "embedding.weight" => env("EMB", 0.1),
-            "head.decoder.weight" => env("DEC", 0.1),
+            "embedding.weight" if softmax_context != hidden => 1.0,
+            "embedding.weight" => 0.1,
+            "head.decoder.weight" => 0.1,
             "head.decoder.bias" => 0.0,
             _ => linear,
         })?;
-        Ok(Self { embedding, layers, head, varmap, dropout, device: device.clone() })
+        Ok(Self { embedding, layers, bottleneck, head, varmap, dropout, device: device.clone() })
     }
 
-    pub fn head(&self) -> &dyn OutputLayer {
+    pub(crate) fn head(&self) -> &dyn OutputLayer {
         self.head.as_ref()
     }
 
-    pub fn varmap(&self) -> &VarMap {
+    pub(crate) fn varmap(&self) -> &VarMap {
         &self.varmap
     }
 
-    pub fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         &self.device
     }
 
-    pub fn parameters(&self) -> usize {
+    pub(crate) fn parameters(&self) -> usize {
         self.varmap.all_vars().iter().map(|var| var.elem_count()).sum()
     }
 
     /// The state before the first token of a text.
-    pub fn start(&self, batch: usize) -> Result<Vec<LSTMState>> {
+    pub(crate) fn start(&self, batch: usize) -> Result<Vec<LSTMState>> {
         Ok(self.layers.iter().map(|layer| layer.zero_state(batch)).collect::<candle_core::Result<_>>()?)
     }
 
-    /// Tokens [batch, seq] -> hidden [batch, seq, hidden]; `states` moves on, cut off from the gradients.
+    /// Tokens [batch, seq] -> what the head takes, [batch, seq, hidden]; `states` moves on, cut off from the gradients.
     /// Dropout is applied where a generator for its masks is given.
-    pub fn hidden(&self, tokens: &Tensor, states: &mut [LSTMState], mut rng: Option<&mut StdRng>) -> Result<Tensor> {
+    pub(crate) fn hidden(
+        &self,
+        tokens: &Tensor,
+        states: &mut [LSTMState],
+        mut rng: Option<&mut StdRng>,
+    ) -> Result<Tensor> {
         let mut outputs = self.embedding.forward(tokens)?;
-        if env("NOLSTM", 0.0) > 0.0 {
-            return Ok(outputs);
-        }
         for (layer, state) in self.layers.iter().zip(states) {
             outputs = self.locked_dropout(outputs, rng.as_deref_mut())?;
             let steps = layer.seq_init(&outputs, state)?;
@@ -124,7 +137,11 @@ impl LanguageModel {
             }
             outputs = layer.states_to_tensor(&steps)?;
         }
-        self.locked_dropout(outputs, rng)
+        let outputs = self.locked_dropout(outputs, rng)?;
+        match &self.bottleneck {
+            Some(map) => Ok(map.forward(&outputs)?),
+            None => Ok(outputs),
+        }
     }
 
     /// One mask per sequence, shared by its time steps.
@@ -142,27 +159,27 @@ impl LanguageModel {
 mod tests {
     use super::*;
 
-    fn parameters(kind: HeadKind, vocab: usize, embedding: usize, hidden: usize, components: usize) -> f64 {
-        let context = Sizes::equal_context(vocab, hidden, components);
-        let sizes = Sizes { vocab, embedding, hidden, layers: 1, context, components };
+    fn parameters(kind: HeadKind, (vocab, hidden, components, softmax_context): (usize, usize, usize, usize)) -> f64 {
+        let context = Sizes::equal_context(vocab, hidden, components, softmax_context);
+        let sizes = Sizes { vocab, embedding: hidden, hidden, layers: 1, context, components, softmax_context };
         LanguageModel::new(kind, sizes, 0.0, 0, &Device::Cpu).expect("valid sizes").parameters() as f64
     }
 
     #[test]
     fn the_heads_have_equal_parameter_counts_within_one_percent() {
-        for (vocab, embedding, hidden, components) in [(512, 16, 16, 4), (10_000, 220, 220, 5), (10_000, 220, 220, 15)]
-        {
-            let softmax = parameters(HeadKind::Softmax, vocab, embedding, hidden, components);
+        for sizes in [(512, 64, 4, 16), (10_000, 220, 5, 220), (10_000, 220, 15, 220)] {
+            let softmax = parameters(HeadKind::Softmax, sizes);
             for kind in [HeadKind::Moc, HeadKind::Mos] {
-                let ratio = parameters(kind, vocab, embedding, hidden, components) / softmax;
-                assert!((ratio - 1.0).abs() < 0.01, "{kind:?} {vocab} {components}: {ratio}");
+                let ratio = parameters(kind, sizes) / softmax;
+                assert!((ratio - 1.0).abs() < 0.01, "{kind:?} {sizes:?}: {ratio}");
             }
         }
     }
 
     #[test]
     fn a_seed_fixes_the_initial_values() {
-        let sizes = Sizes { vocab: 11, embedding: 3, hidden: 4, layers: 2, context: 5, components: 2 };
+        let sizes =
+            Sizes { vocab: 11, embedding: 3, hidden: 4, layers: 2, context: 5, components: 2, softmax_context: 4 };
         let sum = |seed| -> f32 {
             let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, seed, &Device::Cpu).expect("valid sizes");
             let tokens = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("tokens");
@@ -172,8 +189,4 @@ mod tests {
         assert_eq!(sum(1), sum(1));
         assert_ne!(sum(1), sum(2));
     }
-}
-
-pub fn env(name: &str, default: f64) -> f64 {
-    std::env::var(name).map(|x| x.parse().unwrap()).unwrap_or(default)
 }

@@ -3,19 +3,19 @@
 use crate::model::HeadKind;
 use serde_json::{json, Value};
 
-pub struct Row {
-    pub kind: HeadKind,
-    pub parameters: usize,
-    pub valid_nll: f64,
-    pub test_nll: Option<f64>,
-    pub tokens_per_second: Option<f64>,
+pub(crate) struct Row {
+    pub(crate) kind: HeadKind,
+    pub(crate) parameters: usize,
+    pub(crate) valid_nll: f64,
+    pub(crate) test_nll: Option<f64>,
+    pub(crate) tokens_per_second: Option<f64>,
 }
 
 fn or_dash(value: Option<f64>, digits: usize) -> String {
     value.map_or("-".into(), |value| format!("{value:.digits$}"))
 }
 
-pub fn table(rows: &[Row], entropy: Option<f64>) -> String {
+pub(crate) fn table(rows: &[Row], entropy: Option<f64>) -> String {
     let mut lines = vec![format!(
         "{:<8} {:>10} {:>10} {:>11} {:>11} {:>13} {:>9}",
         "head", "parameters", "valid NLL", "valid ppl", "test ppl", "above entropy", "tokens/s"
@@ -39,7 +39,7 @@ pub fn table(rows: &[Row], entropy: Option<f64>) -> String {
 }
 
 /// How the mixture of softmaxes compares with the softmax, if both were trained.
-pub fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
+pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
     let find = |kind| rows.iter().find(|row| row.kind == kind);
     let (softmax, mos) = (find(HeadKind::Softmax)?, find(HeadKind::Mos)?);
     let size = 100.0 * (mos.parameters as f64 / softmax.parameters as f64 - 1.0);
@@ -68,7 +68,7 @@ pub fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
     })
 }
 
-pub fn json(rows: &[Row], entropy: Option<f64>) -> Value {
+pub(crate) fn json(rows: &[Row], entropy: Option<f64>) -> Value {
     let row = |row: &Row| {
         json!({
             "head": row.kind.name(),

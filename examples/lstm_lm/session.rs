@@ -9,11 +9,11 @@ use candle_core::Device;
 use std::path::Path;
 use std::time::Instant;
 
-pub struct Session {
-    pub kind: HeadKind,
-    pub model: LanguageModel,
+pub(crate) struct Session {
+    pub(crate) kind: HeadKind,
+    pub(crate) model: LanguageModel,
     /// Mean NLL of each epoch on the training text (while it was learnt) and on the validation text (after it).
-    pub history: Vec<[f64; 2]>,
+    pub(crate) history: Vec<[f64; 2]>,
     sizes: Sizes,
     recipe: Recipe,
     optimizer: Optimizer,
@@ -22,7 +22,7 @@ pub struct Session {
 }
 
 impl Session {
-    pub fn new(kind: HeadKind, sizes: Sizes, dropout: f64, recipe: &Recipe, device: &Device) -> Result<Self> {
+    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, recipe: &Recipe, device: &Device) -> Result<Self> {
         let model = LanguageModel::new(kind, sizes, dropout, recipe.seed, device)?;
         let optimizer = Optimizer::new(recipe.optimizer, model.varmap())?;
         let recipe = recipe.clone();
@@ -30,7 +30,7 @@ impl Session {
     }
 
     /// Trains the epochs that are left, printing a line for each, and saves after each.
-    pub fn run(&mut self, corpus: &Corpus, save: Option<&Path>) -> Result<()> {
+    pub(crate) fn run(&mut self, corpus: &Corpus, save: Option<&Path>) -> Result<()> {
         while self.history.len() < self.recipe.epochs {
             let epoch = self.history.len();
             let name = self.kind.name();
@@ -58,7 +58,7 @@ impl Session {
     }
 
     /// NLL on the validation text after the last epoch.
-    pub fn valid_nll(&self, corpus: &Corpus) -> Result<f64> {
+    pub(crate) fn valid_nll(&self, corpus: &Corpus) -> Result<f64> {
         match self.history.last() {
             Some([_, valid]) => Ok(*valid),
             None => evaluate(&self.model, &corpus.valid, self.recipe.bptt),
@@ -66,7 +66,7 @@ impl Session {
     }
 
     /// Training speed, unless nothing was trained in this run.
-    pub fn tokens_per_second(&self) -> Option<f64> {
+    pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         (self.tokens > 0).then(|| self.tokens as f64 / self.seconds)
     }
 
@@ -87,7 +87,7 @@ impl Session {
     }
 
     /// Variables and optimiser state, with what is needed to go on.
-    pub fn checkpoint(&self) -> Result<Checkpoint> {
+    pub(crate) fn checkpoint(&self) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint { tensors: self.optimizer.state(), ..Default::default() };
         for (name, var) in sorted(self.model.varmap()) {
             checkpoint.tensors.insert(name, var.as_tensor().clone());
@@ -106,7 +106,7 @@ impl Session {
     }
 
     /// Goes back to where the checkpoint was written; it must be of the same head, sizes and optimiser.
-    pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+    pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         for (key, value) in self.shape() {
             checkpoint.require(key, value)?;
         }
@@ -134,7 +134,8 @@ mod tests {
     fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Session {
         let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { 1.0 };
         let recipe = Recipe { epochs, batch: 4, bptt: 8, lr, decay: 0.5, clip: 0.5, optimizer, seed: 3 };
-        let sizes = Sizes { vocab: 512, embedding: 6, hidden: 6, layers: 2, context: 5, components };
+        let sizes =
+            Sizes { vocab: 512, embedding: 6, hidden: 6, layers: 2, context: 5, components, softmax_context: 6 };
         Session::new(HeadKind::Mos, sizes, 0.0, &recipe, &Device::Cpu).expect("valid sizes")
     }
 

@@ -9,19 +9,19 @@ use rand::{rngs::StdRng, SeedableRng};
 
 /// How to train; `lr` falls by the factor `decay` per epoch, a little at every step.
 #[derive(Clone, Debug)]
-pub struct Recipe {
-    pub epochs: usize,
-    pub batch: usize,
-    pub bptt: usize,
-    pub lr: f64,
-    pub decay: f64,
-    pub clip: f64,
-    pub optimizer: OptimizerKind,
-    pub seed: u64,
+pub(crate) struct Recipe {
+    pub(crate) epochs: usize,
+    pub(crate) batch: usize,
+    pub(crate) bptt: usize,
+    pub(crate) lr: f64,
+    pub(crate) decay: f64,
+    pub(crate) clip: f64,
+    pub(crate) optimizer: OptimizerKind,
+    pub(crate) seed: u64,
 }
 
 /// Trains on all of `text`, carrying the state from window to window, and gives the mean NLL met on the way.
-pub fn train_epoch(
+pub(crate) fn train_epoch(
     model: &LanguageModel,
     optimizer: &mut Optimizer,
     text: &[u32],
@@ -40,8 +40,6 @@ pub fn train_epoch(
         let hidden = model.hidden(&inputs, &mut states, Some(&mut rng))?;
         let loss = model.head().loss(&hidden, &targets, &options)?;
         let lr = recipe.lr * recipe.decay.powf(epoch as f64 + i as f64 / windows as f64);
-        let warm = crate::model::env("WARM", 0.0);
-        let lr = lr * ((optimizer.steps() as f64 + 1.0) / warm.max(1.0)).min(1.0);
         optimizer.step(&loss.backward()?, lr, recipe.clip)?;
         sum += f64::from(loss.sum.to_scalar::<f32>()?);
         count += window.tokens() as f64;
@@ -52,7 +50,7 @@ pub fn train_epoch(
 }
 
 /// Mean NLL of the targets of `text`, read in 10 streams.
-pub fn evaluate(model: &LanguageModel, text: &[u32], bptt: usize) -> Result<f64> {
+pub(crate) fn evaluate(model: &LanguageModel, text: &[u32], bptt: usize) -> Result<f64> {
     const STREAMS: usize = 10;
     let options = LossOptions::evaluation().with_ignore_index(IGNORED);
     let mut states = model.start(STREAMS)?;

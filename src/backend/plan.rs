@@ -61,7 +61,7 @@ pub struct Plan {
 /// The default budget is at least this,
 const LEAST_DEFAULT_BUDGET: usize = 32 << 20;
 /// and at least this part of the decoder: small chunks starve the product that makes the decoder's gradient.
-const DECODER_PART: usize = 8;
+const DECODER_PART: usize = 4;
 
 impl Plan {
     pub(crate) fn new(sizes: Sizes, needs: Needs, budget: Option<usize>) -> Result<Self> {
@@ -154,6 +154,6 @@ mod tests {
     fn the_default_budget_grows_with_the_decoder() {
         let needs = Needs { decoder: 1 << 30, ..NEEDS };
         assert_eq!(Plan::new(SIZES, NEEDS, None).unwrap().budget_bytes, 32 << 20);
-        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, 128 << 20);
+        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, 256 << 20);
     }
 }

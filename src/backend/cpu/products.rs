@@ -15,10 +15,12 @@ use super::simd::{Float, ROW_ALIGN};
 /// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
 /// A multiple of 48, which is what the AVX-512 kernel computes at a time.
 const VOCAB_TILE: usize = 384;
-/// Rows per tile of the second product.
+/// Rows per tile of the second product, at most.
 const ROW_TILE: usize = 256;
-/// Columns per tile of the second product.
-const CONTEXT_TILE: usize = 240;
+/// Columns per tile of the second product, at most: with fewer, rows of the decoder are read in slivers.
+const CONTEXT_TILE: usize = 512;
+/// Rows and columns below which a tile of the second product is not cut further.
+const LEAST_PART: usize = 64;
 
 /// A matrix to read: `rows x cols` elements at `data[row * row_stride + col * col_stride]`.
 #[derive(Clone, Copy)]
@@ -190,9 +192,11 @@ pub(super) fn context_gradient<T: Element>(
 ) {
     let (rows, vocab) = (gradient.len() / d, decoder.len() / d);
     let words_per_step = vocab_tile::<T>(d.min(CONTEXT_TILE));
-    // Equal parts, so that no thread is left with a sliver. A decoder that must be widened is widened once per tile.
-    let row_tile = if T::IS_ACC { even_part(rows, ROW_TILE) } else { rows.max(1) };
-    let context_tile = even_part(d, CONTEXT_TILE).next_multiple_of(16);
+    // Equal parts, and enough of them for all threads. A decoder that must be widened is widened once per tile.
+    let context_parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(2));
+    let row_parts = rows.div_ceil(ROW_TILE).max(rayon::current_num_threads().div_ceil(context_parts));
+    let row_tile = if T::IS_ACC { rows.div_ceil(row_parts).max(LEAST_PART) } else { rows.max(1) };
+    let context_tile = d.div_ceil(context_parts).next_multiple_of(ROW_ALIGN);
     ViewMut::new(gradient, rows, d, d).tiles(row_tile, context_tile).into_par_iter().for_each_init(
         Vec::new,
         |buffer, (tile_rows, columns, mut tile)| {
@@ -243,11 +247,6 @@ impl<'a, F: Copy> Shared<'a, F> {
     fn get(&self) -> View<'a, F> {
         self.0
     }
-}
-
-/// The size of a part when `total` is cut into equal parts of at most about `most`.
-fn even_part(total: usize, most: usize) -> usize {
-    total.div_ceil(total.div_ceil(most).max(1)).max(1)
 }
 
 /// Words per tile, a multiple of [`ROW_ALIGN`]: less for a decoder that must be widened first, so that the widened tile

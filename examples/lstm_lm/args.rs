@@ -22,7 +22,7 @@ pub(crate) struct Args {
     pub(crate) data: Option<PathBuf>,
     #[arg(long, value_enum, default_value = "all")]
     pub(crate) head: HeadChoice,
-    /// Epochs in all, those of a resumed checkpoint included [default: 6; real text: 3]
+    /// Epochs in all, those of a resumed checkpoint included [default: 4; real text: 3]
     #[arg(long)]
     pub(crate) epochs: Option<usize>,
     #[arg(long, default_value_t = 1)]
@@ -50,7 +50,7 @@ pub(crate) struct Args {
     /// Learning rate at the start [default: adam 0.01, real text 0.001; sgd 20]
     #[arg(long, value_parser = above_zero)]
     pub(crate) lr: Option<f64>,
-    /// Factor of the learning rate per epoch, applied smoothly [default: 0.5; real text: 0.5]
+    /// Factor of the learning rate per epoch, applied smoothly [default: 0.4; real text: 0.5]
     #[arg(long, value_parser = above_zero)]
     pub(crate) decay: Option<f64>,
     /// [default: adam; real text: sgd]
@@ -112,11 +112,11 @@ impl Args {
             OptimizerKind::Adam => 0.01,
         };
         Recipe {
-            epochs: self.epochs.unwrap_or(if text { 3 } else { 6 }),
+            epochs: self.epochs.unwrap_or(if text { 3 } else { 4 }),
             batch: self.batch.unwrap_or(if text { 20 } else { 32 }),
             bptt: self.bptt.unwrap_or(if text { 35 } else { 16 }),
             lr: self.lr.unwrap_or(lr),
-            decay: self.decay.unwrap_or(0.5),
+            decay: self.decay.unwrap_or(if text { 0.5 } else { 0.4 }),
             clip: self.clip.unwrap_or(if text { 0.25 } else { 1.0 }),
             optimizer,
             seed: self.seed,

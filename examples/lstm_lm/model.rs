@@ -5,7 +5,9 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::{LSTMConfig, LSTMState, LSTM, RNN};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
 use clap::ValueEnum;
-use mos_head::{MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
+use mos_head::{
+    Activation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
+};
 use rand::{rngs::StdRng, Rng};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -68,7 +70,11 @@ impl LanguageModel {
         let Sizes { vocab, embedding, hidden, layers, context, components, softmax_context } = sizes;
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        let mixture = MixtureConfig::new(hidden, context, vocab, components).with_dropout(dropout);
+        // Where the softmax's context is a linear map of the hidden state, so are the mixtures': a tanh bounds them, and
+        // takes many more steps to learn the sharp distributions of the built-in language.
+        let activation = if softmax_context == hidden { Activation::Tanh } else { Activation::Identity };
+        let mixture =
+            MixtureConfig::new(hidden, context, vocab, components).with_dropout(dropout).with_activation(activation);
         let bottleneck = match kind {
             HeadKind::Softmax if softmax_context != hidden => {
                 Some(candle_nn::linear_no_bias(hidden, softmax_context, vb.pp("bottleneck"))?)

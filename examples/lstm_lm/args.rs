@@ -1,7 +1,7 @@
 //! The flags, and the defaults that train out of the box: one set for the built-in language, one for real text.
 
 use crate::common::{device::DeviceKind, optimizer::OptimizerKind, Result};
-use crate::model::{HeadKind, Sizes};
+use crate::model::{ActivationKind, HeadKind, Sizes};
 use crate::train::Recipe;
 use clap::{Parser, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -22,41 +22,45 @@ pub(crate) struct Args {
     pub(crate) data: Option<PathBuf>,
     #[arg(long, value_enum, default_value = "all")]
     pub(crate) head: HeadChoice,
-    /// Epochs in all, those of a resumed checkpoint included [default: 4; real text: 3]
+    /// Epochs in all, those of a resumed checkpoint included [default: 6; real text: 3]
     #[arg(long)]
     pub(crate) epochs: Option<usize>,
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Mixture components K [default: 4; real text: 5]
+    /// Mixture components K [default: 8; real text: 5]
     #[arg(long, value_parser = positive)]
     pub(crate) components: Option<usize>,
-    /// LSTM units per layer [default: 64; real text: 220]
+    /// LSTM units per layer [default: 6; real text: 220]
     #[arg(long, value_parser = positive)]
     pub(crate) hidden: Option<usize>,
-    /// Embedding size [default: as --hidden]
+    /// Embedding size [default: 32; real text: as --hidden]
     #[arg(long, value_parser = positive)]
     pub(crate) embedding: Option<usize>,
     /// Context size of the mixtures [default: what gives the softmax's number of parameters]
     #[arg(long, value_parser = positive)]
     pub(crate) context: Option<usize>,
+    /// Activation of the contexts [default: identity; real text: tanh]
+    #[arg(long, value_enum)]
+    pub(crate) activation: Option<ActivationKind>,
+    /// Number of LSTM layers
     #[arg(long, default_value_t = 1, value_parser = positive)]
     pub(crate) layers: usize,
-    /// Streams read side by side [default: 32; real text: 20]
+    /// Streams read side by side [default: 128; real text: 20]
     #[arg(long, value_parser = positive)]
     pub(crate) batch: Option<usize>,
-    /// Steps of backpropagation through time [default: 16; real text: 35]
+    /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     pub(crate) bptt: Option<usize>,
-    /// Learning rate at the start [default: adam 0.01, real text 0.001; sgd 20]
+    /// Learning rate at the start [default: adam 0.03, real text 0.001; sgd 20]
     #[arg(long, value_parser = above_zero)]
     pub(crate) lr: Option<f64>,
-    /// Factor of the learning rate per epoch, applied smoothly [default: 0.4; real text: 0.5]
+    /// Factor of the learning rate per epoch, applied smoothly [default: 0.6; real text: 0.5]
     #[arg(long, value_parser = above_zero)]
     pub(crate) decay: Option<f64>,
     /// [default: adam; real text: sgd]
     #[arg(long, value_enum)]
     pub(crate) optimizer: Option<OptimizerKind>,
-    /// Largest global gradient norm, 0 for none [default: 1; real text: 0.25]
+    /// Largest global gradient norm, 0 for none [default: 0; real text: 0.25]
     #[arg(long, value_parser = not_negative)]
     pub(crate) clip: Option<f64>,
     /// Locked dropout on LSTM inputs, hidden states and contexts; the contexts' masks are not seeded on the CPU
@@ -66,8 +70,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE_OR_DIR")]
     pub(crate) save: Option<PathBuf>,
     /// Go on from a checkpoint [without a value: from where --save writes]
-    #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1, default_missing_value = "")]
-    pub(crate) resume: Option<PathBuf>,
+    #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1)]
+    pub(crate) resume: Option<Option<PathBuf>>,
     /// Print so many tokens sampled from each model
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) generate: usize,
@@ -92,15 +96,19 @@ impl Args {
     }
 
     pub(crate) fn sizes(&self, vocab: usize) -> Sizes {
-        // In the built-in language the softmax is narrow: that is the bottleneck on show.
-        let (hidden, components, narrow) = if self.data.is_none() { (64, 4, Some(16)) } else { (220, 5, None) };
-        let hidden = self.hidden.unwrap_or(hidden);
-        let components = self.components.unwrap_or(components);
-        let softmax_context = narrow.unwrap_or(hidden).min(hidden);
-        let equal = || Sizes::equal_context(vocab, hidden, components, softmax_context);
-        let context = self.context.unwrap_or_else(equal);
-        let embedding = self.embedding.unwrap_or(hidden);
-        Sizes { vocab, embedding, hidden, layers: self.layers, context, components, softmax_context }
+        let text = self.data.is_some();
+        let hidden = self.hidden.unwrap_or(if text { 220 } else { 6 });
+        let components = self.components.unwrap_or(if text { 5 } else { 8 });
+        let activation = if text { ActivationKind::Tanh } else { ActivationKind::Identity };
+        Sizes {
+            vocab,
+            embedding: self.embedding.unwrap_or(if text { hidden } else { 32 }),
+            hidden,
+            layers: self.layers,
+            context: self.context.unwrap_or_else(|| Sizes::equal_context(vocab, hidden, components)),
+            components,
+            activation: self.activation.unwrap_or(activation),
+        }
     }
 
     pub(crate) fn recipe(&self) -> Recipe {
@@ -109,15 +117,15 @@ impl Args {
         let lr = match optimizer {
             OptimizerKind::Sgd => 20.0,
             OptimizerKind::Adam if text => 0.001,
-            OptimizerKind::Adam => 0.01,
+            OptimizerKind::Adam => 0.03,
         };
         Recipe {
-            epochs: self.epochs.unwrap_or(if text { 3 } else { 4 }),
-            batch: self.batch.unwrap_or(if text { 20 } else { 32 }),
-            bptt: self.bptt.unwrap_or(if text { 35 } else { 16 }),
+            epochs: self.epochs.unwrap_or(if text { 3 } else { 6 }),
+            batch: self.batch.unwrap_or(if text { 20 } else { 128 }),
+            bptt: self.bptt.unwrap_or(if text { 35 } else { 4 }),
             lr: self.lr.unwrap_or(lr),
-            decay: self.decay.unwrap_or(if text { 0.5 } else { 0.4 }),
-            clip: self.clip.unwrap_or(if text { 0.25 } else { 1.0 }),
+            decay: self.decay.unwrap_or(if text { 0.5 } else { 0.6 }),
+            clip: self.clip.unwrap_or(if text { 0.25 } else { 0.0 }),
             optimizer,
             seed: self.seed,
         }
@@ -128,12 +136,11 @@ impl Args {
     }
 
     pub(crate) fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
-        match self.resume.as_deref() {
-            Some(path) if path.as_os_str().is_empty() => match self.save_path(kind)? {
-                None => Err("--resume without a path needs --save".into()),
-                path => Ok(path),
-            },
-            path => path.map(|path| self.checkpoint(path, "--resume", kind)).transpose(),
+        match &self.resume {
+            None => Ok(None),
+            Some(Some(path)) => Ok(Some(self.checkpoint(path, "--resume", kind)?)),
+            Some(None) if self.save.is_none() => Err("--resume without a path needs --save".into()),
+            Some(None) => self.save_path(kind),
         }
     }
 

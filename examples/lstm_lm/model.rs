@@ -3,7 +3,7 @@
 use crate::common::{init, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::{LSTMConfig, LSTMState, LSTM, RNN};
-use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
+use candle_nn::{Embedding, VarBuilder, VarMap};
 use clap::ValueEnum;
 use mos_head::{
     Activation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
@@ -29,24 +29,48 @@ impl HeadKind {
     }
 }
 
+/// Of the contexts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ActivationKind {
+    Tanh,
+    Identity,
+}
+
+impl ActivationKind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            ActivationKind::Tanh => "tanh",
+            ActivationKind::Identity => "identity",
+        }
+    }
+}
+
+impl From<ActivationKind> for Activation {
+    fn from(kind: ActivationKind) -> Self {
+        match kind {
+            ActivationKind::Tanh => Activation::Tanh,
+            ActivationKind::Identity => Activation::Identity,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Sizes {
     pub(crate) vocab: usize,
     pub(crate) embedding: usize,
     pub(crate) hidden: usize,
     pub(crate) layers: usize,
-    /// Of the mixtures.
+    /// Of the mixtures; the softmax's context is the hidden state.
     pub(crate) context: usize,
     pub(crate) components: usize,
-    /// Of the softmax: the hidden state itself if this is its size, or else a linear map of it.
-    pub(crate) softmax_context: usize,
+    pub(crate) activation: ActivationKind,
 }
 
 impl Sizes {
-    /// The context size that gives a mixture as many parameters as the softmax has, decoder and linear maps together.
-    pub(crate) fn equal_context(vocab: usize, hidden: usize, components: usize, softmax_context: usize) -> usize {
-        let map = if softmax_context == hidden { 0 } else { hidden * softmax_context };
-        let left = (vocab * softmax_context + map).saturating_sub(components * hidden) as f64;
+    /// The context size that gives a mixture as many parameters as the softmax has: `vocab * hidden` against
+    /// `context * (vocab + components * (hidden + 1)) + components * hidden`.
+    pub(crate) fn equal_context(vocab: usize, hidden: usize, components: usize) -> usize {
+        let left = (vocab * hidden).saturating_sub(components * hidden) as f64;
         let each = (vocab + components * (hidden + 1)) as f64;
         (left / each).round().max(1.0) as usize
     }
@@ -55,8 +79,6 @@ impl Sizes {
 pub(crate) struct LanguageModel {
     embedding: Embedding,
     layers: Vec<LSTM>,
-    /// From the hidden state to the softmax's context, where that is smaller.
-    bottleneck: Option<Linear>,
     head: Box<dyn OutputLayer>,
     varmap: VarMap,
     dropout: f64,
@@ -67,24 +89,14 @@ impl LanguageModel {
     /// Initial values of the released MoS code: embedding and decoder U(-0.1, 0.1), decoder bias 0, all else
     /// U(-1/sqrt(hidden), 1/sqrt(hidden)).
     pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, seed: u64, device: &Device) -> Result<Self> {
-        let Sizes { vocab, embedding, hidden, layers, context, components, softmax_context } = sizes;
+        let Sizes { vocab, embedding, hidden, layers, context, components, activation } = sizes;
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        // Where the softmax's context is a linear map of the hidden state, so are the mixtures': a tanh bounds them, and
-        // takes many more steps to learn the sharp distributions of the built-in language.
-        let activation = if softmax_context == hidden { Activation::Tanh } else { Activation::Identity };
-        let mixture =
-            MixtureConfig::new(hidden, context, vocab, components).with_dropout(dropout).with_activation(activation);
-        let bottleneck = match kind {
-            HeadKind::Softmax if softmax_context != hidden => {
-                Some(candle_nn::linear_no_bias(hidden, softmax_context, vb.pp("bottleneck"))?)
-            }
-            _ => None,
-        };
+        let mixture = MixtureConfig::new(hidden, context, vocab, components)
+            .with_dropout(dropout)
+            .with_activation(activation.into());
         let head: Box<dyn OutputLayer> = match kind {
-            HeadKind::Softmax => {
-                Box::new(SoftmaxHead::new(&SoftmaxConfig::new(softmax_context, vocab), vb.pp("head"))?)
-            }
+            HeadKind::Softmax => Box::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb.pp("head"))?),
             HeadKind::Moc => Box::new(MixtureOfContexts::new(&mixture, vb.pp("head"))?),
             HeadKind::Mos => Box::new(MixtureOfSoftmaxes::new(&mixture, vb.pp("head"))?),
         };
@@ -96,13 +108,11 @@ impl LanguageModel {
         let embedding = candle_nn::embedding(vocab, embedding, vb.pp("embedding"))?;
         let linear = 1.0 / (hidden as f64).sqrt();
         init::uniform(&varmap, seed, |name| match name {
-            "embedding.weight" if softmax_context != hidden => 1.0,
-            "embedding.weight" => 0.1,
-            "head.decoder.weight" => 0.1,
+            "embedding.weight" | "head.decoder.weight" => 0.1,
             "head.decoder.bias" => 0.0,
             _ => linear,
         })?;
-        Ok(Self { embedding, layers, bottleneck, head, varmap, dropout, device: device.clone() })
+        Ok(Self { embedding, layers, head, varmap, dropout, device: device.clone() })
     }
 
     pub(crate) fn head(&self) -> &dyn OutputLayer {
@@ -126,7 +136,7 @@ impl LanguageModel {
         Ok(self.layers.iter().map(|layer| layer.zero_state(batch)).collect::<candle_core::Result<_>>()?)
     }
 
-    /// Tokens [batch, seq] -> what the head takes, [batch, seq, hidden]; `states` moves on, cut off from the gradients.
+    /// Tokens [batch, seq] -> hidden [batch, seq, hidden]; `states` moves on, cut off from the gradients.
     /// Dropout is applied where a generator for its masks is given.
     pub(crate) fn hidden(
         &self,
@@ -143,11 +153,7 @@ impl LanguageModel {
             }
             outputs = layer.states_to_tensor(&steps)?;
         }
-        let outputs = self.locked_dropout(outputs, rng)?;
-        match &self.bottleneck {
-            Some(map) => Ok(map.forward(&outputs)?),
-            None => Ok(outputs),
-        }
+        self.locked_dropout(outputs, rng)
     }
 
     /// One mask per sequence, shared by its time steps.
@@ -165,15 +171,16 @@ impl LanguageModel {
 mod tests {
     use super::*;
 
-    fn parameters(kind: HeadKind, (vocab, hidden, components, softmax_context): (usize, usize, usize, usize)) -> f64 {
-        let context = Sizes::equal_context(vocab, hidden, components, softmax_context);
-        let sizes = Sizes { vocab, embedding: hidden, hidden, layers: 1, context, components, softmax_context };
+    fn parameters(kind: HeadKind, (vocab, embedding, hidden, components): (usize, usize, usize, usize)) -> f64 {
+        let context = Sizes::equal_context(vocab, hidden, components);
+        let activation = ActivationKind::Tanh;
+        let sizes = Sizes { vocab, embedding, hidden, layers: 1, context, components, activation };
         LanguageModel::new(kind, sizes, 0.0, 0, &Device::Cpu).expect("valid sizes").parameters() as f64
     }
 
     #[test]
     fn the_heads_have_equal_parameter_counts_within_one_percent() {
-        for sizes in [(512, 64, 4, 16), (10_000, 220, 5, 220), (10_000, 220, 15, 220)] {
+        for sizes in [(512, 32, 6, 8), (10_000, 220, 220, 5), (10_000, 220, 220, 15)] {
             let softmax = parameters(HeadKind::Softmax, sizes);
             for kind in [HeadKind::Moc, HeadKind::Mos] {
                 let ratio = parameters(kind, sizes) / softmax;
@@ -184,8 +191,15 @@ mod tests {
 
     #[test]
     fn a_seed_fixes_the_initial_values() {
-        let sizes =
-            Sizes { vocab: 11, embedding: 3, hidden: 4, layers: 2, context: 5, components: 2, softmax_context: 4 };
+        let sizes = Sizes {
+            vocab: 11,
+            embedding: 3,
+            hidden: 4,
+            layers: 2,
+            context: 5,
+            components: 2,
+            activation: ActivationKind::Tanh,
+        };
         let sum = |seed| -> f32 {
             let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, seed, &Device::Cpu).expect("valid sizes");
             let tokens = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("tokens");

@@ -82,6 +82,7 @@ impl Session {
         if self.kind != HeadKind::Softmax {
             shape.push(("context", self.sizes.context.to_string()));
             shape.push(("components", self.sizes.components.to_string()));
+            shape.push(("activation", self.sizes.activation.name().to_owned()));
         }
         shape
     }
@@ -130,12 +131,20 @@ mod tests {
     use super::*;
     use crate::common::optimizer::OptimizerKind;
     use crate::language::Teacher;
+    use crate::model::ActivationKind;
 
     fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Session {
         let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { 1.0 };
         let recipe = Recipe { epochs, batch: 4, bptt: 8, lr, decay: 0.5, clip: 0.5, optimizer, seed: 3 };
-        let sizes =
-            Sizes { vocab: 512, embedding: 6, hidden: 6, layers: 2, context: 5, components, softmax_context: 6 };
+        let sizes = Sizes {
+            vocab: 512,
+            embedding: 6,
+            hidden: 6,
+            layers: 2,
+            context: 5,
+            components,
+            activation: ActivationKind::Tanh,
+        };
         Session::new(HeadKind::Mos, sizes, 0.0, &recipe, &Device::Cpu).expect("valid sizes")
     }
 

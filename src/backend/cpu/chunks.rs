@@ -140,7 +140,7 @@ impl<'a, T: Element> Cpu<'a, T> {
     fn first_product(&mut self, tokens: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
         let Sizes { components, context: d, .. } = self.sizes;
         let (isa, softcap, bias) = (self.isa, self.softcap, &self.bias);
-        let rows = tokens.start * components..tokens.end * components;
+        let rows = self.rows(tokens.clone());
         let word = |t: usize| Some(self.targets.filter(|_| !keep)?.token(t)?.hard?.0);
         let targets: Vec<Option<usize>> = tokens.map(word).collect();
         let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);

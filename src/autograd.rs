@@ -4,10 +4,12 @@
 //! none. Here the value is computed beforehand, outside the graph; one node then hands it over, and computes the gradients
 //! of its operands by a closure that holds whatever it needs.
 
+use std::cell::RefCell;
 use std::sync::Mutex;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Storage, Tensor};
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Storage, Tensor, TensorId};
 
 use crate::Result;
 
@@ -110,7 +112,46 @@ where
         value: &Tensor,
         upstream: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [a, b, c] = (self.backward)([a, b, c], value, upstream)?;
+        let mut gradients = (self.backward)([a, b, c], value, upstream)?;
+        for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
+            put_aside(operand, gradient)?;
+        }
+        let [a, b, c] = gradients;
         Ok((a, b, c))
     }
+}
+
+thread_local! {
+    /// During [`backward_past`]: the leaf, and what its gradient has come to.
+    static ASIDE: RefCell<Option<(TensorId, Option<Tensor>)>> = const { RefCell::new(None) };
+}
+
+/// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, a second copy of it; that of
+/// `leaf`, a variable, goes past that sum as far as it comes from the nodes made here.
+pub(crate) fn backward_past(leaf: &Tensor, value: &Tensor) -> Result<GradStore> {
+    ASIDE.replace(Some((leaf.id(), None)));
+    let gradients = value.backward();
+    let aside = ASIDE.take().and_then(|(_, gradient)| gradient);
+    let mut gradients = gradients?;
+    if let Some(gradient) = aside {
+        let gradient = match gradients.remove(leaf) {
+            Some(rest) => (rest + gradient)?,
+            None => gradient,
+        };
+        gradients.insert(leaf, gradient);
+    }
+    Ok(gradients)
+}
+
+/// Takes the gradient of an operand out of candle's hands if it is the leaf of [`backward_past`].
+fn put_aside(operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
+    ASIDE.with_borrow_mut(|aside| {
+        if let Some((_, sum)) = aside.as_mut().filter(|(leaf, _)| *leaf == operand.id()) {
+            *sum = match (sum.take(), gradient.take()) {
+                (Some(a), Some(b)) => Some((a + b)?),
+                (a, b) => a.or(b),
+            };
+        }
+        Ok(())
+    })
 }

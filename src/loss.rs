@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 
-use crate::{Error, Result};
+use crate::{autograd, Error, Result};
 
 /// How the losses of the tokens become one value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -122,8 +122,9 @@ impl LossOptions {
         LossOptions { softcap: Some(cap), ..self }
     }
 
-    /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB or a quarter of the decoder's
-    /// weight, whichever is larger. Gradients are not part of it.
+    /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB, or what the logits of 480
+    /// rows (tokens times components) need, whichever is larger: with fewer, each chunk's pass over the decoder and its
+    /// gradient takes noticeable time. Gradients are not part of it.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }
     }
@@ -181,15 +182,21 @@ pub struct Loss {
     pub hits: Option<Tensor>,
     /// Scalar: the share of the gradient's mass (responsibility times weight) that the filter dropped, if there is one.
     pub dropped_mass: Option<Tensor>,
+    /// The decoder's weight, if that is a variable.
+    pub(crate) decoder: Option<Tensor>,
 }
 
 impl Loss {
-    /// The gradients of the value with respect to every variable that it depends on.
+    /// The gradients of the value with respect to every variable that it depends on: those of `loss.value.backward()`, with
+    /// one copy less of the decoder's, which is the largest.
     ///
     /// # Errors
     ///
     /// If candle cannot compute them.
     pub fn backward(&self) -> Result<GradStore> {
-        Ok(self.value.backward()?)
+        match &self.decoder {
+            Some(decoder) => autograd::backward_past(decoder, &self.value),
+            None => Ok(self.value.backward()?),
+        }
     }
 }

@@ -167,6 +167,43 @@ on_each_device! {
         Ok(())
     }
 
+    fn a_loss_gives_the_gradients_that_its_value_gives(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            for reduction in REDUCTIONS {
+                let case = Case::random(head, SIZES, &[6], 17);
+                let mut tensors = case.variables(DType::F32, device)?;
+                let options = LossOptions::new().with_reduction(reduction);
+                let decoder = tensors["decoder.weight"].clone();
+                // The decoder is a variable; computed from one; and a variable that has another use.
+                for (name, use_of_decoder) in [("leaf", 0), ("computed", 1), ("tied", 2)] {
+                    if use_of_decoder == 1 {
+                        tensors.insert("decoder.weight", (&decoder * 2.0)?);
+                    } else {
+                        tensors.insert("decoder.weight", decoder.clone());
+                    }
+                    if use_of_decoder == 2 {
+                        let shift = decoder.sum_all()?;
+                        let input = if tensors.contains_key("hidden") { "hidden" } else { "contexts" };
+                        tensors.insert(input, tensors[input].broadcast_add(&shift)?);
+                    }
+                    let mut loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
+                    let of_loss = loss.backward()?;
+                    loss.value = loss.value.sum_all()?;
+                    let of_value = loss.value.backward()?;
+                    tensors.insert("decoder.weight", decoder.clone());
+                    let (of_loss, of_value) = (gradients(&of_loss, &tensors), gradients(&of_value, &tensors));
+                    assert!(of_loss.contains_key("decoder.weight"), "{head:?} {name}");
+                    assert_eq!(of_loss.keys().collect::<Vec<_>>(), of_value.keys().collect::<Vec<_>>());
+                    for (operand, expected) in &of_value {
+                        let label = format!("{head:?} {reduction:?} {name} {operand}");
+                        assert_close(&label, &of_loss[operand], expected, None, Tolerance::gradient(DType::F32));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn frozen_operands_get_no_gradient_and_change_no_other(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for head in ENTRIES {

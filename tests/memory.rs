@@ -76,5 +76,20 @@ fn the_workspace_is_within_its_budget_however_many_tokens_and_components_there_a
             assert!(peak <= limit, "{tokens} tokens, K = {components}: {peak} bytes of {limit} with {options:?}");
         }
     }
+    the_decoders_gradient_is_held_once()
+}
+
+fn the_decoders_gradient_is_held_once() -> Result<()> {
+    const VOCAB: usize = 40_000;
+    const WIDTH: usize = 256;
+    let case = Case::random(Head::Mixture, Sizes::new(WIDTH, WIDTH, 2, VOCAB), &[3], 96);
+    let tensors = case.variables(DType::F32, &Device::Cpu)?;
+    let layer = Layer::new(&case, &tensors)?;
+    let targets = case.target_tensor(&Device::Cpu)?;
+    let options = LossOptions::new().with_workspace_bytes(8 << 20);
+    let (gradients, peak) = peak_of(|| layer.loss(&targets, &options)?.backward());
+    gradients?;
+    let (decoder, rest) = (VOCAB * WIDTH * 4, 16 << 20);
+    assert!(peak <= decoder + rest, "{peak} bytes, of which the decoder's gradient has {decoder}");
     Ok(())
 }

@@ -24,8 +24,8 @@ pub(crate) struct Needs {
     pub(crate) per_token: usize,
     /// Whatever the size of the chunk.
     pub(crate) fixed: usize,
-    /// All of the decoder's weight.
-    pub(crate) decoder: usize,
+    /// With fewer tokens in a chunk, each chunk's pass over the decoder and its gradient takes noticeable time.
+    pub(crate) enough_tokens: usize,
     /// More tokens in a chunk are of no use.
     pub(crate) most_tokens: usize,
     pub(crate) keeps_logits: bool,
@@ -58,10 +58,8 @@ pub struct Plan {
     pub threads: usize,
 }
 
-/// The default budget is at least this,
+/// The default budget is at least this, and at least enough for chunks of [`Needs::enough_tokens`].
 const LEAST_DEFAULT_BUDGET: usize = 32 << 20;
-/// and at least this part of the decoder: small chunks starve the product that makes the decoder's gradient.
-const DECODER_PART: usize = 4;
 
 impl Plan {
     pub(crate) fn new(sizes: Sizes, needs: Needs, budget: Option<usize>) -> Result<Self> {
@@ -69,7 +67,7 @@ impl Plan {
         let budget = match budget {
             Some(got) if got < least => return Err(Error::Workspace { least, got }),
             Some(budget) => budget,
-            None => LEAST_DEFAULT_BUDGET.max(needs.decoder / DECODER_PART).max(least),
+            None => LEAST_DEFAULT_BUDGET.max(needs.fixed + needs.enough_tokens * needs.per_token),
         };
         let most = ((budget - needs.fixed) / needs.per_token).min(needs.most_tokens).max(1);
         // Chunks of equal size: the last one is not left with a sliver.
@@ -120,7 +118,7 @@ mod tests {
     const NEEDS: Needs = Needs {
         per_token: 1000,
         fixed: 500,
-        decoder: 800,
+        enough_tokens: 8,
         most_tokens: usize::MAX,
         keeps_logits: true,
         kernels: "scalar",
@@ -151,9 +149,9 @@ mod tests {
     }
 
     #[test]
-    fn the_default_budget_grows_with_the_decoder() {
-        let needs = Needs { decoder: 1 << 30, ..NEEDS };
+    fn the_default_budget_holds_enough_tokens() {
+        let needs = Needs { per_token: 10 << 20, ..NEEDS };
         assert_eq!(Plan::new(SIZES, NEEDS, None).unwrap().budget_bytes, 32 << 20);
-        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, 256 << 20);
+        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, (80 << 20) + 500);
     }
 }

@@ -181,6 +181,7 @@ impl Mixture {
             nll: outcome.nll.reshape(self.leading.as_slice())?,
             hits: outcome.hits,
             dropped_mass: outcome.dropped_mass,
+            decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
         })
     }
 

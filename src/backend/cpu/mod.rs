@@ -5,6 +5,7 @@ mod chunks;
 mod element;
 mod log_sum_exp;
 mod math;
+mod memory;
 mod outcome;
 mod products;
 mod rows;
@@ -19,12 +20,16 @@ use crate::{Error, Result};
 pub(super) use activation::{bias_tanh, tanh_gradient};
 use chunks::{Cpu, BIAS_PARTS};
 use element::Element;
+use memory::zeros;
 use outcome::{outcome, BufferedGradients};
-use simd::{Float, Isa, ROW_ALIGN};
+use simd::{Isa, ROW_ALIGN};
 use targets::Targets;
 
 /// Rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
 const STREAMED_ROWS: usize = 768;
+
+/// Rows of a chunk from which on it no longer matters that each chunk reads all of the decoder and adds to all of its gradient.
+const ENOUGH_ROWS: usize = 480;
 
 /// The plan of a task with these sizes.
 pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) -> Result<Plan> {
@@ -32,7 +37,7 @@ pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) 
     let size = size_of::<T::Acc>();
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let threads = rayon::current_num_threads();
-    let tile = products::vocab_tile::<T>(context).min(stride);
+    let tile = products::VOCAB_TILE.min(stride);
     // Each tile's log-sum-exp, in two parts.
     let summaries = 2 * vocab.div_ceil(tile);
     // Contexts and their gradient, where they are widened or only some rows are live.
@@ -42,14 +47,15 @@ pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) 
         // A tile of logits for every thread.
         false => tile * threads + summaries + contexts,
     };
-    let widened = if T::IS_ACC { 0 } else { products::WIDENED_TILE };
     let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.all_words) + 2 * usize::from(task.soft_targets);
     let needs = Needs {
         per_token: components * row * size,
+        enough_tokens: ENOUGH_ROWS.div_ceil(components),
         // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
-        fixed: (stride * (2 + bias_parts) + threads * (scratch_rows * stride + widened)) * size,
-        decoder: vocab * context * size_of::<T>(),
+        fixed: (stride * (2 + bias_parts)
+            + threads * (scratch_rows * stride + products::buffered_tile(context, vocab)))
+            * size,
         most_tokens: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
         kernels: Isa::best().name(),
@@ -91,10 +97,6 @@ pub(super) fn argmax<T: Element>(operands: &Operands, plan: &Plan) -> Result<Ten
         cpu.run_argmax(plan)?;
         Ok(Tensor::from_vec(cpu.argmax, tokens, &Device::Cpu)?)
     })
-}
-
-fn zeros<F: Float>(n: usize) -> Vec<F> {
-    vec![F::zero(); n]
 }
 
 /// Calls `f` with the elements of the contexts and of the decoder's weight.

@@ -14,10 +14,10 @@ use super::simd::{Float, ROW_ALIGN};
 
 /// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
 /// A multiple of 48, which is what the AVX-512 kernel computes at a time.
-const VOCAB_TILE: usize = 384;
+pub(super) const VOCAB_TILE: usize = 384;
 /// Rows per tile of the second product, at most.
 const ROW_TILE: usize = 256;
-/// Columns per tile of the second product, at most: with fewer, rows of the decoder are read in slivers.
+/// Columns of the decoder per tile of the first and second product, at most: with fewer, its rows are read in slivers.
 const CONTEXT_TILE: usize = 512;
 /// Rows and columns below which a tile of the second product is not cut further.
 const LEAST_PART: usize = 64;
@@ -50,6 +50,11 @@ impl<'a, F> View<'a, F> {
     fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
         View { data: data.as_ptr(), rows, cols, row_stride: stride as isize, col_stride: 1, lifetime: PhantomData }
+    }
+
+    fn columns(self, columns: Range<usize>) -> Self {
+        assert!(columns.start <= columns.end && columns.end <= self.cols);
+        View { data: self.data.wrapping_offset(columns.start as isize * self.col_stride), cols: columns.len(), ..self }
     }
 
     fn transposed(self) -> Self {
@@ -149,33 +154,37 @@ pub(super) fn logits<T: Element, O: Send>(
     summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
 ) -> Vec<O> {
     let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
-    let width = vocab_tile::<T>(d);
+    let depth = context_tile(d, 1);
     let contexts = Shared(View::new(contexts, rows, d, d));
-    let fill = |words: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, widened: &mut Vec<T::Acc>| {
-        let decoder = T::widen_slice(&decoder[words.start * d..words.end * d], widened);
-        let decoder = View::new(decoder, words.len(), d, d);
-        multiply(&mut tile.first_columns(words.len()), false, contexts.get(), decoder.transposed());
+    let fill = |words: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
+        for first in (0..d).step_by(depth) {
+            let columns = first..d.min(first + depth);
+            let stride = transpose(decoder, d, words.clone(), columns.clone(), buffer);
+            let block = View::new(buffer, columns.len(), words.len(), stride);
+            let contexts = contexts.get().columns(columns);
+            multiply(&mut tile.first_columns(words.len()), first > 0, contexts, block);
+        }
         summary(words, tile)
     };
     match to {
         LogitsTo::Kept(logits, stride) => ViewMut::new(logits, rows, stride, stride)
-            .tiles(rows.max(1), width)
+            .tiles(rows.max(1), VOCAB_TILE)
             .into_par_iter()
-            .map_init(Vec::new, |widened, (_, columns, mut tile)| {
-                fill(columns.start..columns.end.min(vocab), &mut tile, widened)
+            .map_init(Vec::new, |buffer, (_, columns, mut tile)| {
+                fill(columns.start..columns.end.min(vocab), &mut tile, buffer)
             })
             .collect(),
         LogitsTo::Nowhere => {
-            let columns = width.min(vocab).next_multiple_of(ROW_ALIGN);
+            let columns = VOCAB_TILE.min(vocab).next_multiple_of(ROW_ALIGN);
             // Not a power of two, which would put the same column of all rows into the same few cache lines.
             let stride = columns + ROW_ALIGN;
             let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * stride]);
-            (0..vocab.div_ceil(width))
+            (0..vocab.div_ceil(VOCAB_TILE))
                 .into_par_iter()
-                .map_init(buffers, |(widened, buffer), i| {
-                    let words = i * width..vocab.min((i + 1) * width);
+                .map_init(buffers, |(buffer, tile), i| {
+                    let words = i * VOCAB_TILE..vocab.min((i + 1) * VOCAB_TILE);
                     let columns = words.len().next_multiple_of(ROW_ALIGN);
-                    fill(words, &mut ViewMut::new(buffer, rows, columns, stride), widened)
+                    fill(words, &mut ViewMut::new(tile, rows, columns, stride), buffer)
                 })
                 .collect()
         }
@@ -191,17 +200,16 @@ pub(super) fn context_gradient<T: Element>(
     d: usize,
 ) {
     let (rows, vocab) = (gradient.len() / d, decoder.len() / d);
-    let words_per_step = vocab_tile::<T>(d.min(CONTEXT_TILE));
     // Equal parts, and enough of them for all threads. A decoder that must be widened is widened once per tile.
-    let context_parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(2));
+    let context_tile = context_tile(d, 2);
+    let context_parts = d.div_ceil(context_tile);
     let row_parts = rows.div_ceil(ROW_TILE).max(rayon::current_num_threads().div_ceil(context_parts));
     let row_tile = if T::IS_ACC { rows.div_ceil(row_parts).max(LEAST_PART) } else { rows.max(1) };
-    let context_tile = d.div_ceil(context_parts).next_multiple_of(ROW_ALIGN);
     ViewMut::new(gradient, rows, d, d).tiles(row_tile, context_tile).into_par_iter().for_each_init(
         Vec::new,
         |buffer, (tile_rows, columns, mut tile)| {
-            for first in (0..vocab).step_by(words_per_step) {
-                let words = first..vocab.min(first + words_per_step);
+            for first in (0..vocab).step_by(VOCAB_TILE) {
+                let words = first..vocab.min(first + VOCAB_TILE);
                 let block = T::widen_block(decoder, d, words.clone(), columns.clone(), buffer);
                 let (block, block_stride) = block;
                 multiply(
@@ -249,15 +257,58 @@ impl<'a, F: Copy> Shared<'a, F> {
     }
 }
 
-/// Words per tile, a multiple of [`ROW_ALIGN`]: less for a decoder that must be widened first, so that the widened tile
-/// stays small.
-pub(super) fn vocab_tile<T: Element>(columns: usize) -> usize {
-    if T::IS_ACC {
-        VOCAB_TILE
-    } else {
-        (WIDENED_TILE / columns.max(1) / ROW_ALIGN * ROW_ALIGN).clamp(ROW_ALIGN, VOCAB_TILE)
-    }
+/// Columns of the decoder per tile: equal tiles of at most [`CONTEXT_TILE`], and, unless they become too small, at least
+/// `least_parts` of them.
+fn context_tile(d: usize, least_parts: usize) -> usize {
+    let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(least_parts));
+    d.div_ceil(parts).next_multiple_of(ROW_ALIGN)
 }
 
-/// Elements of the buffer in which each thread widens a tile of a half-precision decoder.
-pub(super) const WIDENED_TILE: usize = 1 << 16;
+/// Elements of the buffer in which each thread transposes, or widens, a tile of the decoder.
+pub(super) fn buffered_tile(d: usize, vocab: usize) -> usize {
+    context_tile(d, 1) * VOCAB_TILE.min(vocab.next_multiple_of(ROW_ALIGN))
+}
+
+/// Writes `rows` and `columns` of a matrix with rows of `d` elements to `buffer`, transposed and widened, and gives the
+/// distance from row to row there. The `gemm` crate can read a transposed operand, but it does so element by element,
+/// which costs as much as the product itself when there are few rows of contexts.
+fn transpose<T: Element>(
+    matrix: &[T],
+    d: usize,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    buffer: &mut Vec<T::Acc>,
+) -> usize {
+    let stride = rows.len().next_multiple_of(ROW_ALIGN);
+    buffer.resize(columns.len() * stride, T::Acc::zero());
+    for (i, row) in rows.clone().step_by(TRANSPOSED_BLOCK).enumerate() {
+        let block = &matrix[row * d..rows.end.min(row + TRANSPOSED_BLOCK) * d];
+        for (j, column) in columns.clone().step_by(TRANSPOSED_BLOCK).enumerate() {
+            let to = &mut buffer[j * TRANSPOSED_BLOCK * stride + i * TRANSPOSED_BLOCK..];
+            transpose_block(block, d, column..columns.end.min(column + TRANSPOSED_BLOCK), to, stride);
+        }
+    }
+    stride
+}
+
+/// Rows and columns that are transposed in registers.
+const TRANSPOSED_BLOCK: usize = 8;
+
+/// `columns` of the rows of `block`, written as rows of `to`.
+#[inline]
+fn transpose_block<T: Element>(block: &[T], d: usize, columns: Range<usize>, to: &mut [T::Acc], stride: usize) {
+    if block.len() < TRANSPOSED_BLOCK * d || columns.len() < TRANSPOSED_BLOCK {
+        for (r, row) in block.chunks_exact(d).enumerate() {
+            for (c, x) in row[columns.clone()].iter().enumerate() {
+                to[c * stride + r] = x.widen();
+            }
+        }
+        return;
+    }
+    // In this form the compiler makes shuffles of it.
+    let rows: [&[T]; TRANSPOSED_BLOCK] = std::array::from_fn(|r| &block[r * d..][columns.clone()][..TRANSPOSED_BLOCK]);
+    for c in 0..TRANSPOSED_BLOCK {
+        let column: [T::Acc; TRANSPOSED_BLOCK] = std::array::from_fn(|r| rows[r][c].widen());
+        to[c * stride..][..TRANSPOSED_BLOCK].copy_from_slice(&column);
+    }
+}

@@ -6,6 +6,23 @@ use candle_core::DType;
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Everything that can go wrong. Arguments are checked before any work is done, so an error leaves nothing half written.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{Error, LossOptions, OutputLayer, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[7u32, 100], &Device::Cpu)?;
+/// let error = head.loss(&hidden, &targets, &LossOptions::default()).unwrap_err();
+/// assert_eq!(error.to_string(), "target 100 at position 1 is not below vocab_size 100");
+/// assert!(matches!(error, Error::Target { position: 1, got: 100, vocab: 100 }));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

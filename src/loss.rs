@@ -6,6 +6,22 @@ use candle_core::Tensor;
 use crate::{autograd, Error, Result};
 
 /// How the losses of the tokens become one value.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{LossOptions, OutputLayer, Reduction, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
+/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?; // [batch, seq]
+/// let loss = head.loss(&hidden, &targets, &LossOptions::new().with_reduction(Reduction::None))?;
+/// assert_eq!(loss.value.dims(), [2, 3]); // each is the logarithm of 100
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reduction {
@@ -165,6 +181,35 @@ impl LossOptions {
 
 /// The results of a loss, all of one pass. Tensors, so that reading them is the caller's choice: `f32`, or `f64` for heads
 /// in `f64`.
+///
+/// # Examples
+///
+/// Two batches whose gradients add up to those of one batch of both:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use mos_head::{LossOptions, OutputLayer, Reduction, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+/// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+/// let options = LossOptions::new().with_reduction(Reduction::Sum).with_ignore_index(0);
+/// let (mut gradient, mut sum, mut count) = (weight.zeros_like()?, 0f32, 0f32);
+/// for targets in [[1u32, 2, 0], [3, 0, 0]] {
+///     let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+///     let loss = head.loss(&hidden, &Tensor::new(&targets, &Device::Cpu)?, &options)?;
+///     if let Some(part) = loss.backward()?.get(&weight) {
+///         gradient = (gradient + part)?;
+///     }
+///     sum += loss.sum.to_scalar::<f32>()?;
+///     count += loss.count.to_scalar::<f32>()?;
+/// }
+/// let mean_gradient = (gradient / f64::from(count))?;
+/// println!("{} nats per token, of {count} tokens", sum / count);
+/// # assert_eq!((mean_gradient.dims(), count), (&[100, 8][..], 3.0));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Loss {

@@ -13,6 +13,15 @@ use crate::check::{check_alike, check_dropout, check_hidden, check_sizes};
 use crate::{Error, Result};
 
 /// What is applied to the contexts after their linear map.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{Activation, MixtureConfig};
+///
+/// let config = MixtureConfig::new(64, 32, 1000, 5).with_activation(Activation::Identity);
+/// assert_ne!(config.activation, Activation::default());
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activation {
@@ -106,6 +115,29 @@ impl MixtureConfig {
 
 /// The parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
 /// [`MixtureOfContexts`](crate::MixtureOfContexts) as tensors, for `from_tensors`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{Activation, MixtureOfSoftmaxes, MixtureTensors, OutputLayer};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let (hidden, d, vocab, components) = (16, 8, 100, 3);
+/// let random = |shape: (usize, usize)| Tensor::randn(0f32, 0.1, shape, &Device::Cpu);
+/// let tensors = MixtureTensors {
+///     prior_weight: random((components, hidden))?,
+///     prior_bias: None,
+///     latent_weight: random((components * d, hidden))?,
+///     latent_bias: random((1, components * d))?.squeeze(0)?,
+///     decoder_weight: random((vocab, d))?,
+///     decoder_bias: None,
+/// };
+/// let head = MixtureOfSoftmaxes::from_tensors(tensors, Activation::Tanh)?;
+/// assert_eq!((head.hidden_size(), head.vocab_size()), (16, 100));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct MixtureTensors {
     /// `[K, hidden]`

@@ -10,6 +10,26 @@ use crate::output_layer::OutputLayer;
 use crate::Result;
 
 /// The sizes and options of a [`SoftmaxHead`].
+///
+/// # Examples
+///
+/// A head that shares its matrix with the embedding of the words:
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{SoftmaxConfig, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let embedding = candle_nn::embedding(1000, 64, vb.pp("embedding"))?;
+/// let config = SoftmaxConfig::new(64, 1000).with_decoder_bias(false);
+/// let head = SoftmaxHead::tied(&config, &embedding, vb.pp("head"))?;
+/// assert_eq!(vars.all_vars().len(), 1);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SoftmaxConfig {

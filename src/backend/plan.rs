@@ -37,6 +37,22 @@ pub(crate) struct Needs {
 /// How a loss will be computed: asked for by [`OutputLayer::plan`](crate::OutputLayer::plan), printed by `Display`.
 ///
 /// All components of a token are in one chunk, because the responsibilities need them together.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((1000, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((4, 500, 8), DType::F32, &Device::Cpu)?;
+/// let plan = head.plan(&hidden, &LossOptions::evaluation().with_workspace_bytes(4 << 20))?;
+/// println!("{plan}"); // "2000 tokens in 3 chunks of 667 (667 rows), .."
+/// assert!(plan.workspace_bytes <= plan.budget_bytes);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Plan {

@@ -121,19 +121,26 @@ where
     }
 }
 
+/// What [`backward`] knows while candle works.
+struct Pass {
+    root: TensorId,
+    leaf: Option<TensorId>,
+    /// What the gradient of the leaf has come to.
+    gradient: Option<Tensor>,
+}
+
 thread_local! {
-    /// During [`backward_past`]: the leaf, and what its gradient has come to.
-    static ASIDE: RefCell<Option<(TensorId, Option<Tensor>)>> = const { RefCell::new(None) };
+    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
 }
 
 /// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, a second copy of it; that of
 /// `leaf`, a variable, goes past that sum as far as it comes from the nodes made here.
-pub(crate) fn backward_past(leaf: &Tensor, value: &Tensor) -> Result<GradStore> {
-    ASIDE.replace(Some((leaf.id(), None)));
+pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStore> {
+    PASS.replace(Some(Pass { root: value.id(), leaf: leaf.map(Tensor::id), gradient: None }));
     let gradients = value.backward();
-    let aside = ASIDE.take().and_then(|(_, gradient)| gradient);
+    let aside = PASS.take().and_then(|pass| pass.gradient);
     let mut gradients = gradients?;
-    if let Some(gradient) = aside {
+    if let Some((leaf, gradient)) = leaf.zip(aside) {
         let gradient = match gradients.remove(leaf) {
             Some(rest) => (rest + gradient)?,
             None => gradient,
@@ -143,11 +150,16 @@ pub(crate) fn backward_past(leaf: &Tensor, value: &Tensor) -> Result<GradStore> 
     Ok(gradients)
 }
 
-/// Takes the gradient of an operand out of candle's hands if it is the leaf of [`backward_past`].
+/// Whether the gradient of `value` is one because the backward pass began with it.
+pub(crate) fn is_root(value: &Tensor) -> bool {
+    PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
+}
+
+/// Takes the gradient of an operand out of candle's hands if it is the leaf of this pass.
 fn put_aside(operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
-    ASIDE.with_borrow_mut(|aside| {
-        if let Some((_, sum)) = aside.as_mut().filter(|(leaf, _)| *leaf == operand.id()) {
-            *sum = match (sum.take(), gradient.take()) {
+    PASS.with_borrow_mut(|pass| {
+        if let Some(pass) = pass.as_mut().filter(|pass| pass.leaf == Some(operand.id())) {
+            pass.gradient = match (pass.gradient.take(), gradient.take()) {
                 (Some(a), Some(b)) => Some((a + b)?),
                 (a, b) => a.or(b),
             };

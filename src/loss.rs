@@ -239,9 +239,6 @@ impl Loss {
     ///
     /// If candle cannot compute them.
     pub fn backward(&self) -> Result<GradStore> {
-        match &self.decoder {
-            Some(decoder) => autograd::backward_past(decoder, &self.value),
-            None => Ok(self.value.backward()?),
-        }
+        autograd::backward(&self.value, self.decoder.as_ref())
     }
 }

@@ -1,6 +1,8 @@
 //! The devices. Each gives the same few kernels ([`Backend`]); this is the only place that chooses between them.
 
 mod cpu;
+#[cfg(any(feature = "cuda", all(test, target_os = "linux")))]
+mod cuda;
 pub(crate) mod plan;
 
 use std::ops::Range;
@@ -181,9 +183,11 @@ macro_rules! on_device {
                 DType::BF16 => cpu::$function::<half::bf16>($($argument),*),
                 _ => cpu::$function::<f32>($($argument),*),
             },
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => cuda::$function($($argument),*),
             device => Err(Error::Device {
                 argument: "hidden",
-                expected: "Cpu".into(),
+                expected: if cfg!(feature = "cuda") { "Cpu or Cuda".into() } else { "Cpu".into() },
                 got: format!("{:?}", device.location()),
             }),
         }
@@ -208,7 +212,7 @@ pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor
 
 /// The plan of a loss.
 pub(crate) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    on_device!(operands, plan(operands.sizes, task, budget))
+    on_device!(operands, plan(operands, task, budget))
 }
 
 /// The objective and the gradients of the operands that want one.

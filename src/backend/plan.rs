@@ -24,8 +24,8 @@ pub(crate) struct Needs {
     pub(crate) per_token: usize,
     /// Whatever the size of the chunk.
     pub(crate) fixed: usize,
-    /// With fewer tokens in a chunk, each chunk's pass over the decoder and its gradient takes noticeable time.
-    pub(crate) enough_tokens: usize,
+    /// The budget that is taken if none is given; at least one token's.
+    pub(crate) default_budget: usize,
     /// More tokens in a chunk are of no use.
     pub(crate) most_tokens: usize,
     pub(crate) keeps_logits: bool,
@@ -74,16 +74,13 @@ pub struct Plan {
     pub threads: usize,
 }
 
-/// The default budget is at least this, and at least enough for chunks of [`Needs::enough_tokens`].
-const LEAST_DEFAULT_BUDGET: usize = 32 << 20;
-
 impl Plan {
     pub(crate) fn new(sizes: Sizes, needs: Needs, budget: Option<usize>) -> Result<Self> {
         let least = needs.fixed + needs.per_token;
         let budget = match budget {
             Some(got) if got < least => return Err(Error::Workspace { least, got }),
             Some(budget) => budget,
-            None => LEAST_DEFAULT_BUDGET.max(needs.fixed + needs.enough_tokens * needs.per_token),
+            None => needs.default_budget.max(least),
         };
         let most = ((budget - needs.fixed) / needs.per_token).min(needs.most_tokens).max(1);
         // Chunks of equal size: the last one is not left with a sliver.
@@ -134,7 +131,7 @@ mod tests {
     const NEEDS: Needs = Needs {
         per_token: 1000,
         fixed: 500,
-        enough_tokens: 8,
+        default_budget: 8500,
         most_tokens: usize::MAX,
         keeps_logits: true,
         kernels: "scalar",
@@ -162,12 +159,5 @@ mod tests {
     fn no_tokens_make_no_chunks() {
         let plan = Plan::new(Sizes { tokens: 0, ..SIZES }, NEEDS, None).unwrap();
         assert_eq!(plan.chunks().count(), 0);
-    }
-
-    #[test]
-    fn the_default_budget_holds_enough_tokens() {
-        let needs = Needs { per_token: 10 << 20, ..NEEDS };
-        assert_eq!(Plan::new(SIZES, NEEDS, None).unwrap().budget_bytes, 32 << 20);
-        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, (80 << 20) + 500);
     }
 }

@@ -7,11 +7,11 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Tensor};
 
-use crate::autograd::attach;
+use crate::autograd::{attach, is_root};
 use crate::backend::plan::Plan;
 use crate::backend::{self, Gradients, Objective, Operands, Task, Wanted};
 use crate::loss::Reduction;
-use crate::Result;
+use crate::{Error, Result};
 
 /// The `value` of a loss as a function of the operands. `gradients` are those of the value, if already known; they are
 /// handed over in the first backward pass, and a second one computes them again.
@@ -23,10 +23,11 @@ pub(super) fn attach_loss(
     gradients: Option<Gradients>,
 ) -> Result<Tensor> {
     let known = Mutex::new(gradients);
-    attach_mixture(value, operands, wanted, move |operands, upstream| {
+    attach_mixture(value, operands, wanted, move |operands, value, upstream| {
         let known = known.lock().ok().and_then(|mut known| known.take());
         let Objective::Targets { options, .. } = &objective else { return Ok(Gradients::default()) };
         let (objective, factor) = objective.with_upstream(upstream)?;
+        let factor = factor.filter(|_| !is_root(value));
         let gradients = match known {
             Some(gradients) => gradients,
             None => {
@@ -40,7 +41,7 @@ pub(super) fn attach_loss(
 
 /// `log_probs` as a function of the operands.
 pub(super) fn attach_log_probs(log_probs: Tensor, operands: Operands, wanted: Wanted, plan: Plan) -> Result<Tensor> {
-    attach_mixture(log_probs, operands, wanted, move |operands, upstream| {
+    attach_mixture(log_probs, operands, wanted, move |operands, _, upstream| {
         let accumulation = backend::accumulation_dtype("upstream", upstream.dtype())?;
         let upstream = upstream.to_dtype(accumulation)?.contiguous()?;
         Ok(backend::loss(operands, &Objective::LogProbs { upstream }, wanted, &plan)?.gradients)
@@ -51,7 +52,7 @@ fn attach_mixture(
     value: Tensor,
     operands: Operands,
     wanted: Wanted,
-    gradients: impl Fn(&Operands, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
+    gradients: impl Fn(&Operands, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     // Only what wants a gradient is packed: the rest is to be found in no list of gradients.
     let mut parts = Vec::new();
@@ -74,8 +75,8 @@ fn attach_mixture(
         bias: operands.bias.map(|t| t.detach()),
         ..operands
     };
-    attach("mixture", value, [&contexts, &packed, &weight], move |_, _, upstream| {
-        let gradients = gradients(&operands, upstream)?;
+    attach("mixture", value, [&contexts, &packed, &weight], move |_, value, upstream| {
+        let gradients = gradients(&operands, value, upstream)?;
         let parts: Vec<Tensor> = match (&gradients.log_priors, &gradients.bias) {
             (Some(log_priors), Some(bias)) => vec![log_priors.flatten_all()?, bias.clone()],
             (Some(log_priors), None) => vec![log_priors.flatten_all()?],
@@ -91,24 +92,28 @@ fn attach_mixture(
 impl Objective {
     /// The objective whose gradients are wanted under this gradient from upstream, and the factor that then remains: a
     /// gradient for each token becomes part of the objective.
-    fn with_upstream(&self, upstream: &Tensor) -> Result<(Self, f64)> {
+    fn with_upstream(&self, upstream: &Tensor) -> Result<(Self, Option<Tensor>)> {
         let mut objective = self.clone();
         if let Objective::Targets { options, upstream: place, .. } = &mut objective {
             if options.reduction == Reduction::None {
                 *place = Some(upstream.flatten_all()?);
-                return Ok((objective, 1.0));
+                return Ok((objective, None));
             }
         }
-        Ok((objective, upstream.to_dtype(DType::F64)?.to_scalar()?))
+        Ok((objective, Some(upstream.clone())))
     }
 }
 
 impl Gradients {
-    fn scaled_by(self, factor: f64) -> Result<Self> {
-        if factor == 1.0 {
+    fn scaled_by(self, factor: Option<Tensor>) -> Result<Self> {
+        let Some(factor) = factor else { return Ok(self) };
+        // On the CPU it costs nothing to look; on a GPU it would mean to wait.
+        if factor.device().is_cpu() && factor.to_dtype(DType::F64)?.to_scalar::<f64>()? == 1.0 {
             return Ok(self);
         }
-        let scale = |gradient: Option<Tensor>| gradient.map(|g| g.affine(factor, 0.0)).transpose();
+        let scale = |gradient: Option<Tensor>| {
+            gradient.map(|g| Ok::<_, Error>(g.broadcast_mul(&factor.to_dtype(g.dtype())?)?)).transpose()
+        };
         Ok(Gradients {
             contexts: scale(self.contexts)?,
             log_priors: scale(self.log_priors)?,

@@ -29,8 +29,8 @@ pub fn devices() -> Vec<Device> {
 /// The element types a device computes in.
 pub fn dtypes(device: &Device) -> &'static [DType] {
     match device {
-        Device::Metal(_) => &[DType::F32, DType::F16, DType::BF16],
-        _ => &[DType::F64, DType::F32, DType::F16, DType::BF16],
+        Device::Metal(_) | Device::Cuda(_) => &[DType::F32, DType::F16, DType::BF16],
+        Device::Cpu => &[DType::F64, DType::F32, DType::F16, DType::BF16],
     }
 }
 

@@ -28,12 +28,15 @@ use targets::Targets;
 /// Rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
 const STREAMED_ROWS: usize = 768;
 
-/// Rows of a chunk from which on it no longer matters that each chunk reads all of the decoder and adds to all of its gradient.
+/// The default budget is at least this,
+const LEAST_DEFAULT_BUDGET: usize = 32 << 20;
+/// and enough for chunks of this many rows: with fewer it matters that each chunk reads all of the decoder
+/// and adds to all of its gradient.
 const ENOUGH_ROWS: usize = 480;
 
-/// The plan of a task with these sizes.
-pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let Sizes { components, context, vocab, .. } = sizes;
+/// The plan of a task with these operands.
+pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    let Sizes { components, context, vocab, .. } = operands.sizes;
     let size = size_of::<T::Acc>();
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let threads = rayon::current_num_threads();
@@ -49,19 +52,20 @@ pub(super) fn plan<T: Element>(sizes: Sizes, task: Task, budget: Option<usize>) 
     };
     let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.all_words) + 2 * usize::from(task.soft_targets);
+    let per_token = components * row * size;
+    // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
+    let of_thread = scratch_rows * stride + products::buffered_tile(context, vocab);
+    let fixed = (stride * (2 + bias_parts) + threads * of_thread) * size;
     let needs = Needs {
-        per_token: components * row * size,
-        enough_tokens: ENOUGH_ROWS.div_ceil(components),
-        // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
-        fixed: (stride * (2 + bias_parts)
-            + threads * (scratch_rows * stride + products::buffered_tile(context, vocab)))
-            * size,
+        per_token,
+        fixed,
+        default_budget: LEAST_DEFAULT_BUDGET.max(fixed + ENOUGH_ROWS.div_ceil(components) * per_token),
         most_tokens: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
         kernels: Isa::best().name(),
         threads,
     };
-    Plan::new(sizes, needs, budget)
+    Plan::new(operands.sizes, needs, budget)
 }
 
 pub(super) fn loss<T: Element>(

@@ -1,0 +1,316 @@
+//! One chunk after another: the state of a mixture at work on a GPU, and its steps.
+
+use std::ops::Range;
+
+use candle_core::{DType, Tensor};
+
+use super::arguments::{Argument, Logits, Rows};
+use super::gpu::{Buffer, Gpu, Matrix, Product, BLOCK};
+use super::objective::Prepared;
+use super::{Backend, Gradients, Operands, Plan, Sizes, Wanted};
+use crate::Result;
+
+/// One mixture at work on a GPU. The kernels write into fresh tensors that nobody else knows of; every buffer has at least one
+/// element, even for an empty batch.
+pub(super) struct Chunks<'a, G> {
+    gpu: &'a G,
+    sizes: Sizes,
+    stride: usize,
+    dtype: DType,
+    contexts: Buffer,
+    weight: Buffer,
+    log_priors: Option<Buffer>,
+    bias: Option<Buffer>,
+    softcap: f32,
+
+    /// `[rows of a chunk, stride]`: logits, f32
+    logits: Buffer,
+    /// `[rows of a chunk, stride]`: their gradient in the operands' dtype, where that is not f32
+    gradient: Option<Buffer>,
+    /// `[tokens of a chunk, stride]`: the mixture's log-probabilities, where they are needed on the way
+    log_probs: Option<Buffer>,
+    /// `[6, rows of a chunk]`: see [`Rows`]
+    rows: Buffer,
+    rows_per_chunk: usize,
+
+    /// If a loss is what is computed
+    prepared: Option<Prepared>,
+    /// `[tokens]` each
+    pub(super) nll: Buffer,
+    pub(super) losses: Buffer,
+    pub(super) dropped: Buffer,
+    pub(super) argmax: Buffer,
+    /// `[tokens, vocab]`, if log-probabilities are what is computed
+    pub(super) all_log_probs: Option<Buffer>,
+
+    /// Gradients, where they are wanted; that of the log-priors where any is
+    context_gradients: Option<Buffer>,
+    log_prior_gradients: Option<Buffer>,
+    weight_gradient: Option<Buffer>,
+    bias_gradient: Option<Buffer>,
+    /// `[rows of a chunk]`, of the operands' dtype: sums rows up in a product
+    ones: Option<Buffer>,
+    /// `[2]`: 0 and 1, factors of the products
+    constants: Buffer,
+}
+
+/// Elements to which rows of logits are padded, so that each starts on 16 bytes in every dtype.
+pub(super) const ROW_ALIGN: usize = 8;
+
+impl<'a, G: Gpu> Chunks<'a, G> {
+    pub(super) fn new(
+        gpu: &'a G,
+        operands: &'a Operands,
+        prepared: Option<Prepared>,
+        wanted: Wanted,
+        plan: &Plan,
+    ) -> Result<Self> {
+        let Sizes { tokens, components, context, vocab } = operands.sizes;
+        let (device, dtype) = (operands.contexts.device(), operands.contexts.dtype());
+        let stride = vocab.next_multiple_of(ROW_ALIGN);
+        let rows = plan.rows_per_chunk.max(1);
+        let zeros = |n: usize, dtype| Buffer::new(gpu, Tensor::zeros(n.max(1), dtype, device)?);
+        let optional = |is_wanted: bool, n, dtype| is_wanted.then(|| zeros(n, dtype)).transpose();
+        let given = |tensor: &Option<Tensor>| tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose();
+        let on_the_way = prepared.as_ref().is_some_and(Prepared::is_soft);
+        Ok(Chunks {
+            gpu,
+            sizes: operands.sizes,
+            stride,
+            dtype,
+            contexts: Buffer::new(gpu, operands.contexts.clone())?,
+            weight: Buffer::new(gpu, operands.weight.clone())?,
+            log_priors: given(&operands.log_priors)?,
+            bias: given(&operands.bias)?,
+            softcap: operands.softcap.unwrap_or(0.0) as f32,
+            logits: zeros(rows * stride, DType::F32)?,
+            gradient: optional(wanted.any() && dtype != DType::F32, rows * stride, dtype)?,
+            log_probs: optional(on_the_way, rows / components * stride, DType::F32)?,
+            rows: zeros(6 * rows, DType::F32)?,
+            rows_per_chunk: rows,
+            prepared,
+            nll: zeros(tokens, DType::F32)?,
+            losses: zeros(tokens, DType::F32)?,
+            dropped: zeros(tokens, DType::F32)?,
+            argmax: zeros(tokens, DType::U32)?,
+            all_log_probs: None,
+            context_gradients: optional(wanted.contexts, tokens * components * context, DType::F32)?,
+            log_prior_gradients: optional(wanted.any(), tokens * components, DType::F32)?,
+            weight_gradient: optional(wanted.weight, vocab * context, DType::F32)?,
+            bias_gradient: optional(wanted.bias, vocab, DType::F32)?,
+            ones: match wanted.bias {
+                true => Some(Buffer::new(gpu, Tensor::ones(rows, dtype, device)?)?),
+                false => None,
+            },
+            constants: Buffer::new(gpu, Tensor::new(&[0f32, 1.0], device)?)?,
+        })
+    }
+
+    /// The gradients, multiplied by what all of them still lack.
+    pub(super) fn into_gradients(self, wanted: Wanted) -> Result<Gradients> {
+        let Sizes { tokens, components, context, vocab } = self.sizes;
+        let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
+            gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
+        };
+        let log_priors = shaped(self.log_prior_gradients, &[tokens, components])?.filter(|_| wanted.log_priors);
+        let factor = self.prepared.map(|prepared| prepared.factor);
+        Ok(Gradients {
+            contexts: shaped(self.context_gradients, &[tokens, components, context])?,
+            log_priors: match log_priors.zip(factor) {
+                Some((gradient, factor)) => Some(gradient.broadcast_mul(&factor)?),
+                None => None,
+            },
+            weight: shaped(self.weight_gradient, &[vocab, context])?,
+            bias: shaped(self.bias_gradient, &[vocab])?,
+        })
+    }
+
+    pub(super) fn prepared(&self) -> Option<&Prepared> {
+        self.prepared.as_ref()
+    }
+
+    /// The arguments that most kernels begin with.
+    fn arguments(&self, tokens: &Range<usize>) -> [Argument; 3] {
+        let of_row = |i: usize| self.rows.at(i * self.rows_per_chunk);
+        let logits = Logits {
+            z: self.logits.at(0),
+            bias: Buffer::or_null(&self.bias),
+            softcap: self.softcap,
+            stride: self.stride as i64,
+            vocab: self.sizes.vocab as i32,
+            components: self.sizes.components as i32,
+        };
+        let rows = Rows {
+            log_priors: self.log_priors.as_ref().map_or(0, |p| p.at(tokens.start * self.sizes.components)),
+            largest: of_row(0),
+            log_sum: of_row(1),
+            target_logit: of_row(2),
+            hard_mass: of_row(3),
+            mass: of_row(4),
+            softmax_scale: of_row(5),
+        };
+        let objective = self.prepared.as_ref().map(|prepared| prepared.argument(tokens.start)).unwrap_or_default();
+        [Argument::Logits(logits), Argument::Objective(objective), Argument::Rows(rows)]
+    }
+
+    /// The mixture's log-probabilities, the soft part of the loss, the most probable words: as far as there is a place. Of the
+    /// first that is a buffer, the element of the first token, and the distance from token to token.
+    fn mix(&self, tokens: &Range<usize>, to: Option<(&Buffer, usize, usize)>, argmax: bool) -> Result<()> {
+        let (dtype, address, stride) = match to {
+            Some((buffer, first, stride)) => (buffer.tensor.dtype(), buffer.at(first), stride),
+            None => (DType::F32, 0, 0),
+        };
+        let loss = if self.prepared.is_some() { self.losses.at(tokens.start) } else { 0 };
+        let argmax = if argmax { self.argmax.at(tokens.start) } else { 0 };
+        let more = [
+            Argument::Address(address),
+            Argument::Long(stride as i64),
+            Argument::Address(loss),
+            Argument::Address(argmax),
+        ];
+        let arguments = [&self.arguments(tokens)[..], &more].concat();
+        self.gpu.launch(&format!("mixture_log_probs_{}", dtype.as_str()), tokens.len(), &arguments)
+    }
+
+    /// The gradient of the chunk's logits, `[rows, vocab]`, as an operand of a product.
+    fn gradient_matrix(&self) -> Matrix {
+        let address = self.gradient.as_ref().unwrap_or(&self.logits).at(0);
+        Matrix { address, stride: self.stride, transposed: false }
+    }
+
+    /// What a product of that gradient is multiplied by.
+    fn alpha(&self) -> u64 {
+        self.prepared.as_ref().map_or(self.constants.at(1), |prepared| prepared.alpha.at(0))
+    }
+
+    fn rows(&self, tokens: &Range<usize>) -> Range<usize> {
+        tokens.start * self.sizes.components..tokens.end * self.sizes.components
+    }
+}
+
+/// A row-major matrix whose rows are contiguous, from one of its rows on.
+fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> Matrix {
+    Matrix { address: buffer.at(first_row * stride), stride, transposed: false }
+}
+
+impl<G: Gpu> Backend for Chunks<'_, G> {
+    fn logits(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Sizes { context: d, vocab, .. } = self.sizes;
+        let rows = self.rows(&tokens);
+        self.gpu.multiply(&Product {
+            m: rows.len(),
+            n: vocab,
+            k: d,
+            dtype: self.dtype,
+            lhs: matrix(&self.contexts, rows.start, d),
+            rhs: Matrix { transposed: true, ..matrix(&self.weight, 0, d) },
+            out: self.logits.at(0),
+            out_stride: self.stride,
+            alpha: self.constants.at(1),
+            beta: self.constants.at(0),
+        })?;
+        self.gpu.launch("row_log_sum_exp", rows.len(), &self.arguments(&tokens))
+    }
+
+    fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Some(prepared) = &self.prepared else { return Ok(()) };
+        let rows = self.rows(&tokens);
+        let token_blocks = tokens.len().div_ceil(BLOCK);
+        let [logits, objective, of_rows] = self.arguments(&tokens);
+        let [token_count, components] = [tokens.len(), self.sizes.components].map(|n| Argument::Int(n as i32));
+
+        let nll = Argument::Address(self.nll.at(tokens.start));
+        let losses = Argument::Address(self.losses.at(tokens.start));
+        self.gpu.launch("token_loss", token_blocks, &[objective, of_rows, nll, losses, token_count, components])?;
+
+        if prepared.is_soft() || prepared.hits {
+            let to = self.log_probs.as_ref().map(|log_probs| (log_probs, 0, self.stride));
+            self.mix(&tokens, to, prepared.hits)?;
+        }
+        let log_probs = Argument::Address(Buffer::or_null(&self.log_probs));
+        if prepared.is_soft() {
+            self.gpu.launch("row_soft_mass", rows.len(), &[logits, objective, of_rows, log_probs])?;
+        }
+        if self.log_prior_gradients.is_none() && prepared.filter == 0.0 {
+            return Ok(());
+        }
+        let log_priors = Argument::Address(self.log_prior_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
+        let dropped = Argument::Address(self.dropped.at(tokens.start));
+        let arguments = [objective, of_rows, log_priors, dropped, token_count, components];
+        self.gpu.launch("token_scales", token_blocks, &arguments)?;
+        if self.log_prior_gradients.is_none() {
+            return Ok(());
+        }
+        let gradient = Argument::Address(self.gradient_matrix().address);
+        let kernel = format!("row_gradient_{}", self.dtype.as_str());
+        self.gpu.launch(&kernel, rows.len(), &[logits, objective, of_rows, log_probs, gradient])?;
+
+        if let Some((bias, ones)) = self.bias_gradient.as_ref().zip(self.ones.as_ref()) {
+            self.gpu.multiply(&Product {
+                m: self.sizes.vocab,
+                n: 1,
+                k: rows.len(),
+                dtype: self.dtype,
+                lhs: Matrix { transposed: true, ..self.gradient_matrix() },
+                rhs: matrix(ones, 0, 1),
+                out: bias.at(0),
+                out_stride: 1,
+                alpha: self.alpha(),
+                beta: self.constants.at(usize::from(tokens.start > 0)),
+            })?;
+        }
+        Ok(())
+    }
+
+    fn loss_only(&mut self, tokens: Range<usize>) -> Result<()> {
+        self.logits(tokens.clone())?;
+        self.loss_rows(tokens)
+    }
+
+    fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Sizes { context: d, vocab, .. } = self.sizes;
+        let rows = self.rows(&tokens);
+        let Some(gradient) = &self.context_gradients else { return Ok(()) };
+        self.gpu.multiply(&Product {
+            m: rows.len(),
+            n: d,
+            k: vocab,
+            dtype: self.dtype,
+            lhs: self.gradient_matrix(),
+            rhs: matrix(&self.weight, 0, d),
+            out: gradient.at(rows.start * d),
+            out_stride: d,
+            alpha: self.alpha(),
+            beta: self.constants.at(0),
+        })
+    }
+
+    fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+        let Sizes { context: d, vocab, .. } = self.sizes;
+        let rows = self.rows(&tokens);
+        let Some(gradient) = &self.weight_gradient else { return Ok(()) };
+        self.gpu.multiply(&Product {
+            m: vocab,
+            n: d,
+            k: rows.len(),
+            dtype: self.dtype,
+            lhs: Matrix { transposed: true, ..self.gradient_matrix() },
+            rhs: matrix(&self.contexts, rows.start, d),
+            out: gradient.at(0),
+            out_stride: d,
+            alpha: self.alpha(),
+            // The first chunk overwrites what is there.
+            beta: self.constants.at(usize::from(tokens.start > 0)),
+        })
+    }
+
+    fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        let vocab = self.sizes.vocab;
+        let to = self.all_log_probs.as_ref().map(|log_probs| (log_probs, tokens.start * vocab, vocab));
+        self.mix(&tokens, to, false)
+    }
+
+    fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+        self.mix(&tokens, None, true)
+    }
+}

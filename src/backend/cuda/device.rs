@@ -1,0 +1,202 @@
+//! A CUDA device: its kernels, loaded once, and its matrix products.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use candle_core::cuda_backend::cudarc::cublas::{result as cublas, sys as cublas_sys, CudaBlas};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaModule, CudaStream, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaDType, DeviceId, WrapErr};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
+use half::{bf16, f16};
+
+use super::arguments::{self, Argument};
+use super::gpu::{Gpu, Matrix, Product, BLOCK};
+use super::{argmax_on, log_probs_on, loss_on, plan_of};
+use super::{Objective, Operands, Outcome, Plan, Task, Wanted};
+use crate::{Error, Result};
+
+/// The kernels, compiled by `build.rs`.
+static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mixture.fatbin"));
+
+pub(in crate::backend) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    let dtype = operands.contexts.dtype();
+    check_dtype(dtype)?;
+    plan_of(operands.sizes, dtype, task, budget)
+}
+
+pub(in crate::backend) fn loss(
+    operands: &Operands,
+    objective: &Objective,
+    wanted: Wanted,
+    plan: &Plan,
+) -> Result<Outcome> {
+    loss_on(&Cuda::of(operands)?, operands, objective, wanted, plan)
+}
+
+pub(in crate::backend) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    log_probs_on(&Cuda::of(operands)?, operands, plan)
+}
+
+pub(in crate::backend) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    argmax_on(&Cuda::of(operands)?, operands, plan)
+}
+
+/// Refuses what there are no kernels for.
+fn check_dtype(dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        got => Err(Error::DType { argument: "hidden", expected: "f16, bf16 or f32 on CUDA".into(), got }),
+    }
+}
+
+/// What is made once for each device.
+#[derive(Clone)]
+struct Cuda {
+    stream: Arc<CudaStream>,
+    kernels: Arc<CudaModule>,
+    /// A handle of our own, which reads the factors of products from the device's memory; candle's reads them from the
+    /// host's.
+    blas: Arc<Mutex<CudaBlas>>,
+}
+
+impl Cuda {
+    /// The device of these operands.
+    fn of(operands: &Operands) -> Result<Self> {
+        match operands.contexts.device() {
+            Device::Cuda(device) => Self::cached(device),
+            device => Err(wrong_device(device)),
+        }
+    }
+
+    fn cached(device: &CudaDevice) -> Result<Self> {
+        static DEVICES: OnceLock<Mutex<HashMap<DeviceId, Cuda>>> = OnceLock::new();
+        // A thread that panicked left the map as it was.
+        let mut devices = DEVICES.get_or_init(Default::default).lock().unwrap_or_else(|error| error.into_inner());
+        if let Some(cuda) = devices.get(&device.id()) {
+            return Ok(cuda.clone());
+        }
+        let stream = device.cuda_stream();
+        let kernels = stream.context().load_module(Ptx::from_binary(KERNELS.to_vec())).w()?;
+        let blas = CudaBlas::new(stream.clone()).w()?;
+        // SAFETY: the handle is valid. Sums stay in f32 even where the library splits a product's inner dimension.
+        unsafe {
+            use cublas_sys::{cublasMath_t, cublasPointerMode_t};
+            let handle = *blas.handle();
+            cublas_sys::cublasSetPointerMode_v2(handle, cublasPointerMode_t::CUBLAS_POINTER_MODE_DEVICE)
+                .result()
+                .w()?;
+            let math = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+            cublas_sys::cublasSetMathMode(handle, math).result().w()?;
+        }
+        let cuda = Cuda { stream, kernels, blas: Arc::new(Mutex::new(blas)) };
+        devices.insert(device.id(), cuda.clone());
+        Ok(cuda)
+    }
+}
+
+fn wrong_device(device: &Device) -> Error {
+    Error::Device { argument: "hidden", expected: "Cuda".into(), got: format!("{:?}", device.location()) }
+}
+
+// SAFETY: plain numbers, laid out as the kernels declare them.
+unsafe impl DeviceRepr for arguments::Logits {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for arguments::Objective {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for arguments::Rows {}
+
+impl Gpu for Cuda {
+    fn address(&self, tensor: &Tensor) -> Result<u64> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { return Err(wrong_device(tensor.device())) };
+        match tensor.dtype() {
+            DType::F32 => self.first::<f32>(storage, layout),
+            DType::F16 => self.first::<f16>(storage, layout),
+            DType::BF16 => self.first::<bf16>(storage, layout),
+            DType::U32 => self.first::<u32>(storage, layout),
+            DType::I64 => self.first::<i64>(storage, layout),
+            got => Err(Error::DType { argument: "tensor", expected: "f32, f16, bf16, u32 or i64".into(), got }),
+        }
+    }
+
+    fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()> {
+        if blocks == 0 {
+            return Ok(());
+        }
+        let function = self.kernels.load_function(kernel).w()?;
+        let mut builder = self.stream.launch_builder(&function);
+        for argument in arguments {
+            match argument {
+                Argument::Logits(x) => builder.arg(x),
+                Argument::Objective(x) => builder.arg(x),
+                Argument::Rows(x) => builder.arg(x),
+                Argument::Address(x) => builder.arg(x),
+                Argument::Int(x) => builder.arg(x),
+                Argument::Long(x) => builder.arg(x),
+                Argument::Float(x) => builder.arg(x),
+            };
+        }
+        let config =
+            LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (BLOCK as u32, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: the arguments are those that the kernel declares (the tests run the same launches on the host), and the
+        // addresses among them are those of tensors that live until the stream has freed them after the kernel.
+        unsafe { builder.launch(config) }.w()?;
+        Ok(())
+    }
+
+    fn multiply(&self, product: &Product) -> Result<()> {
+        use cublas_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        use cublas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
+        use cublas_sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
+        use cublas_sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
+        if product.m == 0 || product.n == 0 {
+            return Ok(());
+        }
+        let dtype = match product.dtype {
+            DType::F16 => CUDA_R_16F,
+            DType::BF16 => CUDA_R_16BF,
+            _ => CUDA_R_32F,
+        };
+        let transposition = |matrix: &Matrix| if matrix.transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
+        let blas = self.blas.lock().unwrap_or_else(|error| error.into_inner());
+        // cuBLAS is column-major: what it takes for a matrix is the transposed one of ours, so that it computes
+        // out^T = rhs^T lhs^T.
+        // SAFETY: the matrices lie in tensors of the chunks, with these strides; the factors are in the device's memory, as
+        // the handle's pointer mode says.
+        unsafe {
+            cublas::gemm_ex(
+                *blas.handle(),
+                transposition(&product.rhs),
+                transposition(&product.lhs),
+                product.n as i32,
+                product.m as i32,
+                product.k as i32,
+                product.alpha as *const _,
+                product.rhs.address as *const _,
+                dtype,
+                product.rhs.stride as i32,
+                product.lhs.address as *const _,
+                dtype,
+                product.lhs.stride as i32,
+                product.beta as *const _,
+                product.out as *mut _,
+                CUDA_R_32F,
+                product.out_stride as i32,
+                CUBLAS_COMPUTE_32F,
+                CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+            )
+        }
+        .w()?;
+        Ok(())
+    }
+}
+
+impl Cuda {
+    fn first<T: CudaDType>(&self, storage: &CudaStorage, layout: &Layout) -> Result<u64> {
+        let (address, _read) = storage.as_cuda_slice::<T>()?.device_ptr(&self.stream);
+        Ok(address + (layout.start_offset() * size_of::<T>()) as u64)
+    }
+}

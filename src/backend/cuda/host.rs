@@ -1,0 +1,464 @@
+//! The CUDA backend without a GPU: its kernels compiled for the host (`tests/cuda_host`), its products as plain loops. What
+//! is left untested is what only a GPU has: cuBLAS, the compiler for the device, its exp and log, and its speed.
+
+use std::ffi::{c_char, c_int, c_uint, c_void, CString};
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, OnceLock};
+
+use candle_core::{CpuStorage, DType, Storage, Tensor};
+use half::{bf16, f16};
+
+use super::arguments::Argument;
+use super::gpu::{Gpu, Matrix, Product};
+use crate::Result;
+
+type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void) -> c_int;
+
+/// The host in place of a GPU; its tensors are those of the CPU.
+pub(super) struct Host {
+    launch: &'static Mutex<Launch>,
+}
+
+impl Host {
+    /// `None` without a C++ compiler.
+    pub(super) fn new() -> Option<Self> {
+        static LAUNCH: OnceLock<Option<Mutex<Launch>>> = OnceLock::new();
+        let launch = LAUNCH.get_or_init(|| compile("").map(Mutex::new)).as_ref()?;
+        Some(Host { launch })
+    }
+
+    /// With one text in the kernels replaced by another.
+    pub(super) fn mutant(text: &str, replacement: &str) -> Option<Self> {
+        let launch = compile(&format!("{text}\u{0}{replacement}"))?;
+        Some(Host { launch: Box::leak(Box::new(Mutex::new(launch))) })
+    }
+}
+
+/// Compiles the kernels, with the change `from\0to` if it is not empty, and loads them.
+fn compile(change: &str) -> Option<Launch> {
+    static COUNT: Mutex<usize> = Mutex::new(0);
+    let number = {
+        let mut count = COUNT.lock().unwrap();
+        *count += 1;
+        *count
+    };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = std::env::temp_dir().join(format!("mos-head-cuda-{}-{number}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let mut kernels = std::fs::read_to_string(root.join("src/backend/cuda/mixture.cu")).unwrap();
+    if let Some((from, to)) = change.split_once('\u{0}') {
+        assert_eq!(kernels.matches(from).count(), 1, "{from} must be there once");
+        kernels = kernels.replace(from, to);
+    }
+    std::fs::write(folder.join("mixture.cu"), kernels).unwrap();
+    let library = folder.join("libmixture.so");
+    let status = Command::new(std::env::var("CXX").unwrap_or("c++".into()))
+        .args(["-std=c++17", "-O1", "-shared", "-fPIC", "-I"])
+        .arg(&folder)
+        .arg("-I")
+        .arg(root.join("tests/cuda_host"))
+        .arg(root.join("tests/cuda_host/host.cpp"))
+        .arg("-o")
+        .arg(&library)
+        .status();
+    match status {
+        Ok(status) => assert!(status.success(), "the kernels do not compile for the host"),
+        Err(error) => {
+            eprintln!("skipped: no C++ compiler ({error})");
+            return None;
+        }
+    }
+    let path = CString::new(library.to_str().unwrap()).unwrap();
+    // SAFETY: the library was made above, and stays loaded as long as the process; `launch` has this type there.
+    let launch = unsafe {
+        let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
+        if library.is_null() {
+            panic!("the kernels cannot be loaded: {:?}", std::ffi::CStr::from_ptr(libc::dlerror()));
+        }
+        let launch = libc::dlsym(library, c"launch".as_ptr());
+        assert!(!launch.is_null(), "no function `launch`");
+        std::mem::transmute::<*mut c_void, Launch>(launch)
+    };
+    std::fs::remove_dir_all(&folder).unwrap();
+    Some(launch)
+}
+
+impl Gpu for Host {
+    fn address(&self, tensor: &Tensor) -> Result<u64> {
+        let (storage, layout) = tensor.storage_and_layout();
+        assert!(layout.is_contiguous());
+        let Storage::Cpu(storage) = &*storage else { panic!("not on the CPU") };
+        let first = match storage {
+            CpuStorage::F32(values) => values.as_ptr() as u64,
+            CpuStorage::F16(values) => values.as_ptr() as u64,
+            CpuStorage::BF16(values) => values.as_ptr() as u64,
+            CpuStorage::U32(values) => values.as_ptr() as u64,
+            CpuStorage::I64(values) => values.as_ptr() as u64,
+            _ => panic!("no kernel takes {:?}", tensor.dtype()),
+        };
+        Ok(first + (layout.start_offset() * tensor.dtype().size_in_bytes()) as u64)
+    }
+
+    fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()> {
+        let mut arguments = arguments.to_vec();
+        let mut pointers: Vec<*mut c_void> = arguments
+            .iter_mut()
+            .map(|argument| match argument {
+                Argument::Logits(x) => (x as *mut super::arguments::Logits).cast(),
+                Argument::Objective(x) => (x as *mut super::arguments::Objective).cast(),
+                Argument::Rows(x) => (x as *mut super::arguments::Rows).cast(),
+                Argument::Address(x) => (x as *mut u64).cast(),
+                Argument::Int(x) => (x as *mut i32).cast(),
+                Argument::Long(x) => (x as *mut i64).cast(),
+                Argument::Float(x) => (x as *mut f32).cast(),
+            })
+            .collect();
+        let name = CString::new(kernel).unwrap();
+        let launch = self.launch.lock().unwrap();
+        // SAFETY: each pointer is that of an argument of the kernel's type at its place, and the addresses among them are
+        // those of tensors that live until the call returns and that nothing else reads or writes meanwhile.
+        let status = unsafe { launch(name.as_ptr(), blocks as c_uint, pointers.as_mut_ptr()) };
+        assert_eq!(status, 0, "no kernel {kernel}");
+        Ok(())
+    }
+
+    fn multiply(&self, p: &Product) -> Result<()> {
+        let (alpha, beta) = (read(p.alpha, 0, DType::F32), read(p.beta, 0, DType::F32));
+        let at = |matrix: &Matrix, row: usize, column: usize| {
+            let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
+            read(matrix.address, row * matrix.stride + column, p.dtype)
+        };
+        for i in 0..p.m {
+            for j in 0..p.n {
+                let sum: f32 = (0..p.k).map(|l| at(&p.lhs, i, l) * at(&p.rhs, l, j)).sum();
+                let index = i * p.out_stride + j;
+                // As in cuBLAS, a factor of zero takes away whatever is there.
+                let before = if beta == 0.0 { 0.0 } else { beta * read(p.out, index, DType::F32) };
+                // SAFETY: the product's matrices lie in tensors of the chunks.
+                unsafe { *(p.out as *mut f32).add(index) = alpha * sum + before };
+            }
+        }
+        Ok(())
+    }
+}
+
+fn read(address: u64, index: usize, dtype: DType) -> f32 {
+    // SAFETY: the caller's address and index lie in a tensor of this dtype.
+    unsafe {
+        match dtype {
+            DType::F32 => *(address as *const f32).add(index),
+            DType::F16 => (*(address as *const f16).add(index)).to_f32(),
+            _ => (*(address as *const bf16).add(index)).to_f32(),
+        }
+    }
+}
+
+mod tests {
+    use candle_core::Device;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::backend::cuda::{argmax_on, log_probs_on, loss_on, plan_of};
+    use crate::backend::plan::Sizes;
+    use crate::backend::{self, Objective, Operands, Task, Wanted};
+    use crate::loss::{LossOptions, Reduction};
+
+    const ALL: Wanted = Wanted { contexts: true, log_priors: true, weight: true, bias: true };
+
+    /// A mixture of random operands, and targets.
+    struct Case {
+        sizes: Sizes,
+        dtype: DType,
+        scale: f64,
+        softcap: Option<f64>,
+        options: LossOptions,
+        /// Tokens of a chunk.
+        chunk: usize,
+    }
+
+    fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
+        // A small generator is enough, and the same on every machine.
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            scale * ((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
+        };
+        let values: Vec<f64> = (0..shape.iter().product()).map(|_| next()).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+
+    impl Case {
+        fn operands(&self, dtype: DType) -> Operands {
+            let Sizes { tokens, components, context, vocab } = self.sizes;
+            // candle has no softmax of nothing.
+            let log_priors = candle_nn::ops::log_softmax(&random(1, &[tokens.max(1), components], 2.0), 1).unwrap();
+            let log_priors = log_priors.narrow(0, 0, tokens).unwrap().contiguous().unwrap();
+            let accumulation = backend::accumulation_dtype("contexts", dtype).unwrap();
+            // Rounded to the dtype first, so that the truth is that of the same numbers.
+            let rounded = |t: Tensor| t.to_dtype(self.dtype).unwrap().to_dtype(dtype).unwrap();
+            Operands {
+                sizes: self.sizes,
+                contexts: rounded(random(2, &[tokens, components, context], 1.0)),
+                log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
+                weight: rounded(random(3, &[vocab, context], self.scale)),
+                bias: Some(random(4, &[vocab], 1.0).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
+                softcap: self.softcap,
+            }
+        }
+
+        fn objective(&self, dtype: DType) -> Objective {
+            let Sizes { tokens, vocab, .. } = self.sizes;
+            let targets: Vec<i64> = (0..tokens).map(|t| ((t * 7919 + 3) % vocab) as i64).collect();
+            let weights = |seed, n| (random(seed, &[n], 1.0) + 1.0).unwrap().to_dtype(DType::F32).unwrap();
+            let options = &self.options;
+            Objective::Targets {
+                targets: Tensor::from_vec(targets, tokens, &Device::Cpu).unwrap(),
+                token_weights: Some(weights(5, tokens).to_dtype(dtype).unwrap()),
+                class_weights: Some(weights(6, vocab).to_dtype(dtype).unwrap()),
+                options: options.clone(),
+                upstream: (options.reduction == Reduction::None)
+                    .then(|| random(7, &[tokens], 3.0).to_dtype(DType::F32).unwrap().to_dtype(dtype).unwrap()),
+            }
+        }
+
+        fn plan(&self) -> backend::plan::Plan {
+            let task = Task::loss(&self.options, ALL);
+            let least = plan_of(self.sizes, self.dtype, task, Some(0));
+            let Err(crate::Error::Workspace { least, .. }) = least else { panic!("a budget of nothing") };
+            let per_token = least - self.sizes.vocab * 4;
+            plan_of(self.sizes, self.dtype, task, Some(least + (self.chunk - 1) * per_token)).unwrap()
+        }
+
+        /// The largest error of all results of a loss, each relative to the largest number of its kind.
+        fn loss_error(&self, host: &Host, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
+            let truth_operands = self.operands(DType::F64);
+            let task = Task::loss(&self.options, ALL);
+            let plan = backend::plan(&truth_operands, task, None).unwrap();
+            let truth = backend::loss(&truth_operands, &objective(DType::F64), ALL, &plan).unwrap();
+            let got = loss_on(host, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan()).unwrap();
+            let mut pairs = vec![
+                ("contexts", got.gradients.contexts, truth.gradients.contexts),
+                ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),
+                ("weight", got.gradients.weight, truth.gradients.weight),
+                ("bias", got.gradients.bias, truth.gradients.bias),
+            ];
+            if matches!(objective(DType::F64), Objective::Targets { .. }) {
+                pairs.extend([
+                    ("objective", Some(got.objective), Some(truth.objective)),
+                    ("nll", Some(got.nll), Some(truth.nll)),
+                    ("sum", Some(got.sum), Some(truth.sum)),
+                    ("count", Some(got.count), Some(truth.count)),
+                    ("hits", got.hits, truth.hits),
+                    ("dropped_mass", got.dropped_mass, truth.dropped_mass),
+                ]);
+            }
+            let errors = pairs.into_iter().map(|(name, got, truth)| {
+                assert_eq!(got.is_some(), truth.is_some(), "{name}");
+                (got.zip(truth).map_or(0.0, |(got, truth)| error(&got, &truth)), name)
+            });
+            errors.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
+        }
+
+        fn tolerance(&self) -> f64 {
+            match self.dtype {
+                DType::F32 => 2e-5,
+                DType::F16 => 2e-3,
+                _ => 1e-2,
+            }
+        }
+
+        fn check(&self, host: &Host) {
+            let (error, name) = self.loss_error(host, |dtype| self.objective(dtype));
+            assert!(
+                error <= self.tolerance(),
+                "{name}: {error} with {:?} {:?} {:?}",
+                self.sizes,
+                self.dtype,
+                self.options
+            );
+        }
+    }
+
+    /// The largest difference, relative to the largest number (or a hundredth, where all are smaller); infinite where only
+    /// one is not a number.
+    fn error(got: &Tensor, truth: &Tensor) -> f64 {
+        assert_eq!(got.dims(), truth.dims());
+        let numbers = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+        let (got, truth) = (numbers(got), numbers(truth));
+        let scale = truth.iter().filter(|x| x.is_finite()).fold(0.01, |m: f64, x| m.max(x.abs()));
+        let errors = got.iter().zip(&truth).map(|(&g, &t)| match (g.is_finite(), t.is_finite()) {
+            (true, true) => (g - t).abs() / scale,
+            (false, false) if g == t || (g.is_nan() && t.is_nan()) => 0.0,
+            _ => f64::INFINITY,
+        });
+        errors.fold(0.0, f64::max)
+    }
+
+    fn case(tokens: usize, components: usize, context: usize, vocab: usize) -> Case {
+        Case {
+            sizes: Sizes { tokens, components, context, vocab },
+            dtype: DType::F32,
+            scale: 1.0,
+            softcap: None,
+            options: LossOptions::new(),
+            chunk: 2,
+        }
+    }
+
+    fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore: bool) -> LossOptions {
+        let options = LossOptions::new().with_reduction(reduction).with_label_smoothing(smoothing).with_z_loss(z_loss);
+        match ignore {
+            true => options.with_ignore_index(3).with_hits(true),
+            false => options.with_hits(true),
+        }
+    }
+
+    #[test]
+    fn losses_and_gradients_equal_those_of_the_cpu_in_double_precision() {
+        let Some(host) = Host::new() else { return };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+                for (smoothing, z_loss, softcap) in [(0.0, 0.0, None), (0.1, 0.0, None), (0.2, 0.01, Some(5.0))] {
+                    let options = options(reduction, smoothing, z_loss, true);
+                    Case { dtype, softcap, options, ..case(5, 3, 6, 37) }.check(&host);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_of_all_kinds_work() {
+        let Some(host) = Host::new() else { return };
+        for (tokens, components, context, vocab) in
+            [(0, 2, 3, 5), (1, 1, 1, 1), (3, 1, 7, 2), (2, 17, 5, 9), (3, 4, 8, 1025), (1, 2, 3, 4099), (300, 1, 2, 3)]
+        {
+            for chunk in [1, 300] {
+                Case { chunk, ..case(tokens, components, context, vocab) }.check(&host);
+            }
+        }
+    }
+
+    #[test]
+    fn large_logits_keep_their_precision() {
+        let Some(host) = Host::new() else { return };
+        for scale in [10.0, 100.0] {
+            let case = Case { scale, ..case(4, 3, 6, 50) };
+            let (error, name) = case.loss_error(&host, |dtype| case.objective(dtype));
+            assert!(error <= 1e-5 * scale, "{name}: {error} at scale {scale}");
+        }
+    }
+
+    #[test]
+    fn the_filter_drops_what_it_drops_on_the_cpu() {
+        let Some(host) = Host::new() else { return };
+        let options = LossOptions::new().with_responsibility_filter(0.2);
+        Case { options, ..case(6, 5, 6, 40) }.check(&host);
+    }
+
+    #[test]
+    fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
+        let Some(host) = Host::new() else { return };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let case = Case { dtype, ..case(5, 3, 6, 37) };
+            let (operands, truth) = (case.operands(dtype), case.operands(DType::F64));
+            let plan = case.plan();
+            let cpu_plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
+            let log_probs = backend::log_probs(&truth, &cpu_plan).unwrap();
+            assert!(error(&log_probs_on(&host, &operands, &plan).unwrap(), &log_probs) <= case.tolerance());
+            let argmax = backend::argmax(&truth, &cpu_plan).unwrap().to_vec1::<u32>().unwrap();
+            assert_eq!(argmax_on(&host, &operands, &plan).unwrap().to_vec1::<u32>().unwrap(), argmax);
+
+            let upstream = random(8, &[5, 37], 1.0);
+            let objective = |dtype| Objective::LogProbs { upstream: upstream.to_dtype(dtype).unwrap() };
+            let (error, name) = case.loss_error(&host, objective);
+            assert!(error <= case.tolerance(), "{name}: {error} in {dtype:?}");
+        }
+    }
+
+    #[test]
+    fn a_target_outside_the_vocabulary_makes_its_loss_nan_and_reads_nothing() {
+        let Some(host) = Host::new() else { return };
+        let case = case(4, 2, 3, 10);
+        let objective = Objective::Targets {
+            targets: Tensor::new(&[1i64, 10, i64::MAX, -1], &Device::Cpu).unwrap(),
+            token_weights: None,
+            class_weights: None,
+            options: LossOptions::new(),
+            upstream: None,
+        };
+        let outcome = loss_on(&host, &case.operands(DType::F32), &objective, ALL, &case.plan()).unwrap();
+        let nll = outcome.nll.to_vec1::<f32>().unwrap();
+        assert!(nll[0].is_finite() && nll[1..].iter().all(|x| x.is_nan()), "{nll:?}");
+        assert!(outcome.sum.to_scalar::<f32>().unwrap().is_nan());
+    }
+
+    #[test]
+    fn infinities_and_nan_stand_where_they_stand_on_the_cpu() {
+        let Some(host) = Host::new() else { return };
+        for (row, value) in [(0, f32::NAN), (3, f32::INFINITY), (5, f32::NEG_INFINITY)] {
+            for components in [1, 2] {
+                let case = Case { chunk: 6, ..case(6, components, 4, 12) };
+                let change = |operands: Operands| {
+                    let mut bias = vec![0f32; 12];
+                    bias[row] = value;
+                    let bias = Tensor::new(bias, &Device::Cpu).unwrap();
+                    Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
+                };
+                let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::F32)));
+                let plan = backend::plan(&truth, Task::loss(&case.options, ALL), None).unwrap();
+                let truth = backend::loss(&truth, &case.objective(DType::F64), ALL, &plan).unwrap();
+                let got = loss_on(&host, &got, &case.objective(DType::F32), ALL, &case.plan()).unwrap();
+                assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);
+                let (got, truth) = (got.gradients.contexts.unwrap(), truth.gradients.contexts.unwrap());
+                assert!(error(&got, &truth) <= 1e-4, "{value} K = {components}");
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+        #[test]
+        fn any_sizes_and_options_work(
+            tokens in 1usize..9, components in 1usize..6, context in 1usize..12, vocab in 1usize..70, chunk in 1usize..9,
+            smoothing in prop_oneof![Just(0.0), 0.0..0.9], z_loss in prop_oneof![Just(0.0), 0.0..0.1],
+            softcap in prop_oneof![Just(None), (2.0..30.0).prop_map(Some)], ignore: bool,
+            reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
+            dtype in prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::BF16)],
+        ) {
+            if let Some(host) = Host::new() {
+                let options = LossOptions { hits: false, ..options(reduction, smoothing, z_loss, ignore) };
+                Case { dtype, softcap, options, chunk, ..case(tokens, components, context, vocab) }.check(&host);
+            }
+        }
+    }
+
+    #[test]
+    fn the_checks_reject_kernels_that_are_wrong() {
+        let Some(host) = Host::new() else { return };
+        // Each of these changes is one that somebody could make by accident.
+        let changes = [
+            ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
+            ("if (v == word) g -= scale * hard_mass;", ""),
+            ("for (int w = 1; w < BLOCK / 32; ++w) join", "for (int w = 2; w < BLOCK / 32; ++w) join"),
+            ("g = g == 0.f ? 0.f : g * logits.slope(logit);", ""),
+            ("rows.mass[r] += mass;", "rows.mass[r] = mass;"),
+            ("2.f * objective.z_loss / components", "objective.z_loss / components"),
+            ("log_prior_gradient[r] = weighted(scale, -mass);", "log_prior_gradient[r] = weighted(scale, mass);"),
+            ("hard[t] = class_weight * (1.f - smoothing);", "hard[t] = class_weight;"),
+            ("counts[t] = weight * class_weight;", "counts[t] = weight;"),
+            ("if (bias) logit += bias[v];", ""),
+        ];
+        let case =
+            Case { softcap: Some(5.0), options: options(Reduction::Mean, 0.1, 0.01, true), ..case(5, 3, 6, 300) };
+        let error_with = |host: &Host| case.loss_error(host, |dtype| case.objective(dtype)).0;
+        assert!(error_with(&host) <= case.tolerance());
+        for (text, replacement) in changes {
+            let Some(mutant) = Host::mutant(text, replacement) else { return };
+            let error = error_with(&mutant);
+            assert!(error.is_nan() || error > case.tolerance(), "not caught: {text} -> {replacement} (error {error})");
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! What each token is measured against, as the kernels read it; on the device throughout, nothing waits.
+
+use candle_core::{DType, Tensor, D};
+
+use super::arguments::{self, Argument};
+use super::gpu::{Buffer, Gpu, BLOCK};
+use super::{Objective, Sizes};
+use crate::loss::Reduction;
+use crate::Result;
+
+/// The targets of a loss.
+pub(super) struct Words {
+    /// `[tokens]`, as the kernel `token_targets` writes them
+    pub(super) words: Buffer,
+    hard: Buffer,
+    pub(super) weights: Buffer,
+    pub(super) counts: Buffer,
+    /// Scalar: the sum of `counts`.
+    pub(super) count: Tensor,
+    scales: Buffer,
+}
+
+/// An objective on the device.
+pub(super) struct Prepared {
+    pub(super) words: Option<Words>,
+    /// `[vocab]`, or `[tokens, vocab]` if `soft_stride` is not zero
+    soft: Option<Buffer>,
+    soft_stride: usize,
+    z_loss: f32,
+    pub(super) filter: f32,
+    unit: f32,
+    pub(super) hits: bool,
+    /// Scalar: what remains to be multiplied to the gradients.
+    pub(super) factor: Tensor,
+    /// `[1]`: the same for the products, whose operand was multiplied by `unit`.
+    pub(super) alpha: Buffer,
+}
+
+/// In f16 the gradient of the logits, at most 1 and mostly far below, is multiplied by this.
+const HALF_UNIT: f32 = 1024.0;
+
+impl Prepared {
+    pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, sizes: Sizes, dtype: DType) -> Result<Self> {
+        let Sizes { tokens, vocab, .. } = sizes;
+        let unit = if dtype == DType::F16 { HALF_UNIT } else { 1.0 };
+        let alpha = |factor: &Tensor| Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?);
+        let (targets, token_weights, class_weights, options, upstream) = match objective {
+            Objective::LogProbs { upstream } => {
+                let upstream =
+                    if tokens == 0 { &Tensor::zeros((1, vocab), DType::F32, upstream.device())? } else { upstream };
+                let largest = upstream.flatten_all()?.abs()?.max(0)?;
+                let factor = largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?;
+                return Ok(Prepared {
+                    words: None,
+                    soft: Some(Buffer::new(gpu, upstream.broadcast_div(&factor)?.neg()?)?),
+                    soft_stride: vocab,
+                    z_loss: 0.0,
+                    filter: 0.0,
+                    unit,
+                    hits: false,
+                    alpha: alpha(&factor)?,
+                    factor,
+                });
+            }
+            Objective::Targets { targets, token_weights, class_weights, options, upstream } => {
+                (targets, token_weights, class_weights, options, upstream)
+            }
+        };
+        let device = targets.device();
+        let given = |tensor: &Option<Tensor>| tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose();
+        let floats = || Buffer::new(gpu, Tensor::zeros(tokens.max(1), DType::F32, device)?);
+        let targets = Buffer::new(gpu, targets.to_dtype(DType::I64)?)?;
+        let (token_weights, class_weights) = (given(token_weights)?, given(class_weights)?);
+        let words = Buffer::new(gpu, Tensor::full(u32::MAX, tokens.max(1), device)?)?;
+        let (hard, weights, counts, scales) = (floats()?, floats()?, floats()?, floats()?);
+        let blocks = tokens.div_ceil(BLOCK);
+        gpu.launch(
+            "token_targets",
+            blocks,
+            &[
+                Argument::Address(targets.at(0)),
+                Argument::Address(Buffer::or_null(&token_weights)),
+                Argument::Address(Buffer::or_null(&class_weights)),
+                Argument::Long(options.ignore_index.unwrap_or(0)),
+                Argument::Int(i32::from(options.ignore_index.is_some())),
+                Argument::Float(options.label_smoothing as f32),
+                Argument::Address(words.at(0)),
+                Argument::Address(hard.at(0)),
+                Argument::Address(weights.at(0)),
+                Argument::Address(counts.at(0)),
+                Argument::Int(tokens as i32),
+                Argument::Int(vocab as i32),
+            ],
+        )?;
+        let count = counts.tensor.sum_all()?;
+        let upstream = upstream.as_ref().map(|upstream| upstream.to_dtype(DType::F32)).transpose()?;
+        let upstream = given(&upstream)?;
+        let factor = match (&upstream, options.reduction) {
+            (Some(upstream), _) if tokens > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
+            (None, Reduction::Mean) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
+            _ => count.ones_like()?,
+        };
+        let factor = Buffer::new(gpu, factor)?;
+        gpu.launch(
+            "token_weighting",
+            blocks,
+            &[
+                Argument::Address(weights.at(0)),
+                Argument::Address(Buffer::or_null(&upstream)),
+                Argument::Address(factor.at(0)),
+                Argument::Address(scales.at(0)),
+                Argument::Int(tokens as i32),
+            ],
+        )?;
+        let soft = match options.label_smoothing > 0.0 {
+            true => {
+                let share = options.label_smoothing / vocab as f64;
+                Some(Buffer::new(
+                    gpu,
+                    match &class_weights {
+                        Some(weights) => weights.tensor.affine(share, 0.0)?,
+                        None => Tensor::full(share as f32, vocab, device)?,
+                    },
+                )?)
+            }
+            false => None,
+        };
+        Ok(Prepared {
+            words: Some(Words { words, hard, weights, counts, count, scales }),
+            soft,
+            soft_stride: 0,
+            z_loss: options.z_loss as f32,
+            filter: options.responsibility_filter as f32,
+            unit,
+            hits: options.hits,
+            alpha: alpha(&factor.tensor)?,
+            factor: factor.tensor,
+        })
+    }
+
+    pub(super) fn is_soft(&self) -> bool {
+        self.soft.is_some()
+    }
+
+    /// As the kernels take it, from token `first` on.
+    pub(super) fn argument(&self, first: usize) -> arguments::Objective {
+        let soft = self.soft.as_ref().map_or(0, |soft| soft.at(first * self.soft_stride));
+        let (words, hard, scales) = match &self.words {
+            Some(words) => (words.words.at(first), words.hard.at(first), words.scales.at(first)),
+            None => (0, 0, 0),
+        };
+        arguments::Objective {
+            words,
+            hard,
+            scales,
+            soft,
+            soft_stride: self.soft_stride as i64,
+            z_loss: self.z_loss,
+            filter: self.filter,
+            unit: self.unit,
+        }
+    }
+}

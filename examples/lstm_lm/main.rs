@@ -8,8 +8,8 @@
 //!     cargo run --release --example lstm_lm -- --data DIR
 //!
 //! With a folder of train.txt and valid.txt (one sentence per line): a model of 4.8 million parameters at a vocabulary of
-//! 10,000. On Penn Treebank, 3 epochs bring the mixture of softmaxes to a validation perplexity of 125; an epoch takes
-//! minutes.
+//! 10,000. On Penn Treebank, 3 epochs bring the softmax to a validation perplexity of 135, the mixture of contexts to 129,
+//! the mixture of softmaxes to 126; an epoch takes minutes.
 
 #[path = "../common/mod.rs"]
 mod common;

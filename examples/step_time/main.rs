@@ -9,12 +9,14 @@
 #[path = "../../tests/common/mod.rs"]
 mod common;
 mod floor;
+mod memory;
 
 use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use clap::{Parser, ValueEnum};
 use common::composed::Operands;
+use memory::Peak;
 use mos_head::{Activation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
 use serde_json::json;
 
@@ -155,16 +157,15 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let floor_sizes = floor::Sizes { rows: tokens * components, context, vocab };
     let floor = || if args.forward_only { floor::one_product(floor_sizes) } else { floor::three_products(floor_sizes) };
 
-    // Makes the kernel forget the peak of what came before, where it can.
-    let _ = std::fs::write("/proc/self/clear_refs", "5");
-    let base = memory("VmRSS");
+    let memory = Peak::watch(&device);
     let (times, loss) = match args.implementation {
         Implementation::Fused => time(&args, || fused_step(&leaves, components, &options))?,
         Implementation::Composed => time(&args, || composed_step(&leaves, components, args.forward_only))?,
-        Implementation::Gemm3 => (floor(), None),
+        Implementation::Gemm3 if device.is_cpu() => (floor(), None),
+        Implementation::Gemm3 => return Err("--impl gemm3 measures the CPU only".into()),
     };
     device.synchronize()?;
-    let peak = memory("VmHWM").zip(base).map(|(peak, base)| (peak - base) as f64 / 1024.0);
+    let peak = memory.extra_mib();
 
     let mut line = json!({
         "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")),
@@ -277,11 +278,4 @@ fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
 
 fn median(times: &[f64]) -> f64 {
     times[times.len() / 2]
-}
-
-/// A figure in KiB out of this process's status, where the system has such.
-fn memory(name: &str) -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    line.split_whitespace().next()?.parse().ok()
 }

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# All that needs an NVIDIA GPU, in two steps, because the machine with the GPU may have no Rust and no network.
+#
+#   scripts/gpu.sh pack [ARCHIVE]        here, with nvcc: builds tests and benchmarks into one archive (gpu.tar.xz)
+#   scripts/gpu.sh run [ARCHIVE] [OUT]   there: device tests, compute-sanitizer where it is installed, the step benchmark
+#
+# `run` needs the CUDA libraries, which it looks for in PyTorch's wheels and in /usr/local/cuda, and leaves a log of each part
+# and table.txt in OUT. With PEERS=FILE it also times FILE, a Python program of the same flags, on the same shapes (--impl of
+# PEER_IMPLEMENTATIONS).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TESTS=(api dropout edges errors golden gradients laws options save_load)
+SHAPES=(ptb wt2 1b llm)
+action=${1:-}
+archive=${2:-gpu.tar.xz}
+
+pack() {
+    local tests=()
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    for test in "${TESTS[@]}"; do tests+=(--test "$test"); done
+    cargo test --locked --release --features cuda --no-run --message-format=json "${tests[@]}" --example step_time |
+        python3 -c '
+import json, os, shutil, sys
+for line in sys.stdin:
+    artifact = json.loads(line)
+    if artifact.get("executable") and artifact["target"]["name"] in sys.argv[2:]:
+        shutil.copy(artifact["executable"], os.path.join(sys.argv[1], artifact["target"]["name"]))
+' "$folder" "${TESTS[@]}"
+    cargo build --locked --release --features cuda --example step_time
+    cp "${CARGO_TARGET_DIR:-target}/release/examples/step_time" "$folder"
+    strip "$folder"/*
+    git rev-parse HEAD >"$folder/commit"
+    # The binaries share most of their text, over a distance of one binary.
+    tar -C "$folder" -c . | xz --lzma2=preset=1,dict=128MiB >"$archive"
+    ls -l "$archive"
+}
+
+run() {
+    local out=${1:-gpu-results} wheels
+    mkdir -p "$out"
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    python3 -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$archive" "$folder"
+    wheels=$(python3 -c '
+import importlib.util
+spec = importlib.util.find_spec("nvidia")
+print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec else "")')
+    export LD_LIBRARY_PATH="$wheels:${LD_LIBRARY_PATH:-}:/usr/local/cuda/lib64"
+    {
+        echo "commit $(cat "$folder/commit")"
+        nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU"
+    } | tee "$out/machine.txt"
+
+    for test in "${TESTS[@]}"; do
+        # The tests read their golden values from the source tree.
+        CARGO_MANIFEST_DIR=$PWD "$folder/$test" >"$out/test-$test.log" 2>&1 || true
+        echo "$test: $(grep '^test result' "$out/test-$test.log" || echo 'did not finish')"
+    done | tee "$out/tests.txt"
+
+    if command -v compute-sanitizer >/dev/null; then
+        for tool in memcheck racecheck; do
+            compute-sanitizer --tool "$tool" "$folder/options" >"$out/$tool.log" 2>&1 || true
+            echo "$tool: $(tail -n 1 "$out/$tool.log")"
+        done | tee "$out/sanitizer.txt"
+    fi
+
+    for shape in "${SHAPES[@]}"; do
+        for dtype in bf16 f32; do
+            "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda >>"$out/steps.jsonl" 2>>"$out/steps.log" || true
+            for implementation in ${PEERS:+${PEER_IMPLEMENTATIONS:-gemm3 compile stable eager}}; do
+                timeout 120 python3 "$PEERS" --shape "$shape" --dtype "$dtype" --device cuda --impl "$implementation" \
+                    >>"$out/steps.jsonl" 2>>"$out/steps.log" || true
+            done
+        done
+    done
+    python3 - "$out/steps.jsonl" <<'TABLE' | tee "$out/table.txt"
+import json, os, sys
+print("| shape | dtype | implementation | step | extra MiB | mixture |\n|---|---|---|---|---|---|")
+for line in open(sys.argv[1]) if os.path.exists(sys.argv[1]) else []:
+    if line.startswith("{"):
+        row = json.loads(line)
+        milliseconds = lambda name: f"{1e3 * row[name]:.2f} ms" if row.get(name) else ""
+        extra = row.get("peak_extra_mib")
+        print(f"| {row['shape']} | {row['dtype']} | {row['library'].split()[0]} {row['impl']} | {milliseconds('seconds')} "
+              f"| {'' if extra is None else round(extra)} | {milliseconds('mixture_seconds')} |")
+TABLE
+}
+
+case $action in
+pack) pack ;;
+run) run "${3:-gpu-results}" ;;
+*) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac

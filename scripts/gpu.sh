@@ -56,7 +56,7 @@ print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec
     for test in "${TESTS[@]}"; do
         # The tests read their golden values from the source tree.
         CARGO_MANIFEST_DIR=$PWD "$folder/$test" >"$out/test-$test.log" 2>&1 || true
-        echo "$test: $(grep '^test result' "$out/test-$test.log" || echo 'did not finish')"
+        echo "$test: $(grep '^test result:' "$out/test-$test.log" || echo 'did not finish')"
     done | tee "$out/tests.txt"
 
     if command -v compute-sanitizer >/dev/null; then

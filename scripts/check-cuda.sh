@@ -27,4 +27,6 @@ chmod +x "$folder/nvcc"
 
 export NVCC="$folder/nvcc" PATH="$folder:$PATH" CUDA_COMPUTE_CAP="${CUDA_COMPUTE_CAP:-90}"
 unset CUDA_HOME CUDA_PATH CUDA_ROOT
+# What the stand-in leaves must not be taken for compiled kernels later.
+export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/check-cuda"
 cargo clippy --locked --all-targets --features cuda -- "$@"

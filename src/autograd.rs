@@ -136,10 +136,16 @@ thread_local! {
 /// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, a second copy of it; that of
 /// `leaf`, a variable, goes past that sum as far as it comes from the nodes made here.
 pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStore> {
-    PASS.replace(Some(Pass { root: value.id(), leaf: leaf.map(Tensor::id), gradient: None }));
-    let gradients = value.backward();
-    let aside = PASS.take().and_then(|pass| pass.gradient);
-    let mut gradients = gradients?;
+    /// Ends the pass, even by a panic.
+    struct End(Option<Pass>);
+    impl Drop for End {
+        fn drop(&mut self) {
+            PASS.replace(self.0.take());
+        }
+    }
+    let _end = End(PASS.replace(Some(Pass { root: value.id(), leaf: leaf.map(Tensor::id), gradient: None })));
+    let mut gradients = value.backward()?;
+    let aside = PASS.with_borrow_mut(|pass| pass.as_mut().and_then(|pass| pass.gradient.take()));
     if let Some((leaf, gradient)) = leaf.zip(aside) {
         let gradient = match gradients.remove(leaf) {
             Some(rest) => (rest + gradient)?,

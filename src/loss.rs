@@ -140,7 +140,8 @@ impl LossOptions {
 
     /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB, or what the logits of 480
     /// rows (tokens times components) need, whichever is larger: with fewer, each chunk's pass over the decoder and its
-    /// gradient takes noticeable time. Gradients are not part of it.
+    /// gradient takes noticeable time (on CUDA: what 512 rows need, or 32 MiB of logits, but at most 256 MiB). Gradients are
+    /// not part of it.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }
     }

@@ -139,6 +139,12 @@ on_each_device! {
                     // Another ignored index does not help.
                     let options = base.clone().with_reduction(reduction).with_ignore_index(-2);
                     for (head, loss) in losses(device, &targets, &options)? {
+                        if device.is_cuda() {
+                            // To refuse it would mean to wait for the device.
+                            let nll = loss?.nll.to_vec1::<f32>()?;
+                            assert!(nll[2].is_nan() && !nll[0].is_nan() && !nll[1].is_nan(), "{head:?}: {nll:?}");
+                            continue;
+                        }
                         let error = loss.expect_err("a target outside");
                         let is_right = matches!(error, Error::Target { position: 2, got, vocab: 7, .. } if got == bad);
                         assert!(is_right, "{head:?}: {error:?}");

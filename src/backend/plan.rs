@@ -62,13 +62,13 @@ pub struct Plan {
     pub tokens_per_chunk: usize,
     /// Rows of logits in a chunk: its tokens times the components.
     pub rows_per_chunk: usize,
-    /// Whether a chunk's logits are in the workspace: they are not where only the loss is wanted.
+    /// Whether a chunk's logits are in the workspace: on the CPU they are not where only the loss is wanted.
     pub keeps_logits: bool,
     /// Bytes of workspace that will be allocated, and freed before the call returns.
     pub workspace_bytes: usize,
     /// Bytes that the workspace may use.
     pub budget_bytes: usize,
-    /// The kernels in use: `avx512`, `avx2`, `neon`, `scalar`.
+    /// The kernels in use: `avx512`, `avx2`, `neon`, `scalar`, `cuda`.
     pub kernels: &'static str,
     /// Threads that share the work.
     pub threads: usize,

@@ -84,7 +84,18 @@ fn attach_mixture(
         };
         let packed = if parts.is_empty() { None } else { Some(Tensor::cat(&parts, 0)?) };
         // Rounded only here, after the gradient from upstream, so that a loss scale can save small gradients in f16.
-        let round = |gradient: Option<Tensor>| gradient.map(|g| g.to_dtype(operands.contexts.dtype())).transpose();
+        let dtype = operands.contexts.dtype();
+        let round = |gradient: Option<Tensor>| {
+            // A GPU converts nothing of nothing.
+            let round = |g: Tensor| {
+                if g.elem_count() == 0 {
+                    Tensor::zeros(g.dims(), dtype, g.device())
+                } else {
+                    g.to_dtype(dtype)
+                }
+            };
+            gradient.map(round).transpose()
+        };
         Ok([round(gradients.contexts)?, packed, round(gradients.weight)?])
     })
 }

@@ -142,11 +142,13 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If the targets' shape or dtype is wrong, a target is not in the vocabulary, or an option is out of its range.
+    /// If the targets' shape or dtype is wrong, a target is not in the vocabulary, or an option is out of its range. On CUDA a
+    /// target that is not in the vocabulary makes its loss NaN instead: to look at it would mean to wait.
     ///
     /// # Numerics
     ///
-    /// Computed in f32 (f64 for f64) whatever the dtype of the tensors, in log space throughout: there is no floor under the
+    /// Computed in f32 (f64 for f64) whatever the dtype of the tensors (on CUDA the gradient of the logits is rounded to that
+    /// dtype, as an operand of the products), in log space throughout: there is no floor under the
     /// probabilities. A target of probability zero has loss infinity, and for K > 1 gradients that are NaN. NaN or plus
     /// infinity in a token's logits makes that token's loss NaN, and no other's.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {

@@ -10,8 +10,8 @@ use super::objective::Prepared;
 use super::{Backend, Gradients, Operands, Plan, Sizes, Wanted};
 use crate::Result;
 
-/// One mixture at work on a GPU. The kernels write into fresh tensors that nobody else knows of; every buffer has at least one
-/// element, even for an empty batch.
+/// One mixture at work on a GPU. The kernels write into fresh tensors that nobody else knows of; each of them has at
+/// least one element, even for an empty batch.
 pub(super) struct Chunks<'a, G> {
     gpu: &'a G,
     sizes: Sizes,

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaModule, CudaStream, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::cuda_backend::{CudaDType, DeviceId, WrapErr};
+use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
 use half::{bf16, f16};
 
@@ -52,7 +52,7 @@ fn check_dtype(dtype: DType) -> Result<()> {
     }
 }
 
-/// What is made once for each device.
+/// What is made once for each device and stream, and kept.
 #[derive(Clone)]
 struct Cuda {
     stream: Arc<CudaStream>,
@@ -72,13 +72,15 @@ impl Cuda {
     }
 
     fn cached(device: &CudaDevice) -> Result<Self> {
-        static DEVICES: OnceLock<Mutex<HashMap<DeviceId, Cuda>>> = OnceLock::new();
+        static DEVICES: OnceLock<Mutex<HashMap<(usize, usize), Cuda>>> = OnceLock::new();
         // A thread that panicked left the map as it was.
         let mut devices = DEVICES.get_or_init(Default::default).lock().unwrap_or_else(|error| error.into_inner());
-        if let Some(cuda) = devices.get(&device.id()) {
+        // candle numbers every `Device` that is made, even where it is the same one.
+        let stream = device.cuda_stream();
+        let key = (stream.context().ordinal(), stream.cu_stream() as usize);
+        if let Some(cuda) = devices.get(&key) {
             return Ok(cuda.clone());
         }
-        let stream = device.cuda_stream();
         let kernels = stream.context().load_module(Ptx::from_binary(KERNELS.to_vec())).w()?;
         let blas = CudaBlas::new(stream.clone()).w()?;
         // SAFETY: the handle is valid. Sums stay in f32 even where the library splits a product's inner dimension.
@@ -92,7 +94,7 @@ impl Cuda {
             cublas_sys::cublasSetMathMode(handle, math).result().w()?;
         }
         let cuda = Cuda { stream, kernels, blas: Arc::new(Mutex::new(blas)) };
-        devices.insert(device.id(), cuda.clone());
+        devices.insert(key, cuda.clone());
         Ok(cuda)
     }
 }
@@ -149,7 +151,7 @@ impl Gpu for Cuda {
 
     fn multiply(&self, product: &Product) -> Result<()> {
         use cublas_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        use cublas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
+        use cublas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
         use cublas_sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
         use cublas_sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
         if product.m == 0 || product.n == 0 {
@@ -186,7 +188,7 @@ impl Gpu for Cuda {
                 CUDA_R_32F,
                 product.out_stride as i32,
                 CUBLAS_COMPUTE_32F,
-                CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+                CUBLAS_GEMM_DFALT,
             )
         }
         .w()?;

@@ -359,6 +359,40 @@ mod tests {
     }
 
     #[test]
+    fn a_filter_without_gradients_reports_what_it_would_drop() {
+        let Some(host) = Host::new() else { return };
+        let case = Case { options: LossOptions::evaluation().with_responsibility_filter(0.2), ..case(6, 5, 6, 40) };
+        let truth = case.operands(DType::F64);
+        let plan = backend::plan(&truth, Task::loss(&case.options, Wanted::default()), None).unwrap();
+        let truth = backend::loss(&truth, &case.objective(DType::F64), Wanted::default(), &plan).unwrap();
+        let operands = case.operands(DType::F32);
+        let got = loss_on(&host, &operands, &case.objective(DType::F32), Wanted::default(), &case.plan()).unwrap();
+        assert!(error(&got.dropped_mass.unwrap(), &truth.dropped_mass.unwrap()) <= 1e-5);
+        assert!(error(&got.sum, &truth.sum) <= 1e-5);
+    }
+
+    #[test]
+    fn large_weights_do_not_overflow_half_precision() {
+        let Some(host) = Host::new() else { return };
+        let case = Case { dtype: DType::F16, ..case(5, 3, 6, 37) };
+        let heavy = |dtype| match case.objective(dtype) {
+            Objective::Targets { targets, token_weights, class_weights, options, upstream } => Objective::Targets {
+                token_weights: token_weights.map(|w| (w * 1000.0).unwrap()),
+                class_weights: class_weights.map(|w| (w * 1000.0).unwrap()),
+                targets,
+                options,
+                upstream,
+            },
+            objective => objective,
+        };
+        let (error, name) = case.loss_error(&host, heavy);
+        assert!(error <= case.tolerance(), "{name}: {error}");
+        let ones = |dtype| Objective::LogProbs { upstream: Tensor::ones((5, 37), dtype, &Device::Cpu).unwrap() };
+        let (error, name) = case.loss_error(&host, ones);
+        assert!(error <= case.tolerance(), "{name}: {error}");
+    }
+
+    #[test]
     fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
         let Some(host) = Host::new() else { return };
         for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -447,6 +481,7 @@ mod tests {
             ("rows.mass[r] += mass;", "rows.mass[r] = mass;"),
             ("2.f * objective.z_loss / components", "objective.z_loss / components"),
             ("log_prior_gradient[r] = weighted(scale, -mass);", "log_prior_gradient[r] = weighted(scale, mass);"),
+            ("weights[t] / *largest_weight", "weights[t]"),
             ("hard[t] = class_weight * (1.f - smoothing);", "hard[t] = class_weight;"),
             ("counts[t] = weight * class_weight;", "counts[t] = weight;"),
             ("if (bias) logit += bias[v];", ""),

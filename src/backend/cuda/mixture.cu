@@ -232,8 +232,8 @@ extern "C" __global__ void row_soft_mass(Logits logits, Objective objective, Row
     if (threadIdx.x == 0 && (!objective.words || objective.words[t] != -1)) rows.mass[r] += mass;
 }
 
-// One thread per token: what the gradients of its rows are multiplied by, the gradient of its log-priors, and the share of
-// its mass that the filter drops.
+// One thread per token: what the gradients of its rows are multiplied by, the gradient of its log-priors (unless null), and the
+// share of its mass that the filter drops.
 extern "C" __global__ void token_scales(Objective objective, Rows rows, float *log_prior_gradient, float *dropped, int tokens,
                                         int components) {
     const i64 t = (i64)blockIdx.x * BLOCK + threadIdx.x;
@@ -246,7 +246,7 @@ extern "C" __global__ void token_scales(Objective objective, Rows rows, float *l
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         const float mass = rows.mass[r];
-        log_prior_gradient[r] = weighted(scale, -mass);
+        if (log_prior_gradient) log_prior_gradient[r] = weighted(scale, -mass);
         if (mass < least) lost += mass;
         const float softmax_scale = scale * (mass + 2.f * objective.z_loss / components * (rows.largest[r] + rows.log_sum[r]));
         const bool ignored = objective.words && objective.words[t] == -1;
@@ -310,11 +310,13 @@ extern "C" __global__ void token_targets(const i64 *targets, const float *token_
     counts[t] = weight * class_weight;
 }
 
-// One thread per token: its part in the scale of the gradients, which is `factor` times this.
-extern "C" __global__ void token_weighting(const float *weights, const float *upstream, const float *factor, float *scales, int tokens) {
+// One thread per token: its part in the scale of the gradients, which is `largest_upstream` times `largest_weight` times this.
+extern "C" __global__ void token_weighting(const float *weights, const float *upstream, const float *largest_upstream,
+                                           const float *largest_weight, float *scales, int tokens) {
     const i64 t = (i64)blockIdx.x * BLOCK + threadIdx.x;
     if (t >= tokens) return;
-    scales[t] = !upstream ? weights[t] : *factor == 0.f ? 0.f : upstream[t] / *factor * weights[t];
+    const float weight = weights[t] / *largest_weight;
+    scales[t] = !upstream ? weight : *largest_upstream == 0.f ? 0.f : upstream[t] / *largest_upstream * weight;
 }
 
 #define FOR_TYPE(name, T) \

@@ -36,8 +36,9 @@ pub(super) struct Prepared {
     pub(super) alpha: Buffer,
 }
 
-/// In f16 the gradient of the logits, at most 1 and mostly far below, is multiplied by this.
-const HALF_UNIT: f32 = 1024.0;
+/// In f16 the gradient of the logits is multiplied by this: but for the z-loss it is at most 1, since the weights are put in
+/// relation to the largest, and mostly far below.
+const HALF_UNIT: f32 = 64.0;
 
 impl Prepared {
     pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, sizes: Sizes, dtype: DType) -> Result<Self> {
@@ -48,7 +49,8 @@ impl Prepared {
             Objective::LogProbs { upstream } => {
                 let upstream =
                     if tokens == 0 { &Tensor::zeros((1, vocab), DType::F32, upstream.device())? } else { upstream };
-                let largest = upstream.flatten_all()?.abs()?.max(0)?;
+                // A bound of all masses: each is a part of what comes from upstream for the token.
+                let largest = upstream.abs()?.sum(1)?.max(0)?;
                 let factor = largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?;
                 return Ok(Prepared {
                     words: None,
@@ -69,7 +71,12 @@ impl Prepared {
         let device = targets.device();
         let given = |tensor: &Option<Tensor>| tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose();
         let floats = || Buffer::new(gpu, Tensor::zeros(tokens.max(1), DType::F32, device)?);
-        let targets = Buffer::new(gpu, targets.to_dtype(DType::I64)?)?;
+        // A GPU launches nothing for nothing, not even a conversion.
+        let targets = match tokens {
+            0 => Tensor::zeros(1, DType::I64, device)?,
+            _ => targets.to_dtype(DType::I64)?,
+        };
+        let targets = Buffer::new(gpu, targets)?;
         let (token_weights, class_weights) = (given(token_weights)?, given(class_weights)?);
         let words = Buffer::new(gpu, Tensor::full(u32::MAX, tokens.max(1), device)?)?;
         let (hard, weights, counts, scales) = (floats()?, floats()?, floats()?, floats()?);
@@ -95,19 +102,27 @@ impl Prepared {
         let count = counts.tensor.sum_all()?;
         let upstream = upstream.as_ref().map(|upstream| upstream.to_dtype(DType::F32)).transpose()?;
         let upstream = given(&upstream)?;
-        let factor = match (&upstream, options.reduction) {
+        let largest_upstream = match (&upstream, options.reduction) {
             (Some(upstream), _) if tokens > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
             (None, Reduction::Mean) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
             _ => count.ones_like()?,
         };
-        let factor = Buffer::new(gpu, factor)?;
+        let largest_weight = match &class_weights {
+            Some(class_weights) => (weights.tensor.abs()?.max(0)? * class_weights.tensor.abs()?.max(0)?)?,
+            None => weights.tensor.abs()?.max(0)?,
+        };
+        let none = largest_weight.eq(0f32)?;
+        let largest_weight = Buffer::new(gpu, none.where_cond(&largest_weight.ones_like()?, &largest_weight)?)?;
+        let factor = (&largest_upstream * &largest_weight.tensor)?;
+        let largest_upstream = Buffer::new(gpu, largest_upstream)?;
         gpu.launch(
             "token_weighting",
             blocks,
             &[
                 Argument::Address(weights.at(0)),
                 Argument::Address(Buffer::or_null(&upstream)),
-                Argument::Address(factor.at(0)),
+                Argument::Address(largest_upstream.at(0)),
+                Argument::Address(largest_weight.at(0)),
                 Argument::Address(scales.at(0)),
                 Argument::Int(tokens as i32),
             ],
@@ -133,8 +148,8 @@ impl Prepared {
             filter: options.responsibility_filter as f32,
             unit,
             hits: options.hits,
-            alpha: alpha(&factor.tensor)?,
-            factor: factor.tensor,
+            alpha: alpha(&factor)?,
+            factor,
         })
     }
 

@@ -108,3 +108,18 @@ fn a_plan_is_asked_for_printed_and_kept() -> Result<()> {
     assert!(shown(&cut).contains("200 tokens"), "{cut}");
     Ok(())
 }
+
+#[test]
+fn the_default_budget_is_32_mib_or_480_rows_of_logits() -> Result<()> {
+    let plan = |vocab: usize, tokens: usize| {
+        let variables = VarMap::new();
+        let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(4, 4, vocab, 4), vb)?;
+        head.plan(&Tensor::zeros((tokens, 4), DType::F32, &Device::Cpu)?, &LossOptions::new())
+    };
+    assert_eq!(plan(100, 1000)?.budget_bytes, 32 << 20);
+    assert_eq!(plan(100_000, 120)?.rows_per_chunk, 480);
+    // One token more makes two chunks of equal size.
+    assert_eq!(plan(100_000, 121)?.tokens_per_chunk, 61);
+    Ok(())
+}

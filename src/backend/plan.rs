@@ -24,7 +24,7 @@ pub(crate) struct Needs {
     pub(crate) per_token: usize,
     /// Whatever the size of the chunk.
     pub(crate) fixed: usize,
-    /// The budget that is taken if none is given; at least one token's.
+    /// The budget that is taken if none is given, unless one token needs more.
     pub(crate) default_budget: usize,
     /// More tokens in a chunk are of no use.
     pub(crate) most_tokens: usize,
@@ -153,6 +153,13 @@ mod tests {
         assert!(Plan::new(SIZES, NEEDS, Some(1500)).is_ok());
         let error = Plan::new(SIZES, NEEDS, Some(1499)).unwrap_err();
         assert!(matches!(error, Error::Workspace { least: 1500, got: 1499 }));
+    }
+
+    #[test]
+    fn the_default_budget_is_taken_unless_one_token_needs_more() {
+        assert_eq!(Plan::new(SIZES, NEEDS, None).unwrap().budget_bytes, 8500);
+        let needs = Needs { default_budget: 700, ..NEEDS };
+        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, 1500);
     }
 
     #[test]

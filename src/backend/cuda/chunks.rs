@@ -71,7 +71,6 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let rows = plan.rows_per_chunk.max(1);
         let zeros = |n: usize, dtype| Buffer::new(gpu, Tensor::zeros(n.max(1), dtype, device)?);
         let optional = |is_wanted: bool, n, dtype| is_wanted.then(|| zeros(n, dtype)).transpose();
-        let given = |tensor: &Option<Tensor>| tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose();
         let on_the_way = prepared.as_ref().is_some_and(Prepared::is_soft);
         Ok(Chunks {
             gpu,
@@ -80,8 +79,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             dtype,
             contexts: Buffer::new(gpu, operands.contexts.clone())?,
             weight: Buffer::new(gpu, operands.weight.clone())?,
-            log_priors: given(&operands.log_priors)?,
-            bias: given(&operands.bias)?,
+            log_priors: Buffer::of(gpu, &operands.log_priors)?,
+            bias: Buffer::of(gpu, &operands.bias)?,
             softcap: operands.softcap.unwrap_or(0.0) as f32,
             logits: zeros(rows * stride, DType::F32)?,
             gradient: optional(wanted.any() && dtype != DType::F32, rows * stride, dtype)?,

@@ -28,6 +28,11 @@ impl Buffer {
         Ok(Buffer { address: gpu.address(&tensor)?, tensor })
     }
 
+    /// Of a tensor that may be absent.
+    pub(super) fn of<G: Gpu>(gpu: &G, tensor: &Option<Tensor>) -> Result<Option<Self>> {
+        tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose()
+    }
+
     /// The address of an element.
     pub(super) fn at(&self, element: usize) -> u64 {
         self.address + (element * self.tensor.dtype().size_in_bytes()) as u64

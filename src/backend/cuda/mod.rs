@@ -47,7 +47,7 @@ fn plan_of(sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Res
     let needs = Needs {
         per_token,
         fixed,
-        default_budget: (fixed + tokens * per_token).min(LARGEST_DEFAULT_BUDGET).max(fixed + per_token),
+        default_budget: (fixed + tokens * per_token).min(LARGEST_DEFAULT_BUDGET),
         most_tokens: usize::MAX,
         keeps_logits: true,
         kernels: "cuda",

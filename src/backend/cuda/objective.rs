@@ -69,7 +69,6 @@ impl Prepared {
             }
         };
         let device = targets.device();
-        let given = |tensor: &Option<Tensor>| tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose();
         let floats = || Buffer::new(gpu, Tensor::zeros(tokens.max(1), DType::F32, device)?);
         // A GPU launches nothing for nothing, not even a conversion.
         let targets = match tokens {
@@ -77,7 +76,7 @@ impl Prepared {
             _ => targets.to_dtype(DType::I64)?,
         };
         let targets = Buffer::new(gpu, targets)?;
-        let (token_weights, class_weights) = (given(token_weights)?, given(class_weights)?);
+        let (token_weights, class_weights) = (Buffer::of(gpu, token_weights)?, Buffer::of(gpu, class_weights)?);
         let words = Buffer::new(gpu, Tensor::full(u32::MAX, tokens.max(1), device)?)?;
         let (hard, weights, counts, scales) = (floats()?, floats()?, floats()?, floats()?);
         let blocks = tokens.div_ceil(BLOCK);
@@ -101,8 +100,9 @@ impl Prepared {
         )?;
         let count = counts.tensor.sum_all()?;
         let upstream = upstream.as_ref().map(|upstream| upstream.to_dtype(DType::F32)).transpose()?;
-        let upstream = given(&upstream)?;
-        let largest_upstream = match (&upstream, options.reduction) {
+        let upstream = Buffer::of(gpu, &upstream)?;
+        // What the reduction, or the largest gradient from upstream, multiplies all gradients by.
+        let of_all = match (&upstream, options.reduction) {
             (Some(upstream), _) if tokens > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
             (None, Reduction::Mean) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
             _ => count.ones_like()?,
@@ -113,15 +113,15 @@ impl Prepared {
         };
         let none = largest_weight.eq(0f32)?;
         let largest_weight = Buffer::new(gpu, none.where_cond(&largest_weight.ones_like()?, &largest_weight)?)?;
-        let factor = (&largest_upstream * &largest_weight.tensor)?;
-        let largest_upstream = Buffer::new(gpu, largest_upstream)?;
+        let factor = (&of_all * &largest_weight.tensor)?;
+        let of_all = Buffer::new(gpu, of_all)?;
         gpu.launch(
             "token_weighting",
             blocks,
             &[
                 Argument::Address(weights.at(0)),
                 Argument::Address(Buffer::or_null(&upstream)),
-                Argument::Address(largest_upstream.at(0)),
+                Argument::Address(of_all.at(0)),
                 Argument::Address(largest_weight.at(0)),
                 Argument::Address(scales.at(0)),
                 Argument::Int(tokens as i32),

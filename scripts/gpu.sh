@@ -67,7 +67,10 @@ print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec
 
     for shape in "${SHAPES[@]}"; do
         for dtype in bf16 f32; do
-            "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda >>"$out/steps.jsonl" 2>>"$out/steps.log" || true
+            for filter in 0 0.001; do
+                "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda --filter "$filter" \
+                    >>"$out/steps.jsonl" 2>>"$out/steps.log" || true
+            done
             for implementation in ${PEERS:+${PEER_IMPLEMENTATIONS:-gemm3 compile stable eager}}; do
                 timeout 120 python3 "$PEERS" --shape "$shape" --dtype "$dtype" --device cuda --impl "$implementation" \
                     >>"$out/steps.jsonl" 2>>"$out/steps.log" || true
@@ -82,7 +85,8 @@ for line in open(sys.argv[1]) if os.path.exists(sys.argv[1]) else []:
         row = json.loads(line)
         milliseconds = lambda name: f"{1e3 * row[name]:.2f} ms" if row.get(name) else ""
         extra = row.get("peak_extra_mib")
-        print(f"| {row['shape']} | {row['dtype']} | {row['library'].split()[0]} {row['impl']} | {milliseconds('seconds')} "
+        name = row["library"].split()[0] + " " + row["impl"] + (f", filter {row['filter']}" if row.get("filter") else "")
+        print(f"| {row['shape']} | {row['dtype']} | {name} | {milliseconds('seconds')} "
               f"| {'' if extra is None else round(extra)} | {milliseconds('mixture_seconds')} |")
 TABLE
 }

@@ -1,6 +1,6 @@
 //! Checks of arguments, before any work: each failure names the argument, what was expected, and what came.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::{Error, Result};
 
@@ -42,4 +42,20 @@ pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
         true => Ok(()),
         false => Err(Error::config("dropout", "at least 0 and below 1", dropout)),
     }
+}
+
+/// The targets as words, `None` where they are ignored, or an error that names the first one that is not in the vocabulary.
+/// Waits for the targets' device.
+pub(crate) fn read_words(targets: &Tensor, ignore_index: Option<i64>, vocab: usize) -> Result<Vec<Option<usize>>> {
+    let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let word = |(position, &got): (usize, &i64)| {
+        if ignore_index == Some(got) {
+            return Ok(None);
+        }
+        match usize::try_from(got) {
+            Ok(word) if word < vocab => Ok(Some(word)),
+            _ => Err(Error::Target { position, got, vocab }),
+        }
+    };
+    targets.iter().enumerate().map(word).collect()
 }

@@ -1,8 +1,9 @@
 //! What is asked of a loss, [`LossOptions`], and what it gives, [`Loss`]: the same for every head.
 
 use candle_core::backprop::GradStore;
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 
+use crate::check::read_words;
 use crate::{autograd, Error, Result};
 
 /// How the losses of the tokens become one value.
@@ -148,7 +149,8 @@ impl LossOptions {
 
     /// Leaves out the gradients of contexts and decoder from components whose responsibility for the target is below this
     /// threshold, which saves their share of two of the three products. Off (0) by default: with it, these gradients are
-    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact.
+    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact. On CUDA each chunk waits
+    /// for the device once, to know how many rows are left.
     pub fn with_responsibility_filter(self, threshold: f64) -> Self {
         LossOptions { responsibility_filter: threshold, ..self }
     }
@@ -195,17 +197,18 @@ impl LossOptions {
 /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
 /// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
 /// let options = LossOptions::new().with_reduction(Reduction::Sum).with_ignore_index(0);
-/// let (mut gradient, mut sum, mut count) = (weight.zeros_like()?, 0f32, 0f32);
+/// let (mut gradient, mut sum, mut count) = (weight.zeros_like()?, 0.0, 0.0);
 /// for targets in [[1u32, 2, 0], [3, 0, 0]] {
 ///     let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
 ///     let loss = head.loss(&hidden, &Tensor::new(&targets, &Device::Cpu)?, &options)?;
 ///     if let Some(part) = loss.backward()?.get(&weight) {
 ///         gradient = (gradient + part)?;
 ///     }
-///     sum += loss.sum.to_scalar::<f32>()?;
-///     count += loss.count.to_scalar::<f32>()?;
+///     let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
+///     sum += sum_of_batch;
+///     count += count_of_batch;
 /// }
-/// let mean_gradient = (gradient / f64::from(count))?;
+/// let mean_gradient = (gradient / count)?;
 /// println!("{} nats per token, of {count} tokens", sum / count);
 /// # assert_eq!((mean_gradient.dims(), count), (&[100, 8][..], 3.0));
 /// # Ok(())
@@ -230,6 +233,16 @@ pub struct Loss {
     pub dropped_mass: Option<Tensor>,
     /// The decoder's weight, if that is a variable.
     pub(crate) decoder: Option<Tensor>,
+    /// What the targets are to be checked against, where that has not been done.
+    pub(crate) unchecked: Option<Unchecked>,
+}
+
+/// Targets that were not looked at, because that would have meant to wait for a GPU.
+#[derive(Clone, Debug)]
+pub(crate) struct Unchecked {
+    pub(crate) targets: Tensor,
+    pub(crate) ignore_index: Option<i64>,
+    pub(crate) vocab: usize,
 }
 
 impl Loss {
@@ -241,5 +254,21 @@ impl Loss {
     /// If candle cannot compute them.
     pub fn backward(&self) -> Result<GradStore> {
         autograd::backward(&self.value, self.decoder.as_ref())
+    }
+
+    /// `sum` and `count` as numbers, in one transfer; waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// On CUDA, where the loss itself does not look at the targets: if the sum is NaN because of a target that is not in the
+    /// vocabulary. The error names the first of them.
+    pub fn sum_and_count(&self) -> Result<(f64, f64)> {
+        let numbers = Tensor::stack(&[&self.sum, &self.count], 0)?.to_device(&Device::Cpu)?;
+        let numbers = numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        let (sum, count) = (numbers[0], numbers[1]);
+        if let Some(Unchecked { targets, ignore_index, vocab }) = self.unchecked.as_ref().filter(|_| sum.is_nan()) {
+            read_words(targets, *ignore_index, *vocab)?;
+        }
+        Ok((sum, count))
     }
 }

@@ -61,11 +61,6 @@ impl Window {
         let shape = (self.batch, self.steps);
         Ok((Tensor::from_slice(&self.inputs, shape, device)?, Tensor::from_slice(&self.targets, shape, device)?))
     }
-
-    /// Targets that count.
-    pub(crate) fn tokens(&self) -> usize {
-        self.targets.iter().filter(|&&target| target != IGNORED).count()
-    }
 }
 
 #[cfg(test)]

@@ -41,8 +41,9 @@ pub(crate) fn train_epoch(
         let loss = model.head().loss(&hidden, &targets, &options)?;
         let lr = recipe.lr * recipe.decay.powf(epoch as f64 + i as f64 / windows as f64);
         optimizer.step(&loss.backward()?, lr, recipe.clip)?;
-        sum += f64::from(loss.sum.to_scalar::<f32>()?);
-        count += window.tokens() as f64;
+        let (sum_of_window, count_of_window) = loss.sum_and_count()?;
+        sum += sum_of_window;
+        count += count_of_window;
         bar.set_message(format!("perplexity {:.1}", (sum / count).exp()));
         bar.inc(1);
     }
@@ -59,8 +60,9 @@ pub(crate) fn evaluate(model: &LanguageModel, text: &[u32], bptt: usize) -> Resu
         let (inputs, targets) = window.tensors(model.device())?;
         let hidden = model.hidden(&inputs, &mut states, None)?;
         let loss = model.head().loss(&hidden, &targets, &options)?;
-        sum += f64::from(loss.sum.to_scalar::<f32>()?);
-        count += window.tokens() as f64;
+        let (sum_of_window, count_of_window) = loss.sum_and_count()?;
+        sum += sum_of_window;
+        count += count_of_window;
     }
     Ok(sum / count)
 }

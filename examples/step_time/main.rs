@@ -174,7 +174,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         "tokens": tokens, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.to_possible_value().map(|v| v.get_name().to_owned()),
-        "backward": !args.forward_only, "threads": candle_core::utils::get_num_threads(),
+        "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });

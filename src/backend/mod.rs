@@ -102,6 +102,9 @@ pub(crate) struct Task {
     pub(crate) all_words: bool,
     /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
     pub(crate) soft_targets: bool,
+    /// Whether rows are left out of the gradient's products. (The CPU needs no room for that.)
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) filters: bool,
 }
 
 impl Task {
@@ -109,12 +112,14 @@ impl Task {
     pub(crate) fn loss(options: &LossOptions, wanted: Wanted) -> Self {
         let soft_targets = options.label_smoothing > 0.0;
         let all_words = soft_targets || options.hits;
-        Task { keeps_logits: wanted.any() || all_words, bias_gradient: wanted.bias, all_words, soft_targets }
+        let filters = options.responsibility_filter > 0.0 && wanted.any();
+        Task { keeps_logits: wanted.any() || all_words, bias_gradient: wanted.bias, all_words, soft_targets, filters }
     }
 
     /// Log-probabilities or the most probable word, and the gradient of the former.
     pub(crate) fn log_probs(wanted: Wanted) -> Self {
-        Task { keeps_logits: true, bias_gradient: wanted.bias, all_words: true, soft_targets: wanted.any() }
+        let soft_targets = wanted.any();
+        Task { keeps_logits: true, bias_gradient: wanted.bias, all_words: true, soft_targets, filters: false }
     }
 }
 

@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use crate::backend::plan::{Plan, Sizes};
 use crate::backend::{self, accumulation_dtype, Objective, Operands, Task, Wanted};
 use crate::check::{check_alike, check_device, check_sizes};
-use crate::loss::{Loss, LossOptions, Reduction};
+use crate::loss::{Loss, LossOptions, Reduction, Unchecked};
 use crate::{Error, Result};
 
 /// A mixture of K softmaxes over one decoder, for each of some tokens: what every head reduces to.
@@ -143,7 +143,7 @@ impl Mixture {
     /// # Errors
     ///
     /// If the targets' shape or dtype is wrong, a target is not in the vocabulary, or an option is out of its range. On CUDA a
-    /// target that is not in the vocabulary makes its loss NaN instead: to look at it would mean to wait.
+    /// target that is not in the vocabulary makes its loss NaN instead: to look at it would mean to wait. [`Loss::sum_and_count`] waits, and names it.
     ///
     /// # Numerics
     ///
@@ -184,6 +184,11 @@ impl Mixture {
             hits: outcome.hits,
             dropped_mass: outcome.dropped_mass,
             decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
+            unchecked: (!targets.device().is_cpu()).then(|| Unchecked {
+                targets: targets.clone(),
+                ignore_index: options.ignore_index,
+                vocab: self.operands.sizes.vocab,
+            }),
         })
     }
 

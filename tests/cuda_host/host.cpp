@@ -4,6 +4,7 @@
 // with a message: on a GPU they would hang or give garbage. Shared memory is filled with NaN before each block, so that what
 // is read before it is written shows.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -28,9 +29,7 @@ static dim threadIdx, blockIdx;
 struct float2 {
     float x, y;
 };
-struct float4 {
-    float x, y, z, w;
-};
+using std::min;
 static inline float __int_as_float(unsigned bits) {
     float x;
     std::memcpy(&x, &bits, 4);
@@ -142,9 +141,10 @@ template <typename... A, void (*kernel)(A...)> struct Unpack<kernel> {
 
 #define KERNEL(name) {#name, Unpack<&name>::run}
 static const std::map<std::string, void (*)(void **)> kernels = {
-    KERNEL(row_log_sum_exp),        KERNEL(token_loss),       KERNEL(row_soft_mass),     KERNEL(token_scales),
-    KERNEL(token_targets),          KERNEL(token_weighting),  KERNEL(row_gradient_f32),  KERNEL(row_gradient_f16),
-    KERNEL(row_gradient_bf16),      KERNEL(mixture_log_probs_f32), KERNEL(mixture_log_probs_f16), KERNEL(mixture_log_probs_bf16),
+    KERNEL(row_log_sum_exp), KERNEL(token_loss), KERNEL(row_soft_mass), KERNEL(token_scales), KERNEL(token_targets),
+    KERNEL(token_weighting), KERNEL(live_rows), KERNEL(scatter_rows),
+#define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(gather_rows_##type)
+    KERNELS_FOR(f32), KERNELS_FOR(f16), KERNELS_FOR(bf16),
 };
 
 } // namespace host

@@ -3,8 +3,9 @@
 use super::rows::Target;
 use super::simd::{Float, ROW_ALIGN};
 use super::{Objective, Sizes};
-use crate::loss::{LossOptions, Reduction};
-use crate::{Error, Result};
+use crate::check::read_words;
+use crate::loss::Reduction;
+use crate::Result;
 
 /// What each token is measured against, and how much it counts.
 pub(super) struct Targets<F> {
@@ -48,7 +49,7 @@ impl<F: Float> Targets<F> {
                 (targets, token_weights, class_weights, options, upstream)
             }
         };
-        let words = read_words(targets, options, sizes.vocab)?;
+        let words = read_words(targets, options.ignore_index, sizes.vocab)?;
         let token_weights = token_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
         let class_weights = class_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
         let smoothing = F::of(options.label_smoothing);
@@ -166,19 +167,4 @@ impl<F: Float> Targets<F> {
         };
         self.token_weight(t) * class_weight
     }
-}
-
-/// The targets as words, or an error that names the first one that is not in the vocabulary.
-fn read_words(targets: &candle_core::Tensor, options: &LossOptions, vocab: usize) -> Result<Vec<Option<usize>>> {
-    let targets = targets.to_dtype(candle_core::DType::I64)?.to_vec1::<i64>()?;
-    let word = |(position, &got): (usize, &i64)| {
-        if options.ignore_index == Some(got) {
-            return Ok(None);
-        }
-        match usize::try_from(got) {
-            Ok(word) if word < vocab => Ok(Some(word)),
-            _ => Err(Error::Target { position, got, vocab }),
-        }
-    };
-    targets.iter().enumerate().map(word).collect()
 }

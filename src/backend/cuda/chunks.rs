@@ -25,8 +25,10 @@ pub(super) struct Chunks<'a, G> {
 
     /// `[rows of a chunk, stride]`: logits, f32
     logits: Buffer,
-    /// `[rows of a chunk, stride]`: their gradient in the operands' dtype, where that is not f32
+    /// `[rows of a chunk, stride]`: their gradient in the operands' dtype, unless it can take their place
     gradient: Option<Buffer>,
+    /// If the filter leaves rows out
+    live: Option<Live>,
     /// `[tokens of a chunk, stride]`: the mixture's log-probabilities, where they are needed on the way
     log_probs: Option<Buffer>,
     /// `[6, rows of a chunk]`: see [`Rows`]
@@ -54,6 +56,18 @@ pub(super) struct Chunks<'a, G> {
     constants: Buffer,
 }
 
+/// The rows of a chunk that the filter leaves: the two products of the gradient are theirs alone.
+struct Live {
+    /// `[rows of a chunk]`: their numbers
+    rows: Buffer,
+    /// `[1]`: how many there are, and the same once it has been read
+    count: Buffer,
+    known: usize,
+    /// `[rows of a chunk, d]`: their contexts, and the gradient of these
+    contexts: Buffer,
+    context_gradients: Buffer,
+}
+
 /// Elements to which rows of logits are padded, so that each starts on 16 bytes in every dtype.
 pub(super) const ROW_ALIGN: usize = 8;
 
@@ -71,6 +85,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let rows = plan.rows_per_chunk.max(1);
         let zeros = |n: usize, dtype| Buffer::new(gpu, Tensor::zeros(n.max(1), dtype, device)?);
         let optional = |is_wanted: bool, n, dtype| is_wanted.then(|| zeros(n, dtype)).transpose();
+        let filters = wanted.any() && prepared.as_ref().is_some_and(|prepared| prepared.filter > 0.0);
         let on_the_way = prepared.as_ref().is_some_and(Prepared::is_soft);
         Ok(Chunks {
             gpu,
@@ -83,7 +98,17 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             bias: Buffer::of(gpu, &operands.bias)?,
             softcap: operands.softcap.unwrap_or(0.0) as f32,
             logits: zeros(rows * stride, DType::F32)?,
-            gradient: optional(wanted.any() && dtype != DType::F32, rows * stride, dtype)?,
+            gradient: optional(wanted.any() && (dtype != DType::F32 || filters), rows * stride, dtype)?,
+            live: match filters {
+                true => Some(Live {
+                    rows: zeros(rows, DType::U32)?,
+                    count: zeros(1, DType::U32)?,
+                    known: 0,
+                    contexts: zeros(rows * context, dtype)?,
+                    context_gradients: zeros(rows * context, DType::F32)?,
+                }),
+                false => None,
+            },
             log_probs: optional(on_the_way, rows / components * stride, DType::F32)?,
             rows: zeros(6 * rows, DType::F32)?,
             rows_per_chunk: rows,
@@ -171,7 +196,33 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         self.gpu.launch(&format!("mixture_log_probs_{}", dtype.as_str()), tokens.len(), &arguments)
     }
 
-    /// The gradient of the chunk's logits, `[rows, vocab]`, as an operand of a product.
+    /// Which rows have a gradient; here the host waits for the device, to know how large the next products are.
+    fn find_live(&mut self, tokens: &Range<usize>) -> Result<()> {
+        let [.., of_rows] = self.arguments(tokens);
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let (all, count) = (Argument::Address(live.rows.at(0)), Argument::Address(live.count.at(0)));
+        self.gpu.launch("live_rows", 1, &[of_rows, all, count, Argument::Int(rows.len() as i32)])?;
+        live.known = live.count.tensor.to_vec1::<u32>()?[0] as usize;
+        let arguments = [
+            Argument::Address(self.contexts.at(rows.start * d)),
+            all,
+            Argument::Address(live.contexts.at(0)),
+            Argument::Int(d as i32),
+        ];
+        self.gpu.launch(&format!("gather_rows_{}", self.dtype.as_str()), live.known, &arguments)
+    }
+
+    /// How many rows the gradient of the chunk's logits has, and their contexts.
+    fn gradient_rows(&self, tokens: &Range<usize>) -> (usize, Matrix) {
+        let (rows, d) = (self.rows(tokens), self.sizes.context);
+        match &self.live {
+            Some(live) => (live.known, matrix(&live.contexts, 0, d)),
+            None => (rows.len(), matrix(&self.contexts, rows.start, d)),
+        }
+    }
+
+    /// That gradient, `[rows, vocab]`, as an operand of a product.
     fn gradient_matrix(&self) -> Matrix {
         let address = self.gradient.as_ref().unwrap_or(&self.logits).at(0);
         Matrix { address, stride: self.stride, transposed: false }
@@ -240,15 +291,18 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
         if self.log_prior_gradients.is_none() {
             return Ok(());
         }
+        self.find_live(&tokens)?;
+        let (row_count, _) = self.gradient_rows(&tokens);
+        let live = Argument::Address(self.live.as_ref().map_or(0, |live| live.rows.at(0)));
         let gradient = Argument::Address(self.gradient_matrix().address);
         let kernel = format!("row_gradient_{}", self.dtype.as_str());
-        self.gpu.launch(&kernel, rows.len(), &[logits, objective, of_rows, log_probs, gradient])?;
+        self.gpu.launch(&kernel, row_count, &[logits, objective, of_rows, log_probs, live, gradient])?;
 
         if let Some((bias, ones)) = self.bias_gradient.as_ref().zip(self.ones.as_ref()) {
             self.gpu.multiply(&Product {
                 m: self.sizes.vocab,
                 n: 1,
-                k: rows.len(),
+                k: row_count,
                 dtype: self.dtype,
                 lhs: Matrix { transposed: true, ..self.gradient_matrix() },
                 rhs: matrix(ones, 0, 1),
@@ -268,33 +322,38 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
 
     fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
         let Sizes { context: d, vocab, .. } = self.sizes;
-        let rows = self.rows(&tokens);
-        let Some(gradient) = &self.context_gradients else { return Ok(()) };
+        let Some(gradients) = &self.context_gradients else { return Ok(()) };
+        let (row_count, _) = self.gradient_rows(&tokens);
+        let place = gradients.at(self.rows(&tokens).start * d);
         self.gpu.multiply(&Product {
-            m: rows.len(),
+            m: row_count,
             n: d,
             k: vocab,
             dtype: self.dtype,
             lhs: self.gradient_matrix(),
             rhs: matrix(&self.weight, 0, d),
-            out: gradient.at(rows.start * d),
+            out: self.live.as_ref().map_or(place, |live| live.context_gradients.at(0)),
             out_stride: d,
             alpha: self.alpha(),
             beta: self.constants.at(0),
-        })
+        })?;
+        let Some(live) = &self.live else { return Ok(()) };
+        let (from, which) = (live.context_gradients.at(0), live.rows.at(0));
+        let arguments = [from, which, place].map(Argument::Address);
+        self.gpu.launch("scatter_rows", row_count, &[&arguments[..], &[Argument::Int(d as i32)]].concat())
     }
 
     fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
         let Sizes { context: d, vocab, .. } = self.sizes;
-        let rows = self.rows(&tokens);
         let Some(gradient) = &self.weight_gradient else { return Ok(()) };
+        let (row_count, contexts) = self.gradient_rows(&tokens);
         self.gpu.multiply(&Product {
             m: vocab,
             n: d,
-            k: rows.len(),
+            k: row_count,
             dtype: self.dtype,
             lhs: Matrix { transposed: true, ..self.gradient_matrix() },
-            rhs: matrix(&self.contexts, rows.start, d),
+            rhs: contexts,
             out: gradient.at(0),
             out_stride: d,
             alpha: self.alpha(),

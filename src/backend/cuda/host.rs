@@ -1,6 +1,7 @@
 //! The CUDA backend without a GPU: its kernels compiled for the host (`tests/cuda_host`), its products as plain loops. What
 //! is left untested is what only a GPU has: cuBLAS, the compiler for the device, its exp and log, and its speed.
 
+use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, c_void, CString};
 use std::path::Path;
 use std::process::Command;
@@ -15,9 +16,12 @@ use crate::Result;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void) -> c_int;
 
-/// The host in place of a GPU; its tensors are those of the CPU.
+/// The host in place of a GPU. Its kernels see a copy of each tensor between two pages that nobody may touch, so that the
+/// first access outside a tensor ends the process.
 pub(super) struct Host {
     launch: &'static Mutex<Launch>,
+    /// Of the CPU's tensors; their memory is not freed as long as these live.
+    copies: RefCell<Vec<(Tensor, Guarded)>>,
 }
 
 impl Host {
@@ -25,13 +29,67 @@ impl Host {
     pub(super) fn new() -> Option<Self> {
         static LAUNCH: OnceLock<Option<Mutex<Launch>>> = OnceLock::new();
         let launch = LAUNCH.get_or_init(|| compile("").map(Mutex::new)).as_ref()?;
-        Some(Host { launch })
+        Some(Host { launch, copies: RefCell::default() })
+    }
+
+    /// What the kernels wrote becomes what the tensors hold.
+    fn write_back(&self) {
+        self.copies.borrow().iter().for_each(|(_, copy)| copy.write_back());
     }
 
     /// With one text in the kernels replaced by another.
     pub(super) fn mutant(text: &str, replacement: &str) -> Option<Self> {
         let launch = compile(&format!("{text}\u{0}{replacement}"))?;
-        Some(Host { launch: Box::leak(Box::new(Mutex::new(launch))) })
+        Some(Host { launch: Box::leak(Box::new(Mutex::new(launch))), copies: RefCell::default() })
+    }
+}
+
+/// A copy of some bytes, whose end is the end of a page; the pages before and behind may not be touched.
+struct Guarded {
+    original: *mut u8,
+    pages: *mut u8,
+    bytes: usize,
+}
+
+const PAGE: usize = 4096;
+
+impl Guarded {
+    /// # Safety
+    ///
+    /// At `original` are so many bytes, for as long as this lives.
+    unsafe fn new(original: *mut u8, bytes: usize) -> Self {
+        let readable = bytes.next_multiple_of(PAGE);
+        let (nowhere, anonymous) = (std::ptr::null_mut(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: fresh pages; the readable ones among them hold the bytes.
+        unsafe {
+            let pages: *mut u8 = libc::mmap(nowhere, readable + 2 * PAGE, libc::PROT_NONE, anonymous, -1, 0).cast();
+            assert!(pages.cast() != libc::MAP_FAILED, "no memory");
+            assert_eq!(libc::mprotect(pages.add(PAGE).cast(), readable, libc::PROT_READ | libc::PROT_WRITE), 0);
+            let guarded = Guarded { original, pages, bytes };
+            std::ptr::copy_nonoverlapping(original, guarded.first(), bytes);
+            guarded
+        }
+    }
+
+    fn first(&self) -> *mut u8 {
+        // SAFETY: within the pages.
+        unsafe { self.pages.add(PAGE + self.bytes.next_multiple_of(PAGE) - self.bytes) }
+    }
+
+    fn end(&self) -> *mut u8 {
+        self.original.wrapping_add(self.bytes)
+    }
+
+    fn write_back(&self) {
+        // SAFETY: as in `new`; nothing else reads or writes the tensor while a kernel does.
+        unsafe { std::ptr::copy_nonoverlapping(self.first(), self.original, self.bytes) }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        // SAFETY: the pages that `new` asked for.
+        unsafe { libc::munmap(self.pages.cast(), self.bytes.next_multiple_of(PAGE) + 2 * PAGE) };
     }
 }
 
@@ -90,14 +148,27 @@ impl Gpu for Host {
         assert!(layout.is_contiguous());
         let Storage::Cpu(storage) = &*storage else { panic!("not on the CPU") };
         let first = match storage {
-            CpuStorage::F32(values) => values.as_ptr() as u64,
-            CpuStorage::F16(values) => values.as_ptr() as u64,
-            CpuStorage::BF16(values) => values.as_ptr() as u64,
-            CpuStorage::U32(values) => values.as_ptr() as u64,
-            CpuStorage::I64(values) => values.as_ptr() as u64,
+            CpuStorage::F32(values) => values.as_ptr() as *mut u8,
+            CpuStorage::F16(values) => values.as_ptr() as *mut u8,
+            CpuStorage::BF16(values) => values.as_ptr() as *mut u8,
+            CpuStorage::U32(values) => values.as_ptr() as *mut u8,
+            CpuStorage::I64(values) => values.as_ptr() as *mut u8,
             _ => panic!("no kernel takes {:?}", tensor.dtype()),
         };
-        Ok(first + (layout.start_offset() * tensor.dtype().size_in_bytes()) as u64)
+        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let original = first.wrapping_add(layout.start_offset() * tensor.dtype().size_in_bytes());
+        let known = |(_, copy): &&(Tensor, Guarded)| copy.original == original && copy.bytes == bytes;
+        if let Some((_, copy)) = self.copies.borrow().iter().find(known) {
+            return Ok(copy.first() as u64);
+        }
+        // SAFETY: the tensor has that many bytes, and is kept beside the copy.
+        let copy = unsafe { Guarded::new(original, bytes) };
+        let address = copy.first() as u64;
+        let mut copies = self.copies.borrow_mut();
+        let overlaps = |other: &Guarded| copy.original < other.end() && other.original < copy.end();
+        assert!(!copies.iter().any(|(_, other)| overlaps(other)), "two buffers of one tensor");
+        copies.push((tensor.clone(), copy));
+        Ok(address)
     }
 
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()> {
@@ -117,9 +188,10 @@ impl Gpu for Host {
         let name = CString::new(kernel).unwrap();
         let launch = self.launch.lock().unwrap();
         // SAFETY: each pointer is that of an argument of the kernel's type at its place, and the addresses among them are
-        // those of tensors that live until the call returns and that nothing else reads or writes meanwhile.
+        // those of copies that live as long as the host.
         let status = unsafe { launch(name.as_ptr(), blocks as c_uint, pointers.as_mut_ptr()) };
         assert_eq!(status, 0, "no kernel {kernel}");
+        self.write_back();
         Ok(())
     }
 
@@ -139,6 +211,7 @@ impl Gpu for Host {
                 unsafe { *(p.out as *mut f32).add(index) = alpha * sum + before };
             }
         }
+        self.write_back();
         Ok(())
     }
 }
@@ -354,8 +427,22 @@ mod tests {
     #[test]
     fn the_filter_drops_what_it_drops_on_the_cpu() {
         let Some(host) = Host::new() else { return };
-        let options = LossOptions::new().with_responsibility_filter(0.2);
-        Case { options, ..case(6, 5, 6, 40) }.check(&host);
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for filter in [0.01, 0.2, 0.999] {
+                let options = LossOptions::new().with_responsibility_filter(filter).with_ignore_index(3);
+                let case = Case { dtype, options, chunk: 4, ..case(7, 5, 6, 40) };
+                case.check(&host);
+                let tokens_ignored = Case { options: case.options.clone().with_ignore_index(10), ..case };
+                tokens_ignored.check(&host);
+            }
+        }
+    }
+
+    #[test]
+    fn many_live_rows_keep_their_order() {
+        let Some(host) = Host::new() else { return };
+        let options = LossOptions::new().with_responsibility_filter(0.1);
+        Case { options, chunk: 200, ..case(201, 4, 3, 6) }.check(&host);
     }
 
     #[test]
@@ -475,9 +562,9 @@ mod tests {
         // Each of these changes is one that somebody could make by accident.
         let changes = [
             ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
-            ("if (v == word) g -= scale * hard_mass;", ""),
+            ("if (v == word) g[i] -= scale * hard_mass;", ""),
             ("for (int w = 1; w < BLOCK / 32; ++w) join", "for (int w = 2; w < BLOCK / 32; ++w) join"),
-            ("g = g == 0.f ? 0.f : g * logits.slope(logit);", ""),
+            ("g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);", ""),
             ("rows.mass[r] += mass;", "rows.mass[r] = mass;"),
             ("2.f * objective.z_loss / components", "objective.z_loss / components"),
             ("log_prior_gradient[r] = weighted(scale, -mass);", "log_prior_gradient[r] = weighted(scale, mass);"),
@@ -485,15 +572,66 @@ mod tests {
             ("hard[t] = class_weight * (1.f - smoothing);", "hard[t] = class_weight;"),
             ("counts[t] = weight * class_weight;", "counts[t] = weight;"),
             ("if (bias) logit += bias[v];", ""),
+            ("i64 r = live ? live[blockIdx.x] : blockIdx.x", "i64 r = blockIdx.x"),
+            ("T *from = all + (i64)live[blockIdx.x] * columns", "T *from = all + (i64)blockIdx.x * columns"),
+            ("float *to = all + (i64)live[blockIdx.x] * columns", "float *to = all + (i64)blockIdx.x * columns"),
+            ("|| mass < least;", ";"),
         ];
-        let case =
-            Case { softcap: Some(5.0), options: options(Reduction::Mean, 0.1, 0.01, true), ..case(5, 3, 6, 300) };
-        let error_with = |host: &Host| case.loss_error(host, |dtype| case.objective(dtype)).0;
-        assert!(error_with(&host) <= case.tolerance());
+        let all = options(Reduction::Mean, 0.1, 0.01, true);
+        let filter = LossOptions::new().with_responsibility_filter(0.2);
+        let cases = [all, filter].map(|options| Case { softcap: Some(5.0), options, chunk: 4, ..case(5, 3, 6, 300) });
+        let tolerance = cases[0].tolerance();
+        let error_with = |host: &Host| {
+            // A NaN is the largest of errors.
+            let errors = cases.iter().map(|case| case.loss_error(host, |dtype| case.objective(dtype)).0);
+            errors.max_by(f64::total_cmp).unwrap()
+        };
+        assert!(error_with(&host) <= tolerance);
         for (text, replacement) in changes {
             let Some(mutant) = Host::mutant(text, replacement) else { return };
             let error = error_with(&mutant);
-            assert!(error.is_nan() || error > case.tolerance(), "not caught: {text} -> {replacement} (error {error})");
+            assert!(error.is_nan() || error > tolerance, "not caught: {text} -> {replacement} (error {error})");
+        }
+    }
+
+    /// Kernels that go beyond a tensor: this test calls itself for each of them, since each ends its process.
+    #[test]
+    fn an_access_outside_a_tensor_ends_the_process() {
+        const CHOICE: &str = "MOS_HEAD_TEST_MUTANT";
+        let changes = [
+            ("", ""),
+            ("is_word && class_weights ?", "class_weights ?"),
+            ("*count = at;", "count[1] = at;"),
+            ("first < logits.vocab; first +=", "first < logits.stride + 4; first +="),
+        ];
+        if let Ok(choice) = std::env::var(CHOICE) {
+            let (text, replacement) = changes[choice.parse::<usize>().unwrap()];
+            let host = if text.is_empty() { Host::new() } else { Host::mutant(text, replacement) };
+            let options = LossOptions::new().with_responsibility_filter(0.2);
+            let case = Case { options, ..case(4, 2, 3, 1024) };
+            let objective = |dtype| match case.objective(dtype) {
+                Objective::Targets { token_weights, class_weights, options, upstream, .. } => Objective::Targets {
+                    targets: Tensor::new(&[1i64, 2, 1024, 3], &Device::Cpu).unwrap(),
+                    token_weights,
+                    class_weights,
+                    options,
+                    upstream,
+                },
+                objective => objective,
+            };
+            loss_on(&host.unwrap(), &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan()).unwrap();
+            return;
+        }
+        if Host::new().is_none() {
+            return;
+        }
+        let name = std::thread::current().name().unwrap().to_owned();
+        for (choice, (text, _)) in changes.iter().enumerate() {
+            let mut this = Command::new(std::env::current_exe().unwrap());
+            let output = this.args(["--exact", &name]).env(CHOICE, choice.to_string()).output().unwrap();
+            let signal = std::os::unix::process::ExitStatusExt::signal(&output.status);
+            let expected = (!text.is_empty()).then_some(libc::SIGSEGV);
+            assert_eq!(signal, expected, "{text}: {}", String::from_utf8_lossy(&output.stdout));
         }
     }
 }

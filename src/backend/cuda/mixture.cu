@@ -22,6 +22,17 @@ __device__ __forceinline__ void store(float *to, float x) { *to = x; }
 __device__ __forceinline__ void store(__half *to, float x) { *to = __float2half_rn(x); }
 __device__ __forceinline__ void store(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 
+// Four neighbours in one access.
+template <typename T> struct alignas(4 * sizeof(T)) Four {
+    T of[4];
+};
+template <typename T> __device__ __forceinline__ Four<T> load4(const T *from) { return *reinterpret_cast<const Four<T> *>(from); }
+template <typename T> __device__ __forceinline__ void store4(T *to, const float (&x)[4]) {
+    Four<T> four;
+    for (int i = 0; i < 4; ++i) store(four.of + i, x[i]);
+    *reinterpret_cast<Four<T> *>(to) = four;
+}
+
 // Logits as they come from the product, and what is still to be done to them.
 struct Logits {
     const float *z;    // [rows, stride]
@@ -132,11 +143,10 @@ extern "C" __global__ void row_log_sum_exp(Logits logits, Objective objective, R
     const float *row = logits.z + r * logits.stride;
     Sum sum = Sum::none();
     for (int first = threadIdx.x * 4; first < logits.vocab; first += BLOCK * 4) {
-        const float4 four = *reinterpret_cast<const float4 *>(row + first);
-        const float z[4] = {four.x, four.y, four.z, four.w};
+        const Four<float> z = load4(row + first);
         float x[4], m = sum.largest;
         for (int i = 0; i < 4; ++i) {
-            x[i] = first + i < logits.vocab ? logits.finish(z[i], first + i) : minus_infinity();
+            x[i] = first + i < logits.vocab ? logits.finish(z.of[i], first + i) : minus_infinity();
             m = fmaxf(m, x[i]);
         }
         const float reference = finite_or_zero(m);
@@ -257,13 +267,32 @@ extern "C" __global__ void token_scales(Objective objective, Rows rows, float *l
     if (dropped) dropped[t] = lost > 0.f ? lost / total : 0.f;
 }
 
-// One block per row: the gradient of the logits, rounded to the type of the products. `gradient` may be the logits themselves
-// if that type is f32.
+// One block: the rows that have a gradient, in their order, and how many they are.
+extern "C" __global__ void live_rows(Rows rows, int *live, int *count, int row_count) {
+    __shared__ int of_thread[BLOCK];
+    const int each = (row_count + BLOCK - 1) / BLOCK;
+    const int first = min((int)threadIdx.x * each, row_count), last = min(first + each, row_count);
+    int n = 0;
+    for (int r = first; r < last; ++r) n += rows.hard_mass[r] != minus_infinity();
+    of_thread[threadIdx.x] = n;
+    __syncthreads();
+    int at = 0;
+    for (int thread = 0; thread < threadIdx.x; ++thread) at += of_thread[thread];
+    for (int r = first; r < last; ++r) {
+        if (rows.hard_mass[r] != minus_infinity()) live[at++] = r;
+    }
+    if (threadIdx.x == BLOCK - 1) *count = at;
+}
+
+// One block per row of the result: the gradient of the logits, rounded to the type of the products, of the row of that number
+// or, unless `live` is null, of the live row of that number. `gradient` may be the logits themselves if its type is f32 and
+// `live` is null.
 template <typename T>
-__device__ void row_gradient(const Logits &logits, const Objective &objective, const Rows &rows, const float *log_probs, T *gradient) {
-    const i64 r = blockIdx.x, t = r / logits.components;
+__device__ void row_gradient(const Logits &logits, const Objective &objective, const Rows &rows, const float *log_probs,
+                             const int *live, T *gradient) {
+    const i64 r = live ? live[blockIdx.x] : blockIdx.x, t = r / logits.components;
     const float *row = logits.z + r * logits.stride;
-    T *to = gradient + r * logits.stride;
+    T *to = gradient + (i64)blockIdx.x * logits.stride;
     const float hard_mass = rows.hard_mass[r];
     if (hard_mass == minus_infinity()) {
         for (int v = threadIdx.x; v < logits.stride; v += BLOCK) store(to + v, 0.f);
@@ -274,23 +303,35 @@ __device__ void row_gradient(const Logits &logits, const Objective &objective, c
     const int word = objective.words ? objective.words[t] : -1;
     const float *soft = objective.soft_of(t), *log_p = soft ? log_probs + t * logits.stride : nullptr;
     for (int first = threadIdx.x * 4; first < logits.stride; first += BLOCK * 4) {
-        const float4 four = *reinterpret_cast<const float4 *>(row + first);
-        const float z[4] = {four.x, four.y, four.z, four.w};
+        const Four<float> z = load4(row + first);
+        float g[4] = {0.f, 0.f, 0.f, 0.f};
         for (int i = 0; i < 4; ++i) {
             const int v = first + i;
-            float g = 0.f;
-            if (v < logits.vocab) {
-                const float logit = logits.finish(z[i], v);
-                g = exp_scale * expf(logit - largest);
-                if (v == word) g -= scale * hard_mass;
-                if (soft && soft[v] != 0.f && log_p[v] != minus_infinity()) {
-                    g -= scale * soft[v] * expf(rows.joint(r, logit) - log_p[v]);
-                }
-                g = g == 0.f ? 0.f : g * logits.slope(logit);
+            if (v >= logits.vocab) break;
+            const float logit = logits.finish(z.of[i], v);
+            g[i] = exp_scale * expf(logit - largest);
+            if (v == word) g[i] -= scale * hard_mass;
+            if (soft && soft[v] != 0.f && log_p[v] != minus_infinity()) {
+                g[i] -= scale * soft[v] * expf(rows.joint(r, logit) - log_p[v]);
             }
-            store(to + v, g);
+            g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);
         }
+        store4(to + first, g);
     }
+}
+
+// One block per live row: its elements, among those of the other live rows.
+template <typename T> __device__ void gather_rows(const T *all, const int *live, T *gathered, int columns) {
+    const T *from = all + (i64)live[blockIdx.x] * columns;
+    T *to = gathered + (i64)blockIdx.x * columns;
+    for (int i = threadIdx.x; i < columns; i += BLOCK) to[i] = from[i];
+}
+
+// One block per live row: its elements, from among those of the other live rows back to their place.
+extern "C" __global__ void scatter_rows(const float *gathered, const int *live, float *all, int columns) {
+    const float *from = gathered + (i64)blockIdx.x * columns;
+    float *to = all + (i64)live[blockIdx.x] * columns;
+    for (int i = threadIdx.x; i < columns; i += BLOCK) to[i] = from[i];
 }
 
 // One thread per token: the target as a word, and its weights.
@@ -324,8 +365,12 @@ extern "C" __global__ void token_weighting(const float *weights, const float *up
                                                         float *loss, int *argmax) { \
         mixture_log_probs(logits, objective, rows, log_probs, out_stride, loss, argmax); \
     } \
-    extern "C" __global__ void row_gradient_##name(Logits logits, Objective objective, Rows rows, const float *log_probs, T *gradient) { \
-        row_gradient(logits, objective, rows, log_probs, gradient); \
+    extern "C" __global__ void row_gradient_##name(Logits logits, Objective objective, Rows rows, const float *log_probs, \
+                                                   const int *live, T *gradient) { \
+        row_gradient(logits, objective, rows, log_probs, live, gradient); \
+    } \
+    extern "C" __global__ void gather_rows_##name(const T *all, const int *live, T *gathered, int columns) { \
+        gather_rows(all, live, gathered, columns); \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, __half)

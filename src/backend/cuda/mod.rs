@@ -1,5 +1,5 @@
 //! The CUDA backend: products by cuBLAS, row kernels of its own (`mixture.cu`), chunk after chunk on the device's stream.
-//! Nothing here waits for the device.
+//! Nothing here waits for the device, but for the number of live rows where the responsibility filter is on.
 //!
 //! All but [`device`] is independent of the CUDA libraries, so that the tests can run the kernels' very text, and the order
 //! in which they are launched, on a machine without a GPU ([`host`]).
@@ -33,12 +33,15 @@ const LARGEST_DEFAULT_BUDGET: usize = 256 << 20;
 
 /// The plan of a task with these sizes and operands of `dtype`.
 fn plan_of(sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let Sizes { components, vocab, .. } = sizes;
+    let Sizes { components, context, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let f32_size = DType::F32.size_in_bytes();
-    let narrow = if dtype == DType::F32 { 0 } else { dtype.size_in_bytes() };
+    let in_place = dtype == DType::F32 && !task.filters;
+    let gradient = if in_place { 0 } else { stride * dtype.size_in_bytes() };
+    // The contexts of the live rows, their gradient, and which rows these are.
+    let live = if task.filters { context * (dtype.size_in_bytes() + f32_size) + f32_size } else { 0 };
     // Logits, their gradient in the dtype of the products, and seven numbers.
-    let row = stride * (f32_size + narrow) + 7 * f32_size;
+    let row = stride * f32_size + gradient + live + 7 * f32_size;
     let soft = if task.soft_targets { stride * f32_size } else { 0 };
     let per_token = components * row + soft;
     let fixed = vocab * f32_size;

@@ -1,7 +1,8 @@
 //! A checkpoint: one safetensors file with named f32 tensors and a few strings in its header.
 
-use super::Result;
+use super::{init::sorted, optimizer::Optimizer, Result};
 use candle_core::{DType, Device, Tensor};
+use candle_nn::VarMap;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::HashMap;
 use std::path::Path;
@@ -49,6 +50,30 @@ impl Checkpoint {
             tensors.insert(name, Tensor::from_vec::<_, f32>(values, view.shape(), device)?);
         }
         Ok(Self { tensors, metadata: header.metadata().clone().unwrap_or_default() })
+    }
+
+    /// Takes in the variables and the state of their optimiser.
+    pub(crate) fn insert_variables(&mut self, varmap: &VarMap, optimizer: &Optimizer) {
+        self.tensors.extend(optimizer.state());
+        self.tensors.extend(sorted(varmap).into_iter().map(|(name, var)| (name, var.as_tensor().clone())));
+        self.metadata.insert("steps".into(), optimizer.steps().to_string());
+    }
+
+    /// Sets the variables, which must have the stored shapes.
+    pub(crate) fn restore_variables(&self, varmap: &VarMap) -> Result<()> {
+        for (name, var) in sorted(varmap) {
+            let saved = self.tensors.get(&name).ok_or_else(|| format!("the checkpoint has no tensor {name}"))?;
+            if saved.dims() != var.dims() {
+                let (saved, wanted) = (saved.dims(), var.dims());
+                return Err(format!("the checkpoint's {name} is {saved:?}, expected {wanted:?}").into());
+            }
+            var.set(saved)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn restore_optimizer(&self, optimizer: &mut Optimizer) -> Result<()> {
+        optimizer.load_state(&self.tensors, self.get("steps")?)
     }
 
     /// The parsed value of `key`.

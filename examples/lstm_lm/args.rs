@@ -1,18 +1,12 @@
 //! The flags, and the defaults that train out of the box: one set for the built-in language, one for real text.
 
+use crate::common::flags::{self, above_zero, below_one, not_negative, positive};
+use crate::common::head::{ActivationKind, HeadChoice, HeadKind, HeadSizes};
 use crate::common::{device::DeviceKind, optimizer::OptimizerKind, Result};
-use crate::model::{ActivationKind, HeadKind, Sizes};
+use crate::model::Sizes;
 use crate::train::Recipe;
-use clap::{Parser, ValueEnum};
-use std::path::{Path, PathBuf};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum HeadChoice {
-    Softmax,
-    Moc,
-    Mos,
-    All,
-}
+use clap::Parser;
+use std::path::PathBuf;
 
 /// Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
 #[derive(Debug, Parser)]
@@ -86,29 +80,15 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    pub(crate) fn heads(&self) -> Vec<HeadKind> {
-        match self.head {
-            HeadChoice::Softmax => vec![HeadKind::Softmax],
-            HeadChoice::Moc => vec![HeadKind::Moc],
-            HeadChoice::Mos => vec![HeadKind::Mos],
-            HeadChoice::All => HeadKind::ALL.to_vec(),
-        }
-    }
-
     pub(crate) fn sizes(&self, vocab: usize) -> Sizes {
         let text = self.data.is_some();
         let hidden = self.hidden.unwrap_or(if text { 220 } else { 6 });
         let components = self.components.unwrap_or(if text { 5 } else { 8 });
         let activation = if text { ActivationKind::Tanh } else { ActivationKind::Identity };
-        Sizes {
-            vocab,
-            embedding: self.embedding.unwrap_or(if text { hidden } else { 32 }),
-            hidden,
-            layers: self.layers,
-            context: self.context.unwrap_or_else(|| Sizes::equal_context(vocab, hidden, components)),
-            components,
-            activation: self.activation.unwrap_or(activation),
-        }
+        let context = self.context.unwrap_or_else(|| HeadSizes::equal_context(vocab, hidden, components));
+        let activation = self.activation.unwrap_or(activation);
+        let embedding = self.embedding.unwrap_or(if text { hidden } else { 32 });
+        Sizes { head: HeadSizes { vocab, hidden, context, components, activation }, embedding, layers: self.layers }
     }
 
     pub(crate) fn recipe(&self) -> Recipe {
@@ -132,49 +112,15 @@ impl Args {
     }
 
     pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
-        self.save.as_deref().map(|path| self.checkpoint(path, "--save", kind)).transpose()
+        self.save.as_deref().map(|path| flags::checkpoint_path(path, "--save", self.head, kind)).transpose()
     }
 
     pub(crate) fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         match &self.resume {
             None => Ok(None),
-            Some(Some(path)) => Ok(Some(self.checkpoint(path, "--resume", kind)?)),
+            Some(Some(path)) => Ok(Some(flags::checkpoint_path(path, "--resume", self.head, kind)?)),
             Some(None) if self.save.is_none() => Err("--resume without a path needs --save".into()),
             Some(None) => self.save_path(kind),
         }
     }
-
-    fn checkpoint(&self, path: &Path, flag: &str, kind: HeadKind) -> Result<PathBuf> {
-        if path.extension().is_none_or(|extension| extension != "safetensors") {
-            return Ok(path.join(format!("{}.safetensors", kind.name())));
-        }
-        if self.head == HeadChoice::All {
-            return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
-        }
-        Ok(path.to_owned())
-    }
-}
-
-fn parse<T: std::str::FromStr>(
-    value: &str,
-    wanted: &str,
-    valid: impl Fn(&T) -> bool,
-) -> std::result::Result<T, String> {
-    value.parse().ok().filter(valid).ok_or_else(|| format!("expected {wanted}"))
-}
-
-fn positive(value: &str) -> std::result::Result<usize, String> {
-    parse(value, "a whole number of at least 1", |&x| x > 0)
-}
-
-fn above_zero(value: &str) -> std::result::Result<f64, String> {
-    parse(value, "a number above 0", |&x: &f64| x > 0.0 && x.is_finite())
-}
-
-fn not_negative(value: &str) -> std::result::Result<f64, String> {
-    parse(value, "a number of at least 0", |&x: &f64| x >= 0.0 && x.is_finite())
-}
-
-fn below_one(value: &str) -> std::result::Result<f64, String> {
-    parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))
 }

@@ -68,13 +68,13 @@ fn run(args: &Args) -> Result<()> {
         "Training on {}: {} tokens, vocabulary {}, validation {} tokens.",
         corpus.name,
         corpus.train.len() - 1,
-        sizes.vocab,
+        sizes.head.vocab,
         corpus.valid.len() - 1
     );
 
     let mut rows = vec![];
     let mut curves = vec![];
-    for kind in args.heads() {
+    for kind in args.head.kinds() {
         let mut session = Session::new(kind, sizes, args.dropout, &recipe, &device)?;
         if let Some(path) = args.resume_path(kind)? {
             session.restore(&Checkpoint::load(&path, &device)?)?;

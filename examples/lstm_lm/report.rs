@@ -1,6 +1,6 @@
 //! What is printed at the end: the table, one sentence on what it shows, and the JSON line.
 
-use crate::model::HeadKind;
+use crate::common::head::HeadKind;
 use serde_json::{json, Value};
 
 pub(crate) struct Row {

@@ -1,9 +1,9 @@
 //! One head's training from the start or from a checkpoint to the last epoch.
 
 use crate::batches::Batches;
-use crate::common::{checkpoint::Checkpoint, init::sorted, optimizer::Optimizer, progress, Result};
+use crate::common::{checkpoint::Checkpoint, head::HeadKind, optimizer::Optimizer, progress, Result};
 use crate::corpus::Corpus;
-use crate::model::{HeadKind, LanguageModel, Sizes};
+use crate::model::{LanguageModel, Sizes};
 use crate::train::{evaluate, train_epoch, Recipe};
 use candle_core::Device;
 use std::path::Path;
@@ -71,38 +71,28 @@ impl Session {
     }
 
     fn shape(&self) -> Vec<(&'static str, String)> {
-        let mut shape = vec![
-            ("head", self.kind.name().to_owned()),
-            ("vocab", self.sizes.vocab.to_string()),
+        let mut shape = self.sizes.head.describe(self.kind);
+        shape.extend([
             ("embedding", self.sizes.embedding.to_string()),
-            ("hidden", self.sizes.hidden.to_string()),
             ("layers", self.sizes.layers.to_string()),
             ("optimizer", self.recipe.optimizer.to_string()),
-        ];
-        if self.kind != HeadKind::Softmax {
-            shape.push(("context", self.sizes.context.to_string()));
-            shape.push(("components", self.sizes.components.to_string()));
-            shape.push(("activation", self.sizes.activation.name().to_owned()));
-        }
+        ]);
         shape
     }
 
     /// Variables and optimiser state, with what is needed to go on.
     pub(crate) fn checkpoint(&self) -> Result<Checkpoint> {
-        let mut checkpoint = Checkpoint { tensors: self.optimizer.state(), ..Default::default() };
-        for (name, var) in sorted(self.model.varmap()) {
-            checkpoint.tensors.insert(name, var.as_tensor().clone());
-        }
+        let mut checkpoint = Checkpoint::default();
+        checkpoint.insert_variables(self.model.varmap(), &self.optimizer);
         let mut metadata = self.shape();
         metadata.extend([
             ("epoch", self.history.len().to_string()),
-            ("steps", self.optimizer.steps().to_string()),
             ("seed", self.recipe.seed.to_string()),
             ("lr", self.recipe.lr.to_string()),
             ("decay", self.recipe.decay.to_string()),
             ("history", serde_json::to_string(&self.history)?),
         ]);
-        checkpoint.metadata = metadata.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        checkpoint.metadata.extend(metadata.into_iter().map(|(key, value)| (key.to_owned(), value)));
         Ok(checkpoint)
     }
 
@@ -111,15 +101,8 @@ impl Session {
         for (key, value) in self.shape() {
             checkpoint.require(key, value)?;
         }
-        for (name, var) in sorted(self.model.varmap()) {
-            let saved = checkpoint.tensors.get(&name).ok_or_else(|| format!("the checkpoint has no tensor {name}"))?;
-            if saved.dims() != var.dims() {
-                let (saved, wanted) = (saved.dims(), var.dims());
-                return Err(format!("the checkpoint's {name} is {saved:?}, expected {wanted:?}").into());
-            }
-            var.set(saved)?;
-        }
-        self.optimizer.load_state(&checkpoint.tensors, checkpoint.get("steps")?)?;
+        checkpoint.restore_variables(self.model.varmap())?;
+        checkpoint.restore_optimizer(&mut self.optimizer)?;
         let history: String = checkpoint.get("history")?;
         self.history = serde_json::from_str(&history)?;
         Ok(())
@@ -129,22 +112,15 @@ impl Session {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::common::head::{ActivationKind, HeadSizes};
     use crate::common::optimizer::OptimizerKind;
     use crate::language::Teacher;
-    use crate::model::ActivationKind;
 
     fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Session {
         let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { 1.0 };
         let recipe = Recipe { epochs, batch: 4, bptt: 8, lr, decay: 0.5, clip: 0.5, optimizer, seed: 3 };
-        let sizes = Sizes {
-            vocab: 512,
-            embedding: 6,
-            hidden: 6,
-            layers: 2,
-            context: 5,
-            components,
-            activation: ActivationKind::Tanh,
-        };
+        let head = HeadSizes { vocab: 512, hidden: 6, context: 5, components, activation: ActivationKind::Tanh };
+        let sizes = Sizes { head, embedding: 6, layers: 2 };
         Session::new(HeadKind::Mos, sizes, 0.0, &recipe, &Device::Cpu).expect("valid sizes")
     }
 

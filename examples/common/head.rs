@@ -1,0 +1,120 @@
+//! The choice of an output layer by flags, at equal numbers of parameters.
+
+use super::Result;
+use candle_nn::VarBuilder;
+use clap::ValueEnum;
+use mos_head::{
+    Activation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum HeadKind {
+    Softmax,
+    Moc,
+    Mos,
+}
+
+impl HeadKind {
+    pub(crate) const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            HeadKind::Softmax => "softmax",
+            HeadKind::Moc => "moc",
+            HeadKind::Mos => "mos",
+        }
+    }
+}
+
+/// Of the contexts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ActivationKind {
+    Tanh,
+    Identity,
+}
+
+impl ActivationKind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            ActivationKind::Tanh => "tanh",
+            ActivationKind::Identity => "identity",
+        }
+    }
+}
+
+impl From<ActivationKind> for Activation {
+    fn from(kind: ActivationKind) -> Self {
+        match kind {
+            ActivationKind::Tanh => Activation::Tanh,
+            ActivationKind::Identity => Activation::Identity,
+        }
+    }
+}
+
+/// The heads that a flag names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum HeadChoice {
+    Softmax,
+    Moc,
+    Mos,
+    All,
+}
+
+impl HeadChoice {
+    pub(crate) fn kinds(self) -> Vec<HeadKind> {
+        match self {
+            HeadChoice::Softmax => vec![HeadKind::Softmax],
+            HeadChoice::Moc => vec![HeadKind::Moc],
+            HeadChoice::Mos => vec![HeadKind::Mos],
+            HeadChoice::All => HeadKind::ALL.to_vec(),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct HeadSizes {
+    pub(crate) vocab: usize,
+    pub(crate) hidden: usize,
+    /// Of the mixtures; the softmax's context is the hidden state.
+    pub(crate) context: usize,
+    pub(crate) components: usize,
+    pub(crate) activation: ActivationKind,
+}
+
+impl HeadSizes {
+    /// The context size that gives a mixture as many parameters as the softmax has: `vocab * hidden` against
+    /// `context * (vocab + components * (hidden + 1)) + components * hidden`.
+    pub(crate) fn equal_context(vocab: usize, hidden: usize, components: usize) -> usize {
+        let left = (vocab * hidden).saturating_sub(components * hidden) as f64;
+        let each = (vocab + components * (hidden + 1)) as f64;
+        (left / each).round().max(1.0) as usize
+    }
+
+    /// A head with these sizes and variables `prior.weight`, `latent.weight`, ..; `dropout` is that of the contexts.
+    pub(crate) fn build(self, kind: HeadKind, dropout: f64, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
+        let HeadSizes { vocab, hidden, context, components, activation } = self;
+        let mixture = MixtureConfig::new(hidden, context, vocab, components)
+            .with_dropout(dropout)
+            .with_activation(activation.into());
+        Ok(match kind {
+            HeadKind::Softmax => Box::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb)?),
+            HeadKind::Moc => Box::new(MixtureOfContexts::new(&mixture, vb)?),
+            HeadKind::Mos => Box::new(MixtureOfSoftmaxes::new(&mixture, vb)?),
+        })
+    }
+
+    /// What a checkpoint must agree on.
+    pub(crate) fn describe(self, kind: HeadKind) -> Vec<(&'static str, String)> {
+        let mut shape = vec![
+            ("head", kind.name().to_owned()),
+            ("vocab", self.vocab.to_string()),
+            ("hidden", self.hidden.to_string()),
+        ];
+        if kind != HeadKind::Softmax {
+            shape.push(("context", self.context.to_string()));
+            shape.push(("components", self.components.to_string()));
+            shape.push(("activation", self.activation.name().to_owned()));
+        }
+        shape
+    }
+}

@@ -201,7 +201,7 @@ pub(crate) trait Visit: Sync {
 }
 
 /// Log-probabilities that have been computed already.
-struct Computed<'a>(&'a [f32]);
+pub(crate) struct Computed<'a>(pub(crate) &'a [f32]);
 
 impl Distribution<f32> for Computed<'_> {
     fn vocab(&self) -> usize {

@@ -4,7 +4,7 @@
 //! ```text
 //! hidden [.., H] --projection--> contexts [.., K, d], log-priors [.., K]
 //!                --mixture-----> log P(v) = logsumexp_k( log pi_k + z_kv - lse_k ),   z = c W^T + b
-//!                --------------> loss | log-probabilities | most probable word
+//!                --------------> loss | log-probabilities | most probable words | samples | sequences
 //! ```
 //!
 //! One softmax over a linear map can only form log-probability matrices of rank at most H + 1, the *softmax bottleneck*; a
@@ -23,6 +23,9 @@
 //! responsibilities of the components, the gradient over the logits, and from it the gradients of contexts and decoder. That
 //! is three matrix products in all, as many as an exact method can do, and the workspace does not grow with the number of
 //! tokens, components or words: `[tokens, K, vocab]` is never held.
+//!
+//! Decoding looks at the distribution of each token tile by tile: the `k` most probable words ([`OutputLayer::top_k`]), a word
+//! drawn as [`Sampling`] says ([`OutputLayer::sample`]), whole sequences ([`BeamSearch`]).
 //!
 //! # Example
 //!

@@ -108,6 +108,8 @@ pub(crate) struct Task {
     /// Whether rows are left out of the gradient's products. (The CPU needs no room for that.)
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) filters: bool,
+    /// Whether the logits of a few tokens at a time will do.
+    pub(crate) few_rows: bool,
 }
 
 impl Task {
@@ -116,18 +118,26 @@ impl Task {
         let soft_targets = options.label_smoothing > 0.0;
         let all_words = soft_targets || options.hits;
         let filters = options.responsibility_filter > 0.0 && wanted.any();
-        Task { keeps_logits: wanted.any() || all_words, bias_gradient: wanted.bias, all_words, soft_targets, filters }
+        let keeps_logits = wanted.any() || all_words;
+        Task { keeps_logits, bias_gradient: wanted.bias, all_words, soft_targets, filters, few_rows: false }
     }
 
     /// A look at the distribution of each token, tile by tile.
     pub(crate) fn decoding() -> Self {
-        Task { keeps_logits: true, bias_gradient: false, all_words: false, soft_targets: false, filters: false }
+        Task { few_rows: true, all_words: false, ..Self::log_probs(Wanted::default()) }
     }
 
     /// Log-probabilities or the most probable word, and the gradient of the former.
     pub(crate) fn log_probs(wanted: Wanted) -> Self {
         let soft_targets = wanted.any();
-        Task { keeps_logits: true, bias_gradient: wanted.bias, all_words: true, soft_targets, filters: false }
+        Task {
+            keeps_logits: true,
+            bias_gradient: wanted.bias,
+            all_words: true,
+            soft_targets,
+            filters: false,
+            few_rows: false,
+        }
     }
 }
 

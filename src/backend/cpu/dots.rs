@@ -59,12 +59,14 @@ fn few_words<const WORDS: usize, F: Float, V: Vector<F>>(
         }
         row += sums.len();
     };
-    let mut groups = contexts.chunks_exact(4 * d);
+    let mut groups = contexts.chunks_exact(6 * d);
     for group in &mut groups {
-        store(&dots::<4, WORDS, F, V>(v, group, words, d));
+        store(&dots::<6, WORDS, F, V>(v, group, words, d));
     }
     let rest = groups.remainder();
     match rest.len() / d {
+        5 => store(&dots::<5, WORDS, F, V>(v, rest, words, d)),
+        4 => store(&dots::<4, WORDS, F, V>(v, rest, words, d)),
         3 => store(&dots::<3, WORDS, F, V>(v, rest, words, d)),
         2 => store(&dots::<2, WORDS, F, V>(v, rest, words, d)),
         1 => store(&dots::<1, WORDS, F, V>(v, rest, words, d)),

@@ -59,10 +59,12 @@ pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<u
     // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
     let of_thread = scratch_rows * stride + products::buffered_tile(context, vocab);
     let fixed = (stride * (2 + bias_parts) + threads * of_thread) * size;
+    // Where nothing is added to a gradient, as many as the kernel for few rows takes.
+    let enough_rows = if task.few_rows { dots::MOST_ROWS } else { ENOUGH_ROWS };
     let needs = Needs {
         per_token,
         fixed,
-        default_budget: LEAST_DEFAULT_BUDGET.max(fixed + ENOUGH_ROWS.div_ceil(components) * per_token),
+        default_budget: LEAST_DEFAULT_BUDGET.max(fixed + enough_rows.div_ceil(components) * per_token),
         most_tokens: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
         kernels: Isa::best().name(),

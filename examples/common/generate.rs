@@ -1,10 +1,9 @@
-//! Text sampled from a model, token by token.
+//! Text sampled from a language model, token by token.
 
-use crate::common::Result;
-use crate::model::LanguageModel;
+use super::language_model::LanguageModel;
+use super::Result;
 use candle_core::Tensor;
 use rand::{rngs::StdRng, Rng, SeedableRng};
-
 /// `count` tokens after `start`, drawn from the model's distribution.
 pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, seed: u64) -> Result<Vec<u32>> {
     let mut rng = StdRng::seed_from_u64(seed);

@@ -1,7 +1,7 @@
 //! The language model: embedding, LSTM layers, and one of the three output layers.
 
-use crate::common::head::{HeadKind, HeadSizes};
-use crate::common::{init, recurrent, recurrent::Lstm, Result};
+use super::head::{HeadKind, HeadSizes};
+use super::{init, recurrent, recurrent::Lstm, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
@@ -13,6 +13,25 @@ pub(crate) struct Sizes {
     pub(crate) head: HeadSizes,
     pub(crate) embedding: usize,
     pub(crate) layers: usize,
+}
+
+impl Sizes {
+    /// The number of parameters of a model with these sizes.
+    pub(crate) fn parameters(self, kind: HeadKind) -> usize {
+        let Sizes { head, embedding, layers } = self;
+        let layer = |inputs: usize| 4 * head.hidden * (inputs + head.hidden + 2);
+        let lstm = layer(embedding) + (layers - 1) * layer(head.hidden);
+        head.vocab * embedding + lstm + head.parameters(kind)
+    }
+
+    /// These sizes with as many LSTM units as bring the parameters closest to `parameters`.
+    pub(crate) fn with_parameters(self, kind: HeadKind, parameters: usize) -> Self {
+        let with = |hidden| Sizes { head: HeadSizes { hidden, ..self.head }, ..self };
+        let above = (1..=parameters).find(|&hidden| with(hidden).parameters(kind) >= parameters).unwrap_or(1);
+        let below = with((above - 1).max(1));
+        let distance = |sizes: &Sizes| sizes.parameters(kind).abs_diff(parameters);
+        [below, with(above)].into_iter().min_by_key(distance).unwrap_or(below)
+    }
 }
 
 pub(crate) struct LanguageModel {
@@ -74,8 +93,8 @@ impl LanguageModel {
 
 #[cfg(test)]
 mod tests {
+    use super::super::head::ActivationKind;
     use super::*;
-    use crate::common::head::ActivationKind;
 
     fn parameters(kind: HeadKind, (vocab, embedding, hidden, components): (usize, usize, usize, usize)) -> f64 {
         let context = HeadSizes::equal_context(vocab, hidden, components);
@@ -92,6 +111,19 @@ mod tests {
                 let ratio = parameters(kind, sizes) / softmax;
                 assert!((ratio - 1.0).abs() < 0.01, "{kind:?} {sizes:?}: {ratio}");
             }
+        }
+    }
+
+    #[test]
+    fn sizes_know_the_number_of_parameters() {
+        let head = HeadSizes { vocab: 11, hidden: 4, context: 5, components: 2, activation: ActivationKind::Tanh };
+        for (kind, layers) in [(HeadKind::Softmax, 1), (HeadKind::Moc, 2), (HeadKind::Mos, 3)] {
+            let sizes = Sizes { head, embedding: 3, layers };
+            let model = LanguageModel::new(kind, sizes, 0.0, 0, &Device::Cpu).expect("valid sizes");
+            assert_eq!(model.parameters(), sizes.parameters(kind), "{kind:?}");
+            assert_eq!(sizes.with_parameters(kind, sizes.parameters(kind)), sizes);
+            assert_eq!(sizes.with_parameters(kind, sizes.parameters(kind) + 1), sizes);
+            assert_eq!(sizes.with_parameters(kind, sizes.parameters(kind) - 1), sizes);
         }
     }
 

@@ -1,8 +1,9 @@
-//! One epoch of training, and the evaluation that counts every target once.
+//! One epoch of training of a language model, and the evaluation that counts every target once.
 
-use crate::batches::{Batches, IGNORED};
-use crate::common::{optimizer::Optimizer, optimizer::OptimizerKind, Result};
-use crate::model::LanguageModel;
+use super::batches::{Batches, IGNORED};
+use super::language_model::LanguageModel;
+use super::optimizer::{Optimizer, OptimizerKind};
+use super::{measure::Measure, Result};
 use indicatif::ProgressBar;
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, SeedableRng};
@@ -17,6 +18,7 @@ pub(crate) struct Recipe {
     pub(crate) decay: f64,
     pub(crate) clip: f64,
     pub(crate) optimizer: OptimizerKind,
+    pub(crate) measure: Measure,
     pub(crate) seed: u64,
 }
 
@@ -44,7 +46,7 @@ pub(crate) fn train_epoch(
         let (sum_of_window, count_of_window) = loss.sum_and_count()?;
         sum += sum_of_window;
         count += count_of_window;
-        bar.set_message(format!("perplexity {:.1}", (sum / count).exp()));
+        bar.set_message(format!("{} {:.2}", recipe.measure, recipe.measure.of(sum / count)));
         bar.inc(1);
     }
     Ok(sum / count)

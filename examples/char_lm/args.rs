@@ -1,6 +1,7 @@
 //! The flags, and the defaults: one set for the built-in text, one for a file of about a million characters.
 
 use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
+use crate::common::generate::SamplingFlags;
 use crate::common::head::{ActivationKind, HeadKind, HeadSizes};
 use crate::common::{language_model::Sizes, measure::Measure, optimizer::OptimizerKind, train::Recipe};
 use clap::Parser;
@@ -51,6 +52,8 @@ pub(crate) struct Args {
     /// Print so many characters sampled from each model
     #[arg(long, value_name = "N", default_value_t = 300)]
     pub(crate) generate: usize,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingFlags,
     #[command(flatten)]
     pub(crate) common: TrainingFlags,
 }

@@ -50,7 +50,8 @@ fn run(args: &Args) -> Result<()> {
         }
         session.run(&corpus.train, &corpus.valid, args.common.save_path(kind)?.as_deref())?;
         if args.generate > 0 {
-            let text = generate(&session.model, corpus.start(), args.generate, args.common.seed)?;
+            let mut sampler = args.sampling.sampler(args.common.seed)?;
+            let text = generate(&session.model, corpus.start(), args.generate, &mut sampler)?;
             println!("{} writes:\n{}\n", kind.name(), corpus.decode(&text).trim());
         }
         curves.push(session.curve(bits));

@@ -1,45 +1,72 @@
 //! Text sampled from a language model, token by token.
 
+use super::flags::positive;
 use super::language_model::LanguageModel;
 use super::Result;
 use candle_core::Tensor;
-use rand::{rngs::StdRng, Rng, SeedableRng};
-/// `count` tokens after `start`, drawn from the model's distribution.
-pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, seed: u64) -> Result<Vec<u32>> {
-    let mut rng = StdRng::seed_from_u64(seed);
+use mos_head::{Sampler, Sampling};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SamplingFlags {
+    /// Of sampled text: below 1 likelier tokens, 0 only the likeliest
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) temperature: f64,
+    /// Sample from so many likeliest tokens
+    #[arg(long, value_name = "K", value_parser = positive)]
+    pub(crate) top_k: Option<usize>,
+    /// Sample from the fewest tokens that together have this probability
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    pub(crate) top_p: f64,
+}
+
+impl SamplingFlags {
+    pub(crate) fn sampler(&self, seed: u64) -> Result<Sampler> {
+        let sampling = Sampling::new().with_temperature(self.temperature).with_top_p(self.top_p);
+        let sampling = match self.top_k {
+            Some(k) => sampling.with_top_k(k),
+            None => sampling,
+        };
+        Ok(Sampler::new(sampling, seed)?)
+    }
+}
+
+/// `count` tokens after `start`.
+pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
     let mut states = model.start(1)?;
-    let mut token = start;
+    let mut token = Tensor::new(&[[start]], model.device())?;
     let mut text = Vec::with_capacity(count);
     for _ in 0..count {
-        let input = Tensor::new(&[[token]], model.device())?;
-        let hidden = model.hidden(&input, &mut states, None)?;
-        let log_probs = model.head().log_probs(&hidden)?.flatten_all()?.to_vec1::<f32>()?;
-        token = draw(&log_probs, rng.random());
-        text.push(token);
+        let hidden = model.hidden(&token, &mut states, None)?;
+        token = model.head().sample(&hidden, sampler)?;
+        text.extend(token.flatten_all()?.to_vec1::<u32>()?);
     }
     Ok(text)
 }
 
-/// The token in which the cumulative probability passes `u`.
-fn draw(log_probs: &[f32], u: f64) -> u32 {
-    let mut left = u;
-    for (token, log_prob) in log_probs.iter().enumerate() {
-        left -= f64::from(*log_prob).exp();
-        if left < 0.0 {
-            return token as u32;
-        }
-    }
-    log_probs.len() as u32 - 1
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::head::{ActivationKind, HeadKind, HeadSizes};
+    use super::super::language_model::Sizes;
     use super::*;
+    use candle_core::Device;
 
     #[test]
-    fn a_draw_follows_the_distribution() {
-        let log_probs = [0.5f32.ln(), f32::NEG_INFINITY, 0.25f32.ln(), 0.25f32.ln()];
-        let drawn: Vec<u32> = [0.0, 0.49, 0.51, 0.74, 0.76, 0.999_999].map(|u| draw(&log_probs, u)).to_vec();
-        assert_eq!(drawn, [0, 0, 2, 2, 3, 3]);
+    fn a_seed_fixes_the_text() {
+        let head = HeadSizes { vocab: 11, hidden: 4, context: 5, components: 2, activation: ActivationKind::Tanh };
+        let sizes = Sizes { head, embedding: 3, layers: 1 };
+        let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, 1, &Device::Cpu).expect("valid sizes");
+        let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
+        let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range")).expect("samples");
+        assert_eq!(text(1).len(), 20);
+        assert!(text(1).iter().all(|&token| token < 11));
+        assert_eq!(text(1), text(1));
+        assert_ne!(text(1), text(2));
+    }
+
+    #[test]
+    fn a_number_out_of_range_is_an_error() {
+        let flags = SamplingFlags { temperature: 1.0, top_k: None, top_p: 1.5 };
+        let error = flags.sampler(1).expect_err("must fail").to_string();
+        assert!(error.contains("top_p"), "{error}");
     }
 }

@@ -1,6 +1,7 @@
 //! The flags, and the defaults that train out of the box: one set for the built-in language, one for real text.
 
 use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
+use crate::common::generate::SamplingFlags;
 use crate::common::head::{ActivationKind, HeadSizes};
 use crate::common::{language_model::Sizes, measure::Measure, optimizer::OptimizerKind, train::Recipe};
 use clap::Parser;
@@ -57,6 +58,8 @@ pub(crate) struct Args {
     /// Print so many tokens sampled from each model
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) generate: usize,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingFlags,
     #[command(flatten)]
     pub(crate) common: TrainingFlags,
 }

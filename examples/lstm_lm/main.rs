@@ -61,7 +61,8 @@ fn run(args: &Args) -> Result<()> {
         }
         session.run(&corpus.train, &corpus.valid, args.common.save_path(kind)?.as_deref())?;
         if args.generate > 0 {
-            let text = generate(&session.model, corpus.train[0], args.generate, args.common.seed)?;
+            let mut sampler = args.sampling.sampler(args.common.seed)?;
+            let text = generate(&session.model, corpus.train[0], args.generate, &mut sampler)?;
             println!("{} writes: {}", kind.name(), corpus.decode(&text));
         }
         curves.push(session.curve(|nll| nll));

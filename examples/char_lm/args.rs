@@ -3,7 +3,12 @@
 use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
 use crate::common::generate::SamplingFlags;
 use crate::common::head::{ActivationKind, HeadKind, HeadSizes};
-use crate::common::{language_model::Sizes, measure::Measure, optimizer::OptimizerKind, train::Recipe};
+use crate::common::{
+    language_model::{InitialValues, Sizes, Start},
+    measure::Measure,
+    optimizer::OptimizerKind,
+    train::Recipe,
+};
 use clap::Parser;
 use std::path::PathBuf;
 
@@ -13,13 +18,13 @@ pub(crate) struct Args {
     /// A text file, of which 90 % are learnt, 5 % validate and 5 % test, in this order; without it, the crate's sources
     #[arg(long, value_name = "FILE")]
     pub(crate) data: Option<PathBuf>,
-    /// Epochs in all, those of a resumed checkpoint included [default: 6; file: 4]
-    #[arg(long)]
-    pub(crate) epochs: Option<usize>,
+    /// Epochs in all, those of a resumed checkpoint included
+    #[arg(long, default_value_t = 3)]
+    pub(crate) epochs: usize,
     /// Mixture components K
     #[arg(long, default_value_t = 3, value_parser = positive)]
     pub(crate) components: usize,
-    /// LSTM units of the softmax's model; the mixtures get what makes their models as large [default: 128; file: 384]
+    /// LSTM units of the softmax's model; the mixtures get what makes their models as large [default: 128; file: 256]
     #[arg(long, value_parser = positive)]
     pub(crate) hidden: Option<usize>,
     /// Embedding size
@@ -31,17 +36,20 @@ pub(crate) struct Args {
     /// Number of LSTM layers
     #[arg(long, default_value_t = 1, value_parser = positive)]
     pub(crate) layers: usize,
-    /// Streams read side by side [default: 16; file: 64]
+    /// Streams read side by side [default: 16; file: 32]
     #[arg(long, value_parser = positive)]
     pub(crate) batch: Option<usize>,
     /// Steps of backpropagation through time
     #[arg(long, default_value_t = 64, value_parser = positive)]
     pub(crate) bptt: usize,
     /// Adam's learning rate at the start
-    #[arg(long, default_value_t = 0.004, value_parser = above_zero)]
+    #[arg(long, default_value_t = 0.012, value_parser = above_zero)]
     pub(crate) lr: f64,
+    /// Steps over which the learning rate rises to its start
+    #[arg(long, value_name = "STEPS", default_value_t = 100)]
+    pub(crate) warmup: usize,
     /// Factor of the learning rate per epoch, applied smoothly
-    #[arg(long, default_value_t = 0.5, value_parser = above_zero)]
+    #[arg(long, default_value_t = 0.4, value_parser = above_zero)]
     pub(crate) decay: f64,
     /// Largest global gradient norm, 0 for none
     #[arg(long, default_value_t = 1.0, value_parser = not_negative)]
@@ -61,7 +69,7 @@ pub(crate) struct Args {
 impl Args {
     /// The sizes of this head's model: all models have as many parameters as the softmax's.
     pub(crate) fn sizes(&self, kind: HeadKind, vocab: usize) -> Sizes {
-        let hidden = self.hidden.unwrap_or(if self.data.is_some() { 384 } else { 128 });
+        let hidden = self.hidden.unwrap_or(if self.data.is_some() { 256 } else { 128 });
         let (context, components) = (self.context.unwrap_or(vocab), self.components);
         let head = HeadSizes { vocab, hidden, context, components, activation: ActivationKind::Tanh };
         let softmax = Sizes { head, embedding: self.embedding, layers: self.layers };
@@ -71,15 +79,17 @@ impl Args {
     pub(crate) fn recipe(&self) -> Recipe {
         let file = self.data.is_some();
         Recipe {
-            epochs: self.epochs.unwrap_or(if file { 4 } else { 6 }),
-            batch: self.batch.unwrap_or(if file { 64 } else { 16 }),
+            epochs: self.epochs,
+            batch: self.batch.unwrap_or(if file { 32 } else { 16 }),
             bptt: self.bptt,
             lr: self.lr,
+            warmup: self.warmup,
             decay: self.decay,
             clip: self.clip,
             optimizer: OptimizerKind::Adam,
             measure: Measure::BitsPerCharacter,
-            seed: self.common.seed,
+            dropout: self.dropout,
+            start: Start { seed: self.common.seed, values: InitialValues::Even },
         }
     }
 }

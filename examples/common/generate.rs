@@ -46,7 +46,7 @@ pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler:
 #[cfg(test)]
 mod tests {
     use super::super::head::{ActivationKind, HeadKind, HeadSizes};
-    use super::super::language_model::Sizes;
+    use super::super::language_model::{InitialValues, Sizes, Start};
     use super::*;
     use candle_core::Device;
 
@@ -54,7 +54,8 @@ mod tests {
     fn a_seed_fixes_the_text() {
         let head = HeadSizes { vocab: 11, hidden: 4, context: 5, components: 2, activation: ActivationKind::Tanh };
         let sizes = Sizes { head, embedding: 3, layers: 1 };
-        let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, 1, &Device::Cpu).expect("valid sizes");
+        let start = Start { seed: 1, values: InitialValues::Even };
+        let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, start, &Device::Cpu).expect("valid sizes");
         let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
         let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range")).expect("samples");
         assert_eq!(text(1).len(), 20);

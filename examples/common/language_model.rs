@@ -34,6 +34,40 @@ impl Sizes {
     }
 }
 
+/// Where training begins.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Start {
+    pub(crate) seed: u64,
+    pub(crate) values: InitialValues,
+}
+
+/// The bounds of the uniform distributions that the initial values are drawn from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum InitialValues {
+    /// Those of the released MoS code: embedding and decoder 0.1, all else 1/sqrt(hidden).
+    Small,
+    /// Embedding 1, all else sqrt(3/inputs), biases 0: every layer passes on the variance of its inputs. Mixtures, with their
+    /// one layer more, are then off as fast as the softmax.
+    Even,
+}
+
+impl InitialValues {
+    fn bound(self, name: &str, kind: HeadKind, sizes: Sizes) -> f64 {
+        let Sizes { head, embedding, .. } = sizes;
+        let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        match (self, name) {
+            (_, "head.decoder.bias") => 0.0,
+            (InitialValues::Small, "embedding.weight" | "head.decoder.weight") => 0.1,
+            (InitialValues::Small, _) => 1.0 / (head.hidden as f64).sqrt(),
+            (InitialValues::Even, "embedding.weight") => 1.0,
+            (InitialValues::Even, "lstm.0.weight_ih_l0") => of(embedding),
+            (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => of(head.context),
+            (InitialValues::Even, name) if name.contains("bias") => 0.0,
+            (InitialValues::Even, _) => of(head.hidden),
+        }
+    }
+}
+
 pub(crate) struct LanguageModel {
     embedding: Embedding,
     lstm: Lstm,
@@ -43,21 +77,15 @@ pub(crate) struct LanguageModel {
 }
 
 impl LanguageModel {
-    /// Initial values of the released MoS code: embedding and decoder U(-0.1, 0.1), decoder bias 0, all else
-    /// U(-1/sqrt(hidden), 1/sqrt(hidden)).
-    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, seed: u64, device: &Device) -> Result<Self> {
+    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, start: Start, device: &Device) -> Result<Self> {
         let Sizes { head, embedding, layers } = sizes;
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
         let lstm = Lstm::new(embedding, head.hidden, layers, dropout, vb.pp("lstm"))?;
         let embedding = candle_nn::embedding(head.vocab, embedding, vb.pp("embedding"))?;
-        let linear = 1.0 / (head.hidden as f64).sqrt();
+        let bound = |name: &str| start.values.bound(name, kind, sizes);
         let head = head.build(kind, dropout, vb.pp("head"))?;
-        init::uniform(&varmap, seed, |name| match name {
-            "embedding.weight" | "head.decoder.weight" => 0.1,
-            "head.decoder.bias" => 0.0,
-            _ => linear,
-        })?;
+        init::uniform(&varmap, start.seed, bound)?;
         Ok(Self { embedding, lstm, head, varmap, device: device.clone() })
     }
 
@@ -96,11 +124,13 @@ mod tests {
     use super::super::head::ActivationKind;
     use super::*;
 
+    const START: Start = Start { seed: 0, values: InitialValues::Small };
+
     fn parameters(kind: HeadKind, (vocab, embedding, hidden, components): (usize, usize, usize, usize)) -> f64 {
         let context = HeadSizes::equal_context(vocab, hidden, components);
         let head = HeadSizes { vocab, hidden, context, components, activation: ActivationKind::Tanh };
         let sizes = Sizes { head, embedding, layers: 1 };
-        LanguageModel::new(kind, sizes, 0.0, 0, &Device::Cpu).expect("valid sizes").parameters() as f64
+        LanguageModel::new(kind, sizes, 0.0, START, &Device::Cpu).expect("valid sizes").parameters() as f64
     }
 
     #[test]
@@ -119,7 +149,7 @@ mod tests {
         let head = HeadSizes { vocab: 11, hidden: 4, context: 5, components: 2, activation: ActivationKind::Tanh };
         for (kind, layers) in [(HeadKind::Softmax, 1), (HeadKind::Moc, 2), (HeadKind::Mos, 3)] {
             let sizes = Sizes { head, embedding: 3, layers };
-            let model = LanguageModel::new(kind, sizes, 0.0, 0, &Device::Cpu).expect("valid sizes");
+            let model = LanguageModel::new(kind, sizes, 0.0, START, &Device::Cpu).expect("valid sizes");
             assert_eq!(model.parameters(), sizes.parameters(kind), "{kind:?}");
             assert_eq!(sizes.with_parameters(kind, sizes.parameters(kind)), sizes);
             assert_eq!(sizes.with_parameters(kind, sizes.parameters(kind) + 1), sizes);
@@ -132,7 +162,8 @@ mod tests {
         let head = HeadSizes { vocab: 11, hidden: 4, context: 5, components: 2, activation: ActivationKind::Tanh };
         let sizes = Sizes { head, embedding: 3, layers: 2 };
         let sum = |seed| -> f32 {
-            let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, seed, &Device::Cpu).expect("valid sizes");
+            let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, Start { seed, ..START }, &Device::Cpu)
+                .expect("valid sizes");
             let tokens = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("tokens");
             let hidden = model.hidden(&tokens, &mut model.start(1).expect("state"), None).expect("hidden");
             hidden.sum_all().and_then(|sum| sum.to_scalar()).expect("sum")

@@ -21,8 +21,8 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, recipe: &Recipe, device: &Device) -> Result<Self> {
-        let model = LanguageModel::new(kind, sizes, dropout, recipe.seed, device)?;
+    pub(crate) fn new(kind: HeadKind, sizes: Sizes, recipe: &Recipe, device: &Device) -> Result<Self> {
+        let model = LanguageModel::new(kind, sizes, recipe.dropout, recipe.start, device)?;
         let optimizer = Optimizer::new(recipe.optimizer, model.varmap())?;
         let recipe = recipe.clone();
         Ok(Self { kind, model, history: vec![], sizes, recipe, optimizer, tokens: 0, seconds: 0.0 })
@@ -100,7 +100,7 @@ impl Session {
         let mut metadata = self.shape();
         metadata.extend([
             ("epoch", self.history.len().to_string()),
-            ("seed", self.recipe.seed.to_string()),
+            ("seed", self.recipe.start.seed.to_string()),
             ("lr", self.recipe.lr.to_string()),
             ("decay", self.recipe.decay.to_string()),
             ("history", serde_json::to_string(&self.history)?),
@@ -125,6 +125,7 @@ impl Session {
 #[cfg(test)]
 mod tests {
     use super::super::head::{ActivationKind, HeadSizes};
+    use super::super::language_model::{InitialValues, Start};
     use super::super::{measure::Measure, optimizer::OptimizerKind};
     use super::*;
 
@@ -135,11 +136,23 @@ mod tests {
 
     fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Session {
         let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { 1.0 };
-        let measure = Measure::Perplexity;
-        let recipe = Recipe { epochs, batch: 4, bptt: 8, lr, decay: 0.5, clip: 0.5, optimizer, measure, seed: 3 };
+        let start = Start { seed: 3, values: InitialValues::Small };
+        let recipe = Recipe {
+            epochs,
+            batch: 4,
+            bptt: 8,
+            lr,
+            warmup: 10,
+            decay: 0.5,
+            clip: 0.5,
+            optimizer,
+            measure: Measure::Perplexity,
+            dropout: 0.0,
+            start,
+        };
         let head = HeadSizes { vocab: 23, hidden: 6, context: 5, components, activation: ActivationKind::Tanh };
         let sizes = Sizes { head, embedding: 6, layers: 2 };
-        Session::new(HeadKind::Mos, sizes, 0.0, &recipe, &Device::Cpu).expect("valid sizes")
+        Session::new(HeadKind::Mos, sizes, &recipe, &Device::Cpu).expect("valid sizes")
     }
 
     #[test]

@@ -3,7 +3,12 @@
 use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
 use crate::common::generate::SamplingFlags;
 use crate::common::head::{ActivationKind, HeadSizes};
-use crate::common::{language_model::Sizes, measure::Measure, optimizer::OptimizerKind, train::Recipe};
+use crate::common::{
+    language_model::{InitialValues, Sizes, Start},
+    measure::Measure,
+    optimizer::OptimizerKind,
+    train::Recipe,
+};
 use clap::Parser;
 use std::path::PathBuf;
 
@@ -89,11 +94,13 @@ impl Args {
             batch: self.batch.unwrap_or(if text { 20 } else { 128 }),
             bptt: self.bptt.unwrap_or(if text { 35 } else { 4 }),
             lr: self.lr.unwrap_or(lr),
+            warmup: 0,
             decay: self.decay.unwrap_or(if text { 0.5 } else { 0.6 }),
             clip: self.clip.unwrap_or(if text { 0.25 } else { 0.0 }),
             optimizer,
             measure: Measure::Perplexity,
-            seed: self.common.seed,
+            dropout: self.dropout,
+            start: Start { seed: self.common.seed, values: InitialValues::Small },
         }
     }
 }

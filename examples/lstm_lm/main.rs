@@ -55,7 +55,7 @@ fn run(args: &Args) -> Result<()> {
     let mut rows = vec![];
     let mut curves = vec![];
     for kind in args.common.head.kinds() {
-        let mut session = Session::new(kind, sizes, args.dropout, &recipe, &device)?;
+        let mut session = Session::new(kind, sizes, &recipe, &device)?;
         if let Some(path) = args.common.resume_path(kind)? {
             session.restore(&Checkpoint::load(&path, &device)?)?;
         }

@@ -40,13 +40,13 @@ pub(crate) struct Args {
     #[arg(long, value_parser = positive)]
     pub(crate) batch: Option<usize>,
     /// Steps of backpropagation through time
-    #[arg(long, default_value_t = 64, value_parser = positive)]
+    #[arg(long, default_value_t = 32, value_parser = positive)]
     pub(crate) bptt: usize,
     /// Adam's learning rate at the start
-    #[arg(long, default_value_t = 0.012, value_parser = above_zero)]
+    #[arg(long, default_value_t = 0.01, value_parser = above_zero)]
     pub(crate) lr: f64,
     /// Steps over which the learning rate rises to its start
-    #[arg(long, value_name = "STEPS", default_value_t = 100)]
+    #[arg(long, value_name = "STEPS", default_value_t = 50)]
     pub(crate) warmup: usize,
     /// Factor of the learning rate per epoch, applied smoothly
     #[arg(long, default_value_t = 0.4, value_parser = above_zero)]

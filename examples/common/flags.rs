@@ -1,12 +1,50 @@
-//! What several examples ask of their flags.
+//! Flags that the training examples share, and the checks of their values.
 
+use super::device::DeviceKind;
 use super::head::{HeadChoice, HeadKind};
 use super::Result;
 use std::path::{Path, PathBuf};
 
+#[derive(Debug, clap::Args)]
+pub(crate) struct TrainingFlags {
+    #[arg(long, value_enum, default_value = "all")]
+    pub(crate) head: HeadChoice,
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// After every epoch, write DIR/HEAD.safetensors, or this file if it ends in .safetensors
+    #[arg(long, value_name = "FILE_OR_DIR")]
+    pub(crate) save: Option<PathBuf>,
+    /// Go on from a checkpoint [without a value: from where --save writes]
+    #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1)]
+    pub(crate) resume: Option<Option<PathBuf>>,
+    /// Draw the learning curves into this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
+    /// End stdout with one line of JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub(crate) device: DeviceKind,
+}
+
+impl TrainingFlags {
+    pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
+        self.save.as_deref().map(|path| checkpoint_path(path, "--save", self.head, kind)).transpose()
+    }
+
+    pub(crate) fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
+        match &self.resume {
+            None => Ok(None),
+            Some(Some(path)) => Ok(Some(checkpoint_path(path, "--resume", self.head, kind)?)),
+            Some(None) if self.save.is_none() => Err("--resume without a path needs --save".into()),
+            Some(None) => self.save_path(kind),
+        }
+    }
+}
+
 /// Where a head's checkpoint is: DIR/HEAD.safetensors, or the file itself if `path` ends in .safetensors. `flag` is for the
 /// error message.
-pub(crate) fn checkpoint_path(path: &Path, flag: &str, choice: HeadChoice, kind: HeadKind) -> Result<PathBuf> {
+fn checkpoint_path(path: &Path, flag: &str, choice: HeadChoice, kind: HeadKind) -> Result<PathBuf> {
     if path.extension().is_none_or(|extension| extension != "safetensors") {
         return Ok(path.join(format!("{}.safetensors", kind.name())));
     }

@@ -90,6 +90,17 @@ impl HeadSizes {
         (left / each).round().max(1.0) as usize
     }
 
+    /// The number of parameters of a head with these sizes.
+    pub(crate) fn parameters(self, kind: HeadKind) -> usize {
+        let HeadSizes { vocab, hidden, context, components, .. } = self;
+        match kind {
+            HeadKind::Softmax => vocab * (hidden + 1),
+            HeadKind::Moc | HeadKind::Mos => {
+                vocab * (context + 1) + components * context * (hidden + 1) + components * hidden
+            }
+        }
+    }
+
     /// A head with these sizes and variables `prior.weight`, `latent.weight`, ..; `dropout` is that of the contexts.
     pub(crate) fn build(self, kind: HeadKind, dropout: f64, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
         let HeadSizes { vocab, hidden, context, components, activation } = self;

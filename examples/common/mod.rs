@@ -1,15 +1,44 @@
-//! Parts that the training examples share: device, head, LSTM, seeded start, optimiser, checkpoints, progress, curves.
+//! Parts that the training examples share: flags, device, head, LSTM, optimiser, checkpoints, progress, curves; and the
+//! language model, with its batches, its training and its samples.
 #![allow(dead_code)] // each example includes this module and uses only some of it
 
+pub(crate) mod batches;
 pub(crate) mod checkpoint;
 pub(crate) mod device;
 pub(crate) mod flags;
+pub(crate) mod generate;
 pub(crate) mod head;
 pub(crate) mod init;
+pub(crate) mod inplace;
+pub(crate) mod language_model;
+pub(crate) mod measure;
 pub(crate) mod optimizer;
 pub(crate) mod plot;
 pub(crate) mod progress;
+pub(crate) mod recurrence;
 pub(crate) mod recurrent;
+pub(crate) mod session;
+pub(crate) mod train;
+
+use std::process::ExitCode;
 
 /// Errors end an example with one line on stderr and exit code 1.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Reads the flags and runs the example.
+pub(crate) fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
+    let args = match A::try_parse() {
+        Ok(args) => args,
+        Err(message) => {
+            let _ = message.print();
+            return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    match run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,10 +1,14 @@
 //! The flags, and the defaults that train out of the box: one set for the built-in language, one for real text.
 
-use crate::common::flags::{self, above_zero, below_one, not_negative, positive};
-use crate::common::head::{ActivationKind, HeadChoice, HeadKind, HeadSizes};
-use crate::common::{device::DeviceKind, optimizer::OptimizerKind, Result};
-use crate::model::Sizes;
-use crate::train::Recipe;
+use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
+use crate::common::generate::SamplingFlags;
+use crate::common::head::{ActivationKind, HeadSizes};
+use crate::common::{
+    language_model::{InitialValues, Sizes, Start},
+    measure::Measure,
+    optimizer::OptimizerKind,
+    train::Recipe,
+};
 use clap::Parser;
 use std::path::PathBuf;
 
@@ -14,13 +18,9 @@ pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and perhaps test.txt (whitespace tokens); without it, a built-in language
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
-    #[arg(long, value_enum, default_value = "all")]
-    pub(crate) head: HeadChoice,
     /// Epochs in all, those of a resumed checkpoint included [default: 6; real text: 3]
     #[arg(long)]
     pub(crate) epochs: Option<usize>,
-    #[arg(long, default_value_t = 1)]
-    pub(crate) seed: u64,
     /// Mixture components K [default: 8; real text: 5]
     #[arg(long, value_parser = positive)]
     pub(crate) components: Option<usize>,
@@ -60,23 +60,13 @@ pub(crate) struct Args {
     /// Locked dropout on LSTM inputs, hidden states and contexts; the contexts' masks are not seeded on the CPU
     #[arg(long, default_value_t = 0.0, value_parser = below_one)]
     pub(crate) dropout: f64,
-    /// After every epoch, write DIR/HEAD.safetensors, or this file if it ends in .safetensors
-    #[arg(long, value_name = "FILE_OR_DIR")]
-    pub(crate) save: Option<PathBuf>,
-    /// Go on from a checkpoint [without a value: from where --save writes]
-    #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1)]
-    pub(crate) resume: Option<Option<PathBuf>>,
     /// Print so many tokens sampled from each model
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) generate: usize,
-    /// Draw the learning curves into this SVG file
-    #[arg(long, value_name = "FILE")]
-    pub(crate) plot: Option<PathBuf>,
-    /// End stdout with one line of JSON
-    #[arg(long)]
-    pub(crate) json: bool,
-    #[arg(long, value_enum, default_value = "cpu")]
-    pub(crate) device: DeviceKind,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingFlags,
+    #[command(flatten)]
+    pub(crate) common: TrainingFlags,
 }
 
 impl Args {
@@ -104,23 +94,13 @@ impl Args {
             batch: self.batch.unwrap_or(if text { 20 } else { 128 }),
             bptt: self.bptt.unwrap_or(if text { 35 } else { 4 }),
             lr: self.lr.unwrap_or(lr),
+            warmup: 0,
             decay: self.decay.unwrap_or(if text { 0.5 } else { 0.6 }),
             clip: self.clip.unwrap_or(if text { 0.25 } else { 0.0 }),
             optimizer,
-            seed: self.seed,
-        }
-    }
-
-    pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
-        self.save.as_deref().map(|path| flags::checkpoint_path(path, "--save", self.head, kind)).transpose()
-    }
-
-    pub(crate) fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
-        match &self.resume {
-            None => Ok(None),
-            Some(Some(path)) => Ok(Some(flags::checkpoint_path(path, "--resume", self.head, kind)?)),
-            Some(None) if self.save.is_none() => Err("--resume without a path needs --save".into()),
-            Some(None) => self.save_path(kind),
+            measure: Measure::Perplexity,
+            dropout: self.dropout,
+            start: Start { seed: self.common.seed, values: InitialValues::Small },
         }
     }
 }

@@ -15,24 +15,17 @@
 mod common;
 
 mod args;
-mod batches;
 mod corpus;
-mod generate;
 mod language;
-mod model;
 mod report;
-mod session;
-mod train;
 
 use args::Args;
-use clap::Parser;
 use common::checkpoint::Checkpoint;
-use common::plot::{self, Axes, Curve};
-use common::Result;
+use common::plot::{self, Axes};
+use common::{generate::generate, session::Session, Result};
 use corpus::Corpus;
 use language::Teacher;
 use report::Row;
-use session::Session;
 use std::process::ExitCode;
 
 /// Targets of the built-in language's texts.
@@ -40,27 +33,14 @@ const TRAIN_TOKENS: usize = 256_000;
 const VALID_TOKENS: usize = 50_000;
 
 fn main() -> ExitCode {
-    let args = match Args::try_parse() {
-        Ok(args) => args,
-        Err(message) => {
-            let _ = message.print();
-            return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
-        }
-    };
-    match run(&args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::start(run)
 }
 
 fn run(args: &Args) -> Result<()> {
-    let device = args.device.open()?;
+    let device = args.common.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder)?,
-        None => Teacher::new().corpus(TRAIN_TOKENS, VALID_TOKENS, args.seed),
+        None => Teacher::new().corpus(TRAIN_TOKENS, VALID_TOKENS, args.common.seed),
     };
     let sizes = args.sizes(corpus.words.len());
     let recipe = args.recipe();
@@ -74,30 +54,23 @@ fn run(args: &Args) -> Result<()> {
 
     let mut rows = vec![];
     let mut curves = vec![];
-    for kind in args.head.kinds() {
-        let mut session = Session::new(kind, sizes, args.dropout, &recipe, &device)?;
-        if let Some(path) = args.resume_path(kind)? {
+    for kind in args.common.head.kinds() {
+        let mut session = Session::new(kind, sizes, &recipe, &device)?;
+        if let Some(path) = args.common.resume_path(kind)? {
             session.restore(&Checkpoint::load(&path, &device)?)?;
         }
-        session.run(&corpus, args.save_path(kind)?.as_deref())?;
+        session.run(&corpus.train, &corpus.valid, args.common.save_path(kind)?.as_deref())?;
         if args.generate > 0 {
-            let text = generate::generate(&session.model, corpus.train[0], args.generate, args.seed)?;
+            let mut sampler = args.sampling.sampler(args.common.seed)?;
+            let text = generate(&session.model, corpus.train[0], args.generate, &mut sampler)?;
             println!("{} writes: {}", kind.name(), corpus.decode(&text));
         }
-        let points = session.history.iter().enumerate();
-        curves.push(Curve {
-            name: kind.name().into(),
-            points: points.map(|(i, [_, valid])| ((i + 1) as f64, *valid)).collect(),
-        });
+        curves.push(session.curve(|nll| nll));
         rows.push(Row {
             kind,
             parameters: session.model.parameters(),
-            valid_nll: session.valid_nll(&corpus)?,
-            test_nll: corpus
-                .test
-                .as_ref()
-                .map(|text| train::evaluate(&session.model, text, recipe.bptt))
-                .transpose()?,
+            valid_nll: session.valid_nll(&corpus.valid)?,
+            test_nll: corpus.test.as_ref().map(|text| session.evaluate(text)).transpose()?,
             tokens_per_second: session.tokens_per_second(),
         });
     }
@@ -106,12 +79,12 @@ fn run(args: &Args) -> Result<()> {
     if let Some(summary) = report::summary(&rows, corpus.entropy) {
         println!("{summary}");
     }
-    if let Some(path) = &args.plot {
+    if let Some(path) = &args.common.plot {
         let title = format!("Learning {}", corpus.name);
         let floor = corpus.entropy.map(|entropy| ("entropy", entropy));
         plot::curves(path, &Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor }, &curves)?;
     }
-    if args.json {
+    if args.common.json {
         println!("{}", report::json(&rows, corpus.entropy));
     }
     Ok(())

@@ -1,23 +1,27 @@
-//! One epoch of training, and the evaluation that counts every target once.
+//! One epoch of training of a language model, and the evaluation that counts every target once.
 
-use crate::batches::{Batches, IGNORED};
-use crate::common::{optimizer::Optimizer, optimizer::OptimizerKind, Result};
-use crate::model::LanguageModel;
+use super::batches::{Batches, IGNORED};
+use super::language_model::{LanguageModel, Start};
+use super::optimizer::{Optimizer, OptimizerKind};
+use super::{measure::Measure, Result};
 use indicatif::ProgressBar;
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, SeedableRng};
 
-/// How to train; `lr` falls by the factor `decay` per epoch, a little at every step.
+/// How to train; `lr` rises for `warmup` steps and falls by the factor `decay` per epoch, a little at every step.
 #[derive(Clone, Debug)]
 pub(crate) struct Recipe {
     pub(crate) epochs: usize,
     pub(crate) batch: usize,
     pub(crate) bptt: usize,
     pub(crate) lr: f64,
+    pub(crate) warmup: usize,
     pub(crate) decay: f64,
     pub(crate) clip: f64,
     pub(crate) optimizer: OptimizerKind,
-    pub(crate) seed: u64,
+    pub(crate) measure: Measure,
+    pub(crate) dropout: f64,
+    pub(crate) start: Start,
 }
 
 /// Trains on all of `text`, carrying the state from window to window, and gives the mean NLL met on the way.
@@ -30,7 +34,7 @@ pub(crate) fn train_epoch(
     bar: &ProgressBar,
 ) -> Result<f64> {
     let options = LossOptions::new().with_ignore_index(IGNORED);
-    let mut rng = StdRng::seed_from_u64(recipe.seed ^ (epoch as u64) << 32);
+    let mut rng = StdRng::seed_from_u64(recipe.start.seed ^ (epoch as u64) << 32);
     let mut states = model.start(recipe.batch)?;
     let batches = Batches::new(text, recipe.batch, recipe.bptt);
     let windows = batches.windows();
@@ -39,12 +43,13 @@ pub(crate) fn train_epoch(
         let (inputs, targets) = window.tensors(model.device())?;
         let hidden = model.hidden(&inputs, &mut states, Some(&mut rng))?;
         let loss = model.head().loss(&hidden, &targets, &options)?;
-        let lr = recipe.lr * recipe.decay.powf(epoch as f64 + i as f64 / windows as f64);
+        let rise = ((optimizer.steps() + 1) as f64 / recipe.warmup.max(1) as f64).min(1.0);
+        let lr = rise * recipe.lr * recipe.decay.powf(epoch as f64 + i as f64 / windows as f64);
         optimizer.step(&loss.backward()?, lr, recipe.clip)?;
         let (sum_of_window, count_of_window) = loss.sum_and_count()?;
         sum += sum_of_window;
         count += count_of_window;
-        bar.set_message(format!("perplexity {:.1}", (sum / count).exp()));
+        bar.set_message(format!("{} {:.2}", recipe.measure, recipe.measure.of(sum / count)));
         bar.inc(1);
     }
     Ok(sum / count)

@@ -1,6 +1,6 @@
 //! Cuts a text into parallel streams and those into windows for truncated backpropagation through time.
 
-use crate::common::Result;
+use super::Result;
 use candle_core::{Device, Tensor};
 
 /// Target of a position past the end of the text; the loss ignores it.

@@ -1,10 +1,9 @@
 //! One head's training from the start or from a checkpoint to the last epoch.
 
-use crate::batches::Batches;
-use crate::common::{checkpoint::Checkpoint, head::HeadKind, optimizer::Optimizer, progress, Result};
-use crate::corpus::Corpus;
-use crate::model::{LanguageModel, Sizes};
-use crate::train::{evaluate, train_epoch, Recipe};
+use super::batches::Batches;
+use super::language_model::{LanguageModel, Sizes};
+use super::train::{evaluate, train_epoch, Recipe};
+use super::{checkpoint::Checkpoint, head::HeadKind, optimizer::Optimizer, plot::Curve, progress, Result};
 use candle_core::Device;
 use std::path::Path;
 use std::time::Instant;
@@ -22,33 +21,33 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, recipe: &Recipe, device: &Device) -> Result<Self> {
-        let model = LanguageModel::new(kind, sizes, dropout, recipe.seed, device)?;
+    pub(crate) fn new(kind: HeadKind, sizes: Sizes, recipe: &Recipe, device: &Device) -> Result<Self> {
+        let model = LanguageModel::new(kind, sizes, recipe.dropout, recipe.start, device)?;
         let optimizer = Optimizer::new(recipe.optimizer, model.varmap())?;
         let recipe = recipe.clone();
         Ok(Self { kind, model, history: vec![], sizes, recipe, optimizer, tokens: 0, seconds: 0.0 })
     }
 
     /// Trains the epochs that are left, printing a line for each, and saves after each.
-    pub(crate) fn run(&mut self, corpus: &Corpus, save: Option<&Path>) -> Result<()> {
+    pub(crate) fn run(&mut self, train: &[u32], valid: &[u32], save: Option<&Path>) -> Result<()> {
+        let (name, measure) = (self.kind.name(), self.recipe.measure);
         while self.history.len() < self.recipe.epochs {
             let epoch = self.history.len();
-            let name = self.kind.name();
-            let steps = Batches::new(&corpus.train, self.recipe.batch, self.recipe.bptt).windows();
+            let steps = Batches::new(train, self.recipe.batch, self.recipe.bptt).windows();
             let bar = progress::bar(steps, format!("{name} epoch {}", epoch + 1));
             let start = Instant::now();
-            let train = train_epoch(&self.model, &mut self.optimizer, &corpus.train, epoch, &self.recipe, &bar)?;
+            let train_nll = train_epoch(&self.model, &mut self.optimizer, train, epoch, &self.recipe, &bar)?;
             let seconds = start.elapsed().as_secs_f64();
             bar.finish_and_clear();
             self.seconds += seconds;
-            self.tokens += corpus.train.len() - 1;
-            let valid = evaluate(&self.model, &corpus.valid, self.recipe.bptt)?;
-            self.history.push([train, valid]);
+            self.tokens += train.len() - 1;
+            let valid_nll = evaluate(&self.model, valid, self.recipe.bptt)?;
+            self.history.push([train_nll, valid_nll]);
             println!(
-                "{name:<7}  epoch {:>2}  perplexity: train {:8.3}  valid {:8.3}  ({seconds:.1} s)",
+                "{name:<7}  epoch {:>2}  {measure}: train {:8.3}  valid {:8.3}  ({seconds:.1} s)",
                 epoch + 1,
-                train.exp(),
-                valid.exp(),
+                measure.of(train_nll),
+                measure.of(valid_nll),
             );
             if let Some(path) = save {
                 self.checkpoint()?.save(path)?;
@@ -58,16 +57,30 @@ impl Session {
     }
 
     /// NLL on the validation text after the last epoch.
-    pub(crate) fn valid_nll(&self, corpus: &Corpus) -> Result<f64> {
+    pub(crate) fn valid_nll(&self, valid: &[u32]) -> Result<f64> {
         match self.history.last() {
             Some([_, valid]) => Ok(*valid),
-            None => evaluate(&self.model, &corpus.valid, self.recipe.bptt),
+            None => self.evaluate(valid),
         }
+    }
+
+    /// NLL on any text, with the variables as they are.
+    pub(crate) fn evaluate(&self, text: &[u32]) -> Result<f64> {
+        evaluate(&self.model, text, self.recipe.bptt)
     }
 
     /// Training speed, unless nothing was trained in this run.
     pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         (self.tokens > 0).then(|| self.tokens as f64 / self.seconds)
+    }
+
+    /// What became of the validation NLL, in the unit that `value` turns it into.
+    pub(crate) fn curve(&self, value: impl Fn(f64) -> f64) -> Curve {
+        let points = self.history.iter().enumerate();
+        Curve {
+            name: self.kind.name().into(),
+            points: points.map(|(i, [_, valid])| ((i + 1) as f64, value(*valid))).collect(),
+        }
     }
 
     fn shape(&self) -> Vec<(&'static str, String)> {
@@ -87,7 +100,7 @@ impl Session {
         let mut metadata = self.shape();
         metadata.extend([
             ("epoch", self.history.len().to_string()),
-            ("seed", self.recipe.seed.to_string()),
+            ("seed", self.recipe.start.seed.to_string()),
             ("lr", self.recipe.lr.to_string()),
             ("decay", self.recipe.decay.to_string()),
             ("history", serde_json::to_string(&self.history)?),
@@ -111,33 +124,51 @@ impl Session {
 
 #[cfg(test)]
 mod tests {
+    use super::super::head::{ActivationKind, HeadSizes};
+    use super::super::language_model::{InitialValues, Start};
+    use super::super::{measure::Measure, optimizer::OptimizerKind};
     use super::*;
-    use crate::common::head::{ActivationKind, HeadSizes};
-    use crate::common::optimizer::OptimizerKind;
-    use crate::language::Teacher;
+
+    /// The squares modulo 23: what comes next depends on the last two tokens.
+    fn text(targets: usize) -> Vec<u32> {
+        (0..=targets).map(|i| (i * i % 23) as u32).collect()
+    }
 
     fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Session {
         let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { 1.0 };
-        let recipe = Recipe { epochs, batch: 4, bptt: 8, lr, decay: 0.5, clip: 0.5, optimizer, seed: 3 };
-        let head = HeadSizes { vocab: 512, hidden: 6, context: 5, components, activation: ActivationKind::Tanh };
+        let start = Start { seed: 3, values: InitialValues::Small };
+        let recipe = Recipe {
+            epochs,
+            batch: 4,
+            bptt: 8,
+            lr,
+            warmup: 10,
+            decay: 0.5,
+            clip: 0.5,
+            optimizer,
+            measure: Measure::Perplexity,
+            dropout: 0.0,
+            start,
+        };
+        let head = HeadSizes { vocab: 23, hidden: 6, context: 5, components, activation: ActivationKind::Tanh };
         let sizes = Sizes { head, embedding: 6, layers: 2 };
-        Session::new(HeadKind::Mos, sizes, 0.0, &recipe, &Device::Cpu).expect("valid sizes")
+        Session::new(HeadKind::Mos, sizes, &recipe, &Device::Cpu).expect("valid sizes")
     }
 
     #[test]
     fn resumed_training_equals_uninterrupted_training() {
-        let corpus = Teacher::new().corpus(999, 111, 7);
+        let (train, valid) = (text(999), text(111));
         for optimizer in [OptimizerKind::Sgd, OptimizerKind::Adam] {
             let mut whole = session(2, optimizer, 2);
-            whole.run(&corpus, None).expect("trains");
+            whole.run(&train, &valid, None).expect("trains");
 
-            let folder = std::env::temp_dir().join(format!("lstm_lm_{optimizer}_{}", std::process::id()));
+            let folder = std::env::temp_dir().join(format!("session_{optimizer}_{}", std::process::id()));
             let path = folder.join("mos.safetensors");
-            session(1, optimizer, 2).run(&corpus, Some(&path)).expect("trains and saves");
+            session(1, optimizer, 2).run(&train, &valid, Some(&path)).expect("trains and saves");
             let mut second = session(2, optimizer, 2);
             second.restore(&Checkpoint::load(&path, &Device::Cpu).expect("loads")).expect("fits");
             assert_eq!(second.history.len(), 1);
-            second.run(&corpus, None).expect("trains");
+            second.run(&train, &valid, None).expect("trains");
             assert_eq!(second.history, whole.history, "{optimizer}");
 
             let error = session(2, optimizer, 3).restore(&Checkpoint::load(&path, &Device::Cpu).expect("loads"));
@@ -149,11 +180,11 @@ mod tests {
 
     #[test]
     fn training_lowers_the_loss() {
-        let corpus = Teacher::new().corpus(9999, 999, 7);
+        let (train, valid) = (text(9999), text(999));
         let mut session = session(2, OptimizerKind::Adam, 2);
-        let before = session.valid_nll(&corpus).expect("evaluates");
-        session.run(&corpus, None).expect("trains");
-        let after = session.valid_nll(&corpus).expect("evaluates");
+        let before = session.valid_nll(&valid).expect("evaluates");
+        session.run(&train, &valid, None).expect("trains");
+        let after = session.valid_nll(&valid).expect("evaluates");
         assert!(after < before - 0.3, "{before} -> {after}");
     }
 }

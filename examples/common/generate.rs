@@ -1,0 +1,73 @@
+//! Text sampled from a language model, token by token.
+
+use super::flags::positive;
+use super::language_model::LanguageModel;
+use super::Result;
+use candle_core::Tensor;
+use mos_head::{Sampler, Sampling};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SamplingFlags {
+    /// Of sampled text: below 1 likelier tokens, 0 only the likeliest
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) temperature: f64,
+    /// Sample from so many likeliest tokens
+    #[arg(long, value_name = "K", value_parser = positive)]
+    pub(crate) top_k: Option<usize>,
+    /// Sample from the fewest tokens that together have this probability
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    pub(crate) top_p: f64,
+}
+
+impl SamplingFlags {
+    pub(crate) fn sampler(&self, seed: u64) -> Result<Sampler> {
+        let sampling = Sampling::new().with_temperature(self.temperature).with_top_p(self.top_p);
+        let sampling = match self.top_k {
+            Some(k) => sampling.with_top_k(k),
+            None => sampling,
+        };
+        Ok(Sampler::new(sampling, seed)?)
+    }
+}
+
+/// `count` tokens after `start`.
+pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
+    let mut states = model.start(1)?;
+    let mut token = Tensor::new(&[[start]], model.device())?;
+    let mut text = Vec::with_capacity(count);
+    for _ in 0..count {
+        let hidden = model.hidden(&token, &mut states, None)?;
+        token = model.head().sample(&hidden, sampler)?;
+        text.extend(token.flatten_all()?.to_vec1::<u32>()?);
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::head::{ActivationKind, HeadKind, HeadSizes};
+    use super::super::language_model::{InitialValues, Sizes, Start};
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn a_seed_fixes_the_text() {
+        let head = HeadSizes { vocab: 11, hidden: 4, context: 5, components: 2, activation: ActivationKind::Tanh };
+        let sizes = Sizes { head, embedding: 3, layers: 1 };
+        let start = Start { seed: 1, values: InitialValues::Even };
+        let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, start, &Device::Cpu).expect("valid sizes");
+        let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
+        let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range")).expect("samples");
+        assert_eq!(text(1).len(), 20);
+        assert!(text(1).iter().all(|&token| token < 11));
+        assert_eq!(text(1), text(1));
+        assert_ne!(text(1), text(2));
+    }
+
+    #[test]
+    fn a_number_out_of_range_is_an_error() {
+        let flags = SamplingFlags { temperature: 1.0, top_k: None, top_p: 1.5 };
+        let error = flags.sampler(1).expect_err("must fail").to_string();
+        assert!(error.contains("top_p"), "{error}");
+    }
+}

@@ -6,9 +6,11 @@ pub(crate) mod device;
 pub(crate) mod flags;
 pub(crate) mod head;
 pub(crate) mod init;
+pub(crate) mod inplace;
 pub(crate) mod optimizer;
 pub(crate) mod plot;
 pub(crate) mod progress;
+pub(crate) mod recurrence;
 pub(crate) mod recurrent;
 
 /// Errors end an example with one line on stderr and exit code 1.

@@ -1,5 +1,6 @@
 //! SGD and Adam behind one `step`, with clipping by the global gradient norm and a state that can be saved.
 
+use super::inplace::{self, Decay, Descend};
 use super::{init::sorted, Result};
 use candle_core::{backprop::GradStore, DType, Tensor, Var};
 use candle_nn::VarMap;
@@ -58,6 +59,17 @@ impl Optimizer {
             let Some(grad) = grads.get(var) else { continue };
             let update = match &mut self.moments {
                 None => (grad * (lr * scale))?,
+                Some(moments) if inplace::supports(var) => {
+                    let [first, second] = &moments[i];
+                    let (keep, gain) = (BETA1 as f32, (scale * (1.0 - BETA1)) as f32);
+                    let grad = grad.contiguous()?;
+                    first.inplace_op2(&grad, &Decay { keep, scale: gain, squared: false })?;
+                    let (keep, gain) = (BETA2 as f32, (scale * scale * (1.0 - BETA2)) as f32);
+                    second.inplace_op2(&grad, &Decay { keep, scale: gain, squared: true })?;
+                    let (rate, correction) = ((lr / warm1) as f32, (1.0 / warm2) as f32);
+                    var.inplace_op3(first, second, &Descend { rate, correction, epsilon: EPSILON as f32 })?;
+                    continue;
+                }
                 Some(moments) => {
                     let [first, second] = &mut moments[i];
                     *first = ((&*first * BETA1)? + (grad * (scale * (1.0 - BETA1)))?)?;
@@ -75,7 +87,10 @@ impl Optimizer {
         let mut sum = 0f64;
         for (_, var) in &self.vars {
             if let Some(grad) = grads.get(var) {
-                sum += f64::from(grad.sqr()?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+                sum += match inplace::supports(grad) {
+                    true => inplace::square_sum(grad)?,
+                    false => f64::from(grad.sqr()?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?),
+                };
             }
         }
         Ok(sum.sqrt())
@@ -96,8 +111,11 @@ impl Optimizer {
     }
 
     pub(crate) fn load_state(&mut self, tensors: &HashMap<String, Tensor>, steps: usize) -> Result<()> {
-        let get =
-            |name: String| tensors.get(&name).cloned().ok_or_else(|| format!("the checkpoint has no tensor {name}"));
+        // Copies: the moments are updated in place.
+        let get = |name: String| match tensors.get(&name) {
+            Some(tensor) => Ok(tensor.copy()?),
+            None => Err::<_, Box<dyn std::error::Error>>(format!("the checkpoint has no tensor {name}").into()),
+        };
         for ((name, _), moments) in self.vars.iter().zip(self.moments.iter_mut().flatten()) {
             *moments = [get(format!("adam.first.{name}"))?, get(format!("adam.second.{name}"))?];
         }

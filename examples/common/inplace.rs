@@ -1,0 +1,97 @@
+//! Adam's update in place on the CPU: as operations of candle's own it makes a dozen passes over new memory per variable.
+
+use candle_core::{CpuStorage, InplaceOp2, InplaceOp3, Layout, Result, Storage, Tensor};
+use rayon::prelude::*;
+
+const BLOCK: usize = 1 << 14;
+
+/// Whether the functions below can work on this tensor.
+pub(crate) fn supports(tensor: &Tensor) -> bool {
+    tensor.device().is_cpu() && tensor.dtype() == candle_core::DType::F32 && tensor.is_contiguous()
+}
+
+/// `target <- keep target + scale source^power`, power 1 or 2.
+pub(crate) struct Decay {
+    pub(crate) keep: f32,
+    pub(crate) scale: f32,
+    pub(crate) squared: bool,
+}
+
+impl InplaceOp2 for Decay {
+    fn name(&self) -> &'static str {
+        "decay"
+    }
+
+    fn cpu_fwd(&self, target: &mut CpuStorage, at: &Layout, source: &CpuStorage, from: &Layout) -> Result<()> {
+        let source = values(source, from)?;
+        values_mut(target, at)?.par_chunks_mut(BLOCK).zip(source.par_chunks(BLOCK)).for_each(|(target, source)| {
+            for (target, &source) in target.iter_mut().zip(source) {
+                let source = if self.squared { source * source } else { source };
+                *target = self.keep * *target + self.scale * source;
+            }
+        });
+        Ok(())
+    }
+}
+
+/// `target <- target - rate first / (sqrt(correction second) + epsilon)`.
+pub(crate) struct Descend {
+    pub(crate) rate: f32,
+    pub(crate) correction: f32,
+    pub(crate) epsilon: f32,
+}
+
+impl InplaceOp3 for Descend {
+    fn name(&self) -> &'static str {
+        "descend"
+    }
+
+    fn cpu_fwd(
+        &self,
+        target: &mut CpuStorage,
+        at: &Layout,
+        first: &CpuStorage,
+        first_at: &Layout,
+        second: &CpuStorage,
+        second_at: &Layout,
+    ) -> Result<()> {
+        let (first, second) = (values(first, first_at)?, values(second, second_at)?);
+        let moments = first.par_chunks(BLOCK).zip(second.par_chunks(BLOCK));
+        values_mut(target, at)?.par_chunks_mut(BLOCK).zip(moments).for_each(|(target, (first, second))| {
+            for ((target, &first), &second) in target.iter_mut().zip(first).zip(second) {
+                *target -= self.rate * first / ((self.correction * second).sqrt() + self.epsilon);
+            }
+        });
+        Ok(())
+    }
+}
+
+/// The sum of the squares, the same for any number of threads.
+pub(crate) fn square_sum(tensor: &Tensor) -> Result<f64> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { candle_core::bail!("expected a tensor on the CPU") };
+    let sums = values(storage, layout)?.par_chunks(BLOCK).map(|block| {
+        let mut lanes = [0f32; 16];
+        for values in block.chunks(lanes.len()) {
+            for (lane, value) in lanes.iter_mut().zip(values) {
+                *lane += value * value;
+            }
+        }
+        lanes.iter().map(|&lane| f64::from(lane)).sum()
+    });
+    Ok(sums.collect::<Vec<f64>>().iter().sum())
+}
+
+fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(&storage.as_slice::<f32>()?[start..end]),
+        None => candle_core::bail!("expected contiguous values"),
+    }
+}
+
+fn values_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [f32]> {
+    match (storage, layout.contiguous_offsets()) {
+        (CpuStorage::F32(values), Some((start, end))) => Ok(&mut values[start..end]),
+        _ => candle_core::bail!("expected contiguous f32 values"),
+    }
+}

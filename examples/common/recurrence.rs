@@ -1,0 +1,180 @@
+//! The time steps of an LSTM as one node of candle's graph. As operations of candle's own, every step would keep a dozen
+//! tensors and add its own gradient of the weights; here their gradient is one product over all steps.
+
+use super::Result;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Storage, Tensor, D};
+use candle_nn::ops::sigmoid;
+use std::sync::Mutex;
+
+/// Hidden states and cells [2, steps, batch, hidden] from what the inputs add to the gates [steps, batch, 4 hidden], the
+/// recurrent weight [4 hidden, hidden] and the state before, hidden and cell [2, batch, hidden]. The order of the gates is
+/// that of candle_nn: input, forget, cell, output.
+pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
+    let tracked = [inputs, weight, start].iter().any(|operand| operand.track_op());
+    let (inputs_alone, recurrent) = (inputs.detach(), weight.detach().t()?);
+    let (mut hidden, mut cell) = (start.detach().get(0)?, start.detach().get(1)?);
+    let (mut hiddens, mut cells, mut gates) = (vec![], vec![], vec![]);
+    for step in 0..inputs.dim(0)? {
+        let all = Gates::new(&(inputs_alone.get(step)? + hidden.matmul(&recurrent)?)?)?;
+        cell = ((&all.forget * &cell)? + (&all.input * &all.cell)?)?;
+        let squashed = cell.tanh()?;
+        hidden = (&all.output * &squashed)?;
+        hiddens.push(hidden.clone());
+        cells.push(cell.clone());
+        if tracked {
+            gates.push((all, squashed));
+        }
+    }
+    let value = Tensor::stack(&[Tensor::stack(&hiddens, 0)?, Tensor::stack(&cells, 0)?], 0)?;
+    if !tracked {
+        return Ok(value);
+    }
+    let shape = value.shape().clone();
+    Ok(inputs.apply_op3(weight, start, Node { shape, value: Mutex::new(Some(value)), gates })?)
+}
+
+/// Each [batch, hidden].
+struct Gates {
+    input: Tensor,
+    forget: Tensor,
+    cell: Tensor,
+    output: Tensor,
+}
+
+impl Gates {
+    fn new(sums: &Tensor) -> candle_core::Result<Self> {
+        let sums = sums.chunk(4, D::Minus1)?;
+        let [input, forget, cell, output] = [&sums[0], &sums[1], &sums[2], &sums[3]];
+        Ok(Self { input: sigmoid(input)?, forget: sigmoid(forget)?, cell: cell.tanh()?, output: sigmoid(output)? })
+    }
+}
+
+struct Node {
+    shape: Shape,
+    /// The value, until it is handed over: it was computed before the node.
+    value: Mutex<Option<Tensor>>,
+    /// Of every step, with tanh of the cell.
+    gates: Vec<(Gates, Tensor)>,
+}
+
+impl Node {
+    fn hand_over<S>(
+        &self,
+        clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>,
+    ) -> candle_core::Result<(S, Shape)> {
+        let value = self.value.lock().ok().and_then(|mut value| value.take());
+        let Some(value) = value else { candle_core::bail!("the LSTM's value was handed over before") };
+        let (storage, layout) = value.storage_and_layout();
+        match clone(&storage, layout) {
+            Some(storage) => Ok((storage?, self.shape.clone())),
+            None => candle_core::bail!("the LSTM's value is on another device than its operands"),
+        }
+    }
+
+    fn gradients(
+        &self,
+        weight: &Tensor,
+        start: &Tensor,
+        value: &Tensor,
+        upstream: &Tensor,
+    ) -> candle_core::Result<[Tensor; 3]> {
+        let (hiddens, cells) = (value.get(0)?, value.get(1)?);
+        let (up_hidden, up_cell) = (upstream.get(0)?, upstream.get(1)?);
+        let (mut back_hidden, mut back_cell) = (start.get(0)?.zeros_like()?, start.get(1)?.zeros_like()?);
+        let steps = self.gates.len();
+        let mut sums = Vec::with_capacity(steps);
+        for (step, (gates, squashed)) in self.gates.iter().enumerate().rev() {
+            let before = if step == 0 { start.get(1)? } else { cells.get(step - 1)? };
+            let hidden = (up_hidden.get(step)? + back_hidden)?;
+            let through = ((&hidden * &gates.output)? * (1.0 - squashed.sqr()?)?)?;
+            let cell = ((up_cell.get(step)? + back_cell)? + through)?;
+            let sum = Tensor::cat(
+                &[
+                    through_sigmoid(&(&cell * &gates.cell)?, &gates.input)?,
+                    through_sigmoid(&(&cell * before)?, &gates.forget)?,
+                    ((&cell * &gates.input)? * (1.0 - gates.cell.sqr()?)?)?,
+                    through_sigmoid(&(&hidden * squashed)?, &gates.output)?,
+                ],
+                1,
+            )?;
+            back_hidden = sum.matmul(weight)?;
+            back_cell = (&cell * &gates.forget)?;
+            sums.push(sum);
+        }
+        sums.reverse();
+        let sums = Tensor::stack(&sums, 0)?;
+        let first = start.narrow(0, 0, 1)?;
+        let before = Tensor::cat(&[&first, &hiddens.narrow(0, 0, steps - 1)?], 0)?;
+        let by_weight = sums.flatten_to(1)?.t()?.matmul(&before.flatten_to(1)?)?;
+        Ok([sums, by_weight, Tensor::stack(&[back_hidden, back_cell], 0)?])
+    }
+}
+
+fn through_sigmoid(upstream: &Tensor, value: &Tensor) -> candle_core::Result<Tensor> {
+    upstream * (value - value.sqr()?)?
+}
+
+impl CustomOp3 for Node {
+    fn name(&self) -> &'static str {
+        "lstm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.hand_over(|storage, layout| match storage {
+            Storage::Cpu(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.hand_over(|storage, layout| match storage {
+            Storage::Cuda(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(MetalStorage, Shape)> {
+        self.hand_over(|storage, layout| match storage {
+            Storage::Metal(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        weight: &Tensor,
+        start: &Tensor,
+        value: &Tensor,
+        upstream: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (weight, start, upstream) = (weight.detach(), start.detach(), upstream.detach());
+        let [inputs, weight, start] = self.gradients(&weight, &start, &value.detach(), &upstream)?;
+        Ok((Some(inputs), Some(weight), Some(start)))
+    }
+}

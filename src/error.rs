@@ -76,6 +76,12 @@ pub enum Error {
         /// The size of the vocabulary.
         vocab: usize,
     },
+    /// A distribution has log-probabilities that are not numbers.
+    #[error("the distribution at position {position} is none: its log-probabilities are NaN")]
+    Distribution {
+        /// Where in the flattened hidden states the first such one stands.
+        position: usize,
+    },
     /// The workspace budget cannot hold even one token.
     #[error("workspace_bytes: expected at least {least} for one token, got {got}")]
     Workspace {

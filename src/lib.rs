@@ -72,6 +72,7 @@ mod softmax_head;
 mod projection;
 
 mod decoder;
+mod decoding;
 mod loss;
 mod mixture;
 
@@ -82,6 +83,7 @@ mod check;
 mod error;
 
 pub use backend::plan::Plan;
+pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use error::{Error, Result};
 pub use loss::{Loss, LossOptions, Reduction};
 pub use mixture::Mixture;

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
 
 use crate::decoder::Decoder;
+use crate::decoding::Sampler;
 use crate::mixture::Mixture;
 use crate::output_layer::OutputLayer;
 use crate::projection::{Activation, MixtureConfig, MixtureTensors, Projection};
@@ -111,5 +112,15 @@ impl OutputLayer for MixtureOfSoftmaxes {
         let (contexts, log_priors) = self.projection.forward(hidden, train)?;
         let Decoder { weight, bias } = &self.decoder;
         Mixture::new(&contexts, Some(&log_priors), weight, bias.as_ref())
+    }
+
+    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        if !sampler.is_ancestral() {
+            return self.mixture(hidden, false)?.sample(sampler);
+        }
+        // Only the contexts that were drawn are computed.
+        let contexts = self.projection.forward_drawn(hidden, sampler)?;
+        let Decoder { weight, bias } = &self.decoder;
+        Mixture::new(&contexts, None, weight, bias.as_ref())?.sample(sampler)
     }
 }

@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use candle_core::Tensor;
 
 use crate::backend::plan::Plan;
+use crate::decoding::{Sampler, TopK};
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::{Error, Result};
@@ -70,7 +71,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// If shapes, dtypes or devices do not fit, a target is not in the vocabulary (on CUDA its loss is NaN instead), or an
     /// option is out of its range.
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        check_targets(hidden, targets)?;
+        check_targets("targets", hidden, targets)?;
         self.mixture(hidden, options.train)?.loss(targets, options)
     }
 
@@ -92,6 +93,34 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.mixture(hidden, false)?.argmax()
     }
 
+    /// The log-probability `[..]` of given words `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not differentiable.
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`OutputLayer::loss`].
+    fn log_prob(&self, hidden: &Tensor, words: &Tensor) -> Result<Tensor> {
+        check_targets("words", hidden, words)?;
+        self.mixture(hidden, false)?.log_prob(words)
+    }
+
+    /// The `k` most probable words after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`.
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not fit the head, `k` is not between 1 and the number of words, or a distribution is NaN.
+    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+        self.mixture(hidden, false)?.top_k(k)
+    }
+
+    /// One word drawn for each of the hidden states `[.., hidden]`: `[..]`, u32.
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not fit the head, or a distribution is NaN.
+    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        self.mixture(hidden, false)?.sample(sampler)
+    }
+
     /// How [`OutputLayer::loss`] would cut the work into chunks.
     ///
     /// # Errors
@@ -103,10 +132,10 @@ pub trait OutputLayer: Debug + Send + Sync {
 }
 
 /// Checks the targets' shape before the projection is computed.
-fn check_targets(hidden: &Tensor, targets: &Tensor) -> Result<()> {
+fn check_targets(argument: &'static str, hidden: &Tensor, targets: &Tensor) -> Result<()> {
     match hidden.dims() {
         [leading @ .., _] if targets.dims() == leading => Ok(()),
-        [leading @ .., _] => Err(Error::shape("targets", format!("{leading:?}"), targets.dims())),
+        [leading @ .., _] => Err(Error::shape(argument, format!("{leading:?}"), targets.dims())),
         [] => Err(Error::shape("hidden", "[.., hidden]", &[])),
     }
 }

@@ -10,6 +10,7 @@ use candle_nn::{Init, VarBuilder};
 use crate::autograd;
 use crate::backend;
 use crate::check::{check_alike, check_dropout, check_hidden, check_sizes};
+use crate::decoding::Sampler;
 use crate::{Error, Result};
 
 /// What is applied to the contexts after their linear map.
@@ -268,6 +269,35 @@ impl Projection {
         }
         let log_priors = log_priors.reshape([leading, &[self.components]].concat())?;
         Ok((contexts, log_priors))
+    }
+
+    /// hidden `[.., H]` -> the context of one component `[.., 1, d]`, drawn from the priors.
+    pub(crate) fn forward_drawn(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        check_hidden(hidden, self.hidden, &self.latent_weight)?;
+        let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context]].concat();
+        let rows = hidden.reshape(((), self.hidden))?.detach();
+        let drawn = sampler.choose(&self.log_priors(&rows)?)?;
+        // The rows of each component together, and where they go from there.
+        let mut order: Vec<u32> = (0..drawn.len() as u32).collect();
+        order.sort_by_key(|&row| drawn[row as usize]);
+        let mut places = vec![0u32; order.len()];
+        order.iter().zip(0..).for_each(|(&row, place)| places[row as usize] = place);
+        let index = |rows: &[u32]| Tensor::new(rows, hidden.device());
+        let contexts = order.chunk_by(|&a, &b| drawn[a as usize] == drawn[b as usize]).map(|of_one| {
+            let first = drawn[of_one[0] as usize] as usize * self.context;
+            let weight = self.latent_weight.narrow(0, first, self.context)?.detach();
+            let bias = self.latent_bias.narrow(0, first, self.context)?.detach();
+            let z = rows.index_select(&index(of_one)?, 0)?.matmul(&weight.t()?)?.broadcast_add(&bias)?;
+            Ok(match self.activation {
+                Activation::Tanh => z.tanh()?,
+                Activation::Identity => z,
+            })
+        });
+        let contexts = contexts.collect::<Result<Vec<_>>>()?;
+        if contexts.is_empty() {
+            return Ok(Tensor::zeros(shape, hidden.dtype(), hidden.device())?);
+        }
+        Ok(Tensor::cat(&contexts, 0)?.index_select(&index(&places)?, 0)?.reshape(shape)?)
     }
 
     /// `activation(W h + b)` of all components, `[rows, K * d]`.

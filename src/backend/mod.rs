@@ -8,6 +8,9 @@ pub(crate) mod plan;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
+
+pub(crate) use cpu::Float;
 
 use crate::loss::LossOptions;
 use crate::{Error, Result};
@@ -116,6 +119,11 @@ impl Task {
         Task { keeps_logits: wanted.any() || all_words, bias_gradient: wanted.bias, all_words, soft_targets, filters }
     }
 
+    /// A look at the distribution of each token, tile by tile.
+    pub(crate) fn decoding() -> Self {
+        Task { keeps_logits: true, bias_gradient: false, all_words: false, soft_targets: false, filters: false }
+    }
+
     /// Log-probabilities or the most probable word, and the gradient of the former.
     pub(crate) fn log_probs(wanted: Wanted) -> Self {
         let soft_targets = wanted.any();
@@ -167,6 +175,46 @@ pub(crate) struct Outcome {
     pub(crate) hits: Option<Tensor>,
     pub(crate) dropped_mass: Option<Tensor>,
     pub(crate) gradients: Gradients,
+}
+
+/// The words of a distribution are looked at in tiles of this many.
+pub(crate) const TILE: usize = 512;
+
+/// The distribution of one token over the words, computed where it is looked at.
+pub(crate) trait Distribution<F>: Sync {
+    fn vocab(&self) -> usize;
+    /// Whether its log-probabilities are numbers.
+    fn is_valid(&self) -> bool;
+    /// The log-probabilities of the words from `tile * TILE` on, [`TILE`] of them unless the vocabulary ends; `buffer` may
+    /// be used to hold them.
+    fn tile<'a>(&'a self, tile: usize, buffer: &'a mut Vec<F>) -> &'a [F];
+
+    fn tiles(&self) -> usize {
+        self.vocab().div_ceil(TILE)
+    }
+}
+
+/// Something to be found out about the distribution of each token.
+pub(crate) trait Visit: Sync {
+    type Output: Send;
+    fn visit<F: Float>(&self, token: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
+}
+
+/// Log-probabilities that have been computed already.
+struct Computed<'a>(&'a [f32]);
+
+impl Distribution<f32> for Computed<'_> {
+    fn vocab(&self) -> usize {
+        self.0.len()
+    }
+
+    fn is_valid(&self) -> bool {
+        !self.0.iter().any(|x| x.is_nan())
+    }
+
+    fn tile<'a>(&'a self, tile: usize, _: &'a mut Vec<f32>) -> &'a [f32] {
+        &self.0[tile * TILE..self.0.len().min((tile + 1) * TILE)]
+    }
 }
 
 /// The dtype that tensors of `dtype` are computed in, or an error that names `argument`.
@@ -233,4 +281,22 @@ pub(crate) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
 /// The most probable words `[tokens]`, `u32`.
 pub(crate) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     on_device!(operands, argmax(operands, plan))
+}
+
+/// What there is to be found out about each token's distribution. On the CPU no more than a tile of it is ever written at a
+/// time; other devices hand over their log-probabilities.
+pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
+    let task = Task::decoding();
+    if operands.contexts.device().is_cpu() {
+        let plan = plan(operands, task, None)?;
+        return match operands.contexts.dtype() {
+            DType::F64 => cpu::visit::<f64, V>(operands, &plan, visit),
+            DType::F16 => cpu::visit::<half::f16, V>(operands, &plan, visit),
+            DType::BF16 => cpu::visit::<half::bf16, V>(operands, &plan, visit),
+            _ => cpu::visit::<f32, V>(operands, &plan, visit),
+        };
+    }
+    let plan = plan(operands, Task { all_words: true, ..task }, None)?;
+    let log_probs = log_probs(operands, &plan)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?.to_vec2()?;
+    log_probs.par_iter().enumerate().map(|(token, row)| visit.visit(token, &Computed(row))).collect()
 }

@@ -219,6 +219,35 @@ impl Mixture {
         Ok(backend::argmax(&self.operands, &plan)?.reshape(self.leading.as_slice())?)
     }
 
+    /// The log-probability `[..]` of a given word for each token, f32 (f64 for heads in f64). Not differentiable: that is
+    /// [`Mixture::loss`] with [`Reduction::None`].
+    ///
+    /// # Shapes
+    ///
+    /// - words: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`Mixture::loss`].
+    pub fn log_prob(&self, words: &Tensor) -> Result<Tensor> {
+        let options = LossOptions::evaluation().with_reduction(Reduction::None);
+        Ok(self.loss(words, &options)?.nll.neg()?)
+    }
+
+    pub(crate) fn operands(&self) -> &Operands {
+        &self.operands
+    }
+
+    /// The leading dimensions.
+    pub(crate) fn leading(&self) -> &[usize] {
+        &self.leading
+    }
+
+    /// Another mixture for the same tokens.
+    pub(crate) fn with_operands(&self, operands: Operands) -> Self {
+        Mixture { operands, leading: self.leading.clone() }
+    }
+
     /// How [`Mixture::loss`] with these options would be computed.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::distribution::TokenRows;
 use super::element::Element;
 use super::log_sum_exp::{LogSumExp, TileLogSumExp};
 use super::outcome::BufferedGradients;
@@ -11,7 +12,7 @@ use super::products::{self, LogitsTo};
 use super::rows::{first_largest, LogProbRows, Logits, LossRows, RowGradients, Scratch, TokenLoss};
 use super::simd::{Float, Isa, ROW_ALIGN};
 use super::targets::Targets;
-use super::{zeros, Backend, Operands, Plan, Sizes, Wanted};
+use super::{zeros, Backend, Operands, Plan, Sizes, Visit, Wanted};
 use crate::Result;
 
 /// A chunk's tokens are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
@@ -175,6 +176,19 @@ impl<'a, T: Element> Cpu<'a, T> {
             target_logits[i] = logits;
         }
         target_logits
+    }
+
+    /// What there is to be found out about the distributions of the chunk's tokens.
+    pub(super) fn visit_rows<V: Visit>(&self, tokens: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
+        let Sizes { components, vocab, .. } = self.sizes;
+        let first = tokens.start;
+        let visit_token = |token: usize| {
+            let rows = (token - first) * components..(token - first + 1) * components;
+            let log_priors = &self.log_priors[token * components..][..components];
+            let logits = &self.logits[rows.start * self.stride..rows.end * self.stride];
+            visit.visit(token, &TokenRows::new(logits, self.stride, vocab, &self.lse[rows], log_priors, self.isa))
+        };
+        tokens.into_par_iter().map(visit_token).collect()
     }
 
     /// Moves the live rows of the logits' gradient, and of the contexts, to the front.

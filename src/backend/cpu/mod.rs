@@ -2,6 +2,7 @@
 
 mod activation;
 mod chunks;
+mod distribution;
 mod element;
 mod log_sum_exp;
 mod math;
@@ -15,13 +16,14 @@ mod targets;
 use candle_core::{Device, Storage, Tensor};
 
 use super::plan::{Needs, Plan, Sizes};
-use super::{Backend, Objective, Operands, Outcome, Task, Wanted};
+use super::{Backend, Distribution, Objective, Operands, Outcome, Task, Visit, Wanted, TILE};
 use crate::{Error, Result};
 pub(super) use activation::{bias_tanh, tanh_gradient};
 use chunks::{Cpu, BIAS_PARTS};
 use element::Element;
 use memory::zeros;
 use outcome::{outcome, BufferedGradients};
+pub(crate) use simd::Float;
 use simd::{Isa, ROW_ALIGN};
 use targets::Targets;
 
@@ -100,6 +102,18 @@ pub(super) fn argmax<T: Element>(operands: &Operands, plan: &Plan) -> Result<Ten
         cpu.argmax = vec![0; tokens];
         cpu.run_argmax(plan)?;
         Ok(Tensor::from_vec(cpu.argmax, tokens, &Device::Cpu)?)
+    })
+}
+
+pub(super) fn visit<T: Element, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
+    with_slices(operands, |contexts: &[T], weight: &[T]| {
+        let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
+        let mut outputs = Vec::with_capacity(operands.sizes.tokens);
+        for tokens in plan.chunks() {
+            cpu.logits(tokens.clone())?;
+            outputs.extend(cpu.visit_rows(tokens, visit)?);
+        }
+        Ok(outputs)
     })
 }
 

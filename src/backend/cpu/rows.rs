@@ -222,26 +222,11 @@ impl<F: Float> Logits<'_, F> {
         let (references, shares) = (V::registers_mut(&mut scratch.reference), V::registers_mut(&mut scratch.share));
         let soft = soft.map(V::registers);
         let width = log_probs.len();
-        let components = scratch.lse.iter().zip(&scratch.log_scale);
-        let (zero, minus_infinity) = (v.splat(F::zero()), v.splat(F::neg_infinity()));
+        let components = scratch.lse.iter().zip(&scratch.log_scale).map(|(lse, &log_scale)| (lse.largest, log_scale));
+        let zero = v.splat(F::zero());
         for i in 0..width {
-            let mut largest = minus_infinity;
-            for (k, (lse, &log_scale)) in components.clone().enumerate() {
-                let term = v.add(v.sub(rows[k * width + i], v.splat(lse.largest)), v.splat(log_scale));
-                largest = v.max(largest, term);
-            }
-            // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
-            let reference = v.if_equal(largest, minus_infinity, zero, largest);
-            let mut sum = zero;
-            if scratch.lse.len() == 1 {
-                (log_probs[i], sum) = (largest, v.splat(F::one()));
-            } else {
-                for (k, (lse, &log_scale)) in components.clone().enumerate() {
-                    let term = v.add(v.sub(rows[k * width + i], v.splat(lse.largest)), v.splat(log_scale));
-                    sum = v.add(sum, exp(v, v.sub(term, reference)));
-                }
-                log_probs[i] = v.add(reference, ln(v, sum));
-            }
+            let (log_p, reference, sum) = mix_register(v, &rows[i..], width, components.clone());
+            log_probs[i] = log_p;
             if let Some(soft) = soft {
                 references[i] = reference;
                 // Words without mass have none to share, even if they are impossible.
@@ -299,6 +284,34 @@ impl<F: Float> Logits<'_, F> {
             }
         }
     }
+}
+
+/// `log p(v)` of the words of one register from the logits of K components, `stride` registers apart, each with its largest
+/// logit and its `log_scale`; the largest term; and the sum of the terms in relation to that.
+#[inline(always)]
+pub(super) fn mix_register<F: Float, V: Vector<F>>(
+    v: V,
+    logits: &[V::Reg],
+    stride: usize,
+    components: impl ExactSizeIterator<Item = (F, F)> + Clone,
+) -> (V::Reg, V::Reg, V::Reg) {
+    let (zero, minus_infinity) = (v.splat(F::zero()), v.splat(F::neg_infinity()));
+    let mut largest = minus_infinity;
+    for (k, (row_largest, log_scale)) in components.clone().enumerate() {
+        let term = v.add(v.sub(logits[k * stride], v.splat(row_largest)), v.splat(log_scale));
+        largest = v.max(largest, term);
+    }
+    // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
+    let reference = v.if_equal(largest, minus_infinity, zero, largest);
+    if components.len() == 1 {
+        return (largest, reference, v.splat(F::one()));
+    }
+    let mut sum = zero;
+    for (k, (row_largest, log_scale)) in components.enumerate() {
+        let term = v.add(v.sub(logits[k * stride], v.splat(row_largest)), v.splat(log_scale));
+        sum = v.add(sum, exp(v, v.sub(term, reference)));
+    }
+    (v.add(reference, ln(v, sum)), reference, sum)
 }
 
 /// What the gradient of one row is made of, beyond its logits.

@@ -1,0 +1,71 @@
+//! The mixture of one token as a distribution, from its rows of logits.
+
+use super::log_sum_exp::LogSumExp;
+use super::rows::mix_register;
+use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use super::{Distribution, TILE};
+
+/// The K rows of logits of one token.
+pub(super) struct TokenRows<'a, F> {
+    /// `[K, stride]`: `vocab` logits a row, after bias and softcap, and minus infinity
+    rows: &'a [F],
+    stride: usize,
+    vocab: usize,
+    /// `[K]`: the largest logit, and what the logits above it are added to, as in `Scratch`
+    components: Vec<(F, F)>,
+    isa: Isa,
+}
+
+impl<'a, F: Float> TokenRows<'a, F> {
+    pub(super) fn new(
+        rows: &'a [F],
+        stride: usize,
+        vocab: usize,
+        lse: &[LogSumExp<F>],
+        log_priors: &[F],
+        isa: Isa,
+    ) -> Self {
+        let component = |(lse, &log_prior): (&LogSumExp<F>, &F)| (lse.largest, log_prior - lse.log_sum);
+        TokenRows { rows, stride, vocab, components: lse.iter().zip(log_priors).map(component).collect(), isa }
+    }
+}
+
+impl<F: Float> Distribution<F> for TokenRows<'_, F> {
+    fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    fn is_valid(&self) -> bool {
+        let is_number = |&(largest, log_scale): &(F, F)| !largest.is_nan() && log_scale < F::infinity();
+        self.components.iter().all(is_number)
+            && self.components.iter().any(|&(_, log_scale)| log_scale > F::neg_infinity())
+    }
+
+    fn tile<'b>(&'b self, tile: usize, buffer: &'b mut Vec<F>) -> &'b [F] {
+        let words = TILE.min(self.vocab - tile * TILE);
+        buffer.resize(words.next_multiple_of(ROW_ALIGN), F::zero());
+        F::dispatch(self.isa, MixTile { of: self, first: tile * TILE, to: buffer });
+        &buffer[..words]
+    }
+}
+
+/// `log p(v)` of the words of one tile.
+struct MixTile<'a, F> {
+    of: &'a TokenRows<'a, F>,
+    first: usize,
+    to: &'a mut [F],
+}
+
+impl<F: Float> Kernel<F> for MixTile<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) {
+        let MixTile { of, first, to } = self;
+        let stride = V::registers(&of.rows[..of.stride]).len();
+        let rows = V::registers(&of.rows[first..]);
+        for (i, log_p) in V::registers_mut(to).iter_mut().enumerate() {
+            (*log_p, ..) = mix_register(v, &rows[i..], stride, of.components.iter().copied());
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Beam search: the most probable sequences, as far as a beam can see.
+
+use candle_core::Tensor;
+
+use crate::check::check_sizes;
+use crate::{Error, OutputLayer, Result};
+
+/// Beam search over any model with an output layer, for a batch of sentences at once.
+///
+/// Each step extends the `width` most probable sequences of a sentence by every word and keeps the `width` best; those that
+/// end are set aside. A sentence is done once its `n_best` finished sequences score at least as well as any open one still
+/// could, or at `max_length`. Sequences are ranked by
+///
+/// ```text
+/// score = log P(sequence) / ((5 + length) / 6)^alpha        (Wu et al., 2016, equation 14)
+/// ```
+///
+/// where the length counts the end token. With width 1 and `alpha` 0 this is greedy search.
+///
+/// # Examples
+///
+/// A "model" whose hidden state is the embedding of the last token:
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{BeamSearch, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let cpu = &Device::Cpu;
+/// // Word 0 ends a sequence; after word 1 comes 2, after 2 comes 0.
+/// let embeddings = Tensor::new(&[[0f32, 0., 0.], [0., 0., 9.], [9., 0., 0.]], cpu)?;
+/// let head = SoftmaxHead::from_tensors(Tensor::eye(3, candle_core::DType::F32, cpu)?, None)?;
+/// let search = BeamSearch::new(0).with_width(2).with_max_length(10);
+/// let start = Tensor::new(&[1u32, 2], cpu)?; // two sentences
+/// let found = search.run(&head, &start, |tokens, _parents| embeddings.index_select(tokens, 0))?;
+/// assert_eq!(found[0][0].tokens, [2]);
+/// assert!(found[1][0].tokens.is_empty() && found[1][0].finished);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Yonghui Wu et al.: Google's Neural Machine Translation System. arXiv 1609.08144, 2016.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BeamSearch {
+    end: u32,
+    width: usize,
+    max_length: usize,
+    n_best: usize,
+    length_penalty: f64,
+}
+
+/// A sequence that beam search found.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Hypothesis {
+    /// The words, without the start and without the end token.
+    pub tokens: Vec<u32>,
+    /// The log-probability of the sequence in nats, that of the end token included where it was reached.
+    pub log_prob: f64,
+    /// The log-probability with the length penalty.
+    pub score: f64,
+    /// Whether the end token was reached before the maximum length.
+    pub finished: bool,
+}
+
+/// A sequence that has not ended.
+struct Open {
+    /// Its sentence.
+    sentence: usize,
+    tokens: Vec<u32>,
+    log_prob: f64,
+}
+
+impl BeamSearch {
+    /// Beam search with width 4, at most 100 words, the best sequence alone, and no length penalty.
+    pub fn new(end: u32) -> Self {
+        BeamSearch { end, width: 4, max_length: 100, n_best: 1, length_penalty: 0.0 }
+    }
+
+    /// Sequences of a sentence that are followed at a time.
+    pub fn with_width(self, width: usize) -> Self {
+        BeamSearch { width, ..self }
+    }
+
+    /// Words of a sequence, the end token included, at most.
+    pub fn with_max_length(self, max_length: usize) -> Self {
+        BeamSearch { max_length, ..self }
+    }
+
+    /// Sequences that are returned for each sentence: fewer, if fewer are possible.
+    pub fn with_n_best(self, n_best: usize) -> Self {
+        BeamSearch { n_best, ..self }
+    }
+
+    /// The exponent `alpha` of the length penalty: 0 for none; the larger, the longer the results.
+    pub fn with_length_penalty(self, alpha: f64) -> Self {
+        BeamSearch { length_penalty: alpha, ..self }
+    }
+
+    /// Searches for continuations of the `start` tokens, `[batch]` (u32), one list for each, the best first.
+    ///
+    /// `step(tokens, parents)` feeds one token to each of some rows and gives the hidden states after them, `[rows, hidden]`.
+    /// `tokens` and `parents` are `[rows]` (u32); `parents` says which row of the call before each row continues, so that a
+    /// state with the rows in its first dimension is brought in order by `index_select(parents, 0)`. At the first call row i
+    /// is sentence i. There are fewer rows once sentences are done.
+    ///
+    /// # Errors
+    ///
+    /// If a number is out of its range, `start` is not a vector, the hidden states do not fit the head, a distribution is
+    /// NaN, or `step` fails.
+    pub fn run<E: From<Error>>(
+        &self,
+        head: &dyn OutputLayer,
+        start: &Tensor,
+        mut step: impl FnMut(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Vec<Vec<Hypothesis>>, E> {
+        self.validate(head)?;
+        let device = start.device();
+        let vector = |values: Vec<u32>| Tensor::new(values, device).map_err(Error::from);
+        let mut tokens = match start.dims() {
+            [_] => {
+                start.to_dtype(candle_core::DType::U32).and_then(|start| start.to_vec1::<u32>()).map_err(Error::from)?
+            }
+            got => return Err(Error::shape("start", "[batch]", got).into()),
+        };
+        let mut finished = vec![Vec::new(); tokens.len()];
+        let mut open: Vec<Open> =
+            (0..tokens.len()).map(|sentence| Open { sentence, tokens: vec![], log_prob: 0.0 }).collect();
+        let mut parents: Vec<u32> = (0..tokens.len() as u32).collect();
+        // Of each sequence at most one continuation ends, so that `width` others are left.
+        let k = (self.width + 1).min(head.vocab_size());
+        for length in 1..=self.max_length {
+            if open.is_empty() {
+                break;
+            }
+            let hidden = step(&vector(tokens)?, &vector(parents)?)?;
+            let top = head.top_k(&hidden, k)?;
+            if top.tokens.dims() != [open.len(), k] {
+                return Err(Error::shape("hidden", format!("[{}, hidden]", open.len()), hidden.dims()).into());
+            }
+            let words = top.tokens.to_vec2::<u32>().map_err(Error::from)?;
+            let log_probs = top.log_probs.to_dtype(candle_core::DType::F64).and_then(|t| t.to_vec2::<f64>());
+            let log_probs = log_probs.map_err(Error::from)?;
+
+            let mut next = Vec::new();
+            (tokens, parents) = (Vec::new(), Vec::new());
+            let mut first = 0;
+            while first < open.len() {
+                let sentence = open[first].sentence;
+                let rows = first..first + open[first..].iter().take_while(|o| o.sentence == sentence).count();
+                first = rows.end;
+                let mut continuations: Vec<(f64, usize, u32)> = rows
+                    .flat_map(|row| {
+                        let log_prob = open[row].log_prob;
+                        words[row].iter().zip(&log_probs[row]).map(move |(&word, &x)| (log_prob + x, row, word))
+                    })
+                    .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
+                    .collect();
+                // Of equals the sequence that was better before, and the lower word, comes first.
+                continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+                let before = next.len();
+                for (rank, &(log_prob, row, word)) in continuations.iter().enumerate() {
+                    if next.len() == before + self.width {
+                        break;
+                    }
+                    if word != self.end {
+                        let tokens_so_far = [&open[row].tokens[..], &[word]].concat();
+                        next.push(Open { sentence, tokens: tokens_so_far, log_prob });
+                        tokens.push(word);
+                        parents.push(row as u32);
+                    } else if rank < self.width {
+                        finished[sentence].push(self.hypothesis(open[row].tokens.clone(), log_prob, length, true));
+                    }
+                }
+                let best_open = next.get(before).map(|open| open.log_prob);
+                if best_open.is_none_or(|log_prob| self.is_done(&mut finished[sentence], log_prob)) {
+                    next.truncate(before);
+                    tokens.truncate(before);
+                    parents.truncate(before);
+                }
+            }
+            open = next;
+        }
+        for Open { sentence, tokens, log_prob } in open {
+            finished[sentence].push(self.hypothesis(tokens, log_prob, self.max_length, false));
+        }
+        for hypotheses in &mut finished {
+            self.rank(hypotheses);
+        }
+        Ok(finished)
+    }
+
+    fn validate(&self, head: &dyn OutputLayer) -> Result<()> {
+        check_sizes(&[("width", self.width), ("max_length", self.max_length), ("n_best", self.n_best)])?;
+        if !(self.length_penalty >= 0.0 && self.length_penalty.is_finite()) {
+            return Err(Error::config("length_penalty", "a finite number, at least 0", self.length_penalty));
+        }
+        match (self.end as usize) < head.vocab_size() {
+            true => Ok(()),
+            false => Err(Error::config("end", format!("a word below vocab_size {}", head.vocab_size()), self.end)),
+        }
+    }
+
+    fn hypothesis(&self, tokens: Vec<u32>, log_prob: f64, length: usize, finished: bool) -> Hypothesis {
+        Hypothesis { tokens, log_prob, score: self.score(log_prob, length), finished }
+    }
+
+    fn score(&self, log_prob: f64, length: usize) -> f64 {
+        log_prob / ((5.0 + length as f64) / 6.0).powf(self.length_penalty)
+    }
+
+    /// Keeps the `n_best`, the best first.
+    fn rank(&self, hypotheses: &mut Vec<Hypothesis>) {
+        hypotheses.sort_by(|a, b| b.score.total_cmp(&a.score).then_with(|| a.tokens.cmp(&b.tokens)));
+        hypotheses.truncate(self.n_best);
+    }
+
+    /// Whether no open sequence can come among the best: its log-probability only falls, and at most divides by the penalty
+    /// of the maximum length.
+    fn is_done(&self, finished: &mut Vec<Hypothesis>, best_open: f64) -> bool {
+        self.rank(finished);
+        finished.len() == self.n_best
+            && finished.last().is_some_and(|worst| worst.score >= self.score(best_open, self.max_length))
+    }
+}

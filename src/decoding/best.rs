@@ -1,0 +1,111 @@
+//! The n most probable words of a distribution, in one pass over its tiles.
+
+use std::cmp::Ordering;
+
+use rayon::prelude::*;
+
+use crate::backend::{Distribution, Float};
+
+/// A word and its log-probability.
+pub(super) type Word<F> = (F, u32);
+
+/// The more probable first; of equals the lower id.
+fn order<F: Float>(a: &Word<F>, b: &Word<F>) -> Ordering {
+    b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
+}
+
+/// The `n` most probable words, the most probable first.
+pub(super) fn best<F: Float>(distribution: &impl Distribution<F>, n: usize) -> Vec<Word<F>> {
+    let n = n.min(distribution.vocab());
+    let tiles = distribution.tiles();
+    let part = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
+    let candidates = (0..tiles).into_par_iter().step_by(part).map(|first| {
+        let (mut candidates, mut buffer) = (Candidates::new(n), Vec::new());
+        for tile in first..tiles.min(first + part) {
+            candidates.add((tile * crate::backend::TILE) as u32, distribution.tile(tile, &mut buffer));
+        }
+        candidates.words
+    });
+    let mut words: Vec<Word<F>> = candidates.flatten_iter().collect();
+    words.sort_unstable_by(order);
+    words.truncate(n);
+    words
+}
+
+/// Fewer tiles are not worth another thread.
+const LEAST_TILES: usize = 16;
+
+/// The best words so far, and some that are not.
+struct Candidates<F> {
+    n: usize,
+    words: Vec<Word<F>>,
+    /// The n-th best of those that have been ranked.
+    floor: Option<F>,
+}
+
+impl<F: Float> Candidates<F> {
+    fn new(n: usize) -> Self {
+        Candidates { n, words: Vec::with_capacity(Self::room(n)), floor: None }
+    }
+
+    /// So many are collected before they are ranked.
+    fn room(n: usize) -> usize {
+        (2 * n).max(64)
+    }
+
+    /// Adds words with higher ids than those before.
+    fn add(&mut self, first: u32, log_probs: &[F]) {
+        for (block, log_probs) in (first..).step_by(BLOCK).zip(log_probs.chunks(BLOCK)) {
+            if self.floor.is_some_and(|floor| log_probs.iter().all(|&x| x <= floor)) {
+                continue;
+            }
+            for (word, &log_prob) in (block..).zip(log_probs) {
+                // Of equals the lower id is there already.
+                if self.floor.is_none_or(|floor| log_prob > floor) {
+                    self.words.push((log_prob, word));
+                    if self.words.len() == Self::room(self.n) {
+                        self.rank();
+                    }
+                }
+            }
+        }
+    }
+
+    fn rank(&mut self) {
+        let last = self.n - 1;
+        self.words.select_nth_unstable_by(last, order);
+        self.words.truncate(self.n);
+        self.floor = Some(self.words[last].0);
+    }
+}
+
+/// Words that are compared with the floor together.
+const BLOCK: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::backend::Computed;
+
+    proptest! {
+        #[test]
+        fn the_best_are_those_of_a_sort(
+            values in proptest::collection::vec((0u8..40).prop_map(|x| f32::from(x) / 4.0), 1..3000),
+            n in 1usize..200,
+        ) {
+            let mut sorted: Vec<Word<f32>> = values.iter().copied().zip(0..).collect();
+            sorted.sort_by(order);
+            sorted.truncate(n);
+            prop_assert_eq!(best(&Computed(&values), n), sorted);
+        }
+    }
+
+    #[test]
+    fn minus_infinity_is_ranked_last() {
+        let values = [f32::NEG_INFINITY, -2.0, f32::NEG_INFINITY, -1.0];
+        let ids: Vec<u32> = best(&Computed(&values), 9).iter().map(|word| word.1).collect();
+        assert_eq!(ids, [3, 1, 0, 2]);
+    }
+}

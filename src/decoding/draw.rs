@@ -1,0 +1,121 @@
+//! A word drawn from a distribution with one random number.
+
+use rayon::prelude::*;
+
+use super::best::best;
+use super::Sampling;
+use crate::backend::{Distribution, Float, Visit, TILE};
+use crate::{Error, Result};
+
+/// Draws a word for each token with the random number of its position.
+pub(super) struct Draw<'a> {
+    pub(super) sampling: &'a Sampling,
+    pub(super) uniform: &'a [f64],
+}
+
+impl Visit for Draw<'_> {
+    type Output = u32;
+
+    fn visit<F: Float>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<u32> {
+        if !distribution.is_valid() {
+            return Err(Error::Distribution { position });
+        }
+        let u = self.uniform[position];
+        let word = match self.sampling {
+            Sampling { temperature: 0.0, .. } => best(distribution, 1).first().map(|word| word.1),
+            sampling if sampling.is_truncated() => from_the_best(distribution, sampling, u),
+            sampling => Masses::new(distribution, sampling.temperature).draw(distribution, u),
+        };
+        word.ok_or(Error::Distribution { position })
+    }
+}
+
+/// The mass of a distribution at a temperature: of each tile, the largest log-probability, and the sum of
+/// `exp((x - largest) / T)`.
+struct Masses {
+    temperature: f64,
+    tiles: Vec<(f64, f64)>,
+    largest: f64,
+    total: f64,
+}
+
+impl Masses {
+    fn new<F: Float>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
+        let tile = |buffer: &mut Vec<F>, tile| {
+            let log_probs = distribution.tile(tile, buffer);
+            let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.f64()));
+            (largest, log_probs.iter().map(|x| relative(x.f64(), largest, temperature)).sum())
+        };
+        let tiles: Vec<(f64, f64)> =
+            (0..distribution.tiles()).into_par_iter().with_min_len(8).map_init(Vec::new, tile).collect();
+        let largest = tiles.iter().fold(f64::NEG_INFINITY, |m, tile| m.max(tile.0));
+        let total = tiles.iter().map(|tile| tile.1 * relative(tile.0, largest, temperature)).sum();
+        Masses { temperature, tiles, largest, total }
+    }
+
+    /// The word in which the cumulative probability passes `u`; the tile is found first.
+    fn draw<F: Float>(&self, distribution: &impl Distribution<F>, u: f64) -> Option<u32> {
+        let mass = |&(largest, sum): &(f64, f64)| sum * relative(largest, self.largest, self.temperature);
+        let (tile, left) = pass(self.tiles.iter().map(mass), u * self.total)?;
+        let mut buffer = Vec::new();
+        let log_probs = distribution.tile(tile, &mut buffer);
+        let mass = |x: &F| relative(x.f64(), self.largest, self.temperature);
+        let (word, _) = pass(log_probs.iter().map(mass), left)?;
+        Some((tile * TILE + word) as u32)
+    }
+}
+
+/// `exp((x - largest) / T)`
+fn relative(x: f64, largest: f64, temperature: f64) -> f64 {
+    match x == f64::NEG_INFINITY {
+        true => 0.0,
+        false => ((x - largest) / temperature).exp(),
+    }
+}
+
+/// Where the sum of the masses passes `target`, and what is left of it there. Nothing without mass is ever passed, and if
+/// rounding leaves something at the end, the last with mass is taken.
+fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(usize, f64)> {
+    let mut left = target;
+    let mut last = None;
+    for (i, mass) in masses.enumerate() {
+        if mass > 0.0 {
+            if left < mass {
+                return Some((i, left));
+            }
+            last = Some((i, mass));
+            left -= mass;
+        }
+    }
+    last
+}
+
+/// A draw from the most probable words that top-k, top-p and min-p leave.
+fn from_the_best<F: Float>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
+    let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
+    let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
+    let all = (top_k.is_none() && top_p < 1.0).then(|| Masses::new(distribution, temperature).total);
+    // Without top-k nobody knows how many words it takes.
+    let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_CANDIDATES) };
+    loop {
+        let words = best(distribution, n);
+        let largest = words.first()?.0.f64();
+        let masses: Vec<f64> = words.iter().map(|word| relative(word.0.f64(), largest, temperature)).collect();
+        let wanted = top_p * all.unwrap_or_else(|| masses.iter().sum());
+        let mut sum = 0.0;
+        // The first word that completes the nucleus is in it; the most probable one always is.
+        let nucleus = masses.iter().take_while(|&&mass| {
+            let is_in = sum == 0.0 || sum < wanted;
+            sum += mass;
+            is_in
+        });
+        let kept: Vec<f64> = nucleus.copied().take_while(|&mass| mass >= min_p && mass > 0.0).collect();
+        if kept.len() < n || n == limit {
+            let total: f64 = kept.iter().sum();
+            return pass(kept.into_iter(), u * total).map(|(i, _)| words[i].1);
+        }
+        n = limit.min(n * 8);
+    }
+}
+
+const FIRST_CANDIDATES: usize = 128;

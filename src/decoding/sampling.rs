@@ -1,0 +1,221 @@
+//! How words are drawn: temperature, truncation, and the source of randomness.
+
+use candle_core::{DType, Device, Tensor};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::draw::Draw;
+use crate::backend;
+use crate::mixture::Mixture;
+use crate::{Error, Result};
+
+/// How the next word is drawn from a distribution. By default from all of it, as it is.
+///
+/// The steps, in this order: temperature; the [`top_k`](Sampling::with_top_k) most probable words; of these the
+/// [`top_p`](Sampling::with_top_p) nucleus; of these the words with at least [`min_p`](Sampling::with_min_p) of the largest
+/// probability. What is left is normalised again.
+///
+/// # References
+///
+/// - top-k: Fan, Lewis, Dauphin: Hierarchical Neural Story Generation. ACL 2018.
+/// - top-p: Holtzman, Buys, Du, Forbes, Choi: The Curious Case of Neural Text Degeneration. ICLR 2020.
+/// - min-p: Nguyen et al.: Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs. ICLR 2025.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    pub(super) temperature: f64,
+    pub(super) component_temperature: f64,
+    pub(super) top_k: Option<usize>,
+    pub(super) top_p: f64,
+    pub(super) min_p: f64,
+    pub(super) ancestral: bool,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Sampling { temperature: 1.0, component_temperature: 1.0, top_k: None, top_p: 1.0, min_p: 0.0, ancestral: false }
+    }
+}
+
+impl Sampling {
+    /// From the distribution as it is.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Always the most probable word, the one with the lowest id of equals.
+    pub fn greedy() -> Self {
+        Self::default().with_temperature(0.0)
+    }
+
+    /// Divides the mixture's log-probabilities by this, and normalises again: `P(v)^(1/T)`. 0 is greedy. (For a softmax that
+    /// is the same as to divide the logits; for a mixture it is not, see [`Sampling::with_component_temperature`].)
+    pub fn with_temperature(self, temperature: f64) -> Self {
+        Sampling { temperature, ..self }
+    }
+
+    /// Divides the logits of every component by this, before they are mixed; the priors stay as they are.
+    pub fn with_component_temperature(self, temperature: f64) -> Self {
+        Sampling { component_temperature: temperature, ..self }
+    }
+
+    /// Draws from the `k` most probable words alone (all, if there are fewer).
+    pub fn with_top_k(self, k: usize) -> Self {
+        Sampling { top_k: Some(k), ..self }
+    }
+
+    /// Draws from the nucleus alone: the fewest most probable words that together have a probability of at least `p`.
+    pub fn with_top_p(self, p: f64) -> Self {
+        Sampling { top_p: p, ..self }
+    }
+
+    /// Draws from the words alone that have at least `p` times the probability of the most probable one.
+    pub fn with_min_p(self, p: f64) -> Self {
+        Sampling { min_p: p, ..self }
+    }
+
+    /// Draws a component from the priors first, and then a word from its softmax: the same distribution as the mixture's at
+    /// nearly the price of one softmax. It needs temperature 1, and knows no truncation, because no word's probability under
+    /// the whole mixture is ever computed.
+    pub fn with_ancestral(self, ancestral: bool) -> Self {
+        Sampling { ancestral, ..self }
+    }
+
+    pub(super) fn is_truncated(&self) -> bool {
+        self.top_k.is_some() || self.top_p < 1.0 || self.min_p > 0.0
+    }
+
+    fn validate(&self) -> Result<()> {
+        let check = |holds: bool, argument, expected: &str, got: f64| match holds {
+            true => Ok(()),
+            false => Err(Error::config(argument, expected, got)),
+        };
+        let not_negative = |x: f64| x >= 0.0 && x.is_finite();
+        check(not_negative(self.temperature), "temperature", "a finite number, at least 0", self.temperature)?;
+        check(
+            self.component_temperature > 0.0 && self.component_temperature.is_finite(),
+            "component_temperature",
+            "a finite number above 0",
+            self.component_temperature,
+        )?;
+        check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)?;
+        check((0.0..=1.0).contains(&self.min_p), "min_p", "from 0 to 1", self.min_p)?;
+        if self.top_k == Some(0) {
+            return Err(Error::config("top_k", "at least 1", 0));
+        }
+        if self.ancestral && (self.is_truncated() || self.temperature != 1.0) {
+            return Err(Error::config("ancestral", "temperature 1 and neither top_k, top_p nor min_p", "true"));
+        }
+        Ok(())
+    }
+}
+
+/// Draws words: what [`Sampling`] says, with a generator of random numbers. The same seed draws the same words on one device
+/// with one version of this crate.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{OutputLayer, Sampler, Sampling, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?;
+/// let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
+/// let tokens = head.sample(&hidden, &mut sampler)?;
+/// assert_eq!(tokens.dims(), [4]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    pub(super) sampling: Sampling,
+    rng: StdRng,
+}
+
+impl Sampler {
+    /// A sampler with a seed.
+    ///
+    /// # Errors
+    ///
+    /// If a number is out of its range, or options exclude each other.
+    pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
+        sampling.validate()?;
+        Ok(Sampler { sampling, rng: StdRng::seed_from_u64(seed) })
+    }
+
+    /// How it draws.
+    pub fn sampling(&self) -> &Sampling {
+        &self.sampling
+    }
+
+    pub(crate) fn is_ancestral(&self) -> bool {
+        self.sampling.ancestral
+    }
+
+    /// Numbers from 0 to below 1. They are drawn before the work is shared out, so that the threads do not matter.
+    pub(super) fn uniform(&mut self, n: usize) -> Vec<f64> {
+        (0..n).map(|_| self.rng.random()).collect()
+    }
+
+    /// One index for each row of log-probabilities `[rows, n]`, `[rows]`.
+    pub(crate) fn choose(&mut self, log_probs: &Tensor) -> Result<Vec<u32>> {
+        let rows = log_probs.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+        let uniform = self.uniform(rows.len());
+        let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
+            let sum: f64 = row.iter().map(|x| x.exp()).sum();
+            let mut left = u * sum;
+            let passed = row.iter().position(|x| {
+                left -= x.exp();
+                left < 0.0
+            });
+            let possible = || row.iter().rposition(|&x| x > f64::NEG_INFINITY);
+            match passed.or_else(possible).filter(|_| sum.is_finite()) {
+                Some(index) => Ok(index as u32),
+                None => Err(Error::Distribution { position }),
+            }
+        };
+        rows.iter().zip(uniform).enumerate().map(choose).collect()
+    }
+}
+
+impl Mixture {
+    /// One word for each token, `[..]`, u32.
+    ///
+    /// # Errors
+    ///
+    /// If a distribution is NaN.
+    pub fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
+        let tempered;
+        let mut mixture = self;
+        if sampler.sampling.component_temperature != 1.0 {
+            tempered = self.with_component_temperature(sampler.sampling.component_temperature)?;
+            mixture = &tempered;
+        }
+        let drawn;
+        if sampler.is_ancestral() {
+            drawn = mixture.draw_component(sampler)?;
+            mixture = &drawn;
+        }
+        let operands = mixture.operands();
+        let uniform = sampler.uniform(operands.sizes.tokens);
+        let words = backend::visit(operands, &Draw { sampling: &sampler.sampling, uniform: &uniform })?;
+        Ok(Tensor::from_vec(words, self.leading(), operands.contexts.device())?)
+    }
+
+    /// The mixture whose components' logits are divided by `temperature`, with the priors as they are.
+    ///
+    /// # Errors
+    ///
+    /// If the temperature is not a finite number above zero.
+    pub fn with_component_temperature(&self, temperature: f64) -> Result<Mixture> {
+        Sampling::new().with_component_temperature(temperature).validate()?;
+        let mut operands = self.operands().clone();
+        let scaled = |tensor: &Tensor| tensor.affine(1.0 / temperature, 0.0);
+        operands.contexts = scaled(&operands.contexts)?;
+        operands.bias = operands.bias.as_ref().map(scaled).transpose()?;
+        // cap tanh(z / cap) / T = (cap / T) tanh((z / T) / (cap / T))
+        operands.softcap = operands.softcap.map(|cap| cap / temperature);
+        Ok(self.with_operands(operands))
+    }
+}

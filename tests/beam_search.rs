@@ -1,0 +1,236 @@
+//! Beam search against plain enumeration of all sequences.
+
+mod common;
+
+use std::cell::RefCell;
+
+use candle_core::{DType, Device, Tensor};
+use common::check::numbers;
+use common::on_each_device;
+use mos_head::{BeamSearch, Error, Hypothesis, OutputLayer, Result, SoftmaxHead};
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+const VOCAB: usize = 5;
+const WIDTH: usize = 6;
+const END: u32 = 0;
+
+/// A recurrent model in plain numbers: h <- tanh(A h + e(token)), whose state tells all prefixes apart.
+struct Model {
+    recurrent: Tensor,
+    embeddings: Tensor,
+    head: SoftmaxHead,
+}
+
+impl Model {
+    fn new(seed: u64, device: &Device) -> Result<Self> {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut tensor = |shape: &[usize], scale: f64| -> Result<Tensor> {
+            let values: Vec<f32> =
+                (0..shape.iter().product()).map(|_| rng.random_range(-scale..scale) as f32).collect();
+            Ok(Tensor::from_vec(values, shape, device)?)
+        };
+        Ok(Model {
+            recurrent: tensor(&[WIDTH, WIDTH], 0.9)?,
+            embeddings: tensor(&[VOCAB, WIDTH], 1.5)?,
+            head: SoftmaxHead::from_tensors(tensor(&[VOCAB, WIDTH], 1.2)?, None)?,
+        })
+    }
+
+    fn next(&self, tokens: &Tensor, state: &Tensor) -> Result<Tensor> {
+        Ok((state.matmul(&self.recurrent)? + self.embeddings.index_select(tokens, 0)?)?.tanh()?)
+    }
+
+    fn search(&self, search: &BeamSearch, start: &[u32]) -> Result<Vec<Vec<Hypothesis>>> {
+        let device = self.embeddings.device();
+        let mut state = Tensor::zeros((start.len(), WIDTH), DType::F32, device)?;
+        search.run(&self.head, &Tensor::new(start, device)?, |tokens, parents| {
+            state = self.next(tokens, &state.index_select(parents, 0)?)?;
+            Ok(state.clone())
+        })
+    }
+
+    /// log P of the words after `start`, one after another.
+    fn log_prob(&self, start: u32, words: &[u32]) -> Result<f64> {
+        let device = self.embeddings.device();
+        let mut state = Tensor::zeros((1, WIDTH), DType::F32, device)?;
+        let mut sum = 0.0;
+        for (&token, &word) in [&[start], words].concat().iter().zip(words) {
+            state = self.next(&Tensor::new(&[token], device)?, &state)?;
+            sum += numbers(&self.head.log_probs(&state)?)[word as usize];
+        }
+        Ok(sum)
+    }
+
+    /// All sequences of at most `length` words, the best first: (tokens, log P, score, finished).
+    fn all(&self, start: u32, length: usize, alpha: f64) -> Result<Vec<(Vec<u32>, f64, f64, bool)>> {
+        let penalty = |n: usize| ((5.0 + n as f64) / 6.0).powf(alpha);
+        let (mut found, mut open) = (Vec::new(), vec![vec![]]);
+        for n in 1..=length {
+            let mut next = Vec::new();
+            for prefix in open {
+                for word in 0..VOCAB as u32 {
+                    let words = [&prefix[..], &[word]].concat();
+                    if word == END || n == length {
+                        let log_prob = self.log_prob(start, &words)?;
+                        let tokens = if word == END { prefix.clone() } else { words };
+                        found.push((tokens, log_prob, log_prob / penalty(n), word == END));
+                    } else {
+                        next.push(words);
+                    }
+                }
+            }
+            open = next;
+        }
+        found.sort_by(|a, b| b.2.total_cmp(&a.2));
+        Ok(found)
+    }
+}
+
+on_each_device! {
+    fn a_beam_as_wide_as_the_space_finds_the_best_of_all_sequences(device: &Device) -> Result<()> {
+        for seed in 0..4 {
+            for alpha in [0.0, 0.6, 2.0] {
+                let model = Model::new(seed, device)?;
+                let search = BeamSearch::new(END).with_width(300).with_max_length(4).with_n_best(12);
+                let found = model.search(&search.with_length_penalty(alpha), &[1, 3])?;
+                for (start, found) in [1, 3].into_iter().zip(found) {
+                    let all = model.all(start, 4, alpha)?;
+                    assert_eq!(found.len(), 12);
+                    for (got, (tokens, log_prob, score, finished)) in found.iter().zip(&all) {
+                        assert!((got.score - score).abs() < 1e-4, "{got:?} {tokens:?} {score}");
+                        assert!((got.log_prob - model.log_prob_of(start, got)?).abs() < 1e-4);
+                        if all.iter().filter(|other| (other.2 - score).abs() < 1e-4).count() == 1 {
+                            assert_eq!((&got.tokens, got.finished), (tokens, *finished));
+                            assert!((got.log_prob - log_prob).abs() < 1e-4);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_narrow_beam_reports_the_true_probability_of_what_it_finds(device: &Device) -> Result<()> {
+        for seed in 0..20 {
+            let model = Model::new(seed, device)?;
+            let starts: Vec<u32> = (0..VOCAB as u32).collect();
+            let search = BeamSearch::new(END).with_width(3).with_max_length(12).with_n_best(3).with_length_penalty(0.7);
+            for (&start, found) in starts.iter().zip(model.search(&search, &starts)?) {
+                assert_eq!(found.len(), 3);
+                assert!(found.windows(2).all(|pair| pair[0].score >= pair[1].score));
+                for hypothesis in found {
+                    assert!((hypothesis.log_prob - model.log_prob_of(start, &hypothesis)?).abs() < 1e-4);
+                    let length = hypothesis.tokens.len() + usize::from(hypothesis.finished);
+                    let penalty = ((5.0 + length as f64) / 6.0).powf(0.7);
+                    assert!((hypothesis.score - hypothesis.log_prob / penalty).abs() < 1e-9);
+                    assert!(length <= 12 && !hypothesis.tokens.contains(&END));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_batch_finds_what_each_sentence_finds_alone(device: &Device) -> Result<()> {
+        for seed in 0..5 {
+            let model = Model::new(seed, device)?;
+            let search = BeamSearch::new(END).with_width(4).with_max_length(9).with_n_best(2);
+            let together = model.search(&search, &[4, 1, 2, 1])?;
+            for (start, found) in [4, 1, 2, 1].into_iter().zip(together) {
+                let alone = model.search(&search, &[start])?.remove(0);
+                for (a, b) in found.iter().zip(&alone) {
+                    assert_eq!(a.tokens, b.tokens);
+                    assert!((a.log_prob - b.log_prob).abs() < 1e-5);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn width_one_is_greedy(device: &Device) -> Result<()> {
+        for seed in 0..10 {
+            let model = Model::new(seed, device)?;
+            let found = model.search(&BeamSearch::new(END).with_width(1).with_max_length(8), &[2])?.remove(0).remove(0);
+            let mut state = Tensor::zeros((1, WIDTH), DType::F32, device)?;
+            let (mut token, mut words) = (2u32, Vec::new());
+            for _ in 0..8 {
+                state = model.next(&Tensor::new(&[token], device)?, &state)?;
+                token = model.head.argmax(&state)?.to_vec1::<u32>()?[0];
+                if token == END {
+                    break;
+                }
+                words.push(token);
+            }
+            assert_eq!(found.tokens, words);
+            assert_eq!(found.finished, token == END);
+        }
+        Ok(())
+    }
+
+    fn an_end_token_at_once_ends_at_once(device: &Device) -> Result<()> {
+        let head = SoftmaxHead::from_tensors(Tensor::new(&[[9f32], [0.], [0.]], device)?, None)?;
+        let steps = RefCell::new(0);
+        let start = Tensor::new(&[1u32, 2], device)?;
+        let found = BeamSearch::new(0).with_width(3).run(&head, &start, |tokens, _| -> Result<Tensor> {
+            *steps.borrow_mut() += 1;
+            Ok(Tensor::ones((tokens.dim(0)?, 1), DType::F32, device)?)
+        })?;
+        assert_eq!(*steps.borrow(), 1);
+        for found in found {
+            assert!(found.len() == 1 && found[0].tokens.is_empty() && found[0].finished && found[0].log_prob > -1e-3);
+        }
+        Ok(())
+    }
+
+    fn impossible_words_are_never_found(device: &Device) -> Result<()> {
+        // Only word 2 is possible, and it is not the end.
+        let weight = Tensor::new(&[[f32::NEG_INFINITY], [f32::NEG_INFINITY], [1.0], [f32::NEG_INFINITY]], device)?;
+        let head = SoftmaxHead::from_tensors(weight, None)?;
+        let search = BeamSearch::new(0).with_width(3).with_n_best(3).with_max_length(5);
+        let found = search.run(&head, &Tensor::new(&[2u32], device)?, |tokens, _| -> Result<Tensor> {
+            Ok(Tensor::ones((tokens.dim(0)?, 1), DType::F32, device)?)
+        })?;
+        assert_eq!(found[0].len(), 1);
+        assert_eq!(found[0][0].tokens, [2; 5]);
+        assert!(!found[0][0].finished && found[0][0].log_prob == 0.0);
+        Ok(())
+    }
+
+    fn an_empty_batch_takes_no_step(device: &Device) -> Result<()> {
+        let model = Model::new(1, device)?;
+        let start = Tensor::zeros(0, DType::U32, device)?;
+        let found = BeamSearch::new(END).run(&model.head, &start, |_, _| -> Result<Tensor> { panic!("a step") })?;
+        assert!(found.is_empty());
+        Ok(())
+    }
+
+    fn bad_arguments_are_named(device: &Device) -> Result<()> {
+        let model = Model::new(1, device)?;
+        let of = || BeamSearch::new(END);
+        for (search, argument) in [
+            (of().with_width(0), "width"),
+            (of().with_max_length(0), "max_length"),
+            (of().with_n_best(0), "n_best"),
+            (of().with_length_penalty(-1.0), "length_penalty"),
+            (BeamSearch::new(VOCAB as u32), "end"),
+        ] {
+            let error = model.search(&search, &[1]).expect_err("out of range");
+            assert!(matches!(error, Error::Config { argument: got, .. } if got == argument), "{error:?}");
+        }
+        let start = Tensor::new(&[1u32, 2], device)?;
+        let hidden = Tensor::zeros((3, WIDTH), DType::F32, device)?;
+        let error = of().run(&model.head, &start, |_, _| Ok::<_, Error>(hidden.clone())).expect_err("three rows for two");
+        assert!(error.to_string().contains("hidden: expected shape [2, hidden], got [3, 6]"), "{error}");
+        let error = of().run(&model.head, &start.unsqueeze(0)?, |_, _| Ok::<_, Error>(hidden.clone()));
+        assert!(matches!(error, Err(Error::Shape { argument: "start", .. })));
+        let failing = of().run(&model.head, &start, |_, _| Err(Error::from(candle_core::Error::Msg("mine".into()))));
+        assert!(failing.expect_err("the step failed").to_string().contains("mine"));
+        Ok(())
+    }
+}
+
+impl Model {
+    fn log_prob_of(&self, start: u32, hypothesis: &Hypothesis) -> Result<f64> {
+        let end: &[u32] = if hypothesis.finished { &[END] } else { &[] };
+        self.log_prob(start, &[&hypothesis.tokens[..], end].concat())
+    }
+}

@@ -1,0 +1,378 @@
+//! Words chosen from the distributions: ranked, drawn, pruned.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
+use common::check::{build, numbers, Layer};
+use common::on_each_device;
+use mos_head::{Error, LossOptions, Mixture, OutputLayer, Result, Sampler, Sampling, SoftmaxHead};
+
+const SIZES: Sizes = Sizes::new(5, 3, 4, 30);
+
+fn sampler(sampling: Sampling, seed: u64) -> Sampler {
+    Sampler::new(sampling, seed).expect("valid options")
+}
+
+fn ids(tokens: &Tensor) -> Result<Vec<u32>> {
+    Ok(tokens.flatten_all()?.to_vec1()?)
+}
+
+/// A head whose only hidden state `[1]` = 1 gives these log-probabilities.
+fn head_of(log_probs: &[f32], device: &Device) -> Result<SoftmaxHead> {
+    SoftmaxHead::from_tensors(Tensor::new(log_probs, device)?.unsqueeze(1)?, None)
+}
+
+fn ones(rows: usize, device: &Device) -> Result<Tensor> {
+    Ok(Tensor::ones((rows, 1), DType::F32, device)?)
+}
+
+/// The distribution that is left of `log_probs`, computed the plain way.
+fn truncated(log_probs: &[f64], temperature: f64, top_k: usize, top_p: f64, min_p: f64) -> Vec<f64> {
+    let softmax = |logits: Vec<f64>| {
+        let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+        logits.into_iter().map(|x| x.exp() / sum).collect::<Vec<f64>>()
+    };
+    let mut p = softmax(log_probs.iter().map(|x| x / temperature).collect());
+    let mut order: Vec<usize> = (0..p.len()).collect();
+    order.sort_by(|&a, &b| p[b].total_cmp(&p[a]).then(a.cmp(&b)));
+    order[top_k.min(p.len())..].iter().for_each(|&v| p[v] = 0.0);
+    let sum: f64 = p.iter().sum();
+    let mut before = 0.0;
+    for &v in &order {
+        let mass = p[v] / sum;
+        if before >= top_p {
+            p[v] = 0.0;
+        }
+        before += mass;
+    }
+    let least = min_p * p[order[0]];
+    p.iter_mut().filter(|p| **p < least).for_each(|p| *p = 0.0);
+    let sum: f64 = p.iter().sum();
+    p.into_iter().map(|p| p / sum).collect()
+}
+
+/// Pearson's statistic of draws from a distribution, words with few expected draws taken together; it must not be far above its
+/// degrees of freedom.
+fn assert_drawn_from(draws: &[u32], probabilities: &[f64]) {
+    let n = draws.len() as f64;
+    let mut counts = vec![0f64; probabilities.len()];
+    draws.iter().for_each(|&v| counts[v as usize] += 1.0);
+    let (mut statistic, mut freedom) = (0f64, -1f64);
+    let (mut rest, mut rest_expected) = (0.0, 0.0);
+    for (&count, &p) in counts.iter().zip(probabilities) {
+        assert!(p > 0.0 || count == 0.0, "drew a word without probability");
+        if n * p >= 8.0 {
+            statistic += (count - n * p).powi(2) / (n * p);
+            freedom += 1.0;
+        } else {
+            (rest, rest_expected) = (rest + count, rest_expected + n * p);
+        }
+    }
+    if rest_expected >= 1.0 {
+        statistic += (rest - rest_expected).powi(2) / rest_expected;
+        freedom += 1.0;
+    }
+    assert!(freedom > 0.0 || statistic < 1e-6, "{statistic} of one word");
+    assert!(statistic < freedom + 4.0 * (2.0 * freedom + 1.0).sqrt(), "chi-square {statistic} with {freedom} degrees");
+}
+
+on_each_device! {
+    fn top_k_is_the_start_of_the_sorted_log_probabilities(device: &Device) -> Result<()> {
+        for (seed, vocab) in (0..).zip([1, 7, 513, 2001]) {
+            for head in ENTRIES {
+                for &dtype in common::dtypes(device) {
+                    let case = Case::random(head, Sizes { vocab, ..SIZES }, &[2, 3], seed).rounded(dtype)?;
+                    let layer = Layer::new(&case, &case.constants(dtype, device)?)?;
+                    let log_probs = layer.log_probs()?.reshape((6, vocab))?;
+                    for k in [1, 2, 50, vocab] {
+                        if k > vocab {
+                            continue;
+                        }
+                        let top = match &layer {
+                            Layer::Head(head, hidden) => head.top_k(hidden, k)?,
+                            Layer::Mixture(mixture) => mixture.top_k(k)?,
+                        };
+                        assert_eq!((top.tokens.dims(), top.log_probs.dims()), (&[2, 3, k][..], &[2, 3, k][..]));
+                        let found = top.log_probs.to_dtype(dtype)?.reshape((6, k))?;
+                        let gathered = log_probs.gather(&top.tokens.reshape((6, k))?, 1)?;
+                        assert_eq!(numbers(&found), numbers(&gathered), "{head:?} {dtype:?}");
+                        if !matches!(dtype, DType::F32 | DType::F64) {
+                            // Rounding makes equals of words that are not.
+                            continue;
+                        }
+                        for (t, row) in numbers(&log_probs).chunks(vocab).enumerate() {
+                            let mut order: Vec<u32> = (0..vocab as u32).collect();
+                            order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]).then(a.cmp(&b)));
+                            assert_eq!(ids(&top.tokens)?[t * k..(t + 1) * k], order[..k], "{head:?} {dtype:?} {k}");
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn of_equals_the_lower_id_comes_first(device: &Device) -> Result<()> {
+        let head = head_of(&[0.0; 2000], device)?;
+        let top = head.top_k(&ones(2, device)?, 3)?;
+        assert_eq!(ids(&top.tokens)?, [0, 1, 2, 0, 1, 2]);
+        Ok(())
+    }
+
+    fn a_k_that_no_vocabulary_has_is_refused(device: &Device) -> Result<()> {
+        let head = head_of(&[0.0; 5], device)?;
+        for k in [0, 6] {
+            let error = head.top_k(&ones(1, device)?, k).expect_err("no such k").to_string();
+            assert!(error.contains("k: ") && error.contains("1 to vocab_size 5") && error.ends_with(&k.to_string()), "{error}");
+        }
+        Ok(())
+    }
+
+    fn log_prob_of_given_words_is_what_log_probs_says(device: &Device) -> Result<()> {
+        for head in HEADS {
+            let dtype = common::exact(device);
+            let case = Case::random(head, SIZES, &[2, 3], 3);
+            let tensors = case.constants(dtype, device)?;
+            let layer = build(&case, &tensors)?;
+            let words = case.target_tensor(device)?;
+            let all = layer.log_probs(&tensors["hidden"])?;
+            let expected = all.gather(&words.unsqueeze(2)?.to_dtype(DType::U32)?, 2)?.squeeze(2)?;
+            let got = layer.log_prob(&tensors["hidden"], &words)?;
+            for (got, expected) in numbers(&got).into_iter().zip(numbers(&expected)) {
+                assert!((got - expected).abs() < 1e-5, "{got} {expected}");
+            }
+            let error = layer.log_prob(&tensors["hidden"], &words.flatten_all()?).expect_err("another shape");
+            assert!(matches!(error, Error::Shape { argument: "words", .. }), "{error:?}");
+        }
+        Ok(())
+    }
+
+    fn greedy_is_argmax(device: &Device) -> Result<()> {
+        for head in HEADS {
+            let case = Case::random(head, Sizes { vocab: 1300, ..SIZES }, &[2, 9], 4);
+            let tensors = case.constants(DType::F32, device)?;
+            let layer = build(&case, &tensors)?;
+            let argmax = ids(&layer.argmax(&tensors["hidden"])?)?;
+            let greedy = layer.sample(&tensors["hidden"], &mut sampler(Sampling::greedy(), 1))?;
+            assert_eq!(greedy.dims(), [2, 9]);
+            assert_eq!(ids(&greedy)?, argmax);
+            let one = layer.sample(&tensors["hidden"], &mut sampler(Sampling::new().with_top_k(1), 1))?;
+            assert_eq!(ids(&one)?, argmax);
+        }
+        Ok(())
+    }
+
+    fn frequencies_of_samples_are_the_probabilities(device: &Device) -> Result<()> {
+        let rows = 20_000;
+        for (seed, vocab) in [(5, 30), (6, 1200)] {
+            let case = Case::random(Head::MixtureOfSoftmaxes, Sizes { vocab, ..SIZES }, &[1], seed);
+            let tensors = case.constants(DType::F32, device)?;
+            let layer = build(&case, &tensors)?;
+            let hidden = tensors["hidden"].broadcast_as((rows, 5))?;
+            let log_probs = numbers(&layer.log_probs(&tensors["hidden"])?);
+            for (temperature, top_k, top_p, min_p) in [
+                (1.0, vocab, 1.0, 0.0),
+                (0.7, vocab, 1.0, 0.0),
+                (2.5, vocab, 1.0, 0.0),
+                (1.0, 7, 1.0, 0.0),
+                (1.3, vocab, 0.8, 0.0),
+                (1.0, vocab, 1.0, 0.1),
+                (0.8, 20, 0.9, 0.05),
+                (1.0, 5000, 0.999, 0.0),
+                (1.0, vocab, 1e-9, 0.0),
+            ] {
+                let mut sampling = Sampling::new().with_temperature(temperature).with_top_p(top_p).with_min_p(min_p);
+                if top_k != vocab {
+                    sampling = sampling.with_top_k(top_k);
+                }
+                let draws = ids(&layer.sample(&hidden, &mut sampler(sampling.clone(), 11))?)?;
+                assert_drawn_from(&draws, &truncated(&log_probs, temperature, top_k, top_p, min_p));
+            }
+            let probabilities: Vec<f64> = log_probs.iter().map(|x| x.exp()).collect();
+            let ancestral = Sampling::new().with_ancestral(true);
+            let draws = ids(&layer.sample(&hidden, &mut sampler(ancestral.clone(), 12))?)?;
+            assert_drawn_from(&draws, &probabilities);
+            // The head computes the chosen contexts alone, the mixture has them all: the same draws.
+            let of_mixture = layer.mixture(&hidden, false)?.sample(&mut sampler(ancestral, 12))?;
+            let differing = ids(&of_mixture)?.iter().zip(&draws).filter(|(a, b)| a != b).count();
+            assert!(differing <= rows / 1000, "{differing} draws differ by more than rounding");
+
+            let sampling = Sampling::new().with_component_temperature(0.5);
+            let draws = ids(&layer.sample(&hidden, &mut sampler(sampling, 13))?)?;
+            let tempered = layer.mixture(&tensors["hidden"], false)?.with_component_temperature(0.5)?;
+            let probabilities: Vec<f64> = numbers(&tempered.log_probs()?).iter().map(|x| x.exp()).collect();
+            assert_drawn_from(&draws, &probabilities);
+        }
+        Ok(())
+    }
+
+    fn a_component_temperature_divides_the_logits_of_each_softmax(device: &Device) -> Result<()> {
+        let dtype = common::exact(device);
+        let case = Case::random(Head::Mixture, SIZES, &[3], 7);
+        let tensors = case.constants(dtype, device)?;
+        let Layer::Mixture(mixture) = Layer::new(&case, &tensors)? else { unreachable!() };
+        let got = numbers(&mixture.clone().with_softcap(2.0)?.with_component_temperature(0.3)?.log_probs()?);
+        let logits = tensors["contexts"].flatten(0, 1)?.matmul(&tensors["decoder.weight"].t()?)?;
+        let logits = logits.broadcast_add(&tensors["decoder.bias"])?.reshape((3, 4, 30))?;
+        let logits = ((logits / 2.0)?.tanh()? * (2.0 / 0.3))?;
+        let components = candle_nn::ops::log_softmax(&logits, 2)?;
+        let joint = components.broadcast_add(&tensors["log_priors"].unsqueeze(2)?)?;
+        for (got, expected) in got.into_iter().zip(numbers(&joint.log_sum_exp(1)?)) {
+            assert!((got - expected).abs() < 1e-5, "{got} {expected}");
+        }
+        for bad in [0.0, -1.0, f64::NAN] {
+            assert!(mixture.with_component_temperature(bad).is_err());
+        }
+        Ok(())
+    }
+
+    fn a_seed_fixes_the_draws_whatever_the_threads(device: &Device) -> Result<()> {
+        let case = Case::random(Head::MixtureOfSoftmaxes, Sizes { vocab: 3000, ..SIZES }, &[40], 8);
+        let tensors = case.constants(DType::F32, device)?;
+        let layer = build(&case, &tensors)?;
+        let draw = |seed, threads| -> Result<Vec<u32>> {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+            let sampling = Sampling::new().with_temperature(1.2).with_top_p(0.9);
+            pool.install(|| ids(&layer.sample(&tensors["hidden"], &mut sampler(sampling, seed))?))
+        };
+        assert_eq!(draw(1, 1)?, draw(1, 3)?);
+        assert_ne!(draw(1, 1)?, draw(2, 1)?);
+        // A sampler goes on: the second call draws other words.
+        let mut going_on = sampler(Sampling::new(), 1);
+        let first = ids(&layer.sample(&tensors["hidden"], &mut going_on)?)?;
+        assert_ne!(first, ids(&layer.sample(&tensors["hidden"], &mut going_on)?)?);
+        Ok(())
+    }
+
+    fn a_distribution_that_is_none_is_an_error_and_never_a_word(device: &Device) -> Result<()> {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let head = head_of(&[0.0, 1.0, 2.0], device)?;
+            let hidden = Tensor::new(&[[1f32], [bad], [1.0]], device)?;
+            let samplings = [
+                Sampling::new(),
+                Sampling::greedy(),
+                Sampling::new().with_top_k(2),
+                Sampling::new().with_ancestral(true),
+            ];
+            for sampling in samplings {
+                let error = head.sample(&hidden, &mut sampler(sampling.clone(), 1)).expect_err("no distribution");
+                assert!(matches!(error, Error::Distribution { position: 1 }), "{sampling:?}: {error:?}");
+                assert!(error.to_string().contains("position 1"), "{error}");
+            }
+            assert!(matches!(head.top_k(&hidden, 1), Err(Error::Distribution { position: 1 })));
+        }
+        let nothing = head_of(&[f32::NEG_INFINITY; 3], device)?;
+        assert!(nothing.sample(&ones(1, device)?, &mut sampler(Sampling::new(), 1)).is_err());
+        Ok(())
+    }
+
+    fn a_nan_among_the_priors_is_an_error(device: &Device) -> Result<()> {
+        let contexts = Tensor::ones((2, 2, 1), DType::F32, device)?;
+        let priors = Tensor::new(&[[-0.5f32, -1.0], [f32::NAN, -1.0]], device)?;
+        let mixture = Mixture::new(&contexts, Some(&priors), &Tensor::ones((4, 1), DType::F32, device)?, None)?;
+        for sampling in [Sampling::new(), Sampling::new().with_ancestral(true)] {
+            assert!(matches!(mixture.sample(&mut sampler(sampling, 1)), Err(Error::Distribution { position: 1 })));
+        }
+        assert!(matches!(mixture.prune(0.1), Err(Error::Distribution { position: 1 })));
+        Ok(())
+    }
+
+    fn the_only_possible_word_is_drawn(device: &Device) -> Result<()> {
+        let mut log_probs = [f32::NEG_INFINITY; 1030];
+        log_probs[1027] = 3.0;
+        let head = head_of(&log_probs, device)?;
+        let hidden = ones(50, device)?;
+        for sampling in [
+            Sampling::new(),
+            Sampling::new().with_temperature(0.1),
+            Sampling::new().with_temperature(100.0),
+            Sampling::greedy(),
+            Sampling::new().with_top_k(3),
+            Sampling::new().with_top_p(1e-6),
+            Sampling::new().with_min_p(1.0),
+            Sampling::new().with_ancestral(true),
+        ] {
+            let draws = ids(&head.sample(&hidden, &mut sampler(sampling.clone(), 2))?)?;
+            assert!(draws.iter().all(|&word| word == 1027), "{sampling:?}");
+        }
+        let top = head.top_k(&ones(1, device)?, 3)?;
+        assert_eq!(ids(&top.tokens)?, [1027, 0, 1]);
+        assert_eq!(numbers(&top.log_probs), [0.0, f64::NEG_INFINITY, f64::NEG_INFINITY]);
+        Ok(())
+    }
+
+    fn low_temperatures_do_not_underflow(device: &Device) -> Result<()> {
+        let log_probs: Vec<f32> = (0..2000).map(|i| -(i as f32 % 977.0) / 100.0).collect();
+        let head = head_of(&log_probs, device)?;
+        let draws = head.sample(&ones(20, device)?, &mut sampler(Sampling::new().with_temperature(1e-4), 3))?;
+        assert!(ids(&draws)?.iter().all(|&word| word % 977 == 0));
+        Ok(())
+    }
+
+    fn an_empty_batch_gives_nothing(device: &Device) -> Result<()> {
+        for head in HEADS {
+            let case = Case::random(head, SIZES, &[0, 3], 9);
+            let tensors = case.constants(DType::F32, device)?;
+            let (layer, hidden) = (build(&case, &tensors)?, &tensors["hidden"]);
+            let top = layer.top_k(hidden, 2)?;
+            assert_eq!((top.tokens.dims(), top.log_probs.dims()), (&[0, 3, 2][..], &[0, 3, 2][..]));
+            for sampling in [Sampling::new(), Sampling::new().with_ancestral(true)] {
+                assert_eq!(layer.sample(hidden, &mut sampler(sampling, 1))?.dims(), [0, 3]);
+            }
+            let pruned = layer.mixture(hidden, false)?.prune(0.1)?;
+            assert_eq!((pruned.total_variation.dims(), pruned.mixture.log_probs()?.dims()), (&[0, 3][..], &[0, 3, 30][..]));
+        }
+        Ok(())
+    }
+
+    fn pruning_changes_the_distribution_by_no_more_than_it_says(device: &Device) -> Result<()> {
+        let case = Case::random(Head::Mixture, Sizes::new(5, 3, 9, 40), &[2, 3], 10).scaled("log_priors", 3.0);
+        let tensors = case.constants(DType::F32, device)?;
+        let priors = candle_nn::ops::log_softmax(&tensors["log_priors"], 2)?;
+        let bias = tensors.get("decoder.bias");
+        let mixture = Mixture::new(&tensors["contexts"], Some(&priors), &tensors["decoder.weight"], bias)?;
+        let whole = numbers(&mixture.log_probs()?);
+        for mass in [0.0, 1e-3, 0.05, 0.3, 0.999] {
+            let pruned = mixture.prune(mass)?;
+            let rest = numbers(&pruned.mixture.log_probs()?);
+            let bounds = numbers(&pruned.total_variation);
+            assert_eq!(pruned.total_variation.dims(), [2, 3]);
+            for ((p, q), bound) in whole.chunks(40).zip(rest.chunks(40)).zip(bounds) {
+                let variation: f64 = p.iter().zip(q).map(|(p, q)| (p.exp() - q.exp()).abs()).sum::<f64>() / 2.0;
+                assert!(variation <= bound + 1e-6 && bound <= mass + 1e-6, "{variation} {bound} {mass}");
+            }
+            let options = LossOptions::evaluation();
+            let rows = pruned.mixture.plan(&options)?.rows_per_chunk;
+            match mass {
+                0.0 => assert_eq!(rows, 6 * 9),
+                0.999 => assert!(rows < 6 * 9),
+                _ => {}
+            }
+        }
+        for mass in [-0.1, 1.0, f64::NAN] {
+            assert!(matches!(mixture.prune(mass), Err(Error::Config { argument: "mass", .. })));
+        }
+        Ok(())
+    }
+
+    fn options_out_of_their_range_are_refused(_device: &Device) -> Result<()> {
+        let of = Sampling::new;
+        for (sampling, argument) in [
+            (of().with_temperature(-0.1), "temperature"),
+            (of().with_temperature(f64::NAN), "temperature"),
+            (of().with_component_temperature(0.0), "component_temperature"),
+            (of().with_top_k(0), "top_k"),
+            (of().with_top_p(0.0), "top_p"),
+            (of().with_top_p(1.1), "top_p"),
+            (of().with_min_p(-0.1), "min_p"),
+            (of().with_min_p(f64::NAN), "min_p"),
+            (of().with_ancestral(true).with_top_k(3), "ancestral"),
+            (of().with_ancestral(true).with_temperature(0.5), "ancestral"),
+        ] {
+            let error = Sampler::new(sampling.clone(), 1).expect_err("out of range").to_string();
+            assert!(error.starts_with(&format!("{argument}: expected")), "{sampling:?}: {error}");
+        }
+        Ok(())
+    }
+}

@@ -125,7 +125,8 @@ mod tests {
         let again = reversed.index_select(&sources.back, 0).unwrap().reshape((2, 3)).unwrap();
         assert_eq!(again.to_vec2::<u32>().unwrap(), sources.tokens.to_vec2::<u32>().unwrap());
 
-        let batch = Batch::new(&[Encoded { source: vec![], target: vec![5] }, pairs(5)[4].clone()], &[0, 1], &Device::Cpu);
+        let batch =
+            Batch::new(&[Encoded { source: vec![], target: vec![5] }, pairs(5)[4].clone()], &[0, 1], &Device::Cpu);
         let batch = batch.unwrap();
         assert_eq!(batch.inputs.to_vec2::<u32>().unwrap()[0][..3], [START, 5, PAD]);
         assert_eq!(batch.targets.to_vec2::<u32>().unwrap()[0][..3], [5, END, PAD]);

@@ -27,7 +27,8 @@ pub(crate) struct Encoded {
 impl Corpus {
     /// Reads train.SOURCE and train.TARGET, valid.SOURCE and valid.TARGET, a sentence a line.
     pub(crate) fn from_folder(folder: &Path, source: &str, target: &str) -> Result<Self> {
-        let read = |name: &str| pairs(&folder.join(format!("{name}.{source}")), &folder.join(format!("{name}.{target}")));
+        let read =
+            |name: &str| pairs(&folder.join(format!("{name}.{source}")), &folder.join(format!("{name}.{target}")));
         let name = format!("{} from {source} to {target}", folder.display());
         Ok(Self { name, train: read("train")?, valid: read("valid")? })
     }

@@ -76,11 +76,8 @@ mod tests {
         let line = r#"{"utts": [["A", "hello", []], ["B", "hi", []], ["A", "how are you"], ["A", "today"]]}"#;
         let pairs = pairs(&parse(line).unwrap(), 2);
         let found: Vec<_> = pairs.iter().map(|pair| (pair.source.as_str(), pair.target.as_str())).collect();
-        let expected = [
-            ("<you> hello", "hi"),
-            ("<me> hello <you> hi", "how are you"),
-            ("<you> hi <me> how are you", "today"),
-        ];
+        let expected =
+            [("<you> hello", "hi"), ("<me> hello <you> hi", "how are you"), ("<you> hi <me> how are you", "today")];
         assert_eq!(found, expected);
     }
 

@@ -72,9 +72,12 @@ impl Seq2Seq {
             device: device.clone(),
             varmap,
         };
+        // With small embeddings and scores all positions look alike, and attention takes epochs to get off the ground.
         let linear = 1.0 / (hidden as f64).sqrt();
         init::uniform(&model.varmap, seed, |name| match name {
-            "source.weight" | "target.weight" | "head.decoder.weight" => 0.1,
+            "source.weight" | "target.weight" => 1.0,
+            "attention.score.weight" => 3.0 * linear,
+            "head.decoder.weight" => 0.1,
             "head.decoder.bias" => 0.0,
             _ => linear,
         })?;
@@ -167,9 +170,10 @@ mod tests {
         for step in 0..3 {
             // Rows change places at every step, as they do in a beam.
             let column = tokens.narrow(1, step, 1).unwrap();
-            let column = if step % 2 == 0 { column } else { column.index_select(&swap, 0).unwrap() };
+            let column =
+                if step % 2 == 0 { column } else { column.contiguous().unwrap().index_select(&swap, 0).unwrap() };
             let one = model.decode(&column.contiguous().unwrap(), &mut state, None).unwrap();
-            let one = if step % 2 == 0 { one } else { one.index_select(&swap, 0).unwrap() };
+            let one = if step % 2 == 0 { one } else { one.contiguous().unwrap().index_select(&swap, 0).unwrap() };
             let difference = (one - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap().max_all().unwrap();
             assert!(difference.to_scalar::<f32>().unwrap() < 1e-5);
             state = state.select(&swap).unwrap();
@@ -182,7 +186,8 @@ mod tests {
         use mos_head::LossOptions;
         for kind in HeadKind::ALL {
             let model = model(kind);
-            let pairs = [Encoded { source: vec![5, 6, 7], target: vec![8, 9] }, Encoded { source: vec![9], target: vec![4] }];
+            let pairs =
+                [Encoded { source: vec![5, 6, 7], target: vec![8, 9] }, Encoded { source: vec![9], target: vec![4] }];
             let batch = Batch::new(&pairs, &[0, 1], &Device::Cpu).unwrap();
             let hidden = model.hidden(&batch, None).unwrap();
             let options = LossOptions::new().with_ignore_index(0);

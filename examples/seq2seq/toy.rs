@@ -58,17 +58,17 @@ const VERBS: [(&str, &str, &str); 12] = [
     ("wants", "want", "vol"),
     ("meets", "meet", "renkont"),
 ];
-const ADVERBS: [(&str, &str); 6] = [
-    ("today", "hodi"),
-    ("often", "oft"),
-    ("tomorrow", "morgi"),
-    ("again", "denov"),
-    ("here", "tie"),
-    ("now", "nun"),
-];
+const ADVERBS: [(&str, &str); 6] =
+    [("today", "hodi"), ("often", "oft"), ("tomorrow", "morgi"), ("again", "denov"), ("here", "tie"), ("now", "nun")];
 /// The word, whether plural, and its four forms' stem; "dos" has one form only.
-const DETERMINERS: [(&str, bool, &str); 6] =
-    [("the", false, "l"), ("the", true, "l"), ("a", false, "un"), ("two", true, "dos"), ("my", false, "mi"), ("my", true, "mi")];
+const DETERMINERS: [(&str, bool, &str); 6] = [
+    ("the", false, "l"),
+    ("the", true, "l"),
+    ("a", false, "un"),
+    ("two", true, "dos"),
+    ("my", false, "mi"),
+    ("my", true, "mi"),
+];
 
 pub(crate) fn corpus(train: usize, valid: usize, seed: u64) -> Corpus {
     let mut rng = StdRng::seed_from_u64(seed);

@@ -16,6 +16,7 @@ pub(crate) struct Recipe {
     pub(crate) batch: usize,
     pub(crate) lr: f64,
     pub(crate) decay: f64,
+    pub(crate) dropout: f64,
     pub(crate) clip: f64,
     pub(crate) label_smoothing: f64,
     pub(crate) optimizer: OptimizerKind,
@@ -31,8 +32,7 @@ pub(crate) fn train_epoch(
     recipe: &Recipe,
     bar: &ProgressBar,
 ) -> Result<f64> {
-    let options =
-        LossOptions::new().with_ignore_index(i64::from(PAD)).with_label_smoothing(recipe.label_smoothing);
+    let options = LossOptions::new().with_ignore_index(i64::from(PAD)).with_label_smoothing(recipe.label_smoothing);
     let seed = recipe.seed ^ (epoch as u64) << 32;
     let mut rng = StdRng::seed_from_u64(seed);
     let batches = shuffled(pairs, recipe.batch, seed);
@@ -58,8 +58,7 @@ pub(crate) fn evaluate(model: &Seq2Seq, pairs: &[Encoded], batch: usize) -> Resu
     for chosen in by_length((0..pairs.len()).collect(), batch, |i| (pairs[i].target.len(), pairs[i].source.len())) {
         let batch = Batch::new(pairs, &chosen, model.device())?;
         let hidden = model.hidden(&batch, None)?;
-        let (sum_of_batch, count_of_batch) =
-            model.head().loss(&hidden, &batch.targets, &options)?.sum_and_count()?;
+        let (sum_of_batch, count_of_batch) = model.head().loss(&hidden, &batch.targets, &options)?.sum_and_count()?;
         sum += sum_of_batch;
         count += count_of_batch;
     }

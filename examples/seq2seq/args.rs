@@ -37,7 +37,7 @@ pub(crate) struct Args {
     pub(crate) vocab_size: usize,
     #[arg(long, value_enum, default_value = "all")]
     pub(crate) head: HeadChoice,
-    /// Epochs in all, those of a resumed checkpoint included [default: 6; translation: 6; dialogue: 5]
+    /// Epochs in all, those of a resumed checkpoint included [default: 4; translation: 5; dialogue: 5]
     #[arg(long)]
     pub(crate) epochs: Option<usize>,
     #[arg(long, default_value_t = 1)]
@@ -63,9 +63,9 @@ pub(crate) struct Args {
     /// Adam's learning rate at the start [default: 0.005; real text: 0.002]
     #[arg(long, value_parser = above_zero)]
     pub(crate) lr: Option<f64>,
-    /// Factor of the learning rate per epoch, applied smoothly [default: 0.6; real text: 0.7]
-    #[arg(long, value_parser = above_zero)]
-    pub(crate) decay: Option<f64>,
+    /// Factor of the learning rate per epoch, applied smoothly
+    #[arg(long, default_value_t = 0.6, value_parser = above_zero)]
+    pub(crate) decay: f64,
     /// Largest global gradient norm, 0 for none
     #[arg(long, default_value_t = 1.0, value_parser = not_negative)]
     pub(crate) clip: f64,
@@ -122,15 +122,15 @@ impl Args {
         let task = Task::new(self);
         let toy = task == Task::Toy;
         let epochs = match task {
-            Task::Toy => 6,
-            Task::Translation => 6,
+            Task::Toy => 4,
+            Task::Translation => 5,
             Task::Dialogue => 5,
         };
         Recipe {
             epochs: self.epochs.unwrap_or(epochs),
             batch: self.batch.unwrap_or(if toy { 32 } else { 64 }),
             lr: self.lr.unwrap_or(if toy { 0.005 } else { 0.002 }),
-            decay: self.decay.unwrap_or(if toy { 0.6 } else { 0.7 }),
+            decay: self.decay,
             dropout: self.dropout.unwrap_or(if toy { 0.0 } else { 0.3 }),
             clip: self.clip,
             label_smoothing: self.label_smoothing,

@@ -72,12 +72,14 @@ impl Seq2Seq {
             device: device.clone(),
             varmap,
         };
-        // With small embeddings and scores all positions look alike, and attention takes epochs to get off the ground.
+        // Values keep their size on the way from the embeddings to the logits. With smaller ones all positions of the source
+        // look alike, and attention takes epochs to get off the ground, the more the smaller the contexts are.
+        let width = if kind == HeadKind::Softmax { hidden } else { sizes.head.context };
         let linear = 1.0 / (hidden as f64).sqrt();
         init::uniform(&model.varmap, seed, |name| match name {
             "source.weight" | "target.weight" => 1.0,
-            "attention.score.weight" => 3.0 * linear,
-            "head.decoder.weight" => 0.1,
+            "attention.score.weight" | "attention.combine.weight" | "head.latent.weight" => 3.0 * linear,
+            "head.decoder.weight" => (3.0 / width as f64).sqrt(),
             "head.decoder.bias" => 0.0,
             _ => linear,
         })?;

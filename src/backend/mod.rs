@@ -186,8 +186,8 @@ pub(crate) trait Distribution<F>: Sync {
     /// Whether its log-probabilities are numbers.
     fn is_valid(&self) -> bool;
     /// The log-probabilities of the words from `tile * TILE` on, [`TILE`] of them unless the vocabulary ends; `buffer` may
-    /// be used to hold them.
-    fn tile<'a>(&'a self, tile: usize, buffer: &'a mut Vec<F>) -> &'a [F];
+    /// be used to hold them. Those below `floor` need not be computed: they may be given as minus infinity.
+    fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
 
     fn tiles(&self) -> usize {
         self.vocab().div_ceil(TILE)
@@ -201,7 +201,7 @@ pub(crate) trait Visit: Sync {
 }
 
 /// Log-probabilities that have been computed already.
-struct Computed<'a>(&'a [f32]);
+pub(crate) struct Computed<'a>(pub(crate) &'a [f32]);
 
 impl Distribution<f32> for Computed<'_> {
     fn vocab(&self) -> usize {
@@ -212,7 +212,7 @@ impl Distribution<f32> for Computed<'_> {
         !self.0.iter().any(|x| x.is_nan())
     }
 
-    fn tile<'a>(&'a self, tile: usize, _: &'a mut Vec<f32>) -> &'a [f32] {
+    fn tile<'a>(&'a self, tile: usize, _: f32, _: &'a mut Vec<f32>) -> &'a [f32] {
         &self.0[tile * TILE..self.0.len().min((tile + 1) * TILE)]
     }
 }

@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use rayon::prelude::*;
 
-use crate::backend::{Distribution, Float};
+use crate::backend::{Distribution, Float, TILE};
 
 /// A word and its log-probability.
 pub(super) type Word<F> = (F, u32);
@@ -22,7 +22,8 @@ pub(super) fn best<F: Float>(distribution: &impl Distribution<F>, n: usize) -> V
     let candidates = (0..tiles).into_par_iter().step_by(part).map(|first| {
         let (mut candidates, mut buffer) = (Candidates::new(n), Vec::new());
         for tile in first..tiles.min(first + part) {
-            candidates.add((tile * crate::backend::TILE) as u32, distribution.tile(tile, &mut buffer));
+            let floor = candidates.floor.unwrap_or_else(F::neg_infinity);
+            candidates.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
         }
         candidates.words
     });
@@ -33,7 +34,7 @@ pub(super) fn best<F: Float>(distribution: &impl Distribution<F>, n: usize) -> V
 }
 
 /// Fewer tiles are not worth another thread.
-const LEAST_TILES: usize = 16;
+const LEAST_TILES: usize = 4;
 
 /// The best words so far, and some that are not.
 struct Candidates<F> {

@@ -42,7 +42,7 @@ struct Masses {
 impl Masses {
     fn new<F: Float>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
         let tile = |buffer: &mut Vec<F>, tile| {
-            let log_probs = distribution.tile(tile, buffer);
+            let log_probs = distribution.tile(tile, F::neg_infinity(), buffer);
             let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.f64()));
             (largest, log_probs.iter().map(|x| relative(x.f64(), largest, temperature)).sum())
         };
@@ -58,7 +58,7 @@ impl Masses {
         let mass = |&(largest, sum): &(f64, f64)| sum * relative(largest, self.largest, self.temperature);
         let (tile, left) = pass(self.tiles.iter().map(mass), u * self.total)?;
         let mut buffer = Vec::new();
-        let log_probs = distribution.tile(tile, &mut buffer);
+        let log_probs = distribution.tile(tile, F::neg_infinity(), &mut buffer);
         let mass = |x: &F| relative(x.f64(), self.largest, self.temperature);
         let (word, _) = pass(log_probs.iter().map(mass), left)?;
         Some((tile * TILE + word) as u32)

@@ -150,7 +150,7 @@ impl<'a, T: Element> Cpu<'a, T> {
             false => LogitsTo::Nowhere,
         };
         // Of each tile: the log-sum-exp of every row, and the logits of the targets among its words.
-        let tiles = products::logits(to, contexts, self.weight, d, |words, tile| {
+        let tiles = products::logits(to, contexts, self.weight, d, isa, |words, tile| {
             let mut lse = Vec::with_capacity(tile.rows());
             for r in 0..tile.rows() {
                 let row = tile.row_mut(r);

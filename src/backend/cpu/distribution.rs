@@ -1,7 +1,7 @@
 //! The mixture of one token as a distribution, from its rows of logits.
 
 use super::log_sum_exp::LogSumExp;
-use super::rows::mix_register;
+use super::rows::{largest_term, mix_register};
 use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use super::{Distribution, TILE};
 
@@ -41,10 +41,10 @@ impl<F: Float> Distribution<F> for TokenRows<'_, F> {
             && self.components.iter().any(|&(_, log_scale)| log_scale > F::neg_infinity())
     }
 
-    fn tile<'b>(&'b self, tile: usize, buffer: &'b mut Vec<F>) -> &'b [F] {
+    fn tile<'b>(&'b self, tile: usize, floor: F, buffer: &'b mut Vec<F>) -> &'b [F] {
         let words = TILE.min(self.vocab - tile * TILE);
         buffer.resize(words.next_multiple_of(ROW_ALIGN), F::zero());
-        F::dispatch(self.isa, MixTile { of: self, first: tile * TILE, to: buffer });
+        F::dispatch(self.isa, MixTile { of: self, first: tile * TILE, floor, to: buffer });
         &buffer[..words]
     }
 }
@@ -53,6 +53,7 @@ impl<F: Float> Distribution<F> for TokenRows<'_, F> {
 struct MixTile<'a, F> {
     of: &'a TokenRows<'a, F>,
     first: usize,
+    floor: F,
     to: &'a mut [F],
 }
 
@@ -61,11 +62,18 @@ impl<F: Float> Kernel<F> for MixTile<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let MixTile { of, first, to } = self;
+        let MixTile { of, first, floor, to } = self;
         let stride = V::registers(&of.rows[..of.stride]).len();
         let rows = V::registers(&of.rows[first..]);
+        let components = of.components.iter().copied();
+        // A sum of K terms is at most K times the largest; and some room for rounding.
+        let least_term = floor - F::of((of.components.len() as f64).ln() + 1e-2);
         for (i, log_p) in V::registers_mut(to).iter_mut().enumerate() {
-            (*log_p, ..) = mix_register(v, &rows[i..], stride, of.components.iter().copied());
+            let largest = largest_term(v, &rows[i..], stride, components.clone());
+            *log_p = match v.largest(largest) < least_term {
+                true => v.splat(F::neg_infinity()),
+                false => mix_register(v, &rows[i..], stride, components.clone(), largest).0,
+            };
         }
     }
 }

@@ -3,6 +3,7 @@
 mod activation;
 mod chunks;
 mod distribution;
+mod dots;
 mod element;
 mod log_sum_exp;
 mod math;

@@ -9,8 +9,9 @@ use std::ops::Range;
 use num_traits::Zero;
 use rayon::prelude::*;
 
+use super::dots::{self, Dots};
 use super::element::Element;
-use super::simd::{Float, ROW_ALIGN};
+use super::simd::{Float, Isa, ROW_ALIGN};
 
 /// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
 /// A multiple of 48, which is what the AVX-512 kernel computes at a time.
@@ -151,12 +152,26 @@ pub(super) fn logits<T: Element, O: Send>(
     contexts: &[T::Acc],
     decoder: &[T],
     d: usize,
+    isa: Isa,
     summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
 ) -> Vec<O> {
     let (rows, vocab) = (contexts.len() / d, decoder.len() / d);
     let depth = context_tile(d, 1);
+    let few = rows <= dots::MOST_ROWS;
+    let all_contexts = contexts;
     let contexts = Shared(View::new(contexts, rows, d, d));
     let fill = |words: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
+        if few {
+            // As many words at a time as the buffer has been planned for.
+            for first in words.clone().step_by((depth * VOCAB_TILE / d).max(1)) {
+                let some = first..words.end.min(first + (depth * VOCAB_TILE / d).max(1));
+                let (first_word, words) = (some.start - words.start, some.len());
+                let (decoder, stride) = T::widen_block(decoder, d, some, 0..d, buffer);
+                let to = &mut *tile;
+                T::Acc::dispatch(isa, Dots { contexts: all_contexts, decoder, stride, d, words, first_word, to });
+            }
+            return summary(words, tile);
+        }
         for first in (0..d).step_by(depth) {
             let columns = first..d.min(first + depth);
             let stride = transpose(decoder, d, words.clone(), columns.clone(), buffer);

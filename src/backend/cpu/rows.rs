@@ -225,7 +225,8 @@ impl<F: Float> Logits<'_, F> {
         let components = scratch.lse.iter().zip(&scratch.log_scale).map(|(lse, &log_scale)| (lse.largest, log_scale));
         let zero = v.splat(F::zero());
         for i in 0..width {
-            let (log_p, reference, sum) = mix_register(v, &rows[i..], width, components.clone());
+            let largest = largest_term(v, &rows[i..], width, components.clone());
+            let (log_p, reference, sum) = mix_register(v, &rows[i..], width, components.clone(), largest);
             log_probs[i] = log_p;
             if let Some(soft) = soft {
                 references[i] = reference;
@@ -286,23 +287,35 @@ impl<F: Float> Logits<'_, F> {
     }
 }
 
-/// `log p(v)` of the words of one register from the logits of K components, `stride` registers apart, each with its largest
-/// logit and its `log_scale`; the largest term; and the sum of the terms in relation to that.
+/// The largest of `log(pi_k p_k(v))` for the words of one register, from the logits of K components, `stride` registers apart,
+/// each with its largest logit and its `log_scale`.
+#[inline(always)]
+pub(super) fn largest_term<F: Float, V: Vector<F>>(
+    v: V,
+    logits: &[V::Reg],
+    stride: usize,
+    components: impl Iterator<Item = (F, F)>,
+) -> V::Reg {
+    let mut largest = v.splat(F::neg_infinity());
+    for (k, (row_largest, log_scale)) in components.enumerate() {
+        let term = v.add(v.sub(logits[k * stride], v.splat(row_largest)), v.splat(log_scale));
+        largest = v.max(largest, term);
+    }
+    largest
+}
+
+/// `log p(v)` of these words; what its terms are put in relation to; and the sum of these relations.
 #[inline(always)]
 pub(super) fn mix_register<F: Float, V: Vector<F>>(
     v: V,
     logits: &[V::Reg],
     stride: usize,
-    components: impl ExactSizeIterator<Item = (F, F)> + Clone,
+    components: impl ExactSizeIterator<Item = (F, F)>,
+    largest: V::Reg,
 ) -> (V::Reg, V::Reg, V::Reg) {
-    let (zero, minus_infinity) = (v.splat(F::zero()), v.splat(F::neg_infinity()));
-    let mut largest = minus_infinity;
-    for (k, (row_largest, log_scale)) in components.clone().enumerate() {
-        let term = v.add(v.sub(logits[k * stride], v.splat(row_largest)), v.splat(log_scale));
-        largest = v.max(largest, term);
-    }
+    let zero = v.splat(F::zero());
     // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
-    let reference = v.if_equal(largest, minus_infinity, zero, largest);
+    let reference = v.if_equal(largest, v.splat(F::neg_infinity()), zero, largest);
     if components.len() == 1 {
         return (largest, reference, v.splat(F::one()));
     }

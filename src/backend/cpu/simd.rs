@@ -15,10 +15,16 @@ pub(super) const ROW_ALIGN: usize = 16;
 pub(crate) trait Vector<F>: Copy {
     /// A vector register.
     type Reg: Copy;
+    /// How many of them there are.
+    const REGISTERS: usize;
 
     /// Views a row whose length is a multiple of [`ROW_ALIGN`] as registers.
     fn registers(row: &[F]) -> &[Self::Reg];
     fn registers_mut(row: &mut [F]) -> &mut [Self::Reg];
+    /// Views a row of any length as registers and a rest.
+    fn split(row: &[F]) -> (&[Self::Reg], &[F]);
+    /// Fewer elements than fill a register, and zeros.
+    fn load_partial(self, values: &[F]) -> Self::Reg;
     fn splat(self, value: F) -> Self::Reg;
     fn add(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
     fn sub(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
@@ -195,6 +201,7 @@ macro_rules! impl_vector {
         ::pastey::paste! {
             impl Vector<$float> for $token {
                 type Reg = <$token as pulp::Simd>::[<$float s>];
+                const REGISTERS: usize = <$token as pulp::Simd>::REGISTER_COUNT;
 
                 #[inline(always)]
                 fn registers(row: &[$float]) -> &[Self::Reg] {
@@ -207,6 +214,14 @@ macro_rules! impl_vector {
                     let (registers, rest) = <$token as pulp::Simd>::[<as_mut_simd_ $float s>](row);
                     debug_assert!(rest.is_empty(), "rows are padded to whole registers");
                     registers
+                }
+                #[inline(always)]
+                fn split(row: &[$float]) -> (&[Self::Reg], &[$float]) {
+                    <$token as pulp::Simd>::[<as_simd_ $float s>](row)
+                }
+                #[inline(always)]
+                fn load_partial(self, values: &[$float]) -> Self::Reg {
+                    self.[<partial_load_ $float s>](values)
                 }
                 #[inline(always)]
                 fn splat(self, value: $float) -> Self::Reg {

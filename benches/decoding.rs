@@ -1,0 +1,135 @@
+//! Words chosen for a few tokens at a time, as in generation: the mixture alone, without its projection.
+//!
+//!     cargo bench --bench decoding                      # all
+//!     cargo bench --bench decoding -- 'top_k10/.*b1'    # some
+//!
+//! Names are `{device}/{way}/{what}/{shape}/{dtype}`, the shape as `v{words}-k{components}-b{batch}`; ways are `mixture`, this
+//! crate, and `composed`, the formula of ordinary candle operations with a sort at its end. `read` is the time that it takes to
+//! read the decoder's matrix once, on all threads: with one token, nothing can be faster.
+
+#[path = "../tests/common/mod.rs"]
+mod common;
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use candle_core::{Device, Result, Tensor, D};
+use candle_nn::ops::log_softmax;
+use criterion::{criterion_group, criterion_main, BenchmarkGroup, BenchmarkId, Criterion, Throughput};
+use mos_head::{Mixture, Sampler, Sampling};
+use rayon::prelude::*;
+
+/// (words, d): Penn Treebank, WikiText-2, and the vocabulary of a large model.
+const SHAPES: [(usize, usize); 3] = [(10_000, 280), (33_278, 300), (128_256, 1024)];
+const COMPONENTS: [usize; 2] = [1, 15];
+const BATCHES: [usize; 3] = [1, 8, 32];
+
+struct Problem {
+    contexts: Tensor,
+    log_priors: Tensor,
+    weight: Tensor,
+}
+
+impl Problem {
+    fn new((vocab, d): (usize, usize), components: usize, batch: usize, device: &Device) -> Result<Self> {
+        let scale = 3.0 / (d as f64).sqrt();
+        Ok(Problem {
+            contexts: Tensor::randn(0f32, 1.0, (batch, components, d), device)?,
+            log_priors: log_softmax(&Tensor::randn(0f32, 1.0, (batch, components), device)?, D::Minus1)?,
+            weight: (Tensor::rand(-1f32, 1.0, (vocab, d), device)? * scale)?,
+        })
+    }
+
+    fn mixture(&self) -> mos_head::Result<Mixture> {
+        Mixture::new(&self.contexts, Some(&self.log_priors), &self.weight, None)
+    }
+
+    fn composed_log_probs(&self) -> Result<Tensor> {
+        let (batch, components, d) = self.contexts.dims3()?;
+        let logits = self.contexts.reshape((batch * components, d))?.matmul(&self.weight.t()?)?;
+        let log_p = log_softmax(&logits.reshape((batch, components, ()))?, D::Minus1)?;
+        log_p.broadcast_add(&self.log_priors.unsqueeze(2)?)?.log_sum_exp(1)
+    }
+
+    fn composed_top_k(&self, k: usize) -> Result<Tensor> {
+        let (sorted, _) = self.composed_log_probs()?.sort_last_dim(false)?;
+        sorted.narrow(D::Minus1, 0, k)
+    }
+}
+
+fn timed(
+    group: &mut BenchmarkGroup<'_, criterion::measurement::WallTime>,
+    device: &Device,
+    shape: &str,
+    mut call: impl FnMut(),
+) {
+    group.bench_function(BenchmarkId::new(shape, "f32"), |bencher| {
+        bencher.iter_custom(|iterations| {
+            let start = Instant::now();
+            (0..iterations).for_each(|_| call());
+            device.synchronize().expect("synchronisation");
+            start.elapsed()
+        });
+    });
+}
+
+/// The bits of all values, read once.
+fn read(values: &[f32]) -> u32 {
+    let part = values.len().div_ceil(rayon::current_num_threads() * 4).max(1);
+    let bits = |values: &[f32]| values.iter().fold(0, |sum: u32, x| sum.wrapping_add(x.to_bits()));
+    values.par_chunks(part).map(bits).reduce(|| 0, u32::wrapping_add)
+}
+
+fn decoding(criterion: &mut Criterion) {
+    for device in common::devices() {
+        let name = format!("{:?}", device.location()).to_lowercase();
+        for (vocab, d) in SHAPES {
+            let bytes = Throughput::Bytes((vocab * d * 4) as u64);
+            if device.is_cpu() {
+                let weight = vec![1f32; vocab * d];
+                let mut group = criterion.benchmark_group(format!("{name}/read"));
+                group.throughput(bytes.clone());
+                timed(&mut group, &device, &format!("v{vocab}"), || {
+                    black_box(read(&weight));
+                });
+            }
+            for components in COMPONENTS {
+                for batch in BATCHES {
+                    let problem = Problem::new((vocab, d), components, batch, &device).expect("tensors");
+                    let mixture = problem.mixture().expect("a mixture");
+                    let shape = format!("v{vocab}-k{components}-b{batch}");
+                    let mut bench = |way: &str, what: &str, call: &mut dyn FnMut()| {
+                        let mut group = criterion.benchmark_group(format!("{name}/{way}/{what}"));
+                        group.throughput(bytes.clone());
+                        timed(&mut group, &device, &shape, call);
+                    };
+                    for k in [1, 10, 50] {
+                        let what = format!("top_k{k}");
+                        bench("mixture", &what, &mut || drop(black_box(mixture.top_k(k).expect("words"))));
+                    }
+                    let mut sampler = Sampler::new(Sampling::new(), 1).expect("valid options");
+                    bench("mixture", "sample", &mut || drop(black_box(mixture.sample(&mut sampler).expect("words"))));
+                    let sampling = Sampling::new().with_temperature(0.8).with_top_p(0.95);
+                    let mut sampler = Sampler::new(sampling, 1).expect("valid options");
+                    bench("mixture", "nucleus", &mut || drop(black_box(mixture.sample(&mut sampler).expect("words"))));
+                    let mut sampler = Sampler::new(Sampling::new().with_ancestral(true), 1).expect("valid options");
+                    bench("mixture", "ancestral", &mut || {
+                        drop(black_box(mixture.sample(&mut sampler).expect("words")))
+                    });
+                    bench("mixture", "log_probs", &mut || drop(black_box(mixture.log_probs().expect("log-probs"))));
+                    bench("composed", "top_k10", &mut || drop(black_box(problem.composed_top_k(10).expect("words"))));
+                    bench("composed", "log_probs", &mut || {
+                        drop(black_box(problem.composed_log_probs().expect("log-probs")));
+                    });
+                }
+            }
+        }
+    }
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
+    targets = decoding
+}
+criterion_main!(benches);

@@ -1,0 +1,118 @@
+//! The first product for a few rows of contexts, where it costs what reading the decoder costs: inner products of rows as they
+//! lie in memory, several contexts and several words at a time, so that each is loaded once for many sums.
+
+use super::products::ViewMut;
+use super::simd::{Float, Kernel, Vector};
+
+/// With more rows than this, the first product goes to the `gemm` crate, which packs and transposes its operands first.
+pub(super) const MOST_ROWS: usize = 96;
+
+/// `to[row, word] = context[row] . decoder[word]`
+pub(super) struct Dots<'a, 'b, F> {
+    /// `[rows, d]`
+    pub(super) contexts: &'a [F],
+    /// `[words, d]`, the distance from row to row being `stride`
+    pub(super) decoder: &'a [F],
+    pub(super) stride: usize,
+    pub(super) d: usize,
+    pub(super) words: usize,
+    /// Where the first of these words is in `to`.
+    pub(super) first_word: usize,
+    pub(super) to: &'a mut ViewMut<'b, F>,
+}
+
+impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) {
+        let Dots { contexts, decoder, stride, d, words, first_word, to } = self;
+        let mut word = 0;
+        while word < words {
+            let (decoder, place) = (&decoder[word * stride..], first_word + word);
+            word += match words - word {
+                // Sums that fit the registers.
+                4.. if V::REGISTERS >= 32 => few_words::<4, F, V>(v, contexts, decoder, stride, d, place, to),
+                2.. => few_words::<2, F, V>(v, contexts, decoder, stride, d, place, to),
+                _ => few_words::<1, F, V>(v, contexts, decoder, stride, d, place, to),
+            };
+        }
+    }
+}
+
+/// `WORDS` words with all contexts; gives their number.
+#[inline(always)]
+fn few_words<const WORDS: usize, F: Float, V: Vector<F>>(
+    v: V,
+    contexts: &[F],
+    decoder: &[F],
+    stride: usize,
+    d: usize,
+    first_word: usize,
+    to: &mut ViewMut<'_, F>,
+) -> usize {
+    let words: [&[F]; WORDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
+    let mut row = 0;
+    let mut store = |sums: &[[F; WORDS]]| {
+        for (i, sums) in sums.iter().enumerate() {
+            to.row_mut(row + i)[first_word..first_word + WORDS].copy_from_slice(sums);
+        }
+        row += sums.len();
+    };
+    let mut groups = contexts.chunks_exact(4 * d);
+    for group in &mut groups {
+        store(&dots::<4, WORDS, F, V>(v, group, words, d));
+    }
+    let rest = groups.remainder();
+    match rest.len() / d {
+        3 => store(&dots::<3, WORDS, F, V>(v, rest, words, d)),
+        2 => store(&dots::<2, WORDS, F, V>(v, rest, words, d)),
+        1 => store(&dots::<1, WORDS, F, V>(v, rest, words, d)),
+        _ => {}
+    }
+    WORDS
+}
+
+/// The inner products of `ROWS` contexts with `WORDS` words.
+#[inline(always)]
+fn dots<const ROWS: usize, const WORDS: usize, F: Float, V: Vector<F>>(
+    v: V,
+    contexts: &[F],
+    words: [&[F]; WORDS],
+    d: usize,
+) -> [[F; WORDS]; ROWS] {
+    let contexts: [&[F]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
+    let (context_registers, context_rests) = (contexts.map(|x| V::split(x).0), contexts.map(|x| V::split(x).1));
+    let (word_registers, word_rests) = (words.map(|x| V::split(x).0), words.map(|x| V::split(x).1));
+    let n = word_registers[0].len();
+    let word_registers = word_registers.map(|x| &x[..n]);
+    let context_registers = context_registers.map(|x| &x[..n]);
+    let mut sums = [[v.splat(F::zero()); WORDS]; ROWS];
+    for i in 0..n {
+        for row in 0..ROWS {
+            for word in 0..WORDS {
+                sums[row][word] = v.mul_add(context_registers[row][i], word_registers[word][i], sums[row][word]);
+            }
+        }
+    }
+    if !word_rests[0].is_empty() {
+        let mut decoder = [v.splat(F::zero()); WORDS];
+        for (register, rest) in decoder.iter_mut().zip(word_rests) {
+            *register = v.load_partial(rest);
+        }
+        for (row, context) in context_rests.into_iter().enumerate() {
+            let context = v.load_partial(context);
+            for (word, &decoder) in decoder.iter().enumerate() {
+                sums[row][word] = v.mul_add(context, decoder, sums[row][word]);
+            }
+        }
+    }
+    // Loops, because what is called through `map` is not compiled with the vector's instructions.
+    let mut results = [[F::zero(); WORDS]; ROWS];
+    for (results, sums) in results.iter_mut().zip(&sums) {
+        for (result, &sum) in results.iter_mut().zip(sums) {
+            *result = v.sum(sum);
+        }
+    }
+    results
+}

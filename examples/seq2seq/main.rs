@@ -1,4 +1,21 @@
 //! Trains an LSTM encoder-decoder with attention with each of the three output layers at equal size.
+//!
+//!     cargo run --release --example seq2seq
+//!
+//! Without data: a built-in language is translated into another. Every head gets over 95% of new sentences exactly right.
+//!
+//!     cargo run --release --example seq2seq -- --data DIR --source de --target en --head mos --save mos.safetensors
+//!     cargo run --release --example seq2seq -- --translate --resume mos.safetensors < lines
+//!
+//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de.
+//!
+//!     cargo run --release --example seq2seq -- --dialogue FILE.jsonl --head mos --save mos.safetensors
+//!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors
+//!
+//! Responds to what was said before, and ends with precision and recall of five responses to each held-out context.
+//!
+//! candle's threads wait for each other without sleep. On a machine that has other things to do, the environment variable
+//! CANDLE_NUM_THREADS=1 makes training twice as fast; the matrix products go by RAYON_NUM_THREADS.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -81,11 +81,15 @@ pub(crate) fn corpus(args: &Args) -> Result<Corpus> {
     }
 }
 
-/// The vocabularies of sources and targets, from the training pairs.
+/// The vocabularies of sources and targets, from the training pairs. A dialogue has one: its contexts repeat its responses.
 pub(crate) fn vocabularies(args: &Args, pairs: &[Pair]) -> Result<[Vocabulary; 2]> {
-    let side = |text: fn(&Pair) -> &str| match args.vocab {
-        VocabularyKind::Word => Ok(Vocabulary::words(pairs.iter().map(text), args.min_count)),
-        VocabularyKind::Bpe => Vocabulary::bpe(pairs.iter().map(text), args.vocab_size, &MARKS),
+    let side = |text: fn(&Pair) -> &str, marks: &[&str]| match args.vocab {
+        VocabularyKind::Word => Ok(Vocabulary::words(pairs.iter().map(text), args.min_count, marks)),
+        VocabularyKind::Bpe => Vocabulary::bpe(pairs.iter().map(text), args.vocab_size, marks),
     };
-    Ok([side(|pair| &pair.source)?, side(|pair| &pair.target)?])
+    if Task::new(args) == Task::Dialogue {
+        let shared = side(|pair| &pair.target, &MARKS)?;
+        return Ok([shared.clone(), shared]);
+    }
+    Ok([side(|pair| &pair.source, &[])?, side(|pair| &pair.target, &[])?])
 }

@@ -35,16 +35,17 @@ impl Words {
 }
 
 impl Vocabulary {
-    /// The whitespace-separated words that occur at least `min_count` times, the most frequent first.
-    pub(crate) fn words<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize) -> Self {
+    /// The `marks`, and the whitespace-separated words that occur at least `min_count` times, the most frequent first.
+    pub(crate) fn words<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
         let mut counts = HashMap::<&str, usize>::new();
         for word in texts.flat_map(str::split_whitespace) {
             *counts.entry(word).or_default() += 1;
         }
         let mut counts: Vec<_> = counts.into_iter().filter(|&(_, count)| count >= min_count).collect();
         counts.sort_by(|(a, m), (b, n)| n.cmp(m).then(a.cmp(b)));
-        let known = counts.into_iter().map(|(word, _)| word).filter(|word| !SPECIAL.contains(word));
-        Self::Words(Words::new(SPECIAL.into_iter().chain(known).map(str::to_owned).collect()))
+        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
+        let known = counts.into_iter().map(|(word, _)| word).filter(|word| !special.contains(word));
+        Self::Words(Words::new(special.iter().copied().chain(known).map(str::to_owned).collect()))
     }
 
     /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
@@ -127,7 +128,7 @@ mod tests {
 
     #[test]
     fn rare_words_are_unknown() {
-        let vocabulary = Vocabulary::words(TEXTS.into_iter(), 2);
+        let vocabulary = Vocabulary::words(TEXTS.into_iter(), 2, &[]);
         assert_eq!(vocabulary.len(), 4 + 5); // a man dog sees the
         let tokens = vocabulary.encode("a man runs").unwrap();
         assert_eq!(tokens, [4, 5, UNKNOWN]);
@@ -137,7 +138,7 @@ mod tests {
     #[test]
     fn both_kinds_give_back_their_text_also_when_read_again() {
         let bpe = Vocabulary::bpe(TEXTS.into_iter(), 40, &["<me>"]).unwrap();
-        for vocabulary in [Vocabulary::words(TEXTS.into_iter(), 1), bpe] {
+        for vocabulary in [Vocabulary::words(TEXTS.into_iter(), 1, &["<me>"]), bpe] {
             let again = Vocabulary::from_json(&vocabulary.to_json().unwrap()).unwrap();
             assert_eq!(vocabulary.len(), again.len());
             for text in TEXTS {

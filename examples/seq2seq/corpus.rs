@@ -1,0 +1,76 @@
+//! Pairs of texts: read from two files side by side, and as token ids.
+
+use crate::common::Result;
+use crate::vocabulary::Vocabulary;
+use std::path::Path;
+
+/// Tokens are separated by whitespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Pair {
+    pub(crate) source: String,
+    pub(crate) target: String,
+}
+
+pub(crate) struct Corpus {
+    pub(crate) name: String,
+    pub(crate) train: Vec<Pair>,
+    pub(crate) valid: Vec<Pair>,
+}
+
+/// A pair as ids, without start and end.
+#[derive(Clone, Debug)]
+pub(crate) struct Encoded {
+    pub(crate) source: Vec<u32>,
+    pub(crate) target: Vec<u32>,
+}
+
+impl Corpus {
+    /// Reads train.SOURCE and train.TARGET, valid.SOURCE and valid.TARGET, a sentence a line.
+    pub(crate) fn from_folder(folder: &Path, source: &str, target: &str) -> Result<Self> {
+        let read =
+            |name: &str| pairs(&folder.join(format!("{name}.{source}")), &folder.join(format!("{name}.{target}")));
+        let name = format!("{} from {source} to {target}", folder.display());
+        Ok(Self { name, train: read("train")?, valid: read("valid")? })
+    }
+}
+
+pub(crate) fn encode(pairs: &[Pair], source: &Vocabulary, target: &Vocabulary) -> Result<Vec<Encoded>> {
+    let encode =
+        |pair: &Pair| Ok(Encoded { source: source.encode(&pair.source)?, target: target.encode(&pair.target)? });
+    pairs.iter().map(encode).collect()
+}
+
+fn pairs(source: &Path, target: &Path) -> Result<Vec<Pair>> {
+    let (sources, targets) = (read(source)?, read(target)?);
+    let lines = [sources.lines().count(), targets.lines().count()];
+    if lines[0] != lines[1] {
+        let (source, target) = (source.display(), target.display());
+        return Err(format!("{source} has {} lines, but {target} has {}", lines[0], lines[1]).into());
+    }
+    if lines[0] == 0 {
+        return Err(format!("{} is empty", source.display()).into());
+    }
+    let pair = |(source, target): (&str, &str)| Pair { source: source.to_owned(), target: target.to_owned() };
+    Ok(sources.lines().zip(targets.lines()).map(pair).collect())
+}
+
+pub(crate) fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_different_length_are_an_error_that_says_so() {
+        let folder = std::env::temp_dir().join(format!("seq2seq_corpus_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let error = |folder: &Path| Corpus::from_folder(folder, "de", "en").err().unwrap().to_string();
+        assert!(error(&folder).contains("train.de"));
+        std::fs::write(folder.join("train.de"), "ein hund\neine katze\n").unwrap();
+        std::fs::write(folder.join("train.en"), "a dog\n").unwrap();
+        assert!(error(&folder).contains("has 2 lines") && error(&folder).contains("has 1"));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}

@@ -1,0 +1,204 @@
+//! The encoder-decoder: an LSTM over the source in both directions, one over the target, attention, and an output layer.
+
+use crate::attention::{Attention, Memory};
+use crate::batches::{Batch, Sources};
+use crate::common::head::{HeadKind, HeadSizes};
+use crate::common::recurrent::{locked_dropout, Lstm};
+use crate::common::{init, Result};
+use candle_core::{DType, Device, Module, Tensor, D};
+use candle_nn::rnn::LSTMState;
+use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
+use mos_head::OutputLayer;
+use rand::rngs::StdRng;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Sizes {
+    /// Of the decoder's side.
+    pub(crate) head: HeadSizes,
+    pub(crate) source_vocab: usize,
+    pub(crate) embedding: usize,
+    pub(crate) layers: usize,
+}
+
+pub(crate) struct Seq2Seq {
+    source_embedding: Embedding,
+    forwards: Lstm,
+    backwards: Lstm,
+    bridge: Linear,
+    target_embedding: Embedding,
+    decoder: Lstm,
+    attention: Attention,
+    head: Box<dyn OutputLayer>,
+    dropout: f64,
+    varmap: VarMap,
+    device: Device,
+}
+
+/// Where a decoder stands: its rows are sentences, or hypotheses of a beam.
+pub(crate) struct State {
+    memory: Memory,
+    lstm: Vec<LSTMState>,
+}
+
+impl State {
+    /// The states of these rows.
+    pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
+        let select =
+            |state: &LSTMState| Ok(LSTMState::new(state.h.index_select(rows, 0)?, state.c.index_select(rows, 0)?));
+        Ok(Self { memory: self.memory.select(rows)?, lstm: self.lstm.iter().map(select).collect::<Result<_>>()? })
+    }
+}
+
+impl Seq2Seq {
+    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, seed: u64, device: &Device) -> Result<Self> {
+        let Sizes { head: HeadSizes { vocab, hidden, .. }, source_vocab, embedding, layers } = sizes;
+        if hidden % 2 != 0 {
+            return Err(format!("--hidden is {hidden}, expected an even number: half for each direction").into());
+        }
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
+        let encoder = |name| Lstm::new(embedding, hidden / 2, layers, dropout, vb.pp(name));
+        let (forwards, backwards) = (encoder("forwards")?, encoder("backwards")?);
+        let model = Self {
+            source_embedding: candle_nn::embedding(source_vocab, embedding, vb.pp("source"))?,
+            forwards,
+            backwards,
+            bridge: candle_nn::linear(hidden, layers * hidden, vb.pp("bridge"))?,
+            target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
+            decoder: Lstm::new(embedding, hidden, layers, dropout, vb.pp("decoder"))?,
+            attention: Attention::new(hidden, vb.pp("attention"))?,
+            head: sizes.head.build(kind, 0.0, vb.pp("head"))?,
+            dropout,
+            device: device.clone(),
+            varmap,
+        };
+        // Values keep their size on the way from the embeddings to the logits. With smaller ones all positions of the source
+        // look alike, and attention takes epochs to get off the ground, the more the smaller the contexts are.
+        let width = if kind == HeadKind::Softmax { hidden } else { sizes.head.context };
+        let linear = 1.0 / (hidden as f64).sqrt();
+        init::uniform(&model.varmap, seed, |name| match name {
+            "source.weight" | "target.weight" => 1.0,
+            "attention.score.weight" | "attention.combine.weight" | "head.latent.weight" => 3.0 * linear,
+            "head.decoder.weight" => (3.0 / width as f64).sqrt(),
+            "head.decoder.bias" => 0.0,
+            _ => linear,
+        })?;
+        Ok(model)
+    }
+
+    pub(crate) fn head(&self) -> &dyn OutputLayer {
+        self.head.as_ref()
+    }
+
+    pub(crate) fn varmap(&self) -> &VarMap {
+        &self.varmap
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn parameters(&self) -> usize {
+        self.varmap.all_vars().iter().map(|var| var.elem_count()).sum()
+    }
+
+    /// The decoder before its first token. It starts from the mean of the encoder's outputs, which no padding moves.
+    pub(crate) fn encode(&self, sources: &Sources, mut rng: Option<&mut StdRng>) -> Result<State> {
+        let mut read = |lstm: &Lstm, tokens: &Tensor| {
+            let inputs = self.source_embedding.forward(tokens)?;
+            lstm.forward(&inputs, &mut lstm.start(tokens.dim(0)?)?, rng.as_deref_mut())
+        };
+        let forwards = read(&self.forwards, &sources.tokens)?;
+        let backwards = read(&self.backwards, &sources.reversed)?;
+        let backwards = backwards.flatten_to(1)?.index_select(&sources.back, 0)?.reshape(forwards.shape())?;
+        let outputs = Tensor::cat(&[forwards, backwards], D::Minus1)?;
+
+        let mean = sources.average.matmul(&outputs)?.squeeze(1)?;
+        let hidden = self.bridge.forward(&mean)?.tanh()?.chunk(self.decoder.layers(), 1)?;
+        let start = |hidden: Tensor| Ok(LSTMState::new(hidden.contiguous()?, hidden.zeros_like()?));
+        let lstm = hidden.into_iter().map(start).collect::<Result<_>>()?;
+        Ok(State { memory: self.attention.memory(outputs, sources.mask.clone())?, lstm })
+    }
+
+    /// Tokens [batch, steps] -> what the head turns into the next tokens, [batch, steps, hidden]; the state moves on.
+    /// Dropout is applied where a generator for its masks is given.
+    pub(crate) fn decode(&self, tokens: &Tensor, state: &mut State, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
+        let inputs = self.target_embedding.forward(tokens)?;
+        let hidden = self.decoder.forward(&inputs, &mut state.lstm, rng.as_deref_mut())?;
+        locked_dropout(self.attention.forward(&hidden, &state.memory)?, self.dropout, rng)
+    }
+
+    /// Hidden states for all targets of a batch.
+    pub(crate) fn hidden(&self, batch: &Batch, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
+        let mut state = self.encode(&batch.sources, rng.as_deref_mut())?;
+        self.decode(&batch.inputs, &mut state, rng)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::head::ActivationKind;
+
+    fn model(kind: HeadKind) -> Seq2Seq {
+        let head = HeadSizes { vocab: 50, hidden: 16, context: 12, components: 3, activation: ActivationKind::Tanh };
+        let sizes = Sizes { head, source_vocab: 40, embedding: 8, layers: 2 };
+        Seq2Seq::new(kind, sizes, 0.3, 1, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn padding_changes_nothing() {
+        let model = model(HeadKind::Mos);
+        let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
+        let tokens = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+        let hidden = |positions| {
+            let sources = Sources::new(&sentences, positions, &Device::Cpu).unwrap();
+            let mut state = model.encode(&sources, None).unwrap();
+            model.decode(&tokens, &mut state, None).unwrap()
+        };
+        let (tight, wide) = (hidden(0), hidden(11));
+        let difference = (tight - wide).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(difference < 1e-6, "{difference}");
+    }
+
+    #[test]
+    fn token_by_token_equals_all_at_once() {
+        let model = model(HeadKind::Softmax);
+        let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
+        let tokens = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+        let all = model.decode(&tokens, &mut model.encode(&sources, None).unwrap(), None).unwrap();
+        let mut state = model.encode(&sources, None).unwrap();
+        let swap = Tensor::new(&[1u32, 0], &Device::Cpu).unwrap();
+        for step in 0..3 {
+            // Rows change places at every step, as they do in a beam.
+            let column = tokens.narrow(1, step, 1).unwrap();
+            let column =
+                if step % 2 == 0 { column } else { column.contiguous().unwrap().index_select(&swap, 0).unwrap() };
+            let one = model.decode(&column.contiguous().unwrap(), &mut state, None).unwrap();
+            let one = if step % 2 == 0 { one } else { one.contiguous().unwrap().index_select(&swap, 0).unwrap() };
+            let difference = (one - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap().max_all().unwrap();
+            assert!(difference.to_scalar::<f32>().unwrap() < 1e-5);
+            state = state.select(&swap).unwrap();
+        }
+    }
+
+    #[test]
+    fn every_variable_gets_a_gradient() {
+        use crate::corpus::Encoded;
+        use mos_head::LossOptions;
+        for kind in HeadKind::ALL {
+            let model = model(kind);
+            let pairs =
+                [Encoded { source: vec![5, 6, 7], target: vec![8, 9] }, Encoded { source: vec![9], target: vec![4] }];
+            let batch = Batch::new(&pairs, &[0, 1], &Device::Cpu).unwrap();
+            let hidden = model.hidden(&batch, None).unwrap();
+            let options = LossOptions::new().with_ignore_index(0);
+            let gradients = model.head().loss(&hidden, &batch.targets, &options).unwrap().backward().unwrap();
+            for (name, var) in init::sorted(model.varmap()) {
+                let gradient = gradients.get(&var).unwrap_or_else(|| panic!("{kind:?} {name} has none"));
+                let sum = gradient.abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
+                assert!(sum > 0.0, "{kind:?} {name}");
+            }
+        }
+    }
+}

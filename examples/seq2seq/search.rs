@@ -1,0 +1,49 @@
+//! Beam search over many sentences, in batches of similar length.
+
+use crate::batches::{by_length, Sources};
+use crate::common::{progress, Result};
+use crate::model::Seq2Seq;
+use crate::vocabulary::{END, START};
+use candle_core::Tensor;
+use mos_head::{BeamSearch, Hypothesis};
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Beam {
+    pub(crate) width: usize,
+    pub(crate) n_best: usize,
+    pub(crate) max_length: usize,
+    pub(crate) length_penalty: f64,
+}
+
+/// Sentences that are decoded side by side.
+const BATCH: usize = 32;
+
+/// For each source its best targets, the best first.
+pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<Vec<Vec<Vec<u32>>>> {
+    let search = BeamSearch::new(END)
+        .with_width(beam.width)
+        .with_n_best(beam.n_best)
+        .with_max_length(beam.max_length)
+        .with_length_penalty(beam.length_penalty);
+    let bar = progress::bar(sources.len(), "beam search".into());
+    let mut found = vec![vec![]; sources.len()];
+    for chosen in by_length((0..sources.len()).collect(), BATCH, |i| sources[i].len()) {
+        let batch: Vec<&[u32]> = chosen.iter().map(|&i| sources[i]).collect();
+        for (&i, hypotheses) in chosen.iter().zip(search_batch(model, &batch, &search)?) {
+            found[i] = hypotheses.into_iter().map(|hypothesis| hypothesis.tokens).collect();
+        }
+        bar.inc(chosen.len() as u64);
+    }
+    bar.finish_and_clear();
+    Ok(found)
+}
+
+fn search_batch(model: &Seq2Seq, sources: &[&[u32]], search: &BeamSearch) -> Result<Vec<Vec<Hypothesis>>> {
+    let device = model.device();
+    let mut state = model.encode(&Sources::new(sources, 0, device)?, None)?;
+    let start = Tensor::full(START, sources.len(), device)?;
+    search.run(model.head(), &start, |tokens, parents| {
+        state = state.select(parents)?;
+        Ok(model.decode(&tokens.unsqueeze(1)?, &mut state, None)?.squeeze(1)?)
+    })
+}

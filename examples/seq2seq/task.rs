@@ -1,0 +1,95 @@
+//! The three tasks: what to learn from, by which vocabulary, and how its targets are searched for.
+
+use crate::args::Args;
+use crate::common::Result;
+use crate::corpus::{Corpus, Pair};
+use crate::dialogue::{self, MARKS};
+use crate::search::Beam;
+use crate::toy;
+use crate::vocabulary::Vocabulary;
+use clap::ValueEnum;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Task {
+    Toy,
+    Translation,
+    Dialogue,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum VocabularyKind {
+    Word,
+    Bpe,
+}
+
+/// Pairs of the built-in task.
+const TOY_PAIRS: (usize, usize) = (8000, 500);
+
+impl Task {
+    pub(crate) fn new(args: &Args) -> Self {
+        match (&args.data, &args.dialogue) {
+            (Some(_), _) => Task::Translation,
+            (None, Some(_)) => Task::Dialogue,
+            (None, None) => Task::Toy,
+        }
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Task::Toy => "toy",
+            Task::Translation => "translation",
+            Task::Dialogue => "dialogue",
+        }
+    }
+
+    pub(crate) fn from_name(name: &str) -> Result<Self> {
+        let all = [Task::Toy, Task::Translation, Task::Dialogue];
+        let found = all.into_iter().find(|task| task.name() == name);
+        found.ok_or_else(|| {
+            format!("the checkpoint's task is {name:?}, which is none of {:?}", all.map(Task::name)).into()
+        })
+    }
+
+    pub(crate) fn beam(self, args: &Args, n_best: usize) -> Beam {
+        let (width, max_length, length_penalty) = match self {
+            Task::Toy | Task::Translation => (5, 60, 0.6),
+            Task::Dialogue => (10, 30, 0.0), // Yang et al. (2018), section 3.3
+        };
+        Beam {
+            width: args.beam.unwrap_or(width).max(n_best),
+            n_best,
+            max_length: args.max_length.unwrap_or(max_length),
+            length_penalty: args.length_penalty.unwrap_or(length_penalty),
+        }
+    }
+
+    /// How many targets of each pair are scored.
+    pub(crate) fn n_best(self) -> usize {
+        if self == Task::Dialogue {
+            5
+        } else {
+            1
+        }
+    }
+}
+
+pub(crate) fn corpus(args: &Args) -> Result<Corpus> {
+    match (&args.data, &args.dialogue) {
+        (Some(folder), _) => Corpus::from_folder(folder, &args.source, &args.target),
+        (None, Some(path)) => dialogue::corpus(path, args.turns, args.common.seed),
+        (None, None) => Ok(toy::corpus(TOY_PAIRS.0, TOY_PAIRS.1, args.common.seed)),
+    }
+}
+
+/// The vocabularies of sources and targets, from the training pairs. A dialogue has one: its contexts repeat its responses.
+pub(crate) fn vocabularies(args: &Args, pairs: &[Pair]) -> Result<[Vocabulary; 2]> {
+    let side = |text: fn(&Pair) -> &str, marks: &[&str]| match args.vocab {
+        VocabularyKind::Word => Ok(Vocabulary::words(pairs.iter().map(text), args.min_count, marks)),
+        VocabularyKind::Bpe => Vocabulary::bpe(pairs.iter().map(text), args.vocab_size, marks),
+    };
+    if Task::new(args) == Task::Dialogue {
+        let shared = side(|pair| &pair.target, &MARKS)?;
+        return Ok([shared.clone(), shared]);
+    }
+    Ok([side(|pair| &pair.source, &[])?, side(|pair| &pair.target, &[])?])
+}

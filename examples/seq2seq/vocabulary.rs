@@ -1,0 +1,153 @@
+//! From text to token ids and back, by words or by byte-pair encoding; either fits into a string of a checkpoint.
+
+use crate::common::Result;
+use serde_json::{json, Value};
+use std::collections::HashMap;
+use tokenizers::decoders::bpe::BPEDecoder;
+use tokenizers::models::bpe::{BpeTrainer, BPE};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
+use tokenizers::{AddedToken, Tokenizer};
+
+pub(crate) const PAD: u32 = 0;
+pub(crate) const START: u32 = 1;
+pub(crate) const END: u32 = 2;
+const UNKNOWN: u32 = 3;
+const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
+
+#[derive(Clone)]
+pub(crate) enum Vocabulary {
+    Words(Words),
+    Bpe(Box<Tokenizer>),
+}
+
+#[derive(Clone)]
+pub(crate) struct Words {
+    words: Vec<String>,
+    ids: HashMap<String, u32>,
+}
+
+impl Words {
+    fn new(words: Vec<String>) -> Self {
+        let ids = words.iter().enumerate().map(|(id, word)| (word.clone(), id as u32)).collect();
+        Self { words, ids }
+    }
+}
+
+impl Vocabulary {
+    /// The `marks`, and the whitespace-separated words that occur at least `min_count` times, the most frequent first.
+    pub(crate) fn words<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
+        let mut counts = HashMap::<&str, usize>::new();
+        for word in texts.flat_map(str::split_whitespace) {
+            *counts.entry(word).or_default() += 1;
+        }
+        let mut counts: Vec<_> = counts.into_iter().filter(|&(_, count)| count >= min_count).collect();
+        counts.sort_by(|(a, m), (b, n)| n.cmp(m).then(a.cmp(b)));
+        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
+        let known = counts.into_iter().map(|(word, _)| word).filter(|word| !special.contains(word));
+        Self::Words(Words::new(special.iter().copied().chain(known).map(str::to_owned).collect()))
+    }
+
+    /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
+    pub(crate) fn bpe<'a>(texts: impl Iterator<Item = &'a str>, size: usize, marks: &[&str]) -> Result<Self> {
+        const END_OF_WORD: &str = "</w>";
+        let texts: Vec<&str> = texts.collect();
+        let special = SPECIAL.iter().chain(marks).map(|&token| AddedToken::from(token, true)).collect();
+        let trainer = BpeTrainer::builder()
+            .show_progress(false)
+            .vocab_size(size)
+            .min_frequency(2)
+            .special_tokens(special)
+            .end_of_word_suffix(END_OF_WORD.into());
+        let model = BPE::builder().unk_token(SPECIAL[UNKNOWN as usize].into()).build();
+        let mut tokenizer = Tokenizer::new(model.map_err(failed)?);
+        tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
+        tokenizer.with_decoder(Some(BPEDecoder::new(END_OF_WORD.into())));
+        tokenizer.train(&mut TrainerWrapper::from(trainer.build()), texts.into_iter()).map_err(failed)?;
+        Ok(Self::Bpe(Box::new(tokenizer)))
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Words(words) => words.words.len(),
+            Self::Bpe(tokenizer) => tokenizer.get_vocab_size(true),
+        }
+    }
+
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match self {
+            Self::Words(words) => {
+                Ok(text.split_whitespace().map(|word| words.ids.get(word).copied().unwrap_or(UNKNOWN)).collect())
+            }
+            Self::Bpe(tokenizer) => Ok(tokenizer.encode_fast(text, false).map_err(failed)?.get_ids().to_vec()),
+        }
+    }
+
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String> {
+        match self {
+            Self::Words(words) => {
+                let word = |&token: &u32| words.words.get(token as usize).map(String::as_str);
+                let text: Option<Vec<&str>> = tokens.iter().map(word).collect();
+                Ok(text.ok_or_else(|| format!("expected tokens below {}, got {tokens:?}", self.len()))?.join(" "))
+            }
+            Self::Bpe(tokenizer) => tokenizer.decode(tokens, false).map_err(failed),
+        }
+    }
+
+    pub(crate) fn to_json(&self) -> Result<String> {
+        Ok(match self {
+            Self::Words(words) => json!({ "words": words.words }),
+            Self::Bpe(tokenizer) => {
+                json!({ "bpe": serde_json::from_str::<Value>(&tokenizer.to_string(false).map_err(failed)?)? })
+            }
+        }
+        .to_string())
+    }
+
+    pub(crate) fn from_json(text: &str) -> Result<Self> {
+        let value: Value = serde_json::from_str(text)?;
+        if let Some(words) = value.get("words") {
+            return Ok(Self::Words(Words::new(serde_json::from_value(words.clone())?)));
+        }
+        match value.get("bpe") {
+            Some(tokenizer) => Ok(Self::Bpe(Box::new(tokenizer.to_string().parse::<Tokenizer>().map_err(failed)?))),
+            None => Err("expected a vocabulary with \"words\" or \"bpe\", found neither".into()),
+        }
+    }
+}
+
+fn failed(error: tokenizers::Error) -> Box<dyn std::error::Error> {
+    format!("the tokenizer failed: {error}").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXTS: [&str; 3] = ["a man sees a dog", "a dog <me> sees the man", "the man runs"];
+
+    #[test]
+    fn rare_words_are_unknown() {
+        let vocabulary = Vocabulary::words(TEXTS.into_iter(), 2, &[]);
+        assert_eq!(vocabulary.len(), 4 + 5); // a man dog sees the
+        let tokens = vocabulary.encode("a man runs").unwrap();
+        assert_eq!(tokens, [4, 5, UNKNOWN]);
+        assert_eq!(vocabulary.decode(&tokens).unwrap(), "a man <unk>");
+    }
+
+    #[test]
+    fn both_kinds_give_back_their_text_also_when_read_again() {
+        let bpe = Vocabulary::bpe(TEXTS.into_iter(), 40, &["<me>"]).unwrap();
+        for vocabulary in [Vocabulary::words(TEXTS.into_iter(), 1, &["<me>"]), bpe] {
+            let again = Vocabulary::from_json(&vocabulary.to_json().unwrap()).unwrap();
+            assert_eq!(vocabulary.len(), again.len());
+            for text in TEXTS {
+                let tokens = vocabulary.encode(text).unwrap();
+                assert_eq!(again.encode(text).unwrap(), tokens);
+                if !text.contains('<') {
+                    assert_eq!(again.decode(&tokens).unwrap(), text); // marks are never decoded
+                }
+            }
+        }
+    }
+}

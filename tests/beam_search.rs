@@ -14,6 +14,9 @@ const VOCAB: usize = 5;
 const WIDTH: usize = 6;
 const END: u32 = 0;
 
+/// Its words without the end, log P, the score, and whether it ends.
+type Sequence = (Vec<u32>, f64, f64, bool);
+
 /// A recurrent model in plain numbers: h <- tanh(A h + e(token)), whose state tells all prefixes apart.
 struct Model {
     recurrent: Tensor,
@@ -61,8 +64,8 @@ impl Model {
         Ok(sum)
     }
 
-    /// All sequences of at most `length` words, the best first: (tokens, log P, score, finished).
-    fn all(&self, start: u32, length: usize, alpha: f64) -> Result<Vec<(Vec<u32>, f64, f64, bool)>> {
+    /// All sequences of at most `length` words, the best first.
+    fn all(&self, start: u32, length: usize, alpha: f64) -> Result<Vec<Sequence>> {
         let penalty = |n: usize| ((5.0 + n as f64) / 6.0).powf(alpha);
         let (mut found, mut open) = (Vec::new(), vec![vec![]]);
         for n in 1..=length {

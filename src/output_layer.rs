@@ -77,6 +77,15 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
+    /// They are logits too, for samplers of other crates, such as that of candle-transformers (of a model's last state, `[1, hidden]`):
+    ///
+    /// ```ignore
+    /// use candle_transformers::generation::{LogitsProcessor, Sampling};
+    ///
+    /// let mut processor = LogitsProcessor::from_sampling(42, Sampling::TopP { p: 0.9, temperature: 0.8 });
+    /// let next = processor.sample(&head.log_probs(&hidden)?.squeeze(0)?)?;
+    /// ```
+    ///
     /// # Errors
     ///
     /// If the hidden states' last dimension, dtype or device does not fit the head.

@@ -5,7 +5,8 @@
 //!
 //! Names are `{device}/{way}/{what}/{shape}/{dtype}`, the shape as `v{words}-k{components}-b{batch}`; ways are `mixture`, this
 //! crate, and `composed`, the formula of ordinary candle operations with a sort at its end. `read` is the time that it takes to
-//! read the decoder's matrix once, on all threads: with one token, nothing can be faster.
+//! read the decoder's matrix once, on all threads: with one token, nothing can be faster. `softmax`, `mos` and `mos-ancestral` are whole
+//! heads.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -13,8 +14,10 @@ mod common;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use candle_core::{Device, Result, Tensor, D};
+use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::ops::log_softmax;
+use common::case::{Case, Head, Sizes};
+use common::check;
 use criterion::{criterion_group, criterion_main, BenchmarkGroup, BenchmarkId, Criterion, Throughput};
 use mos_head::{Mixture, Sampler, Sampling};
 use rayon::prelude::*;
@@ -127,9 +130,34 @@ fn decoding(criterion: &mut Criterion) {
     }
 }
 
+/// Samples from whole heads of the sizes of the paper's Penn Treebank model, contexts and priors included.
+fn heads(criterion: &mut Criterion) {
+    const SIZES: Sizes = Sizes::new(620, 280, 15, 10_000);
+    for device in common::devices() {
+        let name = format!("{:?}", device.location()).to_lowercase();
+        for batch in BATCHES {
+            for (head_name, head, ancestral) in [
+                ("softmax", Head::Softmax, false),
+                ("mos", Head::MixtureOfSoftmaxes, false),
+                ("mos-ancestral", Head::MixtureOfSoftmaxes, true),
+            ] {
+                let sizes = if head == Head::Softmax { Sizes { hidden: 280, ..SIZES } } else { SIZES };
+                let case = Case::random(head, sizes, &[batch], 1).scaled("decoder.weight", 0.1);
+                let tensors = case.constants(DType::F32, &device).expect("tensors");
+                let layer = check::build(&case, &tensors).expect("a head");
+                let mut sampler = Sampler::new(Sampling::new().with_ancestral(ancestral), 1).expect("valid options");
+                let mut group = criterion.benchmark_group(format!("{name}/{head_name}/sample"));
+                timed(&mut group, &device, &format!("ptb-b{batch}"), || {
+                    drop(black_box(layer.sample(&tensors["hidden"], &mut sampler).expect("words")));
+                });
+            }
+        }
+    }
+}
+
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
-    targets = decoding
+    targets = decoding, heads
 }
 criterion_main!(benches);

@@ -1,5 +1,5 @@
-//! The workspace stays within its budget however many tokens and components there are: no `[rows, K, vocab]` is ever held,
-//! neither by a loss with its gradients nor by an evaluation.
+//! The workspace stays within its budget however many tokens and components there are: no `[rows, K, vocab]` is ever held
+//! by a loss with its gradients, an evaluation, or decoding.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use candle_core::{DType, Device};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
-use mos_head::{LossOptions, Result};
+use mos_head::{LossOptions, Result, Sampler, Sampling};
 
 /// The system's allocator, which knows how many bytes are in use and were at most.
 struct Counting;
@@ -76,7 +76,26 @@ fn the_workspace_is_within_its_budget_however_many_tokens_and_components_there_a
             assert!(peak <= limit, "{tokens} tokens, K = {components}: {peak} bytes of {limit} with {options:?}");
         }
     }
-    the_decoders_gradient_is_held_once()
+    the_decoders_gradient_is_held_once()?;
+    decoding_holds_the_logits_of_a_few_tokens()
+}
+
+fn decoding_holds_the_logits_of_a_few_tokens() -> Result<()> {
+    const VOCAB: usize = 40_000;
+    let case = Case::random(Head::Mixture, Sizes::new(WIDTH, WIDTH, 8, VOCAB), &[128], 97);
+    let Layer::Mixture(mixture) = Layer::new(&case, &case.constants(DType::F32, &Device::Cpu)?)? else {
+        unreachable!()
+    };
+    let mut sampler = Sampler::new(Sampling::new().with_top_p(0.9), 1)?;
+    mixture.argmax()?;
+    let (found, peak) = peak_of(|| mixture.top_k(10));
+    let (drawn, peak_of_sample) = peak_of(|| mixture.sample(&mut sampler));
+    (found?, drawn?);
+    // The default budget, and for each thread the candidates of one token.
+    let limit = (32 << 20) + (8 << 20);
+    let logits = 128 * 8 * VOCAB * 4;
+    assert!(peak.max(peak_of_sample) <= limit, "{peak} and {peak_of_sample} bytes; the logits would be {logits}");
+    Ok(())
 }
 
 fn the_decoders_gradient_is_held_once() -> Result<()> {

@@ -5,7 +5,7 @@ use super::products::ViewMut;
 use super::simd::{Float, Kernel, Vector};
 
 /// With more rows than this, the first product goes to the `gemm` crate, which packs and transposes its operands first.
-pub(super) const MOST_ROWS: usize = 96;
+pub(super) const MOST_ROWS: usize = 64;
 
 /// `to[row, word] = context[row] . decoder[word]`
 pub(super) struct Dots<'a, 'b, F> {

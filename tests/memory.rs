@@ -90,7 +90,8 @@ fn decoding_holds_the_logits_of_a_few_tokens() -> Result<()> {
     mixture.argmax()?;
     let (found, peak) = peak_of(|| mixture.top_k(10));
     let (drawn, peak_of_sample) = peak_of(|| mixture.sample(&mut sampler));
-    (found?, drawn?);
+    found?;
+    drawn?;
     // The default budget, and for each thread the candidates of one token.
     let limit = (32 << 20) + (8 << 20);
     let logits = 128 * 8 * VOCAB * 4;

@@ -88,6 +88,9 @@ pub(crate) struct Args {
     /// Only respond to the lines of stdin with the model of --resume FILE, with three replies each
     #[arg(long, requires = "resume", conflicts_with_all = ["data", "dialogue"])]
     pub(crate) chat: bool,
+    /// Draw the answers of --translate and --chat at this temperature, instead of a beam search for the likeliest
+    #[arg(long, value_parser = not_negative)]
+    pub(crate) temperature: Option<f64>,
     #[command(flatten)]
     pub(crate) common: TrainingFlags,
 }

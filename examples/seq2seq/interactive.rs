@@ -4,10 +4,11 @@ use crate::args::Args;
 use crate::common::{checkpoint::Checkpoint, Result};
 use crate::dialogue::context;
 use crate::model::Seq2Seq;
-use crate::search::{search, Beam};
+use crate::search::{draw, search, Beam};
 use crate::session::{load_model, Setting};
 use crate::task::Task;
 use candle_core::Device;
+use mos_head::{Sampler, Sampling};
 use std::io::BufRead;
 
 const REPLIES: usize = 3;
@@ -22,17 +23,19 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
     }
     let model = load_model(&checkpoint, device)?;
     let beam = setting.task.beam(args, if args.chat { REPLIES } else { 1 });
+    let sampling = args.temperature.map(|temperature| Sampling::new().with_temperature(temperature));
+    let mut sampler = sampling.map(|sampling| Sampler::new(sampling, args.common.seed)).transpose()?;
     let mut said: Vec<(bool, String)> = vec![]; // by the model or not
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         if !args.chat {
-            println!("{}", answers(&model, &setting, beam, &line)?.join("\n"));
+            println!("{}", answers(&model, &setting, beam, sampler.as_mut(), &line)?.join("\n"));
             continue;
         }
         said.push((false, line));
         let recent = &said[said.len().saturating_sub(setting.turns)..];
         let context = context(recent.iter().map(|(mine, text)| (*mine, text.as_str())));
-        let replies = answers(&model, &setting, beam, &context)?;
+        let replies = answers(&model, &setting, beam, sampler.as_mut(), &context)?;
         for (i, reply) in replies.iter().enumerate() {
             println!("{}. {reply}", i + 1);
         }
@@ -41,8 +44,18 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn answers(model: &Seq2Seq, setting: &Setting, beam: Beam, text: &str) -> Result<Vec<String>> {
+/// What is searched for, or drawn if there is a sampler.
+fn answers(
+    model: &Seq2Seq,
+    setting: &Setting,
+    beam: Beam,
+    sampler: Option<&mut Sampler>,
+    text: &str,
+) -> Result<Vec<String>> {
     let source = setting.source.encode(text)?;
-    let found = search(model, &[&source], beam)?;
-    found.iter().flatten().map(|tokens| setting.target.decode(tokens)).collect()
+    let found = match sampler {
+        Some(sampler) => draw(model, &source, beam.n_best, beam.max_length, sampler)?,
+        None => search(model, &[&source], beam)?.concat(),
+    };
+    found.iter().map(|tokens| setting.target.decode(tokens)).collect()
 }

@@ -10,7 +10,7 @@
 //! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de.
 //!
 //!     cargo run --release --example seq2seq -- --dialogue FILE.jsonl --head mos --save mos.safetensors
-//!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors
+//!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors --temperature 0.7
 //!
 //! Responds to what was said before, and ends with precision and recall of five responses to each held-out context.
 //!

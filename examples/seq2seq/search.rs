@@ -1,11 +1,11 @@
-//! Beam search over many sentences, in batches of similar length.
+//! Beam search over many sentences, in batches of similar length; and targets drawn for one.
 
 use crate::batches::{by_length, Sources};
 use crate::common::{progress, Result};
 use crate::model::Seq2Seq;
 use crate::vocabulary::{END, START};
 use candle_core::Tensor;
-use mos_head::{BeamSearch, Hypothesis};
+use mos_head::{BeamSearch, Hypothesis, Sampler};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beam {
@@ -46,4 +46,32 @@ fn search_batch(model: &Seq2Seq, sources: &[&[u32]], search: &BeamSearch) -> Res
         state = state.select(parents)?;
         Ok(model.decode(&tokens.unsqueeze(1)?, &mut state, None)?.squeeze(1)?)
     })
+}
+
+/// `count` targets of one source, drawn word by word instead of searched for.
+pub(crate) fn draw(
+    model: &Seq2Seq,
+    source: &[u32],
+    count: usize,
+    max_length: usize,
+    sampler: &mut Sampler,
+) -> Result<Vec<Vec<u32>>> {
+    let mut state = model.encode(&Sources::new(&vec![source; count], 0, model.device())?, None)?;
+    let mut last = Tensor::full(START, count, model.device())?;
+    let mut drawn = vec![vec![]; count];
+    let mut ended = vec![false; count];
+    for _ in 0..max_length {
+        let hidden = model.decode(&last.unsqueeze(1)?, &mut state, None)?.squeeze(1)?;
+        last = model.head().sample(&hidden, sampler)?;
+        for ((words, ended), word) in drawn.iter_mut().zip(&mut ended).zip(last.to_vec1::<u32>()?) {
+            *ended |= word == END;
+            if !*ended {
+                words.push(word);
+            }
+        }
+        if ended.iter().all(|&ended| ended) {
+            break;
+        }
+    }
+    Ok(drawn)
 }

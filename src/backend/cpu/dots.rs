@@ -52,6 +52,10 @@ fn few_words<const WORDS: usize, F: Float, V: Vector<F>>(
     to: &mut ViewMut<'_, F>,
 ) -> usize {
     let words: [&[F]; WORDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
+    // While these are multiplied, the next ones come from memory: the processor does not see so far ahead by itself.
+    let mut next = decoder.get(WORDS * stride..).unwrap_or(&[]);
+    next = &next[..next.len().min(WORDS * stride)];
+    let each = (next.len() * 6 * d).div_ceil(contexts.len());
     let mut row = 0;
     let mut store = |sums: &[[F; WORDS]]| {
         for (i, sums) in sums.iter().enumerate() {
@@ -61,8 +65,12 @@ fn few_words<const WORDS: usize, F: Float, V: Vector<F>>(
     };
     let mut groups = contexts.chunks_exact(6 * d);
     for group in &mut groups {
+        let (now, later) = next.split_at(each.min(next.len()));
+        next = later;
+        prefetch(now);
         store(&dots::<6, WORDS, F, V>(v, group, words, d));
     }
+    prefetch(next);
     let rest = groups.remainder();
     match rest.len() / d {
         5 => store(&dots::<5, WORDS, F, V>(v, rest, words, d)),
@@ -117,4 +125,17 @@ fn dots<const ROWS: usize, const WORDS: usize, F: Float, V: Vector<F>>(
         }
     }
     results
+}
+
+/// Asks for these values to be brought into the cache.
+#[inline(always)]
+fn prefetch<F>(values: &[F]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in values.chunks((64 / size_of::<F>()).max(1)) {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        // SAFETY: a hint, which reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = values;
 }

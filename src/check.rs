@@ -37,11 +37,16 @@ pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     }
 }
 
-pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
-    match (0.0..1.0).contains(&dropout) {
+/// An error that names a number which is out of its range, unless `holds`.
+pub(crate) fn check_number(holds: bool, argument: &'static str, expected: &str, got: f64) -> Result<()> {
+    match holds {
         true => Ok(()),
-        false => Err(Error::config("dropout", "at least 0 and below 1", dropout)),
+        false => Err(Error::config(argument, expected, got)),
     }
+}
+
+pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
+    check_number((0.0..1.0).contains(&dropout), "dropout", "at least 0 and below 1", dropout)
 }
 
 /// The targets as words, `None` where they are ignored, or an error that names the first one that is not in the vocabulary.

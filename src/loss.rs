@@ -3,8 +3,8 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 
-use crate::check::read_words;
-use crate::{autograd, Error, Result};
+use crate::check::{check_number, read_words};
+use crate::{autograd, Result};
 
 /// How the losses of the tokens become one value.
 ///
@@ -162,21 +162,27 @@ impl LossOptions {
 
     /// Checks the ranges of the numbers.
     pub(crate) fn validate(&self) -> Result<()> {
-        let check = |holds: bool, argument, expected: &str, got: f64| match holds {
-            true => Ok(()),
-            false => Err(Error::config(argument, expected, got)),
-        };
         let unit = 0.0..1.0;
-        check(unit.contains(&self.label_smoothing), "label_smoothing", "at least 0 and below 1", self.label_smoothing)?;
-        check(
+        check_number(
+            unit.contains(&self.label_smoothing),
+            "label_smoothing",
+            "at least 0 and below 1",
+            self.label_smoothing,
+        )?;
+        check_number(
             unit.contains(&self.responsibility_filter),
             "responsibility_filter",
             "at least 0 and below 1",
             self.responsibility_filter,
         )?;
-        check(self.z_loss >= 0.0 && self.z_loss.is_finite(), "z_loss", "a finite number, at least 0", self.z_loss)?;
+        check_number(
+            self.z_loss >= 0.0 && self.z_loss.is_finite(),
+            "z_loss",
+            "a finite number, at least 0",
+            self.z_loss,
+        )?;
         if let Some(cap) = self.softcap {
-            check(cap > 0.0 && cap.is_finite(), "softcap", "a finite number above 0", cap)?;
+            check_number(cap > 0.0 && cap.is_finite(), "softcap", "a finite number above 0", cap)?;
         }
         Ok(())
     }

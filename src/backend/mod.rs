@@ -236,16 +236,35 @@ pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result
     }
 }
 
+/// Evaluates an expression with `$T` as the Rust type of a dtype that has been checked.
+macro_rules! with_type {
+    ($dtype:expr, $T:ident => $call:expr) => {
+        match $dtype {
+            DType::F64 => {
+                type $T = f64;
+                $call
+            }
+            DType::F16 => {
+                type $T = half::f16;
+                $call
+            }
+            DType::BF16 => {
+                type $T = half::bf16;
+                $call
+            }
+            _ => {
+                type $T = f32;
+                $call
+            }
+        }
+    };
+}
+
 /// Calls a function of the backend that has kernels for the operands' device, generic in the dtype.
 macro_rules! on_device {
     ($operands:expr, $function:ident ( $($argument:expr),* )) => {
         match $operands.contexts.device() {
-            Device::Cpu => match $operands.contexts.dtype() {
-                DType::F64 => cpu::$function::<f64>($($argument),*),
-                DType::F16 => cpu::$function::<half::f16>($($argument),*),
-                DType::BF16 => cpu::$function::<half::bf16>($($argument),*),
-                _ => cpu::$function::<f32>($($argument),*),
-            },
+            Device::Cpu => with_type!($operands.contexts.dtype(), T => cpu::$function::<T>($($argument),*)),
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => cuda::$function($($argument),*),
             device => Err(Error::Device {
@@ -299,12 +318,7 @@ pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::O
     let task = Task::decoding();
     if operands.contexts.device().is_cpu() {
         let plan = plan(operands, task, None)?;
-        return match operands.contexts.dtype() {
-            DType::F64 => cpu::visit::<f64, V>(operands, &plan, visit),
-            DType::F16 => cpu::visit::<half::f16, V>(operands, &plan, visit),
-            DType::BF16 => cpu::visit::<half::bf16, V>(operands, &plan, visit),
-            _ => cpu::visit::<f32, V>(operands, &plan, visit),
-        };
+        return with_type!(operands.contexts.dtype(), T => cpu::visit::<T, V>(operands, &plan, visit));
     }
     let plan = plan(operands, Task { all_words: true, ..task }, None)?;
     let log_probs = log_probs(operands, &plan)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?.to_vec2()?;

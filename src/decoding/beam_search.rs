@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use crate::check::check_sizes;
+use crate::check::{check_number, check_sizes};
 use crate::{Error, OutputLayer, Result};
 
 /// Beam search over any model with an output layer, for a batch of sentences at once.
@@ -194,9 +194,8 @@ impl BeamSearch {
 
     fn validate(&self, head: &dyn OutputLayer) -> Result<()> {
         check_sizes(&[("width", self.width), ("max_length", self.max_length), ("n_best", self.n_best)])?;
-        if !(self.length_penalty >= 0.0 && self.length_penalty.is_finite()) {
-            return Err(Error::config("length_penalty", "a finite number, at least 0", self.length_penalty));
-        }
+        let alpha = self.length_penalty;
+        check_number(alpha >= 0.0 && alpha.is_finite(), "length_penalty", "a finite number, at least 0", alpha)?;
         match (self.end as usize) < head.vocab_size() {
             true => Ok(()),
             false => Err(Error::config("end", format!("a word below vocab_size {}", head.vocab_size()), self.end)),

@@ -4,6 +4,7 @@ use candle_core::{Device, Tensor};
 
 use super::sampling::Sampler;
 use super::top_k::f64_tensor;
+use crate::check::check_number;
 use crate::mixture::Mixture;
 use crate::{Error, Result};
 
@@ -29,9 +30,7 @@ impl Mixture {
     ///
     /// If `mass` is not at least 0 and below 1, or a prior is NaN.
     pub fn prune(&self, mass: f64) -> Result<Pruned> {
-        if !(0.0..1.0).contains(&mass) {
-            return Err(Error::config("mass", "at least 0 and below 1", mass));
-        }
+        check_number((0.0..1.0).contains(&mass), "mass", "at least 0 and below 1", mass)?;
         let operands = self.operands();
         let (tokens, components) = (operands.sizes.tokens, operands.sizes.components);
         let device = operands.contexts.device();

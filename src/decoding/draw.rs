@@ -75,7 +75,7 @@ fn relative(x: f64, largest: f64, temperature: f64) -> f64 {
 
 /// Where the sum of the masses passes `target`, and what is left of it there. Nothing without mass is ever passed, and if
 /// rounding leaves something at the end, the last with mass is taken.
-fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(usize, f64)> {
+pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(usize, f64)> {
     let mut left = target;
     let mut last = None;
     for (i, mass) in masses.enumerate() {

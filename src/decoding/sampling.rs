@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::draw::Draw;
+use super::draw::{pass, Draw};
 use crate::backend;
+use crate::check::check_number;
 use crate::mixture::Mixture;
 use crate::{Error, Result};
 
@@ -85,20 +86,16 @@ impl Sampling {
     }
 
     fn validate(&self) -> Result<()> {
-        let check = |holds: bool, argument, expected: &str, got: f64| match holds {
-            true => Ok(()),
-            false => Err(Error::config(argument, expected, got)),
-        };
         let not_negative = |x: f64| x >= 0.0 && x.is_finite();
-        check(not_negative(self.temperature), "temperature", "a finite number, at least 0", self.temperature)?;
-        check(
+        check_number(not_negative(self.temperature), "temperature", "a finite number, at least 0", self.temperature)?;
+        check_number(
             self.component_temperature > 0.0 && self.component_temperature.is_finite(),
             "component_temperature",
             "a finite number above 0",
             self.component_temperature,
         )?;
-        check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)?;
-        check((0.0..=1.0).contains(&self.min_p), "min_p", "from 0 to 1", self.min_p)?;
+        check_number(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)?;
+        check_number((0.0..=1.0).contains(&self.min_p), "min_p", "from 0 to 1", self.min_p)?;
         if self.top_k == Some(0) {
             return Err(Error::config("top_k", "at least 1", 0));
         }
@@ -164,14 +161,8 @@ impl Sampler {
         let uniform = self.uniform(rows.len());
         let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
-            let mut left = u * sum;
-            let passed = row.iter().position(|x| {
-                left -= x.exp();
-                left < 0.0
-            });
-            let possible = || row.iter().rposition(|&x| x > f64::NEG_INFINITY);
-            match passed.or_else(possible).filter(|_| sum.is_finite()) {
-                Some(index) => Ok(index as u32),
+            match pass(row.iter().map(|x| x.exp()), u * sum).filter(|_| sum.is_finite()) {
+                Some((index, _)) => Ok(index as u32),
                 None => Err(Error::Distribution { position }),
             }
         };

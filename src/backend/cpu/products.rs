@@ -163,8 +163,9 @@ pub(super) fn logits<T: Element, O: Send>(
     let fill = |words: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
         if few {
             // As many words at a time as the buffer has been planned for.
-            for first in words.clone().step_by((depth * VOCAB_TILE / d).max(1)) {
-                let some = first..words.end.min(first + (depth * VOCAB_TILE / d).max(1));
+            let step = (depth * VOCAB_TILE / d).max(1);
+            for first in words.clone().step_by(step) {
+                let some = first..words.end.min(first + step);
                 let (first_word, words) = (some.start - words.start, some.len());
                 let (decoder, stride) = T::widen_block(decoder, d, some, 0..d, buffer);
                 let to = &mut *tile;

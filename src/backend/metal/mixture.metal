@@ -49,7 +49,9 @@ FUNCTION void load4(device const float *from, thread float *x) {
     for (int i = 0; i < 4; ++i) x[i] = four[i];
 }
 FUNCTION void store4(device float *to, thread const float *x) {
-    *reinterpret_cast<device float4 *>(to) = float4(x[0], x[1], x[2], x[3]);
+    float4 four;
+    for (int i = 0; i < 4; ++i) four[i] = x[i];
+    *reinterpret_cast<device float4 *>(to) = four;
 }
 
 #include "../gpu/rows.h"
@@ -101,7 +103,9 @@ struct ObjectiveNumbers {
     float unit;
 };
 
+#ifndef KERNEL
 #define KERNEL [[kernel, max_total_threads_per_threadgroup(BLOCK)]] void
+#endif
 #define HERE constant uint &present, uint block [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]
 #define GIVEN(parameter, pointer) (present >> (parameter) & 1 ? pointer : nullptr)
 

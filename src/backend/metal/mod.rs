@@ -5,6 +5,8 @@ mod arguments;
 #[cfg(feature = "metal")]
 mod device;
 mod products;
+#[cfg(test)]
+mod strict;
 
 use candle_core::DType;
 
@@ -16,7 +18,7 @@ pub(super) use device::{argmax, log_probs, loss, plan};
 pub(super) use products::{multiply, Products};
 
 /// The kernels' text.
-#[cfg_attr(not(feature = "metal"), allow(dead_code))]
+#[cfg(any(feature = "metal", test))]
 pub(super) fn source() -> String {
     include_str!("mixture.metal").replace(r#"#include "../gpu/rows.h""#, include_str!("../gpu/rows.h"))
 }

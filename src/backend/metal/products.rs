@@ -35,6 +35,7 @@ pub(super) fn bytes(sizes: Sizes) -> (usize, usize) {
 /// Any product that the chunks ask for.
 pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> Result<()> {
     let Product { m, n, k, lhs, rhs, .. } = *product;
+    debug_assert!(product.alpha.is_none(), "the kernel has multiplied the gradient already");
     if m == 0 || n == 0 {
         return Ok(());
     }

@@ -264,23 +264,32 @@ macro_rules! with_type {
     };
 }
 
-/// Calls a function of the backend that has kernels for the operands' device, generic in the dtype.
-macro_rules! on_device {
-    ($operands:expr, $function:ident ( $($argument:expr),* )) => {
+/// Calls a function of the GPU's backend that has kernels for the operands' device.
+macro_rules! on_gpu {
+    ($operands:expr, $function:ident ( $($argument:expr),* )) => {{
+        // Without the features of GPUs nothing else looks at them.
+        let _ = ($(&$argument),*);
         match $operands.contexts.device() {
-            Device::Cpu => with_type!($operands.contexts.dtype(), T => cpu::$function::<T>($($argument),*)),
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => cuda::$function($($argument),*),
             #[cfg(feature = "metal")]
             Device::Metal(_) => metal::$function($($argument),*),
-            #[allow(unreachable_patterns)] // with all features
             device => Err(wrong_device(device)),
+        }
+    }};
+}
+
+/// Calls a function of the backend that has kernels for the operands' device; on the CPU generic in the dtype.
+macro_rules! on_device {
+    ($operands:expr, $function:ident ( $($argument:expr),* )) => {
+        match $operands.contexts.device() {
+            Device::Cpu => with_type!($operands.contexts.dtype(), T => cpu::$function::<T>($($argument),*)),
+            _ => on_gpu!($operands, $function($($argument),*)),
         }
     };
 }
 
 /// The error for a device that this build has no kernels for.
-#[cfg_attr(all(feature = "cuda", feature = "metal"), allow(dead_code))]
 fn wrong_device(device: &Device) -> Error {
     let mut expected = vec!["Cpu"];
     expected.extend(cfg!(feature = "cuda").then_some("Cuda"));
@@ -316,12 +325,29 @@ pub(crate) fn loss(operands: &Operands, objective: &Objective, wanted: Wanted, p
 
 /// Log-probabilities `[tokens, vocab]`, in the operands' dtype.
 pub(crate) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    on_device!(operands, log_probs(operands, plan))
+    let dtype = operands.contexts.dtype();
+    match operands.contexts.device() {
+        Device::Cpu => with_type!(dtype, T => cpu::log_probs::<T>(operands, plan)),
+        _ => on_gpu!(operands, log_probs(operands, dtype, plan)),
+    }
 }
 
 /// The most probable words `[tokens]`, `u32`.
 pub(crate) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     on_device!(operands, argmax(operands, plan))
+}
+
+/// The `k` most probable words and their log-probabilities, `[tokens, k]`, u32 and f32, where the device has a kernel for that:
+/// of equals the word with the lowest id, of a distribution that is not one a NaN.
+pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<Option<(Tensor, Tensor)>> {
+    // It looks at all words for each of them.
+    const MOST: usize = 64;
+    let is_cpu = operands.contexts.device().is_cpu();
+    if is_cpu || k > MOST {
+        return Ok(None);
+    }
+    let plan = plan(operands, Task { soft_targets: true, ..Task::log_probs(Wanted::default()) }, None)?;
+    on_gpu!(operands, top_k(operands, k, &plan)).map(Some)
 }
 
 /// What there is to be found out about each token's distribution. On the CPU no more than a tile of it is ever written at a
@@ -333,6 +359,7 @@ pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::O
         return with_type!(operands.contexts.dtype(), T => cpu::visit::<T, V>(operands, &plan, visit));
     }
     let plan = plan(operands, Task { all_words: true, ..task }, None)?;
-    let log_probs = log_probs(operands, &plan)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?.to_vec2()?;
+    let log_probs: Tensor = on_gpu!(operands, log_probs(operands, DType::F32, &plan))?;
+    let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2()?;
     log_probs.par_iter().enumerate().map(|(token, row)| visit.visit(token, &Computed(row))).collect()
 }

@@ -61,8 +61,23 @@ impl Mixture {
         if !(1..=vocab).contains(&k) {
             return Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k));
         }
-        let found = backend::visit(operands, &Best { k })?;
         let shape = [self.leading(), &[k]].concat();
+        if let Some((tokens, log_probs)) = backend::top_k(operands, k)? {
+            // A NaN comes first.
+            let first = if operands.sizes.tokens == 0 {
+                vec![]
+            } else {
+                log_probs.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<f32>()?
+            };
+            if let Some(position) = first.iter().position(|log_prob| log_prob.is_nan()) {
+                return Err(Error::Distribution { position });
+            }
+            return Ok(TopK {
+                tokens: tokens.reshape(shape.as_slice())?,
+                log_probs: log_probs.reshape(shape.as_slice())?,
+            });
+        }
+        let found = backend::visit(operands, &Best { k })?;
         let device = operands.contexts.device();
         let tokens: Vec<u32> = found.iter().flatten().map(|word| word.1).collect();
         let log_probs: Vec<f64> = found.iter().flatten().map(|word| word.0).collect();

@@ -40,6 +40,7 @@ template <typename... A, void (*function)(A...)> struct Unpack<function> {
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),
     KERNEL(token_loss),
+    KERNEL(top_k),
     KERNEL(row_soft_mass),
     KERNEL(token_scales),
     KERNEL(live_rows),

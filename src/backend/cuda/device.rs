@@ -14,7 +14,7 @@ use half::{bf16, f16};
 
 use super::KIND;
 use crate::backend::gpu::{
-    self, argmax_on, log_probs_on, loss_on, plan_of, Argument, Gpu, Kind, Matrix, Product, BLOCK,
+    self, argmax_on, log_probs_on, loss_on, plan_of, top_k_on, Argument, Gpu, Kind, Matrix, Product, BLOCK,
 };
 use crate::backend::plan::Plan;
 use crate::backend::{Objective, Operands, Outcome, Task, Wanted};
@@ -38,8 +38,12 @@ pub(in crate::backend) fn loss(
     loss_on(&Cuda::of(operands)?, operands, objective, wanted, plan)
 }
 
-pub(in crate::backend) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    log_probs_on(&Cuda::of(operands)?, operands, plan)
+pub(in crate::backend) fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
+    log_probs_on(&Cuda::of(operands)?, operands, dtype, plan)
+}
+
+pub(in crate::backend) fn top_k(operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
+    top_k_on(&Cuda::of(operands)?, operands, k, plan)
 }
 
 pub(in crate::backend) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {

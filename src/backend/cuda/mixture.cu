@@ -57,6 +57,10 @@ KERNEL row_log_sum_exp(Logits logits, Objective objective, Rows rows) {
 KERNEL token_loss(Objective objective, Rows rows, float *nll, float *loss, int tokens, int components) {
     functions::token_loss(objective, rows, nll, loss, tokens, components, HERE);
 }
+KERNEL top_k(const float *log_probs, i64 stride, int vocab, int k, int *words, float *of_words) {
+    __shared__ Largest of_warps[WARPS];
+    functions::top_k(log_probs, stride, vocab, k, words, of_words, HERE, of_warps);
+}
 KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, const float *log_probs) {
     __shared__ float of_warps[WARPS];
     functions::row_soft_mass(logits, objective, rows, log_probs, HERE, of_warps);

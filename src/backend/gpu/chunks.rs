@@ -75,6 +75,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         operands: &'a Operands,
         prepared: Option<Prepared>,
         wanted: Wanted,
+        keeps_log_probs: bool,
         plan: &Plan,
     ) -> Result<Self> {
         let Sizes { tokens, components, context, vocab } = operands.sizes;
@@ -85,7 +86,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let zeros = |n: usize, dtype| Buffer::new(gpu, Tensor::zeros(n.max(1), dtype, device)?);
         let optional = |is_wanted: bool, n, dtype| is_wanted.then(|| zeros(n, dtype)).transpose();
         let filters = wanted.any() && prepared.as_ref().is_some_and(|prepared| prepared.filter > 0.0);
-        let on_the_way = prepared.as_ref().is_some_and(Prepared::is_soft);
+        let on_the_way = keeps_log_probs || prepared.as_ref().is_some_and(Prepared::is_soft);
         Ok(Chunks {
             gpu,
             sizes: operands.sizes,
@@ -187,6 +188,21 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             [Argument::Write(address), Argument::Long(stride as i64), Argument::Write(loss), Argument::Write(argmax)];
         let arguments = [&self.arguments(tokens)[..], &more].concat();
         self.gpu.launch(&format!("mixture_log_probs_{}", dtype.as_str()), tokens.len(), &arguments)
+    }
+
+    /// The most probable words of the chunk's tokens and their log-probabilities, `[tokens, k]`, from their logits.
+    pub(super) fn top_k_rows(&self, tokens: &Range<usize>, k: usize, words: &Buffer, of_words: &Buffer) -> Result<()> {
+        let Some(log_probs) = &self.log_probs else { return Ok(()) };
+        self.mix(tokens, Some((log_probs, 0, self.stride)), false)?;
+        let arguments = [
+            Argument::Read(log_probs.at(0)),
+            Argument::Long(self.stride as i64),
+            Argument::Int(self.sizes.vocab as i32),
+            Argument::Int(k as i32),
+            Argument::Write(words.at(tokens.start * k)),
+            Argument::Write(of_words.at(tokens.start * k)),
+        ];
+        self.gpu.launch("top_k", tokens.len(), &arguments)
     }
 
     /// Which rows have a gradient; here the host waits for the device, to know how large the next products are.

@@ -68,7 +68,7 @@ pub(super) fn loss_on<G: Gpu>(
     plan: &Plan,
 ) -> Result<Outcome> {
     let prepared = Prepared::new(gpu, objective, operands.sizes, operands.contexts.dtype())?;
-    let mut chunks = Chunks::new(gpu, operands, Some(prepared), wanted, plan)?;
+    let mut chunks = Chunks::new(gpu, operands, Some(prepared), wanted, false, plan)?;
     chunks.run_loss(plan, wanted)?;
 
     let tokens = operands.sizes.tokens;
@@ -110,10 +110,11 @@ fn weigh(weights: &Tensor, values: &Tensor) -> Result<Tensor> {
     Ok(weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)?)
 }
 
-pub(super) fn log_probs_on<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
+/// Log-probabilities `[tokens, vocab]` in this dtype.
+pub(super) fn log_probs_on<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
     let Sizes { tokens, vocab, .. } = operands.sizes;
-    let log_probs = Tensor::zeros((tokens, vocab), operands.contexts.dtype(), operands.contexts.device())?;
-    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), plan)?;
+    let log_probs = Tensor::zeros((tokens, vocab), dtype, operands.contexts.device())?;
+    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
     if tokens > 0 {
         chunks.all_log_probs = Some(Buffer::new(gpu, log_probs.clone())?);
     }
@@ -122,7 +123,20 @@ pub(super) fn log_probs_on<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) ->
 }
 
 pub(super) fn argmax_on<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), plan)?;
+    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
     chunks.run_argmax(plan)?;
     Ok(chunks.argmax.tensor.narrow(0, 0, operands.sizes.tokens)?)
+}
+
+/// The most probable words and their log-probabilities, `[tokens, k]`, u32 and f32, of a task with soft targets.
+pub(super) fn top_k_on<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
+    let tokens = operands.sizes.tokens;
+    let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((tokens.max(1), k), dtype, operands.contexts.device())?);
+    let (words, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);
+    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), true, plan)?;
+    for of_chunk in plan.chunks() {
+        chunks.logits(of_chunk.clone())?;
+        chunks.top_k_rows(&of_chunk, k, &words, &log_probs)?;
+    }
+    Ok((words.tensor.narrow(0, 0, tokens)?, log_probs.tensor.narrow(0, 0, tokens)?))
 }

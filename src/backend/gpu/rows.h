@@ -223,6 +223,28 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
     }
 }
 
+// One block per token: the k most probable words and their log-probabilities, the most probable first; of equals the first, and
+// before all a NaN. Each is the best of those that come after the last.
+FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *words, GLOBAL float *of_words,
+                    uint block, uint tid, SHARED Largest *of_warps) {
+    const i64 t = block;
+    GLOBAL const float *log_p = log_probs + t * stride;
+    Largest last = {-minus_infinity(), -1};
+    for (int i = 0; i < k; ++i) {
+        Largest best = {minus_infinity(), 0x7fffffff};
+        for (int v = tid; v < vocab; v += BLOCK) {
+            const float x = log_p[v];
+            const bool comes_after = x < last.value || (x == last.value && v > last.at);
+            if (comes_after || x != x) best.add({x, v});
+        }
+        last = block_reduce(best, tid, of_warps);
+        if (tid == 0) {
+            words[t * k + i] = last.at;
+            of_words[t * k + i] = last.value;
+        }
+    }
+}
+
 // One block per row: the soft targets' part of the mass, sum_v soft_v r_k(v).
 FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs, uint block, uint tid,
                             SHARED float *of_warps) {

@@ -14,7 +14,9 @@ use candle_metal_kernels::utils::{set_param, Input, Output};
 use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSize};
 
 use super::{bindings, multiply, source, Binding, Products, KIND};
-use crate::backend::gpu::{argmax_on, log_probs_on, loss_on, plan_of, Argument, Gpu, Kind, Matrix, Product, BLOCK};
+use crate::backend::gpu::{
+    argmax_on, log_probs_on, loss_on, plan_of, top_k_on, Argument, Gpu, Kind, Matrix, Product, BLOCK,
+};
 use crate::backend::plan::Plan;
 use crate::backend::{Objective, Operands, Outcome, Task, Wanted};
 use crate::{Error, Result};
@@ -36,8 +38,12 @@ pub(in crate::backend) fn loss(
     loss_on(&Metal::of(operands)?, operands, objective, wanted, plan)
 }
 
-pub(in crate::backend) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    log_probs_on(&Metal::of(operands)?, operands, plan)
+pub(in crate::backend) fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
+    log_probs_on(&Metal::of(operands)?, operands, dtype, plan)
+}
+
+pub(in crate::backend) fn top_k(operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
+    top_k_on(&Metal::of(operands)?, operands, k, plan)
 }
 
 pub(in crate::backend) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {

@@ -131,6 +131,11 @@ KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, HERE) {
 KERNEL token_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, constant int &tokens, constant int &components, HERE) {
     functions::token_loss(OBJECTIVE_AT(0), ROWS_AT(6), nll, loss, tokens, components, block, tid);
 }
+KERNEL top_k(device const float *log_probs, constant i64 &stride, constant int &vocab, constant int &k, device int *words,
+             device float *of_words, HERE) {
+    OF_BLOCK(Largest, of_warps, WARPS);
+    functions::top_k(log_probs, stride, vocab, k, words, of_words, block, tid, of_warps);
+}
 KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, HERE) {
     OF_BLOCK(float, of_warps, WARPS);
     functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, block, tid, of_warps);

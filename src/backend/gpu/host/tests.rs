@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::backend::gpu::{argmax_on, log_probs_on, loss_on, plan_of};
+use crate::backend::gpu::{argmax_on, log_probs_on, loss_on, plan_of, top_k_on};
 use crate::backend::plan::Sizes;
 use crate::backend::{self, Objective, Operands, Task, Wanted};
 use crate::loss::{LossOptions, Reduction};
@@ -262,7 +262,7 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
             let plan = case.plan(&host);
             let cpu_plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
             let log_probs = backend::log_probs(&truth, &cpu_plan).unwrap();
-            assert!(error(&log_probs_on(&host, &operands, &plan).unwrap(), &log_probs) <= case.tolerance());
+            assert!(error(&log_probs_on(&host, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
             let argmax = backend::argmax(&truth, &cpu_plan).unwrap().to_vec1::<u32>().unwrap();
             assert_eq!(argmax_on(&host, &operands, &plan).unwrap().to_vec1::<u32>().unwrap(), argmax);
 
@@ -271,6 +271,59 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
             let (error, name) = case.loss_error(&host, objective);
             assert!(error <= case.tolerance(), "{name}: {error} in {dtype:?}");
         }
+    }
+}
+
+/// The words and log-probabilities of `top_k`, and what they are by the f64 log-probabilities.
+fn best_words(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
+    let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
+    let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
+    let all = backend::log_probs(&truth, &plan).unwrap().to_vec2::<f64>().unwrap();
+    let expected: Vec<Vec<u32>> = all
+        .iter()
+        .map(|row| {
+            let mut words: Vec<u32> = (0..row.len() as u32).collect();
+            words.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+            words[..k].to_vec()
+        })
+        .collect();
+    let values: Vec<f64> =
+        all.iter().zip(&expected).flat_map(|(row, words)| words.iter().map(|&word| row[word as usize])).collect();
+    let (words, log_probs) = top_k_on(host, &operands, k, &case.plan(host)).unwrap();
+    let values = Tensor::from_vec(values, (expected.len(), k), &Device::Cpu).unwrap();
+    (words.to_vec2().unwrap(), log_probs, expected, values)
+}
+
+#[test]
+fn the_most_probable_words_are_those_of_a_sort() {
+    for host in Host::all() {
+        for (tokens, vocab, k) in [(5, 37, 4), (2, 1, 1), (3, 1100, 9), (1, 6, 6)] {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let case = Case { dtype, ..case(tokens, 3, 6, vocab) };
+                let (words, log_probs, expected, values) = best_words(&host, &case, k);
+                assert_eq!(words, expected, "{dtype:?} {vocab} {:?}", host.language);
+                assert!(error(&log_probs, &values) <= 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn of_equally_probable_words_the_first_come_first_and_a_nan_before_all() {
+    for host in Host::all() {
+        let case = case(2, 1, 3, 700);
+        let mut operands = case.operands(DType::F32);
+        operands.weight = operands.weight.zeros_like().unwrap();
+        let mut bias = vec![0f32; 700];
+        bias[650] = 1.0;
+        bias[3] = f32::NEG_INFINITY;
+        operands.bias = Some(Tensor::new(bias.clone(), &Device::Cpu).unwrap());
+        let words = |operands| top_k_on(&host, operands, 5, &case.plan(&host)).unwrap().0.to_vec2::<u32>().unwrap();
+        assert_eq!(words(&operands), [[650, 0, 1, 2, 4]; 2]);
+        bias[600] = f32::NAN;
+        operands.bias = Some(Tensor::new(bias, &Device::Cpu).unwrap());
+        let log_probs = top_k_on(&host, &operands, 1, &case.plan(&host)).unwrap().1.to_vec2::<f32>().unwrap();
+        assert!(log_probs.iter().all(|row| row[0].is_nan()));
     }
 }
 
@@ -334,7 +387,7 @@ proptest! {
 }
 
 /// Changes that somebody could make by accident, in the text that both languages share.
-const WRONG_ROWS: [(&str, &str); 15] = [
+const WRONG_ROWS: [(&str, &str); 17] = [
     ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
     ("if (v == word) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
@@ -350,6 +403,8 @@ const WRONG_ROWS: [(&str, &str); 15] = [
     ("T *from = all + (i64)live[block] * columns", "T *from = all + (i64)block * columns"),
     ("float *to = all + (i64)live[block] * columns", "float *to = all + (i64)block * columns"),
     ("|| mass < least;", ";"),
+    ("x == last.value && v > last.at", "x == last.value && v >= last.at"),
+    ("last = block_reduce(best, tid, of_warps);\n        if", "last = best;\n        if"),
 ];
 
 /// The same, in what only Metal has.
@@ -394,11 +449,15 @@ fn the_checks_reject_kernels_that_are_wrong() {
                 let (operands, truth) = (cases[2].operands(DType::BF16), cases[2].operands(DType::F64));
                 let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
                 let truth = backend::log_probs(&truth, &plan).unwrap();
-                exceeds(error(&log_probs_on(host, &operands, &cases[2].plan(host)).unwrap(), &truth), 1e-2)
+                exceeds(error(&log_probs_on(host, &operands, DType::BF16, &cases[2].plan(host)).unwrap(), &truth), 1e-2)
             };
             let is_wrong =
                 |case: &Case| exceeds(case.loss_error(host, |dtype| case.objective(dtype)).0, case.tolerance());
-            cases.iter().any(is_wrong) || log_probs_are_wrong()
+            let words_are_wrong = || {
+                let (words, _, expected, _) = best_words(host, &cases[0], 7);
+                words != expected
+            };
+            cases.iter().any(is_wrong) || log_probs_are_wrong() || words_are_wrong()
         };
         assert!(!is_wrong(&host), "{language:?}");
         for (text, replacement) in changes {

@@ -6,6 +6,7 @@
 // on the order shows too.
 #pragma once
 
+#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -25,14 +26,16 @@ constexpr unsigned THREADS = 256, WARP = 32;
 enum State { READY, AT_BARRIER, AT_SHUFFLE, DONE };
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t first;
+    jmp_buf rest;
+    bool has_begun;
     std::vector<char> stack;
     State state;
     uint32_t given, taken;
     int lane;
 };
 static std::vector<Fiber> fibers(THREADS);
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static void (*body)(void **);
 static void **arguments;
 static unsigned block, thread;
@@ -42,14 +45,31 @@ static void fail(const char *what) {
     std::abort();
 }
 
+// Jumps between stacks, which cost no system call as changes of context do.
 static void wait(State state) {
     fibers[thread].state = state;
-    swapcontext(&fibers[thread].context, &scheduler);
+    if (!_setjmp(fibers[thread].rest)) _longjmp(scheduler, 1);
 }
 
 static void enter() {
-    body(arguments);
-    fibers[thread].state = DONE;
+    for (;;) {
+        body(arguments);
+        wait(DONE);
+    }
+}
+
+// Runs a fiber until it waits.
+static void resume(Fiber &fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.has_begun) _longjmp(fiber.rest, 1);
+    fiber.has_begun = true;
+    fiber.stack.resize(64 << 10);
+    getcontext(&fiber.first);
+    fiber.first.uc_stack.ss_sp = fiber.stack.data();
+    fiber.first.uc_stack.ss_size = fiber.stack.size();
+    fiber.first.uc_link = nullptr;
+    makecontext(&fiber.first, enter, 0);
+    setcontext(&fiber.first);
 }
 
 static bool all(unsigned first, unsigned n, State state) {
@@ -60,21 +80,13 @@ static bool all(unsigned first, unsigned n, State state) {
 }
 
 static void run_block() {
-    for (Fiber &fiber : fibers) {
-        fiber.stack.resize(64 << 10);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = &scheduler;
-        fiber.state = READY;
-        makecontext(&fiber.context, enter, 0);
-    }
+    for (Fiber &fiber : fibers) fiber.state = READY;
     while (!all(0, THREADS, DONE)) {
         for (unsigned i = 0; i < THREADS; ++i) {
             const unsigned turn = block % 2 ? THREADS - 1 - i : i;
             if (fibers[turn].state != READY) continue;
             thread = turn;
-            swapcontext(&scheduler, &fibers[turn].context);
+            resume(fibers[turn]);
         }
         bool progress = false;
         for (unsigned first = 0; first < THREADS; first += WARP) {

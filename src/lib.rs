@@ -58,6 +58,7 @@
 //! |---|---|
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
 //! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
+//! | `metal` | kernels for Apple GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
 //!
 //! # References
 //!

@@ -141,7 +141,8 @@ impl LossOptions {
 
     /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB, or what the logits of 480
     /// rows (tokens times components) need, whichever is larger: with fewer, each chunk's pass over the decoder and its
-    /// gradient takes noticeable time (on CUDA: what 512 rows need, or 32 MiB of logits, but at most 256 MiB). Gradients are
+    /// gradient takes noticeable time (on a GPU: what 512 rows need, or 32 MiB of logits, but at most 256 MiB; on Metal
+    /// twice that, since candle rounds what it allocates up to a power of two). Gradients are
     /// not part of it.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }
@@ -149,8 +150,8 @@ impl LossOptions {
 
     /// Leaves out the gradients of contexts and decoder from components whose responsibility for the target is below this
     /// threshold, which saves their share of two of the three products. Off (0) by default: with it, these gradients are
-    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact. On CUDA each chunk waits
-    /// for the device once, to know how many rows are left.
+    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact. On a GPU each chunk
+    /// waits for the device once, to know how many rows are left.
     pub fn with_responsibility_filter(self, threshold: f64) -> Self {
         LossOptions { responsibility_filter: threshold, ..self }
     }
@@ -266,7 +267,7 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// On CUDA, where the loss itself does not look at the targets: if the sum is NaN because of a target that is not in the
+    /// On a GPU, where the loss itself does not look at the targets: if the sum is NaN because of a target that is not in the
     /// vocabulary. The error names the first of them.
     pub fn sum_and_count(&self) -> Result<(f64, f64)> {
         let numbers = Tensor::stack(&[&self.sum, &self.count], 0)?.to_device(&Device::Cpu)?;

@@ -68,7 +68,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not fit, a target is not in the vocabulary (on CUDA its loss is NaN instead), or an
+    /// If shapes, dtypes or devices do not fit, a target is not in the vocabulary (on a GPU its loss is NaN instead), or an
     /// option is out of its range.
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         check_targets("targets", hidden, targets)?;

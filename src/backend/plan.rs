@@ -68,7 +68,7 @@ pub struct Plan {
     pub workspace_bytes: usize,
     /// Bytes that the workspace may use.
     pub budget_bytes: usize,
-    /// The kernels in use: `avx512`, `avx2`, `neon`, `scalar`, `cuda`.
+    /// The kernels in use: `avx512`, `avx2`, `neon`, `scalar`, `cuda`, `metal`.
     pub kernels: &'static str,
     /// Threads that share the work.
     pub threads: usize,

@@ -142,8 +142,9 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If the targets' shape or dtype is wrong, a target is not in the vocabulary, or an option is out of its range. On CUDA a
-    /// target that is not in the vocabulary makes its loss NaN instead: to look at it would mean to wait. [`Loss::sum_and_count`] waits, and names it.
+    /// If the targets' shape or dtype is wrong, a target is not in the vocabulary, or an option is out of its range. On a GPU
+    /// a target that is not in the vocabulary makes its loss NaN instead: to look at it would mean to wait.
+    /// [`Loss::sum_and_count`] waits, and names it.
     ///
     /// # Numerics
     ///

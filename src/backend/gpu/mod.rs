@@ -51,7 +51,7 @@ pub(super) fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budge
     let needs = Needs {
         per_token,
         fixed,
-        default_budget: (fixed + tokens * per_token).min(LARGEST_DEFAULT_BUDGET),
+        default_budget: (fixed + tokens * per_token).min(kind.allocated * LARGEST_DEFAULT_BUDGET),
         most_tokens: usize::MAX,
         keeps_logits: true,
         kernels: kind.name,

@@ -324,4 +324,6 @@ fn read(address: u64, index: usize, dtype: DType) -> f32 {
     }
 }
 
+mod case;
+mod mutants;
 mod tests;

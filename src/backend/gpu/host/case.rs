@@ -1,0 +1,175 @@
+//! What the whole backend is asked for on the host, and the error of its answers: the truth is the CPU's in f64.
+
+use super::*;
+use crate::backend::gpu::{loss_on, plan_of, top_k_on};
+use crate::backend::plan::Sizes;
+use crate::backend::{self, Objective, Operands, Task, Wanted};
+use crate::loss::{LossOptions, Reduction};
+
+pub(super) const ALL: Wanted = Wanted { contexts: true, log_priors: true, weight: true, bias: true };
+
+/// A mixture of random operands, and targets.
+pub(super) struct Case {
+    pub(super) sizes: Sizes,
+    pub(super) dtype: DType,
+    pub(super) scale: f64,
+    pub(super) softcap: Option<f64>,
+    pub(super) options: LossOptions,
+    /// Tokens of a chunk.
+    pub(super) chunk: usize,
+}
+
+pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
+    // A small generator is enough, and the same on every machine.
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        scale * ((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
+    };
+    let values: Vec<f64> = (0..shape.iter().product()).map(|_| next()).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+impl Case {
+    pub(super) fn operands(&self, dtype: DType) -> Operands {
+        let Sizes { tokens, components, context, vocab } = self.sizes;
+        // candle has no softmax of nothing.
+        let log_priors = candle_nn::ops::log_softmax(&random(1, &[tokens.max(1), components], 2.0), 1).unwrap();
+        let log_priors = log_priors.narrow(0, 0, tokens).unwrap().contiguous().unwrap();
+        let accumulation = backend::accumulation_dtype("contexts", dtype).unwrap();
+        // Rounded to the dtype first, so that the truth is that of the same numbers.
+        let rounded = |t: Tensor| t.to_dtype(self.dtype).unwrap().to_dtype(dtype).unwrap();
+        Operands {
+            sizes: self.sizes,
+            contexts: rounded(random(2, &[tokens, components, context], 1.0)),
+            log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
+            weight: rounded(random(3, &[vocab, context], self.scale)),
+            bias: Some(random(4, &[vocab], 1.0).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
+            softcap: self.softcap,
+        }
+    }
+
+    pub(super) fn objective(&self, dtype: DType) -> Objective {
+        let Sizes { tokens, vocab, .. } = self.sizes;
+        let targets: Vec<i64> = (0..tokens).map(|t| ((t * 7919 + 3) % vocab) as i64).collect();
+        let weights = |seed, n| (random(seed, &[n], 1.0) + 1.0).unwrap().to_dtype(DType::F32).unwrap();
+        let options = &self.options;
+        Objective::Targets {
+            targets: Tensor::from_vec(targets, tokens, &Device::Cpu).unwrap(),
+            token_weights: Some(weights(5, tokens).to_dtype(dtype).unwrap()),
+            class_weights: Some(weights(6, vocab).to_dtype(dtype).unwrap()),
+            options: options.clone(),
+            upstream: (options.reduction == Reduction::None)
+                .then(|| random(7, &[tokens], 3.0).to_dtype(DType::F32).unwrap().to_dtype(dtype).unwrap()),
+        }
+    }
+
+    pub(super) fn plan(&self, host: &Host) -> backend::plan::Plan {
+        let task = Task::loss(&self.options, ALL);
+        let plan = |budget| plan_of(host.kind(), self.sizes, self.dtype, task, budget);
+        let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of nothing") };
+        // That of all tokens in one chunk.
+        let whole = plan(Some(usize::MAX / 2)).unwrap().workspace_bytes;
+        let per_token = (whole.saturating_sub(least)) / (self.sizes.tokens.max(2) - 1);
+        plan(Some(least + (self.chunk - 1) * per_token)).unwrap()
+    }
+
+    /// The largest error of all results of a loss, each relative to the largest number of its kind.
+    pub(super) fn loss_error(&self, host: &Host, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
+        let truth_operands = self.operands(DType::F64);
+        let task = Task::loss(&self.options, ALL);
+        let plan = backend::plan(&truth_operands, task, None).unwrap();
+        let truth = backend::loss(&truth_operands, &objective(DType::F64), ALL, &plan).unwrap();
+        let got = loss_on(host, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(host)).unwrap();
+        let mut pairs = vec![
+            ("contexts", got.gradients.contexts, truth.gradients.contexts),
+            ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),
+            ("weight", got.gradients.weight, truth.gradients.weight),
+            ("bias", got.gradients.bias, truth.gradients.bias),
+        ];
+        if matches!(objective(DType::F64), Objective::Targets { .. }) {
+            pairs.extend([
+                ("objective", Some(got.objective), Some(truth.objective)),
+                ("nll", Some(got.nll), Some(truth.nll)),
+                ("sum", Some(got.sum), Some(truth.sum)),
+                ("count", Some(got.count), Some(truth.count)),
+                ("hits", got.hits, truth.hits),
+                ("dropped_mass", got.dropped_mass, truth.dropped_mass),
+            ]);
+        }
+        let errors = pairs.into_iter().map(|(name, got, truth)| {
+            assert_eq!(got.is_some(), truth.is_some(), "{name}");
+            (got.zip(truth).map_or(0.0, |(got, truth)| error(&got, &truth)), name)
+        });
+        errors.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
+    }
+
+    pub(super) fn tolerance(&self) -> f64 {
+        match self.dtype {
+            DType::F32 => 2e-5,
+            DType::F16 => 2e-3,
+            _ => 1e-2,
+        }
+    }
+
+    pub(super) fn check(&self, host: &Host) {
+        let (error, name) = self.loss_error(host, |dtype| self.objective(dtype));
+        assert!(error <= self.tolerance(), "{name}: {error} with {:?} {:?} {:?}", self.sizes, self.dtype, self.options);
+    }
+}
+
+/// The largest difference, relative to the largest number (or a half, where all are smaller); infinite where only
+/// one is not a number.
+pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
+    assert_eq!(got.dims(), truth.dims());
+    let numbers = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let (got, truth) = (numbers(got), numbers(truth));
+    let scale = truth.iter().filter(|x| x.is_finite()).fold(0.5, |m: f64, x| m.max(x.abs()));
+    let errors = got.iter().zip(&truth).map(|(&g, &t)| match (g.is_finite(), t.is_finite()) {
+        (true, true) => (g - t).abs() / scale,
+        (false, false) if g == t || (g.is_nan() && t.is_nan()) => 0.0,
+        _ => f64::INFINITY,
+    });
+    errors.fold(0.0, f64::max)
+}
+
+pub(super) fn case(tokens: usize, components: usize, context: usize, vocab: usize) -> Case {
+    Case {
+        sizes: Sizes { tokens, components, context, vocab },
+        dtype: DType::F32,
+        scale: 1.0,
+        softcap: None,
+        options: LossOptions::new(),
+        chunk: 2,
+    }
+}
+
+pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore: bool) -> LossOptions {
+    let options = LossOptions::new().with_reduction(reduction).with_label_smoothing(smoothing).with_z_loss(z_loss);
+    match ignore {
+        true => options.with_ignore_index(3).with_hits(true),
+        false => options.with_hits(true),
+    }
+}
+
+/// The words and log-probabilities of `top_k`, and what they are by the f64 log-probabilities.
+pub(super) fn best_words(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
+    let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
+    let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
+    let all = backend::log_probs(&truth, &plan).unwrap().to_vec2::<f64>().unwrap();
+    let expected: Vec<Vec<u32>> = all
+        .iter()
+        .map(|row| {
+            let mut words: Vec<u32> = (0..row.len() as u32).collect();
+            words.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+            words[..k].to_vec()
+        })
+        .collect();
+    let values: Vec<f64> =
+        all.iter().zip(&expected).flat_map(|(row, words)| words.iter().map(|&word| row[word as usize])).collect();
+    let (words, log_probs) = top_k_on(host, &operands, k, &case.plan(host)).unwrap();
+    let values = Tensor::from_vec(values, (expected.len(), k), &Device::Cpu).unwrap();
+    (words.to_vec2().unwrap(), log_probs, expected, values)
+}

@@ -1,0 +1,134 @@
+//! Kernels that are wrong, which must be noticed.
+
+use super::case::{best_words, case, error, options, Case, ALL};
+use super::*;
+use crate::backend::gpu::{log_probs_on, loss_on};
+use crate::backend::{self, Objective, Task, Wanted};
+use crate::loss::{LossOptions, Reduction};
+
+/// Changes that somebody could make by accident, in the text that both languages share.
+const WRONG_ROWS: [(&str, &str); 17] = [
+    ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
+    ("if (v == word) g[i] -= scale * hard_mass;", ""),
+    ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
+    ("g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);", ""),
+    ("rows.mass(r) += mass;", "rows.mass(r) = mass;"),
+    ("2.f * objective.z_loss / components", "objective.z_loss / components"),
+    ("log_prior_gradient[r] = weighted(scale, -mass);", "log_prior_gradient[r] = weighted(scale, mass);"),
+    ("weights[t] / *largest_weight", "weights[t]"),
+    ("hard[t] = class_weight * (1.f - smoothing);", "hard[t] = class_weight;"),
+    ("counts[t] = weight * class_weight;", "counts[t] = weight;"),
+    ("if (bias) logit += bias[v];", ""),
+    ("i64 r = live ? live[block] : block", "i64 r = block"),
+    ("T *from = all + (i64)live[block] * columns", "T *from = all + (i64)block * columns"),
+    ("float *to = all + (i64)live[block] * columns", "float *to = all + (i64)block * columns"),
+    ("|| mass < least;", ";"),
+    ("x == last.value && v > last.at", "x == last.value && v >= last.at"),
+    ("last = block_reduce(best, tid, of_warps);\n        if", "last = best;\n        if"),
+];
+
+/// The same, in what only Metal has.
+const WRONG_METAL: [(&str, &str); 9] = [
+    ("GIVEN(first + 1, bias)", "GIVEN(first + 2, nullptr)"),
+    ("GIVEN(first + 4, factor)", "nullptr"),
+    ("GIVEN(13, live)", "nullptr"),
+    ("GIVEN(2, class_weights)", "nullptr"),
+    ("uint(from->bits) << 16", "uint(from->bits) << 15"),
+    ("(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 17"),
+    ("x * widened(lhs + (i64)(first + j) * k + i)", "x * widened(lhs + (i64)j * k + i)"),
+    ("for (int i = lane; i < k; i += 32)", "for (int i = lane; i + 32 < k; i += 32)"),
+    ("if (i < count) to[i] = widened(from + i);", "if (i + 1 < count) to[i] = widened(from + i);"),
+];
+
+#[test]
+fn the_checks_reject_kernels_that_are_wrong() {
+    for language in LANGUAGES {
+        let Some(host) = Host::new(language) else { return };
+        let all = options(Reduction::Mean, 0.1, 0.01, true);
+        let filter = LossOptions::new().with_responsibility_filter(0.2);
+        let mut cases = [all.clone(), filter]
+            .map(|options| Case { softcap: Some(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
+            .into_iter()
+            .collect::<Vec<_>>();
+        // Few rows and many, in half precision.
+        cases.extend([(4, 70), (7, 33)].map(|(chunk, context)| Case {
+            dtype: DType::BF16,
+            options: all.clone(),
+            chunk,
+            scale: 0.2,
+            ..case(7, 3, context, 40)
+        }));
+        let mut changes = WRONG_ROWS.to_vec();
+        if language == Language::Metal {
+            changes.extend(WRONG_METAL);
+        }
+        // A NaN is the largest of errors.
+        let exceeds = |error: f64, tolerance: f64| error.is_nan() || error > tolerance;
+        let is_wrong = |host: &Host| {
+            let log_probs_are_wrong = || {
+                let (operands, truth) = (cases[2].operands(DType::BF16), cases[2].operands(DType::F64));
+                let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
+                let truth = backend::log_probs(&truth, &plan).unwrap();
+                exceeds(error(&log_probs_on(host, &operands, DType::BF16, &cases[2].plan(host)).unwrap(), &truth), 1e-2)
+            };
+            let is_wrong =
+                |case: &Case| exceeds(case.loss_error(host, |dtype| case.objective(dtype)).0, case.tolerance());
+            let words_are_wrong = || {
+                let (words, _, expected, _) = best_words(host, &cases[0], 7);
+                words != expected
+            };
+            cases.iter().any(is_wrong) || log_probs_are_wrong() || words_are_wrong()
+        };
+        assert!(!is_wrong(&host), "{language:?}");
+        for (text, replacement) in changes {
+            let Some(mutant) = Host::mutant(language, text, replacement) else { return };
+            assert!(is_wrong(&mutant), "not caught: {text} -> {replacement} ({language:?})");
+        }
+    }
+}
+
+/// Kernels that go beyond a tensor: this test calls itself for each of them, since each ends its process.
+#[test]
+fn an_access_outside_a_tensor_ends_the_process() {
+    const CHOICE: &str = "MOS_HEAD_TEST_MUTANT";
+    let changes = [
+        ("", ""),
+        ("is_word && class_weights ?", "class_weights ?"),
+        ("*count = at;", "count[1] = at;"),
+        ("first < logits.vocab; first +=", "first < logits.stride + 4; first +="),
+        // Only in Metal: what is absent is read.
+        ("GIVEN(1, upstream)", "upstream"),
+    ];
+    let of_cuda = changes.split_last().unwrap().1.iter().map(|&(text, to)| (Language::Cuda, text, to));
+    let choices = of_cuda.chain(changes.map(|(text, to)| (Language::Metal, text, to)));
+    if let Ok(choice) = std::env::var(CHOICE) {
+        let (language, text, replacement) = choices.clone().nth(choice.parse().unwrap()).unwrap();
+        let host =
+            if text.is_empty() { Host::new(language) } else { Host::mutant(language, text, replacement) }.unwrap();
+        let options = LossOptions::new().with_responsibility_filter(0.2);
+        let case = Case { options, ..case(4, 2, 3, 1024) };
+        let objective = |dtype| match case.objective(dtype) {
+            Objective::Targets { token_weights, class_weights, options, upstream, .. } => Objective::Targets {
+                targets: Tensor::new(&[1i64, 2, 1024, 3], &Device::Cpu).unwrap(),
+                token_weights,
+                class_weights,
+                options,
+                upstream,
+            },
+            objective => objective,
+        };
+        loss_on(&host, &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan(&host)).unwrap();
+        return;
+    }
+    if Host::all().next().is_none() {
+        return;
+    }
+    let name = std::thread::current().name().unwrap().to_owned();
+    for (choice, (language, text, _)) in choices.enumerate() {
+        let mut this = Command::new(std::env::current_exe().unwrap());
+        let output = this.args(["--exact", &name]).env(CHOICE, choice.to_string()).output().unwrap();
+        let signal = std::os::unix::process::ExitStatusExt::signal(&output.status);
+        let expected = (!text.is_empty()).then_some(libc::SIGSEGV);
+        assert_eq!(signal, expected, "{language:?} {text}: {}", String::from_utf8_lossy(&output.stdout));
+    }
+}

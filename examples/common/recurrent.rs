@@ -101,14 +101,20 @@ pub(crate) fn detach(states: &mut [LSTMState]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::common::init;
+    use crate::common::{device::DeviceKind, init};
     use candle_core::{DType, Device};
     use candle_nn::rnn::{LSTMConfig, RNN};
     use candle_nn::VarMap;
 
     #[test]
     fn values_and_gradients_are_those_of_candles_lstm() {
-        let device = &Device::Cpu;
+        compare(&Device::Cpu, 1e-5);
+        for device in DeviceKind::gpus() {
+            compare(&device, 1e-3);
+        }
+    }
+
+    fn compare(device: &Device, tolerance: f32) {
         let (batch, steps, width, hidden) = (3, 5, 4, 6);
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
@@ -135,7 +141,7 @@ mod tests {
         let wanted = objective(&expected, &last.h, &last.c).backward().unwrap();
         let same = |a: &Tensor, b: &Tensor, what: &str| {
             let difference = (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-            assert!(difference < 1e-5, "{what}: {difference}");
+            assert!(difference < tolerance, "{device:?} {what}: {difference}");
         };
         same(&outputs, &expected, "hidden states");
         same(&last_cell, &last.c, "cells");

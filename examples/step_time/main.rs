@@ -8,14 +8,18 @@
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
+#[path = "../common/device.rs"]
+mod device;
 mod floor;
 mod memory;
 
+use std::process::ExitCode;
 use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use clap::{Parser, ValueEnum};
 use common::composed::Operands;
+use device::DeviceKind;
 use memory::Peak;
 use mos_head::{Activation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
 use serde_json::json;
@@ -102,13 +106,6 @@ enum Dtype {
     Bf16,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum DeviceKind {
-    Cpu,
-    Cuda,
-    Metal,
-}
-
 /// The leaves of the computation.
 struct Leaves {
     hidden: Var,
@@ -120,13 +117,18 @@ struct Leaves {
     targets: Tensor,
 }
 
-fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let args = Args::parse();
-    let device = match args.device {
-        DeviceKind::Cpu => Device::Cpu,
-        DeviceKind::Cuda => Device::new_cuda(0)?,
-        DeviceKind::Metal => Device::new_metal(0)?,
-    };
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let device = args.device.open()?;
     let dtype = match args.dtype {
         Dtype::F32 => DType::F32,
         Dtype::F64 => DType::F64,
@@ -159,8 +161,8 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     let memory = Peak::watch(&device);
     let (times, loss) = match args.implementation {
-        Implementation::Fused => time(&args, || fused_step(&leaves, components, &options))?,
-        Implementation::Composed => time(&args, || composed_step(&leaves, components, args.forward_only))?,
+        Implementation::Fused => time(args, || fused_step(&leaves, components, &options))?,
+        Implementation::Composed => time(args, || composed_step(&leaves, components, args.forward_only))?,
         Implementation::Gemm3 if device.is_cpu() => (floor(), None),
         Implementation::Gemm3 => return Err("--impl gemm3 measures the CPU only".into()),
     };
@@ -181,7 +183,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     if args.implementation == Implementation::Fused {
         let mixture = detached_mixture(&leaves, components)?;
         let plan = mixture.plan(&options)?;
-        let (mixture_times, _) = time(&args, || Ok(Some(mixture.loss(&leaves.targets, &options)?.value)))?;
+        let (mixture_times, _) = time(args, || Ok(Some(mixture.loss(&leaves.targets, &options)?.value)))?;
         line["mixture_seconds"] = json!(median(&mixture_times));
         if device.is_cpu() {
             let seconds = median(&floor());
@@ -208,7 +210,8 @@ fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result
         if rep >= args.warmup {
             times.push(start.elapsed().as_secs_f64());
         }
-        loss = value.map(|value| value.to_dtype(DType::F64)?.to_scalar::<f64>()).transpose()?;
+        // On the CPU: Metal has no f64.
+        loss = value.map(|value| value.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()).transpose()?;
     }
     times.sort_by(f64::total_cmp);
     Ok((times, loss))

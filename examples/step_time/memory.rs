@@ -1,33 +1,38 @@
-//! The peak of the memory in use: of the process on the CPU, of the allocator's pool on a GPU.
+//! The peak of the memory in use: of the process on the CPU, of the allocator's pool with CUDA, of the process's buffers
+//! with Metal.
 
 use candle_core::Device;
 
+/// The bytes of the peak since some start.
+type End = Box<dyn FnOnce() -> Option<u64>>;
+
 /// Begins to watch; `extra_mib` then gives what the peak was above the start.
 pub struct Peak {
-    device: Device,
     start: Option<u64>,
+    end: End,
 }
 
 impl Peak {
     pub fn watch(device: &Device) -> Self {
-        let start = match device {
+        let (start, end): (_, End) = match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => pool::reset(device),
+            Device::Cuda(device) => {
+                let device = device.clone();
+                (pool::reset(&device), Box::new(move || pool::peak(&device)))
+            }
+            #[cfg(feature = "metal")]
+            Device::Metal(device) => buffers::watch(device),
             _ => {
                 // Makes the kernel forget the peak of what came before, where it can.
                 let _ = std::fs::write("/proc/self/clear_refs", "5");
-                status("VmRSS")
+                (status("VmRSS"), Box::new(|| status("VmHWM")))
             }
         };
-        Peak { device: device.clone(), start }
+        Peak { start, end }
     }
 
-    pub fn extra_mib(&self) -> Option<f64> {
-        let peak = match &self.device {
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => pool::peak(device),
-            _ => status("VmHWM"),
-        };
+    pub fn extra_mib(self) -> Option<f64> {
+        let peak = (self.end)();
         peak.zip(self.start).map(|(peak, start)| peak.saturating_sub(start) as f64 / f64::from(1 << 20))
     }
 }
@@ -76,5 +81,41 @@ mod pool {
 
     pub(super) fn peak(device: &CudaDevice) -> Option<u64> {
         get(pool(device)?, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+    }
+}
+
+#[cfg(feature = "metal")]
+mod buffers {
+    use super::End;
+    use candle_core::MetalDevice;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    /// The bytes in use; Metal keeps no peak of them, so that a thread has to look again and again.
+    pub(super) fn watch(device: &MetalDevice) -> (Option<u64>, End) {
+        // Frees the buffers that only candle's pool still has.
+        if device.wait_until_completed().is_err() {
+            return (None, Box::new(|| None));
+        }
+        let device = device.metal_device().clone();
+        let start = device.current_allocated_size() as u64;
+        let done = Arc::new(AtomicBool::new(false));
+        let watcher = std::thread::spawn({
+            let done = done.clone();
+            move || {
+                let mut peak = start;
+                while !done.load(Ordering::Relaxed) {
+                    peak = peak.max(device.current_allocated_size() as u64);
+                    std::thread::sleep(Duration::from_micros(500));
+                }
+                peak
+            }
+        });
+        let end = move || {
+            done.store(true, Ordering::Relaxed);
+            watcher.join().ok()
+        };
+        (Some(start), Box::new(end))
     }
 }

@@ -278,6 +278,11 @@ impl Products for Host {
         self.multiply_as_it_is(product)
     }
 
+    /// Few, so that small matrices have several tiles.
+    fn tile(&self) -> usize {
+        40
+    }
+
     fn scratch(&self, operand: usize, elements: usize) -> Result<u64> {
         if let Some((tensor, address)) = &self.scratch.borrow()[operand] {
             if tensor.elem_count() >= elements {

@@ -10,7 +10,7 @@ use crate::backend::gpu::{Argument, Gpu, Matrix, Product, BLOCK};
 use crate::backend::plan::Sizes;
 use crate::Result;
 
-/// The elements of the right operand that are made wider at a time, unless one row has more.
+/// The most elements of the right operand that are made wider at a time, unless one row has more.
 const TILE: usize = 4 << 20;
 /// Products of so many rows take the kernel of our own.
 const FEW_ROWS: usize = 16;
@@ -23,6 +23,10 @@ pub(in crate::backend) trait Products: Gpu {
     fn multiply_f32(&self, product: &Product) -> Result<()>;
     /// The address of so many f32, kept for the left (0) or right (1) operand until the next call.
     fn scratch(&self, operand: usize, elements: usize) -> Result<u64>;
+    /// The elements of the right operand that are made wider at a time.
+    fn tile(&self) -> usize {
+        TILE
+    }
 }
 
 /// The bytes that products of half-precision operands need: for each row of a chunk, and in any case.
@@ -49,7 +53,7 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
     }
     // The rows of the right operand as it is stored are columns of the result, or terms of its sums.
     let rows = if rhs.transposed { n } else { k };
-    let step = (TILE / rhs.stride).max(1);
+    let step = (gpu.tile() / rhs.stride).max(1);
     for first in (0..rows).step_by(step) {
         let tile_rows = step.min(rows - first);
         let address = rhs.address + (first * rhs.stride * rhs.dtype.size_in_bytes()) as u64;

@@ -36,6 +36,23 @@ fn sizes_of_all_kinds_work() {
 }
 
 #[test]
+fn many_rows_in_half_precision_are_multiplied_tile_by_tile() {
+    for host in Host::all() {
+        for dtype in [DType::F16, DType::BF16] {
+            for (context, vocab) in [(6, 37), (50, 11), (1, 90)] {
+                Case {
+                    dtype,
+                    chunk: 9,
+                    options: options(Reduction::Mean, 0.1, 0.0, true),
+                    ..case(16, 3, context, vocab)
+                }
+                .check(&host);
+            }
+        }
+    }
+}
+
+#[test]
 fn large_logits_keep_their_precision() {
     for host in Host::all() {
         for scale in [10.0, 100.0] {

@@ -43,8 +43,9 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
     if m == 0 || n == 0 {
         return Ok(());
     }
-    let is_plain = !lhs.transposed && rhs.transposed && !product.accumulate;
-    if rhs.dtype != DType::F32 && lhs.dtype == rhs.dtype && m <= FEW_ROWS && is_plain {
+    // Both are half only in the first product.
+    if rhs.dtype != DType::F32 && lhs.dtype == rhs.dtype && m <= FEW_ROWS {
+        debug_assert!(!lhs.transposed && rhs.transposed && !product.accumulate);
         return inner_products(gpu, product);
     }
     let lhs = widened(gpu, 0, lhs, if lhs.transposed { k } else { m })?;

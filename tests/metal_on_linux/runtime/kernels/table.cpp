@@ -46,10 +46,10 @@ void kernel(const std::string &name, const std::string &roles, Run run) {
 
 std::shared_ptr<const Functions> candle() { return std::make_shared<Candle>(); }
 
-// For a test: the names of all stand-ins, one in a line.
+// For a test: all stand-ins, a name and its roles in each line.
 extern "C" const char *make_believe_kernels() {
     static std::string names;
     names.clear();
-    for (auto &entry : table()) names += entry.first + "\n";
+    for (auto &entry : table()) names += entry.first + " " + entry.second.roles + "\n";
     return names.c_str();
 }

@@ -3,6 +3,10 @@
 mod cpu;
 #[cfg(any(feature = "cuda", all(test, target_os = "linux")))]
 mod cuda;
+#[cfg(any(feature = "cuda", feature = "metal", all(test, target_os = "linux")))]
+mod gpu;
+#[cfg(any(feature = "metal", all(test, target_os = "linux")))]
+mod metal;
 pub(crate) mod plan;
 
 use std::ops::Range;
@@ -106,7 +110,7 @@ pub(crate) struct Task {
     /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
     pub(crate) soft_targets: bool,
     /// Whether rows are left out of the gradient's products. (The CPU needs no room for that.)
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) filters: bool,
     /// Whether the logits of a few tokens at a time will do.
     pub(crate) few_rows: bool,
@@ -267,13 +271,21 @@ macro_rules! on_device {
             Device::Cpu => with_type!($operands.contexts.dtype(), T => cpu::$function::<T>($($argument),*)),
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => cuda::$function($($argument),*),
-            device => Err(Error::Device {
-                argument: "hidden",
-                expected: if cfg!(feature = "cuda") { "Cpu or Cuda".into() } else { "Cpu".into() },
-                got: format!("{:?}", device.location()),
-            }),
+            #[cfg(feature = "metal")]
+            Device::Metal(_) => metal::$function($($argument),*),
+            #[allow(unreachable_patterns)] // with all features
+            device => Err(wrong_device(device)),
         }
     };
+}
+
+/// The error for a device that this build has no kernels for.
+#[cfg_attr(all(feature = "cuda", feature = "metal"), allow(dead_code))]
+fn wrong_device(device: &Device) -> Error {
+    let mut expected = vec!["Cpu"];
+    expected.extend(cfg!(feature = "cuda").then_some("Cuda"));
+    expected.extend(cfg!(feature = "metal").then_some("Metal"));
+    Error::Device { argument: "hidden", expected: expected.join(" or "), got: format!("{:?}", device.location()) }
 }
 
 /// `tanh(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.

@@ -12,10 +12,12 @@ use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
 use half::{bf16, f16};
 
-use super::arguments::{self, Argument};
-use super::gpu::{Gpu, Matrix, Product, BLOCK};
-use super::{argmax_on, log_probs_on, loss_on, plan_of};
-use super::{Objective, Operands, Outcome, Plan, Task, Wanted};
+use super::KIND;
+use crate::backend::gpu::{
+    self, argmax_on, log_probs_on, loss_on, plan_of, Argument, Gpu, Kind, Matrix, Product, BLOCK,
+};
+use crate::backend::plan::Plan;
+use crate::backend::{Objective, Operands, Outcome, Task, Wanted};
 use crate::{Error, Result};
 
 /// The kernels, compiled by `build.rs`.
@@ -24,7 +26,7 @@ static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mixture.fatbin
 pub(in crate::backend) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
     let dtype = operands.contexts.dtype();
     check_dtype(dtype)?;
-    plan_of(operands.sizes, dtype, task, budget)
+    plan_of(&KIND, operands.sizes, dtype, task, budget)
 }
 
 pub(in crate::backend) fn loss(
@@ -60,6 +62,8 @@ struct Cuda {
     /// A handle of our own, which reads the factors of products from the device's memory; candle's reads them from the
     /// host's.
     blas: Arc<Mutex<CudaBlas>>,
+    /// `[2]`: 0 and 1, factors of products
+    constants: Tensor,
 }
 
 impl Cuda {
@@ -93,7 +97,8 @@ impl Cuda {
             let math = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             cublas_sys::cublasSetMathMode(handle, math).result().w()?;
         }
-        let cuda = Cuda { stream, kernels, blas: Arc::new(Mutex::new(blas)) };
+        let constants = Tensor::new(&[0f32, 1.0], &Device::Cuda(device.clone()))?;
+        let cuda = Cuda { stream, kernels, blas: Arc::new(Mutex::new(blas)), constants };
         devices.insert(key, cuda.clone());
         Ok(cuda)
     }
@@ -104,13 +109,17 @@ fn wrong_device(device: &Device) -> Error {
 }
 
 // SAFETY: plain numbers, laid out as the kernels declare them.
-unsafe impl DeviceRepr for arguments::Logits {}
+unsafe impl DeviceRepr for gpu::Logits {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for arguments::Objective {}
+unsafe impl DeviceRepr for gpu::OfTokens {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for arguments::Rows {}
+unsafe impl DeviceRepr for gpu::Rows {}
 
 impl Gpu for Cuda {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
     fn address(&self, tensor: &Tensor) -> Result<u64> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { return Err(wrong_device(tensor.device())) };
@@ -135,7 +144,7 @@ impl Gpu for Cuda {
                 Argument::Logits(x) => builder.arg(x),
                 Argument::Objective(x) => builder.arg(x),
                 Argument::Rows(x) => builder.arg(x),
-                Argument::Address(x) => builder.arg(x),
+                Argument::Read(x) | Argument::Write(x) => builder.arg(x),
                 Argument::Int(x) => builder.arg(x),
                 Argument::Long(x) => builder.arg(x),
                 Argument::Float(x) => builder.arg(x),
@@ -157,12 +166,15 @@ impl Gpu for Cuda {
         if product.m == 0 || product.n == 0 {
             return Ok(());
         }
-        let dtype = match product.dtype {
+        let dtype = match product.lhs.dtype {
             DType::F16 => CUDA_R_16F,
             DType::BF16 => CUDA_R_16BF,
             _ => CUDA_R_32F,
         };
         let transposition = |matrix: &Matrix| if matrix.transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
+        let constants = self.address(&self.constants)?;
+        let [zero, one] = [constants, constants + size_of::<f32>() as u64];
+        let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulate { one } else { zero });
         let blas = self.blas.lock().unwrap_or_else(|error| error.into_inner());
         // cuBLAS is column-major: what it takes for a matrix is the transposed one of ours, so that it computes
         // out^T = rhs^T lhs^T.
@@ -176,14 +188,14 @@ impl Gpu for Cuda {
                 product.n as i32,
                 product.m as i32,
                 product.k as i32,
-                product.alpha as *const _,
+                alpha as *const _,
                 product.rhs.address as *const _,
                 dtype,
                 product.rhs.stride as i32,
                 product.lhs.address as *const _,
                 dtype,
                 product.lhs.stride as i32,
-                product.beta as *const _,
+                beta as *const _,
                 product.out as *mut _,
                 CUDA_R_32F,
                 product.out_stride as i32,

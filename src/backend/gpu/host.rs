@@ -1,5 +1,5 @@
-//! The CUDA backend without a GPU: its kernels compiled for the host (`tests/cuda_host`), its products as plain loops. What
-//! is left untested is what only a GPU has: cuBLAS, the compiler for the device, its exp and log, and its speed.
+//! The GPUs' backends without a GPU: the kernels of each language compiled for the host (`tests/gpu_host`), products as plain
+//! loops. What is left untested is what only a GPU has: its library of products, its compiler, its exp and log, and its speed.
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, c_void, CString};
@@ -7,29 +7,69 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, OnceLock};
 
-use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 
 use super::arguments::Argument;
-use super::gpu::{Gpu, Matrix, Product};
+use super::device::{Gpu, Kind, Matrix, Product};
+use crate::backend::cuda;
+use crate::backend::metal::{self, Binding, Products};
 use crate::Result;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void) -> c_int;
 
+/// The languages that there are kernels in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Language {
+    Cuda,
+    Metal,
+}
+
+pub(super) const LANGUAGES: [Language; 2] = [Language::Cuda, Language::Metal];
+
+impl Language {
+    /// The files that make up its kernels, by name and text.
+    fn files(self) -> [(&'static str, &'static str); 2] {
+        let own = match self {
+            Language::Cuda => ("mixture.cu", include_str!("../cuda/mixture.cu")),
+            Language::Metal => ("mixture.metal", include_str!("../metal/mixture.metal")),
+        };
+        [own, ("rows.h", include_str!("rows.h"))]
+    }
+
+    pub(super) fn kind(self) -> &'static Kind {
+        match self {
+            Language::Cuda => &cuda::KIND,
+            Language::Metal => &metal::KIND,
+        }
+    }
+}
+
 /// The host in place of a GPU. Its kernels see a copy of each tensor between two pages that nobody may touch, so that the
 /// first access outside a tensor ends the process.
 pub(super) struct Host {
+    pub(super) language: Language,
     launch: &'static Mutex<Launch>,
+    scratch: RefCell<[Option<(Tensor, u64)>; 2]>,
     /// Of the CPU's tensors; their memory is not freed as long as these live.
     copies: RefCell<Vec<(Tensor, Guarded)>>,
 }
 
 impl Host {
     /// `None` without a C++ compiler.
-    pub(super) fn new() -> Option<Self> {
-        static LAUNCH: OnceLock<Option<Mutex<Launch>>> = OnceLock::new();
-        let launch = LAUNCH.get_or_init(|| compile("").map(Mutex::new)).as_ref()?;
-        Some(Host { launch, copies: RefCell::default() })
+    pub(super) fn new(language: Language) -> Option<Self> {
+        static LAUNCH: [OnceLock<Option<Mutex<Launch>>>; 2] = [const { OnceLock::new() }; 2];
+        let launch = LAUNCH[language as usize].get_or_init(|| compile(language, None).map(Mutex::new)).as_ref()?;
+        Some(Self::with(language, launch))
+    }
+
+    /// One for each language.
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        LANGUAGES.into_iter().filter_map(Self::new)
+    }
+
+    fn with(language: Language, launch: &'static Mutex<Launch>) -> Self {
+        Host { language, launch, scratch: RefCell::default(), copies: RefCell::default() }
     }
 
     /// What the kernels wrote becomes what the tensors hold.
@@ -38,9 +78,9 @@ impl Host {
     }
 
     /// With one text in the kernels replaced by another.
-    pub(super) fn mutant(text: &str, replacement: &str) -> Option<Self> {
-        let launch = compile(&format!("{text}\u{0}{replacement}"))?;
-        Some(Host { launch: Box::leak(Box::new(Mutex::new(launch))), copies: RefCell::default() })
+    pub(super) fn mutant(language: Language, text: &str, replacement: &str) -> Option<Self> {
+        let launch = compile(language, Some((text, replacement)))?;
+        Some(Self::with(language, Box::leak(Box::new(Mutex::new(launch)))))
     }
 }
 
@@ -93,30 +133,40 @@ impl Drop for Guarded {
     }
 }
 
-/// Compiles the kernels, with the change `from\0to` if it is not empty, and loads them.
-fn compile(change: &str) -> Option<Launch> {
+/// Compiles the kernels, with one text replaced by another, and loads them.
+fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
     static COUNT: Mutex<usize> = Mutex::new(0);
     let number = {
         let mut count = COUNT.lock().unwrap();
         *count += 1;
         *count
     };
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folder = std::env::temp_dir().join(format!("mos-head-cuda-{}-{number}", std::process::id()));
+    let host = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu_host");
+    let folder = std::env::temp_dir().join(format!("mos-head-{language:?}-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let mut kernels = std::fs::read_to_string(root.join("src/backend/cuda/mixture.cu")).unwrap();
-    if let Some((from, to)) = change.split_once('\u{0}') {
-        assert_eq!(kernels.matches(from).count(), 1, "{from} must be there once");
-        kernels = kernels.replace(from, to);
+    if let Some((from, _)) = change {
+        let count: usize = language.files().iter().map(|(_, text)| text.matches(from).count()).sum();
+        assert_eq!(count, 1, "{from} must be there once");
     }
-    std::fs::write(folder.join("mixture.cu"), kernels).unwrap();
+    for (name, text) in language.files() {
+        let text = text.replace("../gpu/rows.h", "rows.h");
+        let text = change.map_or(text.clone(), |(from, to)| text.replace(from, to));
+        std::fs::write(folder.join(name), text).unwrap();
+    }
     let library = folder.join("libmixture.so");
+    let runner = match language {
+        Language::Cuda => "cuda.cpp",
+        Language::Metal => "metal.cpp",
+    };
     let status = Command::new(std::env::var("CXX").unwrap_or("c++".into()))
-        .args(["-std=c++17", "-O1", "-shared", "-fPIC", "-I"])
+        .args(["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-attributes", "-shared", "-fPIC"])
+        // A change may leave something unused.
+        .args(change.map(|_| "-w"))
+        .arg("-I")
         .arg(&folder)
         .arg("-I")
-        .arg(root.join("tests/cuda_host"))
-        .arg(root.join("tests/cuda_host/host.cpp"))
+        .arg(&host)
+        .arg(host.join(runner))
         .arg("-o")
         .arg(&library)
         .status();
@@ -143,6 +193,10 @@ fn compile(change: &str) -> Option<Launch> {
 }
 
 impl Gpu for Host {
+    fn kind(&self) -> &'static Kind {
+        self.language.kind()
+    }
+
     fn address(&self, tensor: &Tensor) -> Result<u64> {
         let (storage, layout) = tensor.storage_and_layout();
         assert!(layout.is_contiguous());
@@ -173,18 +227,11 @@ impl Gpu for Host {
 
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()> {
         let mut arguments = arguments.to_vec();
-        let mut pointers: Vec<*mut c_void> = arguments
-            .iter_mut()
-            .map(|argument| match argument {
-                Argument::Logits(x) => (x as *mut super::arguments::Logits).cast(),
-                Argument::Objective(x) => (x as *mut super::arguments::Objective).cast(),
-                Argument::Rows(x) => (x as *mut super::arguments::Rows).cast(),
-                Argument::Address(x) => (x as *mut u64).cast(),
-                Argument::Int(x) => (x as *mut i32).cast(),
-                Argument::Long(x) => (x as *mut i64).cast(),
-                Argument::Float(x) => (x as *mut f32).cast(),
-            })
-            .collect();
+        let mut bindings = metal::bindings(&arguments);
+        let mut pointers: Vec<*mut c_void> = match self.language {
+            Language::Cuda => arguments.iter_mut().map(pointer_of).collect(),
+            Language::Metal => bindings.iter_mut().map(bound_pointer).collect(),
+        };
         let name = CString::new(kernel).unwrap();
         let launch = self.launch.lock().unwrap();
         // SAFETY: each pointer is that of an argument of the kernel's type at its place, and the addresses among them are
@@ -195,18 +242,68 @@ impl Gpu for Host {
         Ok(())
     }
 
-    fn multiply(&self, p: &Product) -> Result<()> {
-        let (alpha, beta) = (read(p.alpha, 0, DType::F32), read(p.beta, 0, DType::F32));
+    fn multiply(&self, product: &Product) -> Result<()> {
+        match self.language {
+            Language::Cuda => self.multiply_as_it_is(product),
+            Language::Metal => metal::multiply(self, product),
+        }
+    }
+}
+
+/// Where CUDA is told to find the value of an argument.
+fn pointer_of(argument: &mut Argument) -> *mut c_void {
+    match argument {
+        Argument::Logits(x) => (x as *mut super::arguments::Logits).cast(),
+        Argument::Objective(x) => (x as *mut super::arguments::Objective).cast(),
+        Argument::Rows(x) => (x as *mut super::arguments::Rows).cast(),
+        Argument::Read(x) | Argument::Write(x) => (x as *mut u64).cast(),
+        Argument::Int(x) => (x as *mut i32).cast(),
+        Argument::Long(x) => (x as *mut i64).cast(),
+        Argument::Float(x) => (x as *mut f32).cast(),
+    }
+}
+
+/// What Metal binds. In place of what is absent there is a page that nobody may touch.
+fn bound_pointer(binding: &mut Binding) -> *mut c_void {
+    match binding {
+        Binding::Read(address) | Binding::Write(address) => *address as *mut c_void,
+        Binding::Absent => 8 as *mut c_void,
+        Binding::Bytes(bytes) => bytes.as_mut_ptr().cast(),
+    }
+}
+
+impl Products for Host {
+    fn multiply_f32(&self, product: &Product) -> Result<()> {
+        assert_eq!((product.lhs.dtype, product.rhs.dtype, product.alpha), (DType::F32, DType::F32, None));
+        self.multiply_as_it_is(product)
+    }
+
+    fn scratch(&self, operand: usize, elements: usize) -> Result<u64> {
+        if let Some((tensor, address)) = &self.scratch.borrow()[operand] {
+            if tensor.elem_count() >= elements {
+                return Ok(*address);
+            }
+        }
+        let tensor = Tensor::full(f32::NAN, elements, &Device::Cpu)?;
+        let address = self.address(&tensor)?;
+        self.scratch.borrow_mut()[operand] = Some((tensor, address));
+        Ok(address)
+    }
+}
+
+impl Host {
+    fn multiply_as_it_is(&self, p: &Product) -> Result<()> {
+        assert_eq!(p.lhs.dtype, p.rhs.dtype);
+        let alpha = p.alpha.map_or(1.0, |alpha| read(alpha, 0, DType::F32));
         let at = |matrix: &Matrix, row: usize, column: usize| {
             let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
-            read(matrix.address, row * matrix.stride + column, p.dtype)
+            read(matrix.address, row * matrix.stride + column, matrix.dtype)
         };
         for i in 0..p.m {
             for j in 0..p.n {
                 let sum: f32 = (0..p.k).map(|l| at(&p.lhs, i, l) * at(&p.rhs, l, j)).sum();
                 let index = i * p.out_stride + j;
-                // As in cuBLAS, a factor of zero takes away whatever is there.
-                let before = if beta == 0.0 { 0.0 } else { beta * read(p.out, index, DType::F32) };
+                let before = if p.accumulate { read(p.out, index, DType::F32) } else { 0.0 };
                 // SAFETY: the product's matrices lie in tensors of the chunks.
                 unsafe { *(p.out as *mut f32).add(index) = alpha * sum + before };
             }

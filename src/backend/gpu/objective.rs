@@ -3,10 +3,10 @@
 use candle_core::{DType, Tensor, D};
 
 use super::arguments::{self, Argument};
-use super::gpu::{Buffer, Gpu, BLOCK};
+use super::device::{Buffer, Gpu, BLOCK};
 use super::{Objective, Sizes};
 use crate::loss::Reduction;
-use crate::Result;
+use crate::{Error, Result};
 
 /// The targets of a loss.
 pub(super) struct Words {
@@ -32,19 +32,31 @@ pub(super) struct Prepared {
     pub(super) hits: bool,
     /// Scalar: what remains to be multiplied to the gradients.
     pub(super) factor: Tensor,
-    /// `[1]`: the same for the products, whose operand was multiplied by `unit`.
-    pub(super) alpha: Buffer,
+    /// `[1]`: the same for the gradient of the logits.
+    of_logits: OfLogits,
 }
 
-/// In f16 the gradient of the logits is multiplied by this: but for the z-loss it is at most 1, since the weights are put in
+/// Who multiplies the gradient of the logits by what all gradients still lack.
+enum OfLogits {
+    /// The kernel that writes it
+    Kernel(Buffer),
+    /// The products, because it might be lost in half precision
+    Products(Buffer),
+}
+
+/// An operand in f16, the gradient of the logits is multiplied by this: but for the z-loss it is at most 1, since the weights are put in
 /// relation to the largest, and mostly far below.
 const HALF_UNIT: f32 = 64.0;
 
 impl Prepared {
     pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, sizes: Sizes, dtype: DType) -> Result<Self> {
         let Sizes { tokens, vocab, .. } = sizes;
+        let dtype = gpu.kind().gradient_dtype(dtype);
         let unit = if dtype == DType::F16 { HALF_UNIT } else { 1.0 };
-        let alpha = |factor: &Tensor| Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?);
+        let of_logits = |factor: &Tensor| match dtype {
+            DType::F32 => Ok::<_, Error>(OfLogits::Kernel(Buffer::new(gpu, factor.clone())?)),
+            _ => Ok(OfLogits::Products(Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?)?)),
+        };
         let (targets, token_weights, class_weights, options, upstream) = match objective {
             Objective::LogProbs { upstream } => {
                 let upstream =
@@ -60,7 +72,7 @@ impl Prepared {
                     filter: 0.0,
                     unit,
                     hits: false,
-                    alpha: alpha(&factor)?,
+                    of_logits: of_logits(&factor)?,
                     factor,
                 });
             }
@@ -84,16 +96,16 @@ impl Prepared {
             "token_targets",
             blocks,
             &[
-                Argument::Address(targets.at(0)),
-                Argument::Address(Buffer::or_null(&token_weights)),
-                Argument::Address(Buffer::or_null(&class_weights)),
+                Argument::Read(targets.at(0)),
+                Argument::Read(Buffer::or_null(&token_weights)),
+                Argument::Read(Buffer::or_null(&class_weights)),
                 Argument::Long(options.ignore_index.unwrap_or(0)),
                 Argument::Int(i32::from(options.ignore_index.is_some())),
                 Argument::Float(options.label_smoothing as f32),
-                Argument::Address(words.at(0)),
-                Argument::Address(hard.at(0)),
-                Argument::Address(weights.at(0)),
-                Argument::Address(counts.at(0)),
+                Argument::Write(words.at(0)),
+                Argument::Write(hard.at(0)),
+                Argument::Write(weights.at(0)),
+                Argument::Write(counts.at(0)),
                 Argument::Int(tokens as i32),
                 Argument::Int(vocab as i32),
             ],
@@ -119,11 +131,11 @@ impl Prepared {
             "token_weighting",
             blocks,
             &[
-                Argument::Address(weights.at(0)),
-                Argument::Address(Buffer::or_null(&upstream)),
-                Argument::Address(of_all.at(0)),
-                Argument::Address(largest_weight.at(0)),
-                Argument::Address(scales.at(0)),
+                Argument::Read(weights.at(0)),
+                Argument::Read(Buffer::or_null(&upstream)),
+                Argument::Read(of_all.at(0)),
+                Argument::Read(largest_weight.at(0)),
+                Argument::Write(scales.at(0)),
                 Argument::Int(tokens as i32),
             ],
         )?;
@@ -148,9 +160,17 @@ impl Prepared {
             filter: options.responsibility_filter as f32,
             unit,
             hits: options.hits,
-            alpha: alpha(&factor)?,
+            of_logits: of_logits(&factor)?,
             factor,
         })
+    }
+
+    /// What a product of the gradient of the logits is multiplied by.
+    pub(super) fn alpha(&self) -> Option<u64> {
+        match &self.of_logits {
+            OfLogits::Products(alpha) => Some(alpha.at(0)),
+            OfLogits::Kernel(_) => None,
+        }
     }
 
     pub(super) fn is_soft(&self) -> bool {
@@ -169,6 +189,10 @@ impl Prepared {
             hard,
             scales,
             soft,
+            factor: match &self.of_logits {
+                OfLogits::Kernel(factor) => factor.at(0),
+                OfLogits::Products(_) => 0,
+            },
             soft_stride: self.soft_stride as i64,
             z_loss: self.z_loss,
             filter: self.filter,

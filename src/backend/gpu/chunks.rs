@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{Argument, Logits, Rows};
-use super::gpu::{Buffer, Gpu, Matrix, Product, BLOCK};
+use super::device::{Buffer, Gpu, Matrix, Product, BLOCK};
 use super::objective::Prepared;
 use super::{Backend, Gradients, Operands, Plan, Sizes, Wanted};
 use crate::Result;
@@ -25,7 +25,7 @@ pub(super) struct Chunks<'a, G> {
 
     /// `[rows of a chunk, stride]`: logits, f32
     logits: Buffer,
-    /// `[rows of a chunk, stride]`: their gradient in the operands' dtype, unless it can take their place
+    /// `[rows of a chunk, stride]`: their gradient as an operand of products, unless it can take their place
     gradient: Option<Buffer>,
     /// If the filter leaves rows out
     live: Option<Live>,
@@ -50,10 +50,8 @@ pub(super) struct Chunks<'a, G> {
     log_prior_gradients: Option<Buffer>,
     weight_gradient: Option<Buffer>,
     bias_gradient: Option<Buffer>,
-    /// `[rows of a chunk]`, of the operands' dtype: sums rows up in a product
+    /// `[rows of a chunk]`, of the dtype of `gradient`: sums rows up in a product
     ones: Option<Buffer>,
-    /// `[2]`: 0 and 1, factors of the products
-    constants: Buffer,
 }
 
 /// The rows of a chunk that the filter leaves: the two products of the gradient are theirs alone.
@@ -81,6 +79,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     ) -> Result<Self> {
         let Sizes { tokens, components, context, vocab } = operands.sizes;
         let (device, dtype) = (operands.contexts.device(), operands.contexts.dtype());
+        let gradient_dtype = gpu.kind().gradient_dtype(dtype);
         let stride = vocab.next_multiple_of(ROW_ALIGN);
         let rows = plan.rows_per_chunk.max(1);
         let zeros = |n: usize, dtype| Buffer::new(gpu, Tensor::zeros(n.max(1), dtype, device)?);
@@ -98,7 +97,11 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             bias: Buffer::of(gpu, &operands.bias)?,
             softcap: operands.softcap.unwrap_or(0.0) as f32,
             logits: zeros(rows * stride, DType::F32)?,
-            gradient: optional(wanted.any() && (dtype != DType::F32 || filters), rows * stride, dtype)?,
+            gradient: optional(
+                wanted.any() && (gradient_dtype != DType::F32 || filters),
+                rows * stride,
+                gradient_dtype,
+            )?,
             live: match filters {
                 true => Some(Live {
                     rows: zeros(rows, DType::U32)?,
@@ -123,10 +126,9 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             weight_gradient: optional(wanted.weight, vocab * context, DType::F32)?,
             bias_gradient: optional(wanted.bias, vocab, DType::F32)?,
             ones: match wanted.bias {
-                true => Some(Buffer::new(gpu, Tensor::ones(rows, dtype, device)?)?),
+                true => Some(Buffer::new(gpu, Tensor::ones(rows, gradient_dtype, device)?)?),
                 false => None,
             },
-            constants: Buffer::new(gpu, Tensor::new(&[0f32, 1.0], device)?)?,
         })
     }
 
@@ -155,7 +157,6 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// The arguments that most kernels begin with.
     fn arguments(&self, tokens: &Range<usize>) -> [Argument; 3] {
-        let of_row = |i: usize| self.rows.at(i * self.rows_per_chunk);
         let logits = Logits {
             z: self.logits.at(0),
             bias: Buffer::or_null(&self.bias),
@@ -166,12 +167,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         };
         let rows = Rows {
             log_priors: self.log_priors.as_ref().map_or(0, |p| p.at(tokens.start * self.sizes.components)),
-            largest: of_row(0),
-            log_sum: of_row(1),
-            target_logit: of_row(2),
-            hard_mass: of_row(3),
-            mass: of_row(4),
-            softmax_scale: of_row(5),
+            numbers: self.rows.at(0),
+            count: self.rows_per_chunk as i64,
         };
         let objective = self.prepared.as_ref().map(|prepared| prepared.argument(tokens.start)).unwrap_or_default();
         [Argument::Logits(logits), Argument::Objective(objective), Argument::Rows(rows)]
@@ -186,12 +183,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         };
         let loss = if self.prepared.is_some() { self.losses.at(tokens.start) } else { 0 };
         let argmax = if argmax { self.argmax.at(tokens.start) } else { 0 };
-        let more = [
-            Argument::Address(address),
-            Argument::Long(stride as i64),
-            Argument::Address(loss),
-            Argument::Address(argmax),
-        ];
+        let more =
+            [Argument::Write(address), Argument::Long(stride as i64), Argument::Write(loss), Argument::Write(argmax)];
         let arguments = [&self.arguments(tokens)[..], &more].concat();
         self.gpu.launch(&format!("mixture_log_probs_{}", dtype.as_str()), tokens.len(), &arguments)
     }
@@ -201,13 +194,13 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let [.., of_rows] = self.arguments(tokens);
         let (rows, d) = (self.rows(tokens), self.sizes.context);
         let Some(live) = &mut self.live else { return Ok(()) };
-        let (all, count) = (Argument::Address(live.rows.at(0)), Argument::Address(live.count.at(0)));
-        self.gpu.launch("live_rows", 1, &[of_rows, all, count, Argument::Int(rows.len() as i32)])?;
+        let (all, count) = (live.rows.at(0), Argument::Write(live.count.at(0)));
+        self.gpu.launch("live_rows", 1, &[of_rows, Argument::Write(all), count, Argument::Int(rows.len() as i32)])?;
         live.known = live.count.tensor.to_vec1::<u32>()?[0] as usize;
         let arguments = [
-            Argument::Address(self.contexts.at(rows.start * d)),
-            all,
-            Argument::Address(live.contexts.at(0)),
+            Argument::Read(self.contexts.at(rows.start * d)),
+            Argument::Read(all),
+            Argument::Write(live.contexts.at(0)),
             Argument::Int(d as i32),
         ];
         self.gpu.launch(&format!("gather_rows_{}", self.dtype.as_str()), live.known, &arguments)
@@ -224,13 +217,12 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// That gradient, `[rows, vocab]`, as an operand of a product.
     fn gradient_matrix(&self) -> Matrix {
-        let address = self.gradient.as_ref().unwrap_or(&self.logits).at(0);
-        Matrix { address, stride: self.stride, transposed: false }
+        matrix(self.gradient.as_ref().unwrap_or(&self.logits), 0, self.stride)
     }
 
     /// What a product of that gradient is multiplied by.
-    fn alpha(&self) -> u64 {
-        self.prepared.as_ref().map_or(self.constants.at(1), |prepared| prepared.alpha.at(0))
+    fn alpha(&self) -> Option<u64> {
+        self.prepared.as_ref().and_then(Prepared::alpha)
     }
 
     fn rows(&self, tokens: &Range<usize>) -> Range<usize> {
@@ -240,7 +232,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
 /// A row-major matrix whose rows are contiguous, from one of its rows on.
 fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> Matrix {
-    Matrix { address: buffer.at(first_row * stride), stride, transposed: false }
+    Matrix { address: buffer.at(first_row * stride), dtype: buffer.tensor.dtype(), stride, transposed: false }
 }
 
 impl<G: Gpu> Backend for Chunks<'_, G> {
@@ -251,13 +243,12 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             m: rows.len(),
             n: vocab,
             k: d,
-            dtype: self.dtype,
             lhs: matrix(&self.contexts, rows.start, d),
             rhs: Matrix { transposed: true, ..matrix(&self.weight, 0, d) },
             out: self.logits.at(0),
             out_stride: self.stride,
-            alpha: self.constants.at(1),
-            beta: self.constants.at(0),
+            alpha: None,
+            accumulate: false,
         })?;
         self.gpu.launch("row_log_sum_exp", rows.len(), &self.arguments(&tokens))
     }
@@ -269,23 +260,23 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
         let [logits, objective, of_rows] = self.arguments(&tokens);
         let [token_count, components] = [tokens.len(), self.sizes.components].map(|n| Argument::Int(n as i32));
 
-        let nll = Argument::Address(self.nll.at(tokens.start));
-        let losses = Argument::Address(self.losses.at(tokens.start));
+        let nll = Argument::Write(self.nll.at(tokens.start));
+        let losses = Argument::Write(self.losses.at(tokens.start));
         self.gpu.launch("token_loss", token_blocks, &[objective, of_rows, nll, losses, token_count, components])?;
 
         if prepared.is_soft() || prepared.hits {
             let to = self.log_probs.as_ref().map(|log_probs| (log_probs, 0, self.stride));
             self.mix(&tokens, to, prepared.hits)?;
         }
-        let log_probs = Argument::Address(Buffer::or_null(&self.log_probs));
+        let log_probs = Argument::Read(Buffer::or_null(&self.log_probs));
         if prepared.is_soft() {
             self.gpu.launch("row_soft_mass", rows.len(), &[logits, objective, of_rows, log_probs])?;
         }
         if self.log_prior_gradients.is_none() && prepared.filter == 0.0 {
             return Ok(());
         }
-        let log_priors = Argument::Address(self.log_prior_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
-        let dropped = Argument::Address(self.dropped.at(tokens.start));
+        let log_priors = Argument::Write(self.log_prior_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
+        let dropped = Argument::Write(self.dropped.at(tokens.start));
         let arguments = [objective, of_rows, log_priors, dropped, token_count, components];
         self.gpu.launch("token_scales", token_blocks, &arguments)?;
         if self.log_prior_gradients.is_none() {
@@ -293,9 +284,9 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
         }
         self.find_live(&tokens)?;
         let (row_count, _) = self.gradient_rows(&tokens);
-        let live = Argument::Address(self.live.as_ref().map_or(0, |live| live.rows.at(0)));
-        let gradient = Argument::Address(self.gradient_matrix().address);
-        let kernel = format!("row_gradient_{}", self.dtype.as_str());
+        let live = Argument::Read(self.live.as_ref().map_or(0, |live| live.rows.at(0)));
+        let gradient = Argument::Write(self.gradient_matrix().address);
+        let kernel = format!("row_gradient_{}", self.gpu.kind().gradient_dtype(self.dtype).as_str());
         self.gpu.launch(&kernel, row_count, &[logits, objective, of_rows, log_probs, live, gradient])?;
 
         if let Some((bias, ones)) = self.bias_gradient.as_ref().zip(self.ones.as_ref()) {
@@ -303,13 +294,12 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
                 m: self.sizes.vocab,
                 n: 1,
                 k: row_count,
-                dtype: self.dtype,
                 lhs: Matrix { transposed: true, ..self.gradient_matrix() },
                 rhs: matrix(ones, 0, 1),
                 out: bias.at(0),
                 out_stride: 1,
                 alpha: self.alpha(),
-                beta: self.constants.at(usize::from(tokens.start > 0)),
+                accumulate: tokens.start > 0,
             })?;
         }
         Ok(())
@@ -329,18 +319,17 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             m: row_count,
             n: d,
             k: vocab,
-            dtype: self.dtype,
             lhs: self.gradient_matrix(),
             rhs: matrix(&self.weight, 0, d),
             out: self.live.as_ref().map_or(place, |live| live.context_gradients.at(0)),
             out_stride: d,
             alpha: self.alpha(),
-            beta: self.constants.at(0),
+            accumulate: false,
         })?;
         let Some(live) = &self.live else { return Ok(()) };
         let (from, which) = (live.context_gradients.at(0), live.rows.at(0));
-        let arguments = [from, which, place].map(Argument::Address);
-        self.gpu.launch("scatter_rows", row_count, &[&arguments[..], &[Argument::Int(d as i32)]].concat())
+        let arguments = [Argument::Read(from), Argument::Read(which), Argument::Write(place), Argument::Int(d as i32)];
+        self.gpu.launch("scatter_rows", row_count, &arguments)
     }
 
     fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
@@ -351,14 +340,13 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             m: vocab,
             n: d,
             k: row_count,
-            dtype: self.dtype,
             lhs: Matrix { transposed: true, ..self.gradient_matrix() },
             rhs: contexts,
             out: gradient.at(0),
             out_stride: d,
             alpha: self.alpha(),
             // The first chunk overwrites what is there.
-            beta: self.constants.at(usize::from(tokens.start > 0)),
+            accumulate: tokens.start > 0,
         })
     }
 

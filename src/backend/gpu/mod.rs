@@ -1,0 +1,128 @@
+//! What the GPUs' backends have in common: chunk after chunk, products by the device's library, row kernels of one text
+//! (`rows.h`). Nothing here waits for the device, but for the number of live rows where the responsibility filter is on.
+//!
+//! A device is a [`Gpu`]. All but that is independent of its libraries, so that the tests can run the kernels' very text, and
+//! the order in which they are launched, on a machine without a GPU ([`host`]).
+
+mod arguments;
+mod chunks;
+mod device;
+mod objective;
+
+#[cfg(all(test, target_os = "linux"))]
+mod host;
+
+use candle_core::{DType, Tensor};
+
+use super::plan::{Needs, Plan, Sizes};
+use super::{Backend, Gradients, Objective, Operands, Outcome, Task, Wanted};
+use crate::Result;
+pub(super) use arguments::Argument;
+#[cfg(feature = "cuda")]
+pub(super) use arguments::{Logits, Objective as OfTokens, Rows};
+use chunks::{Chunks, ROW_ALIGN};
+pub(super) use device::{Buffer, Gpu, Kind, Matrix, Product, BLOCK};
+use objective::Prepared;
+
+/// The default budget: chunks whose logits stay in a second-level cache of 50 MiB, or as many rows as make the products
+/// efficient, but never more than the last.
+const CACHED_LOGITS: usize = 32 << 20;
+const EFFICIENT_ROWS: usize = 512;
+const LARGEST_DEFAULT_BUDGET: usize = 256 << 20;
+
+/// The plan of a task with these sizes and operands of `dtype`.
+pub(super) fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
+    let Sizes { components, context, vocab, .. } = sizes;
+    let stride = vocab.next_multiple_of(ROW_ALIGN);
+    let f32_size = DType::F32.size_in_bytes();
+    let gradient_dtype = kind.gradient_dtype(dtype);
+    let in_place = gradient_dtype == DType::F32 && !task.filters;
+    let gradient = if in_place { 0 } else { stride * gradient_dtype.size_in_bytes() };
+    // The contexts of the live rows, their gradient, and which rows these are.
+    let live = if task.filters { context * (dtype.size_in_bytes() + f32_size) + f32_size } else { 0 };
+    let (of_row, of_all) = (kind.product_bytes)(sizes, dtype);
+    // Logits, their gradient in the dtype of the products, and seven numbers.
+    let row = stride * f32_size + gradient + live + of_row + 7 * f32_size;
+    let soft = if task.soft_targets { stride * f32_size } else { 0 };
+    let per_token = kind.allocated * (components * row + soft);
+    let fixed = kind.allocated * (vocab * f32_size + of_all);
+    let cached = CACHED_LOGITS / (stride * f32_size);
+    let tokens = cached.max(EFFICIENT_ROWS).div_ceil(components);
+    let needs = Needs {
+        per_token,
+        fixed,
+        default_budget: (fixed + tokens * per_token).min(LARGEST_DEFAULT_BUDGET),
+        most_tokens: usize::MAX,
+        keeps_logits: true,
+        kernels: kind.name,
+        threads: 1,
+    };
+    Plan::new(sizes, needs, budget)
+}
+
+pub(super) fn loss_on<G: Gpu>(
+    gpu: &G,
+    operands: &Operands,
+    objective: &Objective,
+    wanted: Wanted,
+    plan: &Plan,
+) -> Result<Outcome> {
+    let prepared = Prepared::new(gpu, objective, operands.sizes, operands.contexts.dtype())?;
+    let mut chunks = Chunks::new(gpu, operands, Some(prepared), wanted, plan)?;
+    chunks.run_loss(plan, wanted)?;
+
+    let tokens = operands.sizes.tokens;
+    let of_tokens = |padded: &Tensor| padded.narrow(0, 0, tokens);
+    let (nll, losses) = (&chunks.nll.tensor, &chunks.losses.tensor);
+    let Some((prepared, words)) = chunks.prepared().and_then(|p| Some((p, p.words.as_ref()?))) else {
+        // Of log-probabilities only the gradients are asked for.
+        let (objective, nll) = (of_tokens(losses)?, of_tokens(nll)?);
+        let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
+        let gradients = chunks.into_gradients(wanted)?;
+        return Ok(Outcome { objective, nll, sum, count, hits: None, dropped_mass: None, gradients });
+    };
+    let weighted = weigh(&words.weights.tensor, losses)?;
+    let hits = match prepared.hits {
+        true => {
+            let right = chunks.argmax.tensor.eq(&words.words.tensor)?;
+            // A distribution that is not one has no most probable word.
+            let known = nll.eq(nll)?;
+            Some((right.to_dtype(DType::F32)? * known.to_dtype(DType::F32)?)?.sum_all()?)
+        }
+        false => None,
+    };
+    let dropped_mass = match prepared.filter > 0.0 {
+        true => {
+            let dropped = weigh(&words.counts.tensor, &chunks.dropped.tensor)?.sum_all()?;
+            let nothing = words.count.eq(0f32)?;
+            Some(nothing.where_cond(&dropped.zeros_like()?, &(dropped / &words.count)?)?)
+        }
+        false => None,
+    };
+    let (objective, nll) = (of_tokens(&weighted)?, of_tokens(nll)?);
+    let (sum, count) = (weighted.sum_all()?, words.count.clone());
+    let gradients = chunks.into_gradients(wanted)?;
+    Ok(Outcome { objective, nll, sum, count, hits, dropped_mass, gradients })
+}
+
+/// The product, where a weight of zero takes away even an infinite value.
+fn weigh(weights: &Tensor, values: &Tensor) -> Result<Tensor> {
+    Ok(weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)?)
+}
+
+pub(super) fn log_probs_on<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    let Sizes { tokens, vocab, .. } = operands.sizes;
+    let log_probs = Tensor::zeros((tokens, vocab), operands.contexts.dtype(), operands.contexts.device())?;
+    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), plan)?;
+    if tokens > 0 {
+        chunks.all_log_probs = Some(Buffer::new(gpu, log_probs.clone())?);
+    }
+    chunks.run_log_probs(plan)?;
+    Ok(log_probs)
+}
+
+pub(super) fn argmax_on<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), plan)?;
+    chunks.run_argmax(plan)?;
+    Ok(chunks.argmax.tensor.narrow(0, 0, operands.sizes.tokens)?)
+}

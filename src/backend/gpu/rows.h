@@ -1,0 +1,363 @@
+// The row kernels of the mixture on GPUs: what happens to the logits between the products. The equations stand at the head of
+// cpu/rows.rs, whose names these kernels share.
+//
+// One text for two languages: cuda/mixture.cu and metal/mixture.metal include it, make kernels of these functions, and define
+// before that
+//   GLOBAL, SHARED, LOCAL         the memory of the device, of a block of threads, of one thread
+//   FUNCTION                      what a function that runs on the device begins with
+//   i64                           the integer of 64 bits
+//   Half, Brain                   f16 and bf16, with `store`
+//   load4, store4                 four neighbours in one access
+//   minus_infinity, not_a_number, exponential, logarithm, hyperbolic_tangent, larger
+//   shuffled(x, lane)             x of the thread whose number in its warp differs from mine in the bits of `lane`
+//   synchronize                   waits for the threads of the block, and for what they wrote to SHARED
+//
+// A block is BLOCK threads, a warp 32 of them; `block` and `tid` say which block and which of its threads this is. A row is one component of one token; rows of logits are f32, `stride` elements
+// apart (a multiple of 4, so that every row starts on 16 bytes), of which the first `vocab` count. Offsets are 64 bits wide.
+// Nothing here is atomic: the same input gives the same bits.
+
+#define BLOCK 256
+#define WARPS (BLOCK / 32)
+
+FUNCTION float finite_or_zero(float x) { return x == minus_infinity() ? 0.f : x; }
+// weight * x, where weight zero takes away even an infinite or undefined x.
+FUNCTION float weighted(float weight, float x) { return weight == 0.f ? 0.f : weight * x; }
+
+// Logits as they come from the product, and what is still to be done to them.
+struct Logits {
+    GLOBAL const float *z;    // [rows, stride]
+    GLOBAL const float *bias; // [vocab], or null
+    float softcap;            // 0: none
+    int vocab;
+    i64 stride;
+    int components;
+
+    FUNCTION float at(GLOBAL const float *row, int v) const { return finish(row[v], v); }
+    FUNCTION float finish(float logit, int v) const {
+        if (bias) logit += bias[v];
+        return softcap == 0.f ? logit : softcap * hyperbolic_tangent(logit / softcap);
+    }
+    // d finish / d logit, from its result.
+    FUNCTION float slope(float logit) const {
+        return softcap == 0.f ? 1.f : 1.f - (logit / softcap) * (logit / softcap);
+    }
+};
+
+// What is minimised, for each token of the chunk.
+struct Objective {
+    GLOBAL const int *words;     // [tokens]: the target; -1: ignored; -2: not a word
+    GLOBAL const float *hard;    // [tokens]: the mass of the target in q
+    GLOBAL const float *scales;  // [tokens]: what the gradient is multiplied by, up to a factor of all tokens; null: 1
+    GLOBAL const float *soft;    // [vocab] or [tokens, soft_stride]: the rest of q; null: none
+    GLOBAL const float *factor;  // [1]: what the gradient of the logits is multiplied by; null: 1
+    i64 soft_stride;             // 0: the same for all tokens
+    float z_loss;
+    float filter;
+    float unit;                  // multiplied to it too, so that it does not vanish in f16
+
+    FUNCTION GLOBAL const float *soft_of(i64 token) const { return soft ? soft + token * soft_stride : nullptr; }
+    FUNCTION float scale(i64 token) const { return scales ? scales[token] : 1.f; }
+};
+
+// What is known of the rows and tokens of the chunk.
+struct Rows {
+    GLOBAL const float *log_priors; // [tokens, K], or null for one component
+    GLOBAL float *numbers;          // [6, count]: what follows
+    i64 count;
+
+    // The largest logit; zero if all are minus infinity.
+    FUNCTION GLOBAL float &largest(i64 row) const { return numbers[row]; }
+    // log sum_v exp(z_v - largest)
+    FUNCTION GLOBAL float &log_sum(i64 row) const { return numbers[count + row]; }
+    FUNCTION GLOBAL float &target_logit(i64 row) const { return numbers[2 * count + row]; }
+    // The target's part of the mass; minus infinity: the row has no gradient.
+    FUNCTION GLOBAL float &hard_mass(i64 row) const { return numbers[3 * count + row]; }
+    // R_k = sum_v q_v r_k(v)
+    FUNCTION GLOBAL float &mass(i64 row) const { return numbers[4 * count + row]; }
+    // What softmax_k is multiplied by in the gradient.
+    FUNCTION GLOBAL float &softmax_scale(i64 row) const { return numbers[5 * count + row]; }
+
+    FUNCTION float joint(i64 row, float logit) const {
+        return (log_priors ? log_priors[row] : 0.f) - log_sum(row) + (logit - largest(row));
+    }
+};
+
+// The logarithm of a sum of exponentials in two parts, as it is being summed up: the largest term, and the sum relative to it.
+struct Sum {
+    float largest;
+    float sum;
+
+    FUNCTION void add(Sum other) {
+        const float m = larger(largest, other.largest), reference = finite_or_zero(m);
+        sum = sum * exponential(largest - reference) + other.sum * exponential(other.largest - reference);
+        largest = m;
+    }
+    FUNCTION float value() const { return finite_or_zero(largest) + logarithm(sum); }
+};
+
+struct Largest {
+    float value;
+    int at;
+
+    // The first of equals; a NaN before all numbers.
+    FUNCTION void add(Largest other) {
+        const bool mine = value != value, its = other.value != other.value;
+        const bool better = mine || its ? its && (!mine || other.at < at)
+                                        : other.value > value || (other.value == value && other.at < at);
+        if (better) {
+            value = other.value;
+            at = other.at;
+        }
+    }
+};
+
+FUNCTION Sum shuffled(Sum x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
+FUNCTION Largest shuffled(Largest x, int lane) { return {shuffled(x.value, lane), shuffled(x.at, lane)}; }
+FUNCTION void join(LOCAL float &x, float other) { x += other; }
+template <typename X> FUNCTION void join(LOCAL X &x, X other) { x.add(other); }
+
+// Of the block's values, in an order that is always the same; every thread gets it.
+template <typename X> FUNCTION X block_reduce(X x, uint tid, SHARED X *of_warps) {
+    for (int lane = 16; lane; lane >>= 1) join(x, shuffled(x, lane));
+    if (tid % 32 == 0) of_warps[tid / 32] = x;
+    synchronize();
+    x = of_warps[0];
+    for (int w = 1; w < WARPS; ++w) {
+        const X other = of_warps[w];
+        join(x, other);
+    }
+    synchronize();
+    return x;
+}
+
+// One block per row: the log-sum-exp, and the logit of the token's target.
+FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uint block, uint tid, SHARED Sum *of_warps) {
+    const i64 r = block;
+    GLOBAL const float *row = logits.z + r * logits.stride;
+    Sum sum = {minus_infinity(), 0.f};
+    for (int first = tid * 4; first < logits.vocab; first += BLOCK * 4) {
+        float x[4], m = sum.largest;
+        load4(row + first, x);
+        for (int i = 0; i < 4; ++i) {
+            x[i] = first + i < logits.vocab ? logits.finish(x[i], first + i) : minus_infinity();
+            m = larger(m, x[i]);
+        }
+        const float reference = finite_or_zero(m);
+        float s = sum.sum * exponential(sum.largest - reference);
+        for (int i = 0; i < 4; ++i) s += exponential(x[i] - reference);
+        sum = {m, s};
+    }
+    sum = block_reduce(sum, tid, of_warps);
+    if (tid == 0) {
+        rows.largest(r) = finite_or_zero(sum.largest);
+        rows.log_sum(r) = logarithm(sum.sum);
+        if (objective.words) {
+            const int word = objective.words[r / logits.components];
+            rows.target_logit(r) = word < 0 ? 0.f : logits.at(row, word);
+        }
+    }
+}
+
+// One thread per token: the loss as far as it depends on the target's logits, and the responsibilities.
+FUNCTION void token_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOBAL float *loss, int tokens, int components,
+                         uint block, uint tid) {
+    const i64 t = (i64)block * BLOCK + tid;
+    if (t >= tokens) return;
+    const int word = objective.words ? objective.words[t] : -1;
+    float log_p = 0.f, hard = 0.f;
+    Sum sum = {minus_infinity(), 0.f};
+    if (word >= 0) {
+        hard = objective.hard[t];
+        for (int k = 0; k < components; ++k) {
+            sum.add({rows.joint(t * components + k, rows.target_logit(t * components + k)), 1.f});
+        }
+        log_p = sum.value();
+    } else if (word == -2) {
+        log_p = hard = not_a_number();
+    }
+    float of_token = weighted(hard, -log_p), squares = 0.f;
+    for (int k = 0; k < components; ++k) {
+        const i64 r = t * components + k;
+        // One component has all the responsibility, even for an impossible target.
+        const float share = components == 1 ? 1.f : exponential(rows.joint(r, rows.target_logit(r)) - log_p);
+        const float mass = word == -1 ? 0.f : weighted(hard, share);
+        rows.hard_mass(r) = mass;
+        rows.mass(r) = mass;
+        const float lse = rows.largest(r) + rows.log_sum(r);
+        squares += lse * lse;
+    }
+    if (word >= 0 && objective.z_loss != 0.f) of_token += objective.z_loss * squares / components;
+    nll[t] = -log_p;
+    loss[t] = of_token;
+}
+
+// One block per token: log p(v) of every word; the soft part of the loss; the most probable word. Each is left out where null.
+template <typename T>
+FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, GLOBAL T *log_probs, i64 out_stride,
+                                GLOBAL float *loss, GLOBAL int *argmax, uint block, uint tid, SHARED float *of_warps,
+                                SHARED Largest *largest_of_warps) {
+    const i64 t = block;
+    GLOBAL const float *token = logits.z + t * logits.components * logits.stride;
+    GLOBAL const float *soft = objective.soft_of(t);
+    float of_soft = 0.f;
+    Largest best = {minus_infinity(), 0x7fffffff};
+    for (int v = tid; v < logits.vocab; v += BLOCK) {
+        Sum sum = {minus_infinity(), 0.f};
+        for (int k = 0; k < logits.components; ++k) {
+            const float term = rows.joint(t * logits.components + k, logits.at(token + k * logits.stride, v));
+            if (logits.components == 1) sum = {term, 1.f};
+            else sum.add({term, 1.f});
+        }
+        const float log_p = logits.components == 1 ? sum.largest : sum.value();
+        if (log_probs) store(log_probs + t * out_stride + v, log_p);
+        if (soft) of_soft += weighted(soft[v], -log_p);
+        best.add({log_p, v});
+    }
+    if (loss && soft) {
+        of_soft = block_reduce(of_soft, tid, of_warps);
+        if (tid == 0 && (!objective.words || objective.words[t] != -1)) loss[t] += of_soft;
+    }
+    if (argmax) {
+        best = block_reduce(best, tid, largest_of_warps);
+        if (tid == 0) argmax[t] = best.at;
+    }
+}
+
+// One block per row: the soft targets' part of the mass, sum_v soft_v r_k(v).
+FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs, uint block, uint tid,
+                            SHARED float *of_warps) {
+    const i64 r = block, t = r / logits.components;
+    GLOBAL const float *row = logits.z + r * logits.stride;
+    GLOBAL const float *soft = objective.soft_of(t);
+    GLOBAL const float *log_p = log_probs + t * logits.stride;
+    float mass = 0.f;
+    for (int v = tid; v < logits.vocab; v += BLOCK) {
+        // Words without mass have none to share, even if they are impossible.
+        if (soft[v] == 0.f) continue;
+        mass += soft[v] * (log_p[v] == minus_infinity() ? 0.f : exponential(rows.joint(r, logits.at(row, v)) - log_p[v]));
+    }
+    mass = block_reduce(mass, tid, of_warps);
+    if (tid == 0 && (!objective.words || objective.words[t] != -1)) rows.mass(r) += mass;
+}
+
+// One thread per token: what the gradients of its rows are multiplied by, the gradient of its log-priors (unless null), and the
+// share of its mass that the filter drops.
+FUNCTION void token_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *dropped, int tokens,
+                           int components, uint block, uint tid) {
+    const i64 t = (i64)block * BLOCK + tid;
+    if (t >= tokens) return;
+    const float scale = objective.scale(t);
+    float total = 0.f, lost = 0.f;
+    for (int k = 0; k < components; ++k) total += rows.mass(t * components + k);
+    // Nothing is below this, not even the negative masses of a gradient from upstream.
+    const float least = objective.filter == 0.f ? minus_infinity() : objective.filter * total;
+    for (int k = 0; k < components; ++k) {
+        const i64 r = t * components + k;
+        const float mass = rows.mass(r);
+        if (log_prior_gradient) log_prior_gradient[r] = weighted(scale, -mass);
+        if (mass < least) lost += mass;
+        const float lse = rows.largest(r) + rows.log_sum(r);
+        const float softmax_scale = scale * (mass + 2.f * objective.z_loss / components * lse);
+        const bool ignored = objective.words && objective.words[t] == -1;
+        const bool is_zero = ignored || scale == 0.f || (softmax_scale == 0.f && !objective.soft) || mass < least;
+        rows.softmax_scale(r) = is_zero ? 0.f : softmax_scale;
+        if (is_zero) rows.hard_mass(r) = minus_infinity();
+    }
+    dropped[t] = lost > 0.f ? lost / total : 0.f;
+}
+
+// One block: the rows that have a gradient, in their order, and how many they are.
+FUNCTION void live_rows(Rows rows, GLOBAL int *live, GLOBAL int *count, int row_count, uint tid, SHARED int *of_threads) {
+    const int each = (row_count + BLOCK - 1) / BLOCK;
+    const int first = (int)tid * each, last = first + each < row_count ? first + each : row_count;
+    int n = 0;
+    for (int r = first; r < last; ++r) n += rows.hard_mass(r) != minus_infinity();
+    of_threads[tid] = n;
+    synchronize();
+    int at = 0;
+    for (uint other = 0; other < tid; ++other) at += of_threads[other];
+    for (int r = first; r < last; ++r) {
+        if (rows.hard_mass(r) != minus_infinity()) live[at++] = r;
+    }
+    if (tid == BLOCK - 1) *count = at;
+}
+
+// One block per row of the result: the gradient of the logits, rounded to the type of the products, of the row of that number
+// or, unless `live` is null, of the live row of that number. `gradient` may be the logits themselves if its type is f32 and
+// `live` is null.
+template <typename T>
+FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs, GLOBAL const int *live,
+                           GLOBAL T *gradient, uint block, uint tid) {
+    const i64 r = live ? live[block] : block, t = r / logits.components;
+    GLOBAL const float *row = logits.z + r * logits.stride;
+    GLOBAL T *to = gradient + (i64)block * logits.stride;
+    const float hard_mass = rows.hard_mass(r);
+    if (hard_mass == minus_infinity()) {
+        for (int v = tid; v < logits.stride; v += BLOCK) store(to + v, 0.f);
+        return;
+    }
+    const float unit = objective.factor ? objective.unit * objective.factor[0] : objective.unit;
+    const float scale = unit * objective.scale(t), largest = rows.largest(r);
+    const float exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
+    const int word = objective.words ? objective.words[t] : -1;
+    GLOBAL const float *soft = objective.soft_of(t);
+    GLOBAL const float *log_p = soft ? log_probs + t * logits.stride : nullptr;
+    for (int first = tid * 4; first < logits.stride; first += BLOCK * 4) {
+        float z[4], g[4] = {0.f, 0.f, 0.f, 0.f};
+        load4(row + first, z);
+        for (int i = 0; i < 4; ++i) {
+            const int v = first + i;
+            if (v >= logits.vocab) break;
+            const float logit = logits.finish(z[i], v);
+            g[i] = exp_scale * exponential(logit - largest);
+            if (v == word) g[i] -= scale * hard_mass;
+            if (soft && soft[v] != 0.f && log_p[v] != minus_infinity()) {
+                g[i] -= scale * soft[v] * exponential(rows.joint(r, logit) - log_p[v]);
+            }
+            g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);
+        }
+        store4(to + first, g);
+    }
+}
+
+// One block per live row: its elements, among those of the other live rows.
+template <typename T>
+FUNCTION void gather_rows(GLOBAL const T *all, GLOBAL const int *live, GLOBAL T *gathered, int columns, uint block, uint tid) {
+    GLOBAL const T *from = all + (i64)live[block] * columns;
+    GLOBAL T *to = gathered + (i64)block * columns;
+    for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
+}
+
+// One block per live row: its elements, from among those of the other live rows back to their place.
+FUNCTION void scatter_rows(GLOBAL const float *gathered, GLOBAL const int *live, GLOBAL float *all, int columns, uint block,
+                           uint tid) {
+    GLOBAL const float *from = gathered + (i64)block * columns;
+    GLOBAL float *to = all + (i64)live[block] * columns;
+    for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
+}
+
+// One thread per token: the target as a word, and its weights.
+FUNCTION void token_targets(GLOBAL const i64 *targets, GLOBAL const float *token_weights, GLOBAL const float *class_weights,
+                            i64 ignore_index, int ignores, float smoothing, GLOBAL int *words, GLOBAL float *hard,
+                            GLOBAL float *weights, GLOBAL float *counts, int tokens, int vocab, uint block, uint tid) {
+    const i64 t = (i64)block * BLOCK + tid;
+    if (t >= tokens) return;
+    const i64 target = targets[t];
+    const bool ignored = ignores && target == ignore_index;
+    const bool is_word = !ignored && target >= 0 && target < vocab;
+    const float class_weight = is_word && class_weights ? class_weights[target] : 1.f;
+    const float weight = ignored ? 0.f : token_weights ? token_weights[t] : 1.f;
+    words[t] = ignored ? -1 : is_word ? (int)target : -2;
+    hard[t] = class_weight * (1.f - smoothing);
+    weights[t] = weight;
+    counts[t] = weight * class_weight;
+}
+
+// One thread per token: its part in the scale of the gradients, which is `largest_upstream` times `largest_weight` times this.
+FUNCTION void token_weighting(GLOBAL const float *weights, GLOBAL const float *upstream, GLOBAL const float *largest_upstream,
+                              GLOBAL const float *largest_weight, GLOBAL float *scales, int tokens, uint block, uint tid) {
+    const i64 t = (i64)block * BLOCK + tid;
+    if (t >= tokens) return;
+    const float weight = weights[t] / *largest_weight;
+    scales[t] = !upstream ? weight : *largest_upstream == 0.f ? 0.f : upstream[t] / *largest_upstream * weight;
+}

@@ -1,0 +1,65 @@
+//! The arguments of the kernels as Metal takes them: one by one, in the order of the parameters in `mixture.metal`.
+
+use crate::backend::gpu::Argument;
+
+/// What is bound to one parameter of a kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub(in crate::backend) enum Binding {
+    /// The address of memory that the kernel reads
+    Read(u64),
+    /// The address of memory that the kernel writes, and may read
+    Write(u64),
+    /// No memory. The kernel finds that out from its last parameter.
+    Absent,
+    /// Numbers
+    Bytes(Vec<u8>),
+}
+
+/// The bindings of all parameters of a kernel with these arguments.
+pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
+    let read = |address| if address == 0 { Binding::Absent } else { Binding::Read(address) };
+    let write = |address| if address == 0 { Binding::Absent } else { Binding::Write(address) };
+    let mut bindings = Vec::new();
+    for argument in arguments {
+        match argument {
+            Argument::Logits(x) => bindings.extend([
+                read(x.z),
+                read(x.bias),
+                numbers(&[&x.stride.to_ne_bytes(), &x.softcap.to_ne_bytes(), &x.vocab.to_ne_bytes(), &{
+                    x.components.to_ne_bytes()
+                }]),
+            ]),
+            Argument::Objective(x) => bindings.extend([
+                read(x.words),
+                read(x.hard),
+                read(x.scales),
+                read(x.soft),
+                read(x.factor),
+                numbers(&[&x.soft_stride.to_ne_bytes(), &x.z_loss.to_ne_bytes(), &x.filter.to_ne_bytes(), &{
+                    x.unit.to_ne_bytes()
+                }]),
+            ]),
+            Argument::Rows(x) => {
+                bindings.extend([read(x.log_priors), write(x.numbers), numbers(&[&x.count.to_ne_bytes()])])
+            }
+            Argument::Read(address) => bindings.push(read(*address)),
+            Argument::Write(address) => bindings.push(write(*address)),
+            Argument::Int(x) => bindings.push(numbers(&[&x.to_ne_bytes()])),
+            Argument::Long(x) => bindings.push(numbers(&[&x.to_ne_bytes()])),
+            Argument::Float(x) => bindings.push(numbers(&[&x.to_ne_bytes()])),
+        }
+    }
+    let bit = |(i, binding): (usize, &Binding)| u32::from(*binding != Binding::Absent) << i;
+    let present: u32 = bindings.iter().enumerate().map(bit).sum();
+    bindings.push(numbers(&[&present.to_ne_bytes()]));
+    bindings
+}
+
+/// Numbers one after another, and what the structure that they make needs to end on eight bytes.
+fn numbers(parts: &[&[u8]]) -> Binding {
+    let mut bytes = parts.concat();
+    if parts.len() > 1 {
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+    }
+    Binding::Bytes(bytes)
+}

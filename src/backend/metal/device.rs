@@ -1,0 +1,305 @@
+//! An Apple GPU: its kernels, compiled once, and its matrix products.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{Mutex, OnceLock};
+
+use candle_core::backend::BackendStorage;
+use candle_core::{DType, Device, MetalDevice, Storage, Tensor};
+use candle_metal_kernels::metal::{
+    Buffer, ComputeCommandEncoder, ComputePipeline, ConstantValues, Library, MetalDeviceType, Value,
+};
+use candle_metal_kernels::source::Source;
+use candle_metal_kernels::utils::{set_param, Input, Output};
+use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSize};
+
+use super::{bindings, multiply, source, Binding, Products, KIND};
+use crate::backend::gpu::{argmax_on, log_probs_on, loss_on, plan_of, Argument, Gpu, Kind, Matrix, Product, BLOCK};
+use crate::backend::plan::Plan;
+use crate::backend::{Objective, Operands, Outcome, Task, Wanted};
+use crate::{Error, Result};
+
+pub(in crate::backend) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    let dtype = operands.contexts.dtype();
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => plan_of(&KIND, operands.sizes, dtype, task, budget),
+        got => Err(Error::DType { argument: "hidden", expected: "f16, bf16 or f32 on Metal".into(), got }),
+    }
+}
+
+pub(in crate::backend) fn loss(
+    operands: &Operands,
+    objective: &Objective,
+    wanted: Wanted,
+    plan: &Plan,
+) -> Result<Outcome> {
+    loss_on(&Metal::of(operands)?, operands, objective, wanted, plan)
+}
+
+pub(in crate::backend) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    log_probs_on(&Metal::of(operands)?, operands, plan)
+}
+
+pub(in crate::backend) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    argmax_on(&Metal::of(operands)?, operands, plan)
+}
+
+/// A device at work on one mixture.
+struct Metal {
+    device: MetalDevice,
+    /// Every buffer that was asked for. An address is the number of a buffer, counted from one, and an offset within it.
+    buffers: RefCell<Vec<Buffer>>,
+    scratch: RefCell<[Option<(Tensor, u64)>; 2]>,
+}
+
+/// The bits of an address that are an offset in bytes.
+const OFFSET_BITS: u32 = 40;
+
+impl Metal {
+    fn of(operands: &Operands) -> Result<Self> {
+        match operands.contexts.device() {
+            Device::Metal(device) => {
+                Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: RefCell::default() })
+            }
+            device => Err(wrong_device(format!("{:?}", device.location()))),
+        }
+    }
+
+    fn buffer(&self, address: u64) -> (Buffer, usize) {
+        let number = (address >> OFFSET_BITS) as usize;
+        (self.buffers.borrow()[number - 1].clone(), (address & ((1 << OFFSET_BITS) - 1)) as usize)
+    }
+
+    /// A kernel of ours, compiled once for each GPU.
+    fn pipeline(&self, kernel: &str) -> Result<ComputePipeline> {
+        type Pipelines = HashMap<(u64, String), ComputePipeline>;
+        static CACHE: OnceLock<Mutex<(HashMap<u64, Library>, Pipelines)>> = OnceLock::new();
+        // A thread that panicked left the maps as they were.
+        let mut cache = CACHE.get_or_init(Default::default).lock().unwrap_or_else(|error| error.into_inner());
+        let (libraries, pipelines) = &mut *cache;
+        let id = self.device.registry_id();
+        if let Some(pipeline) = pipelines.get(&(id, kernel.to_owned())) {
+            return Ok(pipeline.clone());
+        }
+        let library = match libraries.get(&id) {
+            Some(library) => library.clone(),
+            None => libraries.entry(id).or_insert(self.compile()?).clone(),
+        };
+        let function = library.get_function(kernel, None).map_err(candle_core::Error::wrap)?;
+        let pipeline =
+            self.device.new_compute_pipeline_state_with_function(&function).map_err(candle_core::Error::wrap)?;
+        pipelines.insert((id, kernel.to_owned()), pipeline.clone());
+        Ok(pipeline)
+    }
+
+    fn compile(&self) -> Result<Library> {
+        let device = self.device.metal_device().as_ref();
+        // The first with what candle's products are made of, matrices that a warp shares.
+        if !device.supportsFamily(MTLGPUFamily::Apple7) {
+            return Err(wrong_device(format!("Metal on {}", device.name())));
+        }
+        let options = MTLCompileOptions::new();
+        if objc2::available!(macos = 15, ios = 18) {
+            options.setMathMode(MTLMathMode::Safe);
+        } else {
+            #[allow(deprecated)] // before these systems it is the one way to say so
+            options.setFastMathEnabled(false);
+        }
+        let library = self.device.new_library_with_source(&source(), Some(&options));
+        Ok(library.map_err(candle_core::Error::wrap)?)
+    }
+}
+
+fn wrong_device(got: String) -> Error {
+    Error::Device { argument: "hidden", expected: "Metal on an Apple GPU, M1 or A14 or later".into(), got }
+}
+
+impl Gpu for Metal {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn address(&self, tensor: &Tensor) -> Result<u64> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Metal(storage) = &*storage else {
+            return Err(wrong_device(format!("{:?}", tensor.device().location())));
+        };
+        let mut buffers = self.buffers.borrow_mut();
+        buffers.push(storage.buffer().clone());
+        let offset = layout.start_offset() * storage.dtype().size_in_bytes();
+        Ok(((buffers.len() as u64) << OFFSET_BITS) + offset as u64)
+    }
+
+    fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()> {
+        if blocks == 0 {
+            return Ok(());
+        }
+        let bindings = bindings(arguments);
+        // What the kernel will not look at must be bound too.
+        let any = bindings.iter().find_map(|binding| match binding {
+            Binding::Read(address) | Binding::Write(address) => Some(self.buffer(*address).0),
+            _ => None,
+        });
+        // The encoder's lock is taken last: candle's own allocations would wait for it.
+        let pipeline = self.pipeline(kernel)?;
+        let encoder = self.device.command_encoder()?;
+        let encoder: &ComputeCommandEncoder = encoder.as_ref();
+        encoder.set_compute_pipeline_state(&pipeline);
+        for (place, binding) in bindings.iter().enumerate() {
+            match binding {
+                Binding::Read(address) => {
+                    let (buffer, offset) = self.buffer(*address);
+                    set_param(encoder, place, Input::with_offset(&buffer, offset));
+                }
+                Binding::Write(address) => {
+                    let (buffer, offset) = self.buffer(*address);
+                    set_param(encoder, place, Output::with_offset(&buffer, offset));
+                }
+                Binding::Absent => encoder.set_input_buffer(place, any.as_ref(), 0),
+                Binding::Bytes(bytes) => set_param(encoder, place, &bytes[..]),
+            }
+        }
+        encoder.dispatch_thread_groups(size(blocks, 1), size(BLOCK, 1));
+        Ok(())
+    }
+
+    fn multiply(&self, product: &Product) -> Result<()> {
+        multiply(self, product)
+    }
+}
+
+fn size(width: usize, height: usize) -> MTLSize {
+    MTLSize { width, height, depth: 1 }
+}
+
+/// `GEMMParams` of candle's `mlx_gemm.metal`.
+#[repr(C)]
+struct Sizes {
+    m: i32,
+    n: i32,
+    k: i32,
+    lhs_stride: i32,
+    rhs_stride: i32,
+    out_stride: i32,
+    tiles_n: i32,
+    tiles_m: i32,
+    batch_strides: [usize; 3],
+    swizzle_log: i32,
+    whole_steps: i32,
+    batch_dimensions: i32,
+}
+
+/// `GEMMAddMMParams` of candle's `mlx_gemm.metal`: how what is already there is added.
+#[repr(C)]
+struct Addition {
+    row_stride: i32,
+    column_stride: i32,
+    batch_stride: usize,
+    alpha: f32,
+    beta: f32,
+}
+
+/// How candle's kernel cuts a product up: rows, columns and terms of a tile, and how its warps share it.
+struct Tiles {
+    rows: usize,
+    columns: usize,
+    terms: usize,
+    warps: (usize, usize),
+}
+
+impl Metal {
+    /// Among those that candle's kernel is compiled for, chosen as candle does for f32.
+    fn tiles(&self, p: &Product) -> Tiles {
+        let by_transposed = !p.lhs.transposed && p.rhs.transposed;
+        let is_large = p.m * p.n >= 1 << 20;
+        let (rows, columns, terms, warps) = match self.device.metal_device().device_type() {
+            _ if p.m < 16 || p.n < 16 => (32, 32, 16, (2, 2)),
+            MetalDeviceType::Phone | MetalDeviceType::BasePro if by_transposed => (64, 32, 32, (2, 2)),
+            MetalDeviceType::Phone | MetalDeviceType::BasePro => (64, 64, 16, (2, 2)),
+            _ if is_large => (64, 64, 16, (2, 2)),
+            _ if by_transposed => (32, 64, 16, (1, 2)),
+            _ => (64, 32, 32, (2, 2)),
+        };
+        Tiles { rows, columns, terms, warps }
+    }
+}
+
+impl Products for Metal {
+    fn multiply_f32(&self, p: &Product) -> Result<()> {
+        let tiles = self.tiles(p);
+        let letter = |matrix: &Matrix| if matrix.transposed { 't' } else { 'n' };
+        let name = format!(
+            "gemm_{}{}_f32_f32_{}_{}_{}_{}_{}",
+            letter(&p.lhs),
+            letter(&p.rhs),
+            tiles.rows,
+            tiles.columns,
+            tiles.terms,
+            tiles.warps.0,
+            tiles.warps.1
+        );
+        let constants = ConstantValues::new(vec![
+            (10, Value::Bool(false)),                              // has_batch
+            (100, Value::Bool(p.accumulate)),                      // use_out_source
+            (110, Value::Bool(false)),                             // do_axpby
+            (200, Value::Bool(p.m.is_multiple_of(tiles.rows))),    // align_M
+            (201, Value::Bool(p.n.is_multiple_of(tiles.columns))), // align_N
+            (202, Value::Bool(p.k.is_multiple_of(tiles.terms))),   // align_K
+            (300, Value::Bool(false)),                             // do_gather
+        ]);
+        let sizes = Sizes {
+            m: p.m as i32,
+            n: p.n as i32,
+            k: p.k as i32,
+            lhs_stride: p.lhs.stride as i32,
+            rhs_stride: p.rhs.stride as i32,
+            out_stride: p.out_stride as i32,
+            tiles_n: p.n.div_ceil(tiles.columns) as i32,
+            tiles_m: p.m.div_ceil(tiles.rows) as i32,
+            batch_strides: [0; 3],
+            swizzle_log: 0,
+            whole_steps: (p.k / tiles.terms) as i32,
+            batch_dimensions: 1,
+        };
+        let addition =
+            Addition { row_stride: p.out_stride as i32, column_stride: 1, batch_stride: 0, alpha: 1.0, beta: 1.0 };
+        let pipeline = self
+            .device
+            .kernels()
+            .load_pipeline_with_constants(self.device.metal_device(), Source::Gemm, name, Some(constants))
+            .map_err(candle_core::Error::wrap)?;
+        let [lhs, rhs, out] = [p.lhs.address, p.rhs.address, p.out].map(|address| self.buffer(address));
+
+        let encoder = self.device.command_encoder()?;
+        let encoder: &ComputeCommandEncoder = encoder.as_ref();
+        encoder.set_compute_pipeline_state(&pipeline);
+        set_param(encoder, 0, Input::with_offset(&lhs.0, lhs.1));
+        set_param(encoder, 1, Input::with_offset(&rhs.0, rhs.1));
+        if p.accumulate {
+            set_param(encoder, 2, Input::with_offset(&out.0, out.1));
+            encoder.set_bytes(5, &addition);
+        }
+        set_param(encoder, 3, Output::with_offset(&out.0, out.1));
+        encoder.set_bytes(4, &sizes);
+        // Those of batches, of which there is one.
+        encoder.set_bytes(6, &1i32);
+        encoder.set_bytes(7, &[0usize; 2]);
+        encoder.dispatch_thread_groups(
+            size(sizes.tiles_n as usize, sizes.tiles_m as usize),
+            MTLSize { width: 32, height: tiles.warps.1, depth: tiles.warps.0 },
+        );
+        Ok(())
+    }
+
+    fn scratch(&self, operand: usize, elements: usize) -> Result<u64> {
+        if let Some((tensor, address)) = &self.scratch.borrow()[operand] {
+            if tensor.elem_count() >= elements {
+                return Ok(*address);
+            }
+        }
+        let tensor = Tensor::zeros(elements, DType::F32, &Device::Metal(self.device.clone()))?;
+        let address = self.address(&tensor)?;
+        self.scratch.borrow_mut()[operand] = Some((tensor, address));
+        Ok(address)
+    }
+}

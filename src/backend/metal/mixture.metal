@@ -1,0 +1,189 @@
+// mos-head: the kernels of the mixture on Apple GPUs: the functions of gpu/rows.h under the names that the host launches, and
+// what the products of half-precision operands need.
+//
+// The tensors of a kernel are bound one by one, in the order of its parameters; bit n of `present` says whether parameter n is
+// there. To be compiled with safe math: infinities and NaN are ordinary input.
+
+#include <metal_stdlib>
+using namespace metal;
+
+#define GLOBAL device
+#define SHARED threadgroup
+#define LOCAL thread
+#define FUNCTION METAL_FUNC
+// What a block shares: declared in a kernel.
+#ifndef OF_BLOCK
+#define OF_BLOCK(type, name, count) threadgroup type name[count]
+#endif
+typedef long i64;
+typedef half Half;
+// bf16 as its bits: not every GPU has the type, and none needs it here.
+struct Brain {
+    ushort bits;
+};
+
+namespace functions {
+
+FUNCTION float minus_infinity() { return as_type<float>(0xff800000u); }
+FUNCTION float not_a_number() { return as_type<float>(0x7fc00000u); }
+FUNCTION float exponential(float x) { return precise::exp(x); }
+FUNCTION float logarithm(float x) { return precise::log(x); }
+FUNCTION float hyperbolic_tangent(float x) { return precise::tanh(x); }
+FUNCTION float larger(float x, float y) { return fmax(x, y); }
+FUNCTION float shuffled(float x, int lane) { return simd_shuffle_xor(x, ushort(lane)); }
+FUNCTION int shuffled(int x, int lane) { return simd_shuffle_xor(x, ushort(lane)); }
+FUNCTION void synchronize() { threadgroup_barrier(mem_flags::mem_threadgroup); }
+
+FUNCTION void store(device float *to, float x) { *to = x; }
+FUNCTION void store(device Half *to, float x) { *to = Half(x); }
+// Rounded to nearest, ties to even; a NaN stays one.
+FUNCTION void store(device Brain *to, float x) {
+    const uint bits = as_type<uint>(x);
+    to->bits = ushort(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+FUNCTION float widened(device const Half *from) { return float(*from); }
+FUNCTION float widened(device const Brain *from) { return as_type<float>(uint(from->bits) << 16); }
+
+FUNCTION void load4(device const float *from, thread float *x) {
+    const float4 four = *reinterpret_cast<device const float4 *>(from);
+    for (int i = 0; i < 4; ++i) x[i] = four[i];
+}
+FUNCTION void store4(device float *to, thread const float *x) {
+    float4 four;
+    for (int i = 0; i < 4; ++i) four[i] = x[i];
+    *reinterpret_cast<device float4 *>(to) = four;
+}
+
+#include "../gpu/rows.h"
+
+// One thread per element.
+template <typename T> FUNCTION void widen(device const T *from, device float *to, int count, uint block, uint tid) {
+    const i64 i = (i64)block * BLOCK + tid;
+    if (i < count) to[i] = widened(from + i);
+}
+
+// One warp per row of `rhs` [n, k]: its inner products with the rows of `lhs` [m, k], a few at a time, in `out` [m, n].
+template <typename T>
+FUNCTION void inner_products(device const T *lhs, device const T *rhs, device float *out, i64 out_stride, int m, int n, int k,
+                             uint block, uint tid) {
+    const int AT_A_TIME = 8, lane = tid % 32;
+    const i64 column = (i64)block * WARPS + tid / 32;
+    // Whole warps leave.
+    if (column >= n) return;
+    device const T *row = rhs + column * k;
+    for (int first = 0; first < m; first += AT_A_TIME) {
+        float sums[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+        for (int i = lane; i < k; i += 32) {
+            const float x = widened(row + i);
+            for (int j = 0; j < AT_A_TIME; ++j) {
+                if (first + j < m) sums[j] += x * widened(lhs + (i64)(first + j) * k + i);
+            }
+        }
+        for (int j = 0; j < AT_A_TIME; ++j) {
+            for (int distance = 16; distance; distance >>= 1) sums[j] += shuffled(sums[j], distance);
+            if (lane == j && first + j < m) out[(first + j) * out_stride + column] = sums[j];
+        }
+    }
+}
+
+} // namespace functions
+
+using namespace functions;
+
+struct LogitsNumbers {
+    i64 stride;
+    float softcap;
+    int vocab;
+    int components;
+};
+struct ObjectiveNumbers {
+    i64 soft_stride;
+    float z_loss;
+    float filter;
+    float unit;
+};
+
+#ifndef KERNEL
+#define KERNEL [[kernel, max_total_threads_per_threadgroup(BLOCK)]] void
+#endif
+#define HERE constant uint &present, uint block [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]
+#define GIVEN(parameter, pointer) (present >> (parameter) & 1 ? pointer : nullptr)
+
+// The parameters that stand for a Logits, an Objective and a Rows; and these from them, from the number of the first on.
+#define LOGITS device const float *z, device const float *bias, constant LogitsNumbers &of_logits
+#define OBJECTIVE                                                                                                             \
+    device const int *words, device const float *hard, device const float *scales, device const float *soft,                 \
+        device const float *factor, constant ObjectiveNumbers &of_objective
+#define ROWS device const float *log_priors, device float *numbers, constant i64 &row_numbers
+#define LOGITS_AT(first)                                                                                                      \
+    Logits { z, GIVEN(first + 1, bias), of_logits.softcap, of_logits.vocab, of_logits.stride, of_logits.components }
+#define OBJECTIVE_AT(first)                                                                                                   \
+    Objective {                                                                                                               \
+        GIVEN(first, words), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                        \
+            GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.z_loss, of_objective.filter, of_objective.unit   \
+    }
+#define ROWS_AT(first) Rows { GIVEN(first, log_priors), numbers, row_numbers }
+
+KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, HERE) {
+    OF_BLOCK(Sum, of_warps, WARPS);
+    functions::row_log_sum_exp(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), block, tid, of_warps);
+}
+KERNEL token_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, constant int &tokens, constant int &components, HERE) {
+    functions::token_loss(OBJECTIVE_AT(0), ROWS_AT(6), nll, loss, tokens, components, block, tid);
+}
+KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, HERE) {
+    OF_BLOCK(float, of_warps, WARPS);
+    functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, block, tid, of_warps);
+}
+KERNEL token_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *dropped, constant int &tokens,
+                    constant int &components, HERE) {
+    functions::token_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), dropped, tokens, components, block, tid);
+}
+KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_count, HERE) {
+    OF_BLOCK(int, of_threads, BLOCK);
+    functions::live_rows(ROWS_AT(0), live, count, row_count, tid, of_threads);
+}
+KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, device const int *live, device float *gradient,
+                        HERE) {
+    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, GIVEN(13, live), gradient, block, tid);
+}
+KERNEL scatter_rows(device const float *gathered, device const int *live, device float *all, constant int &columns, HERE) {
+    functions::scatter_rows(gathered, live, all, columns, block, tid);
+}
+KERNEL token_targets(device const i64 *targets, device const float *token_weights, device const float *class_weights,
+                     constant i64 &ignore_index, constant int &ignores, constant float &smoothing, device int *words,
+                     device float *hard, device float *weights, device float *counts, constant int &tokens, constant int &vocab,
+                     HERE) {
+    functions::token_targets(targets, GIVEN(1, token_weights), GIVEN(2, class_weights), ignore_index, ignores, smoothing, words,
+                             hard, weights, counts, tokens, vocab, block, tid);
+}
+KERNEL token_weighting(device const float *weights, device const float *upstream, device const float *largest_upstream,
+                       device const float *largest_weight, device float *scales, constant int &tokens, HERE) {
+    functions::token_weighting(weights, GIVEN(1, upstream), largest_upstream, largest_weight, scales, tokens, block, tid);
+}
+
+#define FOR_TYPE(name, T)                                                                                                     \
+    KERNEL mixture_log_probs_##name(LOGITS, OBJECTIVE, ROWS, device T *log_probs, constant i64 &out_stride,                   \
+                                    device float *loss, device int *argmax, HERE) {                                           \
+        OF_BLOCK(float, of_warps, WARPS);                                                                                     \
+        OF_BLOCK(Largest, largest_of_warps, WARPS);                                                                           \
+        functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(12, log_probs), out_stride,             \
+                                     GIVEN(14, loss), GIVEN(15, argmax), block, tid, of_warps, largest_of_warps);             \
+    }                                                                                                                         \
+    KERNEL gather_rows_##name(device const T *all, device const int *live, device T *gathered, constant int &columns, HERE) { \
+        functions::gather_rows(all, live, gathered, columns, block, tid);                                                     \
+    }
+FOR_TYPE(f32, float)
+FOR_TYPE(f16, Half)
+FOR_TYPE(bf16, Brain)
+
+#define FOR_HALF_TYPE(name, T)                                                                                                \
+    KERNEL widen_##name(device const T *from, device float *to, constant int &count, HERE) {                                  \
+        functions::widen(from, to, count, block, tid);                                                                        \
+    }                                                                                                                         \
+    KERNEL inner_products_##name(device const T *lhs, device const T *rhs, device float *out, constant i64 &out_stride,       \
+                                 constant int &m, constant int &n, constant int &k, HERE) {                                   \
+        functions::inner_products(lhs, rhs, out, out_stride, m, n, k, block, tid);                                            \
+    }
+FOR_HALF_TYPE(f16, Half)
+FOR_HALF_TYPE(bf16, Brain)

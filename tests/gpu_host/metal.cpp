@@ -1,0 +1,75 @@
+// Runs the kernels of src/backend/metal/mixture.metal on the host.
+
+#include "machine.h"
+
+#include <tuple>
+#include <utility>
+
+// Kernels are functions of their buffers, then of the numbers of the block and of the thread.
+template <auto function> struct Unpack;
+
+#include "mixture.metal" // from the folder that the compiler is told
+
+#undef thread
+
+// A buffer is bound: a tensor by its address, numbers by the address of their bytes.
+template <typename A> static A bound(void *slot) {
+    if constexpr (std::is_pointer_v<A>) {
+        return static_cast<A>(slot);
+    } else {
+        return *static_cast<std::remove_reference_t<A> *>(slot);
+    }
+}
+
+template <typename... A, void (*function)(A...)> struct Unpack<function> {
+    using All = std::tuple<A...>;
+    static constexpr size_t BUFFERS = sizeof...(A) - 2;
+    template <size_t... I> static void call(void **slots, std::index_sequence<I...>) {
+        function(bound<std::tuple_element_t<I, All>>(slots[I])..., machine::block, machine::thread);
+    }
+    template <size_t... I> static std::vector<int> access(std::index_sequence<I...>) {
+        return {machine::access_of<std::tuple_element_t<I, All>>()...};
+    }
+    static void run(void **slots) { call(slots, std::make_index_sequence<BUFFERS>()); }
+    static machine::Kernel named(const char *name) { return {name, run, access(std::make_index_sequence<BUFFERS>())}; }
+};
+
+#undef KERNEL
+#define KERNEL(name) Unpack<&::name>::named(#name)
+#define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(gather_rows_##type)
+static const machine::Kernel kernels[] = {
+    KERNEL(row_log_sum_exp),
+    KERNEL(token_loss),
+    KERNEL(row_soft_mass),
+    KERNEL(token_scales),
+    KERNEL(live_rows),
+    KERNEL(row_gradient_f32),
+    KERNEL(scatter_rows),
+    KERNEL(token_targets),
+    KERNEL(token_weighting),
+    KERNELS_FOR(f32),
+    KERNELS_FOR(f16),
+    KERNELS_FOR(bf16),
+    KERNEL(widen_f16),
+    KERNEL(widen_bf16),
+    KERNEL(inner_products_f16),
+    KERNEL(inner_products_bf16),
+};
+
+static const machine::Kernel *find(const char *name) {
+    for (const machine::Kernel &one : kernels)
+        if (!std::strcmp(one.name, name)) return &one;
+    return nullptr;
+}
+
+// Gives 0, or 1 if there is no such kernel.
+extern "C" int launch(const char *name, unsigned blocks, void **slots) {
+    return machine::launch(kernels, std::size(kernels), name, blocks, slots);
+}
+// How many buffers a kernel has; -1 if there is no such kernel.
+extern "C" int slots(const char *name) {
+    const machine::Kernel *of_name = find(name);
+    return of_name ? int(of_name->access.size()) : -1;
+}
+// 1: the kernel reads this buffer only; 2: it may write it.
+extern "C" int access(const char *name, int slot) { return find(name)->access.at(slot); }

@@ -40,6 +40,8 @@ struct Code {
     std::string roles;
     Constants constants;
     virtual void run(const Launch &) const = 0;
+    // Whether this launch is told to leave a slot alone, though something is bound to it.
+    virtual bool leaves_alone(const Launch &, size_t) const { return false; }
     virtual ~Code() {}
 
     [[noreturn]] void fail(const std::string &what) const { die(name + ": " + what); }

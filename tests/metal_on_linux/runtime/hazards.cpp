@@ -64,20 +64,22 @@ class Running {
         launch.groups = {groups(grid.width, group.width), groups(grid.height, group.height), groups(grid.depth, group.depth)};
         launch.threads = {threads(grid.width, group.width), threads(grid.height, group.height), threads(grid.depth, group.depth)};
 
-        std::set<Buffer *> reads, writes;
         for (size_t i = 0; i < code.roles.size(); i++) {
             if (code.roles[i] == '.') continue;
             std::string who = "buffer " + std::to_string(i);
             if (i >= command.arguments.size() || !command.arguments[i].set) code.fail(who + " is not set");
             const Argument &argument = command.arguments[i];
-            bool writes_it = code.roles[i] == 'w';
-            if (!argument.buffer) {
-                if (writes_it) code.fail(who + " is written, but only bytes were set");
+            if (argument.buffer) {
+                launch.slots[i] = {argument.buffer->bytes + argument.offset, argument.buffer->length - argument.offset};
+            } else {
+                if (code.roles[i] == 'w') code.fail(who + " is written, but only bytes were set");
                 launch.slots[i] = {const_cast<char *>(argument.bytes.data()), argument.bytes.size()};
-                continue;
             }
-            launch.slots[i] = {argument.buffer->bytes + argument.offset, argument.buffer->length - argument.offset};
-            (writes_it ? writes : reads).insert(argument.buffer.get());
+        }
+        std::set<Buffer *> reads, writes;
+        for (size_t i = 0; i < code.roles.size(); i++) {
+            if (code.roles[i] == '.' || !command.arguments[i].buffer || code.leaves_alone(launch, i)) continue;
+            (code.roles[i] == 'w' ? writes : reads).insert(command.arguments[i].buffer.get());
         }
         check(code.name, reads, writes);
         code.run(launch);

@@ -2,10 +2,10 @@
 
 use candle_core::{DType, MetalDevice, MetalStorage, Result};
 use candle_metal_kernels::metal::{Buffer, ConstantValues, Value};
-use candle_metal_kernels::utils::EncoderParam;
-use candle_metal_kernels::source::Source;
-use candle_metal_kernels::utils::Output;
 use candle_metal_kernels::set_params;
+use candle_metal_kernels::source::Source;
+use candle_metal_kernels::utils::EncoderParam;
+use candle_metal_kernels::utils::Output;
 use objc2_metal::MTLSize;
 
 /// A matrix in a buffer: where it begins and how far apart its rows are, in elements.

@@ -41,7 +41,10 @@ pub fn assert_close(what: &str, got: &Tensor, wanted: &Tensor, dtype: DType) -> 
     for (i, (got, wanted)) in values(got)?.into_iter().zip(values(wanted)?).enumerate() {
         let close = (got - wanted).abs() <= tolerance(dtype) * wanted.abs().max(1.0);
         // Infinities differ by NaN, and so does NaN.
-        assert!(close || got == wanted || got.is_nan() && wanted.is_nan(), "{what}, {dtype:?}: element {i} is {got}, not {wanted}");
+        assert!(
+            close || got == wanted || got.is_nan() && wanted.is_nan(),
+            "{what}, {dtype:?}: element {i} is {got}, not {wanted}"
+        );
     }
     Ok(())
 }

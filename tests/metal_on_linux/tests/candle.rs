@@ -80,8 +80,14 @@ fn functions_of_two_numbers() -> Result<()> {
         ("gt", |x| x[0].broadcast_gt(&x[1])),
         ("ge", |x| x[0].broadcast_ge(&x[1])),
     ];
-    let shapes: [[&[usize]; 2]; 6] =
-        [[&[4, 5], &[4, 5]], [&[4, 5], &[5]], [&[4, 1], &[1, 5]], [&[4, 5], &[1, 1]], [&[1], &[4, 5]], [&[2, 1, 3], &[4, 1]]];
+    let shapes: [[&[usize]; 2]; 6] = [
+        [&[4, 5], &[4, 5]],
+        [&[4, 5], &[5]],
+        [&[4, 1], &[1, 5]],
+        [&[4, 5], &[1, 1]],
+        [&[1], &[4, 5]],
+        [&[2, 1, 3], &[4, 1]],
+    ];
     for [left, right] in shapes {
         check(&[numbers(left, 3), numbers(right, 4)], operations)?;
     }
@@ -228,7 +234,9 @@ fn indexing() -> Result<()> {
         ("scatter_add", |x| x[0].scatter_add(&x[2], &x[3], 1)),
         ("index_add", |x| x[0].index_add(&x[1], &x[0], 0)),
         ("where", |x| x[0].ge(0.0)?.where_cond(&x[0], &x[0].zeros_like()?)),
-        ("where of views", |x| x[0].t()?.ge(0.0)?.where_cond(&x[0].t()?, &x[0].narrow(0, 0, 1)?.t()?.broadcast_as((5, 4))?)),
+        ("where of views", |x| {
+            x[0].t()?.ge(0.0)?.where_cond(&x[0].t()?, &x[0].narrow(0, 0, 1)?.t()?.broadcast_as((5, 4))?)
+        }),
         ("order", |x| x[0].arg_sort_last_dim(false)),
         ("order", |x| x[0].arg_sort_last_dim(true)),
         ("cross_entropy", |x| candle_nn::loss::cross_entropy(&x[0], &x[1])),

@@ -25,7 +25,8 @@ const OFFSETS: [usize; 4] = [4, 6, 9, 11];
 fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()> {
     let (m, n, k) = case.sizes;
     let [ta, tb] = case.transposed;
-    let shape = |rows: usize, columns: usize, transposed: bool| if transposed { (columns, rows) } else { (rows, columns) };
+    let shape =
+        |rows: usize, columns: usize, transposed: bool| if transposed { (columns, rows) } else { (rows, columns) };
     let shapes = [shape(m, k, ta), shape(k, n, tb), (m, n), (m, n)];
     let strides: Vec<usize> = shapes.iter().zip(GAPS).map(|(shape, gap)| shape.1 + gap).collect();
     let length = |i: usize| OFFSETS[i] + shapes[i].0 * strides[i];
@@ -73,7 +74,12 @@ fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()>
         }
     }
     let wanted = Tensor::new(wanted, &Device::Cpu)?.to_dtype(case.dtype)?;
-    assert_close(&format!("{:?} {:?} {weights:?} {in_place}", case.sizes, case.transposed), &gpu[d_is], &wanted, case.dtype)
+    assert_close(
+        &format!("{:?} {:?} {weights:?} {in_place}", case.sizes, case.transposed),
+        &gpu[d_is],
+        &wanted,
+        case.dtype,
+    )
 }
 
 #[test]

@@ -99,9 +99,7 @@ const FAULTS: [Fault; 14] = [
         })
     }),
     ("empty_buffer", "a buffer of no bytes", |device| device.new_private_buffer(0, DType::F32, "").map(|_| ())),
-    ("no_threads", "a dispatch of no threads", |device| {
-        encode(device, "exp_f32", |encoder| dispatch(encoder, 0, 1))
-    }),
+    ("no_threads", "a dispatch of no threads", |device| encode(device, "exp_f32", |encoder| dispatch(encoder, 0, 1))),
     ("too_many_threads", "a threadgroup of 1025 threads", |device| {
         encode(device, "exp_f32", |encoder| dispatch(encoder, 1, 1025))
     }),

@@ -101,7 +101,8 @@ fn roles(list: &str) -> String {
         if !device && !parameter.contains("constant ") {
             continue;
         }
-        let conditional = parameter.split_once("function_constant(").map(|(_, rest)| rest.split(')').next().unwrap_or(""));
+        let conditional =
+            parameter.split_once("function_constant(").map(|(_, rest)| rest.split(')').next().unwrap_or(""));
         let role = match conditional {
             Some("use_out_source") => 'C',
             Some("do_gather" | "gather_bias") => continue,

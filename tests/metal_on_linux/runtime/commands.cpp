@@ -118,13 +118,13 @@ static int methods = [] {
         self->ended = true;
     });
     method(encoder, "waitForFence:", [](Encoder *self, SEL, Fence *fence) {
-        Command command(Command::WAIT);
-        command.fence = fence;
-        self->record(std::move(command));
+        bool more = !self->commands.empty() && self->commands.back().kind == Command::WAIT;
+        if (!more) self->record(Command(Command::WAIT));
+        self->commands.back().fences.push_back(fence);
     });
     method(encoder, "updateFence:", [](Encoder *self, SEL, Fence *fence) {
         Command command(Command::UPDATE);
-        command.fence = fence;
+        command.fences.push_back(fence);
         self->record(std::move(command));
     });
 

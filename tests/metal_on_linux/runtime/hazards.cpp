@@ -31,12 +31,15 @@ class Running {
             written.clear();
             break;
         case Command::WAIT:
-            for (Turn turn : command.fence->past)
-                if (turn > over) past.insert(turn);
+            for (const Ref<Fence> &fence : command.fences)
+                if (fence->last > over) past.insert(fence->past.upper_bound(over), fence->past.end());
             break;
         case Command::UPDATE:
-            command.fence->past = past;
-            command.fence->past.insert(now);
+            for (const Ref<Fence> &fence : command.fences) {
+                fence->past = past;
+                fence->past.insert(now);
+                fence->last = now;
+            }
             break;
         case Command::COPY:
             check("a copy", {command.source.get()}, {command.target.get()});

@@ -36,8 +36,9 @@ struct Buffer : Object {
 };
 
 struct Fence : Object {
-    // What has happened once this fence was updated.
+    // What has happened once this fence was updated, and the last of it.
     std::set<Turn> past;
+    Turn last = 0;
     Fence();
 };
 
@@ -64,8 +65,8 @@ struct Command {
     Ref<Buffer> source, target;
     size_t from = 0, at = 0, length = 0;
     int value = 0;
-    // WAIT, UPDATE
-    Ref<Fence> fence;
+    // WAIT, UPDATE. candle waits for hundreds at once.
+    std::vector<Ref<Fence>> fences;
 
     explicit Command(Kind kind) : kind(kind) {}
 };

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs candle's Metal backend, and this crate's on top of it, where there is no Metal: on the make-believe device of
+# tests/metal_on_linux. Needs a Rust toolchain and a C++ compiler. Arguments go to `cargo test`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# objc2-metal as the registry has it, less the line that asks the linker for Apple's framework.
+version=0.3.2
+copy=target/metal-on-linux/objc2-metal
+if [[ ! -e $copy/.complete ]]; then
+    manifest=$(cargo metadata --locked --format-version 1 --features metal --filter-platform aarch64-apple-darwin |
+        grep -o "\"manifest_path\":\"[^\"]*/objc2-metal-$version/Cargo.toml\"" | head -n 1 | cut -d '"' -f 4)
+    rm -rf "$copy"
+    mkdir -p "$(dirname "$copy")"
+    cp -r "$(dirname "$manifest")" "$copy"
+    chmod -R u+w "$copy"
+    rm -f "$copy/.cargo-ok" "$copy/.cargo_vcs_info.json" "$copy/Cargo.lock"
+    line='#[link(name = "Metal", kind = "framework")]'
+    files=$(grep -rlF --include=*.rs "$line" "$copy/src")
+    for file in $files; do
+        grep -vxF "$line" "$file" >"$file.less"
+        mv "$file.less" "$file"
+    done
+    touch "$copy/.complete"
+fi
+
+exec cargo test --locked --manifest-path tests/metal_on_linux/Cargo.toml "$@"

@@ -1,0 +1,67 @@
+// candle's kernels by their names. Their texts are not compiled: each has a stand-in here that takes the same arguments in
+// the same slots and does the same arithmetic, in one thread, and minds the bounds of what it is given.
+#pragma once
+#include <functional>
+
+#include "code.h"
+#include "numbers.h"
+
+typedef std::function<void(const Launch &)> Run;
+
+// Says that there is a kernel. `roles` as in `Code`; a slot that is read only if use_out_source is set has a capital C.
+void kernel(const std::string &name, const std::string &roles, Run run);
+
+// What is bound to a slot, as numbers.
+template <class T> class View {
+    const Code *code;
+    size_t slot, count;
+    char *bytes;
+
+  public:
+    View(const Launch &launch, size_t slot)
+        : code(launch.code), slot(slot), count(launch.slots[slot].size / sizeof(T)), bytes(launch.slots[slot].bytes) {}
+
+    T get(size_t i) const {
+        T value;
+        memcpy(&value, at(i), sizeof(T));
+        return value;
+    }
+    void set(size_t i, T value) const { memcpy(at(i), &value, sizeof(T)); }
+
+  private:
+    char *at(size_t i) const {
+        if (i >= count) code->fail("buffer " + std::to_string(slot) + ": element " + std::to_string(i) + " of " + std::to_string(count));
+        return bytes + i * sizeof(T);
+    }
+};
+
+template <class T> T scalar(const Launch &launch, size_t slot) { return View<T>(launch, slot).get(0); }
+
+// A kernel of one thread for `elements` each, and no more than `each` of them. A thread more than needed is no fault.
+inline void covers(const Launch &launch, size_t elements, size_t each = 1) {
+    size_t needed = (elements + each - 1) / each;
+    if (launch.threads.count() < needed)
+        launch.code->fail(std::to_string(launch.threads.count()) + " threads for " + std::to_string(elements) + " elements");
+}
+
+// How many elements candle gives to each thread of an elementwise kernel.
+template <class T> size_t per_thread() { return (8 + sizeof(T) - 1) / sizeof(T); }
+
+// Where the elements of a strided tensor are; `from` is the slot of its rank, its dimensions and strides being in others.
+class Strides {
+    size_t rank;
+    View<uint64_t> dims, strides;
+
+  public:
+    Strides(const Launch &launch, size_t rank, size_t dims, size_t strides)
+        : rank(scalar<uint64_t>(launch, rank)), dims(launch, dims), strides(launch, strides) {}
+
+    size_t operator()(size_t i) const {
+        size_t at = 0;
+        for (size_t d = rank; d-- > 0;) {
+            at += i % dims.get(d) * strides.get(d);
+            i /= dims.get(d);
+        }
+        return at;
+    }
+};

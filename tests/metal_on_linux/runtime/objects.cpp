@@ -1,0 +1,76 @@
+// The Objective-C runtime: selectors, messages, reference counts.
+#include "objects.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <set>
+
+void die(const std::string &what) {
+    fprintf(stderr, "make-believe Metal: %s\n", what.c_str());
+    fflush(stderr);
+    abort();
+}
+
+// A caller that wants to keep an autoreleased object says so before it does anything else, and takes over the one
+// reference there is; so no pool has to hold it meanwhile.
+static thread_local id handed_over;
+
+id autoreleased(id object) {
+    handed_over = object;
+    return object;
+}
+
+// Stands for the class of every class, where somebody asks for that.
+static Class metaclass("a metaclass");
+
+static bool same(id a, SEL, id b) { return a == b; }
+static size_t hash(id object, SEL) { return size_t(object); }
+
+static Method find(Class *c, SEL selector, bool of_class) {
+    auto &methods = of_class ? c->class_methods : c->instance_methods;
+    auto found = methods.find(selector);
+    if (found != methods.end()) return found->second;
+    if (std::string(selector) == "isEqual:") return Method(same);
+    if (std::string(selector) == "hash") return Method(hash);
+    die(std::string(of_class ? "+[" : "-[") + c->name + " " + selector + "] is not there");
+}
+
+extern "C" {
+SEL sel_registerName(const char *name) {
+    static std::set<std::string> names;
+    static std::mutex one;
+    std::lock_guard<std::mutex> lock(one);
+    return names.insert(name).first->c_str();
+}
+const char *sel_getName(SEL selector) { return selector; }
+bool sel_isEqual(SEL a, SEL b) { return a == b; }
+
+Method objc_msg_lookup(id receiver, SEL selector) {
+    bool of_class = !receiver->isa;
+    return find(of_class ? static_cast<Class *>(receiver) : receiver->isa, selector, of_class);
+}
+
+id objc_retain(id object) {
+    if (object && object->isa) object->references++;
+    return object;
+}
+void objc_release(id object) {
+    if (object && object->isa && --object->references == 0) delete object;
+}
+id objc_autorelease(id object) { return object; }
+id objc_retainAutoreleasedReturnValue(id object) {
+    if (object && object == handed_over) {
+        handed_over = nullptr;
+        return object;
+    }
+    return objc_retain(object);
+}
+void *objc_autoreleasePoolPush() { return nullptr; }
+void objc_autoreleasePoolPop(void *) {}
+
+Class *object_getClass(id object) { return object->isa ? object->isa : &metaclass; }
+const char *class_getName(Class *c) { return c->name; }
+bool class_isMetaClass(Class *c) { return c == &metaclass; }
+Class *objc_getClass(const char *) { return nullptr; }
+}

@@ -1,0 +1,160 @@
+//! candle's matrix product on Metal with parameters of our own: row strides, offsets, and a sum with what is there.
+
+use candle_core::{DType, MetalDevice, MetalStorage, Result};
+use candle_metal_kernels::metal::{Buffer, ConstantValues, Value};
+use candle_metal_kernels::set_params;
+use candle_metal_kernels::source::Source;
+use candle_metal_kernels::utils::EncoderParam;
+use candle_metal_kernels::utils::Output;
+use objc2_metal::MTLSize;
+
+/// A matrix in a buffer: where it begins and how far apart its rows are, in elements.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    pub buffer: &'a Buffer,
+    pub offset: usize,
+    pub stride: usize,
+    /// Whether its rows are what the product takes for columns.
+    pub transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    pub fn new(storage: &'a MetalStorage, offset: usize, stride: usize) -> Self {
+        Self { buffer: storage.buffer(), offset, stride, transposed: false }
+    }
+
+    pub fn transposed(self) -> Self {
+        Self { transposed: true, ..self }
+    }
+}
+
+/// `GEMMParams` of the kernel.
+#[repr(C)]
+struct Params {
+    m: i32,
+    n: i32,
+    k: i32,
+    lda: i32,
+    ldb: i32,
+    ldd: i32,
+    tiles_n: i32,
+    tiles_m: i32,
+    batch_stride_a: usize,
+    batch_stride_b: usize,
+    batch_stride_d: usize,
+    swizzle_log: i32,
+    k_iterations: i32,
+    batch_ndim: i32,
+}
+
+/// `GEMMAddMMParams` of the kernel.
+#[repr(C)]
+struct AddParams {
+    ldc: i32,
+    fdc: i32,
+    batch_stride_c: usize,
+    alpha: f32,
+    beta: f32,
+}
+
+macro_rules! as_bytes {
+    ($($type:ty),+) => {$(
+        impl EncoderParam for $type {
+            fn set_param(encoder: &candle_metal_kernels::metal::ComputeCommandEncoder, position: usize, data: Self) {
+                encoder.set_bytes(position, &data);
+            }
+        }
+    )+};
+}
+as_bytes!(Params, AddParams);
+
+/// How `d` is made of the product of `a` and `b`.
+#[derive(Clone, Copy)]
+pub enum Into<'a> {
+    /// `d = a b`.
+    Product,
+    /// `d = a b + c`, where `c` may be `d`.
+    Sum(Matrix<'a>),
+    /// `d = alpha a b + beta c`, where `c` may be `d`.
+    Weighted(Matrix<'a>, f32, f32),
+}
+
+/// The tile that the kernel is asked for: rows, columns, depth, and SIMD groups down and across.
+const TILE: [usize; 5] = [32, 32, 16, 2, 2];
+
+/// `d`, of `m` rows and `n` columns, from `a` (`m`, `k`) and `b` (`k`, `n`).
+pub fn gemm(
+    device: &MetalDevice,
+    dtype: DType,
+    (m, n, k): (usize, usize, usize),
+    [a, b, d]: [Matrix<'_>; 3],
+    into: Into<'_>,
+) -> Result<()> {
+    let [bm, bn, bk, wm, wn] = TILE;
+    let (c, alpha, beta) = match into {
+        Into::Product => (None, 1.0, 0.0),
+        Into::Sum(c) => (Some(c), 1.0, 1.0),
+        Into::Weighted(c, alpha, beta) => (Some(c), alpha, beta),
+    };
+    let constants = ConstantValues::new(vec![
+        (10, Value::Bool(false)),
+        (100, Value::Bool(c.is_some())),
+        (110, Value::Bool(matches!(into, Into::Weighted(..)))),
+        (200, Value::Bool(m % bm == 0)),
+        (201, Value::Bool(n % bn == 0)),
+        (202, Value::Bool(k % bk == 0)),
+        (300, Value::Bool(false)),
+    ]);
+    let letter = |matrix: Matrix<'_>| if matrix.transposed { "t" } else { "n" };
+    let dtype_name = dtype.as_str();
+    let name = format!("gemm_{}{}_{dtype_name}_{dtype_name}_{bm}_{bn}_{bk}_{wm}_{wn}", letter(a), letter(b));
+    let params = Params {
+        m: m as i32,
+        n: n as i32,
+        k: k as i32,
+        lda: a.stride as i32,
+        ldb: b.stride as i32,
+        ldd: d.stride as i32,
+        tiles_n: n.div_ceil(bn) as i32,
+        tiles_m: m.div_ceil(bm) as i32,
+        batch_stride_a: 0,
+        batch_stride_b: 0,
+        batch_stride_d: 0,
+        swizzle_log: 0,
+        k_iterations: (k / bk) as i32,
+        batch_ndim: 1,
+    };
+
+    // Before the encoder, which holds a lock.
+    let pipeline = device
+        .kernels()
+        .load_pipeline_with_constants(device.metal_device(), Source::Gemm, name, Some(constants))
+        .map_err(candle_core::Error::wrap)?;
+    let guard = device.command_encoder()?;
+    let encoder = guard.as_ref();
+    encoder.set_compute_pipeline_state(&pipeline);
+    let bytes = |matrix: Matrix<'_>| matrix.offset * dtype.size_in_bytes();
+    set_params!(
+        encoder,
+        (
+            (a.buffer, bytes(a)),
+            (b.buffer, bytes(b)),
+            (),
+            Output::with_offset(d.buffer, bytes(d)),
+            params,
+            (),
+            1i32,
+            [0usize; 2].as_slice()
+        )
+    );
+    if let Some(c) = c {
+        // Where C is D, what was said of D is enough to have them wait for it.
+        encoder.set_input_buffer(2, Some(c.buffer), bytes(c));
+        encoder.set_bytes(5, &AddParams { ldc: c.stride as i32, fdc: 1, batch_stride_c: 0, alpha, beta });
+    }
+    encoder.dispatch_thread_groups(
+        MTLSize { width: n.div_ceil(bn), height: m.div_ceil(bm), depth: 1 },
+        MTLSize { width: 32, height: wn, depth: wm },
+    );
+    Ok(())
+}

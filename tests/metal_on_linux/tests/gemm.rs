@@ -1,0 +1,99 @@
+//! candle's matrix product with parameters of our own is what a plain loop gives.
+
+use candle_core::{DType, Device, Result, Storage, Tensor};
+use metal_on_linux::gemm::{gemm, Into, Matrix};
+use metal_on_linux::{assert_close, metal, numbers, FLOATS};
+
+/// The storage of a tensor on the make-believe device.
+macro_rules! storage {
+    ($name:ident, $tensor:expr) => {
+        let (guard, _) = $tensor.storage_and_layout();
+        let Storage::Metal($name) = &*guard else { panic!("the tensor is elsewhere") };
+    };
+}
+
+struct Case {
+    sizes: (usize, usize, usize),
+    transposed: [bool; 2],
+    dtype: DType,
+}
+
+/// How far apart the rows of each matrix are beyond their length, and where the first begins.
+const GAPS: [usize; 4] = [3, 5, 7, 2];
+const OFFSETS: [usize; 4] = [4, 6, 9, 11];
+
+fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()> {
+    let (m, n, k) = case.sizes;
+    let [ta, tb] = case.transposed;
+    let shape =
+        |rows: usize, columns: usize, transposed: bool| if transposed { (columns, rows) } else { (rows, columns) };
+    let shapes = [shape(m, k, ta), shape(k, n, tb), (m, n), (m, n)];
+    let strides: Vec<usize> = shapes.iter().zip(GAPS).map(|(shape, gap)| shape.1 + gap).collect();
+    let length = |i: usize| OFFSETS[i] + shapes[i].0 * strides[i];
+    let cpu: Vec<Tensor> =
+        (0..4).map(|i| numbers(&[length(i)], i as u64).to_dtype(case.dtype)).collect::<Result<_>>()?;
+    let device = metal();
+    let gpu: Vec<Tensor> = cpu.iter().map(|tensor| tensor.to_device(&device)).collect::<Result<_>>()?;
+    let d_is = if in_place { 2 } else { 3 };
+    {
+        storage!(a, gpu[0]);
+        storage!(b, gpu[1]);
+        storage!(c, gpu[2]);
+        storage!(d, gpu[d_is]);
+        let matrix = |storage, i: usize| Matrix::new(storage, OFFSETS[i], strides[i]);
+        let (mut a, mut b) = (matrix(a, 0), matrix(b, 1));
+        if ta {
+            a = a.transposed();
+        }
+        if tb {
+            b = b.transposed();
+        }
+        let (c, d) = (matrix(c, 2), matrix(d, d_is));
+        let into = match weights {
+            Some((alpha, beta)) => Into::Weighted(c, alpha, beta),
+            None => Into::Sum(c),
+        };
+        gemm(device.as_metal_device()?, case.dtype, case.sizes, [a, b, d], into)?;
+    }
+
+    let values: Vec<Vec<f32>> =
+        cpu.iter().map(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).collect::<Result<_>>()?;
+    let at = |i: usize, row: usize, column: usize| OFFSETS[i] + row * strides[i] + column;
+    let mut wanted = values[d_is].clone();
+    let (alpha, beta) = weights.unwrap_or((1.0, 1.0));
+    for row in 0..m {
+        for column in 0..n {
+            let product: f32 = (0..k)
+                .map(|i| {
+                    let left = if ta { at(0, i, row) } else { at(0, row, i) };
+                    let right = if tb { at(1, column, i) } else { at(1, i, column) };
+                    values[0][left] * values[1][right]
+                })
+                .sum();
+            wanted[at(d_is, row, column)] = alpha * product + beta * values[2][at(2, row, column)];
+        }
+    }
+    let wanted = Tensor::new(wanted, &Device::Cpu)?.to_dtype(case.dtype)?;
+    assert_close(
+        &format!("{:?} {:?} {weights:?} {in_place}", case.sizes, case.transposed),
+        &gpu[d_is],
+        &wanted,
+        case.dtype,
+    )
+}
+
+#[test]
+fn strides_offsets_and_sums() -> Result<()> {
+    for dtype in FLOATS {
+        for sizes in [(5, 7, 3), (32, 32, 16), (33, 65, 40), (64, 5, 32)] {
+            for transposed in [[false, false], [false, true], [true, false], [true, true]] {
+                let case = Case { sizes, transposed, dtype };
+                for in_place in [false, true] {
+                    check(&case, None, in_place)?;
+                    check(&case, Some((0.5, -2.0)), in_place)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}

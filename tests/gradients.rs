@@ -266,8 +266,8 @@ on_each_device! {
             let variables = VarMap::new();
             let layer = tied(&case, &embedding, VarBuilder::from_varmap(&variables, dtype, device))?;
             for (name, variable) in variables.data().lock().expect("the variables").iter() {
-                let values = Tensor::from_slice(&case.values[name.as_str()], variable.dims(), device)?;
-                variable.set(&values.to_dtype(dtype)?)?;
+                let values = Tensor::from_slice(&case.values[name.as_str()], variable.dims(), &Device::Cpu)?;
+                variable.set(&values.to_dtype(dtype)?.to_device(device)?)?;
             }
             let hidden = embedding.embeddings().index_select(&Tensor::new(&ids, device)?, 0)?;
             let loss = layer.loss(&hidden, &case.target_tensor(device)?, &LossOptions::new())?;

@@ -312,8 +312,8 @@ on_each_device! {
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let targets = case.target_tensor(device)?;
             let values = |dtype| -> Result<Vec<f64>> {
-                let tokens = Tensor::new(weights(ROWS, 3), device)?.reshape((2, 5))?.to_dtype(dtype)?;
-                let classes = Tensor::new(weights(SIZES.vocab, 4), device)?.to_dtype(dtype)?;
+                let tokens = Tensor::new(weights(ROWS, 3), &Device::Cpu)?.reshape((2, 5))?.to_dtype(dtype)?.to_device(device)?;
+                let classes = Tensor::new(weights(SIZES.vocab, 4), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
                 let options = LossOptions::new().with_token_weights(tokens).with_class_weights(classes);
                 Ok(numbers(&layer.loss(&targets, &options)?.value))
             };

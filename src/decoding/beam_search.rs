@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::host;
 use crate::check::{check_number, check_sizes};
 use crate::{Error, OutputLayer, Result};
 
@@ -141,8 +142,7 @@ impl BeamSearch {
                 return Err(Error::shape("hidden", format!("[{}, hidden]", open.len()), hidden.dims()).into());
             }
             let words = top.tokens.to_vec2::<u32>().map_err(Error::from)?;
-            let log_probs = top.log_probs.to_dtype(candle_core::DType::F64).and_then(|t| t.to_vec2::<f64>());
-            let log_probs = log_probs.map_err(Error::from)?;
+            let log_probs = host::matrix(&top.log_probs)?;
 
             let mut next = Vec::new();
             (tokens, parents) = (Vec::new(), Vec::new());

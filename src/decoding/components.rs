@@ -1,9 +1,9 @@
 //! Fewer components: one, drawn from the priors; or those alone that matter.
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
+use super::host;
 use super::sampling::Sampler;
-use super::top_k::f64_tensor;
 use crate::check::check_number;
 use crate::mixture::Mixture;
 use crate::{Error, Result};
@@ -35,9 +35,7 @@ impl Mixture {
         let (tokens, components) = (operands.sizes.tokens, operands.sizes.components);
         let device = operands.contexts.device();
         let log_priors = match &operands.log_priors {
-            Some(log_priors) => {
-                log_priors.to_device(&Device::Cpu)?.to_dtype(candle_core::DType::F64)?.to_vec2::<f64>()?
-            }
+            Some(log_priors) => host::matrix(log_priors)?,
             None => vec![vec![0.0]; tokens],
         };
         if let Some(position) = log_priors.iter().position(|row| row.iter().any(|x| x.is_nan())) {
@@ -69,10 +67,10 @@ impl Mixture {
             dropped.push(drop.iter().map(|&k| row[k].exp()).sum());
         }
         let dtype = crate::backend::accumulation_dtype("contexts", operands.contexts.dtype())?;
-        let priors = f64_tensor(priors, &[tokens, kept], dtype, device)?;
+        let priors = host::rounded(priors, &[tokens, kept], dtype, device)?;
         Ok(Pruned {
             mixture: self.with_components(indices, kept, Some(priors))?,
-            total_variation: f64_tensor(dropped, self.leading(), dtype, device)?,
+            total_variation: host::rounded(dropped, self.leading(), dtype, device)?,
         })
     }
 
@@ -90,7 +88,7 @@ impl Mixture {
     fn with_components(&self, indices: Vec<u32>, kept: usize, log_priors: Option<Tensor>) -> Result<Mixture> {
         let mut operands = self.operands().clone();
         let contexts = operands.contexts.flatten(0, 1)?;
-        let indices = Tensor::from_vec(indices, operands.sizes.tokens * kept, contexts.device())?;
+        let indices = host::to_device(indices, operands.sizes.tokens * kept, contexts.device())?;
         // candle selects nothing from nothing.
         let contexts = if operands.sizes.tokens == 0 { contexts } else { contexts.index_select(&indices, 0)? };
         operands.contexts = contexts.reshape((operands.sizes.tokens, kept, operands.sizes.context))?.contiguous()?;

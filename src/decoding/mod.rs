@@ -7,6 +7,7 @@ mod beam_search;
 mod best;
 mod components;
 mod draw;
+mod host;
 mod sampling;
 mod top_k;
 

@@ -1,10 +1,11 @@
 //! How words are drawn: temperature, truncation, and the source of randomness.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::draw::{pass, Draw};
+use super::host;
 use crate::backend;
 use crate::check::check_number;
 use crate::mixture::Mixture;
@@ -112,7 +113,7 @@ impl Sampling {
 /// # Examples
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor};
+/// use candle_core::Tensor;
 /// use mos_head::{OutputLayer, Sampler, Sampling, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
@@ -157,7 +158,7 @@ impl Sampler {
 
     /// One index for each row of log-probabilities `[rows, n]`, `[rows]`.
     pub(crate) fn choose(&mut self, log_probs: &Tensor) -> Result<Vec<u32>> {
-        let rows = log_probs.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+        let rows = host::matrix(log_probs)?;
         let uniform = self.uniform(rows.len());
         let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
@@ -191,7 +192,7 @@ impl Mixture {
         let operands = mixture.operands();
         let uniform = sampler.uniform(operands.sizes.tokens);
         let words = backend::visit(operands, &Draw { sampling: &sampler.sampling, uniform: &uniform })?;
-        Ok(Tensor::from_vec(words, self.leading(), operands.contexts.device())?)
+        host::to_device(words, self.leading(), operands.contexts.device())
     }
 
     /// The mixture whose components' logits are divided by `temperature`, with the priors as they are.

@@ -1,8 +1,9 @@
 //! The most probable words and their log-probabilities.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 
 use super::best::best;
+use super::host;
 use crate::backend::{self, accumulation_dtype, Distribution, Float, Visit};
 use crate::mixture::Mixture;
 use crate::{Error, Result};
@@ -64,12 +65,8 @@ impl Mixture {
         let shape = [self.leading(), &[k]].concat();
         if let Some((tokens, log_probs)) = backend::top_k(operands, k)? {
             // A NaN comes first.
-            let first = if operands.sizes.tokens == 0 {
-                vec![]
-            } else {
-                log_probs.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<f32>()?
-            };
-            if let Some(position) = first.iter().position(|log_prob| log_prob.is_nan()) {
+            let position = host::matrix(&log_probs)?.iter().position(|row| row[0].is_nan());
+            if let Some(position) = position {
                 return Err(Error::Distribution { position });
             }
             return Ok(TopK {
@@ -83,13 +80,8 @@ impl Mixture {
         let log_probs: Vec<f64> = found.iter().flatten().map(|word| word.0).collect();
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         Ok(TopK {
-            tokens: Tensor::from_vec(tokens, shape.as_slice(), device)?,
-            log_probs: f64_tensor(log_probs, &shape, dtype, device)?,
+            tokens: host::to_device(tokens, shape.as_slice(), device)?,
+            log_probs: host::rounded(log_probs, &shape, dtype, device)?,
         })
     }
-}
-
-/// A tensor of another dtype, made on the host: not every device has f64.
-pub(super) fn f64_tensor(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
 }

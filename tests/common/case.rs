@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::on;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use mos_head::Activation;
 use rand::{rngs::StdRng, Rng, SeedableRng};
@@ -154,14 +155,14 @@ impl Case {
     pub fn constants(&self, dtype: DType, device: &Device) -> Result<Tensors> {
         let tensor = |(&name, values): (&&'static str, &Vec<f64>)| {
             let stored = Tensor::from_slice(values, self.shape(name), &Device::Cpu)?;
-            Ok((name, stored.to_dtype(dtype)?.to_device(device)?))
+            Ok((name, on(device, &stored.to_dtype(dtype)?)?))
         };
         self.values.iter().map(tensor).collect()
     }
 
     /// The targets as a tensor of `i64`.
     pub fn target_tensor(&self, device: &Device) -> Result<Tensor> {
-        Tensor::from_slice(&self.targets, self.lead.as_slice(), device)
+        on(device, &Tensor::from_slice(&self.targets, self.lead.as_slice(), &Device::Cpu)?)
     }
 }
 

@@ -90,7 +90,7 @@ pub fn least_workspace(layer: &Layer, targets: &Tensor, options: &LossOptions) -
 
 /// All numbers of a tensor.
 pub fn numbers(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.flatten_all().and_then(|t| t.to_dtype(DType::F64));
+    let flat = tensor.to_device(&Device::Cpu).and_then(|t| t.flatten_all()).and_then(|t| t.to_dtype(DType::F64));
     flat.and_then(|t| t.to_vec1()).expect("a readable tensor")
 }
 
@@ -107,8 +107,8 @@ pub fn gradients(store: &GradStore, tensors: &Tensors) -> BTreeMap<&'static str,
 
 /// Sends `upstream` backwards through `value`.
 pub fn backward(value: &Tensor, upstream: &[f64]) -> Result<GradStore> {
-    let upstream = Tensor::new(upstream, value.device())?.reshape(value.shape())?;
-    Ok((value * upstream.to_dtype(value.dtype())?)?.sum_all()?.backward()?)
+    let upstream = Tensor::new(upstream, &Device::Cpu)?.reshape(value.shape())?.to_dtype(value.dtype())?;
+    Ok((value * upstream.to_device(value.device())?)?.sum_all()?.backward()?)
 }
 
 /// What a check compares with, beyond the case and the objective.

@@ -3,7 +3,7 @@
 //!
 //! Softmaxes are spelt out, because candle's fused ones drop gradients.
 
-use candle_core::{DType, Result, Tensor, D};
+use candle_core::{DType, Device, Result, Tensor, D};
 use mos_head::{Activation, Reduction};
 
 use super::case::{Head, Tensors};
@@ -90,7 +90,7 @@ impl Operands {
 
         let constant = |values: Vec<f64>| {
             let length = values.len();
-            Tensor::from_vec(values, length, log_probs.device())?.to_dtype(log_probs.dtype())
+            Tensor::from_vec(values, length, &Device::Cpu)?.to_dtype(log_probs.dtype())?.to_device(log_probs.device())
         };
         let ids: Vec<u32> = classes.iter().map(|&y| y as u32).collect();
         let ids = Tensor::from_vec(ids, (rows, 1), log_probs.device())?;

@@ -12,7 +12,7 @@ pub mod objective;
 pub mod random;
 pub mod reference;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 /// Every device the test binary can reach: the CPU always, a GPU where candle was built for it and one is there.
 pub fn devices() -> Vec<Device> {
@@ -31,6 +31,14 @@ pub fn dtypes(device: &Device) -> &'static [DType] {
     match device {
         Device::Metal(_) | Device::Cuda(_) => &[DType::F32, DType::F16, DType::BF16],
         Device::Cpu => &[DType::F64, DType::F32, DType::F16, DType::BF16],
+    }
+}
+
+/// A tensor on a device. Metal, as candle asks it, makes nothing of no values.
+pub fn on(device: &Device, tensor: &Tensor) -> candle_core::Result<Tensor> {
+    match tensor.elem_count() {
+        0 => Tensor::zeros(tensor.shape(), tensor.dtype(), device),
+        _ => tensor.to_device(device),
     }
 }
 

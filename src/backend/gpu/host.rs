@@ -283,6 +283,10 @@ impl Products for Host {
         40
     }
 
+    fn terms(&self) -> usize {
+        16
+    }
+
     fn scratch(&self, operand: usize, elements: usize) -> Result<u64> {
         if let Some((tensor, address)) = &self.scratch.borrow()[operand] {
             if tensor.elem_count() >= elements {

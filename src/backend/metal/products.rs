@@ -12,6 +12,8 @@ use crate::Result;
 
 /// The most elements of the right operand that are made wider at a time, unless one row has more.
 const TILE: usize = 4 << 20;
+/// Of sums over a large vocabulary too many small terms would be lost: each is rounded against all before it.
+const TERMS: usize = 8192;
 /// Products of so many rows take the kernel of our own.
 const FEW_ROWS: usize = 16;
 /// Threads of a warp.
@@ -26,6 +28,10 @@ pub(in crate::backend) trait Products: Gpu {
     /// The elements of the right operand that are made wider at a time.
     fn tile(&self) -> usize {
         TILE
+    }
+    /// The terms of a sum that are added up one after another, before what comes of them is added to the rest.
+    fn terms(&self) -> usize {
+        TERMS
     }
 }
 
@@ -49,17 +55,21 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
         return inner_products(gpu, product);
     }
     let lhs = widened(gpu, 0, lhs, if lhs.transposed { k } else { m })?;
-    if rhs.dtype == DType::F32 {
-        return gpu.multiply_f32(&Product { lhs, ..*product });
-    }
     // The rows of the right operand as it is stored are columns of the result, or terms of its sums.
     let rows = if rhs.transposed { n } else { k };
-    let step = (gpu.tile() / rhs.stride).max(1);
-    for first in (0..rows).step_by(step) {
-        let tile_rows = step.min(rows - first);
+    let at_once = match (rhs.dtype, rhs.transposed) {
+        (DType::F32, true) => rows,
+        (DType::F32, false) => gpu.terms(),
+        (_, true) => gpu.tile() / rhs.stride,
+        (_, false) => (gpu.tile() / rhs.stride).min(gpu.terms()),
+    };
+    let offset = |elements: usize| (elements * DType::F32.size_in_bytes()) as u64;
+    let mut first = 0;
+    // Once even if there are no rows: sums without terms are zero.
+    loop {
+        let tile_rows = at_once.max(1).min(rows - first);
         let address = rhs.address + (first * rhs.stride * rhs.dtype.size_in_bytes()) as u64;
         let tile = widened(gpu, 1, Matrix { address, ..rhs }, tile_rows)?;
-        let offset = |elements: usize| (elements * DType::F32.size_in_bytes()) as u64;
         let part = Product { lhs, rhs: tile, ..*product };
         gpu.multiply_f32(&match rhs.transposed {
             true => Product { n: tile_rows, out: product.out + offset(first), ..part },
@@ -69,13 +79,11 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
                 Product { k: tile_rows, lhs, accumulate: product.accumulate || first > 0, ..part }
             }
         })?;
+        first += tile_rows;
+        if first >= rows {
+            return Ok(());
+        }
     }
-    // Sums without terms.
-    if rows == 0 {
-        let nothing = Matrix { address: gpu.scratch(1, 1)?, dtype: DType::F32, ..rhs };
-        gpu.multiply_f32(&Product { lhs, rhs: nothing, ..*product })?;
-    }
-    Ok(())
 }
 
 /// The first rows of a matrix as it is stored, in f32.

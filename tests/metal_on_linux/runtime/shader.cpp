@@ -18,7 +18,6 @@
 namespace {
 
 const std::string HARNESS = REPOSITORY "/tests/gpu_host";
-const std::string CONTEXT = REPOSITORY "/tests/metal_on_linux/runtime/context.h";
 
 struct Shader : Functions {
     int (*launch)(const char *name, unsigned blocks, void **slots);
@@ -94,7 +93,7 @@ std::string harness() {
     for (const auto &entry : std::filesystem::directory_iterator(HARNESS))
         if (entry.is_regular_file()) files.push_back(entry.path());
     std::sort(files.begin(), files.end());
-    std::string all = contents(CONTEXT);
+    std::string all;
     for (const std::string &file : files) all += file + contents(file);
     return all;
 }
@@ -127,7 +126,7 @@ std::string compile(const std::string &text) {
     if (!mkdtemp(folder.data())) die("no folder " + folder);
     std::ofstream(folder + "/mixture.metal") << text;
     std::string made = folder + "/libmixture.so", messages = folder + "/messages";
-    std::string command = "c++ -std=c++17 -O1 -shared -fPIC -include '" + CONTEXT + "' -I '" + folder + "' -I '" + HARNESS + "' '" + HARNESS + "/metal.cpp' -o '" + made + "' 2> '" + messages + "'";
+    std::string command = "c++ -std=c++17 -O1 -shared -fPIC -I '" + folder + "' -I '" + HARNESS + "' '" + HARNESS + "/metal.cpp' -o '" + made + "' 2> '" + messages + "'";
     if (system(command.c_str())) throw command + "\n" + contents(messages);
     // Another process may have been faster; both have made the same.
     if (rename(made.c_str(), path.c_str())) die("the compiled shader cannot be moved to " + path);

@@ -13,6 +13,7 @@ use super::case::{upstream, Case, Head, Tensors};
 use super::compare::{assert_close, Tolerance};
 use super::composed::Operands;
 use super::objective::Objective;
+use super::on;
 use super::reference::{truth, Truth};
 
 /// A head with the hidden states it is given, or the fused op alone.
@@ -108,7 +109,7 @@ pub fn gradients(store: &GradStore, tensors: &Tensors) -> BTreeMap<&'static str,
 /// Sends `upstream` backwards through `value`.
 pub fn backward(value: &Tensor, upstream: &[f64]) -> Result<GradStore> {
     let upstream = Tensor::new(upstream, &Device::Cpu)?.reshape(value.shape())?.to_dtype(value.dtype())?;
-    Ok((value * upstream.to_device(value.device())?)?.sum_all()?.backward()?)
+    Ok((value * on(value.device(), &upstream)?)?.sum_all()?.backward()?)
 }
 
 /// What a check compares with, beyond the case and the objective.

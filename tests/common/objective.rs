@@ -4,6 +4,8 @@
 use candle_core::{Device, Result, Tensor};
 use mos_head::{LossOptions, Reduction};
 
+use super::on;
+
 /// `l_t = tau_t (sum_v q_v (-log p(v)) + alpha mean_k lse_k^2)`, `q_v = c_v ((1 - eps) [v = y] + eps / V)`.
 #[derive(Clone, Debug)]
 pub struct Objective {
@@ -92,5 +94,5 @@ impl Objective {
 
 fn single(values: &[f64], shape: &[usize], device: &Device) -> Result<Tensor> {
     let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
-    Tensor::from_vec(values, shape, device)
+    on(device, &Tensor::from_vec(values, shape, &Device::Cpu)?)
 }

@@ -179,7 +179,9 @@ FUNCTION void token_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOB
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         // One component has all the responsibility, even for an impossible target.
-        const float share = components == 1 ? 1.f : exponential(rows.joint(r, rows.target_logit(r)) - log_p);
+        // Relative to the sum, not to its logarithm: large ones have no digits left for a share.
+        const float part = exponential(rows.joint(r, rows.target_logit(r)) - finite_or_zero(sum.largest));
+        const float share = components == 1 ? 1.f : part / sum.sum;
         const float mass = word == -1 ? 0.f : weighted(hard, share);
         rows.hard_mass(r) = mass;
         rows.mass(r) = mass;

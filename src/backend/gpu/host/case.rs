@@ -12,7 +12,9 @@ pub(super) const ALL: Wanted = Wanted { contexts: true, log_priors: true, weight
 pub(super) struct Case {
     pub(super) sizes: Sizes,
     pub(super) dtype: DType,
+    /// The largest weight, and the largest bias.
     pub(super) scale: f64,
+    pub(super) bias: f64,
     pub(super) softcap: Option<f64>,
     pub(super) options: LossOptions,
     /// Tokens of a chunk.
@@ -46,7 +48,7 @@ impl Case {
             contexts: rounded(random(2, &[tokens, components, context], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             weight: rounded(random(3, &[vocab, context], self.scale)),
-            bias: Some(random(4, &[vocab], 1.0).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
+            bias: Some(random(4, &[vocab], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             softcap: self.softcap,
         }
     }
@@ -140,6 +142,7 @@ pub(super) fn case(tokens: usize, components: usize, context: usize, vocab: usiz
         sizes: Sizes { tokens, components, context, vocab },
         dtype: DType::F32,
         scale: 1.0,
+        bias: 1.0,
         softcap: None,
         options: LossOptions::new(),
         chunk: 2,

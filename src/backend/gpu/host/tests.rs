@@ -64,6 +64,27 @@ fn large_logits_keep_their_precision() {
 }
 
 #[test]
+fn responsibilities_of_improbable_targets_add_up_to_one() {
+    for host in Host::all() {
+        for bias in [1e2, 1e3, 1e4] {
+            let case = Case { bias, ..case(9, 3, 6, 41) };
+            let plan = case.plan(&host);
+            let operands = case.operands(DType::F32);
+            let objective = Objective::Targets {
+                targets: Tensor::from_vec((0..9i64).map(|t| t * 4).collect(), 9, &Device::Cpu).unwrap(),
+                token_weights: None,
+                class_weights: None,
+                options: case.options.clone().with_reduction(Reduction::Sum),
+                upstream: None,
+            };
+            let outcome = loss_on(&host, &operands, &objective, ALL, &plan).unwrap();
+            let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
+            assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", host.language);
+        }
+    }
+}
+
+#[test]
 fn the_filter_drops_what_it_drops_on_the_cpu() {
     for host in Host::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {

@@ -343,6 +343,11 @@ fn layer(
     let product = rows.detach().matmul(&weight.detach().t()?)?;
     let result = forward(product, &bias.detach())?;
     autograd::attach(name, result, operands, move |[rows, weight, bias], result, upstream| {
+        // candle's Metal does not multiply nothing.
+        if rows.elem_count() == 0 {
+            let zeros = |operand: &Tensor| operand.track_op().then(|| operand.zeros_like()).transpose();
+            return Ok([zeros(rows)?, zeros(weight)?, zeros(bias)?]);
+        }
         let dz = gradient(result, upstream)?.to_dtype(rows.dtype())?;
         let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
         Ok([

@@ -164,7 +164,8 @@ on_each_device! {
     }
 
     fn frequencies_of_samples_are_the_probabilities(device: &Device) -> Result<()> {
-        let rows = 20_000;
+        // Other devices hand over the probabilities; what is drawn from them is the host's business everywhere.
+        let rows = if device.is_cpu() { 20_000 } else { 2_000 };
         for (seed, vocab) in [(5, 30), (6, 1200)] {
             let case = Case::random(Head::MixtureOfSoftmaxes, Sizes { vocab, ..SIZES }, &[1], seed);
             let tensors = case.constants(DType::F32, device)?;

@@ -113,7 +113,7 @@ impl Sampling {
 /// # Examples
 ///
 /// ```
-/// use candle_core::Tensor;
+/// use candle_core::{DType, Device, Tensor};
 /// use mos_head::{OutputLayer, Sampler, Sampling, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {

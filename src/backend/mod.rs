@@ -271,9 +271,9 @@ macro_rules! on_gpu {
         let _ = ($(&$argument),*);
         match $operands.contexts.device() {
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) => cuda::$function($($argument),*),
+            Device::Cuda(_) => gpu::$function(&cuda::Cuda::of($operands)?, $($argument),*),
             #[cfg(feature = "metal")]
-            Device::Metal(_) => metal::$function($($argument),*),
+            Device::Metal(_) => gpu::$function(&metal::Metal::of($operands)?, $($argument),*),
             device => Err(wrong_device(device)),
         }
     }};

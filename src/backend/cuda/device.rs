@@ -13,54 +13,16 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tenso
 use half::{bf16, f16};
 
 use super::KIND;
-use crate::backend::gpu::{
-    self, argmax_on, log_probs_on, loss_on, plan_of, top_k_on, Argument, Gpu, Kind, Matrix, Product, BLOCK,
-};
-use crate::backend::plan::Plan;
-use crate::backend::{Objective, Operands, Outcome, Task, Wanted};
+use crate::backend::gpu::{self, Argument, Gpu, Kind, Matrix, Product, BLOCK};
+use crate::backend::Operands;
 use crate::{Error, Result};
 
 /// The kernels, compiled by `build.rs`.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mixture.fatbin"));
 
-pub(in crate::backend) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let dtype = operands.contexts.dtype();
-    check_dtype(dtype)?;
-    plan_of(&KIND, operands.sizes, dtype, task, budget)
-}
-
-pub(in crate::backend) fn loss(
-    operands: &Operands,
-    objective: &Objective,
-    wanted: Wanted,
-    plan: &Plan,
-) -> Result<Outcome> {
-    loss_on(&Cuda::of(operands)?, operands, objective, wanted, plan)
-}
-
-pub(in crate::backend) fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-    log_probs_on(&Cuda::of(operands)?, operands, dtype, plan)
-}
-
-pub(in crate::backend) fn top_k(operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
-    top_k_on(&Cuda::of(operands)?, operands, k, plan)
-}
-
-pub(in crate::backend) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    argmax_on(&Cuda::of(operands)?, operands, plan)
-}
-
-/// Refuses what there are no kernels for.
-fn check_dtype(dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
-        got => Err(Error::DType { argument: "hidden", expected: "f16, bf16 or f32 on CUDA".into(), got }),
-    }
-}
-
 /// What is made once for each device and stream, and kept.
 #[derive(Clone)]
-struct Cuda {
+pub(in crate::backend) struct Cuda {
     stream: Arc<CudaStream>,
     kernels: Arc<CudaModule>,
     /// A handle of our own, which reads the factors of products from the device's memory; candle's reads them from the
@@ -72,7 +34,7 @@ struct Cuda {
 
 impl Cuda {
     /// The device of these operands.
-    fn of(operands: &Operands) -> Result<Self> {
+    pub(in crate::backend) fn of(operands: &Operands) -> Result<Self> {
         match operands.contexts.device() {
             Device::Cuda(device) => Self::cached(device),
             device => Err(wrong_device(device)),

@@ -16,7 +16,7 @@ use candle_core::{DType, Tensor};
 
 use super::plan::{Needs, Plan, Sizes};
 use super::{Backend, Gradients, Objective, Operands, Outcome, Task, Wanted};
-use crate::Result;
+use crate::{Error, Result};
 pub(super) use arguments::Argument;
 #[cfg(feature = "cuda")]
 pub(super) use arguments::{Logits, Objective as OfTokens, Rows};
@@ -30,8 +30,19 @@ const CACHED_LOGITS: usize = 32 << 20;
 const EFFICIENT_ROWS: usize = 512;
 const LARGEST_DEFAULT_BUDGET: usize = 256 << 20;
 
+/// The plan of a task, unless the operands are of a dtype that no GPU has kernels for.
+pub(super) fn plan<G: Gpu>(gpu: &G, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    match operands.contexts.dtype() {
+        dtype @ (DType::F32 | DType::F16 | DType::BF16) => plan_of(gpu.kind(), operands.sizes, dtype, task, budget),
+        got => {
+            let expected = format!("f16, bf16 or f32 on {}", gpu.kind().name);
+            Err(Error::DType { argument: "hidden", expected, got })
+        }
+    }
+}
+
 /// The plan of a task with these sizes and operands of `dtype`.
-pub(super) fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
+fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { components, context, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let f32_size = DType::F32.size_in_bytes();
@@ -60,7 +71,7 @@ pub(super) fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budge
     Plan::new(sizes, needs, budget)
 }
 
-pub(super) fn loss_on<G: Gpu>(
+pub(super) fn loss<G: Gpu>(
     gpu: &G,
     operands: &Operands,
     objective: &Objective,
@@ -111,7 +122,7 @@ fn weigh(weights: &Tensor, values: &Tensor) -> Result<Tensor> {
 }
 
 /// Log-probabilities `[tokens, vocab]` in this dtype.
-pub(super) fn log_probs_on<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
+pub(super) fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
     let Sizes { tokens, vocab, .. } = operands.sizes;
     let log_probs = Tensor::zeros((tokens, vocab), dtype, operands.contexts.device())?;
     let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
@@ -122,14 +133,14 @@ pub(super) fn log_probs_on<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, p
     Ok(log_probs)
 }
 
-pub(super) fn argmax_on<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
+pub(super) fn argmax<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
     let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
     chunks.run_argmax(plan)?;
     Ok(chunks.argmax.tensor.narrow(0, 0, operands.sizes.tokens)?)
 }
 
 /// The most probable words and their log-probabilities, `[tokens, k]`, u32 and f32, of a task with soft targets.
-pub(super) fn top_k_on<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
+pub(super) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
     let tokens = operands.sizes.tokens;
     let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((tokens.max(1), k), dtype, operands.contexts.device())?);
     let (words, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);

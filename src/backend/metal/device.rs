@@ -14,44 +14,12 @@ use candle_metal_kernels::utils::{set_param, Input, Output};
 use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSize};
 
 use super::{bindings, multiply, source, Binding, Products, KIND};
-use crate::backend::gpu::{
-    argmax_on, log_probs_on, loss_on, plan_of, top_k_on, Argument, Gpu, Kind, Matrix, Product, BLOCK,
-};
-use crate::backend::plan::Plan;
-use crate::backend::{Objective, Operands, Outcome, Task, Wanted};
+use crate::backend::gpu::{Argument, Gpu, Kind, Matrix, Product, BLOCK};
+use crate::backend::Operands;
 use crate::{Error, Result};
 
-pub(in crate::backend) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let dtype = operands.contexts.dtype();
-    match dtype {
-        DType::F32 | DType::F16 | DType::BF16 => plan_of(&KIND, operands.sizes, dtype, task, budget),
-        got => Err(Error::DType { argument: "hidden", expected: "f16, bf16 or f32 on Metal".into(), got }),
-    }
-}
-
-pub(in crate::backend) fn loss(
-    operands: &Operands,
-    objective: &Objective,
-    wanted: Wanted,
-    plan: &Plan,
-) -> Result<Outcome> {
-    loss_on(&Metal::of(operands)?, operands, objective, wanted, plan)
-}
-
-pub(in crate::backend) fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-    log_probs_on(&Metal::of(operands)?, operands, dtype, plan)
-}
-
-pub(in crate::backend) fn top_k(operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
-    top_k_on(&Metal::of(operands)?, operands, k, plan)
-}
-
-pub(in crate::backend) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    argmax_on(&Metal::of(operands)?, operands, plan)
-}
-
 /// A device at work on one mixture.
-struct Metal {
+pub(in crate::backend) struct Metal {
     device: MetalDevice,
     /// Every buffer that was asked for. An address is the number of a buffer, counted from one, and an offset within it.
     buffers: RefCell<Vec<Buffer>>,
@@ -62,7 +30,7 @@ struct Metal {
 const OFFSET_BITS: u32 = 40;
 
 impl Metal {
-    fn of(operands: &Operands) -> Result<Self> {
+    pub(in crate::backend) fn of(operands: &Operands) -> Result<Self> {
         match operands.contexts.device() {
             Device::Metal(device) => {
                 Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: RefCell::default() })

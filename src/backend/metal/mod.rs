@@ -14,7 +14,7 @@ use super::gpu::Kind;
 
 pub(super) use arguments::{bindings, Binding};
 #[cfg(feature = "metal")]
-pub(super) use device::{argmax, log_probs, loss, plan, top_k};
+pub(super) use device::Metal;
 pub(super) use products::{multiply, Products};
 
 /// The kernels' text.

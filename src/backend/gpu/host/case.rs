@@ -1,9 +1,8 @@
 //! What the whole backend is asked for on the host, and the error of its answers: the truth is the CPU's in f64.
 
 use super::*;
-use crate::backend::gpu::{loss_on, plan_of, top_k_on};
 use crate::backend::plan::Sizes;
-use crate::backend::{self, Objective, Operands, Task, Wanted};
+use crate::backend::{self, gpu, Objective, Operands, Task, Wanted};
 use crate::loss::{LossOptions, Reduction};
 
 pub(super) const ALL: Wanted = Wanted { contexts: true, log_priors: true, weight: true, bias: true };
@@ -70,7 +69,8 @@ impl Case {
 
     pub(super) fn plan(&self, host: &Host) -> backend::plan::Plan {
         let task = Task::loss(&self.options, ALL);
-        let plan = |budget| plan_of(host.kind(), self.sizes, self.dtype, task, budget);
+        let operands = self.operands(self.dtype);
+        let plan = |budget| gpu::plan(host, &operands, task, budget);
         let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of nothing") };
         // That of all tokens in one chunk.
         let whole = plan(Some(usize::MAX / 2)).unwrap().workspace_bytes;
@@ -84,7 +84,7 @@ impl Case {
         let task = Task::loss(&self.options, ALL);
         let plan = backend::plan(&truth_operands, task, None).unwrap();
         let truth = backend::loss(&truth_operands, &objective(DType::F64), ALL, &plan).unwrap();
-        let got = loss_on(host, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(host)).unwrap();
+        let got = gpu::loss(host, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(host)).unwrap();
         let mut pairs = vec![
             ("contexts", got.gradients.contexts, truth.gradients.contexts),
             ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),
@@ -172,7 +172,7 @@ pub(super) fn best_words(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, 
         .collect();
     let values: Vec<f64> =
         all.iter().zip(&expected).flat_map(|(row, words)| words.iter().map(|&word| row[word as usize])).collect();
-    let (words, log_probs) = top_k_on(host, &operands, k, &case.plan(host)).unwrap();
+    let (words, log_probs) = gpu::top_k(host, &operands, k, &case.plan(host)).unwrap();
     let values = Tensor::from_vec(values, (expected.len(), k), &Device::Cpu).unwrap();
     (words.to_vec2().unwrap(), log_probs, expected, values)
 }

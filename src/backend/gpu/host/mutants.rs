@@ -2,8 +2,8 @@
 
 use super::case::{best_words, case, error, options, Case, ALL};
 use super::*;
-use crate::backend::gpu::{log_probs_on, loss_on};
-use crate::backend::{self, Objective, Task, Wanted};
+
+use crate::backend::{self, gpu, Objective, Task, Wanted};
 use crate::loss::{LossOptions, Reduction};
 
 /// Changes that somebody could make by accident, in the text that both languages share.
@@ -69,7 +69,10 @@ fn the_checks_reject_kernels_that_are_wrong() {
                 let (operands, truth) = (cases[2].operands(DType::BF16), cases[2].operands(DType::F64));
                 let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
                 let truth = backend::log_probs(&truth, &plan).unwrap();
-                exceeds(error(&log_probs_on(host, &operands, DType::BF16, &cases[2].plan(host)).unwrap(), &truth), 1e-2)
+                exceeds(
+                    error(&gpu::log_probs(host, &operands, DType::BF16, &cases[2].plan(host)).unwrap(), &truth),
+                    1e-2,
+                )
             };
             let is_wrong =
                 |case: &Case| exceeds(case.loss_error(host, |dtype| case.objective(dtype)).0, case.tolerance());
@@ -117,7 +120,7 @@ fn an_access_outside_a_tensor_ends_the_process() {
             },
             objective => objective,
         };
-        loss_on(&host, &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan(&host)).unwrap();
+        gpu::loss(&host, &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan(&host)).unwrap();
         return;
     }
     if Host::all().next().is_none() {

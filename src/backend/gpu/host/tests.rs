@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::case::{best_words, case, error, options, random, Case, ALL};
 use super::*;
-use crate::backend::gpu::{argmax_on, log_probs_on, loss_on, top_k_on};
-use crate::backend::{self, Objective, Operands, Task, Wanted};
+
+use crate::backend::{self, gpu, Objective, Operands, Task, Wanted};
 use crate::loss::{LossOptions, Reduction};
 
 #[test]
@@ -19,6 +19,18 @@ fn losses_and_gradients_equal_those_of_the_cpu_in_double_precision() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn double_precision_is_refused_by_name() {
+    for host in Host::all() {
+        let case = case(2, 1, 3, 5);
+        let plan = gpu::plan(&host, &case.operands(DType::F64), Task::log_probs(Wanted::default()), None);
+        let Err(crate::Error::DType { argument: "hidden", expected, got: DType::F64 }) = plan else {
+            panic!("{plan:?}")
+        };
+        assert!(expected.contains(host.kind().name), "{expected}");
     }
 }
 
@@ -77,7 +89,7 @@ fn responsibilities_of_improbable_targets_add_up_to_one() {
                 options: case.options.clone().with_reduction(Reduction::Sum),
                 upstream: None,
             };
-            let outcome = loss_on(&host, &operands, &objective, ALL, &plan).unwrap();
+            let outcome = gpu::loss(&host, &operands, &objective, ALL, &plan).unwrap();
             let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
             assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", host.language);
         }
@@ -115,7 +127,8 @@ fn a_filter_without_gradients_reports_what_it_would_drop() {
         let plan = backend::plan(&truth, Task::loss(&case.options, Wanted::default()), None).unwrap();
         let truth = backend::loss(&truth, &case.objective(DType::F64), Wanted::default(), &plan).unwrap();
         let operands = case.operands(DType::F32);
-        let got = loss_on(&host, &operands, &case.objective(DType::F32), Wanted::default(), &case.plan(&host)).unwrap();
+        let got =
+            gpu::loss(&host, &operands, &case.objective(DType::F32), Wanted::default(), &case.plan(&host)).unwrap();
         assert!(error(&got.dropped_mass.unwrap(), &truth.dropped_mass.unwrap()) <= 1e-5);
         assert!(error(&got.sum, &truth.sum) <= 1e-5);
     }
@@ -152,9 +165,9 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
             let plan = case.plan(&host);
             let cpu_plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
             let log_probs = backend::log_probs(&truth, &cpu_plan).unwrap();
-            assert!(error(&log_probs_on(&host, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
+            assert!(error(&gpu::log_probs(&host, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
             let argmax = backend::argmax(&truth, &cpu_plan).unwrap().to_vec1::<u32>().unwrap();
-            assert_eq!(argmax_on(&host, &operands, &plan).unwrap().to_vec1::<u32>().unwrap(), argmax);
+            assert_eq!(gpu::argmax(&host, &operands, &plan).unwrap().to_vec1::<u32>().unwrap(), argmax);
 
             let upstream = random(8, &[5, 37], 1.0);
             let objective = |dtype| Objective::LogProbs { upstream: upstream.to_dtype(dtype).unwrap() };
@@ -188,11 +201,11 @@ fn of_equally_probable_words_the_first_come_first_and_a_nan_before_all() {
         bias[650] = 1.0;
         bias[3] = f32::NEG_INFINITY;
         operands.bias = Some(Tensor::new(bias.clone(), &Device::Cpu).unwrap());
-        let words = |operands| top_k_on(&host, operands, 5, &case.plan(&host)).unwrap().0.to_vec2::<u32>().unwrap();
+        let words = |operands| gpu::top_k(&host, operands, 5, &case.plan(&host)).unwrap().0.to_vec2::<u32>().unwrap();
         assert_eq!(words(&operands), [[650, 0, 1, 2, 4]; 2]);
         bias[600] = f32::NAN;
         operands.bias = Some(Tensor::new(bias, &Device::Cpu).unwrap());
-        let log_probs = top_k_on(&host, &operands, 1, &case.plan(&host)).unwrap().1.to_vec2::<f32>().unwrap();
+        let log_probs = gpu::top_k(&host, &operands, 1, &case.plan(&host)).unwrap().1.to_vec2::<f32>().unwrap();
         assert!(log_probs.iter().all(|row| row[0].is_nan()));
     }
 }
@@ -208,7 +221,7 @@ fn a_target_outside_the_vocabulary_makes_its_loss_nan_and_reads_nothing() {
             options: LossOptions::new(),
             upstream: None,
         };
-        let outcome = loss_on(&host, &case.operands(DType::F32), &objective, ALL, &case.plan(&host)).unwrap();
+        let outcome = gpu::loss(&host, &case.operands(DType::F32), &objective, ALL, &case.plan(&host)).unwrap();
         let nll = outcome.nll.to_vec1::<f32>().unwrap();
         assert!(nll[0].is_finite() && nll[1..].iter().all(|x| x.is_nan()), "{nll:?}");
         assert!(outcome.sum.to_scalar::<f32>().unwrap().is_nan());
@@ -230,7 +243,7 @@ fn infinities_and_nan_stand_where_they_stand_on_the_cpu() {
                 let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::F32)));
                 let plan = backend::plan(&truth, Task::loss(&case.options, ALL), None).unwrap();
                 let truth = backend::loss(&truth, &case.objective(DType::F64), ALL, &plan).unwrap();
-                let got = loss_on(&host, &got, &case.objective(DType::F32), ALL, &case.plan(&host)).unwrap();
+                let got = gpu::loss(&host, &got, &case.objective(DType::F32), ALL, &case.plan(&host)).unwrap();
                 assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);
                 let (got, truth) = (got.gradients.contexts.unwrap(), truth.gradients.contexts.unwrap());
                 assert!(error(&got, &truth) <= 1e-4, "{value} K = {components}");

@@ -21,7 +21,8 @@ pub fn devices() -> Vec<Device> {
         devices.extend(Device::new_cuda(0));
     }
     if candle_core::utils::metal_is_available() {
-        devices.extend(Device::new_metal(0));
+        // candle panics on a Mac that has no GPU, or an older system.
+        devices.extend(std::panic::catch_unwind(|| Device::new_metal(0)).into_iter().flatten());
     }
     devices
 }

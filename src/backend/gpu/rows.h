@@ -12,9 +12,10 @@
 //   shuffled(x, lane)             x of the thread whose number in its warp differs from mine in the bits of `lane`
 //   synchronize                   waits for the threads of the block, and for what they wrote to SHARED
 //
-// A block is BLOCK threads, a warp 32 of them; `block` and `tid` say which block and which of its threads this is. A row is one component of one token; rows of logits are f32, `stride` elements
-// apart (a multiple of 4, so that every row starts on 16 bytes), of which the first `vocab` count. Offsets are 64 bits wide.
-// Nothing here is atomic: the same input gives the same bits.
+// A block is BLOCK threads, a warp 32 of them; `block` and `tid` say which block, and which of its threads, this is. A row is
+// one component of one token; rows of logits are f32, `stride` elements apart (a multiple of 4, so that every row starts on 16
+// bytes), of which the first `vocab` count. Offsets are 64 bits wide. Nothing here is atomic: the same input gives the same
+// bits.
 
 #define BLOCK 256
 #define WARPS (BLOCK / 32)

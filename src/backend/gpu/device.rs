@@ -44,7 +44,7 @@ impl Kind {
 /// A tensor whose memory the kernels read or write, and its address, asked for once.
 #[derive(Debug)]
 pub(in crate::backend) struct Buffer {
-    pub(super) tensor: Tensor,
+    pub(in crate::backend) tensor: Tensor,
     address: u64,
 }
 

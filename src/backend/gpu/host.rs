@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use super::arguments::Argument;
 use super::device::{Gpu, Kind, Matrix, Product};
 use crate::backend::cuda;
-use crate::backend::metal::{self, Binding, Products};
+use crate::backend::metal::{self, Binding, Products, Scratch};
 use crate::Result;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void) -> c_int;
@@ -50,7 +50,7 @@ impl Language {
 pub(super) struct Host {
     pub(super) language: Language,
     launch: &'static Mutex<Launch>,
-    scratch: RefCell<[Option<(Tensor, u64)>; 2]>,
+    scratch: Scratch,
     /// Of the CPU's tensors; their memory is not freed as long as these live.
     copies: RefCell<Vec<(Tensor, Guarded)>>,
 }
@@ -69,7 +69,7 @@ impl Host {
     }
 
     fn with(language: Language, launch: &'static Mutex<Launch>) -> Self {
-        Host { language, launch, scratch: RefCell::default(), copies: RefCell::default() }
+        Host { language, launch, scratch: Scratch::default(), copies: RefCell::default() }
     }
 
     /// What the kernels wrote becomes what the tensors hold.
@@ -287,16 +287,12 @@ impl Products for Host {
         16
     }
 
-    fn scratch(&self, operand: usize, elements: usize) -> Result<u64> {
-        if let Some((tensor, address)) = &self.scratch.borrow()[operand] {
-            if tensor.elem_count() >= elements {
-                return Ok(*address);
-            }
-        }
-        let tensor = Tensor::full(f32::NAN, elements, &Device::Cpu)?;
-        let address = self.address(&tensor)?;
-        self.scratch.borrow_mut()[operand] = Some((tensor, address));
-        Ok(address)
+    fn scratch(&self) -> &Scratch {
+        &self.scratch
+    }
+
+    fn fresh(&self, elements: usize) -> Result<Tensor> {
+        Ok(Tensor::full(f32::NAN, elements, &Device::Cpu)?)
     }
 }
 

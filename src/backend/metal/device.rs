@@ -13,7 +13,7 @@ use candle_metal_kernels::source::Source;
 use candle_metal_kernels::utils::{set_param, Input, Output};
 use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSize};
 
-use super::{bindings, multiply, source, Binding, Products, KIND};
+use super::{bindings, multiply, source, Binding, Products, Scratch, KIND};
 use crate::backend::gpu::{Argument, Gpu, Kind, Matrix, Product, BLOCK};
 use crate::backend::Operands;
 use crate::{Error, Result};
@@ -23,7 +23,7 @@ pub(in crate::backend) struct Metal {
     device: MetalDevice,
     /// Every buffer that was asked for. An address is the number of a buffer, counted from one, and an offset within it.
     buffers: RefCell<Vec<Buffer>>,
-    scratch: RefCell<[Option<(Tensor, u64)>; 2]>,
+    scratch: Scratch,
 }
 
 /// The bits of an address that are an offset in bytes.
@@ -33,7 +33,7 @@ impl Metal {
     pub(in crate::backend) fn of(operands: &Operands) -> Result<Self> {
         match operands.contexts.device() {
             Device::Metal(device) => {
-                Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: RefCell::default() })
+                Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: Scratch::default() })
             }
             device => Err(wrong_device(format!("{:?}", device.location()))),
         }
@@ -265,15 +265,11 @@ impl Products for Metal {
         Ok(())
     }
 
-    fn scratch(&self, operand: usize, elements: usize) -> Result<u64> {
-        if let Some((tensor, address)) = &self.scratch.borrow()[operand] {
-            if tensor.elem_count() >= elements {
-                return Ok(*address);
-            }
-        }
-        let tensor = Tensor::zeros(elements, DType::F32, &Device::Metal(self.device.clone()))?;
-        let address = self.address(&tensor)?;
-        self.scratch.borrow_mut()[operand] = Some((tensor, address));
-        Ok(address)
+    fn scratch(&self) -> &Scratch {
+        &self.scratch
+    }
+
+    fn fresh(&self, elements: usize) -> Result<Tensor> {
+        Ok(Tensor::zeros(elements, DType::F32, &Device::Metal(self.device.clone()))?)
     }
 }

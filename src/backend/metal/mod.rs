@@ -15,7 +15,7 @@ use super::gpu::Kind;
 pub(super) use arguments::{bindings, Binding};
 #[cfg(feature = "metal")]
 pub(super) use device::Metal;
-pub(super) use products::{multiply, Products};
+pub(super) use products::{multiply, Products, Scratch};
 
 /// The kernels' text.
 #[cfg(any(feature = "metal", test))]

@@ -4,9 +4,11 @@
 //! therefore made wider, a tile at a time; but where the rows are few, as in decoding, that would cost more than the product,
 //! and a kernel of our own reads them as they are.
 
-use candle_core::DType;
+use std::cell::RefCell;
 
-use crate::backend::gpu::{Argument, Gpu, Matrix, Product, BLOCK};
+use candle_core::{DType, Tensor};
+
+use crate::backend::gpu::{Argument, Buffer, Gpu, Matrix, Product, BLOCK};
 use crate::backend::plan::Sizes;
 use crate::Result;
 
@@ -23,8 +25,10 @@ const WARP: usize = 32;
 pub(in crate::backend) trait Products: Gpu {
     /// The product of f32 matrices, without a factor.
     fn multiply_f32(&self, product: &Product) -> Result<()>;
-    /// The address of so many f32, kept for the left (0) or right (1) operand until the next call.
-    fn scratch(&self, operand: usize, elements: usize) -> Result<u64>;
+    /// Where wider operands are kept.
+    fn scratch(&self) -> &Scratch;
+    /// So many f32, whatever they are.
+    fn fresh(&self, elements: usize) -> Result<Tensor>;
     /// The elements of the right operand that are made wider at a time.
     fn tile(&self) -> usize {
         TILE
@@ -32,6 +36,21 @@ pub(in crate::backend) trait Products: Gpu {
     /// The terms of a sum that are added up one after another, before what comes of them is added to the rest.
     fn terms(&self) -> usize {
         TERMS
+    }
+}
+
+/// The left (0) and the right (1) operand of a product in f32, until the next product.
+#[derive(Default)]
+pub(in crate::backend) struct Scratch(RefCell<[Option<Buffer>; 2]>);
+
+impl Scratch {
+    /// The address of so many f32 for an operand; those of before, if they are as many.
+    fn address<G: Products>(&self, gpu: &G, operand: usize, elements: usize) -> Result<u64> {
+        let kept = &mut self.0.borrow_mut()[operand];
+        if let Some(buffer) = kept.as_ref().filter(|buffer| buffer.tensor.elem_count() >= elements) {
+            return Ok(buffer.at(0));
+        }
+        Ok(kept.insert(Buffer::new(gpu, gpu.fresh(elements)?)?).at(0))
     }
 }
 
@@ -92,7 +111,7 @@ fn widened<G: Products>(gpu: &G, operand: usize, matrix: Matrix, rows: usize) ->
         return Ok(matrix);
     }
     let count = rows * matrix.stride;
-    let address = gpu.scratch(operand, count.max(1))?;
+    let address = gpu.scratch().address(gpu, operand, count.max(1))?;
     let arguments = [Argument::Read(matrix.address), Argument::Write(address), Argument::Int(count as i32)];
     gpu.launch(&format!("widen_{}", matrix.dtype.as_str()), count.div_ceil(BLOCK), &arguments)?;
     Ok(Matrix { address, dtype: DType::F32, ..matrix })

@@ -250,10 +250,13 @@ impl<F: Float> Logits<'_, F> {
         let z_loss = target.z_loss / F::of(scratch.lse.len() as f64);
         for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
             let mass = scratch.mass[k];
-            gradients.log_priors[k] = weighted(scale, -mass);
+            gradients.log_priors[k] = flushed(weighted(scale, -mass));
             let lse = scratch.lse[k];
             let softmax_scale = scale * (mass + F::of(2.0) * z_loss * lse.value());
-            let is_zero = scale == F::zero() || (softmax_scale == F::zero() && target.soft.is_none());
+            let hard = scale * scratch.hard_mass[k];
+            // The two parts may cancel in a sum, and yet not in any logit.
+            let is_zero = scale == F::zero()
+                || (target.soft.is_none() && flushed(softmax_scale) == F::zero() && flushed(hard) == F::zero());
             gradients.live[k] = !(is_zero || mass < least_mass);
             if !gradients.live[k] {
                 continue;
@@ -276,7 +279,7 @@ impl<F: Float> Logits<'_, F> {
                     Some(cap) => F::one() - (z / cap) * (z / cap),
                     None => F::one(),
                 };
-                row[y] -= scale * scratch.hard_mass[k] * slope;
+                row[y] = flushed(row[y] - hard * slope);
             }
             if let Some(bias) = gradients.bias.as_deref_mut() {
                 for (sum, &g) in V::registers_mut(bias).iter_mut().zip(V::registers(row)) {
@@ -367,12 +370,16 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
     let (log_scale, scale) = (v.splat(terms.log_scale), v.splat(-terms.scale));
     let inverse_cap = v.splat(F::one() / terms.softcap);
     let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
+    // Exponentials below this make gradients that are flushed. They are left out before the product, which would take as long
+    // as those that it saves. (No comparison with a NaN holds.)
+    let least = v.splat(F::LEAST_GRADIENT / terms.exp_scale.abs());
     let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
     for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
         let relative = v.sub(*z, largest);
-        let mut g = v.mul(exp(v, relative), exp_scale);
+        let e = exp(v, relative);
+        let mut g = v.mul(v.if_less(e, least, zero, e), exp_scale);
         if SOFT {
-            let relation = exp(v, v.sub(v.add(relative, log_scale), reference[i]));
+            let relation = relation(v, v.sub(v.add(relative, log_scale), reference[i]));
             g = v.mul_add(v.mul(relation, share[i]), scale, g);
         }
         if CAP {
@@ -381,8 +388,18 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
             let slope = v.sub(one, v.mul(t, t));
             g = v.if_equal(g, zero, zero, v.mul(g, slope));
         }
+        if SOFT || CAP {
+            g = v.if_less(v.max(g, v.sub(zero, g)), v.splat(F::LEAST_GRADIENT), zero, g);
+        }
         *z = g;
     }
+}
+
+/// The exponential of a term of the mixture relative to the largest one; zero where it is too small to matter.
+#[inline(always)]
+fn relation<F: Float, V: Vector<F>>(v: V, relative: V::Reg) -> V::Reg {
+    let e = exp(v, relative);
+    v.if_less(e, v.splat(F::LEAST_GRADIENT), v.splat(F::zero()), e)
 }
 
 /// `sum_v soft_v r(v)` of one row.
@@ -392,10 +409,19 @@ fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -
     let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
     let mut sum = v.splat(F::zero());
     for (i, &z) in V::registers(row).iter().enumerate() {
-        let relation = exp(v, v.sub(v.add(v.sub(z, largest), log_scale), reference[i]));
+        let relation = relation(v, v.sub(v.add(v.sub(z, largest), log_scale), reference[i]));
         sum = v.mul_add(relation, share[i], sum);
     }
     v.sum(sum)
+}
+
+/// Zero in place of a number that is too small, see [`Float::LEAST_GRADIENT`].
+fn flushed<F: Float>(x: F) -> F {
+    if x.abs() < F::LEAST_GRADIENT {
+        F::zero()
+    } else {
+        x
+    }
 }
 
 /// `weight * x`, where weight zero takes away even an infinite or undefined `x`.
@@ -419,4 +445,54 @@ pub(super) fn first_largest<F: Float>(values: &[F]) -> usize {
         }
     }
     best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::Isa;
+    use super::*;
+
+    /// The gradient of one position's logits, with the live rows alone, and of its log-priors.
+    fn gradient<F: Float>(isa: Isa, rows: &mut [F], log_priors: &[F], soft: Option<&[F]>, softcap: Option<F>) -> Vec<F> {
+        let components = log_priors.len();
+        let stride = rows.len() / components;
+        let lse: Vec<_> = rows.chunks(stride).map(|row| LogSumExp::of(row.iter().copied())).collect();
+        let mut gradients = vec![F::zero(); components];
+        let mut live = vec![false; components];
+        let kernel = LossRows {
+            logits: Logits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
+            target: Target { hard: Some((0, F::of(0.9))), soft, z_loss: F::zero(), filter: F::zero(), hits: false },
+            gradients: Some(RowGradients { scale: F::one(), log_priors: &mut gradients, bias: None, live: &mut live }),
+            scratch: &mut Scratch::new(components, stride, soft.is_some(), soft.is_some()),
+        };
+        F::dispatch(isa, kernel);
+        let rows = rows.chunks(stride).zip(&live).filter(|(_, &live)| live);
+        rows.flat_map(|(row, _)| row).copied().chain(gradients).collect()
+    }
+
+    fn check_flush<F: Float>() {
+        let stride = 64;
+        // Logits from 0 down to -126, and priors from 1 down to the edge of the exponential's range.
+        let logits = |k: usize| (0..stride).map(move |v| F::of(-2.0 * ((v * 5 + k) % stride) as f64));
+        let log_priors: Vec<F> = (0..12).map(|k| F::of(-8.0 * f64::from(k))).collect();
+        let soft = vec![F::of(0.1 / 64.0); stride];
+        for isa in Isa::available() {
+            for soft in [None, Some(&soft[..])] {
+                for softcap in [None, Some(F::of(200.0))] {
+                    let mut rows: Vec<F> = (0..log_priors.len()).flat_map(logits).collect();
+                    let found = gradient(isa, &mut rows, &log_priors, soft, softcap);
+                    let small = found.iter().filter(|g| **g != F::zero() && g.abs() < F::LEAST_GRADIENT).count();
+                    assert_eq!(small, 0, "{} soft {} cap {}", isa.name(), soft.is_some(), softcap.is_some());
+                    assert!(found.iter().any(|g| g.abs() > F::of(0.1)), "{}", isa.name());
+                    assert!(found.len() > stride + log_priors.len(), "some rows are live");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_gradient_is_too_small_for_a_fast_product() {
+        check_flush::<f32>();
+        check_flush::<f64>();
+    }
 }

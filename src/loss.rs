@@ -279,3 +279,15 @@ impl Loss {
         Ok((sum, count))
     }
 }
+
+/// `values` `[.., n]` with zeros where the target is ignored, if any is: whatever stands there, a NaN too, is to reach no
+/// gradient. On a GPU, where to look would be to wait, wherever there is an index to ignore.
+pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
+    let Some(index) = ignore_index.filter(|_| values.elem_count() > 0) else { return Ok(values.clone()) };
+    let ignored = targets.to_dtype(DType::I64)?.eq(index)?;
+    if ignored.device().is_cpu() && ignored.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0 {
+        return Ok(values.clone());
+    }
+    let ignored = ignored.unsqueeze(values.rank() - 1)?.broadcast_as(values.shape())?;
+    Ok(ignored.where_cond(&values.zeros_like()?, values)?)
+}

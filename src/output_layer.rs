@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use crate::backend::plan::Plan;
 use crate::decoding::{Sampler, TopK};
-use crate::loss::{Loss, LossOptions};
+use crate::loss::{mask_ignored, Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::{Error, Result};
 
@@ -72,7 +72,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// option is out of its range.
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         check_targets("targets", hidden, targets)?;
-        self.mixture(hidden, options.train)?.loss(targets, options)
+        let hidden = mask_ignored(hidden, targets, options.ignore_index)?;
+        self.mixture(&hidden, options.train)?.loss_of_masked(targets, options)
     }
 
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.

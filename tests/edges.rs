@@ -223,6 +223,33 @@ on_each_device! {
         Ok(())
     }
 
+    fn what_stands_in_an_ignored_position_reaches_no_gradient(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                let names: &[_] = if head == Head::Mixture { &["contexts", "log_priors"] } else { &["hidden"] };
+                let ask = |spoiler: f64| -> Result<_> {
+                    let mut case = Case::random(head, SIZES, &[2, 3], 56);
+                    case.targets[4] = -100;
+                    for name in names {
+                        let values = case.values.get_mut(name).expect(name);
+                        let width = values.len() / 6;
+                        values[4 * width..5 * width].fill(spoiler);
+                    }
+                    let tensors = case.variables(dtype, device)?;
+                    let options = LossOptions::new().with_ignore_index(-100).with_label_smoothing(0.1);
+                    let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
+                    Ok((numbers(&loss.value), numbers(&loss.nll), gradients(&loss.backward()?, &tensors)))
+                };
+                let expected = ask(0.0)?;
+                assert!(expected.2.values().flatten().all(|g| g.is_finite()), "{head:?}");
+                for spoiler in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                    assert_eq!(ask(spoiler)?, expected, "{head:?} {spoiler}");
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn a_nan_or_plus_infinity_in_the_decoder_is_not_hidden(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for head in ENTRIES {

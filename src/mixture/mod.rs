@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use crate::backend::plan::{Plan, Sizes};
 use crate::backend::{self, accumulation_dtype, Objective, Operands, Task, Wanted};
 use crate::check::{check_alike, check_device, check_sizes};
-use crate::loss::{Loss, LossOptions, Reduction, Unchecked};
+use crate::loss::{mask_ignored, Loss, LossOptions, Reduction, Unchecked};
 use crate::{Error, Result};
 
 /// A mixture of K softmaxes over one decoder, for each of some tokens: what every head reduces to.
@@ -153,6 +153,18 @@ impl Mixture {
     /// probabilities. A target of probability zero has loss infinity, and for K > 1 gradients that are NaN. NaN or plus
     /// infinity in a token's logits makes that token's loss NaN, and no other's.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        let contexts = &self.operands.contexts;
+        // The CPU's products leave these rows out.
+        if contexts.device().is_cpu() || options.ignore_index.is_none() || targets.dims() != self.leading {
+            return self.loss_of_masked(targets, options);
+        }
+        let rows = contexts.flatten_from(1)?;
+        let contexts = mask_ignored(&rows, &targets.flatten_all()?, options.ignore_index)?.reshape(contexts.shape())?;
+        self.with_operands(Operands { contexts, ..self.operands.clone() }).loss_of_masked(targets, options)
+    }
+
+    /// The loss, where nothing undefined stands in the contexts of ignored positions.
+    pub(crate) fn loss_of_masked(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         options.validate()?;
         let objective = self.objective(targets, options)?;
         let mut operands = self.operands.clone();

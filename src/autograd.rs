@@ -112,9 +112,13 @@ where
         value: &Tensor,
         upstream: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let mut gradients = (self.backward)([a, b, c], value, upstream)?;
-        for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
-            put_aside(operand, gradient)?;
+        // Detached: a gradient that is kept, as gradient accumulation does, must not keep the graph of its batch alive.
+        let detached = |gradient: Option<Tensor>| gradient.map(|gradient| gradient.detach());
+        let mut gradients = (self.backward)([a, b, c], value, upstream)?.map(detached);
+        if is_root(value) {
+            for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
+                put_aside(operand, gradient)?;
+            }
         }
         let [a, b, c] = gradients;
         Ok((a, b, c))
@@ -134,7 +138,8 @@ thread_local! {
 }
 
 /// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, a second copy of it; that of
-/// `leaf`, a variable, goes past that sum as far as it comes from the nodes made here.
+/// `leaf`, a variable, goes past that sum as far as it comes from the node of `value` itself. Other nodes are left alone: the
+/// backward pass of another loss may run on this thread meanwhile, where both are jobs of rayon.
 pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStore> {
     /// Ends the pass, even by a panic.
     struct End(Option<Pass>);

@@ -4,8 +4,12 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::backend::BackendStorage;
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var, D};
+use candle_nn::ops::log_softmax;
 use candle_nn::{Embedding, VarBuilder, VarMap};
 use common::case::{upstream, weights, Case, Head, Sizes, Tensors, ENTRIES, HEADS};
 use common::check::{backward, gradients, numbers, Check, Layer};
@@ -15,7 +19,7 @@ use common::objective::Objective;
 use common::reference::truth;
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    Activation, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
+    Activation, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
     SoftmaxConfig, SoftmaxHead,
 };
 
@@ -200,6 +204,92 @@ on_each_device! {
                     }
                 }
             }
+        }
+        Ok(())
+    }
+
+    fn a_backward_pass_within_another_keeps_its_gradients(device: &Device) -> Result<()> {
+        // As where both are jobs of rayon, and the thread that waits in one takes up the other.
+        struct Within(Mutex<Option<Tensor>>, Arc<Mutex<Option<GradStore>>>);
+        impl CustomOp1 for Within {
+            fn name(&self) -> &'static str {
+                "within"
+            }
+            fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+                Ok((storage.try_clone(layout)?, layout.shape().clone()))
+            }
+            fn bwd(&self, _: &Tensor, _: &Tensor, upstream: &Tensor) -> candle_core::Result<Option<Tensor>> {
+                if let Some(other) = self.0.lock().expect("a lock").take() {
+                    *self.1.lock().expect("a lock") = Some(other.backward()?);
+                }
+                Ok(Some(upstream.clone()))
+            }
+        }
+        if !device.is_cpu() {
+            return Ok(());
+        }
+        for head in HEADS {
+            let case = Case::random(head, SIZES, &[4], 24);
+            let mut tensors = case.variables(DType::F64, device)?;
+            let targets = case.target_tensor(device)?;
+            let loss = |tensors: &Tensors| Layer::new(&case, tensors)?.loss(&targets, &LossOptions::new());
+            let expected = gradients(&loss(&tensors)?.backward()?, &tensors);
+            let found = Arc::new(Mutex::new(None));
+            let within = Within(Mutex::new(Some(loss(&tensors)?.value)), found.clone());
+            let hidden = tensors["hidden"].clone();
+            tensors.insert("hidden", hidden.apply_op1(within)?);
+            let outer = loss(&tensors)?.backward()?;
+            tensors.insert("hidden", hidden);
+            assert_eq!(gradients(&outer, &tensors), expected, "{head:?} without");
+            let inner = found.lock().expect("a lock").take().expect("a backward pass");
+            assert_eq!(gradients(&inner, &tensors), expected, "{head:?} within");
+        }
+        Ok(())
+    }
+
+    fn a_gradient_keeps_no_graph_alive(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            for reduction in REDUCTIONS {
+                let case = Case::random(head, SIZES, &[4], 25);
+                let tensors = case.variables(DType::F32, device)?;
+                let layer = Layer::new(&case, &tensors)?;
+                let options = LossOptions::new().with_reduction(reduction);
+                let loss = layer.loss(&case.target_tensor(device)?, &options)?;
+                let log_probs = layer.log_probs()?;
+                for store in [loss.backward()?, loss.value.backward()?, log_probs.backward()?] {
+                    for (name, tensor) in &tensors {
+                        assert!(!store.get(tensor).expect(name).track_op(), "{head:?} {reduction:?} {name}");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_pruned_mixture_gives_the_gradients_of_what_is_left(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let mut case = Case::random(Head::Mixture, SIZES, &[4], 26);
+        // The last of the components is the one to go.
+        for priors in case.values.get_mut("log_priors").expect("log_priors").chunks_mut(3) {
+            priors.copy_from_slice(&[0.5_f64.ln(), 0.48_f64.ln(), 0.02_f64.ln()]);
+        }
+        let tensors = case.variables(dtype, device)?;
+        let (contexts, log_priors) = (&tensors["contexts"], &tensors["log_priors"]);
+        let mixture = |contexts: &Tensor, log_priors: &Tensor| {
+            Mixture::new(contexts, Some(log_priors), &tensors["decoder.weight"], tensors.get("decoder.bias"))
+        };
+        let pruned = mixture(contexts, log_priors)?.prune(0.1)?.mixture;
+        let kept = log_softmax(&log_priors.narrow(1, 0, 2)?, D::Minus1)?;
+        let expected = mixture(&contexts.narrow(1, 0, 2)?, &kept)?;
+        let targets = case.target_tensor(device)?;
+        let ask = |mixture: Mixture| -> Result<_> {
+            Ok(gradients(&mixture.loss(&targets, &LossOptions::new())?.backward()?, &tensors))
+        };
+        let (found, expected) = (ask(pruned)?, ask(expected)?);
+        for (name, truth) in &expected {
+            assert!(truth.iter().any(|&g| g != 0.0), "{name}");
+            let got = found.get(name).unwrap_or_else(|| panic!("no gradient of {name}"));
+            assert_close(name, got, truth, None, Tolerance::gradient(dtype));
         }
         Ok(())
     }

@@ -1,9 +1,10 @@
 //! Fewer components: one, drawn from the priors; or those alone that matter.
 
-use candle_core::Tensor;
+use candle_core::{Tensor, D};
 
 use super::host;
 use super::sampling::Sampler;
+use crate::backend::plan::Sizes;
 use crate::check::check_number;
 use crate::mixture::Mixture;
 use crate::{Error, Result};
@@ -58,18 +59,15 @@ impl Mixture {
         };
         let kept = log_priors.iter().zip(&orders).map(needed).max().unwrap_or(components);
         let mut indices = Vec::with_capacity(tokens * kept);
-        let (mut priors, mut dropped) = (Vec::with_capacity(tokens * kept), Vec::with_capacity(tokens));
-        for (token, (row, order)) in log_priors.iter().zip(&orders).enumerate() {
+        let mut dropped = Vec::with_capacity(tokens);
+        for (row, order) in log_priors.iter().zip(&orders) {
             let (keep, drop) = order.split_at(kept);
-            let rest: f64 = keep.iter().map(|&k| row[k].exp()).sum();
-            indices.extend(keep.iter().map(|&k| (token * components + k) as u32));
-            priors.extend(keep.iter().map(|&k| row[k] - rest.ln()));
+            indices.extend(keep.iter().map(|&k| k as u32));
             dropped.push(drop.iter().map(|&k| row[k].exp()).sum());
         }
         let dtype = crate::backend::accumulation_dtype("contexts", operands.contexts.dtype())?;
-        let priors = host::rounded(priors, &[tokens, kept], dtype, device)?;
         Ok(Pruned {
-            mixture: self.with_components(indices, kept, Some(priors))?,
+            mixture: self.with_components(indices, kept, true)?,
             total_variation: host::rounded(dropped, self.leading(), dtype, device)?,
         })
     }
@@ -78,22 +76,31 @@ impl Mixture {
     pub(super) fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
         let operands = self.operands();
         let Some(log_priors) = &operands.log_priors else { return Ok(self.clone()) };
-        let components = operands.sizes.components as u32;
         let chosen = sampler.choose(log_priors)?;
-        let indices = chosen.iter().zip(0..).map(|(&k, token)| token * components + k).collect();
-        self.with_components(indices, 1, None)
+        self.with_components(chosen, 1, false)
     }
 
-    /// With the components of these indices into `[tokens * K]`, `kept` for each token.
-    fn with_components(&self, indices: Vec<u32>, kept: usize, log_priors: Option<Tensor>) -> Result<Mixture> {
+    /// With the components of these indices `[tokens, kept]`, and their priors, normalised again, if those are to be kept. The
+    /// gradients of what is kept go on to contexts and priors.
+    fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
         let mut operands = self.operands().clone();
-        let contexts = operands.contexts.flatten(0, 1)?;
-        let indices = host::to_device(indices, operands.sizes.tokens * kept, contexts.device())?;
-        // candle selects nothing from nothing.
-        let contexts = if operands.sizes.tokens == 0 { contexts } else { contexts.index_select(&indices, 0)? };
-        operands.contexts = contexts.reshape((operands.sizes.tokens, kept, operands.sizes.context))?.contiguous()?;
+        let Sizes { tokens, components, context, .. } = operands.sizes;
         operands.sizes.components = kept;
-        operands.log_priors = log_priors;
+        let log_priors = operands.log_priors.take().filter(|_| keep_priors);
+        // candle selects nothing from nothing.
+        if tokens == 0 {
+            operands.contexts = operands.contexts.narrow(1, 0, kept)?.contiguous()?;
+            operands.log_priors = log_priors.map(|log_priors| log_priors.narrow(1, 0, kept)?.contiguous()).transpose()?;
+            return Ok(self.with_operands(operands));
+        }
+        let rows = indices.iter().enumerate().map(|(i, &k)| (i / kept * components) as u32 + k).collect();
+        let rows = host::to_device::<u32>(rows, tokens * kept, operands.contexts.device())?;
+        let select = |rows_of: Tensor| rows_of.index_select(&rows, 0);
+        operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((tokens, kept, context))?;
+        if let Some(log_priors) = log_priors {
+            let log_priors = select(log_priors.flatten_all()?)?.reshape((tokens, kept))?;
+            operands.log_priors = Some(candle_nn::ops::log_softmax(&log_priors, D::Minus1)?);
+        }
         Ok(self.with_operands(operands))
     }
 }

@@ -26,7 +26,10 @@ use crate::{autograd, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reduction {
-    /// Their weighted mean: the sum divided by [`Loss::count`]. Zero if no token counts.
+    /// Their weighted mean: the sum divided by [`Loss::count`]. Zero if no token counts, or the weights add up to exactly zero.
+    ///
+    /// Weights of both signs, such as advantages, have no mean: their sum may be close to zero or negative, which makes the
+    /// value and its gradients huge or turns their sign. Use [`Reduction::Sum`] with them, divided by the number of tokens.
     #[default]
     Mean,
     /// Their weighted sum.
@@ -150,8 +153,9 @@ impl LossOptions {
 
     /// Leaves out the gradients of contexts and decoder from components whose responsibility for the target is below this
     /// threshold, which saves their share of two of the three products. Off (0) by default: with it, these gradients are
-    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact. On a GPU each chunk
-    /// waits for the device once, to know how many rows are left.
+    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact. Where weights are
+    /// negative, their sizes are compared. It does not go together with a z-loss, of which every component has a gradient. On
+    /// a GPU each chunk waits for the device once, to know how many rows are left.
     pub fn with_responsibility_filter(self, threshold: f64) -> Self {
         LossOptions { responsibility_filter: threshold, ..self }
     }
@@ -182,6 +186,16 @@ impl LossOptions {
             "a finite number, at least 0",
             self.z_loss,
         )?;
+        if self.z_loss > 0.0 {
+            // Every component's log-sum-exp has a gradient, whatever its responsibility.
+            let expected = "0 with a z_loss";
+            check_number(
+                self.responsibility_filter == 0.0,
+                "responsibility_filter",
+                expected,
+                self.responsibility_filter,
+            )?;
+        }
         if let Some(cap) = self.softcap {
             check_number(cap > 0.0 && cap.is_finite(), "softcap", "a finite number above 0", cap)?;
         }
@@ -236,7 +250,8 @@ pub struct Loss {
     pub nll: Tensor,
     /// Scalar: how many tokens had their target as the most probable word, if asked for ([`LossOptions::with_hits`]).
     pub hits: Option<Tensor>,
-    /// Scalar: the share of the gradient's mass (responsibility times weight) that the filter dropped, if there is one.
+    /// Scalar: the share of the gradient's mass (the size of responsibility times weight) that the filter dropped, if there is
+    /// one; from 0 to 1.
     pub dropped_mass: Option<Tensor>,
     /// The decoder's weight, if that is a variable.
     pub(crate) decoder: Option<Tensor>,

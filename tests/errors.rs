@@ -213,6 +213,14 @@ on_each_device! {
         Ok(())
     }
 
+    fn a_filter_beside_a_z_loss_is_refused(device: &Device) -> Result<()> {
+        let options = LossOptions::new().with_z_loss(1e-4).with_responsibility_filter(0.01);
+        for (_, loss) in losses(device, &targets(device)?, &options)? {
+            assert_config(loss, "responsibility_filter", &["z_loss", "got 0.01"]);
+        }
+        Ok(())
+    }
+
     fn the_least_workspace_is_named_and_is_enough(device: &Device) -> Result<()> {
         for base in [LossOptions::new(), LossOptions::evaluation()] {
             for (head, loss) in losses(device, &targets(device)?, &base.clone().with_workspace_bytes(5))? {

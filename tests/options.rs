@@ -2,7 +2,7 @@
 
 mod common;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use common::case::{upstream, weights, Case, Head, Sizes, ENTRIES};
 use common::check::{backward, gradients, numbers, Check, Layer};
 use common::compare::{assert_close, Tolerance};
@@ -51,7 +51,7 @@ const ALONE: [&str; 10] = ["", "S", "N", "i", "t", "c", "s", "z", "p", "f"];
 
 const COMBINED: [&str; 24] = [
     "it", "ic", "is", "iz", "tc", "cs", "sz", "sp", "zp", "tS", "cN", "sN", "zN", "pN", "itc", "csz", "szp", "tcsN",
-    "icsS", "itcszp", "itcszpS", "itcszpN", "itcszpf", "itcszpfN",
+    "icsS", "itcszp", "itcszpS", "itcszpN", "itcspf", "itcspfN",
 ];
 
 proptest! {
@@ -303,6 +303,83 @@ on_each_device! {
             last = dropped;
         }
         assert!(last > 0.1, "a filter of 0.9 drops much: {last}");
+        Ok(())
+    }
+
+    fn a_filter_compares_and_sums_the_size_of_masses(device: &Device) -> Result<()> {
+        for (label_smoothing, seed) in [(0.0, 74), (0.2, 75)] {
+            for signs in ["c", "t", "ct"] {
+                for filter in [0.1, 0.3, 0.9] {
+                    let case = Case::random(Head::Mixture, SIZES, &[2, 5], seed);
+                    let objective = Objective {
+                        filter,
+                        label_smoothing,
+                        class_weights: signs.contains('c').then(|| upstream(SIZES.vocab, seed)),
+                        token_weights: signs.contains('t').then(|| upstream(ROWS, seed + 1)),
+                        ..Objective::reduced(Reduction::Sum)
+                    };
+                    let truth = Check::new(exact(device)).run(&case, &objective, device)?;
+                    assert!((0.0..=1.0).contains(&truth.dropped_mass), "{}", truth.dropped_mass);
+                    assert!(filter < 0.9 || truth.dropped_mass > 0.1, "{}", truth.dropped_mass);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is(device: &Device) -> Result<()> {
+        for weight in [-1.0, 1.0] {
+            // One id with logit z: the gradient of z is 2 zeta z, and 1 + 2 zeta z = 0 for the first of these.
+            let tensor = |shape: &[usize], value: f32| Ok::<_, candle_core::Error>(Var::from_tensor(&Tensor::full(value, shape, device)?)?);
+            let (contexts, decoder) = (tensor(&[1, 1, 1], 1.0)?, tensor(&[1, 1], weight)?);
+            let mixture = Mixture::new(&contexts, None, &decoder, None)?;
+            let loss = mixture.loss(&Tensor::new(&[0u32], device)?, &LossOptions::new().with_z_loss(0.5))?;
+            assert_eq!(numbers(loss.backward()?.get(&decoder).expect("a gradient")), [f64::from(weight)]);
+        }
+        Ok(())
+    }
+
+    fn smoothing_asks_nothing_of_impossible_ids_in_the_gradient(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let mut case = case(head, 76);
+            let impossible = [0, 17, 32];
+            for id in impossible {
+                case.values.get_mut("decoder.bias").expect("decoder.bias")[id] = f64::NEG_INFINITY;
+            }
+            case.targets.iter_mut().for_each(|y| *y = 1 + *y % 16);
+            let dtype = exact(device);
+            let tensors = case.variables(dtype, device)?;
+            let options = LossOptions::new().with_reduction(Reduction::Sum).with_label_smoothing(0.1);
+            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
+            assert_eq!(numbers(&loss.value), [f64::INFINITY], "{head:?}");
+            let found = gradients(&loss.backward()?, &tensors);
+            let possible = |v: usize| if impossible.contains(&v) { 0.0 } else { 1.0 };
+            let class_weights = Some((0..SIZES.vocab).map(possible).collect());
+            let objective = Objective { label_smoothing: 0.1, class_weights, ..Objective::reduced(Reduction::Sum) };
+            for (name, truth) in truth(&case, &objective, &[1.0]).gradients {
+                assert_close(name, &found[name], &truth, None, Tolerance::gradient(dtype));
+            }
+        }
+        Ok(())
+    }
+
+    fn no_probability_is_above_one(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                let mut case = Case::random(head, Sizes::new(5, 6, 5, 9), &[400], 77).scaled("decoder.bias", 40.0);
+                let bias = &case.values["decoder.bias"];
+                let sure = (0..9).max_by(|&a, &b| bias[a].total_cmp(&bias[b])).expect("an id") as i64;
+                case.targets.fill(sure);
+                let layer = Layer::new(&case, &case.constants(dtype, device)?)?;
+                let targets = case.target_tensor(device)?;
+                for options in [LossOptions::new().with_reduction(Reduction::None), LossOptions::evaluation()] {
+                    let loss = layer.loss(&targets, &options)?;
+                    let losses = [numbers(&loss.nll), numbers(&loss.value)].concat();
+                    assert!(losses.iter().all(|x| x.is_sign_positive()), "{head:?} {dtype:?}: {losses:?}");
+                }
+                assert!(numbers(&layer.log_probs()?).iter().all(|&x| x <= 0.0), "{head:?} {dtype:?}");
+            }
+        }
         Ok(())
     }
 

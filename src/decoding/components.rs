@@ -90,7 +90,8 @@ impl Mixture {
         // candle selects nothing from nothing.
         if tokens == 0 {
             operands.contexts = operands.contexts.narrow(1, 0, kept)?.contiguous()?;
-            operands.log_priors = log_priors.map(|log_priors| log_priors.narrow(1, 0, kept)?.contiguous()).transpose()?;
+            operands.log_priors =
+                log_priors.map(|log_priors| log_priors.narrow(1, 0, kept)?.contiguous()).transpose()?;
             return Ok(self.with_operands(operands));
         }
         let rows = indices.iter().enumerate().map(|(i, &k)| (i / kept * components) as u32 + k).collect();

@@ -244,7 +244,8 @@ impl Mixture {
     /// As for the targets of [`Mixture::loss`].
     pub fn log_prob(&self, words: &Tensor) -> Result<Tensor> {
         let options = LossOptions::evaluation().with_reduction(Reduction::None);
-        Ok(self.loss(words, &options)?.nll.neg()?)
+        // Not `neg`, which makes a minus zero.
+        Ok(self.loss(words, &options)?.nll.affine(-1.0, 0.0)?)
     }
 
     pub(crate) fn operands(&self) -> &Operands {

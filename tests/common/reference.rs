@@ -24,7 +24,7 @@ pub struct Truth {
     pub count: f64,
     pub nll: Vec<f64>,
     pub hits: f64,
-    /// What the responsibility filter drops: the mean over tokens, weighted like the loss, of the dropped components' share.
+    /// The share of the masses' size, weighted like the loss, that the responsibility filter drops.
     pub dropped_mass: f64,
     pub argmax: Vec<u32>,
     pub log_probs: Vec<f64>,
@@ -51,6 +51,7 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
             truth.count += objective.token_weight(t, y) * objective.class_weight(y as usize);
         }
     }
+    let mut mass = 0.0;
     for (t, &y) in case.targets.iter().enumerate() {
         let contexts = &projected.contexts[t * k * d..][..k * d];
         let log_priors = &projected.log_priors[t * k..][..k];
@@ -74,8 +75,12 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
             Reduction::Mean => upstream[0] / truth.count,
             _ => upstream[0],
         };
-        let dropped = slopes.add(t, &token, y, objective, tau * upstream, &decoder);
-        truth.dropped_mass += tau * objective.class_weight(y) * dropped / truth.count;
+        let (dropped, all) = slopes.add(t, &token, y, objective, tau * upstream, &decoder);
+        truth.dropped_mass += tau.abs() * dropped;
+        mass += tau.abs() * all;
+    }
+    if mass > 0.0 {
+        truth.dropped_mass /= mass;
     }
     truth.sum = truth.value.iter().sum();
     match objective.reduction {
@@ -162,8 +167,17 @@ struct Slopes {
 }
 
 impl Slopes {
-    /// Adds token `t` with target `y`, its objective multiplied by `back`; gives the share of its mass that is filtered out.
-    fn add(&mut self, t: usize, token: &Token, y: usize, objective: &Objective, back: f64, decoder: &Decoder) -> f64 {
+    /// Adds token `t` with target `y`, its objective multiplied by `back`; gives the size of its mass that is filtered out, and
+    /// of all of it.
+    fn add(
+        &mut self,
+        t: usize,
+        token: &Token,
+        y: usize,
+        objective: &Objective,
+        back: f64,
+        decoder: &Decoder,
+    ) -> (f64, f64) {
         let (k, vocab) = (token.lse.len(), token.log_probs.len());
         let d = token.contexts.len() / k;
         let mut pulls = vec![vec![0.0; vocab]; k];
@@ -176,12 +190,12 @@ impl Slopes {
             }
         }
         let masses: Vec<f64> = pulls.iter().map(|pull| pull.iter().sum()).collect();
-        let all: f64 = masses.iter().sum();
+        let all: f64 = masses.iter().map(|mass| mass.abs()).sum();
         let mut dropped = 0.0;
         for i in 0..k {
             self.log_priors[t * k + i] = -back * masses[i];
-            if objective.filter > 0.0 && masses[i] < objective.filter * all {
-                dropped += masses[i] / all;
+            if objective.filter > 0.0 && masses[i].abs() < objective.filter * all {
+                dropped += masses[i].abs();
                 continue;
             }
             let context = &token.contexts[i * d..][..d];
@@ -196,7 +210,7 @@ impl Slopes {
                 self.bias[v] += dz;
             }
         }
-        dropped
+        (dropped, all)
     }
 }
 

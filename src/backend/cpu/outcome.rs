@@ -76,8 +76,10 @@ pub(super) fn outcome<T: Element>(
     let nll: Vec<f64> = losses.iter().map(|loss| loss.nll).collect();
     let count: f64 = (0..sizes.tokens).map(|t| targets.count(t)).sum();
     let hits = losses.iter().filter(|loss| loss.hit).count();
-    let dropped: f64 = each().map(|(t, loss)| weighted(targets.count(t), loss.dropped)).sum();
-    let share = if count == 0.0 { 0.0 } else { dropped / count };
+    let size =
+        |of: fn(&TokenLoss) -> f64| each().map(|(t, loss)| weighted(targets.token_weight(t).abs(), of(loss))).sum();
+    let (dropped, mass): (f64, f64) = (size(|loss| loss.dropped), size(|loss| loss.mass));
+    let share = if mass == 0.0 { 0.0 } else { dropped / mass };
     Ok(Outcome {
         objective: vector(&objective)?,
         nll: vector(&nll)?,

@@ -29,7 +29,7 @@ pub(super) struct Target<'a, F> {
     /// The rest of `q`, padded with zeros, where there is any: label smoothing, or the upstream gradient of log-probabilities.
     pub(super) soft: Option<&'a [F]>,
     pub(super) z_loss: F,
-    /// Rows with less than this share of the responsibility get no gradient.
+    /// Rows with less than this share of the position's mass get no gradient.
     pub(super) filter: F,
     /// Whether to look for the most probable word.
     pub(super) hits: bool,
@@ -97,8 +97,9 @@ impl<F: Float> Scratch<F> {
         if let Some((y, hard)) = target.hard {
             let joint = |k: usize| target_logit(k, y) - self.lse[k].largest + self.log_scale[k];
             let log_p = LogSumExp::of((0..components).map(joint));
-            loss.nll = -log_p.value().f64();
-            loss.objective = weighted(hard, -log_p.value()).f64();
+            let nll = not_negative(-log_p.value());
+            loss.nll = nll.f64();
+            loss.objective = weighted(hard, nll).f64();
             for k in 0..components {
                 // One component has all the responsibility, even for an impossible target.
                 let r = if components == 1 { F::one() } else { (joint(k) - log_p.largest - log_p.log_sum).exp() };
@@ -113,18 +114,17 @@ impl<F: Float> Scratch<F> {
         loss
     }
 
-    /// The mass below which the filter drops a row, with the share that this drops noted in `loss`.
+    /// The size of the mass below which the filter drops a row, with what this drops noted in `loss`. Masses are compared and
+    /// summed by their size: class weights and gradients from upstream may be negative.
     pub(super) fn least_mass(&self, target: &Target<'_, F>, loss: &mut TokenLoss) -> F {
         if target.filter == F::zero() {
-            // Nothing is below this, not even the negative masses of a gradient from upstream.
-            return F::neg_infinity();
+            return F::zero();
         }
-        let total: F = self.mass.iter().copied().sum();
+        let sizes = self.mass.iter().map(|mass| mass.abs());
+        let total: F = sizes.clone().sum();
         let least = target.filter * total;
-        let dropped: F = self.mass.iter().copied().filter(|&mass| mass < least).sum();
-        if dropped > F::zero() {
-            loss.dropped = (dropped / total).f64();
-        }
+        loss.mass = total.f64();
+        loss.dropped = sizes.filter(|&mass| mass < least).sum::<F>().f64();
         least
     }
 }
@@ -147,7 +147,8 @@ pub(super) struct TokenLoss {
     pub(super) nll: f64,
     pub(super) objective: f64,
     pub(super) hit: bool,
-    /// Share of the responsibility in rows that were filtered out.
+    /// With a filter: the size of the masses of all rows, and of those that were filtered out.
+    pub(super) mass: f64,
     pub(super) dropped: f64,
 }
 
@@ -230,8 +231,8 @@ impl<F: Float> Logits<'_, F> {
             log_probs[i] = log_p;
             if let Some(soft) = soft {
                 references[i] = reference;
-                // Words without mass have none to share, even if they are impossible.
-                shares[i] = v.if_equal(soft[i], zero, zero, v.div(soft[i], sum));
+                // Words without mass have none to share, and those that no component can produce give none its gradient.
+                shares[i] = v.if_equal(soft[i], zero, zero, v.if_equal(sum, zero, zero, v.div(soft[i], sum)));
             }
         }
     }
@@ -257,7 +258,7 @@ impl<F: Float> Logits<'_, F> {
             // The two parts may cancel in a sum, and yet not in any logit.
             let is_zero = scale == F::zero()
                 || (target.soft.is_none() && flushed(softmax_scale) == F::zero() && flushed(hard) == F::zero());
-            gradients.live[k] = !(is_zero || mass < least_mass);
+            gradients.live[k] = !(is_zero || mass.abs() < least_mass);
             if !gradients.live[k] {
                 continue;
             }
@@ -319,15 +320,17 @@ pub(super) fn mix_register<F: Float, V: Vector<F>>(
     let zero = v.splat(F::zero());
     // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
     let reference = v.if_equal(largest, v.splat(F::neg_infinity()), zero, largest);
+    // Rounding may lead above zero.
+    let log_probability = |x| v.if_less(zero, x, zero, x);
     if components.len() == 1 {
-        return (largest, reference, v.splat(F::one()));
+        return (log_probability(largest), reference, v.splat(F::one()));
     }
     let mut sum = zero;
     for (k, (row_largest, log_scale)) in components.enumerate() {
         let term = v.add(v.sub(logits[k * stride], v.splat(row_largest)), v.splat(log_scale));
         sum = v.add(sum, exp(v, v.sub(term, reference)));
     }
-    (v.add(reference, ln(v, sum)), reference, sum)
+    (log_probability(v.add(reference, ln(v, sum))), reference, sum)
 }
 
 /// What the gradient of one row is made of, beyond its logits.
@@ -424,6 +427,15 @@ fn flushed<F: Float>(x: F) -> F {
     }
 }
 
+/// Zero, not minus zero, in place of what only rounding has led below it.
+fn not_negative<F: Float>(x: F) -> F {
+    if x <= F::zero() {
+        F::zero()
+    } else {
+        x
+    }
+}
+
 /// `weight * x`, where weight zero takes away even an infinite or undefined `x`.
 pub(super) fn weighted<F: Float>(weight: F, x: F) -> F {
     if weight == F::zero() {
@@ -453,7 +465,13 @@ mod tests {
     use super::*;
 
     /// The gradient of one position's logits, with the live rows alone, and of its log-priors.
-    fn gradient<F: Float>(isa: Isa, rows: &mut [F], log_priors: &[F], soft: Option<&[F]>, softcap: Option<F>) -> Vec<F> {
+    fn gradient<F: Float>(
+        isa: Isa,
+        rows: &mut [F],
+        log_priors: &[F],
+        soft: Option<&[F]>,
+        softcap: Option<F>,
+    ) -> Vec<F> {
         let components = log_priors.len();
         let stride = rows.len() / components;
         let lse: Vec<_> = rows.chunks(stride).map(|row| LogSumExp::of(row.iter().copied())).collect();

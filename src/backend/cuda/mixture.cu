@@ -65,8 +65,8 @@ KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, const float 
     __shared__ float of_warps[WARPS];
     functions::row_soft_mass(logits, objective, rows, log_probs, HERE, of_warps);
 }
-KERNEL token_scales(Objective objective, Rows rows, float *log_prior_gradient, float *dropped, int tokens, int components) {
-    functions::token_scales(objective, rows, log_prior_gradient, dropped, tokens, components, HERE);
+KERNEL token_scales(Objective objective, Rows rows, float *log_prior_gradient, float *masses, int tokens, int components) {
+    functions::token_scales(objective, rows, log_prior_gradient, masses, tokens, components, HERE);
 }
 KERNEL live_rows(Rows rows, int *live, int *count, int row_count) {
     __shared__ int of_threads[BLOCK];

@@ -40,8 +40,9 @@ pub(super) struct Chunks<'a, G> {
     /// `[tokens]` each
     pub(super) nll: Buffer,
     pub(super) losses: Buffer,
-    pub(super) dropped: Buffer,
     pub(super) argmax: Buffer,
+    /// `[tokens, 2]`: the size of the mass that the filter drops, and of all
+    pub(super) masses: Buffer,
     /// `[tokens, vocab]`, if log-probabilities are what is computed
     pub(super) all_log_probs: Option<Buffer>,
 
@@ -119,8 +120,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             prepared,
             nll: zeros(tokens, DType::F32)?,
             losses: zeros(tokens, DType::F32)?,
-            dropped: zeros(tokens, DType::F32)?,
             argmax: zeros(tokens, DType::U32)?,
+            masses: zeros(2 * tokens.max(1), DType::F32)?,
             all_log_probs: None,
             context_gradients: optional(wanted.contexts, tokens * components * context, DType::F32)?,
             log_prior_gradients: optional(wanted.any(), tokens * components, DType::F32)?,
@@ -292,8 +293,8 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             return Ok(());
         }
         let log_priors = Argument::Write(self.log_prior_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
-        let dropped = Argument::Write(self.dropped.at(tokens.start));
-        let arguments = [objective, of_rows, log_priors, dropped, token_count, components];
+        let masses = Argument::Write(self.masses.at(2 * tokens.start));
+        let arguments = [objective, of_rows, log_priors, masses, token_count, components];
         self.gpu.launch("token_scales", token_blocks, &arguments)?;
         if self.log_prior_gradients.is_none() {
             return Ok(());

@@ -104,9 +104,15 @@ pub(super) fn loss<G: Gpu>(
     };
     let dropped_mass = match prepared.filter > 0.0 {
         true => {
-            let dropped = weigh(&words.counts.tensor, &chunks.dropped.tensor)?.sum_all()?;
-            let nothing = words.count.eq(0f32)?;
-            Some(nothing.where_cond(&dropped.zeros_like()?, &(dropped / &words.count)?)?)
+            let masses = chunks.masses.tensor.reshape(((), 2))?;
+            let weights = words.weights.tensor.abs()?;
+            let size = |column| {
+                let masses = masses.narrow(1, column, 1)?.squeeze(1)?.contiguous()?;
+                Ok::<_, Error>(weigh(&weights, &masses)?.sum_all()?)
+            };
+            let (dropped, all) = (size(0)?, size(1)?);
+            let nothing = all.eq(0f32)?;
+            Some(nothing.where_cond(&dropped.zeros_like()?, &(dropped / &all)?)?)
         }
         false => None,
     };

@@ -14,8 +14,7 @@ pub(super) struct Words {
     pub(super) words: Buffer,
     hard: Buffer,
     pub(super) weights: Buffer,
-    pub(super) counts: Buffer,
-    /// Scalar: the sum of `counts`.
+    /// Scalar: the denominator of the mean.
     pub(super) count: Tensor,
     scales: Buffer,
 }
@@ -153,7 +152,7 @@ impl Prepared {
             false => None,
         };
         Ok(Prepared {
-            words: Some(Words { words, hard, weights, counts, count, scales }),
+            words: Some(Words { words, hard, weights, count, scales }),
             soft,
             soft_stride: 0,
             z_loss: options.z_loss as f32,

@@ -21,6 +21,8 @@
 #define WARPS (BLOCK / 32)
 
 FUNCTION float finite_or_zero(float x) { return x == minus_infinity() ? 0.f : x; }
+// Zero, not minus zero, in place of what only rounding has led below it.
+FUNCTION float not_negative(float x) { return x <= 0.f ? 0.f : x; }
 // weight * x, where weight zero takes away even an infinite or undefined x.
 FUNCTION float weighted(float weight, float x) { return weight == 0.f ? 0.f : weight * x; }
 
@@ -95,6 +97,8 @@ struct Sum {
     }
     FUNCTION float value() const { return finite_or_zero(largest) + logarithm(sum); }
 };
+
+FUNCTION float magnitude(float x) { return x < 0.f ? -x : x; }
 
 struct Largest {
     float value;
@@ -176,7 +180,8 @@ FUNCTION void token_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOB
     } else if (word == -2) {
         log_p = hard = not_a_number();
     }
-    float of_token = weighted(hard, -log_p), squares = 0.f;
+    const float of_target = not_negative(-log_p);
+    float of_token = weighted(hard, of_target), squares = 0.f;
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         // One component has all the responsibility, even for an impossible target.
@@ -190,7 +195,7 @@ FUNCTION void token_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOB
         squares += lse * lse;
     }
     if (word >= 0 && objective.z_loss != 0.f) of_token += objective.z_loss * squares / components;
-    nll[t] = -log_p;
+    nll[t] = of_target;
     loss[t] = of_token;
 }
 
@@ -211,7 +216,9 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
             if (logits.components == 1) sum = {term, 1.f};
             else sum.add({term, 1.f});
         }
-        const float log_p = logits.components == 1 ? sum.largest : sum.value();
+        const float value = logits.components == 1 ? sum.largest : sum.value();
+        // Rounding may lead above zero.
+        const float log_p = value > 0.f ? 0.f : value;
         if (log_probs) store(log_probs + t * out_stride + v, log_p);
         if (soft) of_soft += weighted(soft[v], -log_p);
         best.add({log_p, v});
@@ -266,29 +273,32 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBA
 }
 
 // One thread per token: what the gradients of its rows are multiplied by, the gradient of its log-priors (unless null), and the
-// share of its mass that the filter drops.
-FUNCTION void token_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *dropped, int tokens,
+// size of its mass: of what the filter drops (first) and of all (second).
+FUNCTION void token_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *masses, int tokens,
                            int components, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= tokens) return;
     const float scale = objective.scale(t);
     float total = 0.f, lost = 0.f;
-    for (int k = 0; k < components; ++k) total += rows.mass(t * components + k);
-    // Nothing is below this, not even the negative masses of a gradient from upstream.
-    const float least = objective.filter == 0.f ? minus_infinity() : objective.filter * total;
+    for (int k = 0; k < components; ++k) total += magnitude(rows.mass(t * components + k));
+    const float least = objective.filter * total;
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         const float mass = rows.mass(r);
         if (log_prior_gradient) log_prior_gradient[r] = weighted(scale, -mass);
-        if (mass < least) lost += mass;
+        const bool dropped = magnitude(mass) < least;
+        if (dropped) lost += magnitude(mass);
         const float lse = rows.largest(r) + rows.log_sum(r);
         const float softmax_scale = scale * (mass + 2.f * objective.z_loss / components * lse);
         const bool ignored = objective.words && objective.words[t] == -1;
-        const bool is_zero = ignored || scale == 0.f || (softmax_scale == 0.f && !objective.soft) || mass < least;
-        rows.softmax_scale(r) = is_zero ? 0.f : softmax_scale;
-        if (is_zero) rows.hard_mass(r) = minus_infinity();
+        // The parts of the softmax and of the target may cancel in a sum, and yet not in any logit.
+        const bool is_zero = softmax_scale == 0.f && weighted(scale, rows.hard_mass(r)) == 0.f && !objective.soft;
+        const bool is_dead = ignored || scale == 0.f || is_zero || dropped;
+        rows.softmax_scale(r) = is_dead ? 0.f : softmax_scale;
+        if (is_dead) rows.hard_mass(r) = minus_infinity();
     }
-    dropped[t] = lost > 0.f ? lost / total : 0.f;
+    masses[2 * t] = lost;
+    masses[2 * t + 1] = total;
 }
 
 // One block: the rows that have a gradient, in their order, and how many they are.

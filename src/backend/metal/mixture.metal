@@ -140,9 +140,9 @@ KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, HER
     OF_BLOCK(float, of_warps, WARPS);
     functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, block, tid, of_warps);
 }
-KERNEL token_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *dropped, constant int &tokens,
+KERNEL token_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *masses, constant int &tokens,
                     constant int &components, HERE) {
-    functions::token_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), dropped, tokens, components, block, tid);
+    functions::token_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), masses, tokens, components, block, tid);
 }
 KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_count, HERE) {
     OF_BLOCK(int, of_threads, BLOCK);

@@ -55,12 +55,13 @@ impl Case {
     pub(super) fn objective(&self, dtype: DType) -> Objective {
         let Sizes { tokens, vocab, .. } = self.sizes;
         let targets: Vec<i64> = (0..tokens).map(|t| ((t * 7919 + 3) % vocab) as i64).collect();
-        let weights = |seed, n| (random(seed, &[n], 1.0) + 1.0).unwrap().to_dtype(DType::F32).unwrap();
+        let weights = |seed, n, mean: f64| (random(seed, &[n], 1.0) + mean).unwrap().to_dtype(DType::F32).unwrap();
         let options = &self.options;
         Objective::Targets {
             targets: Tensor::from_vec(targets, tokens, &Device::Cpu).unwrap(),
-            token_weights: Some(weights(5, tokens).to_dtype(dtype).unwrap()),
-            class_weights: Some(weights(6, vocab).to_dtype(dtype).unwrap()),
+            token_weights: Some(weights(5, tokens, 1.0).to_dtype(dtype).unwrap()),
+            // Some of them negative.
+            class_weights: Some(weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
             options: options.clone(),
             upstream: (options.reduction == Reduction::None)
                 .then(|| random(7, &[tokens], 3.0).to_dtype(DType::F32).unwrap().to_dtype(dtype).unwrap()),

@@ -7,7 +7,7 @@ use crate::backend::{self, gpu, Objective, Task, Wanted};
 use crate::loss::{LossOptions, Reduction};
 
 /// Changes that somebody could make by accident, in the text that both languages share.
-const WRONG_ROWS: [(&str, &str); 19] = [
+const WRONG_ROWS: [(&str, &str); 18] = [
     ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
     ("if (v == word) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
@@ -24,7 +24,6 @@ const WRONG_ROWS: [(&str, &str); 19] = [
     ("float *to = all + (i64)live[block] * columns", "float *to = all + (i64)block * columns"),
     ("|| dropped;", ";"),
     ("const bool dropped = magnitude(mass) < least;", "const bool dropped = mass < least;"),
-    ("0.f && weighted(scale, rows.hard_mass(r)) == 0.f", "0.f"),
     ("x == last.value && v > last.at", "x == last.value && v >= last.at"),
     ("last = block_reduce(best, tid, of_warps);\n        if", "last = best;\n        if"),
 ];

@@ -157,6 +157,30 @@ fn large_weights_do_not_overflow_half_precision() {
 }
 
 #[test]
+fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is() {
+    for host in Host::all() {
+        let case = Case { options: LossOptions::new().with_z_loss(0.5), ..case(1, 1, 1, 1) };
+        let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
+        let operands = Operands {
+            contexts: ones(&[1, 1, 1]),
+            log_priors: None,
+            weight: ones(&[1, 1]).neg().unwrap(),
+            bias: None,
+            ..case.operands(DType::F32)
+        };
+        let objective = Objective::Targets {
+            targets: Tensor::zeros(1, DType::I64, &Device::Cpu).unwrap(),
+            token_weights: None,
+            class_weights: None,
+            options: case.options.clone(),
+            upstream: None,
+        };
+        let outcome = gpu::loss(&host, &operands, &objective, ALL, &case.plan(&host)).unwrap();
+        assert_eq!(outcome.gradients.weight.unwrap().to_vec2::<f32>().unwrap(), [[-1.0]], "{:?}", host.language);
+    }
+}
+
+#[test]
 fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
     for host in Host::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {

@@ -49,18 +49,18 @@ pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
     check_number((0.0..1.0).contains(&dropout), "dropout", "at least 0 and below 1", dropout)
 }
 
-/// The targets as words, `None` where they are ignored, or an error that names the first one that is not in the vocabulary.
+/// The targets as token ids, `None` where they are ignored, or an error that names the first one that is not in the vocabulary.
 /// Waits for the targets' device.
-pub(crate) fn read_words(targets: &Tensor, ignore_index: Option<i64>, vocab: usize) -> Result<Vec<Option<usize>>> {
+pub(crate) fn read_ids(targets: &Tensor, ignore_index: Option<i64>, vocab: usize) -> Result<Vec<Option<usize>>> {
     let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let word = |(position, &got): (usize, &i64)| {
+    let id = |(position, &got): (usize, &i64)| {
         if ignore_index == Some(got) {
             return Ok(None);
         }
         match usize::try_from(got) {
-            Ok(word) if word < vocab => Ok(Some(word)),
+            Ok(id) if id < vocab => Ok(Some(id)),
             _ => Err(Error::Target { position, got, vocab }),
         }
     };
-    targets.iter().enumerate().map(word).collect()
+    targets.iter().enumerate().map(id).collect()
 }

@@ -66,7 +66,7 @@ pub enum Error {
         /// The value that came.
         got: String,
     },
-    /// A target is not a word of the vocabulary, and is not the ignored index either.
+    /// A target is not a token id of the vocabulary, and is not the ignored index either.
     #[error("target {got} at position {position} is not below vocab_size {vocab}")]
     Target {
         /// Where in the flattened targets the first bad one stands.
@@ -82,8 +82,8 @@ pub enum Error {
         /// Where in the flattened hidden states the first such one stands.
         position: usize,
     },
-    /// The workspace budget cannot hold even one token.
-    #[error("workspace_bytes: expected at least {least} for one token, got {got}")]
+    /// The workspace budget cannot hold even one position.
+    #[error("workspace_bytes: expected at least {least} for one position, got {got}")]
     Workspace {
         /// The least budget that works for these shapes.
         least: usize,

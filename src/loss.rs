@@ -3,10 +3,10 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 
-use crate::check::{check_number, read_words};
+use crate::check::{check_number, read_ids};
 use crate::{autograd, Result};
 
-/// How the losses of the tokens become one value.
+/// How the losses of the positions become one value.
 ///
 /// # Examples
 ///
@@ -26,29 +26,29 @@ use crate::{autograd, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reduction {
-    /// Their weighted mean: the sum divided by [`Loss::count`]. Zero if no token counts, or the weights add up to exactly zero.
+    /// Their weighted mean: the sum divided by [`Loss::count`]. Zero if no position counts, or the weights add up to exactly zero.
     ///
     /// Weights of both signs, such as advantages, have no mean: their sum may be close to zero or negative, which makes the
-    /// value and its gradients huge or turns their sign. Use [`Reduction::Sum`] with them, divided by the number of tokens.
+    /// value and its gradients huge or turns their sign. Use [`Reduction::Sum`] with them, divided by the number of positions.
     #[default]
     Mean,
     /// Their weighted sum.
     Sum,
-    /// None: one loss per token. The gradients are then computed in the backward pass, when the upstream gradient is
-    /// known, at the price of computing the logits twice. To weight tokens, [`LossOptions::with_token_weights`] is cheaper.
+    /// None: one loss per position. The gradients are then computed in the backward pass, when the upstream gradient is
+    /// known, at the price of computing the logits twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
     None,
 }
 
-/// Options of a loss. The default is a training step: mean over the tokens, with gradients and dropout.
+/// Options of a loss. The default is a training step: mean over the positions, with gradients and dropout.
 ///
-/// The objective of token t with target y, in nats, is
+/// The objective of position t with target y, in nats, is
 ///
 /// ```text
 /// l_t = tau_t ( sum_v q_v (-log p(v)) + zeta mean_k lse_k^2 ),    q_v = c_v ((1 - epsilon) [v = y] + epsilon / V)
 /// mean = sum_t l_t / sum_t tau_t c_{y_t}
 /// ```
 ///
-/// with token weights tau, class weights c, label smoothing epsilon, z-loss coefficient zeta, and `lse_k` the
+/// with position weights tau, class weights c, label smoothing epsilon, z-loss coefficient zeta, and `lse_k` the
 /// log-sum-exp of component k's logits. The convention for c and epsilon is that of PyTorch's `cross_entropy`.
 ///
 /// # Examples
@@ -65,7 +65,7 @@ pub struct LossOptions {
     pub(crate) train: bool,
     pub(crate) reduction: Reduction,
     pub(crate) ignore_index: Option<i64>,
-    pub(crate) token_weights: Option<Tensor>,
+    pub(crate) position_weights: Option<Tensor>,
     pub(crate) class_weights: Option<Tensor>,
     pub(crate) label_smoothing: f64,
     pub(crate) z_loss: f64,
@@ -88,7 +88,7 @@ impl LossOptions {
             train: true,
             reduction: Reduction::Mean,
             ignore_index: None,
-            token_weights: None,
+            position_weights: None,
             class_weights: None,
             label_smoothing: 0.0,
             z_loss: 0.0,
@@ -105,22 +105,22 @@ impl LossOptions {
         LossOptions { train: false, ..Self::new() }
     }
 
-    /// Sets how the losses of the tokens become one value. The default is their mean.
+    /// Sets how the losses of the positions become one value. The default is their mean.
     pub fn with_reduction(self, reduction: Reduction) -> Self {
         LossOptions { reduction, ..self }
     }
 
-    /// Tokens with this target count for nothing, and get no gradient. It need not be a word of the vocabulary.
+    /// Positions with this target count for nothing, and get no gradient. It need not be a token id of the vocabulary.
     pub fn with_ignore_index(self, index: i64) -> Self {
         LossOptions { ignore_index: Some(index), ..self }
     }
 
-    /// Multiplies the loss of each token: a tensor of the targets' shape. The weights get no gradient.
-    pub fn with_token_weights(self, weights: Tensor) -> Self {
-        LossOptions { token_weights: Some(weights), ..self }
+    /// Multiplies the loss of each position: a tensor of the targets' shape. The weights get no gradient.
+    pub fn with_position_weights(self, weights: Tensor) -> Self {
+        LossOptions { position_weights: Some(weights), ..self }
     }
 
-    /// Multiplies the log-probability of each word: a tensor `[vocab]`. The weights get no gradient.
+    /// Multiplies the log-probability of each token id: a tensor `[vocab]`. The weights get no gradient.
     pub fn with_class_weights(self, weights: Tensor) -> Self {
         LossOptions { class_weights: Some(weights), ..self }
     }
@@ -143,7 +143,7 @@ impl LossOptions {
     }
 
     /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB, or what the logits of 480
-    /// rows (tokens times components) need, whichever is larger: with fewer, each chunk's pass over the decoder and its
+    /// rows (positions times components) need, whichever is larger: with fewer, each chunk's pass over the decoder and its
     /// gradient takes noticeable time (on a GPU: what 512 rows need, or 32 MiB of logits, but at most 256 MiB; on Metal
     /// twice that, since candle rounds what it allocates up to a power of two). Gradients are
     /// not part of it.
@@ -160,7 +160,7 @@ impl LossOptions {
         LossOptions { responsibility_filter: threshold, ..self }
     }
 
-    /// Also counts the tokens whose target is the most probable word, [`Loss::hits`].
+    /// Also counts the positions whose target is the most probable token id, [`Loss::hits`].
     pub fn with_hits(self, hits: bool) -> Self {
         LossOptions { hits, ..self }
     }
@@ -230,7 +230,7 @@ impl LossOptions {
 ///     count += count_of_batch;
 /// }
 /// let mean_gradient = (gradient / count)?;
-/// println!("{} nats per token, of {count} tokens", sum / count);
+/// println!("{} nats per position, of {count} positions", sum / count);
 /// # assert_eq!((mean_gradient.dims(), count), (&[100, 8][..], 3.0));
 /// # Ok(())
 /// # }
@@ -240,15 +240,15 @@ impl LossOptions {
 pub struct Loss {
     /// The differentiable value: a scalar, or of the targets' shape for [`Reduction::None`].
     pub value: Tensor,
-    /// Scalar: the weighted sum of the objective over the tokens. With `count`, what gradient accumulation over several
+    /// Scalar: the weighted sum of the objective over the positions. With `count`, what gradient accumulation over several
     /// batches needs to normalise right. Detached, as all that follows.
     pub sum: Tensor,
-    /// Scalar: the denominator of the mean; the number of tokens that count, if there are no weights.
+    /// Scalar: the denominator of the mean; the number of positions that count, if there are no weights.
     pub count: Tensor,
-    /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each token in nats, without weights, smoothing or
+    /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights, smoothing or
     /// z-loss; zero where the target is ignored.
     pub nll: Tensor,
-    /// Scalar: how many tokens had their target as the most probable word, if asked for ([`LossOptions::with_hits`]).
+    /// Scalar: how many positions had their target as the most probable token id, if asked for ([`LossOptions::with_hits`]).
     pub hits: Option<Tensor>,
     /// Scalar: the share of the gradient's mass (the size of responsibility times weight) that the filter dropped, if there is
     /// one; from 0 to 1.
@@ -289,7 +289,7 @@ impl Loss {
         let numbers = numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?;
         let (sum, count) = (numbers[0], numbers[1]);
         if let Some(Unchecked { targets, ignore_index, vocab }) = self.unchecked.as_ref().filter(|_| sum.is_nan()) {
-            read_words(targets, *ignore_index, *vocab)?;
+            read_ids(targets, *ignore_index, *vocab)?;
         }
         Ok((sum, count))
     }

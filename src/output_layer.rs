@@ -50,7 +50,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// The size of the hidden states.
     fn hidden_size(&self) -> usize;
 
-    /// The number of words.
+    /// The number of token ids.
     fn vocab_size(&self) -> usize;
 
     /// The components whose softmaxes are mixed: 1, if there is but one softmax.
@@ -94,7 +94,7 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.mixture(hidden, false)?.log_probs()
     }
 
-    /// The most probable word, `[..]` (u32), after hidden states `[.., hidden]`; of equals the one with the lowest id.
+    /// The most probable token id, `[..]` (u32), after hidden states `[.., hidden]`; of equals the one with the lowest id.
     ///
     /// # Errors
     ///
@@ -103,26 +103,26 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.mixture(hidden, false)?.argmax()
     }
 
-    /// The log-probability `[..]` of given words `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not differentiable.
+    /// The log-probability `[..]` of given token ids `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not differentiable.
     ///
     /// # Errors
     ///
     /// As for the targets of [`OutputLayer::loss`].
-    fn log_prob(&self, hidden: &Tensor, words: &Tensor) -> Result<Tensor> {
-        check_targets("words", hidden, words)?;
-        self.mixture(hidden, false)?.log_prob(words)
+    fn log_prob(&self, hidden: &Tensor, ids: &Tensor) -> Result<Tensor> {
+        check_targets("ids", hidden, ids)?;
+        self.mixture(hidden, false)?.log_prob(ids)
     }
 
-    /// The `k` most probable words after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`.
+    /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`.
     ///
     /// # Errors
     ///
-    /// If the hidden states do not fit the head, `k` is not between 1 and the number of words, or a distribution is NaN.
+    /// If the hidden states do not fit the head, `k` is not between 1 and the number of token ids, or a distribution is NaN.
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         self.mixture(hidden, false)?.top_k(k)
     }
 
-    /// One word drawn for each of the hidden states `[.., hidden]`: `[..]`, u32.
+    /// One token id drawn for each of the hidden states `[.., hidden]`: `[..]`, u32.
     ///
     /// # Errors
     ///
@@ -135,7 +135,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::loss`], or if the budget cannot hold one token.
+    /// As for [`OutputLayer::loss`], or if the budget cannot hold one position.
     fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
         self.mixture(hidden, options.train)?.plan(options)
     }

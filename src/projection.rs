@@ -41,7 +41,7 @@ pub enum Activation {
 /// ```
 /// use mos_head::{Activation, MixtureConfig};
 ///
-/// // The paper's Penn Treebank model: hidden size 620, d = 280, 10,000 words, 15 components.
+/// // The paper's Penn Treebank model: hidden size 620, d = 280, 10,000 token ids, 15 components.
 /// let config = MixtureConfig::new(620, 280, 10_000, 15).with_dropout(0.29);
 /// assert_eq!(config.activation, Activation::Tanh);
 /// ```
@@ -52,7 +52,7 @@ pub struct MixtureConfig {
     pub hidden: usize,
     /// Size of a context, d.
     pub context: usize,
-    /// Number of words.
+    /// Number of token ids.
     pub vocab: usize,
     /// Components of the mixture, K.
     pub components: usize,

@@ -13,7 +13,7 @@ use crate::Result;
 ///
 /// # Examples
 ///
-/// A head that shares its matrix with the embedding of the words:
+/// A head that shares its matrix with the embedding of the token ids:
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -35,7 +35,7 @@ use crate::Result;
 pub struct SoftmaxConfig {
     /// Size of a hidden state.
     pub hidden: usize,
-    /// Number of words.
+    /// Number of token ids.
     pub vocab: usize,
     /// Whether the decoder has a bias. It has by default.
     pub decoder_bias: bool,

@@ -96,16 +96,16 @@ fn a_plan_is_asked_for_printed_and_kept() -> Result<()> {
     let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(16, 8, 1000, 4), vb)?;
     let hidden = Tensor::zeros((5, 40, 16), DType::F32, &Device::Cpu)?;
     let whole = head.plan(&hidden, &LossOptions::new())?;
-    assert_eq!((whole.tokens, whole.tokens_per_chunk, whole.rows_per_chunk), (200, 200, 800));
+    assert_eq!((whole.positions, whole.positions_per_chunk, whole.rows_per_chunk), (200, 200, 800));
     let least = match head.plan(&hidden, &LossOptions::new().with_workspace_bytes(0)) {
         Err(Error::Workspace { least, .. }) => least,
         other => panic!("no bytes are enough: {other:?}"),
     };
     let budget = least + least / 2;
     let cut = head.plan(&hidden, &LossOptions::new().with_workspace_bytes(budget))?;
-    assert!(cut.tokens_per_chunk < 200 && cut.rows_per_chunk == 4 * cut.tokens_per_chunk, "{cut:?}");
+    assert!(cut.positions_per_chunk < 200 && cut.rows_per_chunk == 4 * cut.positions_per_chunk, "{cut:?}");
     assert!(cut.workspace_bytes <= budget && cut.budget_bytes == budget, "{cut:?}");
-    assert!(shown(&cut).contains("200 tokens"), "{cut}");
+    assert!(shown(&cut).contains("200 positions"), "{cut}");
     Ok(())
 }
 
@@ -120,6 +120,6 @@ fn the_default_budget_is_32_mib_or_480_rows_of_logits() -> Result<()> {
     assert_eq!(plan(100, 1000)?.budget_bytes, 32 << 20);
     assert_eq!(plan(100_000, 120)?.rows_per_chunk, 480);
     // One token more makes two chunks of equal size.
-    assert_eq!(plan(100_000, 121)?.tokens_per_chunk, 61);
+    assert_eq!(plan(100_000, 121)?.positions_per_chunk, 61);
     Ok(())
 }

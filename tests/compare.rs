@@ -147,7 +147,7 @@ fn a_gradient_that_misses_one_token_is_rejected() -> Result<()> {
         let trial = Trial::new(dtype)?;
         for t in 0..trial.case.rows() {
             let objective = Objective {
-                token_weights: Some((0..12).map(|i| f64::from(u8::from(i != t))).collect()),
+                position_weights: Some((0..12).map(|i| f64::from(u8::from(i != t))).collect()),
                 reduction: mos_head::Reduction::Sum,
                 ..Objective::default()
             };

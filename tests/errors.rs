@@ -167,9 +167,9 @@ on_each_device! {
     fn weights_of_another_length_are_refused(device: &Device) -> Result<()> {
         let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, device);
         for shape in [&[ROWS - 1][..], &[ROWS, 1], &[]] {
-            let options = LossOptions::new().with_token_weights(ones(shape)?);
+            let options = LossOptions::new().with_position_weights(ones(shape)?);
             for (_, loss) in losses(device, &targets(device)?, &options)? {
-                assert_shape(loss, "token_weights", &["[4]", &format!("{shape:?}")]);
+                assert_shape(loss, "position_weights", &["[4]", &format!("{shape:?}")]);
             }
         }
         for shape in [&[SIZES.vocab + 1][..], &[1, SIZES.vocab], &[]] {
@@ -183,8 +183,8 @@ on_each_device! {
 
     fn weights_that_are_no_floats_are_refused(device: &Device) -> Result<()> {
         let ones = |length| Tensor::ones(length, DType::U32, device);
-        for (_, loss) in losses(device, &targets(device)?, &LossOptions::new().with_token_weights(ones(ROWS)?))? {
-            assert_dtype(loss, "token_weights", &["f32", "U32"]);
+        for (_, loss) in losses(device, &targets(device)?, &LossOptions::new().with_position_weights(ones(ROWS)?))? {
+            assert_dtype(loss, "position_weights", &["f32", "U32"]);
         }
         for (_, loss) in losses(device, &targets(device)?, &LossOptions::new().with_class_weights(ones(SIZES.vocab)?))? {
             assert_dtype(loss, "class_weights", &["f32", "U32"]);

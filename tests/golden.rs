@@ -56,7 +56,7 @@ fn objective(golden: &Value, options: &Value) -> Objective {
             _ => Reduction::None,
         },
         ignore_index: options.get("ignore_index").and_then(Value::as_i64),
-        token_weights: weights("token_weights"),
+        position_weights: weights("position_weights"),
         class_weights: weights("class_weights"),
         label_smoothing: number("label_smoothing").unwrap_or(0.0),
         z_loss: number("z_loss").unwrap_or(0.0),
@@ -150,7 +150,7 @@ on_each_device! {
             let weights: Vec<f64> = nll.iter().map(weight).collect();
             assert!(weights.iter().any(|w| w * rows < 0.9), "the epsilon is felt somewhere: {weights:?}");
             let weights = Tensor::from_vec(weights, nll.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
-            let options = LossOptions::new().with_reduction(Reduction::Sum).with_token_weights(weights);
+            let options = LossOptions::new().with_reduction(Reduction::Sum).with_position_weights(weights);
             let found = gradients(&layer.loss(&targets, &options)?.backward()?, &tensors);
             for (name, expected) in stored["gradients"].as_object().expect("gradients") {
                 let got = &found[name.as_str()];

@@ -129,7 +129,7 @@ on_each_device! {
             let case = Case::random(head, SIZES, &[10], 23).rounded(dtype)?;
             let tensors = case.variables(dtype, device)?;
             let objective =
-                Objective { token_weights: Some(vec![1.0 / SCALE; 10]), ..Objective::reduced(Reduction::Sum) };
+                Objective { position_weights: Some(vec![1.0 / SCALE; 10]), ..Objective::reduced(Reduction::Sum) };
             let got = found(&case, &tensors, &objective, &[SCALE])?;
             for (name, expected) in truth(&case, &objective, &[SCALE]).gradients {
                 assert_close(&format!("{head:?} {name}"), &got[name], &expected, None, Tolerance::gradient(dtype));

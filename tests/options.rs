@@ -38,7 +38,7 @@ fn objective(letters: &str, case: &mut Case) -> Objective {
             _ => Reduction::Mean,
         },
         ignore_index: on('i').then(|| frequent(case)),
-        token_weights: on('t').then(|| weights(case.rows(), 1)),
+        position_weights: on('t').then(|| weights(case.rows(), 1)),
         class_weights: on('c').then(|| weights(case.sizes.vocab, 2)),
         label_smoothing: if on('s') { 0.15 } else { 0.0 },
         z_loss: if on('z') { 0.02 } else { 0.0 },
@@ -169,8 +169,8 @@ on_each_device! {
                         *tensor = tensor.narrow(0, half, 1)?;
                     }
                 }
-                let token_weights = objective.token_weights.as_ref().map(|w| w[half * 5..][..5].to_vec());
-                let options = Objective { token_weights, ..objective.clone() }.options(&[1, 5], device)?;
+                let position_weights = objective.position_weights.as_ref().map(|w| w[half * 5..][..5].to_vec());
+                let options = Objective { position_weights, ..objective.clone() }.options(&[1, 5], device)?;
                 let loss = Layer::new(&case, &part)?.loss(&targets.narrow(0, half, 1)?, &options)?;
                 sum += numbers(&loss.sum)[0];
                 count += numbers(&loss.count)[0];
@@ -315,7 +315,7 @@ on_each_device! {
                         filter,
                         label_smoothing,
                         class_weights: signs.contains('c').then(|| upstream(SIZES.vocab, seed)),
-                        token_weights: signs.contains('t').then(|| upstream(ROWS, seed + 1)),
+                        position_weights: signs.contains('t').then(|| upstream(ROWS, seed + 1)),
                         ..Objective::reduced(Reduction::Sum)
                     };
                     let truth = Check::new(exact(device)).run(&case, &objective, device)?;
@@ -391,7 +391,7 @@ on_each_device! {
             let values = |dtype| -> Result<Vec<f64>> {
                 let tokens = Tensor::new(weights(ROWS, 3), &Device::Cpu)?.reshape((2, 5))?.to_dtype(dtype)?.to_device(device)?;
                 let classes = Tensor::new(weights(SIZES.vocab, 4), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
-                let options = LossOptions::new().with_token_weights(tokens).with_class_weights(classes);
+                let options = LossOptions::new().with_position_weights(tokens).with_class_weights(classes);
                 Ok(numbers(&layer.loss(&targets, &options)?.value))
             };
             for &dtype in dtypes(device) {

@@ -19,7 +19,7 @@ fn everything(reduction: Reduction) -> Objective {
     Objective {
         reduction,
         ignore_index: Some(2),
-        token_weights: Some(weights(6, 1)),
+        position_weights: Some(weights(6, 1)),
         class_weights: Some(weights(SIZES.vocab, 2)),
         label_smoothing: 0.1,
         z_loss: 0.01,

@@ -20,55 +20,55 @@ use crate::loss::LossOptions;
 use crate::{Error, Result};
 use plan::{Plan, Sizes};
 
-/// The kernels of one device, at work on one mixture, chunk by chunk: `tokens` are those of the chunk. What the chunks
+/// The kernels of one device, at work on one mixture, chunk by chunk: `positions` are those of the chunk. What the chunks
 /// leave behind is the backend's state.
 pub(crate) trait Backend {
-    /// First product: the logits of all components of the chunk's tokens, and the log-sum-exp of each row.
-    fn logits(&mut self, tokens: Range<usize>) -> Result<()>;
-    /// The loss of each token from its logits, and, if gradients are wanted, their gradient in their place.
-    fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()>;
-    /// First product and the loss of each token, for when nothing else is wanted: the logits need not be kept.
-    fn loss_only(&mut self, tokens: Range<usize>) -> Result<()>;
+    /// First product: the logits of all components of the chunk's positions, and the log-sum-exp of each row.
+    fn logits(&mut self, positions: Range<usize>) -> Result<()>;
+    /// The loss of each position from its logits, and, if gradients are wanted, their gradient in their place.
+    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()>;
+    /// First product and the loss of each position, for when nothing else is wanted: the logits need not be kept.
+    fn loss_only(&mut self, positions: Range<usize>) -> Result<()>;
     /// Second product: the gradient of the chunk's contexts.
-    fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()>;
+    fn context_gradient(&mut self, positions: Range<usize>) -> Result<()>;
     /// Third product: the chunk's part of the gradient of the decoder's weight.
-    fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()>;
-    /// The mixture's log-probabilities of each token from its logits.
-    fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()>;
-    /// The most probable word of each token from its logits.
-    fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()>;
+    fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()>;
+    /// The mixture's log-probabilities of each position from its logits.
+    fn log_prob_rows(&mut self, positions: Range<usize>) -> Result<()>;
+    /// The most probable token id of each position from its logits.
+    fn argmax_rows(&mut self, positions: Range<usize>) -> Result<()>;
 
     /// The loss and its gradients: three products in all, as many as an exact method can do; one without gradients.
     fn run_loss(&mut self, plan: &Plan, wanted: Wanted) -> Result<()> {
-        for tokens in plan.chunks() {
+        for positions in plan.chunks() {
             if !plan.keeps_logits {
-                self.loss_only(tokens)?;
+                self.loss_only(positions)?;
                 continue;
             }
-            self.logits(tokens.clone())?;
-            self.loss_rows(tokens.clone())?;
+            self.logits(positions.clone())?;
+            self.loss_rows(positions.clone())?;
             if wanted.contexts {
-                self.context_gradient(tokens.clone())?;
+                self.context_gradient(positions.clone())?;
             }
             if wanted.weight {
-                self.decoder_gradient(tokens)?;
+                self.decoder_gradient(positions)?;
             }
         }
         Ok(())
     }
 
     fn run_log_probs(&mut self, plan: &Plan) -> Result<()> {
-        for tokens in plan.chunks() {
-            self.logits(tokens.clone())?;
-            self.log_prob_rows(tokens)?;
+        for positions in plan.chunks() {
+            self.logits(positions.clone())?;
+            self.log_prob_rows(positions)?;
         }
         Ok(())
     }
 
     fn run_argmax(&mut self, plan: &Plan) -> Result<()> {
-        for tokens in plan.chunks() {
-            self.logits(tokens.clone())?;
-            self.argmax_rows(tokens)?;
+        for positions in plan.chunks() {
+            self.logits(positions.clone())?;
+            self.argmax_rows(positions)?;
         }
         Ok(())
     }
@@ -78,9 +78,9 @@ pub(crate) trait Backend {
 #[derive(Clone, Debug)]
 pub(crate) struct Operands {
     pub(crate) sizes: Sizes,
-    /// `[tokens, K, d]`
+    /// `[positions, K, d]`
     pub(crate) contexts: Tensor,
-    /// `[tokens, K]`, in the accumulation dtype
+    /// `[positions, K]`, in the accumulation dtype
     pub(crate) log_priors: Option<Tensor>,
     /// `[vocab, d]`
     pub(crate) weight: Tensor,
@@ -102,17 +102,17 @@ pub(crate) struct Wanted {
 /// What a plan is for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Task {
-    /// Whether the logits of a token are needed again once their log-sum-exp is known.
+    /// Whether the logits of a position are needed again once their log-sum-exp is known.
     pub(crate) keeps_logits: bool,
     pub(crate) bias_gradient: bool,
-    /// Whether the mixture's log-probability of every word is needed.
-    pub(crate) all_words: bool,
+    /// Whether the mixture's log-probability of every token id is needed.
+    pub(crate) all_ids: bool,
     /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
     pub(crate) soft_targets: bool,
     /// Whether rows are left out of the gradient's products. (The CPU needs no room for that.)
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) filters: bool,
-    /// Whether the logits of a few tokens at a time will do.
+    /// Whether the logits of a few positions at a time will do.
     pub(crate) few_rows: bool,
 }
 
@@ -120,24 +120,24 @@ impl Task {
     /// A loss with these options.
     pub(crate) fn loss(options: &LossOptions, wanted: Wanted) -> Self {
         let soft_targets = options.label_smoothing > 0.0;
-        let all_words = soft_targets || options.hits;
+        let all_ids = soft_targets || options.hits;
         let filters = options.responsibility_filter > 0.0 && wanted.any();
-        let keeps_logits = wanted.any() || all_words;
-        Task { keeps_logits, bias_gradient: wanted.bias, all_words, soft_targets, filters, few_rows: false }
+        let keeps_logits = wanted.any() || all_ids;
+        Task { keeps_logits, bias_gradient: wanted.bias, all_ids, soft_targets, filters, few_rows: false }
     }
 
-    /// A look at the distribution of each token, tile by tile.
+    /// A look at the distribution of each position, tile by tile.
     pub(crate) fn decoding() -> Self {
-        Task { few_rows: true, all_words: false, ..Self::log_probs(Wanted::default()) }
+        Task { few_rows: true, all_ids: false, ..Self::log_probs(Wanted::default()) }
     }
 
-    /// Log-probabilities or the most probable word, and the gradient of the former.
+    /// Log-probabilities or the most probable token id, and the gradient of the former.
     pub(crate) fn log_probs(wanted: Wanted) -> Self {
         let soft_targets = wanted.any();
         Task {
             keeps_logits: true,
             bias_gradient: wanted.bias,
-            all_words: true,
+            all_ids: true,
             soft_targets,
             filters: false,
             few_rows: false,
@@ -154,17 +154,17 @@ impl Wanted {
 /// What is minimised: of checked targets, or a given gradient of the log-probabilities.
 #[derive(Clone, Debug)]
 pub(crate) enum Objective {
-    /// The loss of `targets` (`[tokens]`). `token_weights` (`[tokens]`, accumulation dtype) and `class_weights` (`[vocab]`,
+    /// The loss of `targets` (`[positions]`). `position_weights` (`[positions]`, accumulation dtype) and `class_weights` (`[vocab]`,
     /// accumulation dtype) are those of the options.
     Targets {
         targets: Tensor,
-        token_weights: Option<Tensor>,
+        position_weights: Option<Tensor>,
         class_weights: Option<Tensor>,
         options: LossOptions,
-        /// What the gradient of each token's objective is multiplied by; `None`: what the reduction says.
+        /// What the gradient of each position's objective is multiplied by; `None`: what the reduction says.
         upstream: Option<Tensor>,
     },
-    /// The inner product of the log-probabilities and this tensor, `[tokens, vocab]` in the accumulation dtype.
+    /// The inner product of the log-probabilities and this tensor, `[positions, vocab]` in the accumulation dtype.
     LogProbs { upstream: Tensor },
 }
 
@@ -180,9 +180,9 @@ pub(crate) struct Gradients {
 /// The results of a loss.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// `[tokens]`: the objective of each token, times its weight
+    /// `[positions]`: the objective of each position, times its weight
     pub(crate) objective: Tensor,
-    /// `[tokens]`
+    /// `[positions]`
     pub(crate) nll: Tensor,
     pub(crate) sum: Tensor,
     pub(crate) count: Tensor,
@@ -191,15 +191,15 @@ pub(crate) struct Outcome {
     pub(crate) gradients: Gradients,
 }
 
-/// The words of a distribution are looked at in tiles of this many.
+/// The token ids of a distribution are looked at in tiles of this many.
 pub(crate) const TILE: usize = 512;
 
-/// The distribution of one token over the words, computed where it is looked at.
+/// The distribution of one position over the token ids, computed where it is looked at.
 pub(crate) trait Distribution<F>: Sync {
     fn vocab(&self) -> usize;
     /// Whether its log-probabilities are numbers.
     fn is_valid(&self) -> bool;
-    /// The log-probabilities of the words from `tile * TILE` on, [`TILE`] of them unless the vocabulary ends; `buffer` may
+    /// The log-probabilities of the token ids from `tile * TILE` on, [`TILE`] of them unless the vocabulary ends; `buffer` may
     /// be used to hold them. Those below `floor` need not be computed: they may be given as minus infinity.
     fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
 
@@ -208,10 +208,10 @@ pub(crate) trait Distribution<F>: Sync {
     }
 }
 
-/// Something to be found out about the distribution of each token.
+/// Something to be found out about the distribution of each position.
 pub(crate) trait Visit: Sync {
     type Output: Send;
-    fn visit<F: Float>(&self, token: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
+    fn visit<F: Float>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
 }
 
 /// Log-probabilities that have been computed already.
@@ -323,7 +323,7 @@ pub(crate) fn loss(operands: &Operands, objective: &Objective, wanted: Wanted, p
     on_device!(operands, loss(operands, objective, wanted, plan))
 }
 
-/// Log-probabilities `[tokens, vocab]`, in the operands' dtype.
+/// Log-probabilities `[positions, vocab]`, in the operands' dtype.
 pub(crate) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     let dtype = operands.contexts.dtype();
     match operands.contexts.device() {
@@ -332,15 +332,15 @@ pub(crate) fn log_probs(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     }
 }
 
-/// The most probable words `[tokens]`, `u32`.
+/// The most probable token ids `[positions]`, `u32`.
 pub(crate) fn argmax(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     on_device!(operands, argmax(operands, plan))
 }
 
-/// The `k` most probable words and their log-probabilities, `[tokens, k]`, u32 and f32, where the device has a kernel for that:
-/// of equals the word with the lowest id, of a distribution that is not one a NaN.
+/// The `k` most probable token ids and their log-probabilities, `[positions, k]`, u32 and f32, where the device has a kernel for that:
+/// of equals the token id with the lowest id, of a distribution that is not one a NaN.
 pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<Option<(Tensor, Tensor)>> {
-    // It looks at all words for each of them.
+    // It looks at all token ids for each of them.
     const MOST: usize = 64;
     let is_cpu = operands.contexts.device().is_cpu();
     if is_cpu || k > MOST {
@@ -350,7 +350,7 @@ pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<Option<(Tensor, Ten
     on_gpu!(operands, top_k(operands, k, &plan)).map(Some)
 }
 
-/// What there is to be found out about each token's distribution. On the CPU no more than a tile of it is ever written at a
+/// What there is to be found out about each position's distribution. On the CPU no more than a tile of it is ever written at a
 /// time; other devices hand over their log-probabilities.
 pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
     let task = Task::decoding();
@@ -358,8 +358,8 @@ pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::O
         let plan = plan(operands, task, None)?;
         return with_type!(operands.contexts.dtype(), T => cpu::visit::<T, V>(operands, &plan, visit));
     }
-    let plan = plan(operands, Task { all_words: true, ..task }, None)?;
+    let plan = plan(operands, Task { all_ids: true, ..task }, None)?;
     let log_probs: Tensor = on_gpu!(operands, log_probs(operands, DType::F32, &plan))?;
     let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2()?;
-    log_probs.par_iter().enumerate().map(|(token, row)| visit.visit(token, &Computed(row))).collect()
+    log_probs.par_iter().enumerate().map(|(position, row)| visit.visit(position, &Computed(row))).collect()
 }

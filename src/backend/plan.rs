@@ -8,8 +8,8 @@ use crate::{Error, Result};
 /// The sizes of one mixture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
-    /// Tokens: the product of the leading dimensions of the hidden states.
-    pub(crate) tokens: usize,
+    /// Positions: the product of the leading dimensions of the hidden states.
+    pub(crate) positions: usize,
     /// Components of the mixture, K.
     pub(crate) components: usize,
     /// Size of a context, d.
@@ -20,14 +20,14 @@ pub(crate) struct Sizes {
 /// What a backend needs of the workspace, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {
-    /// For every token of a chunk: its rows of logits, and what goes with them.
-    pub(crate) per_token: usize,
+    /// For every position of a chunk: its rows of logits, and what goes with them.
+    pub(crate) per_position: usize,
     /// Whatever the size of the chunk.
     pub(crate) fixed: usize,
-    /// The budget that is taken if none is given, unless one token needs more.
+    /// The budget that is taken if none is given, unless one position needs more.
     pub(crate) default_budget: usize,
-    /// More tokens in a chunk are of no use.
-    pub(crate) most_tokens: usize,
+    /// More positions in a chunk are of no use.
+    pub(crate) most_positions: usize,
     pub(crate) keeps_logits: bool,
     /// The kernels' instruction set or device.
     pub(crate) kernels: &'static str,
@@ -36,7 +36,7 @@ pub(crate) struct Needs {
 
 /// How a loss will be computed: asked for by [`OutputLayer::plan`](crate::OutputLayer::plan), printed by `Display`.
 ///
-/// All components of a token are in one chunk, because the responsibilities need them together.
+/// All components of a position are in one chunk, because the responsibilities need them together.
 ///
 /// # Examples
 ///
@@ -48,7 +48,7 @@ pub(crate) struct Needs {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((1000, 8), DType::F32, &Device::Cpu)?, None)?;
 /// let hidden = Tensor::zeros((4, 500, 8), DType::F32, &Device::Cpu)?;
 /// let plan = head.plan(&hidden, &LossOptions::evaluation().with_workspace_bytes(4 << 20))?;
-/// println!("{plan}"); // "2000 tokens in 3 chunks of 667 (667 rows), .."
+/// println!("{plan}"); // "2000 positions in 3 chunks of 667 (667 rows), .."
 /// assert!(plan.workspace_bytes <= plan.budget_bytes);
 /// # Ok(())
 /// # }
@@ -56,11 +56,11 @@ pub(crate) struct Needs {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Plan {
-    /// Tokens in all.
-    pub tokens: usize,
-    /// Tokens in a chunk.
-    pub tokens_per_chunk: usize,
-    /// Rows of logits in a chunk: its tokens times the components.
+    /// Positions in all.
+    pub positions: usize,
+    /// Positions in a chunk.
+    pub positions_per_chunk: usize,
+    /// Rows of logits in a chunk: its positions times the components.
     pub rows_per_chunk: usize,
     /// Whether a chunk's logits are in the workspace: on the CPU they are not where only the loss is wanted.
     pub keeps_logits: bool,
@@ -76,21 +76,21 @@ pub struct Plan {
 
 impl Plan {
     pub(crate) fn new(sizes: Sizes, needs: Needs, budget: Option<usize>) -> Result<Self> {
-        let least = needs.fixed + needs.per_token;
+        let least = needs.fixed + needs.per_position;
         let budget = match budget {
             Some(got) if got < least => return Err(Error::Workspace { least, got }),
             Some(budget) => budget,
             None => needs.default_budget.max(least),
         };
-        let most = ((budget - needs.fixed) / needs.per_token).min(needs.most_tokens).max(1);
+        let most = ((budget - needs.fixed) / needs.per_position).min(needs.most_positions).max(1);
         // Chunks of equal size: the last one is not left with a sliver.
-        let chunks = sizes.tokens.div_ceil(most).max(1);
-        let tokens_per_chunk = sizes.tokens.div_ceil(chunks);
+        let chunks = sizes.positions.div_ceil(most).max(1);
+        let positions_per_chunk = sizes.positions.div_ceil(chunks);
         Ok(Plan {
-            tokens: sizes.tokens,
-            tokens_per_chunk,
-            rows_per_chunk: tokens_per_chunk * sizes.components,
-            workspace_bytes: needs.fixed + tokens_per_chunk * needs.per_token,
+            positions: sizes.positions,
+            positions_per_chunk,
+            rows_per_chunk: positions_per_chunk * sizes.components,
+            workspace_bytes: needs.fixed + positions_per_chunk * needs.per_position,
             budget_bytes: budget,
             keeps_logits: needs.keeps_logits,
             kernels: needs.kernels,
@@ -98,10 +98,10 @@ impl Plan {
         })
     }
 
-    /// The chunks, as ranges of tokens.
+    /// The chunks, as ranges of positions.
     pub(crate) fn chunks(&self) -> impl Iterator<Item = Range<usize>> {
-        let (tokens, step) = (self.tokens, self.tokens_per_chunk.max(1));
-        (0..tokens).step_by(step).map(move |first| first..tokens.min(first + step))
+        let (positions, step) = (self.positions, self.positions_per_chunk.max(1));
+        (0..positions).step_by(step).map(move |first| first..positions.min(first + step))
     }
 }
 
@@ -110,10 +110,10 @@ impl fmt::Display for Plan {
         const MIB: f64 = (1 << 20) as f64;
         write!(
             f,
-            "{} tokens in {} chunks of {} ({} rows), {:.1} of {:.1} MiB workspace, {} on {} threads",
-            self.tokens,
+            "{} positions in {} chunks of {} ({} rows), {:.1} of {:.1} MiB workspace, {} on {} threads",
+            self.positions,
             self.chunks().count(),
-            self.tokens_per_chunk,
+            self.positions_per_chunk,
             self.rows_per_chunk,
             self.workspace_bytes as f64 / MIB,
             self.budget_bytes as f64 / MIB,
@@ -127,19 +127,19 @@ impl fmt::Display for Plan {
 mod tests {
     use super::*;
 
-    const SIZES: Sizes = Sizes { tokens: 100, components: 3, context: 4, vocab: 50 };
+    const SIZES: Sizes = Sizes { positions: 100, components: 3, context: 4, vocab: 50 };
     const NEEDS: Needs = Needs {
-        per_token: 1000,
+        per_position: 1000,
         fixed: 500,
         default_budget: 8500,
-        most_tokens: usize::MAX,
+        most_positions: usize::MAX,
         keeps_logits: true,
         kernels: "scalar",
         threads: 1,
     };
 
     #[test]
-    fn chunks_cover_every_token_once_within_the_budget() {
+    fn chunks_cover_every_position_once_within_the_budget() {
         for budget in 1500..40_000 {
             let plan = Plan::new(SIZES, NEEDS, Some(budget)).unwrap();
             let covered: Vec<usize> = plan.chunks().flatten().collect();
@@ -156,15 +156,15 @@ mod tests {
     }
 
     #[test]
-    fn the_default_budget_is_taken_unless_one_token_needs_more() {
+    fn the_default_budget_is_taken_unless_one_position_needs_more() {
         assert_eq!(Plan::new(SIZES, NEEDS, None).unwrap().budget_bytes, 8500);
         let needs = Needs { default_budget: 700, ..NEEDS };
         assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, 1500);
     }
 
     #[test]
-    fn no_tokens_make_no_chunks() {
-        let plan = Plan::new(Sizes { tokens: 0, ..SIZES }, NEEDS, None).unwrap();
+    fn no_positions_make_no_chunks() {
+        let plan = Plan::new(Sizes { positions: 0, ..SIZES }, NEEDS, None).unwrap();
         assert_eq!(plan.chunks().count(), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! The n most probable words of a distribution, in one pass over its tiles.
+//! The n most probable token ids of a distribution, in one pass over its tiles.
 
 use std::cmp::Ordering;
 
@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::backend::{Distribution, Float, TILE};
 
-/// A word and its log-probability.
+/// A token id and its log-probability.
 pub(super) type Word<F> = (F, u32);
 
 /// The more probable first; of equals the lower id.
@@ -14,7 +14,7 @@ fn order<F: Float>(a: &Word<F>, b: &Word<F>) -> Ordering {
     b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
 }
 
-/// The `n` most probable words, the most probable first.
+/// The `n` most probable token ids, the most probable first.
 pub(super) fn best<F: Float>(distribution: &impl Distribution<F>, n: usize) -> Vec<Word<F>> {
     let n = n.min(distribution.vocab());
     let tiles = distribution.tiles();
@@ -25,28 +25,28 @@ pub(super) fn best<F: Float>(distribution: &impl Distribution<F>, n: usize) -> V
             let floor = candidates.floor.unwrap_or_else(F::neg_infinity);
             candidates.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
         }
-        candidates.words
+        candidates.ids
     });
-    let mut words: Vec<Word<F>> = candidates.flatten_iter().collect();
-    words.sort_unstable_by(order);
-    words.truncate(n);
-    words
+    let mut ids: Vec<Word<F>> = candidates.flatten_iter().collect();
+    ids.sort_unstable_by(order);
+    ids.truncate(n);
+    ids
 }
 
 /// Fewer tiles are not worth another thread.
 const LEAST_TILES: usize = 4;
 
-/// The best words so far, and some that are not.
+/// The best token ids so far, and some that are not.
 struct Candidates<F> {
     n: usize,
-    words: Vec<Word<F>>,
+    ids: Vec<Word<F>>,
     /// The n-th best of those that have been ranked.
     floor: Option<F>,
 }
 
 impl<F: Float> Candidates<F> {
     fn new(n: usize) -> Self {
-        Candidates { n, words: Vec::with_capacity(Self::room(n)), floor: None }
+        Candidates { n, ids: Vec::with_capacity(Self::room(n)), floor: None }
     }
 
     /// So many are collected before they are ranked.
@@ -54,17 +54,17 @@ impl<F: Float> Candidates<F> {
         (2 * n).max(64)
     }
 
-    /// Adds words with higher ids than those before.
+    /// Adds token ids with higher ids than those before.
     fn add(&mut self, first: u32, log_probs: &[F]) {
         for (block, log_probs) in (first..).step_by(BLOCK).zip(log_probs.chunks(BLOCK)) {
             if self.floor.is_some_and(|floor| log_probs.iter().all(|&x| x <= floor)) {
                 continue;
             }
-            for (word, &log_prob) in (block..).zip(log_probs) {
+            for (id, &log_prob) in (block..).zip(log_probs) {
                 // Of equals the lower id is there already.
                 if self.floor.is_none_or(|floor| log_prob > floor) {
-                    self.words.push((log_prob, word));
-                    if self.words.len() == Self::room(self.n) {
+                    self.ids.push((log_prob, id));
+                    if self.ids.len() == Self::room(self.n) {
                         self.rank();
                     }
                 }
@@ -74,13 +74,13 @@ impl<F: Float> Candidates<F> {
 
     fn rank(&mut self) {
         let last = self.n - 1;
-        self.words.select_nth_unstable_by(last, order);
-        self.words.truncate(self.n);
-        self.floor = Some(self.words[last].0);
+        self.ids.select_nth_unstable_by(last, order);
+        self.ids.truncate(self.n);
+        self.floor = Some(self.ids[last].0);
     }
 }
 
-/// Words that are compared with the floor together.
+/// Token ids that are compared with the floor together.
 const BLOCK: usize = 64;
 
 #[cfg(test)]
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn minus_infinity_is_ranked_last() {
         let values = [f32::NEG_INFINITY, -2.0, f32::NEG_INFINITY, -1.0];
-        let ids: Vec<u32> = best(&Computed(&values), 9).iter().map(|word| word.1).collect();
+        let ids: Vec<u32> = best(&Computed(&values), 9).iter().map(|id| id.1).collect();
         assert_eq!(ids, [3, 1, 0, 2]);
     }
 }

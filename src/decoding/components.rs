@@ -15,14 +15,14 @@ use crate::{Error, Result};
 pub struct Pruned {
     /// The mixture of the components that are left, their priors normalised again.
     pub mixture: Mixture,
-    /// `[..]`: the prior probability of what each token lost, a bound of the total variation between the distributions before
+    /// `[..]`: the prior probability of what each position lost, a bound of the total variation between the distributions before
     /// and after: no event changes its probability by more.
     pub total_variation: Tensor,
 }
 
 impl Mixture {
-    /// Leaves out the components of each token that together have a prior of no more than `mass`. All tokens keep as many
-    /// components as the one that needs most, so that fewer tokens may be pruned further. Waits for the device.
+    /// Leaves out the components of each position that together have a prior of no more than `mass`. All positions keep as many
+    /// components as the one that needs most, so that fewer positions may be pruned further. Waits for the device.
     ///
     /// With `m` the prior probability left out, `P = (1 - m) P' + m Q`, so that the total variation between `P` and the pruned
     /// `P'` is at most `m`.
@@ -33,16 +33,16 @@ impl Mixture {
     pub fn prune(&self, mass: f64) -> Result<Pruned> {
         check_number((0.0..1.0).contains(&mass), "mass", "at least 0 and below 1", mass)?;
         let operands = self.operands();
-        let (tokens, components) = (operands.sizes.tokens, operands.sizes.components);
+        let (positions, components) = (operands.sizes.positions, operands.sizes.components);
         let device = operands.contexts.device();
         let log_priors = match &operands.log_priors {
             Some(log_priors) => host::matrix(log_priors)?,
-            None => vec![vec![0.0]; tokens],
+            None => vec![vec![0.0]; positions],
         };
         if let Some(position) = log_priors.iter().position(|row| row.iter().any(|x| x.is_nan())) {
             return Err(Error::Distribution { position });
         }
-        // The components of each token, the most probable first, and how many it needs.
+        // The components of each position, the most probable first, and how many it needs.
         let order = |row: &Vec<f64>| {
             let mut order: Vec<usize> = (0..components).collect();
             order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
@@ -58,8 +58,8 @@ impl Mixture {
             components - droppable.count().min(components - 1)
         };
         let kept = log_priors.iter().zip(&orders).map(needed).max().unwrap_or(components);
-        let mut indices = Vec::with_capacity(tokens * kept);
-        let mut dropped = Vec::with_capacity(tokens);
+        let mut indices = Vec::with_capacity(positions * kept);
+        let mut dropped = Vec::with_capacity(positions);
         for (row, order) in log_priors.iter().zip(&orders) {
             let (keep, drop) = order.split_at(kept);
             indices.extend(keep.iter().map(|&k| k as u32));
@@ -72,7 +72,7 @@ impl Mixture {
         })
     }
 
-    /// One component for each token, drawn from its priors.
+    /// One component for each position, drawn from its priors.
     pub(super) fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
         let operands = self.operands();
         let Some(log_priors) = &operands.log_priors else { return Ok(self.clone()) };
@@ -80,26 +80,26 @@ impl Mixture {
         self.with_components(chosen, 1, false)
     }
 
-    /// With the components of these indices `[tokens, kept]`, and their priors, normalised again, if those are to be kept. The
+    /// With the components of these indices `[positions, kept]`, and their priors, normalised again, if those are to be kept. The
     /// gradients of what is kept go on to contexts and priors.
     fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
         let mut operands = self.operands().clone();
-        let Sizes { tokens, components, context, .. } = operands.sizes;
+        let Sizes { positions, components, context, .. } = operands.sizes;
         operands.sizes.components = kept;
         let log_priors = operands.log_priors.take().filter(|_| keep_priors);
         // candle selects nothing from nothing.
-        if tokens == 0 {
+        if positions == 0 {
             operands.contexts = operands.contexts.narrow(1, 0, kept)?.contiguous()?;
             operands.log_priors =
                 log_priors.map(|log_priors| log_priors.narrow(1, 0, kept)?.contiguous()).transpose()?;
             return Ok(self.with_operands(operands));
         }
         let rows = indices.iter().enumerate().map(|(i, &k)| (i / kept * components) as u32 + k).collect();
-        let rows = host::to_device::<u32>(rows, tokens * kept, operands.contexts.device())?;
+        let rows = host::to_device::<u32>(rows, positions * kept, operands.contexts.device())?;
         let select = |rows_of: Tensor| rows_of.index_select(&rows, 0);
-        operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((tokens, kept, context))?;
+        operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((positions, kept, context))?;
         if let Some(log_priors) = log_priors {
-            let log_priors = select(log_priors.flatten_all()?)?.reshape((tokens, kept))?;
+            let log_priors = select(log_priors.flatten_all()?)?.reshape((positions, kept))?;
             operands.log_priors = Some(candle_nn::ops::log_softmax(&log_priors, D::Minus1)?);
         }
         Ok(self.with_operands(operands))

@@ -1,4 +1,4 @@
-//! A word drawn from a distribution with one random number.
+//! A token id drawn from a distribution with one random number.
 
 use rayon::prelude::*;
 
@@ -7,7 +7,7 @@ use super::Sampling;
 use crate::backend::{Distribution, Float, Visit, TILE};
 use crate::{Error, Result};
 
-/// Draws a word for each token with the random number of its position.
+/// Draws a token id for each position with the random number of its position.
 pub(super) struct Draw<'a> {
     pub(super) sampling: &'a Sampling,
     pub(super) uniform: &'a [f64],
@@ -21,12 +21,12 @@ impl Visit for Draw<'_> {
             return Err(Error::Distribution { position });
         }
         let u = self.uniform[position];
-        let word = match self.sampling {
-            Sampling { temperature: 0.0, .. } => best(distribution, 1).first().map(|word| word.1),
+        let id = match self.sampling {
+            Sampling { temperature: 0.0, .. } => best(distribution, 1).first().map(|id| id.1),
             sampling if sampling.is_truncated() => from_the_best(distribution, sampling, u),
             sampling => Masses::new(distribution, sampling.temperature).draw(distribution, u),
         };
-        word.ok_or(Error::Distribution { position })
+        id.ok_or(Error::Distribution { position })
     }
 }
 
@@ -53,15 +53,15 @@ impl Masses {
         Masses { temperature, tiles, largest, total }
     }
 
-    /// The word in which the cumulative probability passes `u`; the tile is found first.
+    /// The token id in which the cumulative probability passes `u`; the tile is found first.
     fn draw<F: Float>(&self, distribution: &impl Distribution<F>, u: f64) -> Option<u32> {
         let mass = |&(largest, sum): &(f64, f64)| sum * relative(largest, self.largest, self.temperature);
         let (tile, left) = pass(self.tiles.iter().map(mass), u * self.total)?;
         let mut buffer = Vec::new();
         let log_probs = distribution.tile(tile, F::neg_infinity(), &mut buffer);
         let mass = |x: &F| relative(x.f64(), self.largest, self.temperature);
-        let (word, _) = pass(log_probs.iter().map(mass), left)?;
-        Some((tile * TILE + word) as u32)
+        let (id, _) = pass(log_probs.iter().map(mass), left)?;
+        Some((tile * TILE + id) as u32)
     }
 }
 
@@ -90,20 +90,20 @@ pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(us
     last
 }
 
-/// A draw from the most probable words that top-k, top-p and min-p leave.
+/// A draw from the most probable token ids that top-k, top-p and min-p leave.
 fn from_the_best<F: Float>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
     let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
     let all = (top_k.is_none() && top_p < 1.0).then(|| Masses::new(distribution, temperature).total);
-    // Without top-k nobody knows how many words it takes.
+    // Without top-k nobody knows how many token ids it takes.
     let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_CANDIDATES) };
     loop {
-        let words = best(distribution, n);
-        let largest = words.first()?.0.f64();
-        let masses: Vec<f64> = words.iter().map(|word| relative(word.0.f64(), largest, temperature)).collect();
+        let ids = best(distribution, n);
+        let largest = ids.first()?.0.f64();
+        let masses: Vec<f64> = ids.iter().map(|id| relative(id.0.f64(), largest, temperature)).collect();
         let wanted = top_p * all.unwrap_or_else(|| masses.iter().sum());
         let mut sum = 0.0;
-        // The first word that completes the nucleus is in it; the most probable one always is.
+        // The first token id that completes the nucleus is in it; the most probable one always is.
         let nucleus = masses.iter().take_while(|&&mass| {
             let is_in = sum == 0.0 || sum < wanted;
             sum += mass;
@@ -112,7 +112,7 @@ fn from_the_best<F: Float>(distribution: &impl Distribution<F>, sampling: &Sampl
         let kept: Vec<f64> = nucleus.copied().take_while(|&mass| mass >= min_p && mass > 0.0).collect();
         if kept.len() < n || n == limit {
             let total: f64 = kept.iter().sum();
-            return pass(kept.into_iter(), u * total).map(|(i, _)| words[i].1);
+            return pass(kept.into_iter(), u * total).map(|(i, _)| ids[i].1);
         }
         n = limit.min(n * 8);
     }

@@ -1,4 +1,4 @@
-//! Between the host, where words are chosen, and the device.
+//! Between the host, where token ids are chosen, and the device.
 
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
 

@@ -1,4 +1,4 @@
-//! How words are drawn: temperature, truncation, and the source of randomness.
+//! How token ids are drawn: temperature, truncation, and the source of randomness.
 
 use candle_core::Tensor;
 use rand::rngs::StdRng;
@@ -11,10 +11,10 @@ use crate::check::check_number;
 use crate::mixture::Mixture;
 use crate::{Error, Result};
 
-/// How the next word is drawn from a distribution. By default from all of it, as it is.
+/// How the next token id is drawn from a distribution. By default from all of it, as it is.
 ///
-/// The steps, in this order: temperature; the [`top_k`](Sampling::with_top_k) most probable words; of these the
-/// [`top_p`](Sampling::with_top_p) nucleus; of these the words with at least [`min_p`](Sampling::with_min_p) of the largest
+/// The steps, in this order: temperature; the [`top_k`](Sampling::with_top_k) most probable token ids; of these the
+/// [`top_p`](Sampling::with_top_p) nucleus; of these the token ids with at least [`min_p`](Sampling::with_min_p) of the largest
 /// probability. What is left is normalised again.
 ///
 /// # References
@@ -44,7 +44,7 @@ impl Sampling {
         Self::default()
     }
 
-    /// Always the most probable word, the one with the lowest id of equals.
+    /// Always the most probable token id, the one with the lowest id of equals.
     pub fn greedy() -> Self {
         Self::default().with_temperature(0.0)
     }
@@ -60,23 +60,23 @@ impl Sampling {
         Sampling { component_temperature: temperature, ..self }
     }
 
-    /// Draws from the `k` most probable words alone (all, if there are fewer).
+    /// Draws from the `k` most probable token ids alone (all, if there are fewer).
     pub fn with_top_k(self, k: usize) -> Self {
         Sampling { top_k: Some(k), ..self }
     }
 
-    /// Draws from the nucleus alone: the fewest most probable words that together have a probability of at least `p`.
+    /// Draws from the nucleus alone: the fewest most probable token ids that together have a probability of at least `p`.
     pub fn with_top_p(self, p: f64) -> Self {
         Sampling { top_p: p, ..self }
     }
 
-    /// Draws from the words alone that have at least `p` times the probability of the most probable one.
+    /// Draws from the token ids alone that have at least `p` times the probability of the most probable one.
     pub fn with_min_p(self, p: f64) -> Self {
         Sampling { min_p: p, ..self }
     }
 
-    /// Draws a component from the priors first, and then a word from its softmax: the same distribution as the mixture's at
-    /// nearly the price of one softmax. It needs temperature 1, and knows no truncation, because no word's probability under
+    /// Draws a component from the priors first, and then a token id from its softmax: the same distribution as the mixture's at
+    /// nearly the price of one softmax. It needs temperature 1, and knows no truncation, because no token id's probability under
     /// the whole mixture is ever computed.
     pub fn with_ancestral(self, ancestral: bool) -> Self {
         Sampling { ancestral, ..self }
@@ -107,7 +107,7 @@ impl Sampling {
     }
 }
 
-/// Draws words: what [`Sampling`] says, with a generator of random numbers. The same seed draws the same words on one device
+/// Draws token ids: what [`Sampling`] says, with a generator of random numbers. The same seed draws the same token ids on one device
 /// with one version of this crate.
 ///
 /// # Examples
@@ -120,8 +120,8 @@ impl Sampling {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
 /// let hidden = Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?;
 /// let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
-/// let tokens = head.sample(&hidden, &mut sampler)?;
-/// assert_eq!(tokens.dims(), [4]);
+/// let positions = head.sample(&hidden, &mut sampler)?;
+/// assert_eq!(positions.dims(), [4]);
 /// # Ok(())
 /// # }
 /// ```
@@ -172,7 +172,7 @@ impl Sampler {
 }
 
 impl Mixture {
-    /// One word for each token, `[..]`, u32.
+    /// One token id for each position, `[..]`, u32.
     ///
     /// # Errors
     ///
@@ -190,9 +190,9 @@ impl Mixture {
             mixture = &drawn;
         }
         let operands = mixture.operands();
-        let uniform = sampler.uniform(operands.sizes.tokens);
-        let words = backend::visit(operands, &Draw { sampling: &sampler.sampling, uniform: &uniform })?;
-        host::to_device(words, self.leading(), operands.contexts.device())
+        let uniform = sampler.uniform(operands.sizes.positions);
+        let ids = backend::visit(operands, &Draw { sampling: &sampler.sampling, uniform: &uniform })?;
+        host::to_device(ids, self.leading(), operands.contexts.device())
     }
 
     /// The mixture whose components' logits are divided by `temperature`, with the priors as they are.

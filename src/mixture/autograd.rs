@@ -102,7 +102,7 @@ fn attach_mixture(
 
 impl Objective {
     /// The objective whose gradients are wanted under this gradient from upstream, and the factor that then remains: a
-    /// gradient for each token becomes part of the objective.
+    /// gradient for each position becomes part of the objective.
     fn with_upstream(&self, upstream: &Tensor) -> Result<(Self, Option<Tensor>)> {
         let mut objective = self.clone();
         if let Objective::Targets { options, upstream: place, .. } = &mut objective {

@@ -1,4 +1,4 @@
-//! Contexts and log-priors become a loss, log-probabilities, or the most probable word: the fused mixture.
+//! Contexts and log-priors become a loss, log-probabilities, or the most probable token id: the fused mixture.
 //!
 //! ```text
 //! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b        (Yang et al., 2018, equation 3)
@@ -14,7 +14,7 @@ use crate::check::{check_alike, check_device, check_sizes};
 use crate::loss::{mask_ignored, Loss, LossOptions, Reduction, Unchecked};
 use crate::{Error, Result};
 
-/// A mixture of K softmaxes over one decoder, for each of some tokens: what every head reduces to.
+/// A mixture of K softmaxes over one decoder, for each of some positions: what every head reduces to.
 ///
 /// ```text
 /// P(v) = sum_k pi_k softmax(W c_k + b)_v
@@ -32,9 +32,9 @@ use crate::{Error, Result};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let cpu = &Device::Cpu;
-/// let contexts = Tensor::randn(0f32, 1., (5, 3, 8), cpu)?; // 5 tokens, 3 components, d = 8
+/// let contexts = Tensor::randn(0f32, 1., (5, 3, 8), cpu)?; // 5 positions, 3 components, d = 8
 /// let log_priors = Tensor::full((1f32 / 3.).ln(), (5, 3), cpu)?;
-/// let weight = Tensor::randn(0f32, 1., (100, 8), cpu)?; // 100 words
+/// let weight = Tensor::randn(0f32, 1., (100, 8), cpu)?; // 100 token ids
 /// let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
 ///
 /// let targets = Tensor::new(&[3u32, 14, 15, 92, 65], cpu)?;
@@ -53,7 +53,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct Mixture {
     operands: Operands,
-    /// The leading dimensions of the contexts, whose product is the number of tokens.
+    /// The leading dimensions of the contexts, whose product is the number of positions.
     leading: Vec<usize>,
 }
 
@@ -69,7 +69,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not fit each other, or a dimension other than the number of tokens is zero.
+    /// If shapes, dtypes or devices do not fit each other, or a dimension other than the number of positions is zero.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         let [leading @ .., components, context] = contexts.dims() else {
             return Err(Error::shape("contexts", "[.., components, context]", contexts.dims()));
@@ -84,7 +84,7 @@ impl Mixture {
         check_sizes(&[("components", components), ("context", context), ("vocab", vocab)])?;
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
         check_alike("weight", weight, "contexts", contexts)?;
-        let tokens = leading.iter().product();
+        let positions = leading.iter().product();
         let log_priors = match log_priors {
             None if components == 1 => None,
             None => return Err(Error::config("log_priors", "log-priors for more than one component", "none")),
@@ -95,7 +95,7 @@ impl Mixture {
                 }
                 check_device("log_priors", log_priors, contexts)?;
                 accumulation_dtype("log_priors", log_priors.dtype())?;
-                Some(log_priors.reshape((tokens, components))?.to_dtype(accumulation)?.contiguous()?)
+                Some(log_priors.reshape((positions, components))?.to_dtype(accumulation)?.contiguous()?)
             }
         };
         let bias = match bias {
@@ -112,8 +112,8 @@ impl Mixture {
         Ok(Mixture {
             leading: leading.to_vec(),
             operands: Operands {
-                sizes: Sizes { tokens, components, context, vocab },
-                contexts: contexts.reshape((tokens, components, context))?.contiguous()?,
+                sizes: Sizes { positions, components, context, vocab },
+                contexts: contexts.reshape((positions, components, context))?.contiguous()?,
                 log_priors,
                 weight: weight.contiguous()?,
                 bias,
@@ -134,7 +134,7 @@ impl Mixture {
     }
 
     /// The loss of the targets, and, in the same three matrix products, the gradients of contexts, priors, weight and bias,
-    /// as far as each depends on a variable. `[tokens, K, vocab]` is never held: see [`Plan`].
+    /// as far as each depends on a variable. `[positions, K, vocab]` is never held: see [`Plan`].
     ///
     /// # Shapes
     ///
@@ -151,7 +151,7 @@ impl Mixture {
     /// Computed in f32 (f64 for f64) whatever the dtype of the tensors (on CUDA the gradient of the logits is rounded to that
     /// dtype, as an operand of the products), in log space throughout: there is no floor under the
     /// probabilities. A target of probability zero has loss infinity, and for K > 1 gradients that are NaN. NaN or plus
-    /// infinity in a token's logits makes that token's loss NaN, and no other's.
+    /// infinity in a position's logits makes that position's loss NaN, and no other's.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let contexts = &self.operands.contexts;
         // The CPU's products leave these rows out.
@@ -205,7 +205,7 @@ impl Mixture {
         })
     }
 
-    /// Log-probabilities `[.., vocab]` of all words, of the contexts' dtype. Differentiable.
+    /// Log-probabilities `[.., vocab]` of all token ids, of the contexts' dtype. Differentiable.
     ///
     /// # Errors
     ///
@@ -221,7 +221,7 @@ impl Mixture {
         Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?)
     }
 
-    /// The most probable word of each token, `[..]`, u32: of equals the one with the lowest id; of a distribution that is
+    /// The most probable token id of each position, `[..]`, u32: of equals the one with the lowest id; of a distribution that is
     /// not one (NaN), the first NaN.
     ///
     /// # Errors
@@ -232,20 +232,20 @@ impl Mixture {
         Ok(backend::argmax(&self.operands, &plan)?.reshape(self.leading.as_slice())?)
     }
 
-    /// The log-probability `[..]` of a given word for each token, f32 (f64 for heads in f64). Not differentiable: that is
+    /// The log-probability `[..]` of a given token id for each position, f32 (f64 for heads in f64). Not differentiable: that is
     /// [`Mixture::loss`] with [`Reduction::None`].
     ///
     /// # Shapes
     ///
-    /// - words: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
+    /// - token ids: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
     ///
     /// # Errors
     ///
     /// As for the targets of [`Mixture::loss`].
-    pub fn log_prob(&self, words: &Tensor) -> Result<Tensor> {
+    pub fn log_prob(&self, ids: &Tensor) -> Result<Tensor> {
         let options = LossOptions::evaluation().with_reduction(Reduction::None);
         // Not `neg`, which makes a minus zero.
-        Ok(self.loss(words, &options)?.nll.affine(-1.0, 0.0)?)
+        Ok(self.loss(ids, &options)?.nll.affine(-1.0, 0.0)?)
     }
 
     pub(crate) fn operands(&self) -> &Operands {
@@ -257,7 +257,7 @@ impl Mixture {
         &self.leading
     }
 
-    /// Another mixture for the same tokens.
+    /// Another mixture for the same positions.
     pub(crate) fn with_operands(&self, operands: Operands) -> Self {
         Mixture { operands, leading: self.leading.clone() }
     }
@@ -266,7 +266,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If an option is out of its range, or the budget cannot hold one token.
+    /// If an option is out of its range, or the budget cannot hold one position.
     pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
         options.validate()?;
         let wanted = if options.train { wanted(&self.operands) } else { Wanted::default() };
@@ -296,9 +296,9 @@ impl Mixture {
         };
         Ok(Objective::Targets {
             targets: targets.flatten_all()?,
-            token_weights: weights("token_weights", &options.token_weights, &self.leading)?,
+            position_weights: weights("position_weights", &options.position_weights, &self.leading)?,
             class_weights: weights("class_weights", &options.class_weights, &[sizes.vocab])?,
-            options: LossOptions { token_weights: None, class_weights: None, ..options.clone() },
+            options: LossOptions { position_weights: None, class_weights: None, ..options.clone() },
             upstream: None,
         })
     }

@@ -83,7 +83,7 @@ impl Operands {
         let (log_probs, lse) = self.log_probs(objective.softcap)?;
         let (rows, vocab) = log_probs.dims2()?;
         let counted = |y: i64| objective.ignore_index != Some(y);
-        let token = |(t, &y): (usize, &i64)| objective.token_weight(t, y);
+        let token = |(t, &y): (usize, &i64)| objective.position_weight(t, y);
         let taus: Vec<f64> = targets.iter().enumerate().map(token).collect();
         let class = |&y: &i64| if counted(y) { y as usize } else { 0 };
         let classes: Vec<usize> = targets.iter().map(class).collect();

@@ -11,7 +11,7 @@ use super::on;
 pub struct Objective {
     pub reduction: Reduction,
     pub ignore_index: Option<i64>,
-    pub token_weights: Option<Vec<f64>>,
+    pub position_weights: Option<Vec<f64>>,
     pub class_weights: Option<Vec<f64>>,
     pub label_smoothing: f64,
     pub z_loss: f64,
@@ -24,7 +24,7 @@ impl Default for Objective {
         Self {
             reduction: Reduction::Mean,
             ignore_index: None,
-            token_weights: None,
+            position_weights: None,
             class_weights: None,
             label_smoothing: 0.0,
             z_loss: 0.0,
@@ -41,11 +41,11 @@ impl Objective {
     }
 
     /// The weight of token `row` before class weights: 0 where its target is ignored.
-    pub fn token_weight(&self, row: usize, target: i64) -> f64 {
+    pub fn position_weight(&self, row: usize, target: i64) -> f64 {
         if self.ignore_index == Some(target) {
             return 0.0;
         }
-        self.token_weights.as_ref().map_or(1.0, |w| w[row])
+        self.position_weights.as_ref().map_or(1.0, |w| w[row])
     }
 
     /// The weight of class `v`.
@@ -70,8 +70,8 @@ impl Objective {
         if let Some(index) = self.ignore_index {
             options = options.with_ignore_index(index);
         }
-        if let Some(weights) = &self.token_weights {
-            options = options.with_token_weights(single(weights, lead, device)?);
+        if let Some(weights) = &self.position_weights {
+            options = options.with_position_weights(single(weights, lead, device)?);
         }
         if let Some(weights) = &self.class_weights {
             options = options.with_class_weights(single(weights, &[weights.len()], device)?);

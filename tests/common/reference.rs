@@ -48,7 +48,7 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
 
     for (t, &y) in case.targets.iter().enumerate() {
         if objective.ignore_index != Some(y) {
-            truth.count += objective.token_weight(t, y) * objective.class_weight(y as usize);
+            truth.count += objective.position_weight(t, y) * objective.class_weight(y as usize);
         }
     }
     let mut mass = 0.0;
@@ -64,7 +64,7 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
             continue;
         }
         let token = Token::new(contexts, log_priors, &decoder, objective.softcap);
-        let tau = objective.token_weight(t, y);
+        let tau = objective.position_weight(t, y);
         let y = y as usize;
         truth.nll.push(-token.log_probs[y]);
         truth.hits += f64::from(u8::from(argmax(&token.log_probs) == y));

@@ -44,8 +44,8 @@ template <typename... A, void (*kernel)(A...)> struct Unpack<kernel> {
 #define KERNEL(name) {#name, Unpack<&::name>::run, {}}
 #define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(gather_rows_##type)
 static const machine::Kernel kernels[] = {
-    KERNEL(row_log_sum_exp), KERNEL(token_loss),     KERNEL(top_k),     KERNEL(row_soft_mass), KERNEL(token_scales),
-    KERNEL(token_targets),   KERNEL(token_weighting), KERNEL(live_rows), KERNEL(scatter_rows),  KERNELS_FOR(f32),
+    KERNEL(row_log_sum_exp), KERNEL(position_loss),     KERNEL(top_k),     KERNEL(row_soft_mass), KERNEL(position_scales),
+    KERNEL(position_targets),   KERNEL(position_weighting), KERNEL(live_rows), KERNEL(scatter_rows),  KERNELS_FOR(f32),
     KERNELS_FOR(f16),        KERNELS_FOR(bf16),
 };
 

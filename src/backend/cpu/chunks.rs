@@ -4,18 +4,18 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::distribution::TokenRows;
+use super::distribution::PositionRows;
 use super::element::Element;
 use super::log_sum_exp::{LogSumExp, TileLogSumExp};
 use super::outcome::BufferedGradients;
 use super::products::{self, LogitsTo};
-use super::rows::{first_largest, LogProbRows, Logits, LossRows, RowGradients, Scratch, TokenLoss};
+use super::rows::{first_largest, LogProbRows, Logits, LossRows, PositionLoss, RowGradients, Scratch};
 use super::simd::{Float, Isa, ROW_ALIGN};
 use super::targets::Targets;
 use super::{zeros, Backend, Operands, Plan, Sizes, Visit, Wanted};
 use crate::Result;
 
-/// A chunk's tokens are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
+/// A chunk's positions are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
 /// the parts are added in order, so that the sum does not depend on the threads.
 pub(super) const BIAS_PARTS: usize = 16;
 
@@ -24,11 +24,11 @@ pub(super) struct Cpu<'a, T: Element> {
     sizes: Sizes,
     isa: Isa,
     softcap: Option<T::Acc>,
-    /// `[tokens, K, d]`
+    /// `[positions, K, d]`
     contexts: &'a [T],
     /// `[vocab, d]`
     weight: &'a [T],
-    /// `[tokens, K]`
+    /// `[positions, K]`
     log_priors: Vec<T::Acc>,
     /// `[stride]`, padded with minus infinity
     bias: Vec<T::Acc>,
@@ -48,12 +48,12 @@ pub(super) struct Cpu<'a, T: Element> {
 
     /// If a loss is what is computed
     targets: Option<&'a Targets<T::Acc>>,
-    /// `[tokens]`
-    pub(super) losses: Vec<TokenLoss>,
+    /// `[positions]`
+    pub(super) losses: Vec<PositionLoss>,
     pub(super) gradients: BufferedGradients<T>,
-    /// `[tokens, vocab]`, if log-probabilities are what is computed
+    /// `[positions, vocab]`, if log-probabilities are what is computed
     pub(super) log_probs: Vec<T>,
-    /// `[tokens]`, if the most probable words are what is computed
+    /// `[positions]`, if the most probable token ids are what is computed
     pub(super) argmax: Vec<u32>,
 }
 
@@ -75,11 +75,11 @@ impl LiveRows {
 
 impl<'a, T: Element> Cpu<'a, T> {
     pub(super) fn new(operands: &Operands, contexts: &'a [T], weight: &'a [T], plan: &Plan) -> Result<Self> {
-        let Sizes { tokens, components, vocab, .. } = operands.sizes;
+        let Sizes { positions, components, vocab, .. } = operands.sizes;
         let stride = vocab.next_multiple_of(ROW_ALIGN);
         let log_priors = match &operands.log_priors {
             Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
-            None => zeros(tokens * components),
+            None => zeros(positions * components),
         };
         let mut bias = match &operands.bias {
             Some(bias) => bias.to_vec1()?,
@@ -101,7 +101,7 @@ impl<'a, T: Element> Cpu<'a, T> {
             chunk_gradient: Vec::new(),
             live_rows: LiveRows::All(0),
             targets: None,
-            losses: vec![TokenLoss::default(); tokens],
+            losses: vec![PositionLoss::default(); positions],
             gradients: BufferedGradients::new(operands.sizes, Wanted::default()),
             log_probs: Vec::new(),
             argmax: Vec::new(),
@@ -113,16 +113,16 @@ impl<'a, T: Element> Cpu<'a, T> {
         Cpu { targets: Some(targets), gradients, ..self }
     }
 
-    /// Calls `f` in parallel with each token of the chunk, its logits, and one of `outputs` each.
-    fn for_each_token<O: Send>(
+    /// Calls `f` in parallel with each position of the chunk, its logits, and one of `outputs` each.
+    fn for_each_position<O: Send>(
         &mut self,
-        tokens: Range<usize>,
+        positions: Range<usize>,
         outputs: &mut [O],
         f: impl Fn(Logits<'_, T::Acc>, &mut Scratch<T::Acc>, &mut O) + Sync,
     ) {
         let Sizes { components, vocab, .. } = self.sizes;
         let (stride, softcap) = (self.stride, self.softcap);
-        let log_priors = &self.log_priors[tokens.start * components..];
+        let log_priors = &self.log_priors[positions.start * components..];
         self.logits
             .par_chunks_exact_mut(components * stride)
             .zip(log_priors.par_chunks_exact(components))
@@ -137,33 +137,33 @@ impl<'a, T: Element> Cpu<'a, T> {
     }
 
     /// The first product, and the log-sum-exp of each row, taken tile by tile. If the logits are not kept, those of the
-    /// tokens' targets are returned, `[tokens][K]`.
-    fn first_product(&mut self, tokens: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
+    /// positions' targets are returned, `[positions][K]`.
+    fn first_product(&mut self, positions: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
         let Sizes { components, context: d, .. } = self.sizes;
         let (isa, softcap, bias) = (self.isa, self.softcap, &self.bias);
-        let rows = self.rows(tokens.clone());
-        let word = |t: usize| Some(self.targets.filter(|_| !keep)?.token(t)?.hard?.0);
-        let targets: Vec<Option<usize>> = tokens.map(word).collect();
+        let rows = self.rows(positions.clone());
+        let id = |t: usize| Some(self.targets.filter(|_| !keep)?.position(t)?.hard?.0);
+        let targets: Vec<Option<usize>> = positions.map(id).collect();
         let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
         let to = match keep {
             true => LogitsTo::Kept(&mut self.logits[..rows.len() * self.stride], self.stride),
             false => LogitsTo::Nowhere,
         };
-        // Of each tile: the log-sum-exp of every row, and the logits of the targets among its words.
-        let tiles = products::logits(to, contexts, self.weight, d, isa, |words, tile| {
+        // Of each tile: the log-sum-exp of every row, and the logits of the targets among its token ids.
+        let tiles = products::logits(to, contexts, self.weight, d, isa, |ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows());
             for r in 0..tile.rows() {
                 let row = tile.row_mut(r);
-                let bias = &bias[words.start..][..row.len()];
-                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, words: words.len(), bias, softcap, keep }));
+                let bias = &bias[ids.start..][..row.len()];
+                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), bias, softcap, keep }));
             }
             let mut target_logits = Vec::new();
-            for (i, &word) in targets.iter().enumerate() {
-                if let Some(word) = word.filter(|word| words.contains(word)) {
+            for (i, &id) in targets.iter().enumerate() {
+                if let Some(id) = id.filter(|id| ids.contains(id)) {
                     // With a softcap the bias is in already.
-                    let bias = if softcap.is_some() { num_traits::Zero::zero() } else { bias[word] };
+                    let bias = if softcap.is_some() { num_traits::Zero::zero() } else { bias[id] };
                     let rows = i * components..(i + 1) * components;
-                    let logits = rows.map(|r| tile.row_mut(r)[word - words.start] + bias).collect();
+                    let logits = rows.map(|r| tile.row_mut(r)[id - ids.start] + bias).collect();
                     target_logits.push((i, logits));
                 }
             }
@@ -178,17 +178,17 @@ impl<'a, T: Element> Cpu<'a, T> {
         target_logits
     }
 
-    /// What there is to be found out about the distributions of the chunk's tokens.
-    pub(super) fn visit_rows<V: Visit>(&self, tokens: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
+    /// What there is to be found out about the distributions of the chunk's positions.
+    pub(super) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
         let Sizes { components, vocab, .. } = self.sizes;
-        let first = tokens.start;
-        let visit_token = |token: usize| {
-            let rows = (token - first) * components..(token - first + 1) * components;
-            let log_priors = &self.log_priors[token * components..][..components];
+        let first = positions.start;
+        let visit_position = |position: usize| {
+            let rows = (position - first) * components..(position - first + 1) * components;
+            let log_priors = &self.log_priors[position * components..][..components];
             let logits = &self.logits[rows.start * self.stride..rows.end * self.stride];
-            visit.visit(token, &TokenRows::new(logits, self.stride, vocab, &self.lse[rows], log_priors, self.isa))
+            visit.visit(position, &PositionRows::new(logits, self.stride, vocab, &self.lse[rows], log_priors, self.isa))
         };
-        tokens.into_par_iter().map(visit_token).collect()
+        positions.into_par_iter().map(visit_position).collect()
     }
 
     /// Moves the live rows of the logits' gradient, and of the contexts, to the front.
@@ -210,33 +210,33 @@ impl<'a, T: Element> Cpu<'a, T> {
         self.live_rows = LiveRows::Some(live);
     }
 
-    fn rows(&self, tokens: Range<usize>) -> Range<usize> {
-        tokens.start * self.sizes.components..tokens.end * self.sizes.components
+    fn rows(&self, positions: Range<usize>) -> Range<usize> {
+        positions.start * self.sizes.components..positions.end * self.sizes.components
     }
 }
 
 impl<T: Element> Backend for Cpu<'_, T> {
-    fn logits(&mut self, tokens: Range<usize>) -> Result<()> {
-        self.first_product(tokens, true);
+    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
+        self.first_product(positions, true);
         Ok(())
     }
 
-    fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
         let Some(targets) = self.targets else { return Ok(()) };
         let Sizes { components, vocab, .. } = self.sizes;
         let (stride, isa, softcap, lse) = (self.stride, self.isa, self.softcap, &self.lse);
-        let rows = self.rows(tokens.clone());
+        let rows = self.rows(positions.clone());
         let mut live = vec![false; rows.len()];
         let gradients = &mut self.gradients;
 
         let parts = if gradients.bias.is_some() { BIAS_PARTS } else { usize::MAX };
-        let part = tokens.len().div_ceil(parts.min(tokens.len())).max(1);
+        let part = positions.len().div_ceil(parts.min(positions.len())).max(1);
         let mut bias_parts = match gradients.bias {
-            Some(_) => zeros(tokens.len().div_ceil(part) * stride),
+            Some(_) => zeros(positions.len().div_ceil(part) * stride),
             None => Vec::new(),
         };
         let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
-        bias_slots.resize_with(tokens.len().div_ceil(part), || None);
+        bias_slots.resize_with(positions.len().div_ceil(part), || None);
         let mut no_log_priors = zeros(if gradients.wanted { 0 } else { rows.len() });
         let log_prior_gradients = match gradients.wanted {
             true => &mut gradients.log_priors[rows.clone()],
@@ -245,34 +245,34 @@ impl<T: Element> Backend for Cpu<'_, T> {
 
         self.logits[..rows.len() * stride]
             .par_chunks_mut(part * components * stride)
-            .zip(self.losses[tokens.clone()].par_chunks_mut(part))
+            .zip(self.losses[positions.clone()].par_chunks_mut(part))
             .zip(live.par_chunks_mut(part * components))
             .zip(log_prior_gradients.par_chunks_mut(part * components))
             .zip(bias_slots)
             .enumerate()
             .for_each_init(
-                || Scratch::new(components, stride, targets.all_words(), targets.soft()),
+                || Scratch::new(components, stride, targets.all_ids(), targets.soft()),
                 |scratch, (i, ((((logits, losses), live), log_priors), mut bias_gradient))| {
-                    let tokens_of_part = logits
+                    let positions_of_part = logits
                         .chunks_exact_mut(components * stride)
                         .zip(losses)
                         .zip(live.chunks_exact_mut(components))
                         .zip(log_priors.chunks_exact_mut(components));
-                    for (j, (((logits, loss), live), log_prior_gradient)) in tokens_of_part.enumerate() {
-                        let token = tokens.start + i * part + j;
-                        let Some(target) = targets.token(token) else { continue };
+                    for (j, (((logits, loss), live), log_prior_gradient)) in positions_of_part.enumerate() {
+                        let position = positions.start + i * part + j;
+                        let Some(target) = targets.position(position) else { continue };
                         let kernel = LossRows {
                             logits: Logits {
                                 rows: logits,
                                 stride,
                                 vocab,
                                 lse: &lse[(i * part + j) * components..][..components],
-                                log_priors: &self.log_priors[token * components..][..components],
+                                log_priors: &self.log_priors[position * components..][..components],
                                 softcap,
                             },
                             target,
                             gradients: gradients.wanted.then(|| RowGradients {
-                                scale: targets.scale(token),
+                                scale: targets.scale(position),
                                 log_priors: log_prior_gradient,
                                 bias: bias_gradient.as_deref_mut(),
                                 live,
@@ -297,13 +297,13 @@ impl<T: Element> Backend for Cpu<'_, T> {
         Ok(())
     }
 
-    fn loss_only(&mut self, tokens: Range<usize>) -> Result<()> {
-        let target_logits = self.first_product(tokens.clone(), false);
+    fn loss_only(&mut self, positions: Range<usize>) -> Result<()> {
+        let target_logits = self.first_product(positions.clone(), false);
         let Some(targets) = self.targets else { return Ok(()) };
         let components = self.sizes.components;
         let mut scratch = Scratch::new(components, 0, false, false);
-        for (i, t) in tokens.enumerate() {
-            let Some(target) = targets.token(t) else { continue };
+        for (i, t) in positions.enumerate() {
+            let Some(target) = targets.position(t) else { continue };
             let log_priors = &self.log_priors[t * components..][..components];
             scratch.set_components(&self.lse[i * components..][..components], log_priors);
             let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
@@ -313,8 +313,8 @@ impl<T: Element> Backend for Cpu<'_, T> {
         Ok(())
     }
 
-    fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
-        let (rows, d) = (self.rows(tokens), self.sizes.context);
+    fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(positions), self.sizes.context);
         let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
         match &self.live_rows {
             LiveRows::All(_) => products::context_gradient(gradient, &self.logits, self.stride, self.weight, d),
@@ -329,8 +329,8 @@ impl<T: Element> Backend for Cpu<'_, T> {
         Ok(())
     }
 
-    fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
-        let (rows, d) = (self.rows(tokens), self.sizes.context);
+    fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(positions), self.sizes.context);
         let live = self.live_rows.len();
         let stored = T::as_acc(&self.contexts[rows.start * d..rows.end * d]);
         let contexts = match (&self.live_rows, stored) {
@@ -346,12 +346,12 @@ impl<T: Element> Backend for Cpu<'_, T> {
         Ok(())
     }
 
-    fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn log_prob_rows(&mut self, positions: Range<usize>) -> Result<()> {
         let (isa, vocab) = (self.isa, self.sizes.vocab);
         let mut log_probs = std::mem::take(&mut self.log_probs);
         let mut outputs: Vec<&mut [T]> =
-            log_probs[tokens.start * vocab..tokens.end * vocab].chunks_mut(vocab).collect();
-        self.for_each_token(tokens, &mut outputs, |logits, scratch, output| {
+            log_probs[positions.start * vocab..positions.end * vocab].chunks_mut(vocab).collect();
+        self.for_each_position(positions, &mut outputs, |logits, scratch, output| {
             T::Acc::dispatch(isa, LogProbRows { logits, scratch });
             for (to, &from) in output.iter_mut().zip(&scratch.log_probs) {
                 *to = T::narrow(from);
@@ -361,10 +361,10 @@ impl<T: Element> Backend for Cpu<'_, T> {
         Ok(())
     }
 
-    fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn argmax_rows(&mut self, positions: Range<usize>) -> Result<()> {
         let (isa, vocab) = (self.isa, self.sizes.vocab);
         let mut argmax = std::mem::take(&mut self.argmax);
-        self.for_each_token(tokens.clone(), &mut argmax[tokens], |logits, scratch, output| {
+        self.for_each_position(positions.clone(), &mut argmax[positions], |logits, scratch, output| {
             T::Acc::dispatch(isa, LogProbRows { logits, scratch });
             *output = first_largest(&scratch.log_probs[..vocab]) as u32;
         });

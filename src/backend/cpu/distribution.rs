@@ -1,12 +1,12 @@
-//! The mixture of one token as a distribution, from its rows of logits.
+//! The mixture of one position as a distribution, from its rows of logits.
 
 use super::log_sum_exp::LogSumExp;
 use super::rows::{largest_term, mix_register};
 use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use super::{Distribution, TILE};
 
-/// The K rows of logits of one token.
-pub(super) struct TokenRows<'a, F> {
+/// The K rows of logits of one position.
+pub(super) struct PositionRows<'a, F> {
     /// `[K, stride]`: `vocab` logits a row, after bias and softcap, and minus infinity
     rows: &'a [F],
     stride: usize,
@@ -16,7 +16,7 @@ pub(super) struct TokenRows<'a, F> {
     isa: Isa,
 }
 
-impl<'a, F: Float> TokenRows<'a, F> {
+impl<'a, F: Float> PositionRows<'a, F> {
     pub(super) fn new(
         rows: &'a [F],
         stride: usize,
@@ -26,11 +26,11 @@ impl<'a, F: Float> TokenRows<'a, F> {
         isa: Isa,
     ) -> Self {
         let component = |(lse, &log_prior): (&LogSumExp<F>, &F)| (lse.largest, log_prior - lse.log_sum);
-        TokenRows { rows, stride, vocab, components: lse.iter().zip(log_priors).map(component).collect(), isa }
+        PositionRows { rows, stride, vocab, components: lse.iter().zip(log_priors).map(component).collect(), isa }
     }
 }
 
-impl<F: Float> Distribution<F> for TokenRows<'_, F> {
+impl<F: Float> Distribution<F> for PositionRows<'_, F> {
     fn vocab(&self) -> usize {
         self.vocab
     }
@@ -42,16 +42,16 @@ impl<F: Float> Distribution<F> for TokenRows<'_, F> {
     }
 
     fn tile<'b>(&'b self, tile: usize, floor: F, buffer: &'b mut Vec<F>) -> &'b [F] {
-        let words = TILE.min(self.vocab - tile * TILE);
-        buffer.resize(words.next_multiple_of(ROW_ALIGN), F::zero());
+        let ids = TILE.min(self.vocab - tile * TILE);
+        buffer.resize(ids.next_multiple_of(ROW_ALIGN), F::zero());
         F::dispatch(self.isa, MixTile { of: self, first: tile * TILE, floor, to: buffer });
-        &buffer[..words]
+        &buffer[..ids]
     }
 }
 
-/// `log p(v)` of the words of one tile.
+/// `log p(v)` of the token ids of one tile.
 struct MixTile<'a, F> {
-    of: &'a TokenRows<'a, F>,
+    of: &'a PositionRows<'a, F>,
     first: usize,
     floor: F,
     to: &'a mut [F],

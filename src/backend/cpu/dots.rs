@@ -1,5 +1,5 @@
 //! The first product for a few rows of contexts, where it costs what reading the decoder costs: inner products of rows as they
-//! lie in memory, several contexts and several words at a time, so that each is loaded once for many sums.
+//! lie in memory, several contexts and several token ids at a time, so that each is loaded once for many sums.
 
 use super::products::ViewMut;
 use super::simd::{Float, Kernel, Vector};
@@ -7,17 +7,17 @@ use super::simd::{Float, Kernel, Vector};
 /// With more rows than this, the first product goes to the `gemm` crate, which packs and transposes its operands first.
 pub(super) const MOST_ROWS: usize = 64;
 
-/// `to[row, word] = context[row] . decoder[word]`
+/// `to[row, token id] = context[row] . decoder[token id]`
 pub(super) struct Dots<'a, 'b, F> {
     /// `[rows, d]`
     pub(super) contexts: &'a [F],
-    /// `[words, d]`, the distance from row to row being `stride`
+    /// `[token ids, d]`, the distance from row to row being `stride`
     pub(super) decoder: &'a [F],
     pub(super) stride: usize,
     pub(super) d: usize,
-    pub(super) words: usize,
-    /// Where the first of these words is in `to`.
-    pub(super) first_word: usize,
+    pub(super) ids: usize,
+    /// Where the first of these token ids is in `to`.
+    pub(super) first_id: usize,
     pub(super) to: &'a mut ViewMut<'b, F>,
 }
 
@@ -26,32 +26,32 @@ impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let Dots { contexts, decoder, stride, d, words, first_word, to } = self;
-        let mut word = 0;
-        while word < words {
-            let (decoder, place) = (&decoder[word * stride..], first_word + word);
-            word += match words - word {
+        let Dots { contexts, decoder, stride, d, ids, first_id, to } = self;
+        let mut id = 0;
+        while id < ids {
+            let (decoder, place) = (&decoder[id * stride..], first_id + id);
+            id += match ids - id {
                 // Sums that fit the registers.
-                4.. if V::REGISTERS >= 32 => few_words::<4, F, V>(v, contexts, decoder, stride, d, place, to),
-                2.. => few_words::<2, F, V>(v, contexts, decoder, stride, d, place, to),
-                _ => few_words::<1, F, V>(v, contexts, decoder, stride, d, place, to),
+                4.. if V::REGISTERS >= 32 => few_ids::<4, F, V>(v, contexts, decoder, stride, d, place, to),
+                2.. => few_ids::<2, F, V>(v, contexts, decoder, stride, d, place, to),
+                _ => few_ids::<1, F, V>(v, contexts, decoder, stride, d, place, to),
             };
         }
     }
 }
 
-/// `WORDS` words with all contexts; gives their number.
+/// `WORDS` token ids with all contexts; gives their number.
 #[inline(always)]
-fn few_words<const WORDS: usize, F: Float, V: Vector<F>>(
+fn few_ids<const WORDS: usize, F: Float, V: Vector<F>>(
     v: V,
     contexts: &[F],
     decoder: &[F],
     stride: usize,
     d: usize,
-    first_word: usize,
+    first_id: usize,
     to: &mut ViewMut<'_, F>,
 ) -> usize {
-    let words: [&[F]; WORDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
+    let ids: [&[F]; WORDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
     // While these are multiplied, the next ones come from memory: the processor does not see so far ahead by itself.
     let mut next = decoder.get(WORDS * stride..).unwrap_or(&[]);
     next = &next[..next.len().min(WORDS * stride)];
@@ -59,7 +59,7 @@ fn few_words<const WORDS: usize, F: Float, V: Vector<F>>(
     let mut row = 0;
     let mut store = |sums: &[[F; WORDS]]| {
         for (i, sums) in sums.iter().enumerate() {
-            to.row_mut(row + i)[first_word..first_word + WORDS].copy_from_slice(sums);
+            to.row_mut(row + i)[first_id..first_id + WORDS].copy_from_slice(sums);
         }
         row += sums.len();
     };
@@ -68,52 +68,52 @@ fn few_words<const WORDS: usize, F: Float, V: Vector<F>>(
         let (now, later) = next.split_at(each.min(next.len()));
         next = later;
         prefetch(now);
-        store(&dots::<6, WORDS, F, V>(v, group, words, d));
+        store(&dots::<6, WORDS, F, V>(v, group, ids, d));
     }
     prefetch(next);
     let rest = groups.remainder();
     match rest.len() / d {
-        5 => store(&dots::<5, WORDS, F, V>(v, rest, words, d)),
-        4 => store(&dots::<4, WORDS, F, V>(v, rest, words, d)),
-        3 => store(&dots::<3, WORDS, F, V>(v, rest, words, d)),
-        2 => store(&dots::<2, WORDS, F, V>(v, rest, words, d)),
-        1 => store(&dots::<1, WORDS, F, V>(v, rest, words, d)),
+        5 => store(&dots::<5, WORDS, F, V>(v, rest, ids, d)),
+        4 => store(&dots::<4, WORDS, F, V>(v, rest, ids, d)),
+        3 => store(&dots::<3, WORDS, F, V>(v, rest, ids, d)),
+        2 => store(&dots::<2, WORDS, F, V>(v, rest, ids, d)),
+        1 => store(&dots::<1, WORDS, F, V>(v, rest, ids, d)),
         _ => {}
     }
     WORDS
 }
 
-/// The inner products of `ROWS` contexts with `WORDS` words.
+/// The inner products of `ROWS` contexts with `WORDS` token ids.
 #[inline(always)]
 fn dots<const ROWS: usize, const WORDS: usize, F: Float, V: Vector<F>>(
     v: V,
     contexts: &[F],
-    words: [&[F]; WORDS],
+    ids: [&[F]; WORDS],
     d: usize,
 ) -> [[F; WORDS]; ROWS] {
     let contexts: [&[F]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
     let (context_registers, context_rests) = (contexts.map(|x| V::split(x).0), contexts.map(|x| V::split(x).1));
-    let (word_registers, word_rests) = (words.map(|x| V::split(x).0), words.map(|x| V::split(x).1));
-    let n = word_registers[0].len();
-    let word_registers = word_registers.map(|x| &x[..n]);
+    let (id_registers, id_rests) = (ids.map(|x| V::split(x).0), ids.map(|x| V::split(x).1));
+    let n = id_registers[0].len();
+    let id_registers = id_registers.map(|x| &x[..n]);
     let context_registers = context_registers.map(|x| &x[..n]);
     let mut sums = [[v.splat(F::zero()); WORDS]; ROWS];
     for i in 0..n {
         for row in 0..ROWS {
-            for word in 0..WORDS {
-                sums[row][word] = v.mul_add(context_registers[row][i], word_registers[word][i], sums[row][word]);
+            for id in 0..WORDS {
+                sums[row][id] = v.mul_add(context_registers[row][i], id_registers[id][i], sums[row][id]);
             }
         }
     }
-    if !word_rests[0].is_empty() {
+    if !id_rests[0].is_empty() {
         let mut decoder = [v.splat(F::zero()); WORDS];
-        for (register, rest) in decoder.iter_mut().zip(word_rests) {
+        for (register, rest) in decoder.iter_mut().zip(id_rests) {
             *register = v.load_partial(rest);
         }
         for (row, context) in context_rests.into_iter().enumerate() {
             let context = v.load_partial(context);
-            for (word, &decoder) in decoder.iter().enumerate() {
-                sums[row][word] = v.mul_add(context, decoder, sums[row][word]);
+            for (id, &decoder) in decoder.iter().enumerate() {
+                sums[row][id] = v.mul_add(context, decoder, sums[row][id]);
             }
         }
     }

@@ -36,9 +36,9 @@ impl<F: Float> LogSumExp<F> {
 
 /// The log-sum-exp of one row of a tile of logits.
 pub(super) struct TileLogSumExp<'a, F> {
-    /// Logits of `words` words, without bias and softcap, and padding.
+    /// Logits of `token ids` token ids, without bias and softcap, and padding.
     pub(super) row: &'a mut [F],
-    pub(super) words: usize,
+    pub(super) ids: usize,
     /// As long as `row`, with minus infinity for the padding.
     pub(super) bias: &'a [F],
     pub(super) softcap: Option<F>,
@@ -51,14 +51,14 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> LogSumExp<F> {
-        let TileLogSumExp { row, words, bias, softcap, keep } = self;
-        row[words..].fill(F::zero());
+        let TileLogSumExp { row, ids, bias, softcap, keep } = self;
+        row[ids..].fill(F::zero());
         match softcap {
             None if keep => log_sum_exp::<{ bias::ADD }, F, V>(v, row, bias),
             None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, bias),
             Some(cap) => {
                 soft_cap(v, row, bias, cap);
-                row[words..].fill(F::neg_infinity());
+                row[ids..].fill(F::neg_infinity());
                 log_sum_exp::<{ bias::ADDED }, F, V>(v, row, bias)
             }
         }

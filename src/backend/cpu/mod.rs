@@ -54,18 +54,18 @@ pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<u
         false => tile * threads + summaries + contexts,
     };
     let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
-    let scratch_rows = usize::from(task.all_words) + 2 * usize::from(task.soft_targets);
-    let per_token = components * row * size;
+    let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
+    let per_position = components * row * size;
     // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
     let of_thread = scratch_rows * stride + products::buffered_tile(context, vocab);
     let fixed = (stride * (2 + bias_parts) + threads * of_thread) * size;
     // Where nothing is added to a gradient, as many as the kernel for few rows takes.
     let enough_rows = if task.few_rows { dots::MOST_ROWS } else { ENOUGH_ROWS };
     let needs = Needs {
-        per_token,
+        per_position,
         fixed,
-        default_budget: LEAST_DEFAULT_BUDGET.max(fixed + enough_rows.div_ceil(components) * per_token),
-        most_tokens: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
+        default_budget: LEAST_DEFAULT_BUDGET.max(fixed + enough_rows.div_ceil(components) * per_position),
+        most_positions: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
         kernels: Isa::best().name(),
         threads,
@@ -90,31 +90,31 @@ pub(super) fn loss<T: Element>(
 
 pub(super) fn log_probs<T: Element>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     with_slices(operands, |contexts: &[T], weight: &[T]| {
-        let Sizes { tokens, vocab, .. } = operands.sizes;
+        let Sizes { positions, vocab, .. } = operands.sizes;
         let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
-        cpu.log_probs = vec![T::zero(); tokens * vocab];
+        cpu.log_probs = vec![T::zero(); positions * vocab];
         cpu.run_log_probs(plan)?;
-        Ok(Tensor::from_vec(cpu.log_probs, (tokens, vocab), &Device::Cpu)?)
+        Ok(Tensor::from_vec(cpu.log_probs, (positions, vocab), &Device::Cpu)?)
     })
 }
 
 pub(super) fn argmax<T: Element>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     with_slices(operands, |contexts: &[T], weight: &[T]| {
-        let tokens = operands.sizes.tokens;
+        let positions = operands.sizes.positions;
         let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
-        cpu.argmax = vec![0; tokens];
+        cpu.argmax = vec![0; positions];
         cpu.run_argmax(plan)?;
-        Ok(Tensor::from_vec(cpu.argmax, tokens, &Device::Cpu)?)
+        Ok(Tensor::from_vec(cpu.argmax, positions, &Device::Cpu)?)
     })
 }
 
 pub(super) fn visit<T: Element, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
     with_slices(operands, |contexts: &[T], weight: &[T]| {
         let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
-        let mut outputs = Vec::with_capacity(operands.sizes.tokens);
-        for tokens in plan.chunks() {
-            cpu.logits(tokens.clone())?;
-            outputs.extend(cpu.visit_rows(tokens, visit)?);
+        let mut outputs = Vec::with_capacity(operands.sizes.positions);
+        for positions in plan.chunks() {
+            cpu.logits(positions.clone())?;
+            outputs.extend(cpu.visit_rows(positions, visit)?);
         }
         Ok(outputs)
     })

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 
 use super::element::Element;
-use super::rows::{weighted, TokenLoss};
+use super::rows::{weighted, PositionLoss};
 use super::simd::Float;
 use super::targets::Targets;
 use super::{zeros, Outcome, Sizes, Wanted};
@@ -13,9 +13,9 @@ use crate::{Error, Result};
 /// The gradients as they are summed up; empty where not wanted.
 pub(super) struct BufferedGradients<T: Element> {
     pub(super) wanted: bool,
-    /// `[tokens, K, d]`
+    /// `[positions, K, d]`
     pub(super) contexts: Vec<T::Acc>,
-    /// `[tokens, K]`
+    /// `[positions, K]`
     pub(super) log_priors: Vec<T::Acc>,
     /// `[vocab, d]`
     pub(super) weight: Vec<T::Acc>,
@@ -27,8 +27,8 @@ pub(super) struct BufferedGradients<T: Element> {
 
 impl<T: Element> BufferedGradients<T> {
     pub(super) fn new(sizes: Sizes, wanted: Wanted) -> Self {
-        let Sizes { tokens, components, context, vocab } = sizes;
-        let rows = tokens * components;
+        let Sizes { positions, components, context, vocab } = sizes;
+        let rows = positions * components;
         BufferedGradients {
             wanted: wanted.any(),
             contexts: zeros(if wanted.contexts { rows * context } else { 0 }),
@@ -40,13 +40,13 @@ impl<T: Element> BufferedGradients<T> {
     }
 
     fn into_tensors(self, sizes: Sizes, wanted: Wanted) -> Result<Gradients> {
-        let Sizes { tokens, components, context, vocab } = sizes;
+        let Sizes { positions, components, context, vocab } = sizes;
         let mut gradients = Gradients::default();
         if wanted.contexts {
-            gradients.contexts = Some(Tensor::from_vec(self.contexts, (tokens, components, context), &Device::Cpu)?);
+            gradients.contexts = Some(Tensor::from_vec(self.contexts, (positions, components, context), &Device::Cpu)?);
         }
         if wanted.log_priors {
-            gradients.log_priors = Some(Tensor::from_vec(self.log_priors, (tokens, components), &Device::Cpu)?);
+            gradients.log_priors = Some(Tensor::from_vec(self.log_priors, (positions, components), &Device::Cpu)?);
         }
         if wanted.weight {
             gradients.weight = Some(Tensor::from_vec(self.weight, (vocab, context), &Device::Cpu)?);
@@ -63,21 +63,22 @@ pub(super) fn outcome<T: Element>(
     sizes: Sizes,
     wanted: Wanted,
     targets: &Targets<T::Acc>,
-    losses: &[TokenLoss],
+    losses: &[PositionLoss],
     gradients: BufferedGradients<T>,
 ) -> Result<Outcome> {
     let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::of(value)], (), &Device::Cpu)?);
     let vector = |values: &[f64]| {
         let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::of(x)).collect();
-        Ok::<_, Error>(Tensor::from_vec(values, sizes.tokens, &Device::Cpu)?)
+        Ok::<_, Error>(Tensor::from_vec(values, sizes.positions, &Device::Cpu)?)
     };
     let each = || losses.iter().enumerate();
-    let objective: Vec<f64> = each().map(|(t, loss)| weighted(targets.token_weight(t), loss.objective)).collect();
+    let objective: Vec<f64> = each().map(|(t, loss)| weighted(targets.position_weight(t), loss.objective)).collect();
     let nll: Vec<f64> = losses.iter().map(|loss| loss.nll).collect();
-    let count: f64 = (0..sizes.tokens).map(|t| targets.count(t)).sum();
+    let count: f64 = (0..sizes.positions).map(|t| targets.count(t)).sum();
     let hits = losses.iter().filter(|loss| loss.hit).count();
-    let size =
-        |of: fn(&TokenLoss) -> f64| each().map(|(t, loss)| weighted(targets.token_weight(t).abs(), of(loss))).sum();
+    let size = |of: fn(&PositionLoss) -> f64| {
+        each().map(|(t, loss)| weighted(targets.position_weight(t).abs(), of(loss))).sum()
+    };
     let (dropped, mass): (f64, f64) = (size(|loss| loss.dropped), size(|loss| loss.mass));
     let share = if mass == 0.0 { 0.0 } else { dropped / mass };
     Ok(Outcome {

@@ -13,7 +13,7 @@ use super::dots::{self, Dots};
 use super::element::Element;
 use super::simd::{Float, Isa, ROW_ALIGN};
 
-/// Words of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
+/// Token ids of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
 /// A multiple of 48, which is what the AVX-512 kernel computes at a time.
 pub(super) const VOCAB_TILE: usize = 384;
 /// Rows per tile of the second product, at most.
@@ -146,7 +146,7 @@ pub(super) enum LogitsTo<'a, F> {
 }
 
 /// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, tile by tile. Each tile is given to
-/// `summary` while it is in the cache, with its range of words and padded to whole registers; the summaries come in order.
+/// `summary` while it is in the cache, with its range of token ids and padded to whole registers; the summaries come in order.
 pub(super) fn logits<T: Element, O: Send>(
     to: LogitsTo<'_, T::Acc>,
     contexts: &[T::Acc],
@@ -160,27 +160,27 @@ pub(super) fn logits<T: Element, O: Send>(
     let few = rows <= dots::MOST_ROWS;
     let all_contexts = contexts;
     let contexts = Shared(View::new(contexts, rows, d, d));
-    let fill = |words: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
+    let fill = |ids: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
         if few {
-            // As many words at a time as the buffer has been planned for.
+            // As many token ids at a time as the buffer has been planned for.
             let step = (depth * VOCAB_TILE / d).max(1);
-            for first in words.clone().step_by(step) {
-                let some = first..words.end.min(first + step);
-                let (first_word, words) = (some.start - words.start, some.len());
+            for first in ids.clone().step_by(step) {
+                let some = first..ids.end.min(first + step);
+                let (first_id, ids) = (some.start - ids.start, some.len());
                 let (decoder, stride) = T::widen_block(decoder, d, some, 0..d, buffer);
                 let to = &mut *tile;
-                T::Acc::dispatch(isa, Dots { contexts: all_contexts, decoder, stride, d, words, first_word, to });
+                T::Acc::dispatch(isa, Dots { contexts: all_contexts, decoder, stride, d, ids, first_id, to });
             }
-            return summary(words, tile);
+            return summary(ids, tile);
         }
         for first in (0..d).step_by(depth) {
             let columns = first..d.min(first + depth);
-            let stride = transpose(decoder, d, words.clone(), columns.clone(), buffer);
-            let block = View::new(buffer, columns.len(), words.len(), stride);
+            let stride = transpose(decoder, d, ids.clone(), columns.clone(), buffer);
+            let block = View::new(buffer, columns.len(), ids.len(), stride);
             let contexts = contexts.get().columns(columns);
-            multiply(&mut tile.first_columns(words.len()), first > 0, contexts, block);
+            multiply(&mut tile.first_columns(ids.len()), first > 0, contexts, block);
         }
-        summary(words, tile)
+        summary(ids, tile)
     };
     match to {
         LogitsTo::Kept(logits, stride) => ViewMut::new(logits, rows, stride, stride)
@@ -198,9 +198,9 @@ pub(super) fn logits<T: Element, O: Send>(
             (0..vocab.div_ceil(VOCAB_TILE))
                 .into_par_iter()
                 .map_init(buffers, |(buffer, tile), i| {
-                    let words = i * VOCAB_TILE..vocab.min((i + 1) * VOCAB_TILE);
-                    let columns = words.len().next_multiple_of(ROW_ALIGN);
-                    fill(words, &mut ViewMut::new(tile, rows, columns, stride), buffer)
+                    let ids = i * VOCAB_TILE..vocab.min((i + 1) * VOCAB_TILE);
+                    let columns = ids.len().next_multiple_of(ROW_ALIGN);
+                    fill(ids, &mut ViewMut::new(tile, rows, columns, stride), buffer)
                 })
                 .collect()
         }
@@ -225,19 +225,14 @@ pub(super) fn context_gradient<T: Element>(
         Vec::new,
         |buffer, (tile_rows, columns, mut tile)| {
             for first in (0..vocab).step_by(VOCAB_TILE) {
-                let words = first..vocab.min(first + VOCAB_TILE);
-                let block = T::widen_block(decoder, d, words.clone(), columns.clone(), buffer);
+                let ids = first..vocab.min(first + VOCAB_TILE);
+                let block = T::widen_block(decoder, d, ids.clone(), columns.clone(), buffer);
                 let (block, block_stride) = block;
                 multiply(
                     &mut tile,
                     first > 0,
-                    View::new(
-                        &logit_gradient[tile_rows.start * stride + first..],
-                        tile_rows.len(),
-                        words.len(),
-                        stride,
-                    ),
-                    View::new(block, words.len(), columns.len(), block_stride),
+                    View::new(&logit_gradient[tile_rows.start * stride + first..], tile_rows.len(), ids.len(), stride),
+                    View::new(block, ids.len(), columns.len(), block_stride),
                 );
             }
         },
@@ -254,8 +249,8 @@ pub(super) fn decoder_gradient<F: Float>(
     d: usize,
 ) {
     let (rows, vocab) = (contexts.len() / d, gradient.len() / d);
-    ViewMut::new(gradient, vocab, d, d).tiles(VOCAB_TILE, d).into_par_iter().for_each(|(words, _, mut tile)| {
-        let columns = View::new(&logit_gradient[words.start..], rows, words.len(), stride);
+    ViewMut::new(gradient, vocab, d, d).tiles(VOCAB_TILE, d).into_par_iter().for_each(|(ids, _, mut tile)| {
+        let columns = View::new(&logit_gradient[ids.start..], rows, ids.len(), stride);
         let contexts = View::new(contexts, rows, d, d);
         multiply(&mut tile, accumulate, columns.transposed(), contexts);
     });

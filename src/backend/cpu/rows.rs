@@ -1,4 +1,4 @@
-//! The row kernels: what happens to the K rows of logits of one token between the products.
+//! The row kernels: what happens to the K rows of logits of one position between the products.
 //!
 //! With `z` the logits of component k (after bias and softcap), `pi` the prior and `y` the target:
 //!
@@ -9,7 +9,7 @@
 //! r_k(v)    = exp(log pi_k + log p_k(v) - log p(v))                    responsibility of k for v
 //! ```
 //!
-//! The objective of a token is `sum_v q_v (-log p(v)) + zeta mean_k lse_k^2` with `q_v = hard [v = y] + soft_v`, and
+//! The objective of a position is `sum_v q_v (-log p(v)) + zeta mean_k lse_k^2` with `q_v = hard [v = y] + soft_v`, and
 //! its gradient, written over the logits, with `R_k = sum_v q_v r_k(v)`:
 //!
 //! ```text
@@ -21,21 +21,21 @@ use super::log_sum_exp::LogSumExp;
 use super::math::{exp, ln};
 use super::simd::{Float, Kernel, Vector};
 
-/// What the objective of a token is made of, beyond its logits.
+/// What the objective of a position is made of, beyond its logits.
 #[derive(Clone, Copy)]
 pub(super) struct Target<'a, F> {
-    /// The target word and its mass in `q`.
+    /// The target token id and its mass in `q`.
     pub(super) hard: Option<(usize, F)>,
     /// The rest of `q`, padded with zeros, where there is any: label smoothing, or the upstream gradient of log-probabilities.
     pub(super) soft: Option<&'a [F]>,
     pub(super) z_loss: F,
     /// Rows with less than this share of the position's mass get no gradient.
     pub(super) filter: F,
-    /// Whether to look for the most probable word.
+    /// Whether to look for the most probable token id.
     pub(super) hits: bool,
 }
 
-/// The logits of one token.
+/// The logits of one position.
 pub(super) struct Logits<'a, F> {
     /// `[K, stride]`: `vocab` logits a row, after bias and softcap, and minus infinity
     pub(super) rows: &'a mut [F],
@@ -48,7 +48,7 @@ pub(super) struct Logits<'a, F> {
     pub(super) softcap: Option<F>,
 }
 
-/// Buffers that a thread uses again for every token.
+/// Buffers that a thread uses again for every position.
 pub(super) struct Scratch<F> {
     /// `[stride]`: log p(v)
     pub(super) log_probs: Vec<F>,
@@ -67,11 +67,11 @@ pub(super) struct Scratch<F> {
 
 impl<F: Float> Scratch<F> {
     /// For rows of `stride`; what is not needed is empty.
-    pub(super) fn new(components: usize, stride: usize, all_words: bool, soft_targets: bool) -> Self {
+    pub(super) fn new(components: usize, stride: usize, all_ids: bool, soft_targets: bool) -> Self {
         let zeros = |n| vec![F::zero(); n];
         let soft = if soft_targets { stride } else { 0 };
         Scratch {
-            log_probs: zeros(if all_words { stride } else { 0 }),
+            log_probs: zeros(if all_ids { stride } else { 0 }),
             reference: zeros(soft),
             share: zeros(soft),
             lse: vec![LogSumExp::default(); components],
@@ -90,9 +90,13 @@ impl<F: Float> Scratch<F> {
     }
 
     /// The loss as far as it depends on the target's logits alone, and the responsibilities.
-    pub(super) fn hard_loss(&mut self, target: &Target<'_, F>, target_logit: impl Fn(usize, usize) -> F) -> TokenLoss {
+    pub(super) fn hard_loss(
+        &mut self,
+        target: &Target<'_, F>,
+        target_logit: impl Fn(usize, usize) -> F,
+    ) -> PositionLoss {
         let components = self.lse.len();
-        let mut loss = TokenLoss::default();
+        let mut loss = PositionLoss::default();
         self.hard_mass.fill(F::zero());
         if let Some((y, hard)) = target.hard {
             let joint = |k: usize| target_logit(k, y) - self.lse[k].largest + self.log_scale[k];
@@ -116,7 +120,7 @@ impl<F: Float> Scratch<F> {
 
     /// The size of the mass below which the filter drops a row, with what this drops noted in `loss`. Masses are compared and
     /// summed by their size: class weights and gradients from upstream may be negative.
-    pub(super) fn least_mass(&self, target: &Target<'_, F>, loss: &mut TokenLoss) -> F {
+    pub(super) fn least_mass(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
         if target.filter == F::zero() {
             return F::zero();
         }
@@ -129,9 +133,9 @@ impl<F: Float> Scratch<F> {
     }
 }
 
-/// Where the gradients of one token go.
+/// Where the gradients of one position go.
 pub(super) struct RowGradients<'a, F> {
-    /// What the token's objective is multiplied by.
+    /// What the position's objective is multiplied by.
     pub(super) scale: F,
     /// `[K]`
     pub(super) log_priors: &'a mut [F],
@@ -141,9 +145,9 @@ pub(super) struct RowGradients<'a, F> {
     pub(super) live: &'a mut [bool],
 }
 
-/// The results of one token.
+/// The results of one position.
 #[derive(Clone, Copy, Default)]
-pub(super) struct TokenLoss {
+pub(super) struct PositionLoss {
     pub(super) nll: f64,
     pub(super) objective: f64,
     pub(super) hit: bool,
@@ -152,7 +156,7 @@ pub(super) struct TokenLoss {
     pub(super) dropped: f64,
 }
 
-/// The objective of one token, and its gradient in place of the logits.
+/// The objective of one position, and its gradient in place of the logits.
 pub(super) struct LossRows<'a, F> {
     pub(super) logits: Logits<'a, F>,
     pub(super) target: Target<'a, F>,
@@ -161,10 +165,10 @@ pub(super) struct LossRows<'a, F> {
 }
 
 impl<F: Float> Kernel<F> for LossRows<'_, F> {
-    type Output = TokenLoss;
+    type Output = PositionLoss;
 
     #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) -> TokenLoss {
+    fn run<V: Vector<F>>(self, v: V) -> PositionLoss {
         let LossRows { mut logits, target, gradients, scratch } = self;
         let components = logits.log_priors.len();
         scratch.set_components(logits.lse, logits.log_priors);
@@ -198,7 +202,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
     }
 }
 
-/// The mixture's log-probabilities of one token, in `scratch.log_probs`.
+/// The mixture's log-probabilities of one position, in `scratch.log_probs`.
 pub(super) struct LogProbRows<'a, F> {
     pub(super) logits: Logits<'a, F>,
     pub(super) scratch: &'a mut Scratch<F>,
@@ -215,7 +219,7 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
 }
 
 impl<F: Float> Logits<'_, F> {
-    /// `log p(v)` of every word, and, for soft targets, what their responsibilities are made of.
+    /// `log p(v)` of every token id, and, for soft targets, what their responsibilities are made of.
     #[inline(always)]
     fn mix<V: Vector<F>>(&self, v: V, soft: Option<&[F]>, scratch: &mut Scratch<F>) {
         let rows = V::registers(self.rows);
@@ -231,7 +235,7 @@ impl<F: Float> Logits<'_, F> {
             log_probs[i] = log_p;
             if let Some(soft) = soft {
                 references[i] = reference;
-                // Words without mass have none to share, and those that no component can produce give none its gradient.
+                // Token ids without mass have none to share, and those that no component can produce give none its gradient.
                 shares[i] = v.if_equal(soft[i], zero, zero, v.if_equal(sum, zero, zero, v.div(soft[i], sum)));
             }
         }
@@ -291,7 +295,7 @@ impl<F: Float> Logits<'_, F> {
     }
 }
 
-/// The largest of `log(pi_k p_k(v))` for the words of one register, from the logits of K components, `stride` registers apart,
+/// The largest of `log(pi_k p_k(v))` for the token ids of one register, from the logits of K components, `stride` registers apart,
 /// each with its largest logit and its `log_scale`.
 #[inline(always)]
 pub(super) fn largest_term<F: Float, V: Vector<F>>(
@@ -308,7 +312,7 @@ pub(super) fn largest_term<F: Float, V: Vector<F>>(
     largest
 }
 
-/// `log p(v)` of these words; what its terms are put in relation to; and the sum of these relations.
+/// `log p(v)` of these token ids; what its terms are put in relation to; and the sum of these relations.
 #[inline(always)]
 pub(super) fn mix_register<F: Float, V: Vector<F>>(
     v: V,
@@ -318,7 +322,7 @@ pub(super) fn mix_register<F: Float, V: Vector<F>>(
     largest: V::Reg,
 ) -> (V::Reg, V::Reg, V::Reg) {
     let zero = v.splat(F::zero());
-    // A word that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
+    // A token id that no component can produce: every term is exp(-inf - 0) = 0, not exp(-inf + inf).
     let reference = v.if_equal(largest, v.splat(F::neg_infinity()), zero, largest);
     // Rounding may lead above zero.
     let log_probability = |x| v.if_less(zero, x, zero, x);

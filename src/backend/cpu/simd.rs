@@ -1,7 +1,7 @@
 //! A small vector trait, so that every row kernel is written once and compiled for each instruction set.
 //!
 //! [`Vector`] holds the dozen operations the kernels need. It is implemented, for `f32` and `f64`, on the
-//! instruction-set tokens of the `pulp` crate: AVX-512, AVX2 + FMA, NEON, and plain scalar code. A token can only
+//! instruction-set positions of the `pulp` crate: AVX-512, AVX2 + FMA, NEON, and plain scalar code. A position can only
 //! be obtained on a machine that has the instructions, which is why nothing here is `unsafe`.
 
 use std::sync::OnceLock;
@@ -199,30 +199,30 @@ impl_float! { f64,
     ];
 }
 
-/// Implements [`Vector`] on one `pulp` token for one element type. `$shl` and `$shr` shift the bits of a register by the
+/// Implements [`Vector`] on one `pulp` position for one element type. `$shl` and `$shr` shift the bits of a register by the
 /// number of mantissa bits.
 macro_rules! impl_vector {
-    ($token:ty, $float:ident, $bits:ident, mantissa $mantissa:literal, |$v:ident, $x:ident| $shl:expr, $shr:expr) => {
+    ($position:ty, $float:ident, $bits:ident, mantissa $mantissa:literal, |$v:ident, $x:ident| $shl:expr, $shr:expr) => {
         ::pastey::paste! {
-            impl Vector<$float> for $token {
-                type Reg = <$token as pulp::Simd>::[<$float s>];
-                const REGISTERS: usize = <$token as pulp::Simd>::REGISTER_COUNT;
+            impl Vector<$float> for $position {
+                type Reg = <$position as pulp::Simd>::[<$float s>];
+                const REGISTERS: usize = <$position as pulp::Simd>::REGISTER_COUNT;
 
                 #[inline(always)]
                 fn registers(row: &[$float]) -> &[Self::Reg] {
-                    let (registers, rest) = <$token as pulp::Simd>::[<as_simd_ $float s>](row);
+                    let (registers, rest) = <$position as pulp::Simd>::[<as_simd_ $float s>](row);
                     debug_assert!(rest.is_empty(), "rows are padded to whole registers");
                     registers
                 }
                 #[inline(always)]
                 fn registers_mut(row: &mut [$float]) -> &mut [Self::Reg] {
-                    let (registers, rest) = <$token as pulp::Simd>::[<as_mut_simd_ $float s>](row);
+                    let (registers, rest) = <$position as pulp::Simd>::[<as_mut_simd_ $float s>](row);
                     debug_assert!(rest.is_empty(), "rows are padded to whole registers");
                     registers
                 }
                 #[inline(always)]
                 fn split(row: &[$float]) -> (&[Self::Reg], &[$float]) {
-                    <$token as pulp::Simd>::[<as_simd_ $float s>](row)
+                    <$position as pulp::Simd>::[<as_simd_ $float s>](row)
                 }
                 #[inline(always)]
                 fn load_partial(self, values: &[$float]) -> Self::Reg {

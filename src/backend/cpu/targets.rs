@@ -3,11 +3,11 @@
 use super::rows::Target;
 use super::simd::{Float, ROW_ALIGN};
 use super::{Objective, Sizes};
-use crate::check::read_words;
+use crate::check::read_ids;
 use crate::loss::Reduction;
 use crate::Result;
 
-/// What each token is measured against, and how much it counts.
+/// What each position is measured against, and how much it counts.
 pub(super) struct Targets<F> {
     kind: Kind<F>,
     filter: F,
@@ -15,28 +15,28 @@ pub(super) struct Targets<F> {
 }
 
 enum Kind<F> {
-    /// A word per token, or none where the target is ignored.
+    /// A token id per position, or none where the target is ignored.
     Words {
-        words: Vec<Option<usize>>,
-        token_weights: Option<Vec<F>>,
+        ids: Vec<Option<usize>>,
+        position_weights: Option<Vec<F>>,
         class_weights: Option<Vec<F>>,
         smoothing: F,
-        /// `[stride]`: what smoothing gives to every word; empty without smoothing
+        /// `[stride]`: what smoothing gives to every token id; empty without smoothing
         soft: Vec<F>,
         z_loss: F,
-        /// `[tokens]`: what the gradient of each token's objective is multiplied by
+        /// `[positions]`: what the gradient of each position's objective is multiplied by
         scales: Vec<F>,
     },
-    /// `[tokens, stride]`: minus the upstream gradient of the log-probabilities
+    /// `[positions, stride]`: minus the upstream gradient of the log-probabilities
     LogProbs { soft: Vec<F>, stride: usize },
 }
 
 impl<F: Float> Targets<F> {
     pub(super) fn new(objective: &Objective, sizes: Sizes) -> Result<Self> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        let (targets, token_weights, class_weights, options, upstream) = match objective {
+        let (targets, position_weights, class_weights, options, upstream) = match objective {
             Objective::LogProbs { upstream } => {
-                let mut soft = vec![F::zero(); sizes.tokens * stride];
+                let mut soft = vec![F::zero(); sizes.positions * stride];
                 let upstream = upstream.flatten_all()?.to_vec1::<F>()?;
                 for (row, upstream) in soft.chunks_exact_mut(stride).zip(upstream.chunks_exact(sizes.vocab)) {
                     for (soft, &g) in row.iter_mut().zip(upstream) {
@@ -45,12 +45,12 @@ impl<F: Float> Targets<F> {
                 }
                 return Ok(Targets { kind: Kind::LogProbs { soft, stride }, filter: F::zero(), hits: false });
             }
-            Objective::Targets { targets, token_weights, class_weights, options, upstream } => {
-                (targets, token_weights, class_weights, options, upstream)
+            Objective::Targets { targets, position_weights, class_weights, options, upstream } => {
+                (targets, position_weights, class_weights, options, upstream)
             }
         };
-        let words = read_words(targets, options.ignore_index, sizes.vocab)?;
-        let token_weights = token_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
+        let ids = read_ids(targets, options.ignore_index, sizes.vocab)?;
+        let position_weights = position_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
         let class_weights = class_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
         let smoothing = F::of(options.label_smoothing);
         let mut soft = Vec::new();
@@ -64,8 +64,8 @@ impl<F: Float> Targets<F> {
         }
         let mut targets = Targets {
             kind: Kind::Words {
-                words,
-                token_weights,
+                ids,
+                position_weights,
                 class_weights,
                 smoothing,
                 soft,
@@ -76,17 +76,17 @@ impl<F: Float> Targets<F> {
             hits: options.hits,
         };
         let upstream = upstream.as_ref().map(|u| u.to_vec1::<F>()).transpose()?;
-        let scales = targets.gradient_scales(options.reduction, upstream, sizes.tokens);
+        let scales = targets.gradient_scales(options.reduction, upstream, sizes.positions);
         if let Kind::Words { scales: place, .. } = &mut targets.kind {
             *place = scales;
         }
         Ok(targets)
     }
 
-    /// Each token's weight, times what the reduction, or the gradient from upstream, multiplies it by.
-    fn gradient_scales(&self, reduction: Reduction, upstream: Option<Vec<F>>, tokens: usize) -> Vec<F> {
-        let count: f64 = (0..tokens).map(|t| self.count(t)).sum();
-        (0..tokens)
+    /// Each position's weight, times what the reduction, or the gradient from upstream, multiplies it by.
+    fn gradient_scales(&self, reduction: Reduction, upstream: Option<Vec<F>>, positions: usize) -> Vec<F> {
+        let count: f64 = (0..positions).map(|t| self.count(t)).sum();
+        (0..positions)
             .map(|t| {
                 let factor = match (&upstream, reduction) {
                     (Some(upstream), _) => upstream[t].f64(),
@@ -94,7 +94,7 @@ impl<F: Float> Targets<F> {
                     (None, Reduction::Mean) => 1.0 / count,
                     (None, _) => 1.0,
                 };
-                F::of(factor * self.token_weight(t))
+                F::of(factor * self.position_weight(t))
             })
             .collect()
     }
@@ -107,8 +107,8 @@ impl<F: Float> Targets<F> {
         }
     }
 
-    /// Whether the log-probability of every word is needed.
-    pub(super) fn all_words(&self) -> bool {
+    /// Whether the log-probability of every token id is needed.
+    pub(super) fn all_ids(&self) -> bool {
         self.soft() || self.hits
     }
 
@@ -116,13 +116,13 @@ impl<F: Float> Targets<F> {
         self.filter > F::zero()
     }
 
-    /// What the row kernels need to know of token `t`; `None` if it is ignored.
-    pub(super) fn token(&self, t: usize) -> Option<Target<'_, F>> {
+    /// What the row kernels need to know of position `t`; `None` if it is ignored.
+    pub(super) fn position(&self, t: usize) -> Option<Target<'_, F>> {
         match &self.kind {
-            Kind::Words { words, class_weights, smoothing, soft, z_loss, .. } => words[t].map(|word| {
-                let class_weight = class_weights.as_ref().map_or(F::one(), |weights| weights[word]);
+            Kind::Words { ids, class_weights, smoothing, soft, z_loss, .. } => ids[t].map(|id| {
+                let class_weight = class_weights.as_ref().map_or(F::one(), |weights| weights[id]);
                 Target {
-                    hard: Some((word, class_weight * (F::one() - *smoothing))),
+                    hard: Some((id, class_weight * (F::one() - *smoothing))),
                     soft: (!soft.is_empty()).then_some(&soft[..]),
                     z_loss: *z_loss,
                     filter: self.filter,
@@ -139,7 +139,7 @@ impl<F: Float> Targets<F> {
         }
     }
 
-    /// What the gradient of the objective of token `t` is multiplied by.
+    /// What the gradient of the objective of position `t` is multiplied by.
     pub(super) fn scale(&self, t: usize) -> F {
         match &self.kind {
             Kind::Words { scales, .. } => scales[t],
@@ -147,10 +147,10 @@ impl<F: Float> Targets<F> {
         }
     }
 
-    /// The weight of token `t`; zero if it is ignored.
-    pub(super) fn token_weight(&self, t: usize) -> f64 {
+    /// The weight of position `t`; zero if it is ignored.
+    pub(super) fn position_weight(&self, t: usize) -> f64 {
         match &self.kind {
-            Kind::Words { words, token_weights, .. } => match (words[t], token_weights) {
+            Kind::Words { ids, position_weights, .. } => match (ids[t], position_weights) {
                 (None, _) => 0.0,
                 (Some(_), Some(weights)) => weights[t].f64(),
                 (Some(_), None) => 1.0,
@@ -159,12 +159,12 @@ impl<F: Float> Targets<F> {
         }
     }
 
-    /// What token `t` adds to the denominator of the mean.
+    /// What position `t` adds to the denominator of the mean.
     pub(super) fn count(&self, t: usize) -> f64 {
         let class_weight = match &self.kind {
-            Kind::Words { words, class_weights: Some(weights), .. } => words[t].map_or(0.0, |word| weights[word].f64()),
+            Kind::Words { ids, class_weights: Some(weights), .. } => ids[t].map_or(0.0, |id| weights[id].f64()),
             _ => 1.0,
         };
-        self.token_weight(t) * class_weight
+        self.position_weight(t) * class_weight
     }
 }

@@ -77,7 +77,7 @@ fn wrong_device(device: &Device) -> Error {
 // SAFETY: plain numbers, laid out as the kernels declare them.
 unsafe impl DeviceRepr for gpu::Logits {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for gpu::OfTokens {}
+unsafe impl DeviceRepr for gpu::OfPositions {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for gpu::Rows {}
 

@@ -54,19 +54,19 @@ KERNEL row_log_sum_exp(Logits logits, Objective objective, Rows rows) {
     __shared__ Sum of_warps[WARPS];
     functions::row_log_sum_exp(logits, objective, rows, HERE, of_warps);
 }
-KERNEL token_loss(Objective objective, Rows rows, float *nll, float *loss, int tokens, int components) {
-    functions::token_loss(objective, rows, nll, loss, tokens, components, HERE);
+KERNEL position_loss(Objective objective, Rows rows, float *nll, float *loss, int positions, int components) {
+    functions::position_loss(objective, rows, nll, loss, positions, components, HERE);
 }
-KERNEL top_k(const float *log_probs, i64 stride, int vocab, int k, int *words, float *of_words) {
+KERNEL top_k(const float *log_probs, i64 stride, int vocab, int k, int *ids, float *of_ids) {
     __shared__ Largest of_warps[WARPS];
-    functions::top_k(log_probs, stride, vocab, k, words, of_words, HERE, of_warps);
+    functions::top_k(log_probs, stride, vocab, k, ids, of_ids, HERE, of_warps);
 }
 KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, const float *log_probs) {
     __shared__ float of_warps[WARPS];
     functions::row_soft_mass(logits, objective, rows, log_probs, HERE, of_warps);
 }
-KERNEL token_scales(Objective objective, Rows rows, float *log_prior_gradient, float *masses, int tokens, int components) {
-    functions::token_scales(objective, rows, log_prior_gradient, masses, tokens, components, HERE);
+KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *masses, int positions, int components) {
+    functions::position_scales(objective, rows, log_prior_gradient, masses, positions, components, HERE);
 }
 KERNEL live_rows(Rows rows, int *live, int *count, int row_count) {
     __shared__ int of_threads[BLOCK];
@@ -75,14 +75,14 @@ KERNEL live_rows(Rows rows, int *live, int *count, int row_count) {
 KERNEL scatter_rows(const float *gathered, const int *live, float *all, int columns) {
     functions::scatter_rows(gathered, live, all, columns, HERE);
 }
-KERNEL token_targets(const i64 *targets, const float *token_weights, const float *class_weights, i64 ignore_index, int ignores,
-                     float smoothing, int *words, float *hard, float *weights, float *counts, int tokens, int vocab) {
-    functions::token_targets(targets, token_weights, class_weights, ignore_index, ignores, smoothing, words, hard, weights, counts,
-                          tokens, vocab, HERE);
+KERNEL position_targets(const i64 *targets, const float *position_weights, const float *class_weights, i64 ignore_index, int ignores,
+                     float smoothing, int *ids, float *hard, float *weights, float *counts, int positions, int vocab) {
+    functions::position_targets(targets, position_weights, class_weights, ignore_index, ignores, smoothing, ids, hard, weights, counts,
+                          positions, vocab, HERE);
 }
-KERNEL token_weighting(const float *weights, const float *upstream, const float *largest_upstream, const float *largest_weight,
-                       float *scales, int tokens) {
-    functions::token_weighting(weights, upstream, largest_upstream, largest_weight, scales, tokens, HERE);
+KERNEL position_weighting(const float *weights, const float *upstream, const float *largest_upstream, const float *largest_weight,
+                       float *scales, int positions) {
+    functions::position_weighting(weights, upstream, largest_upstream, largest_weight, scales, positions, HERE);
 }
 
 #define FOR_TYPE(name, T)                                                                                                  \

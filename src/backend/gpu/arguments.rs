@@ -16,7 +16,7 @@ pub(in crate::backend) struct Logits {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::backend) struct Objective {
-    pub(in crate::backend) words: u64,
+    pub(in crate::backend) ids: u64,
     pub(in crate::backend) hard: u64,
     pub(in crate::backend) scales: u64,
     pub(in crate::backend) soft: u64,

@@ -29,7 +29,7 @@ pub(super) struct Chunks<'a, G> {
     gradient: Option<Buffer>,
     /// If the filter leaves rows out
     live: Option<Live>,
-    /// `[tokens of a chunk, stride]`: the mixture's log-probabilities, where they are needed on the way
+    /// `[positions of a chunk, stride]`: the mixture's log-probabilities, where they are needed on the way
     log_probs: Option<Buffer>,
     /// `[6, rows of a chunk]`: see [`Rows`]
     rows: Buffer,
@@ -37,13 +37,13 @@ pub(super) struct Chunks<'a, G> {
 
     /// If a loss is what is computed
     prepared: Option<Prepared>,
-    /// `[tokens]` each
+    /// `[positions]` each
     pub(super) nll: Buffer,
     pub(super) losses: Buffer,
     pub(super) argmax: Buffer,
-    /// `[tokens, 2]`: the size of the mass that the filter drops, and of all
+    /// `[positions, 2]`: the size of the mass that the filter drops, and of all
     pub(super) masses: Buffer,
-    /// `[tokens, vocab]`, if log-probabilities are what is computed
+    /// `[positions, vocab]`, if log-probabilities are what is computed
     pub(super) all_log_probs: Option<Buffer>,
 
     /// Gradients, where they are wanted; that of the log-priors where any is
@@ -79,7 +79,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         keeps_log_probs: bool,
         plan: &Plan,
     ) -> Result<Self> {
-        let Sizes { tokens, components, context, vocab } = operands.sizes;
+        let Sizes { positions, components, context, vocab } = operands.sizes;
         let (device, dtype) = (operands.contexts.device(), operands.contexts.dtype());
         let gradient_dtype = gpu.kind().gradient_dtype(dtype);
         let stride = vocab.next_multiple_of(ROW_ALIGN);
@@ -118,13 +118,13 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             rows: zeros(6 * rows, DType::F32)?,
             rows_per_chunk: rows,
             prepared,
-            nll: zeros(tokens, DType::F32)?,
-            losses: zeros(tokens, DType::F32)?,
-            argmax: zeros(tokens, DType::U32)?,
-            masses: zeros(2 * tokens.max(1), DType::F32)?,
+            nll: zeros(positions, DType::F32)?,
+            losses: zeros(positions, DType::F32)?,
+            argmax: zeros(positions, DType::U32)?,
+            masses: zeros(2 * positions.max(1), DType::F32)?,
             all_log_probs: None,
-            context_gradients: optional(wanted.contexts, tokens * components * context, DType::F32)?,
-            log_prior_gradients: optional(wanted.any(), tokens * components, DType::F32)?,
+            context_gradients: optional(wanted.contexts, positions * components * context, DType::F32)?,
+            log_prior_gradients: optional(wanted.any(), positions * components, DType::F32)?,
             weight_gradient: optional(wanted.weight, vocab * context, DType::F32)?,
             bias_gradient: optional(wanted.bias, vocab, DType::F32)?,
             ones: match wanted.bias {
@@ -136,14 +136,14 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// The gradients, multiplied by what all of them still lack.
     pub(super) fn into_gradients(self, wanted: Wanted) -> Result<Gradients> {
-        let Sizes { tokens, components, context, vocab } = self.sizes;
+        let Sizes { positions, components, context, vocab } = self.sizes;
         let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
             gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
         };
-        let log_priors = shaped(self.log_prior_gradients, &[tokens, components])?.filter(|_| wanted.log_priors);
+        let log_priors = shaped(self.log_prior_gradients, &[positions, components])?.filter(|_| wanted.log_priors);
         let factor = self.prepared.map(|prepared| prepared.factor);
         Ok(Gradients {
-            contexts: shaped(self.context_gradients, &[tokens, components, context])?,
+            contexts: shaped(self.context_gradients, &[positions, components, context])?,
             log_priors: match log_priors.zip(factor) {
                 Some((gradient, factor)) => Some(gradient.broadcast_mul(&factor)?),
                 None => None,
@@ -158,7 +158,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     }
 
     /// The arguments that most kernels begin with.
-    fn arguments(&self, tokens: &Range<usize>) -> [Argument; 3] {
+    fn arguments(&self, positions: &Range<usize>) -> [Argument; 3] {
         let logits = Logits {
             z: self.logits.at(0),
             bias: Buffer::or_null(&self.bias),
@@ -168,48 +168,48 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             components: self.sizes.components as i32,
         };
         let rows = Rows {
-            log_priors: self.log_priors.as_ref().map_or(0, |p| p.at(tokens.start * self.sizes.components)),
+            log_priors: self.log_priors.as_ref().map_or(0, |p| p.at(positions.start * self.sizes.components)),
             numbers: self.rows.at(0),
             count: self.rows_per_chunk as i64,
         };
-        let objective = self.prepared.as_ref().map(|prepared| prepared.argument(tokens.start)).unwrap_or_default();
+        let objective = self.prepared.as_ref().map(|prepared| prepared.argument(positions.start)).unwrap_or_default();
         [Argument::Logits(logits), Argument::Objective(objective), Argument::Rows(rows)]
     }
 
-    /// The mixture's log-probabilities, the soft part of the loss, the most probable words: as far as there is a place. Of the
-    /// first that is a buffer, the element of the first token, and the distance from token to token.
-    fn mix(&self, tokens: &Range<usize>, to: Option<(&Buffer, usize, usize)>, argmax: bool) -> Result<()> {
+    /// The mixture's log-probabilities, the soft part of the loss, the most probable token ids: as far as there is a place. Of the
+    /// first that is a buffer, the element of the first position, and the distance from position to position.
+    fn mix(&self, positions: &Range<usize>, to: Option<(&Buffer, usize, usize)>, argmax: bool) -> Result<()> {
         let (dtype, address, stride) = match to {
             Some((buffer, first, stride)) => (buffer.tensor.dtype(), buffer.at(first), stride),
             None => (DType::F32, 0, 0),
         };
-        let loss = if self.prepared.is_some() { self.losses.at(tokens.start) } else { 0 };
-        let argmax = if argmax { self.argmax.at(tokens.start) } else { 0 };
+        let loss = if self.prepared.is_some() { self.losses.at(positions.start) } else { 0 };
+        let argmax = if argmax { self.argmax.at(positions.start) } else { 0 };
         let more =
             [Argument::Write(address), Argument::Long(stride as i64), Argument::Write(loss), Argument::Write(argmax)];
-        let arguments = [&self.arguments(tokens)[..], &more].concat();
-        self.gpu.launch(&format!("mixture_log_probs_{}", dtype.as_str()), tokens.len(), &arguments)
+        let arguments = [&self.arguments(positions)[..], &more].concat();
+        self.gpu.launch(&format!("mixture_log_probs_{}", dtype.as_str()), positions.len(), &arguments)
     }
 
-    /// The most probable words of the chunk's tokens and their log-probabilities, `[tokens, k]`, from their logits.
-    pub(super) fn top_k_rows(&self, tokens: &Range<usize>, k: usize, words: &Buffer, of_words: &Buffer) -> Result<()> {
+    /// The most probable token ids of the chunk's positions and their log-probabilities, `[positions, k]`, from their logits.
+    pub(super) fn top_k_rows(&self, positions: &Range<usize>, k: usize, ids: &Buffer, of_ids: &Buffer) -> Result<()> {
         let Some(log_probs) = &self.log_probs else { return Ok(()) };
-        self.mix(tokens, Some((log_probs, 0, self.stride)), false)?;
+        self.mix(positions, Some((log_probs, 0, self.stride)), false)?;
         let arguments = [
             Argument::Read(log_probs.at(0)),
             Argument::Long(self.stride as i64),
             Argument::Int(self.sizes.vocab as i32),
             Argument::Int(k as i32),
-            Argument::Write(words.at(tokens.start * k)),
-            Argument::Write(of_words.at(tokens.start * k)),
+            Argument::Write(ids.at(positions.start * k)),
+            Argument::Write(of_ids.at(positions.start * k)),
         ];
-        self.gpu.launch("top_k", tokens.len(), &arguments)
+        self.gpu.launch("top_k", positions.len(), &arguments)
     }
 
     /// Which rows have a gradient; here the host waits for the device, to know how large the next products are.
-    fn find_live(&mut self, tokens: &Range<usize>) -> Result<()> {
-        let [.., of_rows] = self.arguments(tokens);
-        let (rows, d) = (self.rows(tokens), self.sizes.context);
+    fn find_live(&mut self, positions: &Range<usize>) -> Result<()> {
+        let [.., of_rows] = self.arguments(positions);
+        let (rows, d) = (self.rows(positions), self.sizes.context);
         let Some(live) = &mut self.live else { return Ok(()) };
         let (all, count) = (live.rows.at(0), Argument::Write(live.count.at(0)));
         self.gpu.launch("live_rows", 1, &[of_rows, Argument::Write(all), count, Argument::Int(rows.len() as i32)])?;
@@ -224,8 +224,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     }
 
     /// How many rows the gradient of the chunk's logits has, and their contexts.
-    fn gradient_rows(&self, tokens: &Range<usize>) -> (usize, Matrix) {
-        let (rows, d) = (self.rows(tokens), self.sizes.context);
+    fn gradient_rows(&self, positions: &Range<usize>) -> (usize, Matrix) {
+        let (rows, d) = (self.rows(positions), self.sizes.context);
         match &self.live {
             Some(live) => (live.known, matrix(&live.contexts, 0, d)),
             None => (rows.len(), matrix(&self.contexts, rows.start, d)),
@@ -242,8 +242,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         self.prepared.as_ref().and_then(Prepared::alpha)
     }
 
-    fn rows(&self, tokens: &Range<usize>) -> Range<usize> {
-        tokens.start * self.sizes.components..tokens.end * self.sizes.components
+    fn rows(&self, positions: &Range<usize>) -> Range<usize> {
+        positions.start * self.sizes.components..positions.end * self.sizes.components
     }
 }
 
@@ -253,9 +253,9 @@ fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> Matrix {
 }
 
 impl<G: Gpu> Backend for Chunks<'_, G> {
-    fn logits(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { context: d, vocab, .. } = self.sizes;
-        let rows = self.rows(&tokens);
+        let rows = self.rows(&positions);
         self.gpu.multiply(&Product {
             m: rows.len(),
             n: vocab,
@@ -267,23 +267,27 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             alpha: None,
             accumulate: false,
         })?;
-        self.gpu.launch("row_log_sum_exp", rows.len(), &self.arguments(&tokens))
+        self.gpu.launch("row_log_sum_exp", rows.len(), &self.arguments(&positions))
     }
 
-    fn loss_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
         let Some(prepared) = &self.prepared else { return Ok(()) };
-        let rows = self.rows(&tokens);
-        let token_blocks = tokens.len().div_ceil(BLOCK);
-        let [logits, objective, of_rows] = self.arguments(&tokens);
-        let [token_count, components] = [tokens.len(), self.sizes.components].map(|n| Argument::Int(n as i32));
+        let rows = self.rows(&positions);
+        let position_blocks = positions.len().div_ceil(BLOCK);
+        let [logits, objective, of_rows] = self.arguments(&positions);
+        let [position_count, components] = [positions.len(), self.sizes.components].map(|n| Argument::Int(n as i32));
 
-        let nll = Argument::Write(self.nll.at(tokens.start));
-        let losses = Argument::Write(self.losses.at(tokens.start));
-        self.gpu.launch("token_loss", token_blocks, &[objective, of_rows, nll, losses, token_count, components])?;
+        let nll = Argument::Write(self.nll.at(positions.start));
+        let losses = Argument::Write(self.losses.at(positions.start));
+        self.gpu.launch(
+            "position_loss",
+            position_blocks,
+            &[objective, of_rows, nll, losses, position_count, components],
+        )?;
 
         if prepared.is_soft() || prepared.hits {
             let to = self.log_probs.as_ref().map(|log_probs| (log_probs, 0, self.stride));
-            self.mix(&tokens, to, prepared.hits)?;
+            self.mix(&positions, to, prepared.hits)?;
         }
         let log_probs = Argument::Read(Buffer::or_null(&self.log_probs));
         if prepared.is_soft() {
@@ -293,14 +297,14 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             return Ok(());
         }
         let log_priors = Argument::Write(self.log_prior_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
-        let masses = Argument::Write(self.masses.at(2 * tokens.start));
-        let arguments = [objective, of_rows, log_priors, masses, token_count, components];
-        self.gpu.launch("token_scales", token_blocks, &arguments)?;
+        let masses = Argument::Write(self.masses.at(2 * positions.start));
+        let arguments = [objective, of_rows, log_priors, masses, position_count, components];
+        self.gpu.launch("position_scales", position_blocks, &arguments)?;
         if self.log_prior_gradients.is_none() {
             return Ok(());
         }
-        self.find_live(&tokens)?;
-        let (row_count, _) = self.gradient_rows(&tokens);
+        self.find_live(&positions)?;
+        let (row_count, _) = self.gradient_rows(&positions);
         let live = Argument::Read(self.live.as_ref().map_or(0, |live| live.rows.at(0)));
         let gradient = Argument::Write(self.gradient_matrix().address);
         let kernel = format!("row_gradient_{}", self.gpu.kind().gradient_dtype(self.dtype).as_str());
@@ -316,22 +320,22 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
                 out: bias.at(0),
                 out_stride: 1,
                 alpha: self.alpha(),
-                accumulate: tokens.start > 0,
+                accumulate: positions.start > 0,
             })?;
         }
         Ok(())
     }
 
-    fn loss_only(&mut self, tokens: Range<usize>) -> Result<()> {
-        self.logits(tokens.clone())?;
-        self.loss_rows(tokens)
+    fn loss_only(&mut self, positions: Range<usize>) -> Result<()> {
+        self.logits(positions.clone())?;
+        self.loss_rows(positions)
     }
 
-    fn context_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { context: d, vocab, .. } = self.sizes;
         let Some(gradients) = &self.context_gradients else { return Ok(()) };
-        let (row_count, _) = self.gradient_rows(&tokens);
-        let place = gradients.at(self.rows(&tokens).start * d);
+        let (row_count, _) = self.gradient_rows(&positions);
+        let place = gradients.at(self.rows(&positions).start * d);
         self.gpu.multiply(&Product {
             m: row_count,
             n: d,
@@ -349,10 +353,10 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
         self.gpu.launch("scatter_rows", row_count, &arguments)
     }
 
-    fn decoder_gradient(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { context: d, vocab, .. } = self.sizes;
         let Some(gradient) = &self.weight_gradient else { return Ok(()) };
-        let (row_count, contexts) = self.gradient_rows(&tokens);
+        let (row_count, contexts) = self.gradient_rows(&positions);
         self.gpu.multiply(&Product {
             m: vocab,
             n: d,
@@ -363,17 +367,17 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             out_stride: d,
             alpha: self.alpha(),
             // The first chunk overwrites what is there.
-            accumulate: tokens.start > 0,
+            accumulate: positions.start > 0,
         })
     }
 
-    fn log_prob_rows(&mut self, tokens: Range<usize>) -> Result<()> {
+    fn log_prob_rows(&mut self, positions: Range<usize>) -> Result<()> {
         let vocab = self.sizes.vocab;
-        let to = self.all_log_probs.as_ref().map(|log_probs| (log_probs, tokens.start * vocab, vocab));
-        self.mix(&tokens, to, false)
+        let to = self.all_log_probs.as_ref().map(|log_probs| (log_probs, positions.start * vocab, vocab));
+        self.mix(&positions, to, false)
     }
 
-    fn argmax_rows(&mut self, tokens: Range<usize>) -> Result<()> {
-        self.mix(&tokens, None, true)
+    fn argmax_rows(&mut self, positions: Range<usize>) -> Result<()> {
+        self.mix(&positions, None, true)
     }
 }

@@ -19,7 +19,7 @@ use super::{Backend, Gradients, Objective, Operands, Outcome, Task, Wanted};
 use crate::{Error, Result};
 pub(super) use arguments::Argument;
 #[cfg(feature = "cuda")]
-pub(super) use arguments::{Logits, Objective as OfTokens, Rows};
+pub(super) use arguments::{Logits, Objective as OfPositions, Rows};
 use chunks::{Chunks, ROW_ALIGN};
 pub(super) use device::{Buffer, Gpu, Kind, Matrix, Product, BLOCK};
 use objective::Prepared;
@@ -55,15 +55,15 @@ fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<u
     // Logits, their gradient in the dtype of the products, and seven numbers.
     let row = stride * f32_size + gradient + live + of_row + 7 * f32_size;
     let soft = if task.soft_targets { stride * f32_size } else { 0 };
-    let per_token = kind.allocated * (components * row + soft);
+    let per_position = kind.allocated * (components * row + soft);
     let fixed = kind.allocated * (vocab * f32_size + of_all);
     let cached = CACHED_LOGITS / (stride * f32_size);
-    let tokens = cached.max(EFFICIENT_ROWS).div_ceil(components);
+    let positions = cached.max(EFFICIENT_ROWS).div_ceil(components);
     let needs = Needs {
-        per_token,
+        per_position,
         fixed,
-        default_budget: (fixed + tokens * per_token).min(kind.allocated * LARGEST_DEFAULT_BUDGET),
-        most_tokens: usize::MAX,
+        default_budget: (fixed + positions * per_position).min(kind.allocated * LARGEST_DEFAULT_BUDGET),
+        most_positions: usize::MAX,
         keeps_logits: true,
         kernels: kind.name,
         threads: 1,
@@ -82,21 +82,21 @@ pub(super) fn loss<G: Gpu>(
     let mut chunks = Chunks::new(gpu, operands, Some(prepared), wanted, false, plan)?;
     chunks.run_loss(plan, wanted)?;
 
-    let tokens = operands.sizes.tokens;
-    let of_tokens = |padded: &Tensor| padded.narrow(0, 0, tokens);
+    let positions = operands.sizes.positions;
+    let of_positions = |padded: &Tensor| padded.narrow(0, 0, positions);
     let (nll, losses) = (&chunks.nll.tensor, &chunks.losses.tensor);
-    let Some((prepared, words)) = chunks.prepared().and_then(|p| Some((p, p.words.as_ref()?))) else {
+    let Some((prepared, ids)) = chunks.prepared().and_then(|p| Some((p, p.ids.as_ref()?))) else {
         // Of log-probabilities only the gradients are asked for.
-        let (objective, nll) = (of_tokens(losses)?, of_tokens(nll)?);
+        let (objective, nll) = (of_positions(losses)?, of_positions(nll)?);
         let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
         let gradients = chunks.into_gradients(wanted)?;
         return Ok(Outcome { objective, nll, sum, count, hits: None, dropped_mass: None, gradients });
     };
-    let weighted = weigh(&words.weights.tensor, losses)?;
+    let weighted = weigh(&ids.weights.tensor, losses)?;
     let hits = match prepared.hits {
         true => {
-            let right = chunks.argmax.tensor.eq(&words.words.tensor)?;
-            // A distribution that is not one has no most probable word.
+            let right = chunks.argmax.tensor.eq(&ids.ids.tensor)?;
+            // A distribution that is not one has no most probable token id.
             let known = nll.eq(nll)?;
             Some((right.to_dtype(DType::F32)? * known.to_dtype(DType::F32)?)?.sum_all()?)
         }
@@ -105,7 +105,7 @@ pub(super) fn loss<G: Gpu>(
     let dropped_mass = match prepared.filter > 0.0 {
         true => {
             let masses = chunks.masses.tensor.reshape(((), 2))?;
-            let weights = words.weights.tensor.abs()?;
+            let weights = ids.weights.tensor.abs()?;
             let size = |column| {
                 let masses = masses.narrow(1, column, 1)?.squeeze(1)?.contiguous()?;
                 Ok::<_, Error>(weigh(&weights, &masses)?.sum_all()?)
@@ -116,8 +116,8 @@ pub(super) fn loss<G: Gpu>(
         }
         false => None,
     };
-    let (objective, nll) = (of_tokens(&weighted)?, of_tokens(nll)?);
-    let (sum, count) = (weighted.sum_all()?, words.count.clone());
+    let (objective, nll) = (of_positions(&weighted)?, of_positions(nll)?);
+    let (sum, count) = (weighted.sum_all()?, ids.count.clone());
     let gradients = chunks.into_gradients(wanted)?;
     Ok(Outcome { objective, nll, sum, count, hits, dropped_mass, gradients })
 }
@@ -127,12 +127,12 @@ fn weigh(weights: &Tensor, values: &Tensor) -> Result<Tensor> {
     Ok(weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)?)
 }
 
-/// Log-probabilities `[tokens, vocab]` in this dtype.
+/// Log-probabilities `[positions, vocab]` in this dtype.
 pub(super) fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-    let Sizes { tokens, vocab, .. } = operands.sizes;
-    let log_probs = Tensor::zeros((tokens, vocab), dtype, operands.contexts.device())?;
+    let Sizes { positions, vocab, .. } = operands.sizes;
+    let log_probs = Tensor::zeros((positions, vocab), dtype, operands.contexts.device())?;
     let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
-    if tokens > 0 {
+    if positions > 0 {
         chunks.all_log_probs = Some(Buffer::new(gpu, log_probs.clone())?);
     }
     chunks.run_log_probs(plan)?;
@@ -142,18 +142,18 @@ pub(super) fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan
 pub(super) fn argmax<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
     let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
     chunks.run_argmax(plan)?;
-    Ok(chunks.argmax.tensor.narrow(0, 0, operands.sizes.tokens)?)
+    Ok(chunks.argmax.tensor.narrow(0, 0, operands.sizes.positions)?)
 }
 
-/// The most probable words and their log-probabilities, `[tokens, k]`, u32 and f32, of a task with soft targets.
+/// The most probable token ids and their log-probabilities, `[positions, k]`, u32 and f32, of a task with soft targets.
 pub(super) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
-    let tokens = operands.sizes.tokens;
-    let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((tokens.max(1), k), dtype, operands.contexts.device())?);
-    let (words, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);
+    let positions = operands.sizes.positions;
+    let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((positions.max(1), k), dtype, operands.contexts.device())?);
+    let (ids, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);
     let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), true, plan)?;
     for of_chunk in plan.chunks() {
         chunks.logits(of_chunk.clone())?;
-        chunks.top_k_rows(&of_chunk, k, &words, &log_probs)?;
+        chunks.top_k_rows(&of_chunk, k, &ids, &log_probs)?;
     }
-    Ok((words.tensor.narrow(0, 0, tokens)?, log_probs.tensor.narrow(0, 0, tokens)?))
+    Ok((ids.tensor.narrow(0, 0, positions)?, log_probs.tensor.narrow(0, 0, positions)?))
 }

@@ -1,4 +1,4 @@
-//! What each token is measured against, as the kernels read it; on the device throughout, nothing waits.
+//! What each position is measured against, as the kernels read it; on the device throughout, nothing waits.
 
 use candle_core::{DType, Tensor, D};
 
@@ -10,8 +10,8 @@ use crate::{Error, Result};
 
 /// The targets of a loss.
 pub(super) struct Words {
-    /// `[tokens]`, as the kernel `token_targets` writes them
-    pub(super) words: Buffer,
+    /// `[positions]`, as the kernel `position_targets` writes them
+    pub(super) ids: Buffer,
     hard: Buffer,
     pub(super) weights: Buffer,
     /// Scalar: the denominator of the mean.
@@ -21,8 +21,8 @@ pub(super) struct Words {
 
 /// An objective on the device.
 pub(super) struct Prepared {
-    pub(super) words: Option<Words>,
-    /// `[vocab]`, or `[tokens, vocab]` if `soft_stride` is not zero
+    pub(super) ids: Option<Words>,
+    /// `[vocab]`, or `[positions, vocab]` if `soft_stride` is not zero
     soft: Option<Buffer>,
     soft_stride: usize,
     z_loss: f32,
@@ -49,22 +49,22 @@ const HALF_UNIT: f32 = 64.0;
 
 impl Prepared {
     pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, sizes: Sizes, dtype: DType) -> Result<Self> {
-        let Sizes { tokens, vocab, .. } = sizes;
+        let Sizes { positions, vocab, .. } = sizes;
         let dtype = gpu.kind().gradient_dtype(dtype);
         let unit = if dtype == DType::F16 { HALF_UNIT } else { 1.0 };
         let of_logits = |factor: &Tensor| match dtype {
             DType::F32 => Ok::<_, Error>(OfLogits::Kernel(Buffer::new(gpu, factor.clone())?)),
             _ => Ok(OfLogits::Products(Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?)?)),
         };
-        let (targets, token_weights, class_weights, options, upstream) = match objective {
+        let (targets, position_weights, class_weights, options, upstream) = match objective {
             Objective::LogProbs { upstream } => {
                 let upstream =
-                    if tokens == 0 { &Tensor::zeros((1, vocab), DType::F32, upstream.device())? } else { upstream };
-                // A bound of all masses: each is a part of what comes from upstream for the token.
+                    if positions == 0 { &Tensor::zeros((1, vocab), DType::F32, upstream.device())? } else { upstream };
+                // A bound of all masses: each is a part of what comes from upstream for the position.
                 let largest = upstream.abs()?.sum(1)?.max(0)?;
                 let factor = largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?;
                 return Ok(Prepared {
-                    words: None,
+                    ids: None,
                     soft: Some(Buffer::new(gpu, upstream.broadcast_div(&factor)?.neg()?)?),
                     soft_stride: vocab,
                     z_loss: 0.0,
@@ -75,37 +75,37 @@ impl Prepared {
                     factor,
                 });
             }
-            Objective::Targets { targets, token_weights, class_weights, options, upstream } => {
-                (targets, token_weights, class_weights, options, upstream)
+            Objective::Targets { targets, position_weights, class_weights, options, upstream } => {
+                (targets, position_weights, class_weights, options, upstream)
             }
         };
         let device = targets.device();
-        let floats = || Buffer::new(gpu, Tensor::zeros(tokens.max(1), DType::F32, device)?);
+        let floats = || Buffer::new(gpu, Tensor::zeros(positions.max(1), DType::F32, device)?);
         // A GPU launches nothing for nothing, not even a conversion.
-        let targets = match tokens {
+        let targets = match positions {
             0 => Tensor::zeros(1, DType::I64, device)?,
             _ => targets.to_dtype(DType::I64)?,
         };
         let targets = Buffer::new(gpu, targets)?;
-        let (token_weights, class_weights) = (Buffer::of(gpu, token_weights)?, Buffer::of(gpu, class_weights)?);
-        let words = Buffer::new(gpu, Tensor::full(u32::MAX, tokens.max(1), device)?)?;
+        let (position_weights, class_weights) = (Buffer::of(gpu, position_weights)?, Buffer::of(gpu, class_weights)?);
+        let ids = Buffer::new(gpu, Tensor::full(u32::MAX, positions.max(1), device)?)?;
         let (hard, weights, counts, scales) = (floats()?, floats()?, floats()?, floats()?);
-        let blocks = tokens.div_ceil(BLOCK);
+        let blocks = positions.div_ceil(BLOCK);
         gpu.launch(
-            "token_targets",
+            "position_targets",
             blocks,
             &[
                 Argument::Read(targets.at(0)),
-                Argument::Read(Buffer::or_null(&token_weights)),
+                Argument::Read(Buffer::or_null(&position_weights)),
                 Argument::Read(Buffer::or_null(&class_weights)),
                 Argument::Long(options.ignore_index.unwrap_or(0)),
                 Argument::Int(i32::from(options.ignore_index.is_some())),
                 Argument::Float(options.label_smoothing as f32),
-                Argument::Write(words.at(0)),
+                Argument::Write(ids.at(0)),
                 Argument::Write(hard.at(0)),
                 Argument::Write(weights.at(0)),
                 Argument::Write(counts.at(0)),
-                Argument::Int(tokens as i32),
+                Argument::Int(positions as i32),
                 Argument::Int(vocab as i32),
             ],
         )?;
@@ -114,7 +114,7 @@ impl Prepared {
         let upstream = Buffer::of(gpu, &upstream)?;
         // What the reduction, or the largest gradient from upstream, multiplies all gradients by.
         let of_all = match (&upstream, options.reduction) {
-            (Some(upstream), _) if tokens > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
+            (Some(upstream), _) if positions > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
             (None, Reduction::Mean) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
             _ => count.ones_like()?,
         };
@@ -127,7 +127,7 @@ impl Prepared {
         let factor = (&of_all * &largest_weight.tensor)?;
         let of_all = Buffer::new(gpu, of_all)?;
         gpu.launch(
-            "token_weighting",
+            "position_weighting",
             blocks,
             &[
                 Argument::Read(weights.at(0)),
@@ -135,7 +135,7 @@ impl Prepared {
                 Argument::Read(of_all.at(0)),
                 Argument::Read(largest_weight.at(0)),
                 Argument::Write(scales.at(0)),
-                Argument::Int(tokens as i32),
+                Argument::Int(positions as i32),
             ],
         )?;
         let soft = match options.label_smoothing > 0.0 {
@@ -152,7 +152,7 @@ impl Prepared {
             false => None,
         };
         Ok(Prepared {
-            words: Some(Words { words, hard, weights, count, scales }),
+            ids: Some(Words { ids, hard, weights, count, scales }),
             soft,
             soft_stride: 0,
             z_loss: options.z_loss as f32,
@@ -176,15 +176,15 @@ impl Prepared {
         self.soft.is_some()
     }
 
-    /// As the kernels take it, from token `first` on.
+    /// As the kernels take it, from position `first` on.
     pub(super) fn argument(&self, first: usize) -> arguments::Objective {
         let soft = self.soft.as_ref().map_or(0, |soft| soft.at(first * self.soft_stride));
-        let (words, hard, scales) = match &self.words {
-            Some(words) => (words.words.at(first), words.hard.at(first), words.scales.at(first)),
+        let (ids, hard, scales) = match &self.ids {
+            Some(ids) => (ids.ids.at(first), ids.hard.at(first), ids.scales.at(first)),
             None => (0, 0, 0),
         };
         arguments::Objective {
-            words,
+            ids,
             hard,
             scales,
             soft,

@@ -13,7 +13,7 @@
 //   synchronize                   waits for the threads of the block, and for what they wrote to SHARED
 //
 // A block is BLOCK threads, a warp 32 of them; `block` and `tid` say which block, and which of its threads, this is. A row is
-// one component of one token; rows of logits are f32, `stride` elements apart (a multiple of 4, so that every row starts on 16
+// one component of one position; rows of logits are f32, `stride` elements apart (a multiple of 4, so that every row starts on 16
 // bytes), of which the first `vocab` count. Offsets are 64 bits wide. Nothing here is atomic: the same input gives the same
 // bits.
 
@@ -46,25 +46,25 @@ struct Logits {
     }
 };
 
-// What is minimised, for each token of the chunk.
+// What is minimised, for each position of the chunk.
 struct Objective {
-    GLOBAL const int *words;     // [tokens]: the target; -1: ignored; -2: not a word
-    GLOBAL const float *hard;    // [tokens]: the mass of the target in q
-    GLOBAL const float *scales;  // [tokens]: what the gradient is multiplied by, up to a factor of all tokens; null: 1
-    GLOBAL const float *soft;    // [vocab] or [tokens, soft_stride]: the rest of q; null: none
+    GLOBAL const int *ids;     // [positions]: the target; -1: ignored; -2: not a token id
+    GLOBAL const float *hard;    // [positions]: the mass of the target in q
+    GLOBAL const float *scales;  // [positions]: what the gradient is multiplied by, up to a factor of all positions; null: 1
+    GLOBAL const float *soft;    // [vocab] or [positions, soft_stride]: the rest of q; null: none
     GLOBAL const float *factor;  // [1]: what the gradient of the logits is multiplied by; null: 1
-    i64 soft_stride;             // 0: the same for all tokens
+    i64 soft_stride;             // 0: the same for all positions
     float z_loss;
     float filter;
     float unit;                  // multiplied to it too, so that it does not vanish in f16
 
-    FUNCTION GLOBAL const float *soft_of(i64 token) const { return soft ? soft + token * soft_stride : nullptr; }
-    FUNCTION float scale(i64 token) const { return scales ? scales[token] : 1.f; }
+    FUNCTION GLOBAL const float *soft_of(i64 position) const { return soft ? soft + position * soft_stride : nullptr; }
+    FUNCTION float scale(i64 position) const { return scales ? scales[position] : 1.f; }
 };
 
-// What is known of the rows and tokens of the chunk.
+// What is known of the rows and positions of the chunk.
 struct Rows {
-    GLOBAL const float *log_priors; // [tokens, K], or null for one component
+    GLOBAL const float *log_priors; // [positions, K], or null for one component
     GLOBAL float *numbers;          // [6, count]: what follows
     i64 count;
 
@@ -135,7 +135,7 @@ template <typename X> FUNCTION X block_reduce(X x, uint tid, SHARED X *of_warps)
     return x;
 }
 
-// One block per row: the log-sum-exp, and the logit of the token's target.
+// One block per row: the log-sum-exp, and the logit of the position's target.
 FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uint block, uint tid, SHARED Sum *of_warps) {
     const i64 r = block;
     GLOBAL const float *row = logits.z + r * logits.stride;
@@ -156,63 +156,63 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
     if (tid == 0) {
         rows.largest(r) = finite_or_zero(sum.largest);
         rows.log_sum(r) = logarithm(sum.sum);
-        if (objective.words) {
-            const int word = objective.words[r / logits.components];
-            rows.target_logit(r) = word < 0 ? 0.f : logits.at(row, word);
+        if (objective.ids) {
+            const int id = objective.ids[r / logits.components];
+            rows.target_logit(r) = id < 0 ? 0.f : logits.at(row, id);
         }
     }
 }
 
-// One thread per token: the loss as far as it depends on the target's logits, and the responsibilities.
-FUNCTION void token_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOBAL float *loss, int tokens, int components,
+// One thread per position: the loss as far as it depends on the target's logits, and the responsibilities.
+FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOBAL float *loss, int positions, int components,
                          uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
-    if (t >= tokens) return;
-    const int word = objective.words ? objective.words[t] : -1;
+    if (t >= positions) return;
+    const int id = objective.ids ? objective.ids[t] : -1;
     float log_p = 0.f, hard = 0.f;
     Sum sum = {minus_infinity(), 0.f};
-    if (word >= 0) {
+    if (id >= 0) {
         hard = objective.hard[t];
         for (int k = 0; k < components; ++k) {
             sum.add({rows.joint(t * components + k, rows.target_logit(t * components + k)), 1.f});
         }
         log_p = sum.value();
-    } else if (word == -2) {
+    } else if (id == -2) {
         log_p = hard = not_a_number();
     }
     const float of_target = not_negative(-log_p);
-    float of_token = weighted(hard, of_target), squares = 0.f;
+    float of_position = weighted(hard, of_target), squares = 0.f;
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         // One component has all the responsibility, even for an impossible target.
         // Relative to the sum, not to its logarithm: large ones have no digits left for a share.
         const float part = exponential(rows.joint(r, rows.target_logit(r)) - finite_or_zero(sum.largest));
         const float share = components == 1 ? 1.f : part / sum.sum;
-        const float mass = word == -1 ? 0.f : weighted(hard, share);
+        const float mass = id == -1 ? 0.f : weighted(hard, share);
         rows.hard_mass(r) = mass;
         rows.mass(r) = mass;
         const float lse = rows.largest(r) + rows.log_sum(r);
         squares += lse * lse;
     }
-    if (word >= 0 && objective.z_loss != 0.f) of_token += objective.z_loss * squares / components;
+    if (id >= 0 && objective.z_loss != 0.f) of_position += objective.z_loss * squares / components;
     nll[t] = of_target;
-    loss[t] = of_token;
+    loss[t] = of_position;
 }
 
-// One block per token: log p(v) of every word; the soft part of the loss; the most probable word. Each is left out where null.
+// One block per position: log p(v) of every token id; the soft part of the loss; the most probable token id. Each is left out where null.
 template <typename T>
 FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, GLOBAL T *log_probs, i64 out_stride,
                                 GLOBAL float *loss, GLOBAL int *argmax, uint block, uint tid, SHARED float *of_warps,
                                 SHARED Largest *largest_of_warps) {
     const i64 t = block;
-    GLOBAL const float *token = logits.z + t * logits.components * logits.stride;
+    GLOBAL const float *position = logits.z + t * logits.components * logits.stride;
     GLOBAL const float *soft = objective.soft_of(t);
     float of_soft = 0.f;
     Largest best = {minus_infinity(), 0x7fffffff};
     for (int v = tid; v < logits.vocab; v += BLOCK) {
         Sum sum = {minus_infinity(), 0.f};
         for (int k = 0; k < logits.components; ++k) {
-            const float term = rows.joint(t * logits.components + k, logits.at(token + k * logits.stride, v));
+            const float term = rows.joint(t * logits.components + k, logits.at(position + k * logits.stride, v));
             if (logits.components == 1) sum = {term, 1.f};
             else sum.add({term, 1.f});
         }
@@ -225,7 +225,7 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
     }
     if (loss && soft) {
         of_soft = block_reduce(of_soft, tid, of_warps);
-        if (tid == 0 && (!objective.words || objective.words[t] != -1)) loss[t] += of_soft;
+        if (tid == 0 && (!objective.ids || objective.ids[t] != -1)) loss[t] += of_soft;
     }
     if (argmax) {
         best = block_reduce(best, tid, largest_of_warps);
@@ -233,9 +233,9 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
     }
 }
 
-// One block per token: the k most probable words and their log-probabilities, the most probable first; of equals the first, and
+// One block per position: the k most probable token ids and their log-probabilities, the most probable first; of equals the first, and
 // before all a NaN. Each is the best of those that come after the last.
-FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *words, GLOBAL float *of_words,
+FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *ids, GLOBAL float *of_ids,
                     uint block, uint tid, SHARED Largest *of_warps) {
     const i64 t = block;
     GLOBAL const float *log_p = log_probs + t * stride;
@@ -249,8 +249,8 @@ FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k,
         }
         last = block_reduce(best, tid, of_warps);
         if (tid == 0) {
-            words[t * k + i] = last.at;
-            of_words[t * k + i] = last.value;
+            ids[t * k + i] = last.at;
+            of_ids[t * k + i] = last.value;
         }
     }
 }
@@ -264,20 +264,20 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBA
     GLOBAL const float *log_p = log_probs + t * logits.stride;
     float mass = 0.f;
     for (int v = tid; v < logits.vocab; v += BLOCK) {
-        // Words without mass have none to share, even if they are impossible.
+        // Token ids without mass have none to share, even if they are impossible.
         if (soft[v] == 0.f) continue;
         mass += soft[v] * (log_p[v] == minus_infinity() ? 0.f : exponential(rows.joint(r, logits.at(row, v)) - log_p[v]));
     }
     mass = block_reduce(mass, tid, of_warps);
-    if (tid == 0 && (!objective.words || objective.words[t] != -1)) rows.mass(r) += mass;
+    if (tid == 0 && (!objective.ids || objective.ids[t] != -1)) rows.mass(r) += mass;
 }
 
-// One thread per token: what the gradients of its rows are multiplied by, the gradient of its log-priors (unless null), and the
+// One thread per position: what the gradients of its rows are multiplied by, the gradient of its log-priors (unless null), and the
 // size of its mass: of what the filter drops (first) and of all (second).
-FUNCTION void token_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *masses, int tokens,
+FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *masses, int positions,
                            int components, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
-    if (t >= tokens) return;
+    if (t >= positions) return;
     const float scale = objective.scale(t);
     float total = 0.f, lost = 0.f;
     for (int k = 0; k < components; ++k) total += magnitude(rows.mass(t * components + k));
@@ -290,7 +290,7 @@ FUNCTION void token_scales(Objective objective, Rows rows, GLOBAL float *log_pri
         if (dropped) lost += magnitude(mass);
         const float lse = rows.largest(r) + rows.log_sum(r);
         const float softmax_scale = scale * (mass + 2.f * objective.z_loss / components * lse);
-        const bool ignored = objective.words && objective.words[t] == -1;
+        const bool ignored = objective.ids && objective.ids[t] == -1;
         // The parts of the softmax and of the target may cancel in a sum, and yet not in any logit.
         const bool is_zero = softmax_scale == 0.f && weighted(scale, rows.hard_mass(r)) == 0.f && !objective.soft;
         const bool is_dead = ignored || scale == 0.f || is_zero || dropped;
@@ -334,7 +334,7 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL
     const float unit = objective.factor ? objective.unit * objective.factor[0] : objective.unit;
     const float scale = unit * objective.scale(t), largest = rows.largest(r);
     const float exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
-    const int word = objective.words ? objective.words[t] : -1;
+    const int id = objective.ids ? objective.ids[t] : -1;
     GLOBAL const float *soft = objective.soft_of(t);
     GLOBAL const float *log_p = soft ? log_probs + t * logits.stride : nullptr;
     for (int first = tid * 4; first < logits.stride; first += BLOCK * 4) {
@@ -345,7 +345,7 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL
             if (v >= logits.vocab) break;
             const float logit = logits.finish(z[i], v);
             g[i] = exp_scale * exponential(logit - largest);
-            if (v == word) g[i] -= scale * hard_mass;
+            if (v == id) g[i] -= scale * hard_mass;
             if (soft && soft[v] != 0.f && log_p[v] != minus_infinity()) {
                 g[i] -= scale * soft[v] * exponential(rows.joint(r, logit) - log_p[v]);
             }
@@ -371,28 +371,28 @@ FUNCTION void scatter_rows(GLOBAL const float *gathered, GLOBAL const int *live,
     for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
 }
 
-// One thread per token: the target as a word, and its weights.
-FUNCTION void token_targets(GLOBAL const i64 *targets, GLOBAL const float *token_weights, GLOBAL const float *class_weights,
-                            i64 ignore_index, int ignores, float smoothing, GLOBAL int *words, GLOBAL float *hard,
-                            GLOBAL float *weights, GLOBAL float *counts, int tokens, int vocab, uint block, uint tid) {
+// One thread per position: the target as a token id, and its weights.
+FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *position_weights, GLOBAL const float *class_weights,
+                            i64 ignore_index, int ignores, float smoothing, GLOBAL int *ids, GLOBAL float *hard,
+                            GLOBAL float *weights, GLOBAL float *counts, int positions, int vocab, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
-    if (t >= tokens) return;
+    if (t >= positions) return;
     const i64 target = targets[t];
     const bool ignored = ignores && target == ignore_index;
-    const bool is_word = !ignored && target >= 0 && target < vocab;
-    const float class_weight = is_word && class_weights ? class_weights[target] : 1.f;
-    const float weight = ignored ? 0.f : token_weights ? token_weights[t] : 1.f;
-    words[t] = ignored ? -1 : is_word ? (int)target : -2;
+    const bool is_id = !ignored && target >= 0 && target < vocab;
+    const float class_weight = is_id && class_weights ? class_weights[target] : 1.f;
+    const float weight = ignored ? 0.f : position_weights ? position_weights[t] : 1.f;
+    ids[t] = ignored ? -1 : is_id ? (int)target : -2;
     hard[t] = class_weight * (1.f - smoothing);
     weights[t] = weight;
     counts[t] = weight * class_weight;
 }
 
-// One thread per token: its part in the scale of the gradients, which is `largest_upstream` times `largest_weight` times this.
-FUNCTION void token_weighting(GLOBAL const float *weights, GLOBAL const float *upstream, GLOBAL const float *largest_upstream,
-                              GLOBAL const float *largest_weight, GLOBAL float *scales, int tokens, uint block, uint tid) {
+// One thread per position: its part in the scale of the gradients, which is `largest_upstream` times `largest_weight` times this.
+FUNCTION void position_weighting(GLOBAL const float *weights, GLOBAL const float *upstream, GLOBAL const float *largest_upstream,
+                              GLOBAL const float *largest_weight, GLOBAL float *scales, int positions, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
-    if (t >= tokens) return;
+    if (t >= positions) return;
     const float weight = weights[t] / *largest_weight;
     scales[t] = !upstream ? weight : *largest_upstream == 0.f ? 0.f : upstream[t] / *largest_upstream * weight;
 }

@@ -30,7 +30,7 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
                 }]),
             ]),
             Argument::Objective(x) => bindings.extend([
-                read(x.words),
+                read(x.ids),
                 read(x.hard),
                 read(x.scales),
                 read(x.soft),

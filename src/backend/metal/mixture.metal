@@ -112,14 +112,14 @@ struct ObjectiveNumbers {
 // The parameters that stand for a Logits, an Objective and a Rows; and these from them, from the number of the first on.
 #define LOGITS device const float *z, device const float *bias, constant LogitsNumbers &of_logits
 #define OBJECTIVE                                                                                                             \
-    device const int *words, device const float *hard, device const float *scales, device const float *soft,                 \
+    device const int *ids, device const float *hard, device const float *scales, device const float *soft,                 \
         device const float *factor, constant ObjectiveNumbers &of_objective
 #define ROWS device const float *log_priors, device float *numbers, constant i64 &row_numbers
 #define LOGITS_AT(first)                                                                                                      \
     Logits { z, GIVEN(first + 1, bias), of_logits.softcap, of_logits.vocab, of_logits.stride, of_logits.components }
 #define OBJECTIVE_AT(first)                                                                                                   \
     Objective {                                                                                                               \
-        GIVEN(first, words), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                        \
+        GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                        \
             GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.z_loss, of_objective.filter, of_objective.unit   \
     }
 #define ROWS_AT(first) Rows { GIVEN(first, log_priors), numbers, row_numbers }
@@ -128,21 +128,21 @@ KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, HERE) {
     OF_BLOCK(Sum, of_warps, WARPS);
     functions::row_log_sum_exp(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), block, tid, of_warps);
 }
-KERNEL token_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, constant int &tokens, constant int &components, HERE) {
-    functions::token_loss(OBJECTIVE_AT(0), ROWS_AT(6), nll, loss, tokens, components, block, tid);
+KERNEL position_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, constant int &positions, constant int &components, HERE) {
+    functions::position_loss(OBJECTIVE_AT(0), ROWS_AT(6), nll, loss, positions, components, block, tid);
 }
-KERNEL top_k(device const float *log_probs, constant i64 &stride, constant int &vocab, constant int &k, device int *words,
-             device float *of_words, HERE) {
+KERNEL top_k(device const float *log_probs, constant i64 &stride, constant int &vocab, constant int &k, device int *ids,
+             device float *of_ids, HERE) {
     OF_BLOCK(Largest, of_warps, WARPS);
-    functions::top_k(log_probs, stride, vocab, k, words, of_words, block, tid, of_warps);
+    functions::top_k(log_probs, stride, vocab, k, ids, of_ids, block, tid, of_warps);
 }
 KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, HERE) {
     OF_BLOCK(float, of_warps, WARPS);
     functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, block, tid, of_warps);
 }
-KERNEL token_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *masses, constant int &tokens,
+KERNEL position_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *masses, constant int &positions,
                     constant int &components, HERE) {
-    functions::token_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), masses, tokens, components, block, tid);
+    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), masses, positions, components, block, tid);
 }
 KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_count, HERE) {
     OF_BLOCK(int, of_threads, BLOCK);
@@ -155,16 +155,16 @@ KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, 
 KERNEL scatter_rows(device const float *gathered, device const int *live, device float *all, constant int &columns, HERE) {
     functions::scatter_rows(gathered, live, all, columns, block, tid);
 }
-KERNEL token_targets(device const i64 *targets, device const float *token_weights, device const float *class_weights,
-                     constant i64 &ignore_index, constant int &ignores, constant float &smoothing, device int *words,
-                     device float *hard, device float *weights, device float *counts, constant int &tokens, constant int &vocab,
+KERNEL position_targets(device const i64 *targets, device const float *position_weights, device const float *class_weights,
+                     constant i64 &ignore_index, constant int &ignores, constant float &smoothing, device int *ids,
+                     device float *hard, device float *weights, device float *counts, constant int &positions, constant int &vocab,
                      HERE) {
-    functions::token_targets(targets, GIVEN(1, token_weights), GIVEN(2, class_weights), ignore_index, ignores, smoothing, words,
-                             hard, weights, counts, tokens, vocab, block, tid);
+    functions::position_targets(targets, GIVEN(1, position_weights), GIVEN(2, class_weights), ignore_index, ignores, smoothing, ids,
+                             hard, weights, counts, positions, vocab, block, tid);
 }
-KERNEL token_weighting(device const float *weights, device const float *upstream, device const float *largest_upstream,
-                       device const float *largest_weight, device float *scales, constant int &tokens, HERE) {
-    functions::token_weighting(weights, GIVEN(1, upstream), largest_upstream, largest_weight, scales, tokens, block, tid);
+KERNEL position_weighting(device const float *weights, device const float *upstream, device const float *largest_upstream,
+                       device const float *largest_weight, device float *scales, constant int &positions, HERE) {
+    functions::position_weighting(weights, GIVEN(1, upstream), largest_upstream, largest_weight, scales, positions, block, tid);
 }
 
 #define FOR_TYPE(name, T)                                                                                                     \

@@ -85,7 +85,7 @@ fn what_the_language_forbids_is_noticed() {
             "threadgroup float mine[4]; const i64 r = block + (i64)mine[0];\n    GLOBAL",
         ),
         // What the language does not have
-        ("float of_token = weighted", "double of_token = weighted"),
+        ("float of_position = weighted", "double of_position = weighted"),
         ("return precise::log(x);", "return logf(x);"),
         ("sums[j] += x * widened", "printf(\"\"); sums[j] += x * widened"),
     ];

@@ -16,7 +16,7 @@ pub(super) struct Case {
     pub(super) bias: f64,
     pub(super) softcap: Option<f64>,
     pub(super) options: LossOptions,
-    /// Tokens of a chunk.
+    /// Positions of a chunk.
     pub(super) chunk: usize,
 }
 
@@ -35,16 +35,16 @@ pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
 
 impl Case {
     pub(super) fn operands(&self, dtype: DType) -> Operands {
-        let Sizes { tokens, components, context, vocab } = self.sizes;
+        let Sizes { positions, components, context, vocab } = self.sizes;
         // candle has no softmax of nothing.
-        let log_priors = candle_nn::ops::log_softmax(&random(1, &[tokens.max(1), components], 2.0), 1).unwrap();
-        let log_priors = log_priors.narrow(0, 0, tokens).unwrap().contiguous().unwrap();
+        let log_priors = candle_nn::ops::log_softmax(&random(1, &[positions.max(1), components], 2.0), 1).unwrap();
+        let log_priors = log_priors.narrow(0, 0, positions).unwrap().contiguous().unwrap();
         let accumulation = backend::accumulation_dtype("contexts", dtype).unwrap();
         // Rounded to the dtype first, so that the truth is that of the same numbers.
         let rounded = |t: Tensor| t.to_dtype(self.dtype).unwrap().to_dtype(dtype).unwrap();
         Operands {
             sizes: self.sizes,
-            contexts: rounded(random(2, &[tokens, components, context], 1.0)),
+            contexts: rounded(random(2, &[positions, components, context], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             weight: rounded(random(3, &[vocab, context], self.scale)),
             bias: Some(random(4, &[vocab], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
@@ -53,18 +53,18 @@ impl Case {
     }
 
     pub(super) fn objective(&self, dtype: DType) -> Objective {
-        let Sizes { tokens, vocab, .. } = self.sizes;
-        let targets: Vec<i64> = (0..tokens).map(|t| ((t * 7919 + 3) % vocab) as i64).collect();
+        let Sizes { positions, vocab, .. } = self.sizes;
+        let targets: Vec<i64> = (0..positions).map(|t| ((t * 7919 + 3) % vocab) as i64).collect();
         let weights = |seed, n, mean: f64| (random(seed, &[n], 1.0) + mean).unwrap().to_dtype(DType::F32).unwrap();
         let options = &self.options;
         Objective::Targets {
-            targets: Tensor::from_vec(targets, tokens, &Device::Cpu).unwrap(),
-            token_weights: Some(weights(5, tokens, 1.0).to_dtype(dtype).unwrap()),
+            targets: Tensor::from_vec(targets, positions, &Device::Cpu).unwrap(),
+            position_weights: Some(weights(5, positions, 1.0).to_dtype(dtype).unwrap()),
             // Some of them negative.
             class_weights: Some(weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
             options: options.clone(),
             upstream: (options.reduction == Reduction::None)
-                .then(|| random(7, &[tokens], 3.0).to_dtype(DType::F32).unwrap().to_dtype(dtype).unwrap()),
+                .then(|| random(7, &[positions], 3.0).to_dtype(DType::F32).unwrap().to_dtype(dtype).unwrap()),
         }
     }
 
@@ -73,10 +73,10 @@ impl Case {
         let operands = self.operands(self.dtype);
         let plan = |budget| gpu::plan(host, &operands, task, budget);
         let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of nothing") };
-        // That of all tokens in one chunk.
+        // That of all positions in one chunk.
         let whole = plan(Some(usize::MAX / 2)).unwrap().workspace_bytes;
-        let per_token = (whole.saturating_sub(least)) / (self.sizes.tokens.max(2) - 1);
-        plan(Some(least + (self.chunk - 1) * per_token)).unwrap()
+        let per_position = (whole.saturating_sub(least)) / (self.sizes.positions.max(2) - 1);
+        plan(Some(least + (self.chunk - 1) * per_position)).unwrap()
     }
 
     /// The largest error of all results of a loss, each relative to the largest number of its kind.
@@ -138,9 +138,9 @@ pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
     errors.fold(0.0, f64::max)
 }
 
-pub(super) fn case(tokens: usize, components: usize, context: usize, vocab: usize) -> Case {
+pub(super) fn case(positions: usize, components: usize, context: usize, vocab: usize) -> Case {
     Case {
-        sizes: Sizes { tokens, components, context, vocab },
+        sizes: Sizes { positions, components, context, vocab },
         dtype: DType::F32,
         scale: 1.0,
         bias: 1.0,
@@ -158,22 +158,22 @@ pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore:
     }
 }
 
-/// The words and log-probabilities of `top_k`, and what they are by the f64 log-probabilities.
-pub(super) fn best_words(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
+/// The token ids and log-probabilities of `top_k`, and what they are by the f64 log-probabilities.
+pub(super) fn best_ids(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
     let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
     let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
     let all = backend::log_probs(&truth, &plan).unwrap().to_vec2::<f64>().unwrap();
     let expected: Vec<Vec<u32>> = all
         .iter()
         .map(|row| {
-            let mut words: Vec<u32> = (0..row.len() as u32).collect();
-            words.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
-            words[..k].to_vec()
+            let mut ids: Vec<u32> = (0..row.len() as u32).collect();
+            ids.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+            ids[..k].to_vec()
         })
         .collect();
     let values: Vec<f64> =
-        all.iter().zip(&expected).flat_map(|(row, words)| words.iter().map(|&word| row[word as usize])).collect();
-    let (words, log_probs) = gpu::top_k(host, &operands, k, &case.plan(host)).unwrap();
+        all.iter().zip(&expected).flat_map(|(row, ids)| ids.iter().map(|&id| row[id as usize])).collect();
+    let (ids, log_probs) = gpu::top_k(host, &operands, k, &case.plan(host)).unwrap();
     let values = Tensor::from_vec(values, (expected.len(), k), &Device::Cpu).unwrap();
-    (words.to_vec2().unwrap(), log_probs, expected, values)
+    (ids.to_vec2().unwrap(), log_probs, expected, values)
 }

@@ -1,6 +1,6 @@
 //! Kernels that are wrong, which must be noticed.
 
-use super::case::{best_words, case, error, options, Case, ALL};
+use super::case::{best_ids, case, error, options, Case, ALL};
 use super::*;
 
 use crate::backend::{self, gpu, Objective, Task, Wanted};
@@ -9,7 +9,7 @@ use crate::loss::{LossOptions, Reduction};
 /// Changes that somebody could make by accident, in the text that both languages share.
 const WRONG_ROWS: [(&str, &str); 18] = [
     ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
-    ("if (v == word) g[i] -= scale * hard_mass;", ""),
+    ("if (v == id) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
     ("g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);", ""),
     ("rows.mass(r) += mass;", "rows.mass(r) = mass;"),
@@ -77,11 +77,11 @@ fn the_checks_reject_kernels_that_are_wrong() {
             };
             let is_wrong =
                 |case: &Case| exceeds(case.loss_error(host, |dtype| case.objective(dtype)).0, case.tolerance());
-            let words_are_wrong = || {
-                let (words, _, expected, _) = best_words(host, &cases[0], 7);
-                words != expected
+            let ids_are_wrong = || {
+                let (ids, _, expected, _) = best_ids(host, &cases[0], 7);
+                ids != expected
             };
-            cases.iter().any(is_wrong) || log_probs_are_wrong() || words_are_wrong()
+            cases.iter().any(is_wrong) || log_probs_are_wrong() || ids_are_wrong()
         };
         assert!(!is_wrong(&host), "{language:?}");
         for (text, replacement) in changes {
@@ -97,7 +97,7 @@ fn an_access_outside_a_tensor_ends_the_process() {
     const CHOICE: &str = "MOS_HEAD_TEST_MUTANT";
     let changes = [
         ("", ""),
-        ("is_word && class_weights ?", "class_weights ?"),
+        ("is_id && class_weights ?", "class_weights ?"),
         ("*count = at;", "count[1] = at;"),
         ("first < logits.vocab; first +=", "first < logits.stride + 4; first +="),
         // Only in Metal: what is absent is read.
@@ -112,9 +112,9 @@ fn an_access_outside_a_tensor_ends_the_process() {
         let options = LossOptions::new().with_responsibility_filter(0.2);
         let case = Case { options, ..case(4, 2, 3, 1024) };
         let objective = |dtype| match case.objective(dtype) {
-            Objective::Targets { token_weights, class_weights, options, upstream, .. } => Objective::Targets {
+            Objective::Targets { position_weights, class_weights, options, upstream, .. } => Objective::Targets {
                 targets: Tensor::new(&[1i64, 2, 1024, 3], &Device::Cpu).unwrap(),
-                token_weights,
+                position_weights,
                 class_weights,
                 options,
                 upstream,

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::case::{best_words, case, error, options, random, Case, ALL};
+use super::case::{best_ids, case, error, options, random, Case, ALL};
 use super::*;
 
 use crate::backend::{self, gpu, Objective, Operands, Task, Wanted};
@@ -37,11 +37,11 @@ fn double_precision_is_refused_by_name() {
 #[test]
 fn sizes_of_all_kinds_work() {
     for host in Host::all() {
-        for (tokens, components, context, vocab) in
+        for (positions, components, context, vocab) in
             [(0, 2, 3, 5), (1, 1, 1, 1), (3, 1, 7, 2), (2, 17, 5, 9), (3, 4, 8, 1025), (1, 2, 3, 4099), (300, 1, 2, 3)]
         {
             for chunk in [1, 300] {
-                Case { chunk, ..case(tokens, components, context, vocab) }.check(&host);
+                Case { chunk, ..case(positions, components, context, vocab) }.check(&host);
             }
         }
     }
@@ -84,7 +84,7 @@ fn responsibilities_of_improbable_targets_add_up_to_one() {
             let operands = case.operands(DType::F32);
             let objective = Objective::Targets {
                 targets: Tensor::from_vec((0..9i64).map(|t| t * 4).collect(), 9, &Device::Cpu).unwrap(),
-                token_weights: None,
+                position_weights: None,
                 class_weights: None,
                 options: case.options.clone().with_reduction(Reduction::Sum),
                 upstream: None,
@@ -104,8 +104,8 @@ fn the_filter_drops_what_it_drops_on_the_cpu() {
                 let options = LossOptions::new().with_responsibility_filter(filter).with_ignore_index(3);
                 let case = Case { dtype, options, chunk: 4, ..case(7, 5, 6, 40) };
                 case.check(&host);
-                let tokens_ignored = Case { options: case.options.clone().with_ignore_index(10), ..case };
-                tokens_ignored.check(&host);
+                let positions_ignored = Case { options: case.options.clone().with_ignore_index(10), ..case };
+                positions_ignored.check(&host);
             }
         }
     }
@@ -139,8 +139,8 @@ fn large_weights_do_not_overflow_half_precision() {
     for host in Host::all() {
         let case = Case { dtype: DType::F16, ..case(5, 3, 6, 37) };
         let heavy = |dtype| match case.objective(dtype) {
-            Objective::Targets { targets, token_weights, class_weights, options, upstream } => Objective::Targets {
-                token_weights: token_weights.map(|w| (w * 1000.0).unwrap()),
+            Objective::Targets { targets, position_weights, class_weights, options, upstream } => Objective::Targets {
+                position_weights: position_weights.map(|w| (w * 1000.0).unwrap()),
                 class_weights: class_weights.map(|w| (w * 1000.0).unwrap()),
                 targets,
                 options,
@@ -170,7 +170,7 @@ fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is() {
         };
         let objective = Objective::Targets {
             targets: Tensor::zeros(1, DType::I64, &Device::Cpu).unwrap(),
-            token_weights: None,
+            position_weights: None,
             class_weights: None,
             options: case.options.clone(),
             upstream: None,
@@ -202,13 +202,13 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
 }
 
 #[test]
-fn the_most_probable_words_are_those_of_a_sort() {
+fn the_most_probable_ids_are_those_of_a_sort() {
     for host in Host::all() {
-        for (tokens, vocab, k) in [(5, 37, 4), (2, 1, 1), (3, 1100, 9), (1, 6, 6)] {
+        for (positions, vocab, k) in [(5, 37, 4), (2, 1, 1), (3, 1100, 9), (1, 6, 6)] {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
-                let case = Case { dtype, ..case(tokens, 3, 6, vocab) };
-                let (words, log_probs, expected, values) = best_words(&host, &case, k);
-                assert_eq!(words, expected, "{dtype:?} {vocab} {:?}", host.language);
+                let case = Case { dtype, ..case(positions, 3, 6, vocab) };
+                let (ids, log_probs, expected, values) = best_ids(&host, &case, k);
+                assert_eq!(ids, expected, "{dtype:?} {vocab} {:?}", host.language);
                 assert!(error(&log_probs, &values) <= 1e-5);
             }
         }
@@ -216,7 +216,7 @@ fn the_most_probable_words_are_those_of_a_sort() {
 }
 
 #[test]
-fn of_equally_probable_words_the_first_come_first_and_a_nan_before_all() {
+fn of_equally_probable_ids_the_first_come_first_and_a_nan_before_all() {
     for host in Host::all() {
         let case = case(2, 1, 3, 700);
         let mut operands = case.operands(DType::F32);
@@ -225,8 +225,8 @@ fn of_equally_probable_words_the_first_come_first_and_a_nan_before_all() {
         bias[650] = 1.0;
         bias[3] = f32::NEG_INFINITY;
         operands.bias = Some(Tensor::new(bias.clone(), &Device::Cpu).unwrap());
-        let words = |operands| gpu::top_k(&host, operands, 5, &case.plan(&host)).unwrap().0.to_vec2::<u32>().unwrap();
-        assert_eq!(words(&operands), [[650, 0, 1, 2, 4]; 2]);
+        let ids = |operands| gpu::top_k(&host, operands, 5, &case.plan(&host)).unwrap().0.to_vec2::<u32>().unwrap();
+        assert_eq!(ids(&operands), [[650, 0, 1, 2, 4]; 2]);
         bias[600] = f32::NAN;
         operands.bias = Some(Tensor::new(bias, &Device::Cpu).unwrap());
         let log_probs = gpu::top_k(&host, &operands, 1, &case.plan(&host)).unwrap().1.to_vec2::<f32>().unwrap();
@@ -240,7 +240,7 @@ fn a_target_outside_the_vocabulary_makes_its_loss_nan_and_reads_nothing() {
         let case = case(4, 2, 3, 10);
         let objective = Objective::Targets {
             targets: Tensor::new(&[1i64, 10, i64::MAX, -1], &Device::Cpu).unwrap(),
-            token_weights: None,
+            position_weights: None,
             class_weights: None,
             options: LossOptions::new(),
             upstream: None,
@@ -280,7 +280,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     #[test]
     fn any_sizes_and_options_work(
-        tokens in 1usize..9, components in 1usize..6, context in 1usize..12, vocab in 1usize..70, chunk in 1usize..9,
+        positions in 1usize..9, components in 1usize..6, context in 1usize..12, vocab in 1usize..70, chunk in 1usize..9,
         smoothing in prop_oneof![Just(0.0), 0.0..0.9], z_loss in prop_oneof![Just(0.0), 0.0..0.1],
         softcap in prop_oneof![Just(None), (2.0..30.0).prop_map(Some)], ignore: bool,
         reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
@@ -288,7 +288,7 @@ proptest! {
         for host in Host::all() {
             let options = LossOptions { hits: false, ..options(reduction, smoothing, z_loss, ignore) };
             // In f32: the rounding of the half types would have to be measured by what cancels in a gradient.
-            Case { softcap, options, chunk, ..case(tokens, components, context, vocab) }.check(&host);
+            Case { softcap, options, chunk, ..case(positions, components, context, vocab) }.check(&host);
         }
     }
 }

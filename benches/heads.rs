@@ -13,7 +13,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Result, Tensor};
-use common::case::{Case, Head, Sizes, Tensors};
+use common::case::{Case, Head, Logits, Sizes, Tensors};
 use common::check;
 use common::composed::Operands;
 use common::objective::Objective;
@@ -60,9 +60,11 @@ impl Work {
     fn composed(self, head: Head, tensors: &Tensors, targets: &[i64]) -> Result<()> {
         let operands = Operands::project(head, tensors, Activation::Tanh)?;
         match self {
-            Work::Loss => drop(black_box(operands.loss(targets, &Objective::default())?)),
-            Work::LossBackward => drop(black_box(operands.loss(targets, &Objective::default())?.0.backward()?)),
-            Work::LogProbs => drop(black_box(operands.log_probs(None)?)),
+            Work::Loss => drop(black_box(operands.loss(targets, &Objective::default(), Logits::PLAIN)?)),
+            Work::LossBackward => {
+                drop(black_box(operands.loss(targets, &Objective::default(), Logits::PLAIN)?.0.backward()?))
+            }
+            Work::LogProbs => drop(black_box(operands.log_probs(Logits::PLAIN)?)),
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Storage, Tensor, TensorId};
 
-use crate::Result;
+use crate::error::Result;
 
 /// `value` as a function of `operands`, whose gradients are `backward(operands, value, upstream)`: `None` where none is
 /// wanted. The value itself, if no operand depends on a variable.

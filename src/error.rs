@@ -82,6 +82,14 @@ pub enum Error {
         /// Where in the flattened hidden states the first such one stands.
         position: usize,
     },
+    /// A head cannot honour an option. Heads never ignore one.
+    #[error("{option}: not supported by {head}")]
+    Unsupported {
+        /// The option's name.
+        option: &'static str,
+        /// The head's name.
+        head: &'static str,
+    },
     /// The workspace budget cannot hold even one position.
     #[error("workspace_bytes: expected at least {least} for one position, got {got}")]
     Workspace {

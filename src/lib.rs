@@ -37,7 +37,7 @@
 //! # fn main() -> mos_head::Result<()> {
 //! let vars = VarMap::new();
 //! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-//! let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 16, 1000, 4), vb.pp("head"))?;
+//! let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 1000, 4).with_context(16), vb.pp("head"))?;
 //! let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW::default())?;
 //!
 //! let hidden = Tensor::randn(0f32, 1., (8, 20, 32), &Device::Cpu)?; // [batch, seq, hidden], from your model
@@ -67,32 +67,38 @@
 
 #![warn(unreachable_pub)]
 
-mod output_layer;
-
+mod linear_cross_entropy;
 mod mixture_of_contexts;
 mod mixture_of_softmaxes;
 mod softmax_head;
 
+mod mixture_head;
+mod output_layer;
+
 mod projection;
+
+mod mixture_config;
 
 mod decoder;
 mod decoding;
-mod loss;
 mod mixture;
 
-mod backend;
+mod loss;
 
 mod autograd;
-mod check;
+mod backend;
+
 mod error;
+mod validate;
 
 pub use backend::plan::Plan;
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use error::{Error, Result};
+pub use linear_cross_entropy::linear_cross_entropy;
 pub use loss::{Loss, LossOptions, Reduction};
 pub use mixture::Mixture;
+pub use mixture_config::{Activation, MixtureConfig, MixtureTensors};
 pub use mixture_of_contexts::MixtureOfContexts;
 pub use mixture_of_softmaxes::MixtureOfSoftmaxes;
-pub use output_layer::OutputLayer;
-pub use projection::{Activation, MixtureConfig, MixtureTensors};
+pub use output_layer::{MixtureLayer, OutputLayer};
 pub use softmax_head::{SoftmaxConfig, SoftmaxHead};

@@ -1,19 +1,23 @@
 //! The contract that all heads keep: hidden states in, losses and log-probabilities out.
 
+use std::any::type_name;
 use std::fmt::Debug;
+use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor, D};
 
 use crate::backend::plan::Plan;
-use crate::decoding::{Sampler, TopK};
-use crate::loss::{mask_ignored, Loss, LossOptions};
+use crate::decoding::{BeamSearch, Hypothesis, Pruned, Sampler, TopK};
+use crate::error::{Error, Result};
+use crate::loss::{mask_ignored, Loss, LossOptions, Reduction};
 use crate::mixture::Mixture;
-use crate::{Error, Result};
+use crate::validate::check_targets;
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
 ///
-/// A head says how hidden states become a [`Mixture`]; the rest follows. The trait is object safe: a model can hold a
-/// `Box<dyn OutputLayer>` and leave the choice of head to its configuration.
+/// The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and leave the choice of head to its configuration. A
+/// head of your own needs four methods; the others follow from them, and are there to be replaced where a head knows a
+/// cheaper way.
 ///
 /// # Shapes
 ///
@@ -21,6 +25,8 @@ use crate::{Error, Result};
 /// dimensions, `[batch, seq]`.
 ///
 /// # Examples
+///
+/// A choice at run time:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -32,7 +38,7 @@ use crate::{Error, Result};
 /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
 /// let heads: [Box<dyn OutputLayer>; 2] = [
 ///     Box::new(SoftmaxHead::new(&SoftmaxConfig::new(32, 500), vb.pp("softmax"))?),
-///     Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 16, 500, 4), vb.pp("mos"))?),
+///     Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 500, 4).with_context(16), vb.pp("mos"))?),
 /// ];
 /// let hidden = Tensor::randn(0f32, 1., (2, 7, 32), &Device::Cpu)?; // [batch, seq, hidden]
 /// let targets = Tensor::zeros((2, 7), DType::U32, &Device::Cpu)?; // [batch, seq]
@@ -46,6 +52,54 @@ use crate::{Error, Result};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A head of one's own, `P(v) = (1 - epsilon) softmax(W h)_v + epsilon / V`:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, D};
+/// use mos_head::{Loss, LossOptions, OutputLayer, Result, Sampler, Sampling};
+///
+/// #[derive(Debug)]
+/// struct Floored {
+///     weight: Tensor, // [vocab, hidden]
+///     epsilon: f64,
+/// }
+///
+/// impl OutputLayer for Floored {
+///     fn hidden_size(&self) -> usize {
+///         self.weight.dims()[1]
+///     }
+///
+///     fn vocab_size(&self) -> usize {
+///         self.weight.dims()[0]
+///     }
+///
+///     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+///         let probs = candle_nn::ops::softmax(&hidden.broadcast_matmul(&self.weight.t()?)?, D::Minus1)?;
+///         Ok(probs.affine(1.0 - self.epsilon, self.epsilon / self.vocab_size() as f64)?.log()?)
+///     }
+///
+///     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+///         // Ignored targets need not be token ids.
+///         let ids = match options.ignore_index() {
+///             Some(index) => targets.ne(index)?.where_cond(targets, &targets.zeros_like()?)?,
+///             None => targets.clone(),
+///         };
+///         let nll = self.log_probs(hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?.squeeze(D::Minus1)?.neg()?;
+///         Loss::from_nll("Floored", &nll, targets, options)
+///     }
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+/// let head: Box<dyn OutputLayer> = Box::new(Floored { weight, epsilon: 0.01 });
+/// let hidden = Tensor::randn(0f32, 1., (2, 8), &Device::Cpu)?;
+/// let best = head.top_k(&hidden, 5)?;
+/// let next = head.sample(&hidden, &mut Sampler::new(Sampling::new().with_top_p(0.9), 42)?)?;
+/// # assert_eq!((best.tokens.dims(), next.dims()), (&[2, 5][..], &[2][..]));
+/// # Ok(())
+/// # }
+/// ```
 pub trait OutputLayer: Debug + Send + Sync {
     /// The size of the hidden states.
     fn hidden_size(&self) -> usize;
@@ -53,28 +107,16 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// The number of token ids.
     fn vocab_size(&self) -> usize;
 
-    /// The components whose softmaxes are mixed: 1, if there is but one softmax.
-    fn components(&self) -> usize;
-
-    /// The mixture that these hidden states (`[.., hidden]`) stand for. `train` turns dropout on.
-    ///
-    /// # Errors
-    ///
-    /// If the hidden states' last dimension, dtype or device does not fit the head.
-    fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture>;
-
     /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden states
-    /// and of every parameter that is a variable. Never holds `[.., K, vocab]`; see [`Mixture::loss`].
+    /// and of every parameter that is a variable.
+    ///
+    /// An option that a head cannot honour is [`Error::Unsupported`], never ignored.
     ///
     /// # Errors
     ///
     /// If shapes, dtypes or devices do not fit, a target is not in the vocabulary (on a GPU its loss is NaN instead), or an
-    /// option is out of its range.
-    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        check_targets("targets", hidden, targets)?;
-        let hidden = mask_ignored(hidden, targets, options.ignore_index)?;
-        self.mixture(&hidden, options.train)?.loss_of_masked(targets, options)
-    }
+    /// option is out of its range or not supported.
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss>;
 
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
@@ -90,46 +132,93 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # Errors
     ///
     /// If the hidden states' last dimension, dtype or device does not fit the head.
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.mixture(hidden, false)?.log_probs()
-    }
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor>;
 
-    /// The most probable token id, `[..]` (u32), after hidden states `[.., hidden]`; of equals the one with the lowest id.
+    /// Log-probabilities `[.., vocab]` in another dtype: in f32 those of a half-precision head are not rounded, where it knows
+    /// better than to convert those of [`OutputLayer::log_probs`].
     ///
     /// # Errors
     ///
-    /// If the hidden states' last dimension, dtype or device does not fit the head.
-    fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.mixture(hidden, false)?.argmax()
+    /// As for [`OutputLayer::log_probs`].
+    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+        Ok(self.log_probs(hidden)?.to_dtype(dtype)?)
     }
 
-    /// The log-probability `[..]` of given token ids `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not differentiable.
+    /// The log-probability `[..]` of given token ids `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not
+    /// differentiable.
     ///
     /// # Errors
     ///
     /// As for the targets of [`OutputLayer::loss`].
-    fn log_prob(&self, hidden: &Tensor, ids: &Tensor) -> Result<Tensor> {
-        check_targets("ids", hidden, ids)?;
-        self.mixture(hidden, false)?.log_prob(ids)
+    fn log_prob(&self, hidden: &Tensor, tokens: &Tensor) -> Result<Tensor> {
+        check_targets("tokens", tokens, leading(hidden)?)?;
+        let options = LossOptions::evaluation().with_reduction(Reduction::None);
+        // Not `neg`, which makes a minus zero.
+        Ok(self.loss(hidden, tokens, &options)?.nll.affine(-1.0, 0.0)?)
     }
 
-    /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`.
+    /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of equals the
+    /// lowest id.
     ///
     /// # Errors
     ///
-    /// If the hidden states do not fit the head, `k` is not between 1 and the number of token ids, or a distribution is NaN.
+    /// If the hidden states do not fit the head, `k` is not between 1 and the size of the vocabulary, or a distribution is
+    /// NaN.
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        self.mixture(hidden, false)?.top_k(k)
+        TopK::of_log_probs(&self.log_probs(hidden)?, k)
+    }
+
+    /// The most probable token id, `[..]` (u32), after hidden states `[.., hidden]`; of equals the lowest.
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not fit the head, or a distribution is NaN: the error names its position.
+    fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(self.top_k(hidden, 1)?.tokens.squeeze(D::Minus1)?)
     }
 
     /// One token id drawn for each of the hidden states `[.., hidden]`: `[..]`, u32.
     ///
     /// # Errors
     ///
-    /// If the hidden states do not fit the head, or a distribution is NaN.
+    /// If the hidden states do not fit the head, a distribution is NaN, or the head has no components for what the sampler
+    /// asks of them.
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-        self.mixture(hidden, false)?.sample(sampler)
+        sampler.reject_components(type_name::<Self>())?;
+        sampler.sample(&self.log_probs(hidden)?)
     }
+}
+
+/// An output layer that reduces to one [`Mixture`] of softmaxes.
+///
+/// # Examples
+///
+/// How sure a model is of its components:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{MixtureConfig, MixtureLayer, MixtureOfSoftmaxes};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 500, 4), vb)?;
+/// let hidden = Tensor::zeros((2, 7, 32), DType::F32, &Device::Cpu)?;
+/// let log_priors = head.mixture(&hidden, false)?.log_priors()?; // [batch, seq, K]
+/// assert_eq!((head.components(), log_priors.dims()), (4, &[2, 7, 4][..]));
+/// # Ok(())
+/// # }
+/// ```
+pub trait MixtureLayer: OutputLayer {
+    /// The components whose softmaxes are mixed: 1, if there is but one softmax.
+    fn components(&self) -> usize;
+
+    /// The mixture that these hidden states (`[.., hidden]`) stand for. `train` turns dropout on.
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states' last dimension, dtype or device does not fit the head.
+    fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture>;
 
     /// How [`OutputLayer::loss`] would cut the work into chunks.
     ///
@@ -137,15 +226,137 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// As for [`OutputLayer::loss`], or if the budget cannot hold one position.
     fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
-        self.mixture(hidden, options.train)?.plan(options)
+        self.mixture(hidden, options.is_training())?.plan(options)
+    }
+
+    /// The mixture without its least probable components, see [`Mixture::prune`].
+    ///
+    /// # Errors
+    ///
+    /// As for [`Mixture::prune`].
+    fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
+        self.mixture(hidden, false)?.prune(mass)
     }
 }
 
-/// Checks the targets' shape before the projection is computed.
-fn check_targets(argument: &'static str, hidden: &Tensor, targets: &Tensor) -> Result<()> {
+/// The leading dimensions of hidden states.
+fn leading(hidden: &Tensor) -> Result<&[usize]> {
     match hidden.dims() {
-        [leading @ .., _] if targets.dims() == leading => Ok(()),
-        [leading @ .., _] => Err(Error::shape(argument, format!("{leading:?}"), targets.dims())),
+        [leading @ .., _] => Ok(leading),
         [] => Err(Error::shape("hidden", "[.., hidden]", &[])),
+    }
+}
+
+/// The loss of a head that is a mixture. Targets are checked before the projection is computed, and what stands in ignored
+/// positions is masked.
+pub(crate) fn mixture_loss(
+    layer: &impl MixtureLayer,
+    hidden: &Tensor,
+    targets: &Tensor,
+    options: &LossOptions,
+) -> Result<Loss> {
+    options.validate()?;
+    check_targets("targets", targets, leading(hidden)?)?;
+    let hidden = mask_ignored(hidden, targets, options.ignore_index)?;
+    layer.mixture(&hidden, options.train)?.loss_of_masked(targets, options)
+}
+
+/// The methods of [`OutputLayer`] that a [`MixtureLayer`] leaves to its mixture.
+macro_rules! left_to_the_mixture {
+    () => {
+        fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+            crate::output_layer::mixture_loss(self, hidden, targets, options)
+        }
+
+        fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+            self.mixture(hidden, false)?.log_probs()
+        }
+
+        fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+            self.mixture(hidden, false)?.log_probs_as(dtype)
+        }
+
+        fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+            self.mixture(hidden, false)?.top_k(k)
+        }
+    };
+}
+pub(crate) use left_to_the_mixture;
+
+macro_rules! behind_a_pointer {
+    ($($pointer:ty),*) => {$(
+        impl<T: OutputLayer + ?Sized> OutputLayer for $pointer {
+            fn hidden_size(&self) -> usize {
+                (**self).hidden_size()
+            }
+            fn vocab_size(&self) -> usize {
+                (**self).vocab_size()
+            }
+            fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+                (**self).loss(hidden, targets, options)
+            }
+            fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+                (**self).log_probs(hidden)
+            }
+            fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+                (**self).log_probs_as(hidden, dtype)
+            }
+            fn log_prob(&self, hidden: &Tensor, tokens: &Tensor) -> Result<Tensor> {
+                (**self).log_prob(hidden, tokens)
+            }
+            fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+                (**self).top_k(hidden, k)
+            }
+            fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
+                (**self).argmax(hidden)
+            }
+            fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+                (**self).sample(hidden, sampler)
+            }
+        }
+
+        impl<T: MixtureLayer + ?Sized> MixtureLayer for $pointer {
+            fn components(&self) -> usize {
+                (**self).components()
+            }
+            fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture> {
+                (**self).mixture(hidden, train)
+            }
+            fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
+                (**self).plan(hidden, options)
+            }
+            fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
+                (**self).prune(hidden, mass)
+            }
+        }
+    )*};
+}
+behind_a_pointer!(Box<T>, Arc<T>, &T);
+
+impl BeamSearch {
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64), one list for each, the best first.
+    ///
+    /// `step(tokens, parents)` feeds one token to each of some rows and gives the hidden states after them, `[rows, hidden]`.
+    /// `tokens` and `parents` are `[rows]` (u32); `parents` says which row of the call before each row continues, so that a
+    /// state with the rows in its first dimension is brought in order by `index_select(parents, 0)`. At the first call row i
+    /// is sentence i. There are fewer rows once sentences are done.
+    ///
+    /// # Errors
+    ///
+    /// If a number is out of its range, `start` is not a vector of token ids, the hidden states do not fit the head, a
+    /// distribution is NaN, or `step` fails.
+    pub fn run<E: From<Error>>(
+        &self,
+        head: &dyn OutputLayer,
+        start: &Tensor,
+        mut step: impl FnMut(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Vec<Vec<Hypothesis>>, E> {
+        self.search(head.vocab_size(), start, |tokens, parents, k| {
+            let hidden = step(tokens, parents)?;
+            if hidden.rank() != 2 || hidden.dim(0).ok() != tokens.dim(0).ok() {
+                return Err(Error::shape("hidden", format!("[{}, hidden]", tokens.elem_count()), hidden.dims()).into());
+            }
+            Ok(head.top_k(&hidden, k)?)
+        })
     }
 }

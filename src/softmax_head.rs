@@ -1,13 +1,15 @@
 //! The ordinary output layer: one softmax.
 
-use candle_core::Tensor;
-use candle_nn::{Embedding, VarBuilder};
+use candle_core::{DType, Tensor};
+use candle_nn::{Embedding, Linear, VarBuilder};
 
-use crate::check::{check_hidden, check_sizes};
 use crate::decoder::Decoder;
+use crate::decoding::{Sampler, TopK};
+use crate::error::Result;
+use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
-use crate::output_layer::OutputLayer;
-use crate::Result;
+use crate::output_layer::{left_to_the_mixture, MixtureLayer, OutputLayer};
+use crate::validate::{check_hidden, check_logits, check_sizes};
 
 /// The sizes and options of a [`SoftmaxHead`].
 ///
@@ -30,7 +32,8 @@ use crate::Result;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct SoftmaxConfig {
     /// Size of a hidden state.
@@ -38,25 +41,47 @@ pub struct SoftmaxConfig {
     /// Number of token ids.
     pub vocab: usize,
     /// Whether the decoder has a bias. It has by default.
+    #[cfg_attr(feature = "serde", serde(default = "crate::mixture_config::yes"))]
     pub decoder_bias: bool,
+    /// What the logits are multiplied by, before the softcap. The default is 1.
+    #[cfg_attr(feature = "serde", serde(default = "crate::mixture_config::one"))]
+    pub logit_scale: f64,
+    /// The bound of the logits, `z = cap tanh(z / cap)`. The default is none.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub softcap: Option<f64>,
 }
 
 impl SoftmaxConfig {
     /// A head of these sizes, with a bias.
     pub fn new(hidden: usize, vocab: usize) -> Self {
-        SoftmaxConfig { hidden, vocab, decoder_bias: true }
+        SoftmaxConfig { hidden, vocab, decoder_bias: true, logit_scale: 1.0, softcap: None }
     }
 
     /// Sets whether the decoder has a bias.
     pub fn with_decoder_bias(self, decoder_bias: bool) -> Self {
         SoftmaxConfig { decoder_bias, ..self }
     }
+
+    /// Multiplies the logits, bias included, before the softcap.
+    pub fn with_logit_scale(self, logit_scale: f64) -> Self {
+        SoftmaxConfig { logit_scale, ..self }
+    }
+
+    /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma 2, 2024).
+    pub fn with_softcap(self, cap: f64) -> Self {
+        SoftmaxConfig { softcap: Some(cap), ..self }
+    }
+
+    fn validate(&self) -> Result<()> {
+        check_sizes(&[("hidden", self.hidden), ("vocab", self.vocab)])?;
+        check_logits(self.logit_scale, self.softcap)
+    }
 }
 
 /// One softmax over a linear map: `P(v) = softmax(W h + b)_v`.
 ///
-/// The log-probabilities of all contexts form a matrix of rank at most `hidden + 1`: the softmax bottleneck. Cost: one linear
-/// cross-entropy, fused, without the `[.., vocab]` logits.
+/// The log-probabilities of all positions, `H W^T + 1 b^T - lse 1^T`, form a matrix of rank at most `hidden + 2`, without a bias
+/// `hidden + 1`: the softmax bottleneck. Cost: one linear cross-entropy, fused, without the `[.., vocab]` logits.
 ///
 /// # Examples
 ///
@@ -73,6 +98,47 @@ impl SoftmaxConfig {
 /// let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
 /// let gradients = head.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
 /// assert_eq!(vars.all_vars().iter().filter(|var| gradients.get(var).is_some()).count(), 2);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// From a `Linear` that is there already:
+///
+/// ```
+/// # fn main() -> mos_head::Result<()> {
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::{VarBuilder, VarMap};
+/// # use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+/// # let vars = VarMap::new();
+/// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let lm_head = candle_nn::linear_no_bias(64, 1000, vb.pp("lm_head"))?;
+/// let head = SoftmaxHead::from(lm_head);
+/// # let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
+/// # let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+/// let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
+/// # assert!(loss.backward()?.get(&vars.all_vars()[0]).is_some());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// With a weight that is computed, such as that of a low-rank adapter (LoRA), whose factors get their gradients:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Tensor::randn(0f32, 0.1, (1000, 64), &Device::Cpu)?; // frozen
+/// let a = Var::randn(0f32, 0.1, (4, 64), &Device::Cpu)?;
+/// let b = Var::zeros((1000, 4), DType::F32, &Device::Cpu)?;
+/// let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
+/// let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+/// for _step in 0..2 {
+///     let adapted = (&weight + (b.matmul(&a)? * 0.5)?)?;
+///     let loss = SoftmaxHead::from_tensors(adapted, None)?.loss(&hidden, &targets, &LossOptions::default())?;
+///     let gradients = loss.backward()?;
+///     assert!(gradients.get(&a).is_some() && gradients.get(&b).is_some());
+/// }
 /// # Ok(())
 /// # }
 /// ```
@@ -104,34 +170,79 @@ impl SoftmaxHead {
     ///
     /// # Errors
     ///
-    /// If the shapes do not fit.
+    /// If the shapes do not fit, or a dtype is not a float's.
     pub fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         Ok(SoftmaxHead { decoder: Decoder::from_tensors(weight, bias)? })
     }
 
+    /// The head with its logits multiplied, bias included, before the softcap.
+    ///
+    /// # Errors
+    ///
+    /// If the scale is not a finite number above zero.
+    pub fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
+        Ok(SoftmaxHead { decoder: self.decoder.with_logit_scale(logit_scale)? })
+    }
+
+    /// The head with its logits bounded softly: `z = cap tanh(z / cap)` (Gemma 2, 2024).
+    ///
+    /// # Errors
+    ///
+    /// If the bound is not a finite number above zero.
+    pub fn with_softcap(self, cap: f64) -> Result<Self> {
+        Ok(SoftmaxHead { decoder: self.decoder.with_softcap(Some(cap))? })
+    }
+
+    /// The weight, `[vocab, hidden]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.decoder.weight
+    }
+
+    /// The bias, `[vocab]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.decoder.bias.as_ref()
+    }
+
     fn with_weight(config: &SoftmaxConfig, tied: Option<&Tensor>, vb: &VarBuilder) -> Result<Self> {
-        let &SoftmaxConfig { hidden, vocab, decoder_bias } = config;
-        check_sizes(&[("hidden", hidden), ("vocab", vocab)])?;
-        Ok(SoftmaxHead { decoder: Decoder::new(vocab, hidden, decoder_bias, tied, vb)? })
+        config.validate()?;
+        let &SoftmaxConfig { hidden, vocab, decoder_bias, logit_scale, softcap } = config;
+        let decoder = Decoder::new(vocab, hidden, decoder_bias, tied, vb)?;
+        Ok(SoftmaxHead { decoder: decoder.with_logit_scale(logit_scale)?.with_softcap(softcap)? })
+    }
+}
+
+impl From<Linear> for SoftmaxHead {
+    /// The head with the parameters of a linear layer. If they are not a matrix and a vector of its rows, the first use is an
+    /// error that names them.
+    fn from(linear: Linear) -> Self {
+        SoftmaxHead { decoder: Decoder::unchecked(linear.weight().clone(), linear.bias().cloned()) }
     }
 }
 
 impl OutputLayer for SoftmaxHead {
     fn hidden_size(&self) -> usize {
-        self.decoder.weight.dims()[1]
+        self.decoder.context()
     }
 
     fn vocab_size(&self) -> usize {
         self.decoder.vocab()
     }
 
+    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        self.mixture(hidden, false)?.sample(sampler)
+    }
+
+    left_to_the_mixture!();
+}
+
+impl MixtureLayer for SoftmaxHead {
     fn components(&self) -> usize {
         1
     }
 
     fn mixture(&self, hidden: &Tensor, _train: bool) -> Result<Mixture> {
-        let Decoder { weight, bias } = &self.decoder;
-        check_hidden(hidden, self.hidden_size(), weight)?;
-        Mixture::new(&hidden.unsqueeze(hidden.rank() - 1)?, None, weight, bias.as_ref())
+        self.decoder.check()?;
+        check_hidden(hidden, self.hidden_size(), &self.decoder.weight)?;
+        self.decoder.mixture(&hidden.unsqueeze(hidden.rank() - 1)?, None)
     }
 }

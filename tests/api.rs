@@ -5,8 +5,8 @@ use std::fmt::{Debug, Display};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::{
-    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer,
-    Plan, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
+    OutputLayer, Plan, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 fn is_shareable<T: Send + Sync + 'static>() {}
@@ -52,8 +52,8 @@ fn an_error_travels_as_any_error_and_through_candle() {
 fn a_boxed_head_is_chosen_at_run_time_and_used_from_several_threads() -> Result<()> {
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-    let mixture = MixtureConfig::new(6, 4, 10, 2);
-    let heads: Vec<Box<dyn OutputLayer>> = vec![
+    let mixture = MixtureConfig::new(6, 10, 2).with_context(4);
+    let heads: Vec<Box<dyn MixtureLayer>> = vec![
         Box::new(SoftmaxHead::new(&SoftmaxConfig::new(6, 10), vb.pp("softmax"))?),
         Box::new(MixtureOfContexts::new(&mixture, vb.pp("moc"))?),
         Box::new(MixtureOfSoftmaxes::new(&mixture, vb.pp("mos"))?),
@@ -79,7 +79,7 @@ fn a_boxed_head_is_chosen_at_run_time_and_used_from_several_threads() -> Result<
 fn defaults_are_those_of_a_training_step_and_of_the_paper() {
     assert_eq!(Reduction::default(), Reduction::Mean);
     assert_eq!(Activation::default(), Activation::Tanh);
-    let config = MixtureConfig::new(4, 3, 10, 2);
+    let config = MixtureConfig::new(4, 10, 2).with_context(3);
     assert_eq!((config.hidden, config.context, config.vocab, config.components), (4, 3, 10, 2));
     assert!(config.decoder_bias && !config.prior_bias);
     assert_eq!((config.activation, config.dropout), (Activation::Tanh, 0.0));
@@ -93,7 +93,7 @@ fn a_plan_is_asked_for_printed_and_kept() -> Result<()> {
     }
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-    let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(16, 8, 1000, 4), vb)?;
+    let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(16, 1000, 4).with_context(8), vb)?;
     let hidden = Tensor::zeros((5, 40, 16), DType::F32, &Device::Cpu)?;
     let whole = head.plan(&hidden, &LossOptions::new())?;
     assert_eq!((whole.positions, whole.positions_per_chunk, whole.rows_per_chunk), (200, 200, 800));
@@ -114,7 +114,7 @@ fn the_default_budget_is_32_mib_or_480_rows_of_logits() -> Result<()> {
     let plan = |vocab: usize, tokens: usize| {
         let variables = VarMap::new();
         let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(4, 4, vocab, 4), vb)?;
+        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(4, vocab, 4).with_context(4), vb)?;
         head.plan(&Tensor::zeros((tokens, 4), DType::F32, &Device::Cpu)?, &LossOptions::new())
     };
     assert_eq!(plan(100, 1000)?.budget_bytes, 32 << 20);

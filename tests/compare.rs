@@ -33,7 +33,7 @@ impl Trial {
         case.targets.iter_mut().for_each(|y| *y = target(*y));
         let tensors = case.variables(dtype, &Device::Cpu)?;
         let operands = Operands::project(case.head, &tensors, case.activation)?;
-        let (value, nll) = operands.loss(&case.targets, &Objective::default())?;
+        let (value, nll) = operands.loss(&case.targets, &Objective::default(), case.logits)?;
         let store = backward(&value, &upstream(1, 0)).expect("backward");
         let mut composed = gradients(&store, &tensors);
         composed.insert("nll", numbers(&nll));

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
-use mos_head::{Error, LossOptions, Mixture, OutputLayer, Result, Sampler, Sampling, SoftmaxHead};
+use mos_head::{Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead};
 
 const SIZES: Sizes = Sizes::new(5, 3, 4, 30);
 
@@ -143,7 +143,7 @@ on_each_device! {
                 assert!((got - expected).abs() < 1e-5, "{got} {expected}");
             }
             let error = layer.log_prob(&tensors["hidden"], &words.flatten_all()?).expect_err("another shape");
-            assert!(matches!(error, Error::Shape { argument: "words", .. }), "{error:?}");
+            assert!(matches!(error, Error::Shape { argument: "tokens", .. }), "{error:?}");
         }
         Ok(())
     }

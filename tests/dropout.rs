@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use common::check::numbers;
 use common::on_each_device;
 use mos_head::{
-    Activation, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer,
-    Reduction, Result,
+    Activation, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
+    OutputLayer, Reduction, Result,
 };
 
 /// What the one context is before dropout, and the logit of word 0 against word 1 too.
@@ -91,7 +91,7 @@ on_each_device! {
     fn elements_of_a_context_are_dropped_each_on_its_own(device: &Device) -> Result<()> {
         // 2 components of width 3 with every context 1: the hidden gradient of the head tells nothing of masks, but the
         // logits of one-hot decoder rows do.
-        let config = MixtureConfig::new(1, 3, 4, 2);
+        let config = MixtureConfig::new(1, 4, 2).with_context(3);
         assert_eq!(config.dropout, 0.0);
         let eye: Vec<f32> = (0..12).map(|i| if i % 4 == 0 { 1.0 } else { 0.0 }).collect();
         let tensors = MixtureTensors {

@@ -8,7 +8,7 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::{
-    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes,
+    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
     MixtureTensors, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
@@ -195,10 +195,9 @@ on_each_device! {
     fn options_out_of_range_are_refused(device: &Device) -> Result<()> {
         let (inf, nan) = (f64::INFINITY, f64::NAN);
         type With = fn(LossOptions, f64) -> LossOptions;
-        let cases: [(&str, With, &[f64]); 4] = [
+        let cases: [(&str, With, &[f64]); 3] = [
             ("label_smoothing", LossOptions::with_label_smoothing, &[-0.1, 1.0, 1.5, inf, nan]),
             ("z_loss", LossOptions::with_z_loss, &[-1e-4, -inf, inf, nan]),
-            ("softcap", LossOptions::with_softcap, &[0.0, -30.0, inf, nan]),
             ("responsibility_filter", LossOptions::with_responsibility_filter, &[-0.1, 1.0, 2.0, nan]),
         ];
         for (name, with, values) in cases {
@@ -262,10 +261,10 @@ fn sizes_of_zero_are_refused() {
     assert_config(SoftmaxHead::new(&SoftmaxConfig::new(0, 7), vb()), "hidden", &["got 0"]);
     assert_config(SoftmaxHead::new(&SoftmaxConfig::new(5, 0), vb()), "vocab", &["got 0"]);
     let configs = [
-        ("hidden", MixtureConfig::new(0, 3, 7, 2)),
-        ("context", MixtureConfig::new(5, 0, 7, 2)),
-        ("vocab", MixtureConfig::new(5, 3, 0, 2)),
-        ("components", MixtureConfig::new(5, 3, 7, 0)),
+        ("hidden", MixtureConfig::new(0, 7, 2).with_context(3)),
+        ("context", MixtureConfig::new(5, 7, 2).with_context(0)),
+        ("vocab", MixtureConfig::new(5, 0, 2).with_context(3)),
+        ("components", MixtureConfig::new(5, 7, 0).with_context(3)),
     ];
     for (name, config) in configs {
         assert_config(MixtureOfContexts::new(&config, vb()), name, &["got 0"]);
@@ -294,7 +293,7 @@ fn dropout_out_of_range_is_refused() {
         let got = format!("got {dropout}");
         let variables = VarMap::new();
         let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-        let config = MixtureConfig::new(5, 3, 7, 2).with_dropout(dropout);
+        let config = MixtureConfig::new(5, 7, 2).with_context(3).with_dropout(dropout);
         assert_config(MixtureOfContexts::new(&config, vb()), "dropout", &[&got]);
         assert_config(MixtureOfSoftmaxes::new(&config, vb()), "dropout", &[&got]);
         let head = MixtureOfSoftmaxes::from_tensors(parameters(), Activation::Tanh).expect("a head");
@@ -351,7 +350,7 @@ fn an_embedding_of_another_shape_is_no_decoder() {
     let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
     let embedding = Embedding::new(zeros(&[7, 4]), 4);
     let words = ["[7, 4]"];
-    let mixture = MixtureConfig::new(5, 3, 7, 2);
+    let mixture = MixtureConfig::new(5, 7, 2).with_context(3);
     let [softmax, mixed] = [["[7, 5]"], ["[7, 3]"]].map(|expected| [expected, words].concat());
     assert_shape(SoftmaxHead::tied(&SoftmaxConfig::new(5, 7), &embedding, vb()), "embedding", &softmax);
     assert_shape(MixtureOfContexts::tied(&mixture, &embedding, vb()), "embedding", &mixed);

@@ -4,7 +4,7 @@
 mod common;
 
 use candle_core::{DType, Device, Tensor};
-use common::case::{Case, Head, Sizes};
+use common::case::{Case, Head, Logits, Sizes};
 use common::check::{backward, gradients, numbers, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
@@ -40,6 +40,7 @@ fn case(golden: &Value, key: &str, head: Head) -> Case {
         sizes: Sizes::new(size("hidden"), context, components, size("vocab")),
         lead: vec![size("rows")],
         activation: Activation::Tanh,
+        logits: Logits::PLAIN,
         values: names.into_iter().filter_map(operand).collect(),
         targets: integers(&stored["targets"]),
     }
@@ -60,7 +61,6 @@ fn objective(golden: &Value, options: &Value) -> Objective {
         class_weights: weights("class_weights"),
         label_smoothing: number("label_smoothing").unwrap_or(0.0),
         z_loss: number("z_loss").unwrap_or(0.0),
-        softcap: number("softcap"),
         filter: 0.0,
     }
 }
@@ -79,6 +79,7 @@ fn assert_losses(golden: &Value, key: &str, head: Head, device: &Device) -> Resu
         for loss in losses {
             case.targets = integers(&loss["targets"]);
             let objective = objective(golden, &loss["options"]);
+            case.logits.softcap = loss["options"].get("softcap").and_then(Value::as_f64);
             let tensors = case.variables(dtype, device)?;
             let options = objective.options(&case.lead, device)?;
             let got = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?.value;

@@ -383,7 +383,7 @@ on_each_device! {
                 let composed = |dtype| -> Result<_> {
                     let tensors = case.variables(dtype, &Device::Cpu)?;
                     let operands = Operands::project(head, &tensors, case.activation)?;
-                    Ok(gradients(&backward(&operands.log_probs(None)?.0, &upstream)?, &tensors))
+                    Ok(gradients(&backward(&operands.log_probs(case.logits)?.0, &upstream)?, &tensors))
                 };
                 let (truth, rounded) = (composed(DType::F64)?, composed(dtype)?);
                 let tensors = case.variables(dtype, device)?;
@@ -421,7 +421,7 @@ on_each_device! {
 /// The head of `case` with its decoder tied to `embedding`; the rest comes from `vb`.
 fn tied(case: &Case, embedding: &Embedding, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
     let Sizes { hidden, context, components, vocab } = case.sizes;
-    let mixture = MixtureConfig::new(hidden, context, vocab, components).with_prior_bias(true);
+    let mixture = MixtureConfig::new(hidden, vocab, components).with_context(context).with_prior_bias(true);
     Ok(match case.head {
         Head::MixtureOfContexts => Box::new(MixtureOfContexts::tied(&mixture, embedding, vb)?),
         Head::MixtureOfSoftmaxes => Box::new(MixtureOfSoftmaxes::tied(&mixture, embedding, vb)?),

@@ -3,7 +3,7 @@
 mod common;
 
 use candle_core::{DType, Device, Tensor, Var};
-use common::case::{upstream, weights, Case, Head, Sizes, ENTRIES};
+use common::case::{upstream, weights, Case, Head, Logits, Sizes, ENTRIES};
 use common::check::{backward, gradients, numbers, Check, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::composed::Operands;
@@ -28,9 +28,10 @@ fn frequent(case: &mut Case) -> i64 {
 }
 
 /// Which options are on, one letter each: (i)gnored index, (t)oken weights, (c)lass weights, label (s)moothing, (z)-loss,
-/// soft(cap): p, responsibility (f)ilter; the reduction is mean unless it is S(um) or N(one).
+/// soft(cap): p, logit sca(l)e, responsibility (f)ilter; the reduction is mean unless it is S(um) or N(one).
 fn objective(letters: &str, case: &mut Case) -> Objective {
     let on = |letter: char| letters.contains(letter);
+    case.logits = Logits { scale: if on('l') { 0.6 } else { 1.0 }, softcap: on('p').then_some(1.5) };
     Objective {
         reduction: match (on('S'), on('N')) {
             (true, _) => Reduction::Sum,
@@ -42,16 +43,15 @@ fn objective(letters: &str, case: &mut Case) -> Objective {
         class_weights: on('c').then(|| weights(case.sizes.vocab, 2)),
         label_smoothing: if on('s') { 0.15 } else { 0.0 },
         z_loss: if on('z') { 0.02 } else { 0.0 },
-        softcap: on('p').then_some(1.5),
         filter: if on('f') { 0.25 } else { 0.0 },
     }
 }
 
-const ALONE: [&str; 10] = ["", "S", "N", "i", "t", "c", "s", "z", "p", "f"];
+const ALONE: [&str; 11] = ["", "S", "N", "i", "t", "c", "s", "z", "p", "l", "f"];
 
-const COMBINED: [&str; 24] = [
+const COMBINED: [&str; 28] = [
     "it", "ic", "is", "iz", "tc", "cs", "sz", "sp", "zp", "tS", "cN", "sN", "zN", "pN", "itc", "csz", "szp", "tcsN",
-    "icsS", "itcszp", "itcszpS", "itcszpN", "itcspf", "itcspfN",
+    "icsS", "itcszp", "itcszpS", "itcszpN", "itcspf", "itcspfN", "lp", "lzN", "itcszpl", "itcsplfN",
 ];
 
 proptest! {
@@ -60,7 +60,7 @@ proptest! {
     #[test]
     fn random_options_of_random_problems_equal_the_reference(
         problem in problems(),
-        letters in proptest::sample::subsequence("itcszpSN".chars().collect::<Vec<_>>(), 0..=8),
+        letters in proptest::sample::subsequence("itcszplSN".chars().collect::<Vec<_>>(), 0..=9),
         workspace in proptest::option::of(1..4_usize),
     ) {
         let letters: String = letters.into_iter().collect();
@@ -122,7 +122,7 @@ on_each_device! {
         let dtype = exact(device);
         let case = case(Head::Mixture, 73);
         let composed = case.variables(DType::F64, &Device::Cpu)?;
-        let (truth, _) = Operands::project(case.head, &composed, case.activation)?.log_probs(Some(CAP))?;
+        let (truth, _) = Operands::project(case.head, &composed, case.activation)?.log_probs(Logits { scale: 1.0, softcap: Some(CAP) })?;
         let upstream = upstream(ROWS * SIZES.vocab, 5);
         let slopes = gradients(&backward(&truth, &upstream)?, &composed);
         let nll = truth.gather(&case.target_tensor(&Device::Cpu)?.reshape((ROWS, 1))?, 1)?.neg()?;

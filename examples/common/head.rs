@@ -104,7 +104,8 @@ impl HeadSizes {
     /// A head with these sizes and variables `prior.weight`, `latent.weight`, ..; `dropout` is that of the contexts.
     pub(crate) fn build(self, kind: HeadKind, dropout: f64, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
         let HeadSizes { vocab, hidden, context, components, activation } = self;
-        let mixture = MixtureConfig::new(hidden, context, vocab, components)
+        let mixture = MixtureConfig::new(hidden, vocab, components)
+            .with_context(context)
             .with_dropout(dropout)
             .with_activation(activation.into());
         Ok(match kind {

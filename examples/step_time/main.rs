@@ -258,7 +258,7 @@ fn composed_step(leaves: &Leaves, components: usize, forward_only: bool) -> Resu
             }
         }
     };
-    let (log_probs, _) = operands.log_probs(None)?;
+    let (log_probs, _) = operands.log_probs(common::case::Logits::PLAIN)?;
     let nll = log_probs.gather(&leaves.targets.unsqueeze(1)?, 1)?.mean_all()?.neg()?;
     if !forward_only {
         nll.backward()?;

@@ -3,18 +3,25 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::{Error, Result};
+use crate::backend::contract::Sizes;
+use crate::error::{Error, Result};
 
-/// The sizes of one mixture.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Sizes {
-    /// Positions: the product of the leading dimensions of the hidden states.
-    pub(crate) positions: usize,
-    /// Components of the mixture, K.
-    pub(crate) components: usize,
-    /// Size of a context, d.
-    pub(crate) context: usize,
-    pub(crate) vocab: usize,
+/// The default budgets, in bytes, rows of logits, or both; measured, see `benches/RESULTS.md`.
+#[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+pub(super) mod default {
+    /// On the CPU at least this,
+    pub(in crate::backend) const CPU_BYTES: usize = 32 << 20;
+    /// and enough for chunks of this many rows: with fewer it matters that each chunk reads all of the decoder and adds to all
+    /// of its gradient.
+    pub(in crate::backend) const CPU_ROWS: usize = 480;
+    /// Rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
+    pub(in crate::backend) const CPU_STREAMED_ROWS: usize = 768;
+    /// On a GPU chunks whose logits stay in a second-level cache of 50 MiB,
+    pub(in crate::backend) const GPU_LOGITS: usize = 32 << 20;
+    /// or as many rows as make the products efficient,
+    pub(in crate::backend) const GPU_ROWS: usize = 512;
+    /// but never more than this.
+    pub(in crate::backend) const GPU_BYTES: usize = 256 << 20;
 }
 
 /// What a backend needs of the workspace, in bytes.

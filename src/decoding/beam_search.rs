@@ -1,14 +1,15 @@
 //! Beam search: the most probable sequences, as far as a beam can see.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
-use super::host;
-use crate::check::{check_number, check_sizes};
-use crate::{Error, OutputLayer, Result};
+use super::top_k::TopK;
+use super::transfer;
+use crate::error::{Error, Result};
+use crate::validate::{check_number, check_sizes, check_targets};
 
 /// Beam search over any model with an output layer, for a batch of sentences at once.
 ///
-/// Each step extends the `width` most probable sequences of a sentence by every word and keeps the `width` best; those that
+/// Each step extends the `width` most probable sequences of a sentence by every token id and keeps the `width` best; those that
 /// end are set aside. A sentence is done once its `n_best` finished sequences score at least as well as any open one still
 /// could, or at `max_length`. Sequences are ranked by
 ///
@@ -28,7 +29,7 @@ use crate::{Error, OutputLayer, Result};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let cpu = &Device::Cpu;
-/// // Word 0 ends a sequence; after word 1 comes 2, after 2 comes 0.
+/// // Token 0 ends a sequence; after token 1 comes 2, after 2 comes 0.
 /// let embeddings = Tensor::new(&[[0f32, 0., 0.], [0., 0., 9.], [9., 0., 0.]], cpu)?;
 /// let head = SoftmaxHead::from_tensors(Tensor::eye(3, candle_core::DType::F32, cpu)?, None)?;
 /// let search = BeamSearch::new(0).with_width(2).with_max_length(10);
@@ -56,7 +57,7 @@ pub struct BeamSearch {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Hypothesis {
-    /// The words, without the start and without the end token.
+    /// The token ids, without the start and without the end token.
     pub tokens: Vec<u32>,
     /// The log-probability of the sequence in nats, that of the end token included where it was reached.
     pub log_prob: f64,
@@ -75,7 +76,7 @@ struct Open {
 }
 
 impl BeamSearch {
-    /// Beam search with width 4, at most 100 words, the best sequence alone, and no length penalty.
+    /// Beam search with width 4, at most 100 tokens, the best sequence alone, and no length penalty.
     pub fn new(end: u32) -> Self {
         BeamSearch { end, width: 4, max_length: 100, n_best: 1, length_penalty: 0.0 }
     }
@@ -85,12 +86,12 @@ impl BeamSearch {
         BeamSearch { width, ..self }
     }
 
-    /// Words of a sequence, the end token included, at most.
+    /// Tokens of a sequence, the end token included, at most.
     pub fn with_max_length(self, max_length: usize) -> Self {
         BeamSearch { max_length, ..self }
     }
 
-    /// Sequences that are returned for each sentence: fewer, if fewer are possible.
+    /// Sequences that are returned for each sentence, at most `width`: fewer, if fewer are possible.
     pub fn with_n_best(self, n_best: usize) -> Self {
         BeamSearch { n_best, ..self }
     }
@@ -100,51 +101,48 @@ impl BeamSearch {
         BeamSearch { length_penalty: alpha, ..self }
     }
 
-    /// Searches for continuations of the `start` tokens, `[batch]` (u32), one list for each, the best first.
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64), one list for each, the best first: as
+    /// [`BeamSearch::run`], for a model without an output layer of this crate, or one that may not choose any token id.
     ///
-    /// `step(tokens, parents)` feeds one token to each of some rows and gives the hidden states after them, `[rows, hidden]`.
-    /// `tokens` and `parents` are `[rows]` (u32); `parents` says which row of the call before each row continues, so that a
-    /// state with the rows in its first dimension is brought in order by `index_select(parents, 0)`. At the first call row i
-    /// is sentence i. There are fewer rows once sentences are done.
+    /// `next(tokens, parents, k)` gives the `k` most probable token ids after each row, `[rows, k]`, or fewer where fewer are
+    /// possible.
     ///
     /// # Errors
     ///
-    /// If a number is out of its range, `start` is not a vector, the hidden states do not fit the head, a distribution is
-    /// NaN, or `step` fails.
-    pub fn run<E: From<Error>>(
+    /// If a number is out of its range, `start` is not a vector of token ids, `next` gives another number of rows, or it
+    /// fails.
+    pub fn search<E: From<Error>>(
         &self,
-        head: &dyn OutputLayer,
+        vocab_size: usize,
         start: &Tensor,
-        mut step: impl FnMut(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
+        mut next: impl FnMut(&Tensor, &Tensor, usize) -> std::result::Result<TopK, E>,
     ) -> std::result::Result<Vec<Vec<Hypothesis>>, E> {
-        self.validate(head)?;
+        self.validate(vocab_size)?;
         let device = start.device();
         let vector = |values: Vec<u32>| Tensor::new(values, device).map_err(Error::from);
-        let mut tokens = match start.dims() {
-            [_] => {
-                start.to_dtype(candle_core::DType::U32).and_then(|start| start.to_vec1::<u32>()).map_err(Error::from)?
-            }
-            got => return Err(Error::shape("start", "[batch]", got).into()),
-        };
+        if start.rank() != 1 {
+            return Err(Error::shape("start", "[batch]", start.dims()).into());
+        }
+        check_targets("start", start, start.dims())?;
+        let mut tokens = start.to_dtype(DType::U32).and_then(|start| start.to_vec1::<u32>()).map_err(Error::from)?;
         let mut finished = vec![Vec::new(); tokens.len()];
         let mut open: Vec<Open> =
             (0..tokens.len()).map(|sentence| Open { sentence, tokens: vec![], log_prob: 0.0 }).collect();
         let mut parents: Vec<u32> = (0..tokens.len() as u32).collect();
         // Of each sequence at most one continuation ends, so that `width` others are left.
-        let k = (self.width + 1).min(head.vocab_size());
+        let k = self.width.saturating_add(1).min(vocab_size);
         for length in 1..=self.max_length {
             if open.is_empty() {
                 break;
             }
-            let hidden = step(&vector(tokens)?, &vector(parents)?)?;
-            let top = head.top_k(&hidden, k)?;
-            if top.tokens.dims() != [open.len(), k] {
-                return Err(Error::shape("hidden", format!("[{}, hidden]", open.len()), hidden.dims()).into());
+            let top = next(&vector(tokens)?, &vector(parents)?, k)?;
+            if top.tokens.rank() != 2 || top.tokens.dim(0).ok() != Some(open.len()) {
+                return Err(Error::shape("tokens", format!("[{}, k]", open.len()), top.tokens.dims()).into());
             }
-            let words = top.tokens.to_vec2::<u32>().map_err(Error::from)?;
-            let log_probs = host::matrix(&top.log_probs)?;
+            let ids = top.tokens.to_vec2::<u32>().map_err(Error::from)?;
+            let log_probs = transfer::matrix(&top.log_probs)?;
 
-            let mut next = Vec::new();
+            let mut continued = Vec::new();
             (tokens, parents) = (Vec::new(), Vec::new());
             let mut first = 0;
             while first < open.len() {
@@ -154,34 +152,34 @@ impl BeamSearch {
                 let mut continuations: Vec<(f64, usize, u32)> = rows
                     .flat_map(|row| {
                         let log_prob = open[row].log_prob;
-                        words[row].iter().zip(&log_probs[row]).map(move |(&word, &x)| (log_prob + x, row, word))
+                        ids[row].iter().zip(&log_probs[row]).map(move |(&id, &x)| (log_prob + x, row, id))
                     })
                     .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
                     .collect();
-                // Of equals the sequence that was better before, and the lower word, comes first.
+                // Of equals the sequence that was better before, and the lower token id, comes first.
                 continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-                let before = next.len();
-                for (rank, &(log_prob, row, word)) in continuations.iter().enumerate() {
-                    if next.len() == before + self.width {
+                let before = continued.len();
+                for (rank, &(log_prob, row, id)) in continuations.iter().enumerate() {
+                    if continued.len() - before == self.width {
                         break;
                     }
-                    if word != self.end {
-                        let tokens_so_far = [&open[row].tokens[..], &[word]].concat();
-                        next.push(Open { sentence, tokens: tokens_so_far, log_prob });
-                        tokens.push(word);
+                    if id != self.end {
+                        let tokens_so_far = [&open[row].tokens[..], &[id]].concat();
+                        continued.push(Open { sentence, tokens: tokens_so_far, log_prob });
+                        tokens.push(id);
                         parents.push(row as u32);
                     } else if rank < self.width {
                         finished[sentence].push(self.hypothesis(open[row].tokens.clone(), log_prob, length, true));
                     }
                 }
-                let best_open = next.get(before).map(|open| open.log_prob);
+                let best_open = continued.get(before).map(|open| open.log_prob);
                 if best_open.is_none_or(|log_prob| self.is_done(&mut finished[sentence], log_prob)) {
-                    next.truncate(before);
+                    continued.truncate(before);
                     tokens.truncate(before);
                     parents.truncate(before);
                 }
             }
-            open = next;
+            open = continued;
         }
         for Open { sentence, tokens, log_prob } in open {
             finished[sentence].push(self.hypothesis(tokens, log_prob, self.max_length, false));
@@ -192,13 +190,16 @@ impl BeamSearch {
         Ok(finished)
     }
 
-    fn validate(&self, head: &dyn OutputLayer) -> Result<()> {
+    fn validate(&self, vocab_size: usize) -> Result<()> {
         check_sizes(&[("width", self.width), ("max_length", self.max_length), ("n_best", self.n_best)])?;
+        if self.n_best > self.width {
+            return Err(Error::config("n_best", format!("at most width {}", self.width), self.n_best));
+        }
         let alpha = self.length_penalty;
         check_number(alpha >= 0.0 && alpha.is_finite(), "length_penalty", "a finite number, at least 0", alpha)?;
-        match (self.end as usize) < head.vocab_size() {
+        match (self.end as usize) < vocab_size {
             true => Ok(()),
-            false => Err(Error::config("end", format!("a word below vocab_size {}", head.vocab_size()), self.end)),
+            false => Err(Error::config("end", format!("a token id below vocab_size {vocab_size}"), self.end)),
         }
     }
 

@@ -1,17 +1,18 @@
-//! Speaking: from the mixture of each token to the words that are chosen, without a tensor of the vocabulary's size.
+//! From the distribution of each position to the token ids that are chosen, without a tensor of the vocabulary's size.
 //!
-//! A distribution is looked at tile by tile ([`Distribution`](crate::backend::Distribution)); its words are ranked
-//! ([`best`]), drawn from ([`draw`]), or searched for whole sequences ([`beam_search`]).
+//! A distribution is looked at tile by tile ([`Distribution`](crate::backend::contract::Distribution)); its ids are ranked
+//! ([`top_k`]), drawn from ([`multinomial`]), or searched for whole sequences ([`beam_search`]).
 
 mod beam_search;
-mod best;
-mod components;
-mod draw;
-mod host;
+mod multinomial;
+mod pruning;
+mod sampler;
 mod sampling;
 mod top_k;
+mod transfer;
 
 pub use beam_search::{BeamSearch, Hypothesis};
-pub use components::Pruned;
-pub use sampling::{Sampler, Sampling};
+pub use pruning::Pruned;
+pub use sampler::Sampler;
+pub use sampling::Sampling;
 pub use top_k::TopK;

@@ -1,15 +1,7 @@
-//! How token ids are drawn: temperature, truncation, and the source of randomness.
+//! How a token id is drawn: temperature and truncation.
 
-use candle_core::Tensor;
-use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
-
-use super::draw::{pass, Draw};
-use super::host;
-use crate::backend;
-use crate::check::check_number;
-use crate::mixture::Mixture;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
+use crate::validate::check_number;
 
 /// How the next token id is drawn from a distribution. By default from all of it, as it is.
 ///
@@ -23,6 +15,8 @@ use crate::{Error, Result};
 /// - top-p: Holtzman, Buys, Du, Forbes, Choi: The Curious Case of Neural Text Degeneration. ICLR 2020.
 /// - min-p: Nguyen et al.: Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs. ICLR 2025.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(default))]
 pub struct Sampling {
     pub(super) temperature: f64,
     pub(super) component_temperature: f64,
@@ -86,7 +80,7 @@ impl Sampling {
         self.top_k.is_some() || self.top_p < 1.0 || self.min_p > 0.0
     }
 
-    fn validate(&self) -> Result<()> {
+    pub(super) fn validate(&self) -> Result<()> {
         let not_negative = |x: f64| x >= 0.0 && x.is_finite();
         check_number(not_negative(self.temperature), "temperature", "a finite number, at least 0", self.temperature)?;
         check_number(
@@ -104,110 +98,5 @@ impl Sampling {
             return Err(Error::config("ancestral", "temperature 1 and neither top_k, top_p nor min_p", "true"));
         }
         Ok(())
-    }
-}
-
-/// Draws token ids: what [`Sampling`] says, with a generator of random numbers. The same seed draws the same token ids on one device
-/// with one version of this crate.
-///
-/// # Examples
-///
-/// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{OutputLayer, Sampler, Sampling, SoftmaxHead};
-///
-/// # fn main() -> mos_head::Result<()> {
-/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
-/// let hidden = Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?;
-/// let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
-/// let positions = head.sample(&hidden, &mut sampler)?;
-/// assert_eq!(positions.dims(), [4]);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Debug)]
-pub struct Sampler {
-    pub(super) sampling: Sampling,
-    rng: StdRng,
-}
-
-impl Sampler {
-    /// A sampler with a seed.
-    ///
-    /// # Errors
-    ///
-    /// If a number is out of its range, or options exclude each other.
-    pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
-        sampling.validate()?;
-        Ok(Sampler { sampling, rng: StdRng::seed_from_u64(seed) })
-    }
-
-    /// How it draws.
-    pub fn sampling(&self) -> &Sampling {
-        &self.sampling
-    }
-
-    pub(crate) fn is_ancestral(&self) -> bool {
-        self.sampling.ancestral
-    }
-
-    /// Numbers from 0 to below 1. They are drawn before the work is shared out, so that the threads do not matter.
-    pub(super) fn uniform(&mut self, n: usize) -> Vec<f64> {
-        (0..n).map(|_| self.rng.random()).collect()
-    }
-
-    /// One index for each row of log-probabilities `[rows, n]`, `[rows]`.
-    pub(crate) fn choose(&mut self, log_probs: &Tensor) -> Result<Vec<u32>> {
-        let rows = host::matrix(log_probs)?;
-        let uniform = self.uniform(rows.len());
-        let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
-            let sum: f64 = row.iter().map(|x| x.exp()).sum();
-            match pass(row.iter().map(|x| x.exp()), u * sum).filter(|_| sum.is_finite()) {
-                Some((index, _)) => Ok(index as u32),
-                None => Err(Error::Distribution { position }),
-            }
-        };
-        rows.iter().zip(uniform).enumerate().map(choose).collect()
-    }
-}
-
-impl Mixture {
-    /// One token id for each position, `[..]`, u32.
-    ///
-    /// # Errors
-    ///
-    /// If a distribution is NaN.
-    pub fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
-        let tempered;
-        let mut mixture = self;
-        if sampler.sampling.component_temperature != 1.0 {
-            tempered = self.with_component_temperature(sampler.sampling.component_temperature)?;
-            mixture = &tempered;
-        }
-        let drawn;
-        if sampler.is_ancestral() {
-            drawn = mixture.draw_component(sampler)?;
-            mixture = &drawn;
-        }
-        let operands = mixture.operands();
-        let uniform = sampler.uniform(operands.sizes.positions);
-        let ids = backend::visit(operands, &Draw { sampling: &sampler.sampling, uniform: &uniform })?;
-        host::to_device(ids, self.leading(), operands.contexts.device())
-    }
-
-    /// The mixture whose components' logits are divided by `temperature`, with the priors as they are.
-    ///
-    /// # Errors
-    ///
-    /// If the temperature is not a finite number above zero.
-    pub fn with_component_temperature(&self, temperature: f64) -> Result<Mixture> {
-        Sampling::new().with_component_temperature(temperature).validate()?;
-        let mut operands = self.operands().clone();
-        let scaled = |tensor: &Tensor| tensor.affine(1.0 / temperature, 0.0);
-        operands.contexts = scaled(&operands.contexts)?;
-        operands.bias = operands.bias.as_ref().map(scaled).transpose()?;
-        // cap tanh(z / cap) / T = (cap / T) tanh((z / T) / (cap / T))
-        operands.softcap = operands.softcap.map(|cap| cap / temperature);
-        Ok(self.with_operands(operands))
     }
 }

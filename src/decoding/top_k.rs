@@ -1,14 +1,14 @@
-//! The most probable words and their log-probabilities.
+//! The most probable token ids and their log-probabilities.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor, D};
 
-use super::best::best;
-use super::host;
-use crate::backend::{self, accumulation_dtype, Distribution, Float, Visit};
+use super::transfer;
+use crate::backend;
+use crate::backend::ranking::Best;
+use crate::error::{Error, Result};
 use crate::mixture::Mixture;
-use crate::{Error, Result};
 
-/// The most probable words of each distribution, from [`OutputLayer::top_k`](crate::OutputLayer::top_k).
+/// The most probable token ids of each distribution, from [`OutputLayer::top_k`](crate::OutputLayer::top_k).
 ///
 /// # Examples
 ///
@@ -34,54 +34,68 @@ pub struct TopK {
     pub log_probs: Tensor,
 }
 
-/// Looks for the k best.
-struct Best {
-    k: usize,
+impl TopK {
+    /// The `k` most probable token ids of log-probabilities `[.., vocab]`, for distributions that no head of this crate gives.
+    ///
+    /// # Errors
+    ///
+    /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use mos_head::TopK;
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let log_probs = Tensor::new(&[[0.1f32, 0.6, 0.3]], &Device::Cpu)?.log()?;
+    /// assert_eq!(TopK::of_log_probs(&log_probs, 2)?.tokens.to_vec2::<u32>()?, [[1, 2]]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn of_log_probs(log_probs: &Tensor, k: usize) -> Result<Self> {
+        let dims = log_probs.dims();
+        let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
+        check_k(k, vocab)?;
+        let found = transfer::visit(log_probs, &Best { k })?;
+        let (shape, device) = ([leading, &[k]].concat(), log_probs.device());
+        let ids = found.iter().flatten().map(|best| best.1).collect();
+        let of_ids = found.iter().flatten().map(|best| best.0).collect();
+        let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        Ok(TopK {
+            tokens: transfer::to_device::<u32>(ids, shape.as_slice(), device)?,
+            log_probs: transfer::rounded(of_ids, &shape, dtype, device)?,
+        })
+    }
 }
 
-impl Visit for Best {
-    type Output = Vec<(f64, u32)>;
-
-    fn visit<F: Float>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
-        if !distribution.is_valid() {
-            return Err(Error::Distribution { position });
-        }
-        Ok(best(distribution, self.k).into_iter().map(|(log_prob, word)| (log_prob.f64(), word)).collect())
+fn check_k(k: usize, vocab: usize) -> Result<()> {
+    match (1..=vocab).contains(&k) {
+        true => Ok(()),
+        false => Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k)),
     }
 }
 
 impl Mixture {
-    /// The `k` most probable words of each token; of equals the one with the lowest id.
+    /// The `k` most probable token ids of each position, `[.., k]`; of equals the lowest.
     ///
     /// # Errors
     ///
-    /// If `k` is not between 1 and the number of words, or a distribution is NaN.
+    /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN.
     pub fn top_k(&self, k: usize) -> Result<TopK> {
         let operands = self.operands();
-        let vocab = operands.sizes.vocab;
-        if !(1..=vocab).contains(&k) {
-            return Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k));
-        }
+        check_k(k, operands.sizes.vocab)?;
+        let (tokens, log_probs) = backend::top_k(operands, k)?;
         let shape = [self.leading(), &[k]].concat();
-        if let Some((tokens, log_probs)) = backend::top_k(operands, k)? {
-            // A NaN comes first.
-            let position = host::matrix(&log_probs)?.iter().position(|row| row[0].is_nan());
-            if let Some(position) = position {
-                return Err(Error::Distribution { position });
-            }
-            return Ok(TopK {
-                tokens: tokens.reshape(shape.as_slice())?,
-                log_probs: log_probs.reshape(shape.as_slice())?,
-            });
-        }
-        let found = backend::visit(operands, &Best { k })?;
-        let device = operands.contexts.device();
-        let tokens: Vec<u32> = found.iter().flatten().map(|word| word.1).collect();
-        let log_probs: Vec<f64> = found.iter().flatten().map(|word| word.0).collect();
-        let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
-        Ok(TopK {
-            tokens: host::to_device(tokens, shape.as_slice(), device)?,
-            log_probs: host::rounded(log_probs, &shape, dtype, device)?,
-        })
+        Ok(TopK { tokens: tokens.reshape(shape.as_slice())?, log_probs: log_probs.reshape(shape)? })
+    }
+
+    /// The most probable token id of each position, `[..]`, u32; of equals the lowest.
+    ///
+    /// # Errors
+    ///
+    /// If a distribution is NaN: the error names its position.
+    pub fn argmax(&self) -> Result<Tensor> {
+        Ok(self.top_k(1)?.tokens.squeeze(D::Minus1)?)
     }
 }

@@ -4,15 +4,18 @@
 //! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b        (Yang et al., 2018, equation 3)
 //! ```
 
-mod autograd;
+mod node;
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::plan::{Plan, Sizes};
-use crate::backend::{self, accumulation_dtype, Objective, Operands, Task, Wanted};
-use crate::check::{check_alike, check_device, check_sizes};
-use crate::loss::{mask_ignored, Loss, LossOptions, Reduction, Unchecked};
-use crate::{Error, Result};
+use crate::backend;
+use crate::backend::contract::{
+    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
+};
+use crate::backend::plan::Plan;
+use crate::error::{Error, Result};
+use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Unchecked};
+use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets};
 
 /// A mixture of K softmaxes over one decoder, for each of some positions: what every head reduces to.
 ///
@@ -115,22 +118,65 @@ impl Mixture {
                 sizes: Sizes { positions, components, context, vocab },
                 contexts: contexts.reshape((positions, components, context))?.contiguous()?,
                 log_priors,
-                weight: weight.contiguous()?,
+                weight: match weight.is_contiguous() || weight.t()?.is_contiguous() {
+                    true => weight.clone(),
+                    false => weight.contiguous()?,
+                },
                 bias,
+                logit_scale: 1.0,
                 softcap: None,
             },
         })
     }
 
-    /// Bounds the logits softly, `z <- cap tanh(z / cap)`, in all that is computed of this mixture.
+    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma 2, 2024), in all that is computed of this mixture.
     ///
     /// # Errors
     ///
     /// If `cap` is not a finite number above zero.
-    pub fn with_softcap(mut self, cap: f64) -> Result<Self> {
-        LossOptions::new().with_softcap(cap).validate()?;
-        self.operands.softcap = Some(cap);
+    pub fn with_softcap(self, cap: f64) -> Result<Self> {
+        let logit_scale = self.operands.logit_scale;
+        self.with_logits(logit_scale, Some(cap))
+    }
+
+    /// Multiplies the logits, before the softcap: `z = scale (c W^T + b)`, in f32 (f64 for f64) whatever the dtype.
+    ///
+    /// # Errors
+    ///
+    /// If `scale` is not a finite number above zero.
+    pub fn with_logit_scale(self, scale: f64) -> Result<Self> {
+        let softcap = self.operands.softcap;
+        self.with_logits(scale, softcap)
+    }
+
+    pub(crate) fn with_logits(mut self, logit_scale: f64, softcap: Option<f64>) -> Result<Self> {
+        check_logits(logit_scale, softcap)?;
+        (self.operands.logit_scale, self.operands.softcap) = (logit_scale, softcap);
         Ok(self)
+    }
+
+    /// The contexts, `[.., K, d]`.
+    ///
+    /// # Errors
+    ///
+    /// If candle cannot reshape them.
+    pub fn contexts(&self) -> Result<Tensor> {
+        let Sizes { components, context, .. } = self.operands.sizes;
+        Ok(self.operands.contexts.reshape([&self.leading[..], &[components, context]].concat())?)
+    }
+
+    /// The log-priors, `[.., K]`, in f32 (f64 for f64): how probable each component is at each position.
+    ///
+    /// # Errors
+    ///
+    /// If candle cannot reshape them.
+    pub fn log_priors(&self) -> Result<Tensor> {
+        let Operands { sizes, log_priors, contexts, .. } = &self.operands;
+        let shape = [&self.leading[..], &[sizes.components]].concat();
+        match log_priors {
+            Some(log_priors) => Ok(log_priors.reshape(shape)?),
+            None => Ok(Tensor::zeros(shape, accumulation_dtype("contexts", contexts.dtype())?, contexts.device())?),
+        }
     }
 
     /// The loss of the targets, and, in the same three matrix products, the gradients of contexts, priors, weight and bias,
@@ -166,42 +212,39 @@ impl Mixture {
     /// The loss, where nothing undefined stands in the contexts of ignored positions.
     pub(crate) fn loss_of_masked(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         options.validate()?;
-        let objective = self.objective(targets, options)?;
-        let mut operands = self.operands.clone();
-        operands.softcap = options.softcap.or(operands.softcap);
-        let wanted = if options.train { wanted(&operands) } else { Wanted::default() };
+        let operands = self.operands.clone();
+        let objective = self.target_loss(targets, options)?;
+        let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
         // Without a reduction, the gradient from upstream is known only in the backward pass.
-        let now = if options.reduction == Reduction::None { Wanted::default() } else { wanted };
+        let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too, and a budget that is too small is reported before any work.
-        backend::plan(&operands, Task::loss(options, wanted), options.workspace_bytes)?;
-        let plan = backend::plan(&operands, Task::loss(options, now), options.workspace_bytes)?;
-        let outcome = backend::loss(&operands, &objective, now, &plan)?;
+        backend::plan(&operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)?;
+        let plan = backend::plan(&operands, Task::loss(&options.terms, now), options.workspace_bytes)?;
+        let results = backend::loss(&operands, &Objective::Targets(objective.clone()), now, &plan)?;
 
         let value = match options.reduction {
-            Reduction::Mean => mean(&outcome.sum, &outcome.count)?,
-            Reduction::Sum => outcome.sum.clone(),
-            Reduction::None => outcome.objective.reshape(self.leading.as_slice())?,
+            Reduction::Mean => mean(&results.sum, &results.count)?,
+            Reduction::Sum => results.sum.clone(),
+            Reduction::None => results.objective.reshape(self.leading.as_slice())?,
         };
-        let value = match wanted.any() {
+        let value = match needs_grad.any() {
             true => {
-                let gradients = now.any().then_some(outcome.gradients);
-                autograd::attach_loss(value, operands, objective, wanted, gradients)?
+                let gradients = now.any().then_some(results.gradients);
+                node::attach_loss(value, operands, objective, needs_grad, options, gradients)?
             }
             false => value,
         };
+        let nll = results.nll.reshape(self.leading.as_slice())?;
         Ok(Loss {
-            value,
-            sum: outcome.sum,
-            count: outcome.count,
-            nll: outcome.nll.reshape(self.leading.as_slice())?,
-            hits: outcome.hits,
-            dropped_mass: outcome.dropped_mass,
+            hits: results.hits,
+            dropped_mass: results.dropped_mass,
             decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
             unchecked: (!targets.device().is_cpu()).then(|| Unchecked {
                 targets: targets.clone(),
                 ignore_index: options.ignore_index,
                 vocab: self.operands.sizes.vocab,
             }),
+            ..Loss::new(value, results.sum, results.count, nll)
         })
     }
 
@@ -211,25 +254,27 @@ impl Mixture {
     ///
     /// If there are no kernels for the device.
     pub fn log_probs(&self) -> Result<Tensor> {
-        let operands = &self.operands;
-        let wanted = wanted(operands);
-        let plan = backend::plan(operands, Task::log_probs(wanted), None)?;
-        let mut log_probs = backend::log_probs(operands, &plan)?;
-        if wanted.any() {
-            log_probs = autograd::attach_log_probs(log_probs, operands.clone(), wanted, plan)?;
-        }
-        Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?)
+        self.log_probs_as(self.operands.contexts.dtype())
     }
 
-    /// The most probable token id of each position, `[..]`, u32: of equals the one with the lowest id; of a distribution that is
-    /// not one (NaN), the first NaN.
+    /// Log-probabilities as of [`Mixture::log_probs`], in another dtype: in f32 those of a half-precision mixture are not
+    /// rounded. Differentiable.
     ///
     /// # Errors
     ///
-    /// If there are no kernels for the device.
-    pub fn argmax(&self) -> Result<Tensor> {
-        let plan = backend::plan(&self.operands, Task::log_probs(Wanted::default()), None)?;
-        Ok(backend::argmax(&self.operands, &plan)?.reshape(self.leading.as_slice())?)
+    /// If there are no kernels for the device, or the dtype is none of f16, bf16, f32 and f64.
+    pub fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
+        let operands = &self.operands;
+        accumulation_dtype("dtype", dtype)?;
+        let own = operands.contexts.dtype();
+        let computed = if dtype == own { own } else { accumulation_dtype("contexts", own)? };
+        let needs_grad = needs_grad(operands);
+        let plan = backend::plan(operands, Task::log_probs(needs_grad), None)?;
+        let mut log_probs = backend::log_probs(operands, computed, &plan)?;
+        if needs_grad.any() {
+            log_probs = node::attach_log_probs(log_probs, operands.clone(), needs_grad, plan)?;
+        }
+        Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
     }
 
     /// The log-probability `[..]` of a given token id for each position, f32 (f64 for heads in f64). Not differentiable: that is
@@ -269,20 +314,14 @@ impl Mixture {
     /// If an option is out of its range, or the budget cannot hold one position.
     pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
         options.validate()?;
-        let wanted = if options.train { wanted(&self.operands) } else { Wanted::default() };
-        backend::plan(&self.operands, Task::loss(options, wanted), options.workspace_bytes)
+        let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
+        backend::plan(&self.operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)
     }
 
-    /// Checks the shapes and dtypes of what is to be learned.
-    fn objective(&self, targets: &Tensor, options: &LossOptions) -> Result<Objective> {
+    /// What is to be learned, its shapes and dtypes checked.
+    fn target_loss(&self, targets: &Tensor, options: &LossOptions) -> Result<TargetLoss> {
         let Operands { sizes, contexts, .. } = &self.operands;
-        if targets.dims() != self.leading {
-            return Err(Error::shape("targets", format!("{:?}", self.leading), targets.dims()));
-        }
-        if !matches!(targets.dtype(), DType::U8 | DType::U32 | DType::I64) {
-            let expected = "u8, u32 or i64".into();
-            return Err(Error::DType { argument: "targets", expected, got: targets.dtype() });
-        }
+        check_targets("targets", targets, &self.leading)?;
         check_device("targets", targets, contexts)?;
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
         let weights = |argument, weights: &Option<Tensor>, dims: &[usize]| match weights {
@@ -294,30 +333,27 @@ impl Mixture {
                 Ok(Some(weights.flatten_all()?.to_dtype(accumulation)?.detach()))
             }
         };
-        Ok(Objective::Targets {
+        Ok(TargetLoss {
             targets: targets.flatten_all()?,
+            ignore_index: options.ignore_index,
             position_weights: weights("position_weights", &options.position_weights, &self.leading)?,
             class_weights: weights("class_weights", &options.class_weights, &[sizes.vocab])?,
-            options: LossOptions { position_weights: None, class_weights: None, ..options.clone() },
-            upstream: None,
+            terms: options.terms,
+            scale: match options.reduction {
+                Reduction::Mean => GradScale::OneOverCount,
+                Reduction::Sum | Reduction::None => GradScale::One,
+            },
         })
     }
 }
 
 /// Which operands depend on a variable.
-fn wanted(operands: &Operands) -> Wanted {
+fn needs_grad(operands: &Operands) -> NeedsGrad {
     let tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
-    Wanted {
+    NeedsGrad {
         contexts: operands.contexts.track_op(),
         log_priors: tracked(&operands.log_priors),
         weight: operands.weight.track_op(),
         bias: tracked(&operands.bias),
     }
-}
-
-/// `sum / count`, or zero if nothing counts; without reading either.
-fn mean(sum: &Tensor, count: &Tensor) -> Result<Tensor> {
-    let nothing = count.eq(0f64)?;
-    let divisor = nothing.where_cond(&count.ones_like()?, count)?;
-    Ok(nothing.where_cond(&sum.zeros_like()?, &(sum / divisor)?)?)
 }

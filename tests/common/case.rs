@@ -41,6 +41,18 @@ impl Sizes {
     }
 }
 
+/// What is done to logits: `z = cap tanh(scale (c W^T + b) / cap)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Logits {
+    pub scale: f64,
+    pub softcap: Option<f64>,
+}
+
+impl Logits {
+    /// Nothing.
+    pub const PLAIN: Self = Self { scale: 1.0, softcap: None };
+}
+
 #[derive(Clone, Debug)]
 pub struct Case {
     pub head: Head,
@@ -48,6 +60,7 @@ pub struct Case {
     /// The shape of the targets: every dimension of `hidden` but the last.
     pub lead: Vec<usize>,
     pub activation: Activation,
+    pub logits: Logits,
     pub values: BTreeMap<&'static str, Vec<f64>>,
     pub targets: Vec<i64>,
 }
@@ -67,6 +80,7 @@ impl Case {
             sizes,
             lead: lead.to_vec(),
             activation: Activation::Tanh,
+            logits: Logits::PLAIN,
             values: BTreeMap::new(),
             targets: (0..rows).map(|_| rng.random_range(0..sizes.vocab as i64)).collect(),
         };

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use mos_head::{
-    Error, Loss, LossOptions, Mixture, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction,
-    Result, SoftmaxHead,
+    Error, Loss, LossOptions, Mixture, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
+    OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
 use super::case::{upstream, Case, Head, Tensors};
@@ -19,7 +19,7 @@ use super::reference::{truth, Truth};
 /// A head with the hidden states it is given, or the fused op alone.
 #[derive(Debug)]
 pub enum Layer {
-    Head(Box<dyn OutputLayer>, Tensor),
+    Head(Box<dyn MixtureLayer>, Tensor),
     Mixture(Mixture),
 }
 
@@ -27,12 +27,17 @@ impl Layer {
     /// The library's layer for `case` on `tensors`, which are named as in the case.
     pub fn new(case: &Case, tensors: &Tensors) -> Result<Self> {
         if case.head == Head::Mixture {
-            return Ok(Self::Mixture(Mixture::new(
+            let mixture = Mixture::new(
                 &tensors["contexts"],
                 tensors.get("log_priors"),
                 &tensors["decoder.weight"],
                 tensors.get("decoder.bias"),
-            )?));
+            )?;
+            let mixture = mixture.with_logit_scale(case.logits.scale)?;
+            return Ok(Self::Mixture(match case.logits.softcap {
+                Some(cap) => mixture.with_softcap(cap)?,
+                None => mixture,
+            }));
         }
         Ok(Self::Head(build(case, tensors)?, tensors["hidden"].clone()))
     }
@@ -59,13 +64,24 @@ impl Layer {
     }
 }
 
+/// The head with the scale and the bound of the logits of the case.
+macro_rules! finished {
+    ($head:expr, $case:expr) => {{
+        let head = $head.with_logit_scale($case.logits.scale)?;
+        match $case.logits.softcap {
+            Some(cap) => head.with_softcap(cap)?,
+            None => head,
+        }
+    }};
+}
+
 /// The head of `case`, from ready tensors.
-pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn OutputLayer>> {
+pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn MixtureLayer>> {
     let tensor = |name: &str| tensors[name].clone();
     let optional = |name: &str| tensors.get(name).cloned();
     if case.head == Head::Softmax {
         let head = SoftmaxHead::from_tensors(tensor("decoder.weight"), optional("decoder.bias"))?;
-        return Ok(Box::new(head));
+        return Ok(Box::new(finished!(head, case)));
     }
     let parts = MixtureTensors {
         prior_weight: tensor("prior.weight"),
@@ -76,8 +92,8 @@ pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn OutputLayer>> {
         decoder_bias: optional("decoder.bias"),
     };
     Ok(match case.head {
-        Head::MixtureOfContexts => Box::new(MixtureOfContexts::from_tensors(parts, case.activation)?),
-        _ => Box::new(MixtureOfSoftmaxes::from_tensors(parts, case.activation)?),
+        Head::MixtureOfContexts => Box::new(finished!(MixtureOfContexts::from_tensors(parts, case.activation)?, case)),
+        _ => Box::new(finished!(MixtureOfSoftmaxes::from_tensors(parts, case.activation)?, case)),
     })
 }
 
@@ -214,11 +230,11 @@ impl Check {
         }
         let tensors = case.variables(self.dtype, &Device::Cpu)?;
         let operands = Operands::project(case.head, &tensors, case.activation)?;
-        let (value, nll) = operands.loss(&case.targets, objective)?;
+        let (value, nll) = operands.loss(&case.targets, objective, case.logits)?;
         let mut answers = BTreeMap::from([
             ("value", numbers(&value)),
             ("nll", numbers(&nll)),
-            ("log_probs", numbers(&operands.log_probs(None)?.0)),
+            ("log_probs", numbers(&operands.log_probs(case.logits)?.0)),
         ]);
         if objective.filter == 0.0 {
             answers.extend(gradients(&backward(&value, upstream)?, &tensors));

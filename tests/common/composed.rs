@@ -6,7 +6,7 @@
 use candle_core::{DType, Device, Result, Tensor, D};
 use mos_head::{Activation, Reduction};
 
-use super::case::{Head, Tensors};
+use super::case::{Head, Logits, Tensors};
 use super::objective::Objective;
 
 /// What a head hands to the mixture.
@@ -61,11 +61,14 @@ impl Operands {
     }
 
     /// Log-probabilities `[rows, vocab]` and each component's log-sum-exp `[rows, K]`.
-    pub fn log_probs(&self, softcap: Option<f64>) -> Result<(Tensor, Tensor)> {
+    pub fn log_probs(&self, finish: Logits) -> Result<(Tensor, Tensor)> {
         let (rows, k, d) = self.contexts.dims3()?;
         let flat = self.contexts.reshape((rows * k, d))?;
         let mut logits = linear(&flat, &self.weight, self.bias.as_ref())?;
-        if let Some(cap) = softcap {
+        if finish.scale != 1.0 {
+            logits = (logits * finish.scale)?;
+        }
+        if let Some(cap) = finish.softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
         let lse = log_sum_exp(&logits)?;
@@ -79,8 +82,8 @@ impl Operands {
     }
 
     /// The value of `objective`, and the negative log-likelihood `[rows]` of each target.
-    pub fn loss(&self, targets: &[i64], objective: &Objective) -> Result<(Tensor, Tensor)> {
-        let (log_probs, lse) = self.log_probs(objective.softcap)?;
+    pub fn loss(&self, targets: &[i64], objective: &Objective, logits: Logits) -> Result<(Tensor, Tensor)> {
+        let (log_probs, lse) = self.log_probs(logits)?;
         let (rows, vocab) = log_probs.dims2()?;
         let counted = |y: i64| objective.ignore_index != Some(y);
         let token = |(t, &y): (usize, &i64)| objective.position_weight(t, y);

@@ -15,7 +15,6 @@ pub struct Objective {
     pub class_weights: Option<Vec<f64>>,
     pub label_smoothing: f64,
     pub z_loss: f64,
-    pub softcap: Option<f64>,
     pub filter: f64,
 }
 
@@ -28,7 +27,6 @@ impl Default for Objective {
             class_weights: None,
             label_smoothing: 0.0,
             z_loss: 0.0,
-            softcap: None,
             filter: 0.0,
         }
     }
@@ -81,9 +79,6 @@ impl Objective {
         }
         if self.z_loss != 0.0 {
             options = options.with_z_loss(self.z_loss);
-        }
-        if let Some(cap) = self.softcap {
-            options = options.with_softcap(cap);
         }
         if self.filter != 0.0 {
             options = options.with_responsibility_filter(self.filter);

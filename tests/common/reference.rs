@@ -1,6 +1,6 @@
 //! The truth: the mixture loss, its log-probabilities and every gradient, in `f64` and in the plainest loops.
 //!
-//! `log P(v) = logsumexp_k(log pi_k + z_kv - lse_k)`, `z_k = cap(W c_k + b)`. With `q` the smoothed and weighted target
+//! `log P(v) = logsumexp_k(log pi_k + z_kv - lse_k)`, `z_k = cap(scale (W c_k + b))`. With `q` the smoothed and weighted target
 //! and `r_k(v)` the posterior of component `k` given `v`:
 //! `dl/dz_kv = R_k softmax(z_k)_v - q_v r_k(v) + (2 alpha / K) lse_k softmax(z_k)_v`, `R_k = sum_v q_v r_k(v)`,
 //! `dl/d log pi_k = -R_k`.
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use mos_head::Reduction;
 
-use super::case::Case;
+use super::case::{Case, Logits};
 use super::objective::Objective;
 use projection::Projected;
 
@@ -35,8 +35,11 @@ pub struct Truth {
 /// The truth about `case` under `objective`; `upstream` is what is sent back through the value.
 pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     let projected = Projected::new(case);
-    let decoder =
-        Decoder { weight: &case.values["decoder.weight"], bias: case.values.get("decoder.bias").map(Vec::as_slice) };
+    let decoder = Decoder {
+        weight: &case.values["decoder.weight"],
+        bias: case.values.get("decoder.bias").map(Vec::as_slice),
+        logits: case.logits,
+    };
     let (rows, k, d) = (case.rows(), projected.components, case.sizes.context);
     let mut truth = Truth::default();
     let mut slopes = Slopes {
@@ -55,15 +58,14 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     for (t, &y) in case.targets.iter().enumerate() {
         let contexts = &projected.contexts[t * k * d..][..k * d];
         let log_priors = &projected.log_priors[t * k..][..k];
-        let plain = Token::new(contexts, log_priors, &decoder, None);
-        truth.argmax.push(argmax(&plain.log_probs) as u32);
-        truth.log_probs.extend(plain.log_probs);
+        let token = Token::new(contexts, log_priors, &decoder);
+        truth.argmax.push(argmax(&token.log_probs) as u32);
+        truth.log_probs.extend(&token.log_probs);
         if objective.ignore_index == Some(y) {
             truth.nll.push(0.0);
             truth.value.push(0.0);
             continue;
         }
-        let token = Token::new(contexts, log_priors, &decoder, objective.softcap);
         let tau = objective.position_weight(t, y);
         let y = y as usize;
         truth.nll.push(-token.log_probs[y]);
@@ -99,6 +101,7 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
 struct Decoder<'a> {
     weight: &'a [f64],
     bias: Option<&'a [f64]>,
+    logits: Logits,
 }
 
 /// One token's distribution.
@@ -112,12 +115,12 @@ struct Token<'a> {
 }
 
 impl<'a> Token<'a> {
-    fn new(contexts: &'a [f64], log_priors: &'a [f64], decoder: &Decoder, softcap: Option<f64>) -> Self {
+    fn new(contexts: &'a [f64], log_priors: &'a [f64], decoder: &Decoder) -> Self {
         let d = contexts.len() / log_priors.len();
         let logit = |context: &[f64], v: usize| {
             let z = dot(context, &decoder.weight[v * d..][..d]);
-            let z = z + decoder.bias.map_or(0.0, |b| b[v]);
-            softcap.map_or(z, |cap| cap * (z / cap).tanh())
+            let z = decoder.logits.scale * (z + decoder.bias.map_or(0.0, |b| b[v]));
+            decoder.logits.softcap.map_or(z, |cap| cap * (z / cap).tanh())
         };
         let vocab = decoder.weight.len() / d;
         let row = |context| (0..vocab).map(|v| logit(context, v)).collect();
@@ -202,7 +205,8 @@ impl Slopes {
             let push = masses[i] + 2.0 * objective.z_loss * token.lse[i] / k as f64;
             for (v, &z) in token.logits[i].iter().enumerate() {
                 let softmax = (z - token.lse[i]).exp();
-                let slope = objective.softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
+                let Logits { scale, softcap } = decoder.logits;
+                let slope = scale * softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
                 let dz = back * slope * (push * softmax - pulls[i][v]);
                 let row = &decoder.weight[v * d..][..d];
                 add_scaled(&mut self.contexts[(t * k + i) * d..][..d], dz, row);

@@ -32,9 +32,9 @@ OPTIONS = [
 MORE = [
     dict(reduction="sum", z_loss=0.05),
     dict(reduction="mean", softcap=1.5),
-    dict(reduction="mean", token_weights=True, class_weights=True),
+    dict(reduction="mean", position_weights=True, class_weights=True),
     dict(
-        reduction="mean", ignore_index=IGNORED, label_smoothing=0.2, class_weights=True, token_weights=True, z_loss=0.05,
+        reduction="mean", ignore_index=IGNORED, label_smoothing=0.2, class_weights=True, position_weights=True, z_loss=0.05,
         softcap=1.5,
     ),
 ]
@@ -87,7 +87,7 @@ def reduce(each, reduction, count):
     return {"none": each, "sum": each.sum(), "mean": each.sum() / count}[reduction]
 
 
-def mixture_loss(head, t, targets, options, token_weights, class_weights):
+def mixture_loss(head, t, targets, options, position_weights, class_weights):
     """The crate's objective, from the mixture's log-probabilities."""
     log_probs = log_probs_of(head, t, options.get("softcap"))
     logits, _ = logits_of(head, t, options.get("softcap"))
@@ -97,7 +97,7 @@ def mixture_loss(head, t, targets, options, token_weights, class_weights):
     mass = torch.full_like(log_probs, smoothing / VOCAB)
     mass.scatter_add_(1, words.unsqueeze(1), torch.full((ROWS, 1), 1 - smoothing, dtype=torch.float64))
     classes = class_weights if options.get("class_weights") else torch.ones(VOCAB, dtype=torch.float64)
-    tokens = token_weights if options.get("token_weights") else torch.ones(ROWS, dtype=torch.float64)
+    tokens = position_weights if options.get("position_weights") else torch.ones(ROWS, dtype=torch.float64)
     each = -(mass * classes * log_probs).sum(1)
     each = each + options.get("z_loss", 0.0) * torch.logsumexp(logits, -1).square().mean(1)
     tokens = tokens * counted
@@ -138,7 +138,7 @@ def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     generator = torch.Generator().manual_seed(SEED)
-    token_weights = torch.randint(8, 129, (ROWS,), generator=generator).double() / 64
+    position_weights = torch.randint(8, 129, (ROWS,), generator=generator).double() / 64
     class_weights = torch.randint(8, 129, (VOCAB,), generator=generator).double() / 64
     upstream = torch.randint(-64, 65, (ROWS,), generator=generator).double() / 32
     heads = {}
@@ -151,7 +151,7 @@ def main():
             marked = targets.clone()
             if "ignore_index" in options:
                 marked[1], marked[4] = IGNORED, IGNORED
-            value = mixture_loss(head, t, marked, options, token_weights, class_weights)
+            value = mixture_loss(head, t, marked, options, position_weights, class_weights)
             if head == "softmax" and options in OPTIONS:
                 ours, value = value, cross_entropy(t, marked, options, class_weights)
                 assert torch.allclose(ours, value, rtol=1e-13, atol=1e-13), options
@@ -188,7 +188,7 @@ def main():
             seed=SEED,
             sizes=dict(hidden=HIDDEN, context=CONTEXT, components=COMPONENTS, vocab=VOCAB, rows=ROWS),
             epsilon=EPSILON,
-            token_weights=flat(token_weights),
+            position_weights=flat(position_weights),
             class_weights=flat(class_weights),
             upstream=flat(upstream),
             heads=heads,

@@ -3,17 +3,17 @@
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::element::Element;
+use super::dtype::{with_slice, Element};
 use super::math::tanh;
+use super::memory::zeros;
 use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
-use super::{with_slice, zeros};
-use crate::Result;
+use crate::error::Result;
 
 /// Elements worked on at a time: a thread's buffers stay in its first-level cache.
 const BLOCK: usize = 2048;
 
 /// `tanh(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.
-pub(in crate::backend) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
+pub(super) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
     /// `row := tanh(row + other)`
     struct BiasTanh;
     impl<F: Float> Pairwise<F> for BiasTanh {
@@ -26,7 +26,7 @@ pub(in crate::backend) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor>
 }
 
 /// `upstream (1 - result^2)`, the gradient of the argument of a hyperbolic tangent.
-pub(in crate::backend) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
+pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
     struct TanhGradient;
     impl<F: Float> Pairwise<F> for TanhGradient {
         #[inline(always)]
@@ -53,7 +53,7 @@ fn pairwise<P: Pairwise<f32> + Pairwise<f64>>(a: &Tensor, b: &Tensor) -> Result<
 }
 
 fn run<T: Element, P: Pairwise<T::Acc>>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let isa = Isa::best();
+    let isa = Isa::best()?;
     let values = with_slice("hidden", a, |a: &[T]| {
         with_slice("hidden", b, |b: &[T]| {
             let mut out = vec![T::zero(); a.len()];

@@ -5,32 +5,36 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::distribution::PositionRows;
-use super::element::Element;
+use super::dtype::Element;
+use super::gemm::{self, LogitsTo};
 use super::log_sum_exp::{LogSumExp, TileLogSumExp};
-use super::outcome::BufferedGradients;
-use super::products::{self, LogitsTo};
-use super::rows::{first_largest, LogProbRows, Logits, LossRows, PositionLoss, RowGradients, Scratch};
+use super::matrix::DecoderMatrix;
+use super::memory::zeros;
+use super::results::BufferedGradients;
+use super::rows::{LogProbRows, Logits, LossRows, PositionLoss, RowGradients, Scratch};
 use super::simd::{Float, Isa, ROW_ALIGN};
 use super::targets::Targets;
-use super::{zeros, Backend, Operands, Plan, Sizes, Visit, Wanted};
-use crate::Result;
+use crate::backend::contract::{NeedsGrad, Operands, Sizes, Visit};
+use crate::backend::plan::Plan;
+use crate::backend::schedule::Steps;
+use crate::error::Result;
 
 /// A chunk's positions are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
 /// the parts are added in order, so that the sum does not depend on the threads.
 pub(super) const BIAS_PARTS: usize = 16;
 
 /// One mixture at work on the CPU.
-pub(super) struct Cpu<'a, T: Element> {
+pub(super) struct Chunks<'a, T: Element> {
     sizes: Sizes,
     isa: Isa,
+    logit_scale: T::Acc,
     softcap: Option<T::Acc>,
     /// `[positions, K, d]`
     contexts: &'a [T],
-    /// `[vocab, d]`
-    weight: &'a [T],
+    decoder: DecoderMatrix<'a, T>,
     /// `[positions, K]`
     log_priors: Vec<T::Acc>,
-    /// `[stride]`, padded with minus infinity
+    /// `[stride]`: times the logit scale, padded with minus infinity
     bias: Vec<T::Acc>,
     /// Distance from row to row of the logits.
     stride: usize,
@@ -51,10 +55,6 @@ pub(super) struct Cpu<'a, T: Element> {
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
     pub(super) gradients: BufferedGradients<T>,
-    /// `[positions, vocab]`, if log-probabilities are what is computed
-    pub(super) log_probs: Vec<T>,
-    /// `[positions]`, if the most probable token ids are what is computed
-    pub(super) argmax: Vec<u32>,
 }
 
 /// Which rows of a chunk take part in the second and third product.
@@ -73,25 +73,33 @@ impl LiveRows {
     }
 }
 
-impl<'a, T: Element> Cpu<'a, T> {
-    pub(super) fn new(operands: &Operands, contexts: &'a [T], weight: &'a [T], plan: &Plan) -> Result<Self> {
+impl<'a, T: Element> Chunks<'a, T> {
+    pub(super) fn new(
+        operands: &Operands,
+        contexts: &'a [T],
+        decoder: DecoderMatrix<'a, T>,
+        plan: &Plan,
+    ) -> Result<Self> {
         let Sizes { positions, components, vocab, .. } = operands.sizes;
         let stride = vocab.next_multiple_of(ROW_ALIGN);
         let log_priors = match &operands.log_priors {
             Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
             None => zeros(positions * components),
         };
+        let logit_scale = T::Acc::of(operands.logit_scale);
         let mut bias = match &operands.bias {
             Some(bias) => bias.to_vec1()?,
             None => zeros(vocab),
         };
+        bias.iter_mut().for_each(|b| *b *= logit_scale);
         bias.resize(stride, num_traits::Float::neg_infinity());
-        Ok(Cpu {
+        Ok(Chunks {
             sizes: operands.sizes,
-            isa: Isa::best(),
+            isa: Isa::best()?,
+            logit_scale,
             softcap: operands.softcap.map(T::Acc::of),
             contexts,
-            weight,
+            decoder,
             log_priors,
             bias,
             stride,
@@ -102,45 +110,20 @@ impl<'a, T: Element> Cpu<'a, T> {
             live_rows: LiveRows::All(0),
             targets: None,
             losses: vec![PositionLoss::default(); positions],
-            gradients: BufferedGradients::new(operands.sizes, Wanted::default()),
-            log_probs: Vec::new(),
-            argmax: Vec::new(),
+            gradients: BufferedGradients::new(operands.sizes, NeedsGrad::default()),
         })
     }
 
     /// With a loss to compute.
     pub(super) fn with_targets(self, targets: &'a Targets<T::Acc>, gradients: BufferedGradients<T>) -> Self {
-        Cpu { targets: Some(targets), gradients, ..self }
-    }
-
-    /// Calls `f` in parallel with each position of the chunk, its logits, and one of `outputs` each.
-    fn for_each_position<O: Send>(
-        &mut self,
-        positions: Range<usize>,
-        outputs: &mut [O],
-        f: impl Fn(Logits<'_, T::Acc>, &mut Scratch<T::Acc>, &mut O) + Sync,
-    ) {
-        let Sizes { components, vocab, .. } = self.sizes;
-        let (stride, softcap) = (self.stride, self.softcap);
-        let log_priors = &self.log_priors[positions.start * components..];
-        self.logits
-            .par_chunks_exact_mut(components * stride)
-            .zip(log_priors.par_chunks_exact(components))
-            .zip(self.lse.par_chunks_exact(components))
-            .zip(outputs)
-            .for_each_init(
-                || Scratch::new(components, stride, true, false),
-                |scratch, (((rows, log_priors), lse), output)| {
-                    f(Logits { rows, stride, vocab, lse, log_priors, softcap }, scratch, output);
-                },
-            );
+        Chunks { targets: Some(targets), gradients, ..self }
     }
 
     /// The first product, and the log-sum-exp of each row, taken tile by tile. If the logits are not kept, those of the
     /// positions' targets are returned, `[positions][K]`.
     fn first_product(&mut self, positions: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
         let Sizes { components, context: d, .. } = self.sizes;
-        let (isa, softcap, bias) = (self.isa, self.softcap, &self.bias);
+        let (isa, scale, softcap, bias) = (self.isa, self.logit_scale, self.softcap, &self.bias);
         let rows = self.rows(positions.clone());
         let id = |t: usize| Some(self.targets.filter(|_| !keep)?.position(t)?.hard?.0);
         let targets: Vec<Option<usize>> = positions.map(id).collect();
@@ -150,20 +133,27 @@ impl<'a, T: Element> Cpu<'a, T> {
             false => LogitsTo::Nowhere,
         };
         // Of each tile: the log-sum-exp of every row, and the logits of the targets among its token ids.
-        let tiles = products::logits(to, contexts, self.weight, d, isa, |ids, tile| {
+        let tiles = gemm::logits(to, contexts, self.decoder, isa, |ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows());
             for r in 0..tile.rows() {
                 let row = tile.row_mut(r);
                 let bias = &bias[ids.start..][..row.len()];
-                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), bias, softcap, keep }));
+                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap, keep }));
             }
             let mut target_logits = Vec::new();
             for (i, &id) in targets.iter().enumerate() {
                 if let Some(id) = id.filter(|id| ids.contains(id)) {
-                    // With a softcap the bias is in already.
-                    let bias = if softcap.is_some() { num_traits::Zero::zero() } else { bias[id] };
                     let rows = i * components..(i + 1) * components;
-                    let logits = rows.map(|r| tile.row_mut(r)[id - ids.start] + bias).collect();
+                    let logits = rows.map(|r| {
+                        let z = tile.row_mut(r)[id - ids.start];
+                        // With a softcap the row has been finished.
+                        if softcap.is_some() {
+                            z
+                        } else {
+                            num_traits::Float::mul_add(z, scale, bias[id])
+                        }
+                    });
+                    let logits = logits.collect();
                     target_logits.push((i, logits));
                 }
             }
@@ -191,6 +181,44 @@ impl<'a, T: Element> Cpu<'a, T> {
         positions.into_par_iter().map(visit_position).collect()
     }
 
+    /// First product and the loss of each position, for when nothing else is needed: the logits are not kept.
+    pub(super) fn stream_loss(&mut self, positions: Range<usize>) {
+        let target_logits = self.first_product(positions.clone(), false);
+        let Some(targets) = self.targets else { return };
+        let components = self.sizes.components;
+        let mut scratch = Scratch::new(components, 0, false, false);
+        for (i, t) in positions.enumerate() {
+            let Some(target) = targets.position(t) else { continue };
+            let log_priors = &self.log_priors[t * components..][..components];
+            scratch.set_components(&self.lse[i * components..][..components], log_priors);
+            let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
+            scratch.least_mass(&target, &mut loss);
+            self.losses[t] = loss;
+        }
+    }
+
+    /// The mixture's log-probabilities `[positions, vocab]` of the chunk's positions from their logits.
+    pub(super) fn log_prob_rows<O: Element<Acc = T::Acc>>(&mut self, positions: Range<usize>, to: &mut [O]) {
+        let Sizes { components, vocab, .. } = self.sizes;
+        let (isa, stride, softcap) = (self.isa, self.stride, self.softcap);
+        let log_priors = &self.log_priors[positions.start * components..];
+        self.logits
+            .par_chunks_exact_mut(components * stride)
+            .zip(log_priors.par_chunks_exact(components))
+            .zip(self.lse.par_chunks_exact(components))
+            .zip(to.par_chunks_exact_mut(vocab))
+            .for_each_init(
+                || Scratch::new(components, stride, true, false),
+                |scratch, (((rows, log_priors), lse), to)| {
+                    let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
+                    T::Acc::dispatch(isa, LogProbRows { logits, scratch });
+                    for (to, &from) in to.iter_mut().zip(&scratch.log_probs) {
+                        *to = O::narrow(from);
+                    }
+                },
+            );
+    }
+
     /// Moves the live rows of the logits' gradient, and of the contexts, to the front.
     fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
         if live.iter().all(|&live| live) {
@@ -215,7 +243,7 @@ impl<'a, T: Element> Cpu<'a, T> {
     }
 }
 
-impl<T: Element> Backend for Cpu<'_, T> {
+impl<T: Element> Steps for Chunks<'_, T> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         self.first_product(positions, true);
         Ok(())
@@ -225,6 +253,7 @@ impl<T: Element> Backend for Cpu<'_, T> {
         let Some(targets) = self.targets else { return Ok(()) };
         let Sizes { components, vocab, .. } = self.sizes;
         let (stride, isa, softcap, lse) = (self.stride, self.isa, self.softcap, &self.lse);
+        let logit_scale = self.logit_scale;
         let rows = self.rows(positions.clone());
         let mut live = vec![false; rows.len()];
         let gradients = &mut self.gradients;
@@ -237,8 +266,8 @@ impl<T: Element> Backend for Cpu<'_, T> {
         };
         let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
         bias_slots.resize_with(positions.len().div_ceil(part), || None);
-        let mut no_log_priors = zeros(if gradients.wanted { 0 } else { rows.len() });
-        let log_prior_gradients = match gradients.wanted {
+        let mut no_log_priors = zeros(if gradients.needed { 0 } else { rows.len() });
+        let log_prior_gradients = match gradients.needed {
             true => &mut gradients.log_priors[rows.clone()],
             false => &mut no_log_priors[..],
         };
@@ -271,8 +300,9 @@ impl<T: Element> Backend for Cpu<'_, T> {
                                 softcap,
                             },
                             target,
-                            gradients: gradients.wanted.then(|| RowGradients {
+                            gradients: gradients.needed.then(|| RowGradients {
                                 scale: targets.scale(position),
+                                logit_scale,
                                 log_priors: log_prior_gradient,
                                 bias: bias_gradient.as_deref_mut(),
                                 live,
@@ -291,24 +321,8 @@ impl<T: Element> Backend for Cpu<'_, T> {
                 }
             }
         }
-        if gradients.wanted {
+        if gradients.needed {
             self.gather_live_rows(rows, &live);
-        }
-        Ok(())
-    }
-
-    fn loss_only(&mut self, positions: Range<usize>) -> Result<()> {
-        let target_logits = self.first_product(positions.clone(), false);
-        let Some(targets) = self.targets else { return Ok(()) };
-        let components = self.sizes.components;
-        let mut scratch = Scratch::new(components, 0, false, false);
-        for (i, t) in positions.enumerate() {
-            let Some(target) = targets.position(t) else { continue };
-            let log_priors = &self.log_priors[t * components..][..components];
-            scratch.set_components(&self.lse[i * components..][..components], log_priors);
-            let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
-            scratch.least_mass(&target, &mut loss);
-            self.losses[t] = loss;
         }
         Ok(())
     }
@@ -317,10 +331,10 @@ impl<T: Element> Backend for Cpu<'_, T> {
         let (rows, d) = (self.rows(positions), self.sizes.context);
         let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
         match &self.live_rows {
-            LiveRows::All(_) => products::context_gradient(gradient, &self.logits, self.stride, self.weight, d),
+            LiveRows::All(_) => gemm::context_gradient(gradient, &self.logits, self.stride, self.decoder),
             LiveRows::Some(rows) => {
                 self.chunk_gradient.resize(rows.len() * d, num_traits::Zero::zero());
-                products::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.weight, d);
+                gemm::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.decoder);
                 for (&row, values) in rows.iter().zip(self.chunk_gradient.chunks_exact(d)) {
                     gradient[row * d..(row + 1) * d].copy_from_slice(values);
                 }
@@ -340,35 +354,9 @@ impl<T: Element> Backend for Cpu<'_, T> {
         let gradients = &mut self.gradients;
         if live > 0 {
             let started = gradients.weight_started;
-            products::decoder_gradient(&mut gradients.weight, started, &self.logits, self.stride, contexts, d);
+            gemm::decoder_gradient(&mut gradients.weight, started, &self.logits, self.stride, contexts, d);
             gradients.weight_started = true;
         }
-        Ok(())
-    }
-
-    fn log_prob_rows(&mut self, positions: Range<usize>) -> Result<()> {
-        let (isa, vocab) = (self.isa, self.sizes.vocab);
-        let mut log_probs = std::mem::take(&mut self.log_probs);
-        let mut outputs: Vec<&mut [T]> =
-            log_probs[positions.start * vocab..positions.end * vocab].chunks_mut(vocab).collect();
-        self.for_each_position(positions, &mut outputs, |logits, scratch, output| {
-            T::Acc::dispatch(isa, LogProbRows { logits, scratch });
-            for (to, &from) in output.iter_mut().zip(&scratch.log_probs) {
-                *to = T::narrow(from);
-            }
-        });
-        self.log_probs = log_probs;
-        Ok(())
-    }
-
-    fn argmax_rows(&mut self, positions: Range<usize>) -> Result<()> {
-        let (isa, vocab) = (self.isa, self.sizes.vocab);
-        let mut argmax = std::mem::take(&mut self.argmax);
-        self.for_each_position(positions.clone(), &mut argmax[positions], |logits, scratch, output| {
-            T::Acc::dispatch(isa, LogProbRows { logits, scratch });
-            *output = first_largest(&scratch.log_probs[..vocab]) as u32;
-        });
-        self.argmax = argmax;
         Ok(())
     }
 }

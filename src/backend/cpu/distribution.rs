@@ -3,7 +3,7 @@
 use super::log_sum_exp::LogSumExp;
 use super::rows::{largest_term, mix_register};
 use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
-use super::{Distribution, TILE};
+use crate::backend::contract::{Distribution, TILE};
 
 /// The K rows of logits of one position.
 pub(super) struct PositionRows<'a, F> {

@@ -39,10 +39,11 @@ pub(super) struct TileLogSumExp<'a, F> {
     /// Logits of `token ids` token ids, without bias and softcap, and padding.
     pub(super) row: &'a mut [F],
     pub(super) ids: usize,
-    /// As long as `row`, with minus infinity for the padding.
+    pub(super) scale: F,
+    /// As long as `row`, with the scale in it, and with minus infinity for the padding.
     pub(super) bias: &'a [F],
     pub(super) softcap: Option<F>,
-    /// Whether bias and softcap are left in the row, and minus infinity in its padding.
+    /// Whether scale, bias and softcap are left in the row, and minus infinity in its padding.
     pub(super) keep: bool,
 }
 
@@ -51,40 +52,41 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> LogSumExp<F> {
-        let TileLogSumExp { row, ids, bias, softcap, keep } = self;
+        let TileLogSumExp { row, ids, scale, bias, softcap, keep } = self;
         row[ids..].fill(F::zero());
         match softcap {
-            None if keep => log_sum_exp::<{ bias::ADD }, F, V>(v, row, bias),
-            None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, bias),
+            None if keep => log_sum_exp::<{ bias::ADD }, F, V>(v, row, scale, bias),
+            None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, scale, bias),
             Some(cap) => {
-                soft_cap(v, row, bias, cap);
+                soft_cap(v, row, scale, bias, cap);
                 row[ids..].fill(F::neg_infinity());
-                log_sum_exp::<{ bias::ADDED }, F, V>(v, row, bias)
+                log_sum_exp::<{ bias::ADDED }, F, V>(v, row, scale, bias)
             }
         }
     }
 }
 
-/// How [`log_sum_exp`] treats the bias.
+/// How [`log_sum_exp`] treats scale and bias.
 mod bias {
-    /// It is in the logits already.
+    /// They are in the logits already.
     pub(super) const ADDED: u8 = 0;
-    /// It is added to the logits in place.
+    /// They are put into the logits in place.
     pub(super) const ADD: u8 = 1;
-    /// It is added on the way, and the logits stay as they are: less to write where nobody reads them again.
+    /// They are put in on the way, and the logits stay as they are: less to write where nobody reads them again.
     pub(super) const ON_THE_WAY: u8 = 2;
 }
 
-/// `log sum_v exp(z_v + bias_v)` of a row.
+/// `log sum_v exp(scale z_v + bias_v)` of a row.
 ///
 /// One pass over memory: block by block, the sum so far is rescaled whenever a block has a larger maximum. Minus infinity
 /// for a row of minus infinities; NaN if the row has a NaN or plus infinity.
 #[inline(always)]
-fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F]) -> LogSumExp<F> {
+fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scale: F, bias: &[F]) -> LogSumExp<F> {
     /// Registers per block: small enough for the first-level cache.
     const BLOCK: usize = 64;
     /// Independent accumulators, which keep the processor busy while each waits for its last addition.
     const LANES: usize = 4;
+    let scale = v.splat(scale);
     let mut largest = F::neg_infinity();
     let mut sum = F::zero();
     for (block, bias) in V::registers_mut(row).chunks_mut(BLOCK).zip(V::registers(bias).chunks(BLOCK)) {
@@ -93,11 +95,11 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias
         let (groups, rest) = block.as_chunks_mut::<LANES>();
         for (group, bias) in groups.iter_mut().zip(bias_groups) {
             for lane in 0..LANES {
-                maxima[lane] = v.max(maxima[lane], with_bias::<BIAS, F, V>(v, &mut group[lane], bias[lane]));
+                maxima[lane] = v.max(maxima[lane], with_bias::<BIAS, F, V>(v, &mut group[lane], scale, bias[lane]));
             }
         }
         for (z, &b) in rest.iter_mut().zip(bias_rest) {
-            maxima[0] = v.max(maxima[0], with_bias::<BIAS, F, V>(v, z, b));
+            maxima[0] = v.max(maxima[0], with_bias::<BIAS, F, V>(v, z, scale, b));
         }
         let block_largest = v.largest(v.max(v.max(maxima[0], maxima[1]), v.max(maxima[2], maxima[3])));
         if block_largest > largest {
@@ -110,12 +112,15 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias
         let (groups, rest) = block.as_chunks::<LANES>();
         for (group, bias) in groups.iter().zip(bias_groups) {
             for lane in 0..LANES {
-                let logit = if BIAS == bias::ON_THE_WAY { v.add(group[lane], bias[lane]) } else { group[lane] };
+                let logit = match BIAS == bias::ON_THE_WAY {
+                    true => v.mul_add(group[lane], scale, bias[lane]),
+                    false => group[lane],
+                };
                 sums[lane] = v.add(sums[lane], exp(v, v.sub(logit, reference)));
             }
         }
         for (&z, &b) in rest.iter().zip(bias_rest) {
-            let logit = if BIAS == bias::ON_THE_WAY { v.add(z, b) } else { z };
+            let logit = if BIAS == bias::ON_THE_WAY { v.mul_add(z, scale, b) } else { z };
             sums[0] = v.add(sums[0], exp(v, v.sub(logit, reference)));
         }
         sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
@@ -123,13 +128,13 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], bias
     LogSumExp { largest: finite_or_zero(largest), log_sum: sum.ln() }
 }
 
-/// The logit with its bias, which is put in its place if it is to be.
+/// The logit with scale and bias, which is put in its place if it is to be.
 #[inline(always)]
-fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, bias: V::Reg) -> V::Reg {
+fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, scale: V::Reg, bias: V::Reg) -> V::Reg {
     if BIAS == bias::ADDED {
         return *z;
     }
-    let logit = v.add(*z, bias);
+    let logit = v.mul_add(*z, scale, bias);
     if BIAS == bias::ADD {
         *z = logit;
     }
@@ -144,11 +149,11 @@ fn finite_or_zero<F: Float>(x: F) -> F {
     }
 }
 
-/// `z := cap tanh((z + bias) / cap)`.
+/// `z := cap tanh((scale z + bias) / cap)`.
 #[inline(always)]
-fn soft_cap<F: Float, V: Vector<F>>(v: V, row: &mut [F], bias: &[F], cap: F) {
-    let (cap, inverse) = (v.splat(cap), v.splat(F::one() / cap));
+fn soft_cap<F: Float, V: Vector<F>>(v: V, row: &mut [F], scale: F, bias: &[F], cap: F) {
+    let (scale, cap, inverse) = (v.splat(scale), v.splat(cap), v.splat(F::one() / cap));
     for (z, &b) in V::registers_mut(row).iter_mut().zip(V::registers(bias)) {
-        *z = v.mul(cap, tanh(v, v.mul(v.add(*z, b), inverse)));
+        *z = v.mul(cap, tanh(v, v.mul(v.mul_add(*z, scale, b), inverse)));
     }
 }

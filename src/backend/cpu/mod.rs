@@ -3,47 +3,87 @@
 mod activation;
 mod chunks;
 mod distribution;
-mod dots;
-mod element;
+mod dtype;
+mod gemm;
+mod gemv;
 mod log_sum_exp;
 mod math;
+mod matrix;
 mod memory;
-mod outcome;
-mod products;
+mod results;
 mod rows;
 mod simd;
 mod targets;
 
-use candle_core::{Device, Storage, Tensor};
+use candle_core::{DType, Device, Tensor};
 
-use super::plan::{Needs, Plan, Sizes};
-use super::{Backend, Distribution, Objective, Operands, Outcome, Task, Visit, Wanted, TILE};
-use crate::{Error, Result};
-pub(super) use activation::{bias_tanh, tanh_gradient};
-use chunks::{Cpu, BIAS_PARTS};
-use element::Element;
-use memory::zeros;
-use outcome::{outcome, BufferedGradients};
-pub(crate) use simd::Float;
+use crate::backend::contract::{Backend, LossResults, NeedsGrad, Objective, Operands, Sizes, Task, Visit};
+use crate::backend::plan::{default, Needs, Plan};
+use crate::backend::ranking::Best;
+use crate::backend::schedule::Steps;
+use crate::error::Result;
+use chunks::{Chunks, BIAS_PARTS};
+use dtype::{with_slice, with_type, Element};
+use matrix::DecoderMatrix;
+use results::{results, BufferedGradients};
 use simd::{Isa, ROW_ALIGN};
 use targets::Targets;
 
-/// Rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
-const STREAMED_ROWS: usize = 768;
+/// The CPU, in f16 and bf16 (computed in f32), f32 and f64.
+pub(super) struct Cpu;
 
-/// The default budget is at least this,
-const LEAST_DEFAULT_BUDGET: usize = 32 << 20;
-/// and enough for chunks of this many rows: with fewer it matters that each chunk reads all of the decoder
-/// and adds to all of its gradient.
-const ENOUGH_ROWS: usize = 480;
+impl Backend for Cpu {
+    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+        with_type!(operands.contexts.dtype(), T => plan::<T>(operands, task, budget))
+    }
 
-/// The plan of a task with these operands.
-pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    fn loss(
+        &self,
+        operands: &Operands,
+        objective: &Objective,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults> {
+        with_type!(operands.contexts.dtype(), T => loss::<T>(operands, objective, needs_grad, plan))
+    }
+
+    fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
+        with_type!(operands.contexts.dtype(), T => match dtype == operands.contexts.dtype() {
+            true => log_probs::<T, T>(operands, plan),
+            false => log_probs::<T, <T as Element>::Acc>(operands, plan),
+        })
+    }
+
+    fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
+        let found = self.visit(operands, &Best { k })?;
+        let shape = (operands.sizes.positions, k);
+        let ids = found.iter().flatten().map(|best| best.1).collect();
+        let log_probs = found.iter().flatten().map(|best| best.0).collect();
+        let log_probs = Tensor::from_vec::<_, f64>(log_probs, shape, &Device::Cpu)?;
+        let accumulation = if operands.contexts.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        Ok((Tensor::from_vec::<_, u32>(ids, shape, &Device::Cpu)?, log_probs.to_dtype(accumulation)?))
+    }
+
+    fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
+        let plan = self.plan(operands, Task::decoding(), None)?;
+        with_type!(operands.contexts.dtype(), T => visit_all::<T, V>(operands, &plan, visit))
+    }
+
+    fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {
+        activation::bias_tanh(z, bias)
+    }
+
+    fn tanh_gradient(&self, result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
+        activation::tanh_gradient(result, &upstream.contiguous()?)
+    }
+}
+
+fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { components, context, vocab, .. } = operands.sizes;
     let size = size_of::<T::Acc>();
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let threads = rayon::current_num_threads();
-    let tile = products::VOCAB_TILE.min(stride);
+    let tile = gemm::VOCAB_TILE.min(stride);
     // Each tile's log-sum-exp, in two parts.
     let summaries = 2 * vocab.div_ceil(tile);
     // Contexts and their gradient, where they are widened or only some rows are live.
@@ -57,85 +97,76 @@ pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<u
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
     let per_position = components * row * size;
     // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
-    let of_thread = scratch_rows * stride + products::buffered_tile(context, vocab);
+    let of_thread = scratch_rows * stride + gemm::buffered_tile(context, vocab);
     let fixed = (stride * (2 + bias_parts) + threads * of_thread) * size;
     // Where nothing is added to a gradient, as many as the kernel for few rows takes.
-    let enough_rows = if task.few_rows { dots::MOST_ROWS } else { ENOUGH_ROWS };
+    let enough_rows = if task.few_rows { gemv::MOST_ROWS } else { default::CPU_ROWS };
     let needs = Needs {
         per_position,
         fixed,
-        default_budget: LEAST_DEFAULT_BUDGET.max(fixed + enough_rows.div_ceil(components) * per_position),
-        most_positions: if task.keeps_logits { usize::MAX } else { STREAMED_ROWS / components },
+        default_budget: default::CPU_BYTES.max(fixed + enough_rows.div_ceil(components) * per_position),
+        most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
-        kernels: Isa::best().name(),
+        kernels: Isa::best()?.name(),
         threads,
     };
     Plan::new(operands.sizes, needs, budget)
 }
 
-pub(super) fn loss<T: Element>(
+fn loss<T: Element>(
     operands: &Operands,
     objective: &Objective,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     plan: &Plan,
-) -> Result<Outcome> {
-    with_slices(operands, |contexts: &[T], weight: &[T]| {
+) -> Result<LossResults> {
+    with_chunks(operands, plan, |chunks: Chunks<'_, T>| {
         let targets = Targets::new(objective, operands.sizes)?;
-        let gradients = BufferedGradients::new(operands.sizes, wanted);
-        let mut cpu = Cpu::new(operands, contexts, weight, plan)?.with_targets(&targets, gradients);
-        cpu.run_loss(plan, wanted)?;
-        outcome(operands.sizes, wanted, &targets, &cpu.losses, cpu.gradients)
+        let gradients = BufferedGradients::new(operands.sizes, needs_grad);
+        let mut chunks = chunks.with_targets(&targets, gradients);
+        match plan.keeps_logits {
+            true => chunks.run_loss(plan, needs_grad)?,
+            false => plan.chunks().for_each(|positions| chunks.stream_loss(positions)),
+        }
+        results(operands.sizes, needs_grad, &targets, &chunks.losses, chunks.gradients)
     })
 }
 
-pub(super) fn log_probs<T: Element>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    with_slices(operands, |contexts: &[T], weight: &[T]| {
-        let Sizes { positions, vocab, .. } = operands.sizes;
-        let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
-        cpu.log_probs = vec![T::zero(); positions * vocab];
-        cpu.run_log_probs(plan)?;
-        Ok(Tensor::from_vec(cpu.log_probs, (positions, vocab), &Device::Cpu)?)
+/// In `O`, the operands' type or the one that they are computed in.
+fn log_probs<T: Element, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    let Sizes { positions, vocab, .. } = operands.sizes;
+    with_chunks(operands, plan, |mut chunks: Chunks<'_, T>| {
+        let mut log_probs = vec![O::zero(); positions * vocab];
+        for positions in plan.chunks() {
+            chunks.logits(positions.clone())?;
+            let to = &mut log_probs[positions.start * vocab..positions.end * vocab];
+            chunks.log_prob_rows(positions, to);
+        }
+        Ok(Tensor::from_vec(log_probs, (positions, vocab), &Device::Cpu)?)
     })
 }
 
-pub(super) fn argmax<T: Element>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    with_slices(operands, |contexts: &[T], weight: &[T]| {
-        let positions = operands.sizes.positions;
-        let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
-        cpu.argmax = vec![0; positions];
-        cpu.run_argmax(plan)?;
-        Ok(Tensor::from_vec(cpu.argmax, positions, &Device::Cpu)?)
-    })
-}
-
-pub(super) fn visit<T: Element, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
-    with_slices(operands, |contexts: &[T], weight: &[T]| {
-        let mut cpu = Cpu::new(operands, contexts, weight, plan)?;
+fn visit_all<T: Element, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
+    with_chunks(operands, plan, |mut chunks: Chunks<'_, T>| {
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
-            cpu.logits(positions.clone())?;
-            outputs.extend(cpu.visit_rows(positions, visit)?);
+            chunks.logits(positions.clone())?;
+            outputs.extend(chunks.visit_rows(positions, visit)?);
         }
         Ok(outputs)
     })
 }
 
-/// Calls `f` with the elements of the contexts and of the decoder's weight.
-fn with_slices<T: Element, O>(operands: &Operands, f: impl FnOnce(&[T], &[T]) -> Result<O>) -> Result<O> {
+/// Calls `f` with the operands, ready to be worked on.
+fn with_chunks<T: Element, R>(
+    operands: &Operands,
+    plan: &Plan,
+    f: impl FnOnce(Chunks<'_, T>) -> Result<R>,
+) -> Result<R> {
+    let Sizes { context, vocab, .. } = operands.sizes;
+    let (weight, transposed) = operands.stored_weight()?;
     with_slice("contexts", &operands.contexts, |contexts| {
-        with_slice("weight", &operands.weight, |weight| f(contexts, weight))
+        with_slice("weight", &weight, |values| {
+            f(Chunks::new(operands, contexts, DecoderMatrix { values, vocab, context, transposed }, plan)?)
+        })
     })
-}
-
-/// Calls `f` with the elements of a contiguous tensor.
-fn with_slice<T: Element, O>(argument: &'static str, tensor: &Tensor, f: impl FnOnce(&[T]) -> Result<O>) -> Result<O> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else {
-        let got = format!("{:?}", tensor.device().location());
-        return Err(Error::Device { argument, expected: "Cpu".into(), got });
-    };
-    match layout.contiguous_offsets() {
-        Some((from, to)) => f(&T::cpu_storage_as_slice(storage)?[from..to]),
-        None => Err(Error::shape(argument, "contiguous", layout.dims())),
-    }
 }

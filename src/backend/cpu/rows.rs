@@ -137,6 +137,8 @@ impl<F: Float> Scratch<F> {
 pub(super) struct RowGradients<'a, F> {
     /// What the position's objective is multiplied by.
     pub(super) scale: F,
+    /// What contexts and bias were multiplied by in the logits.
+    pub(super) logit_scale: F,
     /// `[K]`
     pub(super) log_priors: &'a mut [F],
     /// `[stride]`, added to
@@ -251,14 +253,14 @@ impl<F: Float> Logits<'_, F> {
         mut gradients: RowGradients<'_, F>,
         scratch: &Scratch<F>,
     ) {
-        let scale = gradients.scale;
+        let (scale, logits_scale) = (gradients.scale, gradients.scale * gradients.logit_scale);
         let z_loss = target.z_loss / F::of(scratch.lse.len() as f64);
         for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
             let mass = scratch.mass[k];
             gradients.log_priors[k] = flushed(weighted(scale, -mass));
             let lse = scratch.lse[k];
-            let softmax_scale = scale * (mass + F::of(2.0) * z_loss * lse.value());
-            let hard = scale * scratch.hard_mass[k];
+            let softmax_scale = logits_scale * (mass + F::of(2.0) * z_loss * lse.value());
+            let hard = logits_scale * scratch.hard_mass[k];
             // The two parts may cancel in a sum, and yet not in any logit.
             let is_zero = scale == F::zero()
                 || (target.soft.is_none() && flushed(softmax_scale) == F::zero() && flushed(hard) == F::zero());
@@ -269,7 +271,7 @@ impl<F: Float> Logits<'_, F> {
             let target_logit = target.hard.map(|(y, _)| (y, row[y]));
             let terms = RowTerms {
                 exp_scale: softmax_scale * (-lse.log_sum).exp(),
-                scale,
+                scale: logits_scale,
                 softcap: self.softcap.unwrap_or_else(F::one),
                 ..RowTerms::new(k, scratch)
             };
@@ -484,7 +486,13 @@ mod tests {
         let kernel = LossRows {
             logits: Logits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
             target: Target { hard: Some((0, F::of(0.9))), soft, z_loss: F::zero(), filter: F::zero(), hits: false },
-            gradients: Some(RowGradients { scale: F::one(), log_priors: &mut gradients, bias: None, live: &mut live }),
+            gradients: Some(RowGradients {
+                scale: F::one(),
+                logit_scale: F::one(),
+                log_priors: &mut gradients,
+                bias: None,
+                live: &mut live,
+            }),
             scratch: &mut Scratch::new(components, stride, soft.is_some(), soft.is_some()),
         };
         F::dispatch(isa, kernel);

@@ -8,6 +8,9 @@ use std::sync::OnceLock;
 
 use pulp::Simd as _;
 
+use crate::backend::contract::Real;
+use crate::error::{Error, Result};
+
 /// Rows are padded to a multiple of this many elements: the lanes of the widest vector (AVX-512, `f32`).
 pub(super) const ROW_ALIGN: usize = 16;
 
@@ -54,9 +57,7 @@ pub(crate) trait Kernel<F> {
 }
 
 /// The element types that rows are computed in.
-pub(crate) trait Float:
-    num_traits::Float + num_traits::FloatConst + candle_core::WithDType + std::iter::Sum + Default
-{
+pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default {
     /// Adding and subtracting this rounds to the nearest integer and leaves it in the lowest bits: 1.5 x 2^(mantissa bits).
     const ROUND: Self;
     /// Below this the exponential is less than the smallest normal number, and taken as zero.
@@ -79,10 +80,6 @@ pub(crate) trait Float:
         // Both types convert from every f64; the fallback is never taken.
         num_traits::NumCast::from(value).unwrap_or_else(Self::nan)
     }
-
-    fn f64(self) -> f64 {
-        candle_core::WithDType::to_f64(self)
-    }
 }
 
 /// The instruction set in use, with the proof that this machine has it.
@@ -98,20 +95,24 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// The best instruction set of this machine, found once. The environment variable `MOS_HEAD_SIMD`
-    /// (`avx512`, `avx2`, `neon`, `scalar`) chooses a lesser one; a name this machine lacks is passed over.
-    pub(crate) fn best() -> Self {
-        static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| {
-            let wanted = std::env::var("MOS_HEAD_SIMD").ok();
-            let available = Self::available();
-            available
-                .iter()
-                .find(|isa| Some(isa.name()) == wanted.as_deref())
-                .or(available.first())
-                .copied()
-                .unwrap_or(Isa::Scalar(pulp::Scalar))
+    /// The best instruction set of this machine, found once. The environment variable `MOS_HEAD_SIMD` (`avx512`, `avx2`,
+    /// `neon`, `scalar`) chooses a lesser one; what this machine lacks is an error.
+    pub(crate) fn best() -> Result<Self> {
+        static BEST: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
+        let best = BEST.get_or_init(|| Self::choose(std::env::var("MOS_HEAD_SIMD").ok()));
+        best.clone().map_err(|got| {
+            let names: Vec<_> = Self::available().into_iter().map(Self::name).collect();
+            Error::config("MOS_HEAD_SIMD", format!("one of {} on this machine", names.join(", ")), got)
         })
+    }
+
+    /// The instruction set of this name, or the best.
+    fn choose(name: Option<String>) -> std::result::Result<Self, String> {
+        let mut available = Self::available().into_iter();
+        match name {
+            Some(name) => available.find(|isa| isa.name() == name).ok_or(name),
+            None => Ok(available.next().unwrap_or(Isa::Scalar(pulp::Scalar))),
+        }
     }
 
     /// All instruction sets of this machine, the best first.
@@ -319,3 +320,15 @@ mod aarch64 {
 
 impl_vector!(pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23);
 impl_vector!(pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_instruction_set_that_this_machine_lacks_is_no_choice() {
+        assert_eq!(Isa::choose(Some("scalar".into())).unwrap().name(), "scalar");
+        assert_eq!(Isa::choose(None).unwrap().name(), Isa::available()[0].name());
+        assert_eq!(Isa::choose(Some("nonsense".into())).unwrap_err(), "nonsense");
+    }
+}

@@ -2,10 +2,9 @@
 
 use super::rows::Target;
 use super::simd::{Float, ROW_ALIGN};
-use super::{Objective, Sizes};
-use crate::check::read_ids;
-use crate::loss::Reduction;
-use crate::Result;
+use crate::backend::contract::{GradScale, Objective, Sizes, TargetLoss};
+use crate::error::Result;
+use crate::validate::read_ids;
 
 /// What each position is measured against, and how much it counts.
 pub(super) struct Targets<F> {
@@ -16,7 +15,7 @@ pub(super) struct Targets<F> {
 
 enum Kind<F> {
     /// A token id per position, or none where the target is ignored.
-    Words {
+    Ids {
         ids: Vec<Option<usize>>,
         position_weights: Option<Vec<F>>,
         class_weights: Option<Vec<F>>,
@@ -34,7 +33,7 @@ enum Kind<F> {
 impl<F: Float> Targets<F> {
     pub(super) fn new(objective: &Objective, sizes: Sizes) -> Result<Self> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        let (targets, position_weights, class_weights, options, upstream) = match objective {
+        let loss = match objective {
             Objective::LogProbs { upstream } => {
                 let mut soft = vec![F::zero(); sizes.positions * stride];
                 let upstream = upstream.flatten_all()?.to_vec1::<F>()?;
@@ -45,16 +44,15 @@ impl<F: Float> Targets<F> {
                 }
                 return Ok(Targets { kind: Kind::LogProbs { soft, stride }, filter: F::zero(), hits: false });
             }
-            Objective::Targets { targets, position_weights, class_weights, options, upstream } => {
-                (targets, position_weights, class_weights, options, upstream)
-            }
+            Objective::Targets(loss) => loss,
         };
-        let ids = read_ids(targets, options.ignore_index, sizes.vocab)?;
+        let TargetLoss { targets, position_weights, class_weights, terms, .. } = loss;
+        let ids = read_ids(targets, loss.ignore_index, sizes.vocab)?;
         let position_weights = position_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
         let class_weights = class_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
-        let smoothing = F::of(options.label_smoothing);
+        let smoothing = F::of(terms.label_smoothing);
         let mut soft = Vec::new();
-        if options.label_smoothing > 0.0 {
+        if terms.label_smoothing > 0.0 {
             let share = smoothing / F::of(sizes.vocab as f64);
             soft = match &class_weights {
                 Some(weights) => weights.iter().map(|&c| c * share).collect(),
@@ -63,46 +61,42 @@ impl<F: Float> Targets<F> {
             soft.resize(stride, F::zero());
         }
         let mut targets = Targets {
-            kind: Kind::Words {
+            kind: Kind::Ids {
                 ids,
                 position_weights,
                 class_weights,
                 smoothing,
                 soft,
-                z_loss: F::of(options.z_loss),
+                z_loss: F::of(terms.z_loss),
                 scales: Vec::new(),
             },
-            filter: F::of(options.responsibility_filter),
-            hits: options.hits,
+            filter: F::of(terms.responsibility_filter),
+            hits: terms.hits,
         };
-        let upstream = upstream.as_ref().map(|u| u.to_vec1::<F>()).transpose()?;
-        let scales = targets.gradient_scales(options.reduction, upstream, sizes.positions);
-        if let Kind::Words { scales: place, .. } = &mut targets.kind {
-            *place = scales;
+        let computed = targets.gradient_scales(&loss.scale, sizes.positions)?;
+        if let Kind::Ids { scales, .. } = &mut targets.kind {
+            *scales = computed;
         }
         Ok(targets)
     }
 
-    /// Each position's weight, times what the reduction, or the gradient from upstream, multiplies it by.
-    fn gradient_scales(&self, reduction: Reduction, upstream: Option<Vec<F>>, positions: usize) -> Vec<F> {
-        let count: f64 = (0..positions).map(|t| self.count(t)).sum();
-        (0..positions)
-            .map(|t| {
-                let factor = match (&upstream, reduction) {
-                    (Some(upstream), _) => upstream[t].f64(),
-                    (None, Reduction::Mean) if count == 0.0 => 0.0,
-                    (None, Reduction::Mean) => 1.0 / count,
-                    (None, _) => 1.0,
-                };
-                F::of(factor * self.position_weight(t))
-            })
-            .collect()
+    /// Each position's weight, times what the gradients are multiplied by.
+    fn gradient_scales(&self, scale: &GradScale, positions: usize) -> Result<Vec<F>> {
+        let factors = match scale {
+            GradScale::One => vec![1.0; positions],
+            GradScale::OneOverCount => {
+                let count: f64 = (0..positions).map(|t| self.count(t)).sum();
+                vec![if count == 0.0 { 0.0 } else { 1.0 / count }; positions]
+            }
+            GradScale::Upstream(upstream) => upstream.to_vec1::<F>()?.into_iter().map(|x| x.f64()).collect(),
+        };
+        Ok(factors.into_iter().enumerate().map(|(t, factor)| F::of(factor * self.position_weight(t))).collect())
     }
 
     /// Whether there are soft targets.
     pub(super) fn soft(&self) -> bool {
         match &self.kind {
-            Kind::Words { soft, .. } => !soft.is_empty(),
+            Kind::Ids { soft, .. } => !soft.is_empty(),
             Kind::LogProbs { .. } => true,
         }
     }
@@ -119,7 +113,7 @@ impl<F: Float> Targets<F> {
     /// What the row kernels need to know of position `t`; `None` if it is ignored.
     pub(super) fn position(&self, t: usize) -> Option<Target<'_, F>> {
         match &self.kind {
-            Kind::Words { ids, class_weights, smoothing, soft, z_loss, .. } => ids[t].map(|id| {
+            Kind::Ids { ids, class_weights, smoothing, soft, z_loss, .. } => ids[t].map(|id| {
                 let class_weight = class_weights.as_ref().map_or(F::one(), |weights| weights[id]);
                 Target {
                     hard: Some((id, class_weight * (F::one() - *smoothing))),
@@ -142,7 +136,7 @@ impl<F: Float> Targets<F> {
     /// What the gradient of the objective of position `t` is multiplied by.
     pub(super) fn scale(&self, t: usize) -> F {
         match &self.kind {
-            Kind::Words { scales, .. } => scales[t],
+            Kind::Ids { scales, .. } => scales[t],
             Kind::LogProbs { .. } => F::one(),
         }
     }
@@ -150,7 +144,7 @@ impl<F: Float> Targets<F> {
     /// The weight of position `t`; zero if it is ignored.
     pub(super) fn position_weight(&self, t: usize) -> f64 {
         match &self.kind {
-            Kind::Words { ids, position_weights, .. } => match (ids[t], position_weights) {
+            Kind::Ids { ids, position_weights, .. } => match (ids[t], position_weights) {
                 (None, _) => 0.0,
                 (Some(_), Some(weights)) => weights[t].f64(),
                 (Some(_), None) => 1.0,
@@ -162,7 +156,7 @@ impl<F: Float> Targets<F> {
     /// What position `t` adds to the denominator of the mean.
     pub(super) fn count(&self, t: usize) -> f64 {
         let class_weight = match &self.kind {
-            Kind::Words { ids, class_weights: Some(weights), .. } => ids[t].map_or(0.0, |id| weights[id].f64()),
+            Kind::Ids { ids, class_weights: Some(weights), .. } => ids[t].map_or(0.0, |id| weights[id].f64()),
             _ => 1.0,
         };
         self.position_weight(t) * class_weight

@@ -12,10 +12,10 @@ use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
 use half::{bf16, f16};
 
-use super::KIND;
-use crate::backend::gpu::{self, Argument, Gpu, Kind, Matrix, Product, BLOCK};
-use crate::backend::Operands;
-use crate::{Error, Result};
+use super::kind::KIND;
+use crate::backend::gpu::arguments::{Argument, Logits, Objective, Rows};
+use crate::backend::gpu::device::{Gpu, Kind, Matrix, Product, BLOCK};
+use crate::error::{Error, Result};
 
 /// The kernels, compiled by `build.rs`.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mixture.fatbin"));
@@ -33,9 +33,9 @@ pub(in crate::backend) struct Cuda {
 }
 
 impl Cuda {
-    /// The device of these operands.
-    pub(in crate::backend) fn of(operands: &Operands) -> Result<Self> {
-        match operands.contexts.device() {
+    /// What was made for this device, or is made now.
+    pub(in crate::backend) fn of(device: &Device) -> Result<Self> {
+        match device {
             Device::Cuda(device) => Self::cached(device),
             device => Err(wrong_device(device)),
         }
@@ -75,11 +75,11 @@ fn wrong_device(device: &Device) -> Error {
 }
 
 // SAFETY: plain numbers, laid out as the kernels declare them.
-unsafe impl DeviceRepr for gpu::Logits {}
+unsafe impl DeviceRepr for Logits {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for gpu::OfPositions {}
+unsafe impl DeviceRepr for Objective {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for gpu::Rows {}
+unsafe impl DeviceRepr for Rows {}
 
 impl Gpu for Cuda {
     fn kind(&self) -> &'static Kind {

@@ -1,4 +1,4 @@
-//! The arguments of the kernels, laid out as CUDA takes them. Addresses are those of [`Gpu::address`](super::Gpu::address).
+//! The arguments of the kernels, laid out as CUDA takes them. Addresses are those of [`Gpu::address`](super::device::Gpu::address).
 
 /// `struct Logits` of `rows.h`.
 #[repr(C)]
@@ -6,6 +6,7 @@
 pub(in crate::backend) struct Logits {
     pub(in crate::backend) z: u64,
     pub(in crate::backend) bias: u64,
+    pub(in crate::backend) scale: f32,
     pub(in crate::backend) softcap: f32,
     pub(in crate::backend) vocab: i32,
     pub(in crate::backend) stride: i64,

@@ -7,8 +7,10 @@ use candle_core::{DType, Tensor};
 use super::arguments::{Argument, Logits, Rows};
 use super::device::{Buffer, Gpu, Matrix, Product, BLOCK};
 use super::objective::Prepared;
-use super::{Backend, Gradients, Operands, Plan, Sizes, Wanted};
-use crate::Result;
+use crate::backend::contract::{Gradients, NeedsGrad, Operands, Sizes};
+use crate::backend::plan::Plan;
+use crate::backend::schedule::Steps;
+use crate::error::Result;
 
 /// One mixture at work on a GPU. The kernels write into fresh tensors that nobody else knows of; each of them has at
 /// least one element, even for an empty batch.
@@ -19,6 +21,9 @@ pub(super) struct Chunks<'a, G> {
     dtype: DType,
     contexts: Buffer,
     weight: Buffer,
+    /// Whether that is `[d, vocab]`
+    weight_is_transposed: bool,
+    logit_scale: f32,
     log_priors: Option<Buffer>,
     bias: Option<Buffer>,
     softcap: f32,
@@ -46,7 +51,7 @@ pub(super) struct Chunks<'a, G> {
     /// `[positions, vocab]`, if log-probabilities are what is computed
     pub(super) all_log_probs: Option<Buffer>,
 
-    /// Gradients, where they are wanted; that of the log-priors where any is
+    /// Gradients, where they are needed; that of the log-priors where any is
     context_gradients: Option<Buffer>,
     log_prior_gradients: Option<Buffer>,
     weight_gradient: Option<Buffer>,
@@ -75,7 +80,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         gpu: &'a G,
         operands: &'a Operands,
         prepared: Option<Prepared>,
-        wanted: Wanted,
+        needs_grad: NeedsGrad,
         keeps_log_probs: bool,
         plan: &Plan,
     ) -> Result<Self> {
@@ -85,8 +90,13 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let stride = vocab.next_multiple_of(ROW_ALIGN);
         let rows = plan.rows_per_chunk.max(1);
         let zeros = |n: usize, dtype| Buffer::new(gpu, Tensor::zeros(n.max(1), dtype, device)?);
-        let optional = |is_wanted: bool, n, dtype| is_wanted.then(|| zeros(n, dtype)).transpose();
-        let filters = wanted.any() && prepared.as_ref().is_some_and(|prepared| prepared.filter > 0.0);
+        let optional = |is_needed: bool, n, dtype| is_needed.then(|| zeros(n, dtype)).transpose();
+        let filters = needs_grad.any() && prepared.as_ref().is_some_and(|prepared| prepared.filter > 0.0);
+        let (weight, weight_is_transposed) = match operands.stored_weight()? {
+            stored @ (_, false) => stored,
+            stored if gpu.kind().reads_transposed => stored,
+            _ => (operands.weight.contiguous()?, false),
+        };
         let on_the_way = keeps_log_probs || prepared.as_ref().is_some_and(Prepared::is_soft);
         Ok(Chunks {
             gpu,
@@ -94,13 +104,15 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             stride,
             dtype,
             contexts: Buffer::new(gpu, operands.contexts.clone())?,
-            weight: Buffer::new(gpu, operands.weight.clone())?,
+            weight: Buffer::new(gpu, weight)?,
+            weight_is_transposed,
+            logit_scale: operands.logit_scale as f32,
             log_priors: Buffer::of(gpu, &operands.log_priors)?,
             bias: Buffer::of(gpu, &operands.bias)?,
             softcap: operands.softcap.unwrap_or(0.0) as f32,
             logits: zeros(rows * stride, DType::F32)?,
             gradient: optional(
-                wanted.any() && (gradient_dtype != DType::F32 || filters),
+                needs_grad.any() && (gradient_dtype != DType::F32 || filters),
                 rows * stride,
                 gradient_dtype,
             )?,
@@ -123,11 +135,11 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             argmax: zeros(positions, DType::U32)?,
             masses: zeros(2 * positions.max(1), DType::F32)?,
             all_log_probs: None,
-            context_gradients: optional(wanted.contexts, positions * components * context, DType::F32)?,
-            log_prior_gradients: optional(wanted.any(), positions * components, DType::F32)?,
-            weight_gradient: optional(wanted.weight, vocab * context, DType::F32)?,
-            bias_gradient: optional(wanted.bias, vocab, DType::F32)?,
-            ones: match wanted.bias {
+            context_gradients: optional(needs_grad.contexts, positions * components * context, DType::F32)?,
+            log_prior_gradients: optional(needs_grad.any(), positions * components, DType::F32)?,
+            weight_gradient: optional(needs_grad.weight, vocab * context, DType::F32)?,
+            bias_gradient: optional(needs_grad.bias, vocab, DType::F32)?,
+            ones: match needs_grad.bias {
                 true => Some(Buffer::new(gpu, Tensor::ones(rows, gradient_dtype, device)?)?),
                 false => None,
             },
@@ -135,12 +147,12 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     }
 
     /// The gradients, multiplied by what all of them still lack.
-    pub(super) fn into_gradients(self, wanted: Wanted) -> Result<Gradients> {
+    pub(super) fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Sizes { positions, components, context, vocab } = self.sizes;
         let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
             gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
         };
-        let log_priors = shaped(self.log_prior_gradients, &[positions, components])?.filter(|_| wanted.log_priors);
+        let log_priors = shaped(self.log_prior_gradients, &[positions, components])?.filter(|_| needs_grad.log_priors);
         let factor = self.prepared.map(|prepared| prepared.factor);
         Ok(Gradients {
             contexts: shaped(self.context_gradients, &[positions, components, context])?,
@@ -162,6 +174,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let logits = Logits {
             z: self.logits.at(0),
             bias: Buffer::or_null(&self.bias),
+            scale: self.logit_scale,
             softcap: self.softcap,
             stride: self.stride as i64,
             vocab: self.sizes.vocab as i32,
@@ -206,6 +219,13 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         self.gpu.launch("top_k", positions.len(), &arguments)
     }
 
+    /// The log-probabilities of the chunk's positions from their logits.
+    pub(super) fn log_prob_rows(&self, positions: Range<usize>) -> Result<()> {
+        let vocab = self.sizes.vocab;
+        let to = self.all_log_probs.as_ref().map(|log_probs| (log_probs, positions.start * vocab, vocab));
+        self.mix(&positions, to, false)
+    }
+
     /// Which rows have a gradient; here the host waits for the device, to know how large the next products are.
     fn find_live(&mut self, positions: &Range<usize>) -> Result<()> {
         let [.., of_rows] = self.arguments(positions);
@@ -237,6 +257,12 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         matrix(self.gradient.as_ref().unwrap_or(&self.logits), 0, self.stride)
     }
 
+    /// The decoder `[vocab, d]`, or its transpose, as an operand of a product.
+    fn decoder(&self, transposed: bool) -> Matrix {
+        let stride = if self.weight_is_transposed { self.sizes.vocab } else { self.sizes.context };
+        Matrix { transposed: transposed != self.weight_is_transposed, ..matrix(&self.weight, 0, stride) }
+    }
+
     /// What a product of that gradient is multiplied by.
     fn alpha(&self) -> Option<u64> {
         self.prepared.as_ref().and_then(Prepared::alpha)
@@ -252,7 +278,7 @@ fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> Matrix {
     Matrix { address: buffer.at(first_row * stride), dtype: buffer.tensor.dtype(), stride, transposed: false }
 }
 
-impl<G: Gpu> Backend for Chunks<'_, G> {
+impl<G: Gpu> Steps for Chunks<'_, G> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { context: d, vocab, .. } = self.sizes;
         let rows = self.rows(&positions);
@@ -261,7 +287,7 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             n: vocab,
             k: d,
             lhs: matrix(&self.contexts, rows.start, d),
-            rhs: Matrix { transposed: true, ..matrix(&self.weight, 0, d) },
+            rhs: self.decoder(true),
             out: self.logits.at(0),
             out_stride: self.stride,
             alpha: None,
@@ -326,11 +352,6 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
         Ok(())
     }
 
-    fn loss_only(&mut self, positions: Range<usize>) -> Result<()> {
-        self.logits(positions.clone())?;
-        self.loss_rows(positions)
-    }
-
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { context: d, vocab, .. } = self.sizes;
         let Some(gradients) = &self.context_gradients else { return Ok(()) };
@@ -341,7 +362,7 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             n: d,
             k: vocab,
             lhs: self.gradient_matrix(),
-            rhs: matrix(&self.weight, 0, d),
+            rhs: self.decoder(false),
             out: self.live.as_ref().map_or(place, |live| live.context_gradients.at(0)),
             out_stride: d,
             alpha: self.alpha(),
@@ -369,15 +390,5 @@ impl<G: Gpu> Backend for Chunks<'_, G> {
             // The first chunk overwrites what is there.
             accumulate: positions.start > 0,
         })
-    }
-
-    fn log_prob_rows(&mut self, positions: Range<usize>) -> Result<()> {
-        let vocab = self.sizes.vocab;
-        let to = self.all_log_probs.as_ref().map(|log_probs| (log_probs, positions.start * vocab, vocab));
-        self.mix(&positions, to, false)
-    }
-
-    fn argmax_rows(&mut self, positions: Range<usize>) -> Result<()> {
-        self.mix(&positions, None, true)
     }
 }

@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor};
 
 use super::arguments::Argument;
-use super::Sizes;
-use crate::Result;
+use crate::backend::contract::Sizes;
+use crate::error::Result;
 
 /// A device that runs the kernels, in the order in which they are launched.
 pub(in crate::backend) trait Gpu {
@@ -20,10 +20,12 @@ pub(in crate::backend) trait Gpu {
 /// What GPUs differ in, as far as chunks and their plan are concerned.
 #[derive(Debug)]
 pub(in crate::backend) struct Kind {
-    /// As in a [`Plan`](super::Plan)
+    /// As in a [`Plan`](crate::Plan)
     pub(in crate::backend) name: &'static str,
     /// Whether the gradient of the logits of half-precision operands is an operand of products in f32, as the logits are
     pub(in crate::backend) f32_gradient: bool,
+    /// Whether products read a decoder that is stored as its transpose; if not, it is copied
+    pub(in crate::backend) reads_transposed: bool,
     /// The bytes that products with operands of this dtype need of their own: for each row of a chunk, and in any case
     pub(in crate::backend) product_bytes: fn(Sizes, DType) -> (usize, usize),
     /// How many times the bytes that are asked for may be allocated

@@ -2,47 +2,106 @@
 //! (`rows.h`). Nothing here waits for the device, but for the number of live rows where the responsibility filter is on.
 //!
 //! A device is a [`Gpu`]. All but that is independent of its libraries, so that the tests can run the kernels' very text, and
-//! the order in which they are launched, on a machine without a GPU ([`host`]).
+//! the order in which they are launched, on a machine without a GPU ([`testing`]).
 
-mod arguments;
+pub(super) mod arguments;
 mod chunks;
-mod device;
+pub(super) mod device;
 mod objective;
 
 #[cfg(all(test, target_os = "linux"))]
-mod host;
+mod testing;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
 
-use super::plan::{Needs, Plan, Sizes};
-use super::{Backend, Gradients, Objective, Operands, Outcome, Task, Wanted};
-use crate::{Error, Result};
-pub(super) use arguments::Argument;
-#[cfg(feature = "cuda")]
-pub(super) use arguments::{Logits, Objective as OfPositions, Rows};
+use crate::backend::contract::{Backend, Computed, LossResults, NeedsGrad, Objective, Operands, Sizes, Task, Visit};
+use crate::backend::plan::{default, Needs, Plan};
+use crate::backend::ranking::Best;
+use crate::backend::schedule::Steps;
+use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
-pub(super) use device::{Buffer, Gpu, Kind, Matrix, Product, BLOCK};
+use device::{Buffer, Gpu, Kind};
 use objective::Prepared;
 
-/// The default budget: chunks whose logits stay in a second-level cache of 50 MiB, or as many rows as make the products
-/// efficient, but never more than the last.
-const CACHED_LOGITS: usize = 32 << 20;
-const EFFICIENT_ROWS: usize = 512;
-const LARGEST_DEFAULT_BUDGET: usize = 256 << 20;
+/// A GPU, in f16, bf16 and f32.
+pub(super) struct On<G>(pub(super) G);
 
-/// The plan of a task, unless the operands are of a dtype that no GPU has kernels for.
-pub(super) fn plan<G: Gpu>(gpu: &G, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    match operands.contexts.dtype() {
-        dtype @ (DType::F32 | DType::F16 | DType::BF16) => plan_of(gpu.kind(), operands.sizes, dtype, task, budget),
-        got => {
-            let expected = format!("f16, bf16 or f32 on {}", gpu.kind().name);
-            Err(Error::DType { argument: "hidden", expected, got })
+impl<G: Gpu> Backend for On<G> {
+    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+        let kind = self.0.kind();
+        match operands.contexts.dtype() {
+            dtype @ (DType::F32 | DType::F16 | DType::BF16) => plan(kind, operands.sizes, dtype, task, budget),
+            got => {
+                let expected = format!("f16, bf16 or f32 on {}", kind.name);
+                Err(Error::DType { argument: "hidden", expected, got })
+            }
         }
+    }
+
+    fn loss(
+        &self,
+        operands: &Operands,
+        objective: &Objective,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults> {
+        loss(&self.0, operands, objective, needs_grad, plan)
+    }
+
+    fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
+        log_probs(&self.0, operands, dtype, plan)
+    }
+
+    fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
+        let (positions, device) = (operands.sizes.positions, operands.contexts.device());
+        if k > MOST_RANKED {
+            let found = self.visit(operands, &Best { k })?;
+            let ids: Vec<u32> = found.iter().flatten().map(|best| best.1).collect();
+            let log_probs: Vec<f32> = found.iter().flatten().map(|best| best.0 as f32).collect();
+            return match positions {
+                // candle's Metal makes nothing of no values.
+                0 => Ok((Tensor::zeros((0, k), DType::U32, device)?, Tensor::zeros((0, k), DType::F32, device)?)),
+                _ => Ok((
+                    Tensor::from_vec(ids, (positions, k), device)?,
+                    Tensor::from_vec(log_probs, (positions, k), device)?,
+                )),
+            };
+        }
+        let task = Task { soft_targets: true, ..Task::log_probs(NeedsGrad::default()) };
+        let plan = self.plan(operands, task, None)?;
+        let (ids, log_probs) = top_k(&self.0, operands, k, &plan)?;
+        // Here the host waits. A NaN comes first.
+        let first =
+            log_probs.narrow(1, 0, 1)?.contiguous()?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
+        match first.iter().position(|x| x.is_nan()) {
+            Some(position) => Err(Error::Distribution { position }),
+            None => Ok((ids, log_probs)),
+        }
+    }
+
+    /// On the host, of all log-probabilities.
+    fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
+        let plan = self.plan(operands, Task { all_ids: true, ..Task::decoding() }, None)?;
+        let log_probs = self.log_probs(operands, DType::F32, &plan)?;
+        let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
+        log_probs.par_iter().enumerate().map(|(position, row)| visit.visit(position, &Computed(row))).collect()
+    }
+
+    fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {
+        Ok(z.broadcast_add(bias)?.tanh()?)
+    }
+
+    fn tanh_gradient(&self, result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
+        Ok((upstream - (result.sqr()? * upstream)?)?)
     }
 }
 
+/// The kernel that ranks ids looks at all of them for each one it finds; more than this many are found on the host.
+const MOST_RANKED: usize = 64;
+
 /// The plan of a task with these sizes and operands of `dtype`.
-fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
+fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { components, context, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let f32_size = DType::F32.size_in_bytes();
@@ -57,12 +116,12 @@ fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<u
     let soft = if task.soft_targets { stride * f32_size } else { 0 };
     let per_position = kind.allocated * (components * row + soft);
     let fixed = kind.allocated * (vocab * f32_size + of_all);
-    let cached = CACHED_LOGITS / (stride * f32_size);
-    let positions = cached.max(EFFICIENT_ROWS).div_ceil(components);
+    let cached = default::GPU_LOGITS / (stride * f32_size);
+    let positions = cached.max(default::GPU_ROWS).div_ceil(components);
     let needs = Needs {
         per_position,
         fixed,
-        default_budget: (fixed + positions * per_position).min(kind.allocated * LARGEST_DEFAULT_BUDGET),
+        default_budget: (fixed + positions * per_position).min(kind.allocated * default::GPU_BYTES),
         most_positions: usize::MAX,
         keeps_logits: true,
         kernels: kind.name,
@@ -71,16 +130,16 @@ fn plan_of(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<u
     Plan::new(sizes, needs, budget)
 }
 
-pub(super) fn loss<G: Gpu>(
+fn loss<G: Gpu>(
     gpu: &G,
     operands: &Operands,
     objective: &Objective,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     plan: &Plan,
-) -> Result<Outcome> {
+) -> Result<LossResults> {
     let prepared = Prepared::new(gpu, objective, operands.sizes, operands.contexts.dtype())?;
-    let mut chunks = Chunks::new(gpu, operands, Some(prepared), wanted, false, plan)?;
-    chunks.run_loss(plan, wanted)?;
+    let mut chunks = Chunks::new(gpu, operands, Some(prepared), needs_grad, false, plan)?;
+    chunks.run_loss(plan, needs_grad)?;
 
     let positions = operands.sizes.positions;
     let of_positions = |padded: &Tensor| padded.narrow(0, 0, positions);
@@ -89,8 +148,8 @@ pub(super) fn loss<G: Gpu>(
         // Of log-probabilities only the gradients are asked for.
         let (objective, nll) = (of_positions(losses)?, of_positions(nll)?);
         let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
-        let gradients = chunks.into_gradients(wanted)?;
-        return Ok(Outcome { objective, nll, sum, count, hits: None, dropped_mass: None, gradients });
+        let gradients = chunks.into_gradients(needs_grad)?;
+        return Ok(LossResults { objective, nll, sum, count, hits: None, dropped_mass: None, gradients });
     };
     let weighted = weigh(&ids.weights.tensor, losses)?;
     let hits = match prepared.hits {
@@ -118,8 +177,8 @@ pub(super) fn loss<G: Gpu>(
     };
     let (objective, nll) = (of_positions(&weighted)?, of_positions(nll)?);
     let (sum, count) = (weighted.sum_all()?, ids.count.clone());
-    let gradients = chunks.into_gradients(wanted)?;
-    Ok(Outcome { objective, nll, sum, count, hits, dropped_mass, gradients })
+    let gradients = chunks.into_gradients(needs_grad)?;
+    Ok(LossResults { objective, nll, sum, count, hits, dropped_mass, gradients })
 }
 
 /// The product, where a weight of zero takes away even an infinite value.
@@ -127,30 +186,26 @@ fn weigh(weights: &Tensor, values: &Tensor) -> Result<Tensor> {
     Ok(weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)?)
 }
 
-/// Log-probabilities `[positions, vocab]` in this dtype.
-pub(super) fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
+fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
     let log_probs = Tensor::zeros((positions, vocab), dtype, operands.contexts.device())?;
-    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
+    let mut chunks = Chunks::new(gpu, operands, None, NeedsGrad::default(), false, plan)?;
     if positions > 0 {
         chunks.all_log_probs = Some(Buffer::new(gpu, log_probs.clone())?);
     }
-    chunks.run_log_probs(plan)?;
+    for positions in plan.chunks() {
+        chunks.logits(positions.clone())?;
+        chunks.log_prob_rows(positions)?;
+    }
     Ok(log_probs)
 }
 
-pub(super) fn argmax<G: Gpu>(gpu: &G, operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), false, plan)?;
-    chunks.run_argmax(plan)?;
-    Ok(chunks.argmax.tensor.narrow(0, 0, operands.sizes.positions)?)
-}
-
 /// The most probable token ids and their log-probabilities, `[positions, k]`, u32 and f32, of a task with soft targets.
-pub(super) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
+fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
     let positions = operands.sizes.positions;
     let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((positions.max(1), k), dtype, operands.contexts.device())?);
     let (ids, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);
-    let mut chunks = Chunks::new(gpu, operands, None, Wanted::default(), true, plan)?;
+    let mut chunks = Chunks::new(gpu, operands, None, NeedsGrad::default(), true, plan)?;
     for of_chunk in plan.chunks() {
         chunks.logits(of_chunk.clone())?;
         chunks.top_k_rows(&of_chunk, k, &ids, &log_probs)?;

@@ -4,12 +4,11 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{self, Argument};
 use super::device::{Buffer, Gpu, BLOCK};
-use super::{Objective, Sizes};
-use crate::loss::Reduction;
-use crate::{Error, Result};
+use crate::backend::contract::{GradScale, Objective, Sizes, TargetLoss};
+use crate::error::{Error, Result};
 
 /// The targets of a loss.
-pub(super) struct Words {
+pub(super) struct TargetIds {
     /// `[positions]`, as the kernel `position_targets` writes them
     pub(super) ids: Buffer,
     hard: Buffer,
@@ -21,7 +20,7 @@ pub(super) struct Words {
 
 /// An objective on the device.
 pub(super) struct Prepared {
-    pub(super) ids: Option<Words>,
+    pub(super) ids: Option<TargetIds>,
     /// `[vocab]`, or `[positions, vocab]` if `soft_stride` is not zero
     soft: Option<Buffer>,
     soft_stride: usize,
@@ -56,7 +55,7 @@ impl Prepared {
             DType::F32 => Ok::<_, Error>(OfLogits::Kernel(Buffer::new(gpu, factor.clone())?)),
             _ => Ok(OfLogits::Products(Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?)?)),
         };
-        let (targets, position_weights, class_weights, options, upstream) = match objective {
+        let loss = match objective {
             Objective::LogProbs { upstream } => {
                 let upstream =
                     if positions == 0 { &Tensor::zeros((1, vocab), DType::F32, upstream.device())? } else { upstream };
@@ -75,10 +74,9 @@ impl Prepared {
                     factor,
                 });
             }
-            Objective::Targets { targets, position_weights, class_weights, options, upstream } => {
-                (targets, position_weights, class_weights, options, upstream)
-            }
+            Objective::Targets(loss) => loss,
         };
+        let TargetLoss { targets, position_weights, class_weights, ignore_index, terms, scale } = loss;
         let device = targets.device();
         let floats = || Buffer::new(gpu, Tensor::zeros(positions.max(1), DType::F32, device)?);
         // A GPU launches nothing for nothing, not even a conversion.
@@ -98,9 +96,9 @@ impl Prepared {
                 Argument::Read(targets.at(0)),
                 Argument::Read(Buffer::or_null(&position_weights)),
                 Argument::Read(Buffer::or_null(&class_weights)),
-                Argument::Long(options.ignore_index.unwrap_or(0)),
-                Argument::Int(i32::from(options.ignore_index.is_some())),
-                Argument::Float(options.label_smoothing as f32),
+                Argument::Long(ignore_index.unwrap_or(0)),
+                Argument::Int(i32::from(ignore_index.is_some())),
+                Argument::Float(terms.label_smoothing as f32),
                 Argument::Write(ids.at(0)),
                 Argument::Write(hard.at(0)),
                 Argument::Write(weights.at(0)),
@@ -110,12 +108,14 @@ impl Prepared {
             ],
         )?;
         let count = counts.tensor.sum_all()?;
-        let upstream = upstream.as_ref().map(|upstream| upstream.to_dtype(DType::F32)).transpose()?;
-        let upstream = Buffer::of(gpu, &upstream)?;
-        // What the reduction, or the largest gradient from upstream, multiplies all gradients by.
-        let of_all = match (&upstream, options.reduction) {
+        let upstream = match scale {
+            GradScale::Upstream(upstream) => Some(Buffer::new(gpu, upstream.to_dtype(DType::F32)?)?),
+            _ => None,
+        };
+        // What the gradients of all positions are multiplied by: the largest gradient from upstream, where there is one.
+        let of_all = match (&upstream, scale) {
             (Some(upstream), _) if positions > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
-            (None, Reduction::Mean) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
+            (None, GradScale::OneOverCount) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
             _ => count.ones_like()?,
         };
         let largest_weight = match &class_weights {
@@ -138,9 +138,9 @@ impl Prepared {
                 Argument::Int(positions as i32),
             ],
         )?;
-        let soft = match options.label_smoothing > 0.0 {
+        let soft = match terms.label_smoothing > 0.0 {
             true => {
-                let share = options.label_smoothing / vocab as f64;
+                let share = terms.label_smoothing / vocab as f64;
                 Some(Buffer::new(
                     gpu,
                     match &class_weights {
@@ -152,13 +152,13 @@ impl Prepared {
             false => None,
         };
         Ok(Prepared {
-            ids: Some(Words { ids, hard, weights, count, scales }),
+            ids: Some(TargetIds { ids, hard, weights, count, scales }),
             soft,
             soft_stride: 0,
-            z_loss: options.z_loss as f32,
-            filter: options.responsibility_filter as f32,
+            z_loss: terms.z_loss as f32,
+            filter: terms.responsibility_filter as f32,
             unit,
-            hits: options.hits,
+            hits: terms.hits,
             of_logits: of_logits(&factor)?,
             factor,
         })

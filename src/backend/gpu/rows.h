@@ -30,6 +30,7 @@ FUNCTION float weighted(float weight, float x) { return weight == 0.f ? 0.f : we
 struct Logits {
     GLOBAL const float *z;    // [rows, stride]
     GLOBAL const float *bias; // [vocab], or null
+    float scale;              // of product and bias
     float softcap;            // 0: none
     int vocab;
     i64 stride;
@@ -38,11 +39,12 @@ struct Logits {
     FUNCTION float at(GLOBAL const float *row, int v) const { return finish(row[v], v); }
     FUNCTION float finish(float logit, int v) const {
         if (bias) logit += bias[v];
+        logit *= scale;
         return softcap == 0.f ? logit : softcap * hyperbolic_tangent(logit / softcap);
     }
     // d finish / d logit, from its result.
     FUNCTION float slope(float logit) const {
-        return softcap == 0.f ? 1.f : 1.f - (logit / softcap) * (logit / softcap);
+        return softcap == 0.f ? scale : scale * (1.f - (logit / softcap) * (logit / softcap));
     }
 };
 

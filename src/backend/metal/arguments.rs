@@ -1,6 +1,6 @@
 //! The arguments of the kernels as Metal takes them: one by one, in the order of the parameters in `mixture.metal`.
 
-use crate::backend::gpu::Argument;
+use crate::backend::gpu::arguments::Argument;
 
 /// What is bound to one parameter of a kernel.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,9 +25,13 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
             Argument::Logits(x) => bindings.extend([
                 read(x.z),
                 read(x.bias),
-                numbers(&[&x.stride.to_ne_bytes(), &x.softcap.to_ne_bytes(), &x.vocab.to_ne_bytes(), &{
-                    x.components.to_ne_bytes()
-                }]),
+                numbers(&[
+                    &x.stride.to_ne_bytes(),
+                    &x.scale.to_ne_bytes(),
+                    &x.softcap.to_ne_bytes(),
+                    &x.vocab.to_ne_bytes(),
+                    &{ x.components.to_ne_bytes() },
+                ]),
             ]),
             Argument::Objective(x) => bindings.extend([
                 read(x.ids),

@@ -13,10 +13,12 @@ use candle_metal_kernels::source::Source;
 use candle_metal_kernels::utils::{set_param, Input, Output};
 use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSize};
 
-use super::{bindings, multiply, source, Binding, Products, Scratch, KIND};
-use crate::backend::gpu::{Argument, Gpu, Kind, Matrix, Product, BLOCK};
-use crate::backend::Operands;
-use crate::{Error, Result};
+use super::arguments::{bindings, Binding};
+use super::kind::{source, KIND};
+use super::products::{multiply, Products, Scratch};
+use crate::backend::gpu::arguments::Argument;
+use crate::backend::gpu::device::{Gpu, Kind, Matrix, Product, BLOCK};
+use crate::error::{Error, Result};
 
 /// A device at work on one mixture.
 pub(in crate::backend) struct Metal {
@@ -30,8 +32,8 @@ pub(in crate::backend) struct Metal {
 const OFFSET_BITS: u32 = 40;
 
 impl Metal {
-    pub(in crate::backend) fn of(operands: &Operands) -> Result<Self> {
-        match operands.contexts.device() {
+    pub(in crate::backend) fn of(device: &Device) -> Result<Self> {
+        match device {
             Device::Metal(device) => {
                 Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: Scratch::default() })
             }

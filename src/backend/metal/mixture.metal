@@ -92,6 +92,7 @@ using namespace functions;
 
 struct LogitsNumbers {
     i64 stride;
+    float scale;
     float softcap;
     int vocab;
     int components;
@@ -116,7 +117,7 @@ struct ObjectiveNumbers {
         device const float *factor, constant ObjectiveNumbers &of_objective
 #define ROWS device const float *log_priors, device float *numbers, constant i64 &row_numbers
 #define LOGITS_AT(first)                                                                                                      \
-    Logits { z, GIVEN(first + 1, bias), of_logits.softcap, of_logits.vocab, of_logits.stride, of_logits.components }
+    Logits { z, GIVEN(first + 1, bias), of_logits.scale, of_logits.softcap, of_logits.vocab, of_logits.stride, of_logits.components }
 #define OBJECTIVE_AT(first)                                                                                                   \
     Objective {                                                                                                               \
         GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                        \

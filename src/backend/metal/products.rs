@@ -8,9 +8,10 @@ use std::cell::RefCell;
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::gpu::{Argument, Buffer, Gpu, Matrix, Product, BLOCK};
-use crate::backend::plan::Sizes;
-use crate::Result;
+use crate::backend::contract::Sizes;
+use crate::backend::gpu::arguments::Argument;
+use crate::backend::gpu::device::{Buffer, Gpu, Matrix, Product, BLOCK};
+use crate::error::Result;
 
 /// The most elements of the right operand that are made wider at a time, unless one row has more.
 const TILE: usize = 4 << 20;

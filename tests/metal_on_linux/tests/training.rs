@@ -18,7 +18,7 @@ const HEADS: [(&str, Make); 3] = [
 ];
 
 fn config() -> MixtureConfig {
-    MixtureConfig::new(12, 9, 70, 4).with_prior_bias(true)
+    MixtureConfig::new(12, 70, 4).with_context(9).with_prior_bias(true)
 }
 
 /// The losses of some steps, the parameters after them, and the most probable words.

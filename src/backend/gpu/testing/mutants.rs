@@ -3,7 +3,8 @@
 use super::case::{best_ids, case, error, options, Case, ALL};
 use super::*;
 
-use crate::backend::{self, gpu, Objective, Task, Wanted};
+use crate::backend::contract::{NeedsGrad, Objective, TargetLoss, Task};
+use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 /// Changes that somebody could make by accident, in the text that both languages share.
@@ -68,8 +69,8 @@ fn the_checks_reject_kernels_that_are_wrong() {
         let is_wrong = |host: &Host| {
             let log_probs_are_wrong = || {
                 let (operands, truth) = (cases[2].operands(DType::BF16), cases[2].operands(DType::F64));
-                let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
-                let truth = backend::log_probs(&truth, &plan).unwrap();
+                let plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+                let truth = backend::log_probs(&truth, DType::F64, &plan).unwrap();
                 exceeds(
                     error(&gpu::log_probs(host, &operands, DType::BF16, &cases[2].plan(host)).unwrap(), &truth),
                     1e-2,
@@ -112,13 +113,10 @@ fn an_access_outside_a_tensor_ends_the_process() {
         let options = LossOptions::new().with_responsibility_filter(0.2);
         let case = Case { options, ..case(4, 2, 3, 1024) };
         let objective = |dtype| match case.objective(dtype) {
-            Objective::Targets { position_weights, class_weights, options, upstream, .. } => Objective::Targets {
+            Objective::Targets(loss) => Objective::Targets(TargetLoss {
                 targets: Tensor::new(&[1i64, 2, 1024, 3], &Device::Cpu).unwrap(),
-                position_weights,
-                class_weights,
-                options,
-                upstream,
-            },
+                ..loss
+            }),
             objective => objective,
         };
         gpu::loss(&host, &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan(&host)).unwrap();

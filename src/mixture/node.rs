@@ -8,31 +8,44 @@ use std::sync::Mutex;
 use candle_core::{DType, Tensor};
 
 use crate::autograd::{attach, is_root};
+use crate::backend;
+use crate::backend::contract::{
+    accumulation_dtype, GradScale, Gradients, NeedsGrad, Objective, Operands, TargetLoss, Task,
+};
 use crate::backend::plan::Plan;
-use crate::backend::{self, Gradients, Objective, Operands, Task, Wanted};
-use crate::loss::Reduction;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
+use crate::loss::{LossOptions, Reduction};
 
 /// The `value` of a loss as a function of the operands. `gradients` are those of the value, if already known; they are
-/// handed over in the first backward pass, and a second one computes them again.
+/// given out in the first backward pass, and a second one computes them again.
 pub(super) fn attach_loss(
     value: Tensor,
     operands: Operands,
-    objective: Objective,
-    wanted: Wanted,
+    objective: TargetLoss,
+    needs_grad: NeedsGrad,
+    options: &LossOptions,
     gradients: Option<Gradients>,
 ) -> Result<Tensor> {
     let known = Mutex::new(gradients);
-    attach_mixture(value, operands, wanted, move |operands, value, upstream| {
+    let (reduction, budget) = (options.reduction, options.workspace_bytes);
+    attach_mixture(value, operands, needs_grad, move |operands, value, upstream| {
         let known = known.lock().ok().and_then(|mut known| known.take());
-        let Objective::Targets { options, .. } = &objective else { return Ok(Gradients::default()) };
-        let (objective, factor) = objective.with_upstream(upstream)?;
-        let factor = factor.filter(|_| !is_root(value));
+        let mut objective = objective.clone();
+        // A gradient for each position becomes part of the objective; one for all remains a factor.
+        let factor = match reduction {
+            Reduction::None => {
+                let upstream = upstream.flatten_all()?;
+                objective.scale =
+                    GradScale::Upstream(upstream.to_dtype(accumulation_dtype("upstream", upstream.dtype())?)?);
+                None
+            }
+            _ => Some(upstream.clone()).filter(|_| !is_root(value)),
+        };
         let gradients = match known {
             Some(gradients) => gradients,
             None => {
-                let plan = backend::plan(operands, Task::loss(options, wanted), options.workspace_bytes)?;
-                backend::loss(operands, &objective, wanted, &plan)?.gradients
+                let plan = backend::plan(operands, Task::loss(&objective.terms, needs_grad), budget)?;
+                backend::loss(operands, &Objective::Targets(objective), needs_grad, &plan)?.gradients
             }
         };
         gradients.scaled_by(factor)
@@ -40,26 +53,31 @@ pub(super) fn attach_loss(
 }
 
 /// `log_probs` as a function of the operands.
-pub(super) fn attach_log_probs(log_probs: Tensor, operands: Operands, wanted: Wanted, plan: Plan) -> Result<Tensor> {
-    attach_mixture(log_probs, operands, wanted, move |operands, _, upstream| {
-        let accumulation = backend::accumulation_dtype("upstream", upstream.dtype())?;
+pub(super) fn attach_log_probs(
+    log_probs: Tensor,
+    operands: Operands,
+    needs_grad: NeedsGrad,
+    plan: Plan,
+) -> Result<Tensor> {
+    attach_mixture(log_probs, operands, needs_grad, move |operands, _, upstream| {
+        let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
         let upstream = upstream.to_dtype(accumulation)?.contiguous()?;
-        Ok(backend::loss(operands, &Objective::LogProbs { upstream }, wanted, &plan)?.gradients)
+        Ok(backend::loss(operands, &Objective::LogProbs { upstream }, needs_grad, &plan)?.gradients)
     })
 }
 
 fn attach_mixture(
     value: Tensor,
     operands: Operands,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     gradients: impl Fn(&Operands, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    // Only what wants a gradient is packed: the rest is to be found in no list of gradients.
+    // Only what needs a gradient is packed: the rest is to be found in no list of gradients.
     let mut parts = Vec::new();
-    if let (true, Some(log_priors)) = (wanted.log_priors, &operands.log_priors) {
+    if let (true, Some(log_priors)) = (needs_grad.log_priors, &operands.log_priors) {
         parts.push(log_priors.flatten_all()?);
     }
-    if let (true, Some(bias)) = (wanted.bias, &operands.bias) {
+    if let (true, Some(bias)) = (needs_grad.bias, &operands.bias) {
         parts.push(bias.clone());
     }
     let packed = match parts.is_empty() {
@@ -98,21 +116,6 @@ fn attach_mixture(
         };
         Ok([round(gradients.contexts)?, packed, round(gradients.weight)?])
     })
-}
-
-impl Objective {
-    /// The objective whose gradients are wanted under this gradient from upstream, and the factor that then remains: a
-    /// gradient for each position becomes part of the objective.
-    fn with_upstream(&self, upstream: &Tensor) -> Result<(Self, Option<Tensor>)> {
-        let mut objective = self.clone();
-        if let Objective::Targets { options, upstream: place, .. } = &mut objective {
-            if options.reduction == Reduction::None {
-                *place = Some(upstream.flatten_all()?);
-                return Ok((objective, None));
-            }
-        }
-        Ok((objective, Some(upstream.clone())))
-    }
 }
 
 impl Gradients {

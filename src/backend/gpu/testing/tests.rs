@@ -5,7 +5,8 @@ use proptest::prelude::*;
 use super::case::{best_ids, case, error, options, random, Case, ALL};
 use super::*;
 
-use crate::backend::{self, gpu, Objective, Operands, Task, Wanted};
+use crate::backend::contract::{Backend, GradScale, NeedsGrad, Objective, Operands, TargetLoss, Task, Terms};
+use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 #[test]
@@ -26,11 +27,13 @@ fn losses_and_gradients_equal_those_of_the_cpu_in_double_precision() {
 fn double_precision_is_refused_by_name() {
     for host in Host::all() {
         let case = case(2, 1, 3, 5);
-        let plan = gpu::plan(&host, &case.operands(DType::F64), Task::log_probs(Wanted::default()), None);
+        let (operands, task) = (case.operands(DType::F64), Task::log_probs(NeedsGrad::default()));
+        let name = host.kind().name;
+        let plan = gpu::On(host).plan(&operands, task, None);
         let Err(crate::Error::DType { argument: "hidden", expected, got: DType::F64 }) = plan else {
             panic!("{plan:?}")
         };
-        assert!(expected.contains(host.kind().name), "{expected}");
+        assert!(expected.contains(name), "{expected}");
     }
 }
 
@@ -82,13 +85,14 @@ fn responsibilities_of_improbable_targets_add_up_to_one() {
             let case = Case { bias, ..case(9, 3, 6, 41) };
             let plan = case.plan(&host);
             let operands = case.operands(DType::F32);
-            let objective = Objective::Targets {
+            let objective = Objective::Targets(TargetLoss {
                 targets: Tensor::from_vec((0..9i64).map(|t| t * 4).collect(), 9, &Device::Cpu).unwrap(),
                 position_weights: None,
                 class_weights: None,
-                options: case.options.clone().with_reduction(Reduction::Sum),
-                upstream: None,
-            };
+                ignore_index: None,
+                terms: Terms::default(),
+                scale: GradScale::One,
+            });
             let outcome = gpu::loss(&host, &operands, &objective, ALL, &plan).unwrap();
             let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
             assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", host.language);
@@ -124,11 +128,11 @@ fn a_filter_without_gradients_reports_what_it_would_drop() {
     for host in Host::all() {
         let case = Case { options: LossOptions::evaluation().with_responsibility_filter(0.2), ..case(6, 5, 6, 40) };
         let truth = case.operands(DType::F64);
-        let plan = backend::plan(&truth, Task::loss(&case.options, Wanted::default()), None).unwrap();
-        let truth = backend::loss(&truth, &case.objective(DType::F64), Wanted::default(), &plan).unwrap();
+        let plan = backend::plan(&truth, Task::loss(&case.options.terms, NeedsGrad::default()), None).unwrap();
+        let truth = backend::loss(&truth, &case.objective(DType::F64), NeedsGrad::default(), &plan).unwrap();
         let operands = case.operands(DType::F32);
         let got =
-            gpu::loss(&host, &operands, &case.objective(DType::F32), Wanted::default(), &case.plan(&host)).unwrap();
+            gpu::loss(&host, &operands, &case.objective(DType::F32), NeedsGrad::default(), &case.plan(&host)).unwrap();
         assert!(error(&got.dropped_mass.unwrap(), &truth.dropped_mass.unwrap()) <= 1e-5);
         assert!(error(&got.sum, &truth.sum) <= 1e-5);
     }
@@ -139,13 +143,11 @@ fn large_weights_do_not_overflow_half_precision() {
     for host in Host::all() {
         let case = Case { dtype: DType::F16, ..case(5, 3, 6, 37) };
         let heavy = |dtype| match case.objective(dtype) {
-            Objective::Targets { targets, position_weights, class_weights, options, upstream } => Objective::Targets {
-                position_weights: position_weights.map(|w| (w * 1000.0).unwrap()),
-                class_weights: class_weights.map(|w| (w * 1000.0).unwrap()),
-                targets,
-                options,
-                upstream,
-            },
+            Objective::Targets(loss) => Objective::Targets(TargetLoss {
+                position_weights: loss.position_weights.map(|w| (w * 1000.0).unwrap()),
+                class_weights: loss.class_weights.map(|w| (w * 1000.0).unwrap()),
+                ..loss
+            }),
             objective => objective,
         };
         let (error, name) = case.loss_error(&host, heavy);
@@ -168,13 +170,14 @@ fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is() {
             bias: None,
             ..case.operands(DType::F32)
         };
-        let objective = Objective::Targets {
+        let objective = Objective::Targets(TargetLoss {
             targets: Tensor::zeros(1, DType::I64, &Device::Cpu).unwrap(),
             position_weights: None,
             class_weights: None,
-            options: case.options.clone(),
-            upstream: None,
-        };
+            ignore_index: None,
+            terms: case.options.terms,
+            scale: GradScale::One,
+        });
         let outcome = gpu::loss(&host, &operands, &objective, ALL, &case.plan(&host)).unwrap();
         assert_eq!(outcome.gradients.weight.unwrap().to_vec2::<f32>().unwrap(), [[-1.0]], "{:?}", host.language);
     }
@@ -187,11 +190,9 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
             let case = Case { dtype, ..case(5, 3, 6, 37) };
             let (operands, truth) = (case.operands(dtype), case.operands(DType::F64));
             let plan = case.plan(&host);
-            let cpu_plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
-            let log_probs = backend::log_probs(&truth, &cpu_plan).unwrap();
+            let cpu_plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+            let log_probs = backend::log_probs(&truth, DType::F64, &cpu_plan).unwrap();
             assert!(error(&gpu::log_probs(&host, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
-            let argmax = backend::argmax(&truth, &cpu_plan).unwrap().to_vec1::<u32>().unwrap();
-            assert_eq!(gpu::argmax(&host, &operands, &plan).unwrap().to_vec1::<u32>().unwrap(), argmax);
 
             let upstream = random(8, &[5, 37], 1.0);
             let objective = |dtype| Objective::LogProbs { upstream: upstream.to_dtype(dtype).unwrap() };
@@ -238,13 +239,14 @@ fn of_equally_probable_ids_the_first_come_first_and_a_nan_before_all() {
 fn a_target_outside_the_vocabulary_makes_its_loss_nan_and_reads_nothing() {
     for host in Host::all() {
         let case = case(4, 2, 3, 10);
-        let objective = Objective::Targets {
+        let objective = Objective::Targets(TargetLoss {
             targets: Tensor::new(&[1i64, 10, i64::MAX, -1], &Device::Cpu).unwrap(),
             position_weights: None,
             class_weights: None,
-            options: LossOptions::new(),
-            upstream: None,
-        };
+            ignore_index: None,
+            terms: Terms::default(),
+            scale: GradScale::OneOverCount,
+        });
         let outcome = gpu::loss(&host, &case.operands(DType::F32), &objective, ALL, &case.plan(&host)).unwrap();
         let nll = outcome.nll.to_vec1::<f32>().unwrap();
         assert!(nll[0].is_finite() && nll[1..].iter().all(|x| x.is_nan()), "{nll:?}");
@@ -265,7 +267,7 @@ fn infinities_and_nan_stand_where_they_stand_on_the_cpu() {
                     Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
                 };
                 let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::F32)));
-                let plan = backend::plan(&truth, Task::loss(&case.options, ALL), None).unwrap();
+                let plan = backend::plan(&truth, Task::loss(&case.options.terms, ALL), None).unwrap();
                 let truth = backend::loss(&truth, &case.objective(DType::F64), ALL, &plan).unwrap();
                 let got = gpu::loss(&host, &got, &case.objective(DType::F32), ALL, &case.plan(&host)).unwrap();
                 assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);
@@ -286,7 +288,7 @@ proptest! {
         reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
     ) {
         for host in Host::all() {
-            let options = LossOptions { hits: false, ..options(reduction, smoothing, z_loss, ignore) };
+            let options = options(reduction, smoothing, z_loss, ignore).with_hits(false);
             // In f32: the rounding of the half types would have to be measured by what cancels in a gradient.
             Case { softcap, options, chunk, ..case(positions, components, context, vocab) }.check(&host);
         }

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use super::source;
+use super::kind::source;
 
 /// What is wrong with a text, or `None` without clang.
 fn complaints(text: &str) -> Option<String> {

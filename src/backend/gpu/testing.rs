@@ -10,11 +10,13 @@ use std::sync::{Mutex, OnceLock};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 
-use super::arguments::Argument;
+use super::arguments::{self, Argument};
 use super::device::{Gpu, Kind, Matrix, Product};
 use crate::backend::cuda;
-use crate::backend::metal::{self, Binding, Products, Scratch};
-use crate::Result;
+use crate::backend::metal;
+use crate::backend::metal::arguments::{bindings, Binding};
+use crate::backend::metal::products::{self, Products, Scratch};
+use crate::error::Result;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void) -> c_int;
 
@@ -39,8 +41,8 @@ impl Language {
 
     pub(super) fn kind(self) -> &'static Kind {
         match self {
-            Language::Cuda => &cuda::KIND,
-            Language::Metal => &metal::KIND,
+            Language::Cuda => &cuda::kind::KIND,
+            Language::Metal => &metal::kind::KIND,
         }
     }
 }
@@ -227,7 +229,7 @@ impl Gpu for Host {
 
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()> {
         let mut arguments = arguments.to_vec();
-        let mut bindings = metal::bindings(&arguments);
+        let mut bindings = bindings(&arguments);
         let mut pointers: Vec<*mut c_void> = match self.language {
             Language::Cuda => arguments.iter_mut().map(pointer_of).collect(),
             Language::Metal => bindings.iter_mut().map(bound_pointer).collect(),
@@ -245,7 +247,7 @@ impl Gpu for Host {
     fn multiply(&self, product: &Product) -> Result<()> {
         match self.language {
             Language::Cuda => self.multiply_as_it_is(product),
-            Language::Metal => metal::multiply(self, product),
+            Language::Metal => products::multiply(self, product),
         }
     }
 }
@@ -253,9 +255,9 @@ impl Gpu for Host {
 /// Where CUDA is told to find the value of an argument.
 fn pointer_of(argument: &mut Argument) -> *mut c_void {
     match argument {
-        Argument::Logits(x) => (x as *mut super::arguments::Logits).cast(),
-        Argument::Objective(x) => (x as *mut super::arguments::Objective).cast(),
-        Argument::Rows(x) => (x as *mut super::arguments::Rows).cast(),
+        Argument::Logits(x) => (x as *mut arguments::Logits).cast(),
+        Argument::Objective(x) => (x as *mut arguments::Objective).cast(),
+        Argument::Rows(x) => (x as *mut arguments::Rows).cast(),
         Argument::Read(x) | Argument::Write(x) => (x as *mut u64).cast(),
         Argument::Int(x) => (x as *mut i32).cast(),
         Argument::Long(x) => (x as *mut i64).cast(),

@@ -4,18 +4,19 @@ use std::cmp::Ordering;
 
 use rayon::prelude::*;
 
-use crate::backend::{Distribution, Float, TILE};
+use crate::backend::contract::{Distribution, Real, Visit, TILE};
+use crate::error::{Error, Result};
 
 /// A token id and its log-probability.
-pub(super) type Word<F> = (F, u32);
+pub(crate) type Ranked<F> = (F, u32);
 
 /// The more probable first; of equals the lower id.
-fn order<F: Float>(a: &Word<F>, b: &Word<F>) -> Ordering {
+fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
     b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
 }
 
 /// The `n` most probable token ids, the most probable first.
-pub(super) fn best<F: Float>(distribution: &impl Distribution<F>, n: usize) -> Vec<Word<F>> {
+pub(crate) fn best<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Vec<Ranked<F>> {
     let n = n.min(distribution.vocab());
     let tiles = distribution.tiles();
     let part = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
@@ -27,10 +28,26 @@ pub(super) fn best<F: Float>(distribution: &impl Distribution<F>, n: usize) -> V
         }
         candidates.ids
     });
-    let mut ids: Vec<Word<F>> = candidates.flatten_iter().collect();
+    let mut ids: Vec<Ranked<F>> = candidates.flatten_iter().collect();
     ids.sort_unstable_by(order);
     ids.truncate(n);
     ids
+}
+
+/// Finds the `k` most probable ids.
+pub(crate) struct Best {
+    pub(crate) k: usize,
+}
+
+impl Visit for Best {
+    type Output = Vec<(f64, u32)>;
+
+    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
+        if !distribution.is_valid() {
+            return Err(Error::Distribution { position });
+        }
+        Ok(best(distribution, self.k).into_iter().map(|(log_prob, id)| (log_prob.f64(), id)).collect())
+    }
 }
 
 /// Fewer tiles are not worth another thread.
@@ -39,12 +56,12 @@ const LEAST_TILES: usize = 4;
 /// The best token ids so far, and some that are not.
 struct Candidates<F> {
     n: usize,
-    ids: Vec<Word<F>>,
+    ids: Vec<Ranked<F>>,
     /// The n-th best of those that have been ranked.
     floor: Option<F>,
 }
 
-impl<F: Float> Candidates<F> {
+impl<F: Real> Candidates<F> {
     fn new(n: usize) -> Self {
         Candidates { n, ids: Vec::with_capacity(Self::room(n)), floor: None }
     }
@@ -88,7 +105,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::backend::Computed;
+    use crate::backend::contract::Computed;
 
     proptest! {
         #[test]
@@ -96,7 +113,7 @@ mod tests {
             values in proptest::collection::vec((0u8..40).prop_map(|x| f32::from(x) / 4.0), 1..3000),
             n in 1usize..200,
         ) {
-            let mut sorted: Vec<Word<f32>> = values.iter().copied().zip(0..).collect();
+            let mut sorted: Vec<Ranked<f32>> = values.iter().copied().zip(0..).collect();
             sorted.sort_by(order);
             sorted.truncate(n);
             prop_assert_eq!(best(&Computed(&values), n), sorted);

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Checks that the last dimension, the dtype and the device of hidden states fit a head's parameters.
 pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
@@ -28,6 +28,35 @@ pub(crate) fn check_device(argument: &'static str, tensor: &Tensor, other: &Tens
     }
     let location = |tensor: &Tensor| format!("{:?}", tensor.device().location());
     Err(Error::Device { argument, expected: location(other), got: location(tensor) })
+}
+
+/// Checks the shape and the dtype of targets, or of other token ids.
+pub(crate) fn check_targets(argument: &'static str, targets: &Tensor, dims: &[usize]) -> Result<()> {
+    if targets.dims() != dims {
+        return Err(Error::shape(argument, format!("{dims:?}"), targets.dims()));
+    }
+    match targets.dtype() {
+        DType::U8 | DType::U32 | DType::I64 => Ok(()),
+        got => Err(Error::DType { argument, expected: "u8, u32 or i64".into(), got }),
+    }
+}
+
+/// Checks that a parameter has one of the dtypes that are computed with.
+pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()> {
+    match tensor.dtype() {
+        DType::F16 | DType::BF16 | DType::F32 | DType::F64 => Ok(()),
+        got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
+    }
+}
+
+/// Checks the scale and the bound of logits.
+pub(crate) fn check_logits(logit_scale: f64, softcap: Option<f64>) -> Result<()> {
+    let is_positive = |x: f64| x > 0.0 && x.is_finite();
+    check_number(is_positive(logit_scale), "logit_scale", "a finite number above 0", logit_scale)?;
+    match softcap {
+        Some(cap) => check_number(is_positive(cap), "softcap", "a finite number above 0", cap),
+        None => Ok(()),
+    }
 }
 
 pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {

@@ -1,11 +1,13 @@
 //! What the whole backend is asked for on the host, and the error of its answers: the truth is the CPU's in f64.
 
 use super::*;
-use crate::backend::plan::Sizes;
-use crate::backend::{self, gpu, Objective, Operands, Task, Wanted};
+use crate::backend::contract::{
+    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
+};
+use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
-pub(super) const ALL: Wanted = Wanted { contexts: true, log_priors: true, weight: true, bias: true };
+pub(super) const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, bias: true };
 
 /// A mixture of random operands, and targets.
 pub(super) struct Case {
@@ -14,7 +16,10 @@ pub(super) struct Case {
     /// The largest weight, and the largest bias.
     pub(super) scale: f64,
     pub(super) bias: f64,
+    pub(super) logit_scale: f64,
     pub(super) softcap: Option<f64>,
+    /// Whether the decoder is stored as `[d, vocab]`.
+    pub(super) transposed: bool,
     pub(super) options: LossOptions,
     /// Positions of a chunk.
     pub(super) chunk: usize,
@@ -39,15 +44,19 @@ impl Case {
         // candle has no softmax of nothing.
         let log_priors = candle_nn::ops::log_softmax(&random(1, &[positions.max(1), components], 2.0), 1).unwrap();
         let log_priors = log_priors.narrow(0, 0, positions).unwrap().contiguous().unwrap();
-        let accumulation = backend::accumulation_dtype("contexts", dtype).unwrap();
+        let accumulation = accumulation_dtype("contexts", dtype).unwrap();
         // Rounded to the dtype first, so that the truth is that of the same numbers.
         let rounded = |t: Tensor| t.to_dtype(self.dtype).unwrap().to_dtype(dtype).unwrap();
         Operands {
             sizes: self.sizes,
             contexts: rounded(random(2, &[positions, components, context], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
-            weight: rounded(random(3, &[vocab, context], self.scale)),
+            weight: match self.transposed {
+                false => rounded(random(3, &[vocab, context], self.scale)),
+                true => rounded(random(3, &[context, vocab], self.scale)).t().unwrap(),
+            },
             bias: Some(random(4, &[vocab], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
+            logit_scale: self.logit_scale,
             softcap: self.softcap,
         }
     }
@@ -57,21 +66,27 @@ impl Case {
         let targets: Vec<i64> = (0..positions).map(|t| ((t * 7919 + 3) % vocab) as i64).collect();
         let weights = |seed, n, mean: f64| (random(seed, &[n], 1.0) + mean).unwrap().to_dtype(DType::F32).unwrap();
         let options = &self.options;
-        Objective::Targets {
+        Objective::Targets(TargetLoss {
             targets: Tensor::from_vec(targets, positions, &Device::Cpu).unwrap(),
+            ignore_index: options.ignore_index,
             position_weights: Some(weights(5, positions, 1.0).to_dtype(dtype).unwrap()),
             // Some of them negative.
             class_weights: Some(weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
-            options: options.clone(),
-            upstream: (options.reduction == Reduction::None)
-                .then(|| random(7, &[positions], 3.0).to_dtype(DType::F32).unwrap().to_dtype(dtype).unwrap()),
-        }
+            terms: options.terms,
+            scale: match options.reduction {
+                Reduction::Mean => GradScale::OneOverCount,
+                Reduction::Sum => GradScale::One,
+                Reduction::None => {
+                    let upstream = random(7, &[positions], 3.0).to_dtype(DType::F32).unwrap();
+                    GradScale::Upstream(upstream.to_dtype(dtype).unwrap())
+                }
+            },
+        })
     }
 
     pub(super) fn plan(&self, host: &Host) -> backend::plan::Plan {
-        let task = Task::loss(&self.options, ALL);
-        let operands = self.operands(self.dtype);
-        let plan = |budget| gpu::plan(host, &operands, task, budget);
+        let task = Task::loss(&self.options.terms, ALL);
+        let plan = |budget| gpu::plan(host.kind(), self.sizes, self.dtype, task, budget);
         let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of nothing") };
         // That of all positions in one chunk.
         let whole = plan(Some(usize::MAX / 2)).unwrap().workspace_bytes;
@@ -82,7 +97,7 @@ impl Case {
     /// The largest error of all results of a loss, each relative to the largest number of its kind.
     pub(super) fn loss_error(&self, host: &Host, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
         let truth_operands = self.operands(DType::F64);
-        let task = Task::loss(&self.options, ALL);
+        let task = Task::loss(&self.options.terms, ALL);
         let plan = backend::plan(&truth_operands, task, None).unwrap();
         let truth = backend::loss(&truth_operands, &objective(DType::F64), ALL, &plan).unwrap();
         let got = gpu::loss(host, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(host)).unwrap();
@@ -92,7 +107,7 @@ impl Case {
             ("weight", got.gradients.weight, truth.gradients.weight),
             ("bias", got.gradients.bias, truth.gradients.bias),
         ];
-        if matches!(objective(DType::F64), Objective::Targets { .. }) {
+        if matches!(objective(DType::F64), Objective::Targets(_)) {
             pairs.extend([
                 ("objective", Some(got.objective), Some(truth.objective)),
                 ("nll", Some(got.nll), Some(truth.nll)),
@@ -144,7 +159,9 @@ pub(super) fn case(positions: usize, components: usize, context: usize, vocab: u
         dtype: DType::F32,
         scale: 1.0,
         bias: 1.0,
+        logit_scale: 1.0,
         softcap: None,
+        transposed: false,
         options: LossOptions::new(),
         chunk: 2,
     }
@@ -161,8 +178,8 @@ pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore:
 /// The token ids and log-probabilities of `top_k`, and what they are by the f64 log-probabilities.
 pub(super) fn best_ids(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
     let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
-    let plan = backend::plan(&truth, Task::log_probs(Wanted::default()), None).unwrap();
-    let all = backend::log_probs(&truth, &plan).unwrap().to_vec2::<f64>().unwrap();
+    let plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+    let all = backend::log_probs(&truth, DType::F64, &plan).unwrap().to_vec2::<f64>().unwrap();
     let expected: Vec<Vec<u32>> = all
         .iter()
         .map(|row| {

@@ -1,8 +1,10 @@
 //! Between the host, where token ids are chosen, and the device.
 
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
+use rayon::prelude::*;
 
-use crate::Result;
+use crate::backend::contract::{Computed, Real, Visit};
+use crate::error::{Error, Result};
 
 /// What the host has found, as a tensor. Metal, as candle asks it, makes nothing of no values.
 pub(super) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
@@ -23,4 +25,20 @@ pub(super) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &
 /// The numbers of a matrix in f64.
 pub(super) fn matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
     Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2()?)
+}
+
+/// What there is to be found out about each of the distributions of log-probabilities `[.., vocab]`.
+pub(super) fn visit<V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
+    fn rows<F: Real, V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
+        let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
+        rows.par_iter().enumerate().map(|(position, row)| visit.visit(position, &Computed(row))).collect()
+    }
+    let log_probs = log_probs.to_device(&Device::Cpu)?;
+    match (log_probs.dims(), log_probs.dtype()) {
+        ([] | [.., 0], _) => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),
+        // One position, without leading dimensions.
+        ([_], _) => self::visit(&log_probs.unsqueeze(0)?, visit),
+        (_, DType::F64) => rows::<f64, V>(&log_probs, visit),
+        _ => rows::<f32, V>(&log_probs.to_dtype(DType::F32)?, visit),
+    }
 }

@@ -1,11 +1,10 @@
 //! The storage dtypes: what is kept as `f16`, `bf16` or `f32` is computed in `f32`, and `f64` in `f64`.
 
-use std::ops::Range;
-
-use candle_core::WithDType;
+use candle_core::{Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
 use super::simd::Float;
+use crate::error::{Error, Result};
 
 /// A floating-point type that tensors are stored in.
 pub(crate) trait Element: WithDType {
@@ -28,27 +27,6 @@ pub(crate) trait Element: WithDType {
                 buffer.clear();
                 buffer.extend(values.iter().map(|x| x.widen()));
                 buffer
-            }
-        }
-    }
-
-    /// Rows and columns of a matrix with rows of `d` elements, and the distance from row to row: a part of the slice
-    /// itself, or a copy in `buffer`.
-    fn widen_block<'a>(
-        matrix: &'a [Self],
-        d: usize,
-        rows: Range<usize>,
-        columns: Range<usize>,
-        buffer: &'a mut Vec<Self::Acc>,
-    ) -> (&'a [Self::Acc], usize) {
-        match Self::as_acc(&matrix[rows.start * d + columns.start..]) {
-            Some(values) => (values, d),
-            None => {
-                buffer.clear();
-                for row in matrix[rows.start * d..rows.end * d].chunks_exact(d) {
-                    buffer.extend(row[columns.clone()].iter().map(|x| x.widen()));
-                }
-                (buffer, columns.len())
             }
         }
     }
@@ -91,3 +69,45 @@ impl_element!(f32, computes in itself);
 impl_element!(f64, computes in itself);
 impl_element!(f16, computes in f32);
 impl_element!(bf16, computes in f32);
+
+/// Evaluates an expression with `$T` as the Rust type of a dtype that has been checked.
+macro_rules! with_type {
+    ($dtype:expr, $T:ident => $call:expr) => {
+        match $dtype {
+            candle_core::DType::F64 => {
+                type $T = f64;
+                $call
+            }
+            candle_core::DType::F16 => {
+                type $T = half::f16;
+                $call
+            }
+            candle_core::DType::BF16 => {
+                type $T = half::bf16;
+                $call
+            }
+            _ => {
+                type $T = f32;
+                $call
+            }
+        }
+    };
+}
+pub(super) use with_type;
+
+/// Calls `f` with the elements of a contiguous tensor.
+pub(super) fn with_slice<T: Element, O>(
+    argument: &'static str,
+    tensor: &Tensor,
+    f: impl FnOnce(&[T]) -> Result<O>,
+) -> Result<O> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        let got = format!("{:?}", tensor.device().location());
+        return Err(Error::Device { argument, expected: "Cpu".into(), got });
+    };
+    match layout.contiguous_offsets() {
+        Some((from, to)) => f(&T::cpu_storage_as_slice(storage)?[from..to]),
+        None => Err(Error::shape(argument, "contiguous", layout.dims())),
+    }
+}

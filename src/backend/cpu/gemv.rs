@@ -1,7 +1,7 @@
 //! The first product for a few rows of contexts, where it costs what reading the decoder costs: inner products of rows as they
 //! lie in memory, several contexts and several token ids at a time, so that each is loaded once for many sums.
 
-use super::products::ViewMut;
+use super::matrix::ViewMut;
 use super::simd::{Float, Kernel, Vector};
 
 /// With more rows than this, the first product goes to the `gemm` crate, which packs and transposes its operands first.
@@ -40,9 +40,9 @@ impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
     }
 }
 
-/// `WORDS` token ids with all contexts; gives their number.
+/// `IDS` token ids with all contexts; gives their number.
 #[inline(always)]
-fn few_ids<const WORDS: usize, F: Float, V: Vector<F>>(
+fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     v: V,
     contexts: &[F],
     decoder: &[F],
@@ -51,15 +51,15 @@ fn few_ids<const WORDS: usize, F: Float, V: Vector<F>>(
     first_id: usize,
     to: &mut ViewMut<'_, F>,
 ) -> usize {
-    let ids: [&[F]; WORDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
+    let ids: [&[F]; IDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
     // While these are multiplied, the next ones come from memory: the processor does not see so far ahead by itself.
-    let mut next = decoder.get(WORDS * stride..).unwrap_or(&[]);
-    next = &next[..next.len().min(WORDS * stride)];
+    let mut next = decoder.get(IDS * stride..).unwrap_or(&[]);
+    next = &next[..next.len().min(IDS * stride)];
     let each = (next.len() * 6 * d).div_ceil(contexts.len());
     let mut row = 0;
-    let mut store = |sums: &[[F; WORDS]]| {
+    let mut store = |sums: &[[F; IDS]]| {
         for (i, sums) in sums.iter().enumerate() {
-            to.row_mut(row + i)[first_id..first_id + WORDS].copy_from_slice(sums);
+            to.row_mut(row + i)[first_id..first_id + IDS].copy_from_slice(sums);
         }
         row += sums.len();
     };
@@ -68,45 +68,45 @@ fn few_ids<const WORDS: usize, F: Float, V: Vector<F>>(
         let (now, later) = next.split_at(each.min(next.len()));
         next = later;
         prefetch(now);
-        store(&dots::<6, WORDS, F, V>(v, group, ids, d));
+        store(&dots::<6, IDS, F, V>(v, group, ids, d));
     }
     prefetch(next);
     let rest = groups.remainder();
     match rest.len() / d {
-        5 => store(&dots::<5, WORDS, F, V>(v, rest, ids, d)),
-        4 => store(&dots::<4, WORDS, F, V>(v, rest, ids, d)),
-        3 => store(&dots::<3, WORDS, F, V>(v, rest, ids, d)),
-        2 => store(&dots::<2, WORDS, F, V>(v, rest, ids, d)),
-        1 => store(&dots::<1, WORDS, F, V>(v, rest, ids, d)),
+        5 => store(&dots::<5, IDS, F, V>(v, rest, ids, d)),
+        4 => store(&dots::<4, IDS, F, V>(v, rest, ids, d)),
+        3 => store(&dots::<3, IDS, F, V>(v, rest, ids, d)),
+        2 => store(&dots::<2, IDS, F, V>(v, rest, ids, d)),
+        1 => store(&dots::<1, IDS, F, V>(v, rest, ids, d)),
         _ => {}
     }
-    WORDS
+    IDS
 }
 
-/// The inner products of `ROWS` contexts with `WORDS` token ids.
+/// The inner products of `ROWS` contexts with `IDS` token ids.
 #[inline(always)]
-fn dots<const ROWS: usize, const WORDS: usize, F: Float, V: Vector<F>>(
+fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
     v: V,
     contexts: &[F],
-    ids: [&[F]; WORDS],
+    ids: [&[F]; IDS],
     d: usize,
-) -> [[F; WORDS]; ROWS] {
+) -> [[F; IDS]; ROWS] {
     let contexts: [&[F]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
     let (context_registers, context_rests) = (contexts.map(|x| V::split(x).0), contexts.map(|x| V::split(x).1));
     let (id_registers, id_rests) = (ids.map(|x| V::split(x).0), ids.map(|x| V::split(x).1));
     let n = id_registers[0].len();
     let id_registers = id_registers.map(|x| &x[..n]);
     let context_registers = context_registers.map(|x| &x[..n]);
-    let mut sums = [[v.splat(F::zero()); WORDS]; ROWS];
+    let mut sums = [[v.splat(F::zero()); IDS]; ROWS];
     for i in 0..n {
         for row in 0..ROWS {
-            for id in 0..WORDS {
+            for id in 0..IDS {
                 sums[row][id] = v.mul_add(context_registers[row][i], id_registers[id][i], sums[row][id]);
             }
         }
     }
     if !id_rests[0].is_empty() {
-        let mut decoder = [v.splat(F::zero()); WORDS];
+        let mut decoder = [v.splat(F::zero()); IDS];
         for (register, rest) in decoder.iter_mut().zip(id_rests) {
             *register = v.load_partial(rest);
         }
@@ -118,7 +118,7 @@ fn dots<const ROWS: usize, const WORDS: usize, F: Float, V: Vector<F>>(
         }
     }
     // Loops, because what is called through `map` is not compiled with the vector's instructions.
-    let mut results = [[F::zero(); WORDS]; ROWS];
+    let mut results = [[F::zero(); IDS]; ROWS];
     for (results, sums) in results.iter_mut().zip(&sums) {
         for (result, &sum) in results.iter_mut().zip(sums) {
             *result = v.sum(sum);

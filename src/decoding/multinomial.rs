@@ -2,10 +2,10 @@
 
 use rayon::prelude::*;
 
-use super::best::best;
-use super::Sampling;
-use crate::backend::{Distribution, Float, Visit, TILE};
-use crate::{Error, Result};
+use super::sampling::Sampling;
+use crate::backend::contract::{Distribution, Real, Visit, TILE};
+use crate::backend::ranking::best;
+use crate::error::{Error, Result};
 
 /// Draws a token id for each position with the random number of its position.
 pub(super) struct Draw<'a> {
@@ -16,7 +16,7 @@ pub(super) struct Draw<'a> {
 impl Visit for Draw<'_> {
     type Output = u32;
 
-    fn visit<F: Float>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<u32> {
+    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<u32> {
         if !distribution.is_valid() {
             return Err(Error::Distribution { position });
         }
@@ -40,7 +40,7 @@ struct Masses {
 }
 
 impl Masses {
-    fn new<F: Float>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
+    fn new<F: Real>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
         let tile = |buffer: &mut Vec<F>, tile| {
             let log_probs = distribution.tile(tile, F::neg_infinity(), buffer);
             let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.f64()));
@@ -54,7 +54,7 @@ impl Masses {
     }
 
     /// The token id in which the cumulative probability passes `u`; the tile is found first.
-    fn draw<F: Float>(&self, distribution: &impl Distribution<F>, u: f64) -> Option<u32> {
+    fn draw<F: Real>(&self, distribution: &impl Distribution<F>, u: f64) -> Option<u32> {
         let mass = |&(largest, sum): &(f64, f64)| sum * relative(largest, self.largest, self.temperature);
         let (tile, left) = pass(self.tiles.iter().map(mass), u * self.total)?;
         let mut buffer = Vec::new();
@@ -91,7 +91,7 @@ pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(us
 }
 
 /// A draw from the most probable token ids that top-k, top-p and min-p leave.
-fn from_the_best<F: Float>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
+fn from_the_best<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
     let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
     let all = (top_k.is_none() && top_p < 1.0).then(|| Masses::new(distribution, temperature).total);

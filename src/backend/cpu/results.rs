@@ -2,17 +2,17 @@
 
 use candle_core::{Device, Tensor};
 
-use super::element::Element;
+use super::dtype::Element;
+use super::memory::zeros;
 use super::rows::{weighted, PositionLoss};
 use super::simd::Float;
 use super::targets::Targets;
-use super::{zeros, Outcome, Sizes, Wanted};
-use crate::backend::Gradients;
-use crate::{Error, Result};
+use crate::backend::contract::{Gradients, LossResults, NeedsGrad, Sizes};
+use crate::error::{Error, Result};
 
-/// The gradients as they are summed up; empty where not wanted.
+/// The gradients as they are summed up; empty where not needs_grad.
 pub(super) struct BufferedGradients<T: Element> {
-    pub(super) wanted: bool,
+    pub(super) needed: bool,
     /// `[positions, K, d]`
     pub(super) contexts: Vec<T::Acc>,
     /// `[positions, K]`
@@ -26,29 +26,29 @@ pub(super) struct BufferedGradients<T: Element> {
 }
 
 impl<T: Element> BufferedGradients<T> {
-    pub(super) fn new(sizes: Sizes, wanted: Wanted) -> Self {
+    pub(super) fn new(sizes: Sizes, needs_grad: NeedsGrad) -> Self {
         let Sizes { positions, components, context, vocab } = sizes;
         let rows = positions * components;
         BufferedGradients {
-            wanted: wanted.any(),
-            contexts: zeros(if wanted.contexts { rows * context } else { 0 }),
-            log_priors: zeros(if wanted.any() { rows } else { 0 }),
-            weight: zeros(if wanted.weight { vocab * context } else { 0 }),
-            bias: wanted.bias.then(|| zeros(vocab)),
+            needed: needs_grad.any(),
+            contexts: zeros(if needs_grad.contexts { rows * context } else { 0 }),
+            log_priors: zeros(if needs_grad.any() { rows } else { 0 }),
+            weight: zeros(if needs_grad.weight { vocab * context } else { 0 }),
+            bias: needs_grad.bias.then(|| zeros(vocab)),
             weight_started: false,
         }
     }
 
-    fn into_tensors(self, sizes: Sizes, wanted: Wanted) -> Result<Gradients> {
+    fn into_tensors(self, sizes: Sizes, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Sizes { positions, components, context, vocab } = sizes;
         let mut gradients = Gradients::default();
-        if wanted.contexts {
+        if needs_grad.contexts {
             gradients.contexts = Some(Tensor::from_vec(self.contexts, (positions, components, context), &Device::Cpu)?);
         }
-        if wanted.log_priors {
+        if needs_grad.log_priors {
             gradients.log_priors = Some(Tensor::from_vec(self.log_priors, (positions, components), &Device::Cpu)?);
         }
-        if wanted.weight {
+        if needs_grad.weight {
             gradients.weight = Some(Tensor::from_vec(self.weight, (vocab, context), &Device::Cpu)?);
         }
         if let Some(bias) = self.bias {
@@ -59,13 +59,13 @@ impl<T: Element> BufferedGradients<T> {
 }
 
 /// The results of a loss.
-pub(super) fn outcome<T: Element>(
+pub(super) fn results<T: Element>(
     sizes: Sizes,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     targets: &Targets<T::Acc>,
     losses: &[PositionLoss],
     gradients: BufferedGradients<T>,
-) -> Result<Outcome> {
+) -> Result<LossResults> {
     let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::of(value)], (), &Device::Cpu)?);
     let vector = |values: &[f64]| {
         let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::of(x)).collect();
@@ -81,13 +81,13 @@ pub(super) fn outcome<T: Element>(
     };
     let (dropped, mass): (f64, f64) = (size(|loss| loss.dropped), size(|loss| loss.mass));
     let share = if mass == 0.0 { 0.0 } else { dropped / mass };
-    Ok(Outcome {
+    Ok(LossResults {
         objective: vector(&objective)?,
         nll: vector(&nll)?,
         sum: scalar(objective.iter().sum())?,
         count: scalar(count)?,
         hits: if targets.hits { Some(scalar(hits as f64)?) } else { None },
         dropped_mass: if targets.has_filter() { Some(scalar(share)?) } else { None },
-        gradients: gradients.into_tensors(sizes, wanted)?,
+        gradients: gradients.into_tensors(sizes, needs_grad)?,
     })
 }

@@ -1,13 +1,12 @@
-//! Fewer components: one, drawn from the priors; or those alone that matter.
+//! The components alone that matter.
 
 use candle_core::{Tensor, D};
 
-use super::host;
-use super::sampling::Sampler;
-use crate::backend::plan::Sizes;
-use crate::check::check_number;
+use super::transfer;
+use crate::backend::contract::{accumulation_dtype, Sizes};
+use crate::error::{Error, Result};
 use crate::mixture::Mixture;
-use crate::{Error, Result};
+use crate::validate::check_number;
 
 /// A mixture without its least probable components, from [`Mixture::prune`].
 #[derive(Clone, Debug)]
@@ -36,7 +35,7 @@ impl Mixture {
         let (positions, components) = (operands.sizes.positions, operands.sizes.components);
         let device = operands.contexts.device();
         let log_priors = match &operands.log_priors {
-            Some(log_priors) => host::matrix(log_priors)?,
+            Some(log_priors) => transfer::matrix(log_priors)?,
             None => vec![vec![0.0]; positions],
         };
         if let Some(position) = log_priors.iter().position(|row| row.iter().any(|x| x.is_nan())) {
@@ -65,24 +64,16 @@ impl Mixture {
             indices.extend(keep.iter().map(|&k| k as u32));
             dropped.push(drop.iter().map(|&k| row[k].exp()).sum());
         }
-        let dtype = crate::backend::accumulation_dtype("contexts", operands.contexts.dtype())?;
+        let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         Ok(Pruned {
             mixture: self.with_components(indices, kept, true)?,
-            total_variation: host::rounded(dropped, self.leading(), dtype, device)?,
+            total_variation: transfer::rounded(dropped, self.leading(), dtype, device)?,
         })
-    }
-
-    /// One component for each position, drawn from its priors.
-    pub(super) fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
-        let operands = self.operands();
-        let Some(log_priors) = &operands.log_priors else { return Ok(self.clone()) };
-        let chosen = sampler.choose(log_priors)?;
-        self.with_components(chosen, 1, false)
     }
 
     /// With the components of these indices `[positions, kept]`, and their priors, normalised again, if those are to be kept. The
     /// gradients of what is kept go on to contexts and priors.
-    fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
+    pub(super) fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
         let mut operands = self.operands().clone();
         let Sizes { positions, components, context, .. } = operands.sizes;
         operands.sizes.components = kept;
@@ -95,7 +86,7 @@ impl Mixture {
             return Ok(self.with_operands(operands));
         }
         let rows = indices.iter().enumerate().map(|(i, &k)| (i / kept * components) as u32 + k).collect();
-        let rows = host::to_device::<u32>(rows, positions * kept, operands.contexts.device())?;
+        let rows = transfer::to_device::<u32>(rows, positions * kept, operands.contexts.device())?;
         let select = |rows_of: Tensor| rows_of.index_select(&rows, 0);
         operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((positions, kept, context))?;
         if let Some(log_priors) = log_priors {

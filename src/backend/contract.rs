@@ -1,0 +1,267 @@
+//! What every device is asked for, and the types in which it is asked and answers.
+
+use candle_core::{DType, Tensor};
+
+use crate::backend::plan::Plan;
+use crate::error::{Error, Result};
+
+/// The sizes of one mixture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    /// The product of the leading dimensions of the hidden states.
+    pub(crate) positions: usize,
+    /// Components of the mixture, K.
+    pub(crate) components: usize,
+    /// Size of a context, d.
+    pub(crate) context: usize,
+    pub(crate) vocab: usize,
+}
+
+/// The tensors of a mixture, checked to fit each other, and on one device; contiguous, but for the decoder.
+///
+/// The logits are `z = cap tanh(scale (c W^T + b) / cap)`, or `scale (c W^T + b)` without a softcap.
+#[derive(Clone, Debug)]
+pub(crate) struct Operands {
+    pub(crate) sizes: Sizes,
+    /// `[positions, K, d]`
+    pub(crate) contexts: Tensor,
+    /// `[positions, K]`, in the accumulation dtype
+    pub(crate) log_priors: Option<Tensor>,
+    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor
+    pub(crate) weight: Tensor,
+    /// `[vocab]`, in the accumulation dtype
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) logit_scale: f64,
+    pub(crate) softcap: Option<f64>,
+}
+
+impl Operands {
+    /// The decoder as it lies in memory, and whether that is `[d, vocab]`.
+    pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
+        match self.weight.is_contiguous() {
+            true => Ok((self.weight.clone(), false)),
+            false => Ok((self.weight.t()?, true)),
+        }
+    }
+}
+
+/// Which operands need a gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct NeedsGrad {
+    pub(crate) contexts: bool,
+    pub(crate) log_priors: bool,
+    pub(crate) weight: bool,
+    pub(crate) bias: bool,
+}
+
+impl NeedsGrad {
+    pub(crate) fn any(self) -> bool {
+        self.contexts || self.log_priors || self.weight || self.bias
+    }
+}
+
+/// What is minimised.
+#[derive(Clone, Debug)]
+pub(crate) enum Objective {
+    /// The loss of targets.
+    Targets(TargetLoss),
+    /// The inner product of the log-probabilities and this tensor, `[positions, vocab]` in the accumulation dtype.
+    LogProbs { upstream: Tensor },
+}
+
+/// The loss of checked targets.
+#[derive(Clone, Debug)]
+pub(crate) struct TargetLoss {
+    /// `[positions]`: u8, u32 or i64
+    pub(crate) targets: Tensor,
+    pub(crate) ignore_index: Option<i64>,
+    /// `[positions]`, in the accumulation dtype
+    pub(crate) position_weights: Option<Tensor>,
+    /// `[vocab]`, in the accumulation dtype
+    pub(crate) class_weights: Option<Tensor>,
+    pub(crate) terms: Terms,
+    pub(crate) scale: GradScale,
+}
+
+/// The numbers of a loss.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Terms {
+    pub(crate) label_smoothing: f64,
+    pub(crate) z_loss: f64,
+    pub(crate) responsibility_filter: f64,
+    /// Whether to count the positions whose target is the most probable id.
+    pub(crate) hits: bool,
+}
+
+/// What the gradient of each position's weighted objective is multiplied by.
+#[derive(Clone, Debug)]
+pub(crate) enum GradScale {
+    One,
+    /// One over the sum of all weights; zero if that is zero.
+    OneOverCount,
+    /// `[positions]`
+    Upstream(Tensor),
+}
+
+/// What a plan is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Task {
+    /// Whether the logits of a position are needed again once their log-sum-exp is known.
+    pub(crate) keeps_logits: bool,
+    pub(crate) bias_gradient: bool,
+    /// Whether the mixture's log-probability of every id is needed.
+    pub(crate) all_ids: bool,
+    /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
+    pub(crate) soft_targets: bool,
+    /// Whether rows are left out of the gradient's products. (The CPU needs no room for that.)
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    pub(crate) filters: bool,
+    /// Whether the logits of a few positions at a time will do.
+    pub(crate) few_rows: bool,
+}
+
+impl Task {
+    /// A loss, with the gradients of some operands.
+    pub(crate) fn loss(terms: &Terms, needs_grad: NeedsGrad) -> Self {
+        let soft_targets = terms.label_smoothing > 0.0;
+        let all_ids = soft_targets || terms.hits;
+        Task {
+            keeps_logits: needs_grad.any() || all_ids,
+            bias_gradient: needs_grad.bias,
+            all_ids,
+            soft_targets,
+            filters: terms.responsibility_filter > 0.0 && needs_grad.any(),
+            few_rows: false,
+        }
+    }
+
+    /// Log-probabilities, and the gradients of some operands through them.
+    pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
+        Task {
+            keeps_logits: true,
+            bias_gradient: needs_grad.bias,
+            all_ids: true,
+            soft_targets: needs_grad.any(),
+            filters: false,
+            few_rows: false,
+        }
+    }
+
+    /// The distribution of each position, tile by tile.
+    pub(crate) fn decoding() -> Self {
+        Task { few_rows: true, all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
+    }
+}
+
+/// The gradients that were needed, each of its operand's shape, in the accumulation dtype.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Gradients {
+    pub(crate) contexts: Option<Tensor>,
+    pub(crate) log_priors: Option<Tensor>,
+    pub(crate) weight: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
+}
+
+/// The results of a loss.
+#[derive(Debug)]
+pub(crate) struct LossResults {
+    /// `[positions]`: the objective of each position, times its weight
+    pub(crate) objective: Tensor,
+    /// `[positions]`
+    pub(crate) nll: Tensor,
+    pub(crate) sum: Tensor,
+    pub(crate) count: Tensor,
+    pub(crate) hits: Option<Tensor>,
+    pub(crate) dropped_mass: Option<Tensor>,
+    pub(crate) gradients: Gradients,
+}
+
+/// The functions of a device. The CPU has them in all four dtypes, GPUs in three.
+pub(crate) trait Backend {
+    /// How a task is cut into chunks.
+    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan>;
+
+    /// The objective, and the gradients of the operands that need one.
+    fn loss(
+        &self,
+        operands: &Operands,
+        objective: &Objective,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults>;
+
+    /// Log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
+    fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor>;
+
+    /// The `k` most probable ids and their log-probabilities, `[positions, k]`, u32 and the accumulation dtype, the most
+    /// probable first; of equals the lowest id. An error that names the first position whose distribution is NaN.
+    fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)>;
+
+    /// What there is to be found out about each position's distribution.
+    fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>>;
+
+    /// `tanh(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.
+    fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor>;
+
+    /// The gradient of the argument of a hyperbolic tangent, from its result and the gradient of that.
+    fn tanh_gradient(&self, result: &Tensor, upstream: &Tensor) -> Result<Tensor>;
+}
+
+/// Numbers that log-probabilities are computed in.
+pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
+    fn f64(self) -> f64 {
+        candle_core::WithDType::to_f64(self)
+    }
+}
+
+impl Real for f32 {}
+impl Real for f64 {}
+
+/// The ids of a distribution are looked at in tiles of this many.
+pub(crate) const TILE: usize = 512;
+
+/// The distribution of one position over the vocabulary, computed where it is looked at.
+pub(crate) trait Distribution<F>: Sync {
+    fn vocab(&self) -> usize;
+    /// Whether its log-probabilities are numbers.
+    fn is_valid(&self) -> bool;
+    /// The log-probabilities of the ids from `tile * TILE` on, [`TILE`] of them unless the vocabulary ends; `buffer` may
+    /// be used to hold them. Those below `floor` need not be computed: they may be given as minus infinity.
+    fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
+
+    fn tiles(&self) -> usize {
+        self.vocab().div_ceil(TILE)
+    }
+}
+
+/// Something to be found out about the distribution of each position.
+pub(crate) trait Visit: Sync {
+    type Output: Send;
+    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
+}
+
+/// Log-probabilities that have been computed already.
+pub(crate) struct Computed<'a, F>(pub(crate) &'a [F]);
+
+impl<F: Real> Distribution<F> for Computed<'_, F> {
+    fn vocab(&self) -> usize {
+        self.0.len()
+    }
+
+    fn is_valid(&self) -> bool {
+        !self.0.iter().any(|x| x.is_nan())
+    }
+
+    fn tile<'a>(&'a self, tile: usize, _: F, _: &'a mut Vec<F>) -> &'a [F] {
+        &self.0[tile * TILE..self.0.len().min((tile + 1) * TILE)]
+    }
+}
+
+/// The dtype that tensors of `dtype` are computed in, or an error that names `argument`.
+pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F16 | DType::BF16 | DType::F32 => Ok(DType::F32),
+        DType::F64 => Ok(DType::F64),
+        got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
+    }
+}

@@ -1,0 +1,184 @@
+//! The three matrix products, cut into tiles that stay in the cache of one core and are worked on in parallel.
+//!
+//! A tile is computed by one call of the `gemm` crate on one thread, whatever the number of threads: the results do not
+//! depend on it.
+
+use std::ops::Range;
+
+use num_traits::Zero;
+use rayon::prelude::*;
+
+use super::dtype::Element;
+use super::gemv::{self, Dots};
+use super::matrix::{DecoderMatrix, View, ViewMut};
+use super::simd::{Float, Isa, ROW_ALIGN};
+
+/// Token ids of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
+/// A multiple of 48, which is what the AVX-512 kernel computes at a time.
+pub(super) const VOCAB_TILE: usize = 384;
+/// Rows per tile of the second product, at most.
+const ROW_TILE: usize = 256;
+/// Columns of the decoder per tile of the first and second product, at most: with fewer, its rows are read in slivers.
+const CONTEXT_TILE: usize = 512;
+/// Rows and columns below which a tile of the second product is not cut further.
+const LEAST_PART: usize = 64;
+
+/// `dst = lhs rhs`, or `dst += lhs rhs`, on this thread.
+fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, F>, rhs: View<'_, F>) {
+    assert!(dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows);
+    // SAFETY: the views' constructors checked that all elements lie in borrowed slices, `dst` is a unique borrow, and the
+    // assertion above checked that the sizes agree. `F` is f32 or f64, which `gemm` supports.
+    unsafe {
+        gemm::gemm(
+            dst.rows,
+            dst.cols,
+            lhs.cols,
+            dst.data,
+            1,
+            dst.row_stride,
+            accumulate,
+            lhs.data,
+            lhs.col_stride,
+            lhs.row_stride,
+            rhs.data,
+            rhs.col_stride,
+            rhs.row_stride,
+            if accumulate { F::one() } else { F::zero() },
+            F::one(),
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// Where the logits of the first product go.
+pub(super) enum LogitsTo<'a, F> {
+    /// `[rows, stride]`
+    Kept(&'a mut [F], usize),
+    /// Nowhere: each tile is overwritten once it is summarised.
+    Nowhere,
+}
+
+/// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, tile by tile. Each tile is given to
+/// `summary` while it is in the cache, with its range of ids and padded to whole registers; the summaries come in order.
+pub(super) fn logits<T: Element, O: Send>(
+    to: LogitsTo<'_, T::Acc>,
+    contexts: &[T::Acc],
+    decoder: DecoderMatrix<'_, T>,
+    isa: Isa,
+    summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
+) -> Vec<O> {
+    let DecoderMatrix { vocab, context: d, transposed, .. } = decoder;
+    let rows = contexts.len() / d;
+    let depth = context_tile(d, 1);
+    let few = rows <= gemv::MOST_ROWS && !transposed;
+    let all_contexts = View::new(contexts, rows, d, d);
+    let fill = |ids: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
+        if few {
+            // As many ids at a time as the buffer has been planned for.
+            let step = (depth * VOCAB_TILE / d).max(1);
+            for first in ids.clone().step_by(step) {
+                let some = first..ids.end.min(first + step);
+                let (first_id, ids) = (some.start - ids.start, some.len());
+                let (decoder, stride) = decoder.rows(some, 0..d, buffer);
+                let to = &mut *tile;
+                T::Acc::dispatch(isa, Dots { contexts, decoder, stride, d, ids, first_id, to });
+            }
+            return summary(ids, tile);
+        }
+        for first in (0..d).step_by(depth) {
+            let columns = first..d.min(first + depth);
+            let (block, stride) = decoder.columns(ids.clone(), columns.clone(), buffer);
+            let block = View::new(block, columns.len(), ids.len(), stride);
+            multiply(&mut tile.first_columns(ids.len()), first > 0, all_contexts.columns(columns), block);
+        }
+        summary(ids, tile)
+    };
+    match to {
+        LogitsTo::Kept(logits, stride) => ViewMut::new(logits, rows, stride, stride)
+            .tiles(rows.max(1), VOCAB_TILE)
+            .into_par_iter()
+            .map_init(Vec::new, |buffer, (_, columns, mut tile)| {
+                fill(columns.start..columns.end.min(vocab), &mut tile, buffer)
+            })
+            .collect(),
+        LogitsTo::Nowhere => {
+            let columns = VOCAB_TILE.min(vocab).next_multiple_of(ROW_ALIGN);
+            // Not a power of two, which would put the same column of all rows into the same few cache lines.
+            let stride = columns + ROW_ALIGN;
+            let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * stride]);
+            (0..vocab.div_ceil(VOCAB_TILE))
+                .into_par_iter()
+                .map_init(buffers, |(buffer, tile), i| {
+                    let ids = i * VOCAB_TILE..vocab.min((i + 1) * VOCAB_TILE);
+                    let columns = ids.len().next_multiple_of(ROW_ALIGN);
+                    fill(ids, &mut ViewMut::new(tile, rows, columns, stride), buffer)
+                })
+                .collect()
+        }
+    }
+}
+
+/// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
+pub(super) fn context_gradient<T: Element>(
+    gradient: &mut [T::Acc],
+    logit_gradient: &[T::Acc],
+    stride: usize,
+    decoder: DecoderMatrix<'_, T>,
+) {
+    let DecoderMatrix { vocab, context: d, .. } = decoder;
+    let rows = gradient.len() / d;
+    // Equal parts, and enough of them for all threads. A decoder that must be copied is copied once per tile.
+    let context_tile = context_tile(d, 2);
+    let context_parts = d.div_ceil(context_tile);
+    let row_parts = rows.div_ceil(ROW_TILE).max(rayon::current_num_threads().div_ceil(context_parts));
+    let in_place = decoder.is_read_in_place();
+    let row_tile = if in_place { rows.div_ceil(row_parts).max(LEAST_PART) } else { rows.max(1) };
+    ViewMut::new(gradient, rows, d, d).tiles(row_tile, context_tile).into_par_iter().for_each_init(
+        Vec::new,
+        |buffer, (tile_rows, columns, mut tile)| {
+            for first in (0..vocab).step_by(VOCAB_TILE) {
+                let ids = first..vocab.min(first + VOCAB_TILE);
+                let (block, block_stride) = decoder.rows(ids.clone(), columns.clone(), buffer);
+                let from = &logit_gradient[tile_rows.start * stride + first..];
+                multiply(
+                    &mut tile,
+                    first > 0,
+                    View::new(from, tile_rows.len(), ids.len(), stride),
+                    View::new(block, ids.len(), columns.len(), block_stride),
+                );
+            }
+        },
+    );
+}
+
+/// Third product: `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`.
+pub(super) fn decoder_gradient<F: Float>(
+    gradient: &mut [F],
+    accumulate: bool,
+    logit_gradient: &[F],
+    stride: usize,
+    contexts: &[F],
+    d: usize,
+) {
+    let (rows, vocab) = (contexts.len() / d, gradient.len() / d);
+    ViewMut::new(gradient, vocab, d, d).tiles(VOCAB_TILE, d).into_par_iter().for_each(|(ids, _, mut tile)| {
+        let columns = View::new(&logit_gradient[ids.start..], rows, ids.len(), stride);
+        let contexts = View::new(contexts, rows, d, d);
+        multiply(&mut tile, accumulate, columns.transposed(), contexts);
+    });
+}
+
+/// Columns of the decoder per tile: equal tiles of at most [`CONTEXT_TILE`], and, unless they become too small, at least
+/// `least_parts` of them.
+fn context_tile(d: usize, least_parts: usize) -> usize {
+    let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(least_parts));
+    d.div_ceil(parts).next_multiple_of(ROW_ALIGN)
+}
+
+/// Elements of the buffer in which each thread transposes, or widens, a tile of the decoder.
+pub(super) fn buffered_tile(d: usize, vocab: usize) -> usize {
+    context_tile(d, 1) * VOCAB_TILE.min(vocab.next_multiple_of(ROW_ALIGN))
+}

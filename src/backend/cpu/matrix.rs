@@ -1,0 +1,204 @@
+//! Matrices in memory: views that the products read and write, and the decoder in either layout.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use num_traits::Zero;
+
+use super::dtype::Element;
+use super::simd::ROW_ALIGN;
+
+/// A matrix to read: `rows x cols` elements at `data[row * row_stride + col * col_stride]`.
+#[derive(Clone, Copy)]
+pub(super) struct View<'a, F> {
+    pub(super) data: *const F,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) row_stride: isize,
+    pub(super) col_stride: isize,
+    lifetime: PhantomData<&'a [F]>,
+}
+
+/// A matrix to write, whose rows are contiguous.
+pub(super) struct ViewMut<'a, F> {
+    pub(super) data: *mut F,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) row_stride: isize,
+    lifetime: PhantomData<&'a mut [F]>,
+}
+
+// SAFETY: a `View` is a shared borrow of its elements, as `&[F]` is, and `F` may be shared.
+unsafe impl<F: Sync> Send for View<'_, F> {}
+// SAFETY: as above.
+unsafe impl<F: Sync> Sync for View<'_, F> {}
+// SAFETY: a `ViewMut` is a unique borrow of its elements, as `&mut [F]` is, and `F` may be sent.
+unsafe impl<F: Send> Send for ViewMut<'_, F> {}
+
+impl<'a, F> View<'a, F> {
+    /// `rows x cols` out of a row-major slice whose rows start `stride` elements apart.
+    pub(super) fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
+        View { data: data.as_ptr(), rows, cols, row_stride: stride as isize, col_stride: 1, lifetime: PhantomData }
+    }
+
+    pub(super) fn columns(self, columns: Range<usize>) -> Self {
+        assert!(columns.start <= columns.end && columns.end <= self.cols);
+        View { data: self.data.wrapping_offset(columns.start as isize * self.col_stride), cols: columns.len(), ..self }
+    }
+
+    pub(super) fn transposed(self) -> Self {
+        View { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+}
+
+impl<'a, F> ViewMut<'a, F> {
+    pub(super) fn new(data: &'a mut [F], rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
+        ViewMut { data: data.as_mut_ptr(), rows, cols, row_stride: stride as isize, lifetime: PhantomData }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(super) fn row_mut(&mut self, row: usize) -> &mut [F] {
+        assert!(row < self.rows);
+        // SAFETY: the row lies in the matrix, which is a unique borrow, and its elements are contiguous.
+        unsafe { std::slice::from_raw_parts_mut(self.data.offset(row as isize * self.row_stride), self.cols) }
+    }
+
+    pub(super) fn first_columns(&mut self, cols: usize) -> ViewMut<'_, F> {
+        assert!(cols <= self.cols);
+        ViewMut { cols, ..*self }
+    }
+
+    /// Cuts the matrix into tiles of at most `rows x cols`: each with its range of rows and of columns.
+    pub(super) fn tiles(self, rows: usize, cols: usize) -> Vec<(Range<usize>, Range<usize>, ViewMut<'a, F>)> {
+        let mut tiles = Vec::new();
+        for r in (0..self.rows).step_by(rows) {
+            for c in (0..self.cols).step_by(cols) {
+                let row_range = r..self.rows.min(r + rows);
+                let col_range = c..self.cols.min(c + cols);
+                let tile = ViewMut {
+                    // SAFETY: r < self.rows and c < self.cols, so this is an element of the matrix.
+                    data: unsafe { self.data.offset(r as isize * self.row_stride + c as isize) },
+                    rows: row_range.len(),
+                    cols: col_range.len(),
+                    row_stride: self.row_stride,
+                    // Unique: `self` is consumed, and no element is in two tiles.
+                    lifetime: PhantomData,
+                };
+                tiles.push((row_range, col_range, tile));
+            }
+        }
+        tiles
+    }
+}
+
+/// The decoder's weight `[vocab, d]`, stored like that or as its transpose.
+#[derive(Clone, Copy)]
+pub(super) struct DecoderMatrix<'a, T> {
+    pub(super) values: &'a [T],
+    pub(super) vocab: usize,
+    pub(super) context: usize,
+    /// Whether `values` are those of `[d, vocab]`.
+    pub(super) transposed: bool,
+}
+
+impl<T: Element> DecoderMatrix<'_, T> {
+    /// Whether its blocks `[ids, columns]` are read where they are.
+    pub(super) fn is_read_in_place(&self) -> bool {
+        T::IS_ACC && !self.transposed
+    }
+
+    /// `[ids, columns]` of the decoder, and the distance from row to row: the decoder itself, or a copy in `buffer`.
+    pub(super) fn rows<'b>(
+        &'b self,
+        ids: Range<usize>,
+        columns: Range<usize>,
+        buffer: &'b mut Vec<T::Acc>,
+    ) -> (&'b [T::Acc], usize) {
+        match self.transposed {
+            false => widened_block(self.values, self.context, ids, columns, buffer),
+            true => transposed_block(self.values, self.vocab, columns, ids, buffer),
+        }
+    }
+
+    /// `[columns, ids]`: as [`DecoderMatrix::rows`], but transposed.
+    pub(super) fn columns<'b>(
+        &'b self,
+        ids: Range<usize>,
+        columns: Range<usize>,
+        buffer: &'b mut Vec<T::Acc>,
+    ) -> (&'b [T::Acc], usize) {
+        match self.transposed {
+            false => transposed_block(self.values, self.context, ids, columns, buffer),
+            true => widened_block(self.values, self.vocab, columns, ids, buffer),
+        }
+    }
+}
+
+/// Rows and columns of a matrix with rows of `width` elements: a part of the matrix itself, or a copy in `buffer`.
+fn widened_block<'a, T: Element>(
+    matrix: &'a [T],
+    width: usize,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    buffer: &'a mut Vec<T::Acc>,
+) -> (&'a [T::Acc], usize) {
+    match T::as_acc(&matrix[rows.start * width + columns.start..]) {
+        Some(values) => (values, width),
+        None => {
+            buffer.clear();
+            for row in matrix[rows.start * width..rows.end * width].chunks_exact(width) {
+                buffer.extend(row[columns.clone()].iter().map(|x| x.widen()));
+            }
+            (buffer, columns.len())
+        }
+    }
+}
+
+/// Rows and columns of a matrix with rows of `width` elements, transposed and widened into `buffer`. The `gemm` crate can read
+/// a transposed operand, but it does so element by element, which costs as much as the product itself when there are few rows
+/// of contexts.
+fn transposed_block<'a, T: Element>(
+    matrix: &[T],
+    width: usize,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    buffer: &'a mut Vec<T::Acc>,
+) -> (&'a [T::Acc], usize) {
+    let stride = rows.len().next_multiple_of(ROW_ALIGN);
+    buffer.resize(columns.len() * stride, T::Acc::zero());
+    for (i, row) in rows.clone().step_by(IN_REGISTERS).enumerate() {
+        let block = &matrix[row * width..rows.end.min(row + IN_REGISTERS) * width];
+        for (j, column) in columns.clone().step_by(IN_REGISTERS).enumerate() {
+            let to = &mut buffer[j * IN_REGISTERS * stride + i * IN_REGISTERS..];
+            transpose_block(block, width, column..columns.end.min(column + IN_REGISTERS), to, stride);
+        }
+    }
+    (buffer, stride)
+}
+
+/// Rows and columns that are transposed in registers.
+const IN_REGISTERS: usize = 8;
+
+/// `columns` of the rows of `block`, written as rows of `to`.
+#[inline]
+fn transpose_block<T: Element>(block: &[T], width: usize, columns: Range<usize>, to: &mut [T::Acc], stride: usize) {
+    if block.len() < IN_REGISTERS * width || columns.len() < IN_REGISTERS {
+        for (r, row) in block.chunks_exact(width).enumerate() {
+            for (c, x) in row[columns.clone()].iter().enumerate() {
+                to[c * stride + r] = x.widen();
+            }
+        }
+        return;
+    }
+    // In this form the compiler makes shuffles of it.
+    let rows: [&[T]; IN_REGISTERS] = std::array::from_fn(|r| &block[r * width..][columns.clone()][..IN_REGISTERS]);
+    for c in 0..IN_REGISTERS {
+        let column: [T::Acc; IN_REGISTERS] = std::array::from_fn(|r| rows[r][c].widen());
+        to[c * stride..][..IN_REGISTERS].copy_from_slice(&column);
+    }
+}

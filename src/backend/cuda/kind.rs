@@ -1,0 +1,7 @@
+//! What is particular to CUDA as far as chunks and their plan are concerned.
+
+use crate::backend::gpu::device::Kind;
+
+/// Products take the gradient of the logits in the operands' dtype.
+pub(in crate::backend) const KIND: Kind =
+    Kind { name: "cuda", f32_gradient: false, reads_transposed: true, product_bytes: |_, _| (0, 0), allocated: 1 };

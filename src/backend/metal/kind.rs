@@ -1,0 +1,24 @@
+//! What is particular to Metal as far as chunks and their plan are concerned, and its kernels' text.
+
+use candle_core::DType;
+
+use super::products;
+use crate::backend::gpu::device::Kind;
+
+/// The kernels' text.
+#[cfg(any(feature = "metal", test))]
+pub(in crate::backend) fn source() -> String {
+    include_str!("mixture.metal").replace(r#"#include "../gpu/rows.h""#, include_str!("../gpu/rows.h"))
+}
+
+/// Products are those of f32. candle rounds what it allocates up to a power of two.
+pub(in crate::backend) const KIND: Kind = Kind {
+    name: "metal",
+    f32_gradient: true,
+    reads_transposed: false,
+    product_bytes: |sizes, dtype| match dtype {
+        DType::F32 => (0, 0),
+        _ => products::bytes(sizes),
+    },
+    allocated: 2,
+};

@@ -1,0 +1,145 @@
+//! Draws token ids: what [`Sampling`] says, and the source of randomness.
+
+use candle_core::Tensor;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::multinomial::{pass, Draw};
+use super::sampling::Sampling;
+use super::transfer;
+use crate::backend;
+use crate::error::{Error, Result};
+use crate::mixture::Mixture;
+
+/// Draws token ids: what [`Sampling`] says, with a generator of random numbers. The same seed draws the same token ids on one device
+/// with one version of this crate.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{OutputLayer, Sampler, Sampling, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?;
+/// let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
+/// let positions = head.sample(&hidden, &mut sampler)?;
+/// assert_eq!(positions.dims(), [4]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    rng: StdRng,
+}
+
+impl Sampler {
+    /// A sampler with a seed.
+    ///
+    /// # Errors
+    ///
+    /// If a number is out of its range, or options exclude each other.
+    pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
+        sampling.validate()?;
+        Ok(Sampler { sampling, rng: StdRng::seed_from_u64(seed) })
+    }
+
+    /// How it draws.
+    pub fn sampling(&self) -> &Sampling {
+        &self.sampling
+    }
+
+    /// One token id for each of the distributions of log-probabilities `[.., vocab]`: `[..]`, u32. For models that have no
+    /// output layer of this crate; a mixture's own [`sample`](crate::OutputLayer::sample) never holds them.
+    ///
+    /// # Errors
+    ///
+    /// If it draws components, which log-probabilities do not have, or a distribution is NaN.
+    pub fn sample(&mut self, log_probs: &Tensor) -> Result<Tensor> {
+        self.reject_components("log-probabilities")?;
+        let leading = &log_probs.dims()[..log_probs.rank().saturating_sub(1)];
+        let uniform = self.uniform(leading.iter().product());
+        let ids = transfer::visit(log_probs, &Draw { sampling: &self.sampling, uniform: &uniform })?;
+        transfer::to_device(ids, leading, log_probs.device())
+    }
+
+    /// An error that names `head`, which has no components, if it is components that are asked for.
+    pub(crate) fn reject_components(&self, head: &'static str) -> Result<()> {
+        let Sampling { ancestral, component_temperature, .. } = self.sampling;
+        match (ancestral, component_temperature != 1.0) {
+            (true, _) => Err(Error::Unsupported { option: "ancestral", head }),
+            (_, true) => Err(Error::Unsupported { option: "component_temperature", head }),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn is_ancestral(&self) -> bool {
+        self.sampling.ancestral
+    }
+
+    /// Numbers from 0 to below 1. They are drawn before the work is shared out, so that the threads do not matter.
+    pub(super) fn uniform(&mut self, n: usize) -> Vec<f64> {
+        (0..n).map(|_| self.rng.random()).collect()
+    }
+
+    /// One index for each row of log-probabilities `[rows, n]`, `[rows]`.
+    pub(crate) fn choose(&mut self, log_probs: &Tensor) -> Result<Vec<u32>> {
+        let rows = transfer::matrix(log_probs)?;
+        let uniform = self.uniform(rows.len());
+        let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
+            let sum: f64 = row.iter().map(|x| x.exp()).sum();
+            match pass(row.iter().map(|x| x.exp()), u * sum).filter(|_| sum.is_finite()) {
+                Some((index, _)) => Ok(index as u32),
+                None => Err(Error::Distribution { position }),
+            }
+        };
+        rows.iter().zip(uniform).enumerate().map(choose).collect()
+    }
+}
+
+impl Mixture {
+    /// One token id for each position, `[..]`, u32.
+    ///
+    /// # Errors
+    ///
+    /// If a distribution is NaN.
+    pub fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
+        let tempered;
+        let mut mixture = self;
+        if sampler.sampling.component_temperature != 1.0 {
+            tempered = self.with_component_temperature(sampler.sampling.component_temperature)?;
+            mixture = &tempered;
+        }
+        let drawn;
+        if sampler.is_ancestral() {
+            drawn = mixture.draw_component(sampler)?;
+            mixture = &drawn;
+        }
+        let operands = mixture.operands();
+        let uniform = sampler.uniform(operands.sizes.positions);
+        let ids = backend::visit(operands, &Draw { sampling: &sampler.sampling, uniform: &uniform })?;
+        transfer::to_device(ids, self.leading(), operands.contexts.device())
+    }
+
+    /// The mixture whose components' logits are divided by `temperature`, with the priors as they are.
+    ///
+    /// # Errors
+    ///
+    /// If the temperature is not a finite number above zero.
+    pub fn with_component_temperature(&self, temperature: f64) -> Result<Mixture> {
+        Sampling::new().with_component_temperature(temperature).validate()?;
+        let operands = self.operands();
+        // cap tanh(z / cap) / T = (cap / T) tanh((z / T) / (cap / T))
+        self.clone().with_logits(operands.logit_scale / temperature, operands.softcap.map(|cap| cap / temperature))
+    }
+
+    /// One component for each position, drawn from its priors.
+    fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
+        match &self.operands().log_priors {
+            Some(log_priors) => self.with_components(sampler.choose(log_priors)?, 1, false),
+            None => Ok(self.clone()),
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! What a loss gives, [`Loss`], and what is asked of it, [`LossOptions`]: the same for every head.
+
+mod options;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor};
+
+use crate::autograd;
+use crate::backend::contract::Terms;
+use crate::error::{Error, Result};
+use crate::validate::{check_device, check_targets, read_ids};
+pub use options::{LossOptions, Reduction};
+
+/// The results of a loss, all of one pass. Tensors, so that reading them is the caller's choice: `f32`, or `f64` for heads
+/// in `f64`.
+///
+/// # Examples
+///
+/// Two batches whose gradients add up to those of one batch of both:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use mos_head::{LossOptions, OutputLayer, Reduction, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+/// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+/// let options = LossOptions::new().with_reduction(Reduction::Sum).with_ignore_index(0);
+/// let (mut gradient, mut sum, mut count) = (weight.zeros_like()?, 0.0, 0.0);
+/// for targets in [[1u32, 2, 0], [3, 0, 0]] {
+///     let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+///     let loss = head.loss(&hidden, &Tensor::new(&targets, &Device::Cpu)?, &options)?;
+///     if let Some(part) = loss.backward()?.get(&weight) {
+///         gradient = (gradient + part)?;
+///     }
+///     let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
+///     sum += sum_of_batch;
+///     count += count_of_batch;
+/// }
+/// let mean_gradient = (gradient / count)?;
+/// println!("{} nats per position, of {count} positions", sum / count);
+/// # assert_eq!((mean_gradient.dims(), count), (&[100, 8][..], 3.0));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Loss {
+    /// The differentiable value: a scalar, or of the targets' shape for [`Reduction::None`].
+    pub value: Tensor,
+    /// Scalar: the weighted sum of the objective over the positions. With `count`, what gradient accumulation over several
+    /// batches needs to normalise right. Detached, as all that follows.
+    pub sum: Tensor,
+    /// Scalar: the denominator of the mean; the number of positions that count, if there are no weights.
+    pub count: Tensor,
+    /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights, smoothing or
+    /// z-loss; zero where the target is ignored.
+    pub nll: Tensor,
+    /// Scalar: how many positions had their target as the most probable token id, if asked for ([`LossOptions::with_hits`]).
+    pub hits: Option<Tensor>,
+    /// Scalar: the share of the gradient's mass (the size of responsibility times weight) that the filter dropped, if there is
+    /// one; from 0 to 1.
+    pub dropped_mass: Option<Tensor>,
+    /// The decoder's weight, if that is a variable.
+    pub(crate) decoder: Option<Tensor>,
+    /// What the targets are to be checked against, where that has not been done.
+    pub(crate) unchecked: Option<Unchecked>,
+}
+
+/// Targets that were not looked at, because that would have meant to wait for a GPU.
+#[derive(Clone, Debug)]
+pub(crate) struct Unchecked {
+    pub(crate) targets: Tensor,
+    pub(crate) ignore_index: Option<i64>,
+    pub(crate) vocab: usize,
+}
+
+impl Loss {
+    /// The loss of a head that computes all of it by itself. More can be put in its fields.
+    ///
+    /// # Shapes
+    ///
+    /// - value: a scalar, or of the targets' shape for [`Reduction::None`]
+    /// - sum, count: scalars
+    /// - nll: of the targets' shape
+    pub fn new(value: Tensor, sum: Tensor, count: Tensor, nll: Tensor) -> Self {
+        let detached = |tensor: Tensor| tensor.detach();
+        let (sum, count, nll) = (detached(sum), detached(count), detached(nll));
+        Loss { value, sum, count, nll, hits: None, dropped_mass: None, decoder: None, unchecked: None }
+    }
+
+    /// The loss of a head that computes the negative log-likelihood of each target by itself: ignored targets, weights of
+    /// positions and classes, and the reduction are taken from the options.
+    ///
+    /// # Shapes
+    ///
+    /// - nll: `[..]`, of the targets' shape; f32 or f64, differentiable
+    /// - targets: `[..]`; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// If shapes, dtypes or devices do not fit, an option is out of its range, or one is asked for that needs more than this
+    /// ([`Error::Unsupported`], which names `head`): label smoothing, z-loss, responsibility filter, hits.
+    pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
+        options.validate()?;
+        let Terms { label_smoothing, z_loss, responsibility_filter, hits } = options.terms;
+        let asked_for = [
+            ("label_smoothing", label_smoothing > 0.0),
+            ("z_loss", z_loss > 0.0),
+            ("responsibility_filter", responsibility_filter > 0.0),
+            ("hits", hits),
+        ];
+        if let Some((option, _)) = asked_for.into_iter().find(|(_, is_asked_for)| *is_asked_for) {
+            return Err(Error::Unsupported { option, head });
+        }
+        check_targets("targets", targets, nll.dims())?;
+        check_device("targets", targets, nll)?;
+        let mut weights = nll.ones_like()?.detach();
+        if let Some(position_weights) = &options.position_weights {
+            if position_weights.dims() != targets.dims() {
+                return Err(Error::shape("position_weights", format!("{:?}", targets.dims()), position_weights.dims()));
+            }
+            weights = position_weights.to_dtype(nll.dtype())?.detach();
+        }
+        let targets = targets.to_dtype(DType::I64)?;
+        let ignored = match options.ignore_index {
+            Some(index) => targets.eq(index)?,
+            None => targets.zeros_like()?.to_dtype(DType::U8)?,
+        };
+        if let Some(class_weights) = &options.class_weights {
+            let ids = ignored.where_cond(&targets.zeros_like()?, &targets)?.flatten_all()?;
+            let of_targets = class_weights.to_dtype(nll.dtype())?.detach().index_select(&ids, 0)?;
+            weights = (weights * of_targets.reshape(targets.shape())?)?;
+        }
+        let zeros = nll.zeros_like()?.detach();
+        let (nll, weights) = (ignored.where_cond(&zeros, nll)?, ignored.where_cond(&zeros, &weights)?);
+        let objective = (&nll * &weights)?;
+        let (sum, count) = (objective.sum_all()?, weights.sum_all()?);
+        let value = match options.reduction {
+            Reduction::Mean => mean(&sum, &count)?,
+            Reduction::Sum => sum.clone(),
+            Reduction::None => objective,
+        };
+        let value = if options.train { value } else { value.detach() };
+        Ok(Loss::new(value, sum, count, nll))
+    }
+
+    /// The gradients of the value with respect to every variable that it depends on: those of `loss.value.backward()`, with
+    /// one copy less of the decoder's, which is the largest.
+    ///
+    /// # Errors
+    ///
+    /// If candle cannot compute them.
+    pub fn backward(&self) -> Result<GradStore> {
+        autograd::backward(&self.value, self.decoder.as_ref())
+    }
+
+    /// `sum` and `count` as numbers, in one transfer; waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// On a GPU, where the loss itself does not look at the targets: if the sum is NaN because of a target that is not in the
+    /// vocabulary. The error names the first of them.
+    pub fn sum_and_count(&self) -> Result<(f64, f64)> {
+        let numbers = Tensor::stack(&[&self.sum, &self.count], 0)?.to_device(&Device::Cpu)?;
+        let numbers = numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        let (sum, count) = (numbers[0], numbers[1]);
+        if let Some(Unchecked { targets, ignore_index, vocab }) = self.unchecked.as_ref().filter(|_| sum.is_nan()) {
+            read_ids(targets, *ignore_index, *vocab)?;
+        }
+        Ok((sum, count))
+    }
+}
+
+/// `values` `[.., n]` with zeros where the target is ignored, if any is: whatever stands there, a NaN too, is to reach no
+/// gradient. On a GPU, where to look would be to wait, wherever there is an index to ignore.
+pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
+    let Some(index) = ignore_index.filter(|_| values.elem_count() > 0) else { return Ok(values.clone()) };
+    let ignored = targets.to_dtype(DType::I64)?.eq(index)?;
+    if ignored.device().is_cpu() && ignored.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0 {
+        return Ok(values.clone());
+    }
+    let ignored = ignored.unsqueeze(values.rank() - 1)?.broadcast_as(values.shape())?;
+    Ok(ignored.where_cond(&values.zeros_like()?, values)?)
+}
+
+/// `sum / count`, or zero if nothing counts; without reading either.
+pub(crate) fn mean(sum: &Tensor, count: &Tensor) -> Result<Tensor> {
+    let nothing = count.eq(0f64)?;
+    let divisor = nothing.where_cond(&count.ones_like()?, count)?;
+    Ok(nothing.where_cond(&sum.zeros_like()?, &(sum / divisor)?)?)
+}

@@ -1,0 +1,193 @@
+//! What the two heads with K contexts are made from: sizes and options, or tensors.
+
+use candle_core::Tensor;
+
+use crate::error::Result;
+use crate::validate::{check_dropout, check_logits, check_sizes};
+
+/// What is applied to the contexts after their linear map.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{Activation, MixtureConfig};
+///
+/// let config = MixtureConfig::new(64, 1000, 5).with_activation(Activation::Identity);
+/// assert_ne!(config.activation, Activation::default());
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Activation {
+    /// The hyperbolic tangent, as in the paper.
+    #[default]
+    Tanh,
+    /// Nothing.
+    Identity,
+}
+
+/// The sizes and options of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
+/// [`MixtureOfContexts`](crate::MixtureOfContexts).
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{Activation, MixtureConfig};
+///
+/// // The paper's Penn Treebank model: hidden size 620, d = 280, 10,000 token ids, 15 components.
+/// let config = MixtureConfig::new(620, 10_000, 15).with_context(280).with_dropout(0.29);
+/// assert_eq!(config.activation, Activation::Tanh);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub struct MixtureConfig {
+    /// Size of a hidden state.
+    pub hidden: usize,
+    /// Number of token ids.
+    pub vocab: usize,
+    /// Components of the mixture, K.
+    pub components: usize,
+    /// Size of a context, d. The default is the size of a hidden state.
+    pub context: usize,
+    /// Whether the decoder has a bias. It has by default.
+    #[cfg_attr(feature = "serde", serde(default = "yes"))]
+    pub decoder_bias: bool,
+    /// Whether the priors have a bias. They have none by default, as in the paper.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub prior_bias: bool,
+    /// What is applied to the contexts. The default is tanh, as in the paper.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub activation: Activation,
+    /// Locked dropout on the contexts while training: for hidden states `[batch, seq, hidden]` one mask for each sequence, the
+    /// same at all its steps (the paper's context vector V-dropout); for `[positions, hidden]` one for each position. The
+    /// default is 0.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub dropout: f64,
+    /// What the logits are multiplied by, before the softcap. The default is 1.
+    #[cfg_attr(feature = "serde", serde(default = "one"))]
+    pub logit_scale: f64,
+    /// The bound of the logits, `z = cap tanh(z / cap)`. The default is none.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub softcap: Option<f64>,
+}
+
+impl MixtureConfig {
+    /// The configuration of the paper with these sizes, without dropout; contexts are as wide as hidden states.
+    pub fn new(hidden: usize, vocab: usize, components: usize) -> Self {
+        MixtureConfig {
+            hidden,
+            vocab,
+            components,
+            context: hidden,
+            decoder_bias: true,
+            prior_bias: false,
+            activation: Activation::Tanh,
+            dropout: 0.0,
+            logit_scale: 1.0,
+            softcap: None,
+        }
+    }
+
+    /// Sets the size of a context, d.
+    pub fn with_context(self, context: usize) -> Self {
+        MixtureConfig { context, ..self }
+    }
+
+    /// Sets whether the decoder has a bias.
+    pub fn with_decoder_bias(self, decoder_bias: bool) -> Self {
+        MixtureConfig { decoder_bias, ..self }
+    }
+
+    /// Sets whether the priors have a bias.
+    pub fn with_prior_bias(self, prior_bias: bool) -> Self {
+        MixtureConfig { prior_bias, ..self }
+    }
+
+    /// Sets what is applied to the contexts.
+    pub fn with_activation(self, activation: Activation) -> Self {
+        MixtureConfig { activation, ..self }
+    }
+
+    /// Sets the probability with which locked dropout zeroes an element of the contexts.
+    pub fn with_dropout(self, dropout: f64) -> Self {
+        MixtureConfig { dropout, ..self }
+    }
+
+    /// Multiplies the logits, bias included, before the softcap.
+    pub fn with_logit_scale(self, logit_scale: f64) -> Self {
+        MixtureConfig { logit_scale, ..self }
+    }
+
+    /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma 2, 2024).
+    pub fn with_softcap(self, cap: f64) -> Self {
+        MixtureConfig { softcap: Some(cap), ..self }
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("hidden", self.hidden),
+            ("context", self.context),
+            ("vocab", self.vocab),
+            ("components", self.components),
+        ];
+        check_sizes(&sizes)?;
+        check_dropout(self.dropout)?;
+        check_logits(self.logit_scale, self.softcap)
+    }
+}
+
+/// The parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
+/// [`MixtureOfContexts`](crate::MixtureOfContexts) as tensors: for `from_tensors`, and from `tensors`, to export, freeze or
+/// watch them.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{Activation, MixtureOfSoftmaxes, MixtureTensors, OutputLayer};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let (hidden, d, vocab, components) = (16, 8, 100, 3);
+/// let random = |shape: (usize, usize)| Tensor::randn(0f32, 0.1, shape, &Device::Cpu);
+/// let tensors = MixtureTensors {
+///     prior_weight: random((components, hidden))?,
+///     prior_bias: None,
+///     latent_weight: random((components * d, hidden))?,
+///     latent_bias: random((1, components * d))?.squeeze(0)?,
+///     decoder_weight: random((vocab, d))?,
+///     decoder_bias: None,
+/// };
+/// let head = MixtureOfSoftmaxes::from_tensors(tensors, Activation::Tanh)?;
+/// assert_eq!((head.hidden_size(), head.vocab_size()), (16, 100));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct MixtureTensors {
+    /// `[K, hidden]`
+    pub prior_weight: Tensor,
+    /// `[K]`
+    pub prior_bias: Option<Tensor>,
+    /// `[K * d, hidden]`: rows `k d .. (k + 1) d` make the context of component k
+    pub latent_weight: Tensor,
+    /// `[K * d]`
+    pub latent_bias: Tensor,
+    /// `[vocab, d]`
+    pub decoder_weight: Tensor,
+    /// `[vocab]`
+    pub decoder_bias: Option<Tensor>,
+}
+
+/// The default of a bias.
+#[cfg(feature = "serde")]
+pub(crate) fn yes() -> bool {
+    true
+}
+
+/// The default of a scale.
+#[cfg(feature = "serde")]
+pub(crate) fn one() -> f64 {
+    1.0
+}

@@ -1,0 +1,123 @@
+//! What the two heads with K contexts share: their parameters, and how they are made.
+
+use candle_core::Tensor;
+use candle_nn::VarBuilder;
+
+use crate::decoder::Decoder;
+use crate::error::Result;
+use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
+use crate::projection::Projection;
+
+/// The parameters of a head with K contexts.
+#[derive(Clone, Debug)]
+pub(crate) struct Parameters {
+    pub(crate) projection: Projection,
+    pub(crate) decoder: Decoder,
+}
+
+impl Parameters {
+    /// Variables, but for a decoder's weight that is given.
+    pub(crate) fn new(config: &MixtureConfig, tied: Option<&Tensor>, vb: &VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let projection = Projection::new(config, vb)?;
+        let decoder = Decoder::new(config.vocab, config.context, config.decoder_bias, tied, vb)?;
+        Ok(Parameters {
+            projection,
+            decoder: decoder.with_logit_scale(config.logit_scale)?.with_softcap(config.softcap)?,
+        })
+    }
+
+    pub(crate) fn from_tensors(tensors: MixtureTensors, activation: Activation) -> Result<Self> {
+        let projection = Projection::from_tensors(&tensors, activation)?;
+        let decoder = Decoder::from_tensors(tensors.decoder_weight, tensors.decoder_bias)?;
+        Ok(Parameters { projection, decoder })
+    }
+
+    pub(crate) fn tensors(&self) -> MixtureTensors {
+        self.projection.tensors(self.decoder.weight.clone(), self.decoder.bias.clone())
+    }
+}
+
+/// The ways to make a head with K contexts, and to look at it.
+macro_rules! mixture_head {
+    ($head:ident) => {
+        impl $head {
+            /// A head whose parameters are `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias`
+            /// `[K * d]`, `decoder.weight` `[vocab, d]` and `decoder.bias` `[vocab]`, and `prior.bias` `[K]` if so configured.
+            /// They start as in the released code: the decoder uniform within 0.1, its bias zero, the others uniform within
+            /// 1 / sqrt(hidden).
+            ///
+            /// # Errors
+            ///
+            /// If a size is zero, an option is out of its range, or a variable is missing or of another shape.
+            pub fn new(config: &MixtureConfig, vb: VarBuilder) -> Result<Self> {
+                Ok($head(Parameters::new(config, None, &vb)?))
+            }
+
+            /// A head whose decoder shares the matrix of an embedding, `[vocab, d]`; the gradients of both uses add up.
+            ///
+            /// # Errors
+            ///
+            /// If the embedding is of another shape, or as for `new`.
+            pub fn tied(config: &MixtureConfig, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
+                Ok($head(Parameters::new(config, Some(embedding.embeddings()), &vb)?))
+            }
+
+            /// A head from its parameters.
+            ///
+            /// # Errors
+            ///
+            /// If the shapes do not fit each other, or a dtype is not a float's.
+            pub fn from_tensors(tensors: MixtureTensors, activation: Activation) -> Result<Self> {
+                Ok($head(Parameters::from_tensors(tensors, activation)?))
+            }
+
+            /// The parameters. They share their memory with the head's.
+            pub fn tensors(&self) -> MixtureTensors {
+                self.0.tensors()
+            }
+
+            /// The decoder's weight, `[vocab, d]`.
+            pub fn weight(&self) -> &Tensor {
+                &self.0.decoder.weight
+            }
+
+            /// The decoder's bias, `[vocab]`.
+            pub fn bias(&self) -> Option<&Tensor> {
+                self.0.decoder.bias.as_ref()
+            }
+
+            /// The head with another probability of locked dropout on its contexts while training, see
+            /// [`MixtureConfig::dropout`].
+            ///
+            /// # Errors
+            ///
+            /// If the probability is not at least 0 and below 1.
+            pub fn with_dropout(self, dropout: f64) -> Result<Self> {
+                let Parameters { projection, decoder } = self.0;
+                Ok($head(Parameters { projection: projection.with_dropout(dropout)?, decoder }))
+            }
+
+            /// The head with its logits multiplied, bias included, before the softcap.
+            ///
+            /// # Errors
+            ///
+            /// If the scale is not a finite number above zero.
+            pub fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
+                let Parameters { projection, decoder } = self.0;
+                Ok($head(Parameters { projection, decoder: decoder.with_logit_scale(logit_scale)? }))
+            }
+
+            /// The head with its logits bounded softly: `z = cap tanh(z / cap)` (Gemma 2, 2024).
+            ///
+            /// # Errors
+            ///
+            /// If the bound is not a finite number above zero.
+            pub fn with_softcap(self, cap: f64) -> Result<Self> {
+                let Parameters { projection, decoder } = self.0;
+                Ok($head(Parameters { projection, decoder: decoder.with_softcap(Some(cap))? }))
+            }
+        }
+    };
+}
+pub(crate) use mixture_head;

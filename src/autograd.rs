@@ -1,20 +1,23 @@
 //! Ties a value that has been computed to candle's graph, so that `backward` finds its gradients.
 //!
 //! candle's own operations keep every intermediate result alive until the backward pass, and its custom operations can keep
-//! none. Here the value is computed beforehand, outside the graph; one node then hands it over, and computes the gradients
-//! of its operands by a closure that holds whatever it needs.
+//! none. Here the value is computed beforehand, outside the graph; the forward pass of one node then returns it, and its backward
+//! pass computes the gradients of its operands by a closure that holds whatever it needs.
 
 use std::cell::RefCell;
 use std::sync::Mutex;
 
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Storage, Tensor, TensorId};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp3, InplaceOp1, Layout, MetalStorage, Shape, Storage, Tensor, TensorId,
+};
 
 use crate::error::Result;
 
 /// `value` as a function of `operands`, whose gradients are `backward(operands, value, upstream)`: `None` where none is
-/// wanted. The value itself, if no operand depends on a variable.
+/// needed. The value itself, if no operand depends on a variable. On the CPU the node takes the value's storage, which nothing
+/// else may share, unless the value is a single number: that is copied.
 pub(crate) fn attach<B>(name: &'static str, value: Tensor, operands: [&Tensor; 3], backward: B) -> Result<Tensor>
 where
     B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
@@ -30,24 +33,57 @@ where
 struct Node<B> {
     name: &'static str,
     shape: Shape,
-    /// The value, until it is handed over.
+    /// The value, until the forward pass.
     value: Mutex<Option<Tensor>>,
     backward: B,
 }
 
 impl<B> Node<B> {
-    /// Hands the value's storage over, by way of `clone`.
-    fn storage<S>(
+    fn value(&self) -> candle_core::Result<Tensor> {
+        match self.value.lock().ok().and_then(|mut value| value.take()) {
+            Some(value) => Ok(value),
+            None => candle_core::bail!("{}: the forward pass of this node has run before", self.name),
+        }
+    }
+
+    /// A copy of the value's storage.
+    fn copy<S>(
         &self,
+        value: &Tensor,
         clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>,
     ) -> candle_core::Result<(S, Shape)> {
-        let value = self.value.lock().ok().and_then(|mut value| value.take());
-        let Some(value) = value else { candle_core::bail!("the value of {} was handed over before", self.name) };
         let (storage, layout) = value.storage_and_layout();
         match clone(&storage, layout) {
             Some(storage) => Ok((storage?, self.shape.clone())),
-            None => candle_core::bail!("the value of {} is on another device than its operands", self.name),
+            None => candle_core::bail!("{}: the value is on another device than the operands", self.name),
         }
+    }
+}
+
+/// Moves the storage out of a tensor, which is empty from then on.
+struct Take(Mutex<Option<CpuStorage>>);
+
+impl InplaceOp1 for Take {
+    fn name(&self) -> &'static str {
+        "take"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+        if let Ok(mut taken) = self.0.lock() {
+            *taken = Some(std::mem::replace(storage, CpuStorage::U8(Vec::new())));
+        }
+        Ok(())
+    }
+}
+
+/// The number of elements of a storage of floats.
+fn length(storage: &CpuStorage) -> Option<usize> {
+    match storage {
+        CpuStorage::F16(values) => Some(values.len()),
+        CpuStorage::BF16(values) => Some(values.len()),
+        CpuStorage::F32(values) => Some(values.len()),
+        CpuStorage::F64(values) => Some(values.len()),
+        _ => None,
     }
 }
 
@@ -68,7 +104,19 @@ where
         _: &CpuStorage,
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.storage(|storage, layout| match storage {
+        let value = self.value()?;
+        let is_whole = match &*value.storage_and_layout().0 {
+            Storage::Cpu(storage) => value.is_contiguous() && length(storage) == Some(value.elem_count()),
+            _ => false,
+        };
+        if is_whole && value.elem_count() > 1 {
+            let take = Take(Mutex::new(None));
+            value.inplace_op1(&take)?;
+            if let Some(storage) = take.0.into_inner().ok().flatten() {
+                return Ok((storage, self.shape.clone()));
+            }
+        }
+        self.copy(&value, |storage, layout| match storage {
             Storage::Cpu(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })
@@ -83,7 +131,7 @@ where
         _: &CudaStorage,
         _: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.storage(|storage, layout| match storage {
+        self.copy(&self.value()?, |storage, layout| match storage {
             Storage::Cuda(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })
@@ -98,7 +146,7 @@ where
         _: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.storage(|storage, layout| match storage {
+        self.copy(&self.value()?, |storage, layout| match storage {
             Storage::Metal(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })

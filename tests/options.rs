@@ -330,7 +330,7 @@ on_each_device! {
     fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is(device: &Device) -> Result<()> {
         for weight in [-1.0, 1.0] {
             // One id with logit z: the gradient of z is 2 zeta z, and 1 + 2 zeta z = 0 for the first of these.
-            let tensor = |shape: &[usize], value: f32| Ok::<_, candle_core::Error>(Var::from_tensor(&Tensor::full(value, shape, device)?)?);
+            let tensor = |shape: &[usize], value: f32| Var::from_tensor(&Tensor::full(value, shape, device)?);
             let (contexts, decoder) = (tensor(&[1, 1, 1], 1.0)?, tensor(&[1, 1], weight)?);
             let mixture = Mixture::new(&contexts, None, &decoder, None)?;
             let loss = mixture.loss(&Tensor::new(&[0u32], device)?, &LossOptions::new().with_z_loss(0.5))?;

@@ -49,7 +49,7 @@ pub(crate) struct Needs {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+/// use mos_head::{LossOptions, MixtureLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((1000, 8), DType::F32, &Device::Cpu)?, None)?;

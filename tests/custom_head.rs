@@ -1,0 +1,253 @@
+//! A head made outside of the crate: four methods are enough, and all others, pointers, and beam search work with it.
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor, D};
+use common::case::{upstream, weights, Case, Head, Logits, Sizes, HEADS};
+use common::check::{backward, build, gradients, numbers};
+use common::compare::{assert_close, Tolerance};
+use common::objective::Objective;
+use common::reference::truth;
+use common::{exact, on_each_device};
+use mos_head::{
+    BeamSearch, Error, Loss, LossOptions, MixtureLayer, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxHead,
+    TopK,
+};
+
+/// An ordinary softmax of candle's operations.
+#[derive(Debug)]
+struct Plain {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl OutputLayer for Plain {
+    fn hidden_size(&self) -> usize {
+        self.weight.dims()[1]
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.weight.dims()[0]
+    }
+
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        let logits = hidden.broadcast_matmul(&self.weight.t()?)?.broadcast_add(&self.bias)?;
+        Ok(candle_nn::ops::log_softmax(&logits, D::Minus1)?)
+    }
+
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        let ids = match options.ignore_index() {
+            Some(index) => targets.ne(index)?.where_cond(targets, &targets.zeros_like()?)?,
+            None => targets.clone(),
+        };
+        let of_ids = self.log_probs(hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
+        Loss::from_nll("Plain", &of_ids.squeeze(D::Minus1)?.neg()?, targets, options)
+    }
+}
+
+const SIZES: Sizes = Sizes::new(6, 6, 1, 23);
+
+fn plain(case: &Case, dtype: DType, device: &Device) -> Result<(Plain, Tensor)> {
+    let tensors = case.variables(dtype, device)?;
+    let head = Plain { weight: tensors["decoder.weight"].clone(), bias: tensors["decoder.bias"].clone() };
+    Ok((head, tensors["hidden"].clone()))
+}
+
+on_each_device! {
+    fn its_losses_and_gradients_equal_the_reference(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+            for has_weights in [false, true] {
+                let mut case = Case::random(Head::Softmax, SIZES, &[2, 5], 130);
+                case.targets[3] = -100;
+                let objective = Objective {
+                    reduction,
+                    ignore_index: Some(-100),
+                    position_weights: has_weights.then(|| weights(10, 1)),
+                    class_weights: has_weights.then(|| weights(SIZES.vocab, 2)),
+                    ..Objective::default()
+                };
+                let upstream = upstream(if reduction == Reduction::None { 10 } else { 1 }, 3);
+                let truth = truth(&case, &objective, &upstream);
+                let tensors = case.variables(dtype, device)?;
+                let head = Plain { weight: tensors["decoder.weight"].clone(), bias: tensors["decoder.bias"].clone() };
+                let options = objective.options(&case.lead, device)?;
+                let targets = case.target_tensor(device)?;
+                let loss = head.loss(&tensors["hidden"], &targets, &options)?;
+                let tolerance = Tolerance::value(dtype);
+                assert_close("value", &numbers(&loss.value), &truth.value, None, tolerance);
+                assert_close("nll", &numbers(&loss.nll), &truth.nll, None, tolerance);
+                assert_close("sum", &numbers(&loss.sum), &[truth.sum], None, tolerance);
+                assert_close("count", &numbers(&loss.count), &[truth.count], None, tolerance);
+                for (name, found) in gradients(&backward(&loss.value, &upstream)?, &tensors) {
+                    assert_close(name, &found, &truth.gradients[name], None, Tolerance::gradient(dtype));
+                }
+                let evaluation = objective.apply(LossOptions::evaluation(), &case.lead, device)?;
+                assert!(!head.loss(&tensors["hidden"], &targets, &evaluation)?.value.track_op());
+            }
+        }
+        Ok(())
+    }
+
+    fn its_decoding_follows_from_its_log_probabilities(device: &Device) -> Result<()> {
+        let case = Case::random(Head::Softmax, SIZES, &[2, 5], 131);
+        let (head, hidden) = plain(&case, DType::F32, device)?;
+        let fused = SoftmaxHead::from_tensors(head.weight.clone(), Some(head.bias.clone()))?;
+        let (mine, theirs) = (head.top_k(&hidden, 4)?, fused.top_k(&hidden, 4)?);
+        assert_eq!(mine.tokens.to_vec3::<u32>()?, theirs.tokens.to_vec3::<u32>()?);
+        assert_close("top_k", &numbers(&mine.log_probs), &numbers(&theirs.log_probs), None, Tolerance::value(DType::F32));
+        assert_eq!(head.argmax(&hidden)?.to_vec2::<u32>()?, fused.argmax(&hidden)?.to_vec2::<u32>()?);
+        let targets = case.target_tensor(device)?;
+        let (mine, theirs) = (head.log_prob(&hidden, &targets)?, fused.log_prob(&hidden, &targets)?);
+        assert_close("log_prob", &numbers(&mine), &numbers(&theirs), None, Tolerance::value(DType::F32));
+        let sampler = || Sampler::new(Sampling::new().with_temperature(0.7).with_top_p(0.8), 5);
+        let (mine, theirs) = (head.sample(&hidden, &mut sampler()?)?, fused.sample(&hidden, &mut sampler()?)?);
+        assert_eq!(mine.to_vec2::<u32>()?, theirs.to_vec2::<u32>()?);
+        assert_eq!(head.log_probs_as(&hidden, DType::F16)?.dtype(), DType::F16);
+        // One position without leading dimensions.
+        let one = hidden.narrow(0, 0, 1)?.narrow(1, 0, 1)?.reshape(SIZES.hidden)?.unsqueeze(0)?;
+        let log_probs = head.log_probs(&one)?.squeeze(0)?;
+        assert_eq!(TopK::of_log_probs(&log_probs, 2)?.tokens.dims(), [2]);
+        Ok(())
+    }
+
+    fn what_it_does_not_support_is_an_error_that_names_both(device: &Device) -> Result<()> {
+        let case = Case::random(Head::Softmax, SIZES, &[4], 132);
+        let (head, hidden) = plain(&case, DType::F32, device)?;
+        let targets = case.target_tensor(device)?;
+        let options = [
+            ("label_smoothing", LossOptions::new().with_label_smoothing(0.1)),
+            ("z_loss", LossOptions::new().with_z_loss(0.1)),
+            ("responsibility_filter", LossOptions::new().with_responsibility_filter(0.1)),
+            ("hits", LossOptions::new().with_hits(true)),
+        ];
+        for (name, options) in options {
+            let error = head.loss(&hidden, &targets, &options).expect_err("unsupported");
+            assert!(matches!(error, Error::Unsupported { option, head: "Plain" } if option == name), "{error:?}");
+            assert!(error.to_string().contains(name) && error.to_string().contains("Plain"), "{error}");
+        }
+        for (name, sampling) in [
+            ("ancestral", Sampling::new().with_ancestral(true)),
+            ("component_temperature", Sampling::new().with_component_temperature(0.5)),
+        ] {
+            let error = head.sample(&hidden, &mut Sampler::new(sampling, 1)?).expect_err("unsupported");
+            let is_right = matches!(error, Error::Unsupported { option, head } if option == name && head.ends_with("Plain"));
+            assert!(is_right, "{error:?}");
+        }
+        let nan = (hidden * f64::NAN)?;
+        assert!(matches!(head.top_k(&nan, 1), Err(Error::Distribution { position: 0 })));
+        assert!(matches!(head.top_k(&nan, 24), Err(Error::Config { argument: "k", .. })));
+        Ok(())
+    }
+
+    fn beam_search_takes_any_head_or_none(device: &Device) -> Result<()> {
+        let case = Case::random(Head::Softmax, SIZES, &[1], 133);
+        let (head, _) = plain(&case, DType::F32, device)?;
+        let fused = SoftmaxHead::from_tensors(head.weight.clone(), Some(head.bias.clone()))?;
+        let states = Tensor::randn(0f32, 1.0, (SIZES.vocab, SIZES.hidden), device)?;
+        let start = Tensor::new(&[3i64, 7], device)?;
+        let search = BeamSearch::new(0).with_width(3).with_n_best(2).with_max_length(6);
+        let step = |tokens: &Tensor, _: &Tensor| -> Result<Tensor> { Ok(states.index_select(tokens, 0)?) };
+        let (mine, theirs) = (search.run(&head, &start, step)?, search.run(&fused, &start, step)?);
+        let without = search.search(SIZES.vocab, &start, |tokens, parents, k| {
+            TopK::of_log_probs(&head.log_probs(&step(tokens, parents)?)?, k)
+        })?;
+        for ((mine, theirs), without) in mine.iter().zip(&theirs).zip(&without) {
+            let tokens = |found: &Vec<mos_head::Hypothesis>| found.iter().map(|h| h.tokens.clone()).collect::<Vec<_>>();
+            assert_eq!(tokens(mine), tokens(theirs));
+            assert_eq!(mine, without);
+        }
+        Ok(())
+    }
+
+    fn every_way_to_ask_a_head_agrees_under_every_configuration(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let tolerance = Tolerance::value(dtype);
+        for head in HEADS {
+            for (scale, softcap) in [(1.0, None), (0.4, None), (1.0, Some(1.5)), (2.5, Some(1.5))] {
+                let mut case = Case::random(head, Sizes::new(6, 5, 3, 23), &[8], 134);
+                case.logits = Logits { scale, softcap };
+                case = case.rounded(DType::F32)?;
+                let truth = truth(&case, &Objective::default(), &[1.0]);
+                let tensors = case.constants(dtype, device)?;
+                let (head, hidden) = (build(&case, &tensors)?, &tensors["hidden"]);
+                let targets = case.target_tensor(device)?;
+                let close = |name: &str, got: &Tensor, truth: &[f64]| {
+                    assert_close(&format!("{name} {scale} {softcap:?}"), &numbers(got), truth, None, tolerance);
+                };
+                close("loss", &head.loss(hidden, &targets, &LossOptions::new())?.nll, &truth.nll);
+                close("log_prob", &head.log_prob(hidden, &targets)?.neg()?, &truth.nll);
+                close("log_probs", &head.log_probs(hidden)?, &truth.log_probs);
+                let in_f32 = numbers(&head.log_probs_as(hidden, DType::F32)?);
+                assert_close("log_probs_as", &in_f32, &truth.log_probs, None, Tolerance::value(DType::F32));
+                assert_eq!(head.argmax(hidden)?.to_vec1::<u32>()?, truth.argmax);
+                let greedy = &mut Sampler::new(Sampling::greedy(), 1)?;
+                assert_eq!(head.sample(hidden, greedy)?.to_vec1::<u32>()?, truth.argmax);
+                let best: Vec<f64> = truth.argmax.iter().zip(truth.log_probs.chunks(23)).map(|(&id, row)| row[id as usize]).collect();
+                close("top_k", &head.top_k(hidden, 1)?.log_probs, &best);
+                close("mixture", &head.mixture(hidden, false)?.log_probs()?, &truth.log_probs);
+                // An end that is never among the best: one step gives the most probable id of each position.
+                let end = (0..23).find(|id| !truth.argmax.contains(id)).expect("an id that is never the best");
+                let start = Tensor::zeros(8, DType::U32, device)?;
+                let search = BeamSearch::new(end).with_width(1).with_max_length(1);
+                let found = search.run(&head, &start, |_, _| -> Result<Tensor> { Ok(hidden.clone()) })?;
+                for ((found, &id), &log_prob) in found.iter().zip(&truth.argmax).zip(&best) {
+                    assert_eq!(found[0].tokens, [id]);
+                    assert_close("beam search", &[found[0].log_prob], &[log_prob], None, tolerance);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Counts how often its own method is called.
+#[derive(Debug)]
+struct Counting(SoftmaxHead, AtomicUsize);
+
+impl OutputLayer for Counting {
+    fn hidden_size(&self) -> usize {
+        self.0.hidden_size()
+    }
+    fn vocab_size(&self) -> usize {
+        self.0.vocab_size()
+    }
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.0.log_probs(hidden)
+    }
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        self.0.loss(hidden, targets, options)
+    }
+    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+        self.1.fetch_add(1, Ordering::Relaxed);
+        self.0.top_k(hidden, k)
+    }
+}
+
+#[test]
+fn behind_a_pointer_a_heads_own_methods_are_called() -> Result<()> {
+    fn generic(head: impl OutputLayer) -> Result<Vec<u32>> {
+        let hidden = Tensor::ones((2, 1), DType::F32, &Device::Cpu)?;
+        Ok(head.argmax(&hidden)?.to_vec1()?)
+    }
+    fn components(layer: impl MixtureLayer) -> usize {
+        layer.components()
+    }
+    let weight = Tensor::new(&[[0f32], [2.0], [1.0]], &Device::Cpu)?;
+    let softmax = SoftmaxHead::from_tensors(weight, None)?;
+    let head = Arc::new(Counting(softmax.clone(), AtomicUsize::new(0)));
+    assert_eq!(generic(&*head)?, [1, 1]);
+    assert_eq!(generic(head.clone())?, [1, 1]);
+    assert_eq!(generic(Box::new(head.clone()) as Box<dyn OutputLayer>)?, [1, 1]);
+    assert_eq!(generic(&(head.clone() as Arc<dyn OutputLayer>))?, [1, 1]);
+    assert_eq!(head.1.load(Ordering::Relaxed), 4);
+    let layers: [Box<dyn MixtureLayer>; 2] = [Box::new(softmax.clone()), Box::new(Arc::new(softmax))];
+    for layer in layers {
+        assert_eq!(generic(&layer)?, [1, 1]);
+        assert_eq!(components(layer), 1);
+    }
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! The decoder in all forms that it comes in: a linear layer, a transposed view, a tensor that is computed.
+
+mod common;
+
+use candle_core::{DType, Tensor, Var};
+use candle_nn::Linear;
+use common::case::{upstream, Case, Head, Sizes, ENTRIES, HEADS};
+use common::check::{backward, build, gradients, numbers, Layer};
+use common::compare::{assert_close, Tolerance};
+use common::{dtypes, exact, on_each_device};
+use mos_head::{
+    linear_cross_entropy, Activation, Error, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer,
+    Reduction, Result, SoftmaxHead,
+};
+
+on_each_device! {
+    fn a_transposed_view_equals_its_copy(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for head in ENTRIES {
+                // Few rows and many, and sizes on either side of a tile's.
+                for (rows, sizes) in [(2, Sizes::new(7, 6, 3, 33)), (70, Sizes::new(7, 6, 3, 33)), (70, Sizes::new(9, 70, 2, 401))] {
+                    let case = Case::random(head, sizes, &[rows], 140).rounded(dtype)?;
+                    let targets = case.target_tensor(device)?;
+                    let copies = case.variables(dtype, device)?;
+                    let weight = Var::from_tensor(&copies["decoder.weight"].t()?.contiguous()?)?;
+                    let mut views = copies.clone();
+                    views.insert("decoder.weight", weight.t()?);
+                    let (of_view, of_copy) = (Layer::new(&case, &views)?, Layer::new(&case, &copies)?);
+                    let (value, slope) = (Tolerance::value(dtype), Tolerance::gradient(dtype));
+                    for reduction in [Reduction::Mean, Reduction::None] {
+                        let options = LossOptions::new().with_reduction(reduction).with_label_smoothing(0.1);
+                        let (got, expected) = (of_view.loss(&targets, &options)?, of_copy.loss(&targets, &options)?);
+                        assert_close("nll", &numbers(&got.nll), &numbers(&expected.nll), None, value);
+                        let upstream = upstream(got.value.elem_count(), 4);
+                        let (got, expected) = (backward(&got.value, &upstream)?, backward(&expected.value, &upstream)?);
+                        let of_weight = got.get(&weight).expect("a gradient").t()?;
+                        let mut found = gradients(&got, &copies);
+                        found.insert("decoder.weight", numbers(&of_weight));
+                        let expected = gradients(&expected, &copies);
+                        assert_eq!(found.len(), expected.len());
+                        for (name, expected) in expected {
+                            assert_close(name, &found[name], &expected, None, slope);
+                        }
+                    }
+                    let evaluation = LossOptions::evaluation();
+                    let (got, expected) = (of_view.loss(&targets, &evaluation)?, of_copy.loss(&targets, &evaluation)?);
+                    assert_close("evaluation", &numbers(&got.nll), &numbers(&expected.nll), None, value);
+                    assert_close("log_probs", &numbers(&of_view.log_probs()?), &numbers(&of_copy.log_probs()?), None, value);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_fused_linear_cross_entropy_is_that_of_a_linear_layer(device: &Device) -> Result<()> {
+        let hidden = Var::from_tensor(&Tensor::randn(0f32, 1.0, (12, 6), device)?)?;
+        let weight = Var::from_tensor(&Tensor::randn(0f32, 1.0, (31, 6), device)?)?;
+        let bias = Var::from_tensor(&Tensor::randn(0f32, 1.0, 31, device)?)?;
+        let targets = Tensor::new((0..12u32).map(|i| i * 5 % 31).collect::<Vec<_>>(), device)?;
+        for bias in [None, Some(&bias)] {
+            let linear = Linear::new(weight.as_tensor().clone(), bias.map(|bias| bias.as_tensor().clone()));
+            let logits = candle_nn::Module::forward(&linear, &hidden)?;
+            let expected = candle_nn::loss::cross_entropy(&logits, &targets)?;
+            let bias = bias.map(Var::as_tensor);
+            let of_function = linear_cross_entropy(&hidden, &weight, bias, &targets, &LossOptions::new())?;
+            let head = SoftmaxHead::from(linear);
+            assert_eq!((head.weight().dims(), head.bias().is_some()), (&[31, 6][..], bias.is_some()));
+            let of_head = head.loss(&hidden, &targets, &LossOptions::new())?;
+            for loss in [of_function, of_head] {
+                let (value, slope) = (Tolerance::value(DType::F32), Tolerance::gradient(DType::F32));
+                assert_close("value", &numbers(&loss.value), &numbers(&expected), None, value);
+                let (found, expected) = (loss.backward()?, expected.backward()?);
+                for variable in [Some(hidden.as_tensor()), Some(weight.as_tensor()), bias].into_iter().flatten() {
+                    let (got, truth) = (found.get(variable).expect("a gradient"), expected.get(variable).expect("a gradient"));
+                    assert_close("gradient", &numbers(got), &numbers(truth), None, slope);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_malformed_linear_layer_is_an_error_that_names_its_weight(device: &Device) -> Result<()> {
+        let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device);
+        let hidden = zeros(&[2, 6], DType::F32)?;
+        let targets = Tensor::new(&[0u32, 1], device)?;
+        let bad = [
+            (zeros(&[6], DType::F32)?, None, "weight"),
+            (zeros(&[6, 6, 6], DType::F32)?, None, "weight"),
+            (zeros(&[0, 6], DType::F32)?, None, "vocab"),
+            (zeros(&[5, 6], DType::U32)?, None, "weight"),
+            (zeros(&[5, 6], DType::F32)?, Some(zeros(&[6], DType::F32)?), "bias"),
+        ];
+        for (weight, bias, name) in bad {
+            let head = SoftmaxHead::from(Linear::new(weight, bias));
+            assert!(head.hidden_size() <= 6 && head.vocab_size() <= 6);
+            let error = head.loss(&hidden, &targets, &LossOptions::new()).expect_err("malformed");
+            assert!(error.to_string().contains(name), "{error}");
+            assert!(head.log_probs(&hidden).is_err() && head.top_k(&hidden, 1).is_err());
+        }
+        Ok(())
+    }
+
+    fn parameters_that_are_no_floats_are_refused_where_they_are_given(device: &Device) -> Result<()> {
+        let integers = |shape: &[usize]| Tensor::zeros(shape, DType::U32, device);
+        let floats = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
+        let error = SoftmaxHead::from_tensors(integers(&[5, 6])?, None).expect_err("no floats");
+        assert!(matches!(error, Error::DType { argument: "decoder.weight", got: DType::U32, .. }), "{error:?}");
+        let error = SoftmaxHead::from_tensors(floats(&[5, 6])?, Some(integers(&[5])?)).expect_err("no floats");
+        assert!(matches!(error, Error::DType { argument: "decoder.bias", got: DType::U32, .. }), "{error:?}");
+        let tensors = MixtureTensors {
+            prior_weight: integers(&[2, 6])?,
+            prior_bias: None,
+            latent_weight: integers(&[6, 6])?,
+            latent_bias: integers(&[6])?,
+            decoder_weight: integers(&[5, 3])?,
+            decoder_bias: None,
+        };
+        let error = MixtureOfSoftmaxes::from_tensors(tensors, Activation::Tanh).expect_err("no floats");
+        assert!(matches!(error, Error::DType { argument: "decoder.weight", .. }), "{error:?}");
+        Ok(())
+    }
+
+    fn a_computed_decoder_passes_its_gradient_on(device: &Device) -> Result<()> {
+        // A low-rank adapter, W + s B A, beside the same weight as a variable.
+        let dtype = exact(device);
+        let case = Case::random(Head::MixtureOfSoftmaxes, Sizes::new(5, 6, 3, 29), &[7], 141);
+        let targets = case.target_tensor(device)?;
+        let mut tensors = case.constants(dtype, device)?;
+        let a = Var::from_tensor(&Tensor::randn(0f32, 1.0, (2, 6), device)?.to_dtype(dtype)?)?;
+        let b = Var::from_tensor(&Tensor::randn(0f32, 1.0, (29, 2), device)?.to_dtype(dtype)?)?;
+        let frozen = tensors["decoder.weight"].clone();
+        let adapted = (&frozen + (b.matmul(&a)? * 0.5)?)?;
+        let whole = Var::from_tensor(&adapted.detach())?;
+        let mut loss_of = |weight: &Tensor| {
+            tensors.insert("decoder.weight", weight.clone());
+            Layer::new(&case, &tensors)?.loss(&targets, &LossOptions::new())
+        };
+        let found = loss_of(&adapted)?.backward()?;
+        let expected = loss_of(&whole)?.backward()?;
+        let of_weight = expected.get(&whole).expect("a gradient");
+        let of_a = (b.t()?.matmul(of_weight)? * 0.5)?;
+        let of_b = (of_weight.matmul(&a.t()?)? * 0.5)?;
+        for (variable, truth) in [(&a, of_a), (&b, of_b)] {
+            let got = found.get(variable).expect("a gradient");
+            assert_close("adapter", &numbers(got), &numbers(&truth), None, Tolerance::gradient(dtype));
+        }
+        Ok(())
+    }
+
+    fn tempered_logits_of_half_precision_are_not_rounded_again(device: &Device) -> Result<()> {
+        for (dtype, temperature) in [(DType::BF16, 0.7), (DType::F16, 1e-5)] {
+            let case = Case::random(Head::Mixture, Sizes::new(8, 16, 3, 40), &[20], 142).rounded(dtype)?;
+            let mixture = |dtype| -> Result<Mixture> {
+                let Layer::Mixture(mixture) = Layer::new(&case, &case.constants(dtype, device)?)? else { unreachable!() };
+                mixture.with_component_temperature(temperature)
+            };
+            let got = numbers(&mixture(dtype)?.log_probs_as(DType::F32)?);
+            let expected = numbers(&mixture(exact(device))?.log_probs()?);
+            // Both in f32, from the same numbers: what is left is the rounding of the priors.
+            let tolerance = Tolerance::value(DType::F32).condition(1e3 / temperature);
+            assert_close("log_probs", &got, &expected, None, tolerance);
+            assert!(temperature < 0.1 || got.iter().zip(&expected).all(|(g, e)| (g - e).abs() < 0.02));
+        }
+        Ok(())
+    }
+
+    fn log_probabilities_of_half_precision_are_given_in_single(device: &Device) -> Result<()> {
+        for dtype in [DType::BF16, DType::F16] {
+            for head in HEADS {
+                let case = Case::random(head, Sizes::new(8, 6, 3, 40), &[5], 143).rounded(dtype)?;
+                let tensors = case.variables(dtype, device)?;
+                let log_probs = build(&case, &tensors)?.log_probs_as(&tensors["hidden"], DType::F32)?;
+                assert_eq!(log_probs.dtype(), DType::F32);
+                let sums = numbers(&log_probs.exp()?.sum(1)?);
+                assert!(sums.iter().all(|sum| (sum - 1.0).abs() < 1e-5), "{head:?} {dtype:?}: {sums:?}");
+                let found = gradients(&backward(&log_probs, &upstream(5 * 40, 6))?, &tensors);
+                assert_eq!(found.len(), tensors.len(), "{head:?}");
+            }
+        }
+        Ok(())
+    }
+}

@@ -88,8 +88,9 @@ mod loss;
 mod autograd;
 mod backend;
 
-mod error;
 mod validate;
+
+mod error;
 
 pub use backend::plan::Plan;
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};

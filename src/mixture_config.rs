@@ -41,6 +41,7 @@ pub enum Activation {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(from = "Read"))]
 #[non_exhaustive]
 pub struct MixtureConfig {
     /// Size of a hidden state.
@@ -52,24 +53,18 @@ pub struct MixtureConfig {
     /// Size of a context, d. The default is the size of a hidden state.
     pub context: usize,
     /// Whether the decoder has a bias. It has by default.
-    #[cfg_attr(feature = "serde", serde(default = "yes"))]
     pub decoder_bias: bool,
     /// Whether the priors have a bias. They have none by default, as in the paper.
-    #[cfg_attr(feature = "serde", serde(default))]
     pub prior_bias: bool,
     /// What is applied to the contexts. The default is tanh, as in the paper.
-    #[cfg_attr(feature = "serde", serde(default))]
     pub activation: Activation,
     /// Locked dropout on the contexts while training: for hidden states `[batch, seq, hidden]` one mask for each sequence, the
     /// same at all its steps (the paper's context vector V-dropout); for `[positions, hidden]` one for each position. The
     /// default is 0.
-    #[cfg_attr(feature = "serde", serde(default))]
     pub dropout: f64,
     /// What the logits are multiplied by, before the softcap. The default is 1.
-    #[cfg_attr(feature = "serde", serde(default = "one"))]
     pub logit_scale: f64,
     /// The bound of the logits, `z = cap tanh(z / cap)`. The default is none.
-    #[cfg_attr(feature = "serde", serde(default))]
     pub softcap: Option<f64>,
 }
 
@@ -180,14 +175,35 @@ pub struct MixtureTensors {
     pub decoder_bias: Option<Tensor>,
 }
 
-/// The default of a bias.
+/// The configuration as it is read: sizes are required, options have the defaults of `new`.
 #[cfg(feature = "serde")]
-pub(crate) fn yes() -> bool {
-    true
+#[derive(serde::Deserialize)]
+struct Read {
+    hidden: usize,
+    vocab: usize,
+    components: usize,
+    context: Option<usize>,
+    decoder_bias: Option<bool>,
+    prior_bias: Option<bool>,
+    activation: Option<Activation>,
+    dropout: Option<f64>,
+    logit_scale: Option<f64>,
+    softcap: Option<f64>,
 }
 
-/// The default of a scale.
 #[cfg(feature = "serde")]
-pub(crate) fn one() -> f64 {
-    1.0
+impl From<Read> for MixtureConfig {
+    fn from(read: Read) -> Self {
+        let default = MixtureConfig::new(read.hidden, read.vocab, read.components);
+        MixtureConfig {
+            context: read.context.unwrap_or(default.context),
+            decoder_bias: read.decoder_bias.unwrap_or(default.decoder_bias),
+            prior_bias: read.prior_bias.unwrap_or(default.prior_bias),
+            activation: read.activation.unwrap_or(default.activation),
+            dropout: read.dropout.unwrap_or(default.dropout),
+            logit_scale: read.logit_scale.unwrap_or(default.logit_scale),
+            softcap: read.softcap,
+            ..default
+        }
+    }
 }

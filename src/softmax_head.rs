@@ -34,6 +34,7 @@ use crate::validate::{check_hidden, check_logits, check_sizes};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(from = "Read"))]
 #[non_exhaustive]
 pub struct SoftmaxConfig {
     /// Size of a hidden state.
@@ -41,13 +42,10 @@ pub struct SoftmaxConfig {
     /// Number of token ids.
     pub vocab: usize,
     /// Whether the decoder has a bias. It has by default.
-    #[cfg_attr(feature = "serde", serde(default = "crate::mixture_config::yes"))]
     pub decoder_bias: bool,
     /// What the logits are multiplied by, before the softcap. The default is 1.
-    #[cfg_attr(feature = "serde", serde(default = "crate::mixture_config::one"))]
     pub logit_scale: f64,
     /// The bound of the logits, `z = cap tanh(z / cap)`. The default is none.
-    #[cfg_attr(feature = "serde", serde(default))]
     pub softcap: Option<f64>,
 }
 
@@ -75,6 +73,30 @@ impl SoftmaxConfig {
     fn validate(&self) -> Result<()> {
         check_sizes(&[("hidden", self.hidden), ("vocab", self.vocab)])?;
         check_logits(self.logit_scale, self.softcap)
+    }
+}
+
+/// The configuration as it is read: sizes are required, options have the defaults of `new`.
+#[cfg(feature = "serde")]
+#[derive(serde::Deserialize)]
+struct Read {
+    hidden: usize,
+    vocab: usize,
+    decoder_bias: Option<bool>,
+    logit_scale: Option<f64>,
+    softcap: Option<f64>,
+}
+
+#[cfg(feature = "serde")]
+impl From<Read> for SoftmaxConfig {
+    fn from(read: Read) -> Self {
+        let default = SoftmaxConfig::new(read.hidden, read.vocab);
+        SoftmaxConfig {
+            decoder_bias: read.decoder_bias.unwrap_or(default.decoder_bias),
+            logit_scale: read.logit_scale.unwrap_or(default.logit_scale),
+            softcap: read.softcap,
+            ..default
+        }
     }
 }
 

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::backend::contract::Sizes;
 use crate::error::{Error, Result};
 
 /// The default budgets, in bytes, rows of logits, or both; measured, see `benches/RESULTS.md`.
@@ -82,7 +81,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    pub(crate) fn new(sizes: Sizes, needs: Needs, budget: Option<usize>) -> Result<Self> {
+    /// Of so many positions with K components each.
+    pub(crate) fn new(positions: usize, components: usize, needs: Needs, budget: Option<usize>) -> Result<Self> {
         let least = needs.fixed + needs.per_position;
         let budget = match budget {
             Some(got) if got < least => return Err(Error::Workspace { least, got }),
@@ -91,12 +91,12 @@ impl Plan {
         };
         let most = ((budget - needs.fixed) / needs.per_position).min(needs.most_positions).max(1);
         // Chunks of equal size: the last one is not left with a sliver.
-        let chunks = sizes.positions.div_ceil(most).max(1);
-        let positions_per_chunk = sizes.positions.div_ceil(chunks);
+        let chunks = positions.div_ceil(most).max(1);
+        let positions_per_chunk = positions.div_ceil(chunks);
         Ok(Plan {
-            positions: sizes.positions,
+            positions,
             positions_per_chunk,
-            rows_per_chunk: positions_per_chunk * sizes.components,
+            rows_per_chunk: positions_per_chunk * components,
             workspace_bytes: needs.fixed + positions_per_chunk * needs.per_position,
             budget_bytes: budget,
             keeps_logits: needs.keeps_logits,
@@ -134,7 +134,6 @@ impl fmt::Display for Plan {
 mod tests {
     use super::*;
 
-    const SIZES: Sizes = Sizes { positions: 100, components: 3, context: 4, vocab: 50 };
     const NEEDS: Needs = Needs {
         per_position: 1000,
         fixed: 500,
@@ -148,7 +147,7 @@ mod tests {
     #[test]
     fn chunks_cover_every_position_once_within_the_budget() {
         for budget in 1500..40_000 {
-            let plan = Plan::new(SIZES, NEEDS, Some(budget)).unwrap();
+            let plan = Plan::new(100, 3, NEEDS, Some(budget)).unwrap();
             let covered: Vec<usize> = plan.chunks().flatten().collect();
             assert_eq!(covered, (0..100).collect::<Vec<_>>());
             assert!(plan.workspace_bytes <= budget);
@@ -157,21 +156,21 @@ mod tests {
 
     #[test]
     fn the_least_budget_works_and_one_byte_less_does_not() {
-        assert!(Plan::new(SIZES, NEEDS, Some(1500)).is_ok());
-        let error = Plan::new(SIZES, NEEDS, Some(1499)).unwrap_err();
+        assert!(Plan::new(100, 3, NEEDS, Some(1500)).is_ok());
+        let error = Plan::new(100, 3, NEEDS, Some(1499)).unwrap_err();
         assert!(matches!(error, Error::Workspace { least: 1500, got: 1499 }));
     }
 
     #[test]
     fn the_default_budget_is_taken_unless_one_position_needs_more() {
-        assert_eq!(Plan::new(SIZES, NEEDS, None).unwrap().budget_bytes, 8500);
+        assert_eq!(Plan::new(100, 3, NEEDS, None).unwrap().budget_bytes, 8500);
         let needs = Needs { default_budget: 700, ..NEEDS };
-        assert_eq!(Plan::new(SIZES, needs, None).unwrap().budget_bytes, 1500);
+        assert_eq!(Plan::new(100, 3, needs, None).unwrap().budget_bytes, 1500);
     }
 
     #[test]
     fn no_positions_make_no_chunks() {
-        let plan = Plan::new(Sizes { positions: 0, ..SIZES }, NEEDS, None).unwrap();
+        let plan = Plan::new(0, 3, NEEDS, None).unwrap();
         assert_eq!(plan.chunks().count(), 0);
     }
 }

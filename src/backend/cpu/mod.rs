@@ -110,7 +110,7 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
         kernels: Isa::best()?.name(),
         threads,
     };
-    Plan::new(operands.sizes, needs, budget)
+    Plan::new(operands.sizes.positions, components, needs, budget)
 }
 
 fn loss<T: Element>(

@@ -127,7 +127,7 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
         kernels: kind.name,
         threads: 1,
     };
-    Plan::new(sizes, needs, budget)
+    Plan::new(sizes.positions, components, needs, budget)
 }
 
 fn loss<G: Gpu>(

@@ -1,7 +1,6 @@
-//! Ties a value that has been computed to candle's graph, so that `backward` finds its gradients.
+//! Attaches a computed value to candle's graph, so that `backward` finds its gradients.
 //!
-//! candle's own operations keep every intermediate result alive until the backward pass, and its custom operations can keep
-//! none. Here the value is computed beforehand, outside the graph; the forward pass of one node then returns it, and its backward
+//! candle's own operations keep every intermediate result alive until the backward pass; its custom operations can keep none. Here the value is computed beforehand, outside the graph; the forward pass of one node then returns it, and its backward
 //! pass computes the gradients of its operands by a closure that holds whatever it needs.
 
 use std::cell::RefCell;
@@ -160,7 +159,7 @@ where
         value: &Tensor,
         upstream: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        // Detached: a gradient that is kept, as gradient accumulation does, must not keep the graph of its batch alive.
+        // Detached: accumulated gradients must not keep the graphs of their batches alive.
         let detached = |gradient: Option<Tensor>| gradient.map(|gradient| gradient.detach());
         let mut gradients = (self.backward)([a, b, c], value, upstream)?.map(detached);
         if is_root(value) {
@@ -173,11 +172,11 @@ where
     }
 }
 
-/// What [`backward`] knows while candle works.
+/// The state of [`backward`] during candle's backward pass.
 struct Pass {
     root: TensorId,
     leaf: Option<TensorId>,
-    /// What the gradient of the leaf has come to.
+    /// The gradient of the leaf so far.
     gradient: Option<Tensor>,
 }
 
@@ -185,11 +184,11 @@ thread_local! {
     static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
 }
 
-/// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, a second copy of it; that of
-/// `leaf`, a variable, goes past that sum as far as it comes from the node of `value` itself. Other nodes are left alone: the
-/// backward pass of another loss may run on this thread meanwhile, where both are jobs of rayon.
+/// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, which is a second copy;
+/// the gradient of `leaf`, a variable, bypasses that sum if it comes from the node of `value` itself. Other nodes are not
+/// affected: the backward pass of another loss may run on this thread meanwhile, if both are rayon jobs.
 pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStore> {
-    /// Ends the pass, even by a panic.
+    /// Restores the outer pass, also on a panic.
     struct End(Option<Pass>);
     impl Drop for End {
         fn drop(&mut self) {
@@ -209,12 +208,12 @@ pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStor
     Ok(gradients)
 }
 
-/// Whether the gradient of `value` is one because the backward pass began with it.
+/// Whether `value` is where the backward pass began, so that its gradient is one.
 pub(crate) fn is_root(value: &Tensor) -> bool {
     PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
 }
 
-/// Takes the gradient of an operand out of candle's hands if it is the leaf of this pass.
+/// Takes the gradient of an operand from candle if the operand is the leaf of this pass.
 fn put_aside(operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
     PASS.with_borrow_mut(|pass| {
         if let Some(pass) = pass.as_mut().filter(|pass| pass.leaf == Some(operand.id())) {

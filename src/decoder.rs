@@ -1,4 +1,4 @@
-//! The matrix that all components share: from a context to the logits.
+//! The decoder, shared by all components: from a context to the logits.
 
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::validate::{check_device, check_float, check_logits, check_sizes};
 
-/// The matrix from a context to the logits, their bias, and what is done to them: `z = cap tanh(scale (c W^T + b) / cap)`.
+/// The logits of a context c: `z = cap tanh(scale (c W^T + b) / cap)`.
 #[derive(Clone, Debug)]
 pub(crate) struct Decoder {
     /// `[vocab, d]`
@@ -19,8 +19,8 @@ pub(crate) struct Decoder {
 }
 
 impl Decoder {
-    /// Variables `decoder.weight`, uniform within 0.1, and `decoder.bias`, zero, as in the released code. A weight that is
-    /// given, that of an embedding, is used as it is.
+    /// Variables `decoder.weight`, uniform within 0.1 unless it is tied to an embedding, and `decoder.bias`, zero, as in the
+    /// released code.
     pub(crate) fn new(
         vocab: usize,
         context: usize,
@@ -44,12 +44,12 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Of tensors that are checked when they are first used.
+    /// A decoder whose tensors are checked at first use.
     pub(crate) fn unchecked(weight: Tensor, bias: Option<Tensor>) -> Self {
         Decoder { weight, bias, logit_scale: 1.0, softcap: None }
     }
 
-    /// Checks that the tensors fit each other.
+    /// Checks shapes, dtypes and devices.
     pub(crate) fn check(&self) -> Result<()> {
         let Decoder { weight, bias, .. } = self;
         let &[vocab, context] = weight.dims() else {

@@ -1,11 +1,11 @@
-//! The one error type of the crate: what was wrong, which argument it was, what was expected, and what came.
+//! The error type of the crate: each variant names the argument, the expected value and the actual one.
 
 use candle_core::DType;
 
 /// The result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Everything that can go wrong. Arguments are checked before any work is done, so an error leaves nothing half written.
+/// The errors of this crate. Arguments are checked before any work, so that an error leaves no partial results.
 ///
 /// # Examples
 ///
@@ -31,9 +31,9 @@ pub enum Error {
     Shape {
         /// The argument's name.
         argument: &'static str,
-        /// The shape it should have.
+        /// The expected shape.
         expected: String,
-        /// The shape it has.
+        /// The actual shape.
         got: String,
     },
     /// A tensor has the wrong dtype.
@@ -41,48 +41,48 @@ pub enum Error {
     DType {
         /// The argument's name.
         argument: &'static str,
-        /// The dtypes that would do.
+        /// The supported dtypes.
         expected: String,
-        /// The dtype it has.
+        /// The actual dtype.
         got: DType,
     },
-    /// A tensor is on another device than the rest, or on one that this crate has no kernels for.
+    /// A tensor is on another device than the other arguments, or on one that this build has no kernels for.
     #[error("{argument}: expected device {expected}, got {got}")]
     Device {
         /// The argument's name.
         argument: &'static str,
-        /// The devices that would do.
+        /// The supported devices.
         expected: String,
-        /// The device it is on.
+        /// The actual device.
         got: String,
     },
-    /// A number or option is out of its range.
+    /// A number or option is out of range.
     #[error("{argument}: expected {expected}, got {got}")]
     Config {
         /// The argument's name.
         argument: &'static str,
-        /// The range of values that would do.
+        /// The supported values.
         expected: String,
-        /// The value that came.
+        /// The actual value.
         got: String,
     },
-    /// A target is not a token id of the vocabulary, and is not the ignored index either.
+    /// A target is neither in the vocabulary nor the ignored index.
     #[error("target {got} at position {position} is not below vocab_size {vocab}")]
     Target {
-        /// Where in the flattened targets the first bad one stands.
+        /// The first such position in the flattened targets.
         position: usize,
-        /// The bad target.
+        /// The target.
         got: i64,
         /// The size of the vocabulary.
         vocab: usize,
     },
-    /// A distribution has log-probabilities that are not numbers.
-    #[error("the distribution at position {position} is none: its log-probabilities are NaN")]
+    /// A distribution has NaN log-probabilities.
+    #[error("the distribution at position {position} is NaN")]
     Distribution {
-        /// Where in the flattened hidden states the first such one stands.
+        /// The first such position in the flattened hidden states.
         position: usize,
     },
-    /// A head cannot honour an option. Heads never ignore one.
+    /// A head does not support an option. Heads never ignore one silently.
     #[error("{option}: not supported by {head}")]
     Unsupported {
         /// The option's name.
@@ -93,9 +93,9 @@ pub enum Error {
     /// The workspace budget cannot hold even one position.
     #[error("workspace_bytes: expected at least {least} for one position, got {got}")]
     Workspace {
-        /// The least budget that works for these shapes.
+        /// The smallest sufficient budget for these shapes.
         least: usize,
-        /// The budget that came.
+        /// The requested budget.
         got: usize,
     },
     /// candle reported an error.

@@ -1,31 +1,33 @@
 //! Output layers for language models in [candle](https://github.com/huggingface/candle): from a hidden state to a
-//! probability for every word, at the price of the matrix products and no more.
+//! probability for every token id, at the cost of the matrix products.
 //!
 //! ```text
 //! hidden [.., H] --projection--> contexts [.., K, d], log-priors [.., K]
 //!                --mixture-----> log P(v) = logsumexp_k( log pi_k + z_kv - lse_k ),   z = c W^T + b
-//!                --------------> loss | log-probabilities | most probable words | samples | sequences
+//!                --------------> loss | log-probabilities | top-k | samples | sequences
 //! ```
 //!
-//! One softmax over a linear map can only form log-probability matrices of rank at most H + 1, the *softmax bottleneck*; a
-//! mixture of softmaxes can form any (Yang et al., ICLR 2018). The three heads differ only in what they hand to the mixture:
+//! One softmax over a linear map forms log-probability matrices of rank at most H + 2 (H + 1 without a bias), the *softmax
+//! bottleneck*; a mixture of softmaxes forms matrices of any rank (Yang et al., ICLR 2018). The three heads differ only in the
+//! arguments that they pass to the mixture:
 //!
-//! | head | hands over | cost |
+//! | head | contexts and priors | cost |
 //! |---|---|---|
 //! | [`SoftmaxHead`] | the hidden state, one component | one softmax of width H |
 //! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
-//! All keep one contract, [`OutputLayer`], and take the same [`LossOptions`]. The [`Mixture`] itself is there for models with a
-//! projection of their own; with one component it is a fused linear cross-entropy.
+//! All implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads that
+//! reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with their own
+//! projection. [`linear_cross_entropy`] is the fused loss of a linear layer, without its logits.
 //!
-//! The loss works through the tokens chunk by chunk ([`Plan`]): the logits of a chunk, their log-sum-exps, the
-//! responsibilities of the components, the gradient over the logits, and from it the gradients of contexts and decoder. That
-//! is three matrix products in all, as many as an exact method can do, and the workspace does not grow with the number of
-//! tokens, components or words: `[tokens, K, vocab]` is never held.
+//! The loss processes the positions in chunks ([`Plan`]): the logits of a chunk, their log-sum-exps, the responsibilities of
+//! the components, the gradient of the logits in place, and from it the gradients of contexts and decoder. These are three
+//! matrix products in all, the minimum for an exact method. The workspace does not grow with the number of positions,
+//! components or token ids: `[positions, K, vocab]` is never held.
 //!
-//! Decoding looks at the distribution of each token tile by tile: the `k` most probable words ([`OutputLayer::top_k`]), a word
-//! drawn as [`Sampling`] says ([`OutputLayer::sample`]), whole sequences ([`BeamSearch`]).
+//! Decoding reads the distribution of each position in tiles: the `k` most probable token ids ([`OutputLayer::top_k`]), a
+//! sample under the truncation and temperature of [`Sampling`] ([`OutputLayer::sample`]), whole sequences ([`BeamSearch`]).
 //!
 //! # Example
 //!
@@ -57,8 +59,18 @@
 //! | feature | |
 //! |---|---|
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
+//! | `serde` | `Serialize` and `Deserialize` for configurations |
 //! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
 //! | `metal` | kernels for Apple GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
+//!
+//! This crate enables the feature `x86-v4` of the `gemm` crate. Features are shared by the whole dependency graph: candle's own
+//! products then use AVX-512 too, where the machine has it.
+//!
+//! # Gradients that candle drops
+//!
+//! `candle_nn::RmsNorm`, `candle_nn::ops::softmax_last_dim` and other fused operations of candle have no backward pass and
+//! detach their result silently. If a training step leaves the variables before the head without gradients, look for them
+//! between those variables and `hidden`.
 //!
 //! # References
 //!

@@ -1,11 +1,11 @@
-//! What the two heads with K contexts are made from: sizes and options, or tensors.
+//! The configuration of the two heads with K contexts, and their parameters as tensors.
 
 use candle_core::Tensor;
 
 use crate::error::Result;
 use crate::validate::{check_dropout, check_logits, check_sizes};
 
-/// What is applied to the contexts after their linear map.
+/// The activation of the contexts.
 ///
 /// # Examples
 ///
@@ -23,7 +23,7 @@ pub enum Activation {
     /// The hyperbolic tangent, as in the paper.
     #[default]
     Tanh,
-    /// Nothing.
+    /// None: linear contexts.
     Identity,
 }
 
@@ -52,24 +52,24 @@ pub struct MixtureConfig {
     pub components: usize,
     /// Size of a context, d. The default is the size of a hidden state.
     pub context: usize,
-    /// Whether the decoder has a bias. It has by default.
+    /// Whether the decoder has a bias. The default is true.
     pub decoder_bias: bool,
-    /// Whether the priors have a bias. They have none by default, as in the paper.
+    /// Whether the priors have a bias. The default is false, as in the paper.
     pub prior_bias: bool,
-    /// What is applied to the contexts. The default is tanh, as in the paper.
+    /// The activation of the contexts. The default is tanh, as in the paper.
     pub activation: Activation,
-    /// Locked dropout on the contexts while training: for hidden states `[batch, seq, hidden]` one mask for each sequence, the
-    /// same at all its steps (the paper's context vector V-dropout); for `[positions, hidden]` one for each position. The
+    /// Locked dropout on the contexts while training: hidden states `[batch, seq, hidden]` share one mask per sequence (the
+    /// paper's variational dropout on context vectors); hidden states `[positions, hidden]` get one mask per position. The
     /// default is 0.
     pub dropout: f64,
-    /// What the logits are multiplied by, before the softcap. The default is 1.
+    /// The scale of the logits, bias included, before the softcap. The default is 1.
     pub logit_scale: f64,
-    /// The bound of the logits, `z = cap tanh(z / cap)`. The default is none.
+    /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
     pub softcap: Option<f64>,
 }
 
 impl MixtureConfig {
-    /// The configuration of the paper with these sizes, without dropout; contexts are as wide as hidden states.
+    /// The configuration of the paper with these sizes, without dropout. Contexts have the size of hidden states.
     pub fn new(hidden: usize, vocab: usize, components: usize) -> Self {
         MixtureConfig {
             hidden,
@@ -100,7 +100,7 @@ impl MixtureConfig {
         MixtureConfig { prior_bias, ..self }
     }
 
-    /// Sets what is applied to the contexts.
+    /// Sets the activation of the contexts.
     pub fn with_activation(self, activation: Activation) -> Self {
         MixtureConfig { activation, ..self }
     }
@@ -110,7 +110,7 @@ impl MixtureConfig {
         MixtureConfig { dropout, ..self }
     }
 
-    /// Multiplies the logits, bias included, before the softcap.
+    /// Sets the scale of the logits, bias included, before the softcap.
     pub fn with_logit_scale(self, logit_scale: f64) -> Self {
         MixtureConfig { logit_scale, ..self }
     }
@@ -134,8 +134,8 @@ impl MixtureConfig {
 }
 
 /// The parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
-/// [`MixtureOfContexts`](crate::MixtureOfContexts) as tensors: for `from_tensors`, and from `tensors`, to export, freeze or
-/// watch them.
+/// [`MixtureOfContexts`](crate::MixtureOfContexts) as tensors: the argument of `from_tensors` and the result of
+/// `tensors`.
 ///
 /// # Examples
 ///
@@ -165,7 +165,7 @@ pub struct MixtureTensors {
     pub prior_weight: Tensor,
     /// `[K]`
     pub prior_bias: Option<Tensor>,
-    /// `[K * d, hidden]`: rows `k d .. (k + 1) d` make the context of component k
+    /// `[K * d, hidden]`: rows `k d .. (k + 1) d` project to the context of component k
     pub latent_weight: Tensor,
     /// `[K * d]`
     pub latent_bias: Tensor,
@@ -175,7 +175,7 @@ pub struct MixtureTensors {
     pub decoder_bias: Option<Tensor>,
 }
 
-/// The configuration as it is read: sizes are required, options have the defaults of `new`.
+/// The configuration as deserialized: sizes are required, options default to those of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct Read {

@@ -1,4 +1,4 @@
-//! What the two heads with K contexts share: their parameters, and how they are made.
+//! The parameters and constructors shared by the two heads with K contexts.
 
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
@@ -16,7 +16,7 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
-    /// Variables, but for a decoder's weight that is given.
+    /// New variables; the decoder's weight may be tied.
     pub(crate) fn new(config: &MixtureConfig, tied: Option<&Tensor>, vb: &VarBuilder) -> Result<Self> {
         config.validate()?;
         let projection = Projection::new(config, vb)?;
@@ -38,23 +38,23 @@ impl Parameters {
     }
 }
 
-/// The ways to make a head with K contexts, and to look at it.
+/// The constructors and accessors of a head with K contexts.
 macro_rules! mixture_head {
     ($head:ident) => {
         impl $head {
-            /// A head whose parameters are `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias`
-            /// `[K * d]`, `decoder.weight` `[vocab, d]` and `decoder.bias` `[vocab]`, and `prior.bias` `[K]` if so configured.
-            /// They start as in the released code: the decoder uniform within 0.1, its bias zero, the others uniform within
-            /// 1 / sqrt(hidden).
+            /// A head with the variables `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias`
+            /// `[K * d]`, `decoder.weight` `[vocab, d]`, `decoder.bias` `[vocab]` and, if configured, `prior.bias` `[K]`. Their
+            /// initial values are those of the released code: the decoder uniform within 0.1, its bias zero, the others uniform
+            /// within 1 / sqrt(hidden).
             ///
             /// # Errors
             ///
-            /// If a size is zero, an option is out of its range, or a variable is missing or of another shape.
+            /// If a size is zero, an option is out of range, or a variable is missing or of another shape.
             pub fn new(config: &MixtureConfig, vb: VarBuilder) -> Result<Self> {
                 Ok($head(Parameters::new(config, None, &vb)?))
             }
 
-            /// A head whose decoder shares the matrix of an embedding, `[vocab, d]`; the gradients of both uses add up.
+            /// A head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are summed.
             ///
             /// # Errors
             ///
@@ -67,12 +67,12 @@ macro_rules! mixture_head {
             ///
             /// # Errors
             ///
-            /// If the shapes do not fit each other, or a dtype is not a float's.
+            /// If the shapes do not match, or a dtype is not a float type.
             pub fn from_tensors(tensors: MixtureTensors, activation: Activation) -> Result<Self> {
                 Ok($head(Parameters::from_tensors(tensors, activation)?))
             }
 
-            /// The parameters. They share their memory with the head's.
+            /// The parameters, to export, freeze, tie or watch: tensors that share their storage with the head.
             pub fn tensors(&self) -> MixtureTensors {
                 self.0.tensors()
             }
@@ -98,7 +98,7 @@ macro_rules! mixture_head {
                 Ok($head(Parameters { projection: projection.with_dropout(dropout)?, decoder }))
             }
 
-            /// The head with its logits multiplied, bias included, before the softcap.
+            /// The head with another scale of the logits, bias included, before the softcap.
             ///
             /// # Errors
             ///
@@ -108,11 +108,11 @@ macro_rules! mixture_head {
                 Ok($head(Parameters { projection, decoder: decoder.with_logit_scale(logit_scale)? }))
             }
 
-            /// The head with its logits bounded softly: `z = cap tanh(z / cap)` (Gemma 2, 2024).
+            /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma 2, 2024).
             ///
             /// # Errors
             ///
-            /// If the bound is not a finite number above zero.
+            /// If the cap is not a finite number above zero.
             pub fn with_softcap(self, cap: f64) -> Result<Self> {
                 let Parameters { projection, decoder } = self.0;
                 Ok($head(Parameters { projection, decoder: decoder.with_softcap(Some(cap))? }))

@@ -1,4 +1,4 @@
-//! The paper's baseline with as many parameters: a mixture of K contexts under one softmax.
+//! The baseline of the paper with as many parameters: a mixture of K contexts under one softmax.
 
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
@@ -9,7 +9,7 @@ use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::mixture_head::{mixture_head, Parameters};
-use crate::output_layer::{left_to_the_mixture, MixtureLayer, OutputLayer};
+use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 
 /// One softmax over a mixture of K contexts:
 ///
@@ -17,10 +17,9 @@ use crate::output_layer::{left_to_the_mixture, MixtureLayer, OutputLayer};
 /// P(v) = softmax(W (sum_k pi_k c_k) + b)_v,    pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
 /// ```
 ///
-/// It has the parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), but its log-probabilities are as low in rank as
-/// those of one softmax of width d: the control that shows that the mixture of softmaxes owes its gain to its rank. (Mixture of
-/// contexts in the sense of Yang et al., 2018; the sparse attention of that name is something else.) Cost: one softmax of width
-/// d, and the contexts.
+/// It has the parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), but the rank of one softmax of width d: a
+/// control that separates the gain of the mixture's rank from that of its parameters. Cost: one softmax of width d, and the
+/// contexts. (The term is that of Yang et al., 2018; the sparse attention of the same name is unrelated.)
 ///
 /// # Examples
 ///
@@ -62,7 +61,7 @@ impl OutputLayer for MixtureOfContexts {
         self.mixture(hidden, false)?.sample(sampler)
     }
 
-    left_to_the_mixture!();
+    delegate_to_mixture!();
 }
 
 impl MixtureLayer for MixtureOfContexts {

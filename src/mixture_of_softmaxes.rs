@@ -1,4 +1,4 @@
-//! The paper's output layer: a mixture of K softmaxes.
+//! The output layer of the paper: a mixture of K softmaxes.
 
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
@@ -9,16 +9,16 @@ use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::mixture_head::{mixture_head, Parameters};
-use crate::output_layer::{left_to_the_mixture, MixtureLayer, OutputLayer};
+use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 
-/// A mixture of K softmaxes, each over a context of its own:
+/// A mixture of K softmaxes, each with its own context:
 ///
 /// ```text
 /// P(v) = sum_k pi_k softmax(W c_k + b)_v,    pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
 /// ```
 ///
-/// The logarithm of a sum of exponentials is not linear: the log-probabilities of all contexts can form a matrix of any rank,
-/// which one softmax cannot. Cost: K times a softmax of width d, in time; nothing in memory.
+/// The logarithm of a sum of softmaxes is not linear in the contexts: the log-probabilities of all positions can form a matrix
+/// of any rank, which one softmax cannot. Cost: the time of K softmaxes of width d, the memory of one.
 ///
 /// # Examples
 ///
@@ -60,13 +60,13 @@ impl OutputLayer for MixtureOfSoftmaxes {
         if !sampler.is_ancestral() {
             return self.mixture(hidden, false)?.sample(sampler);
         }
-        // Only the contexts that are drawn are computed.
+        // Only the drawn contexts are computed.
         let Parameters { projection, decoder } = &self.0;
         let chosen = sampler.choose(&projection.detached_log_priors(hidden)?)?;
         decoder.mixture(&projection.chosen_contexts(hidden, &chosen)?, None)?.sample(sampler)
     }
 
-    left_to_the_mixture!();
+    delegate_to_mixture!();
 }
 
 impl MixtureLayer for MixtureOfSoftmaxes {

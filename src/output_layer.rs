@@ -1,4 +1,4 @@
-//! The contract that all heads keep: hidden states in, losses and log-probabilities out.
+//! The contract of every head: hidden states in, losses and log-probabilities out.
 
 use std::any::type_name;
 use std::fmt::Debug;
@@ -15,9 +15,8 @@ use crate::validate::check_targets;
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
 ///
-/// The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and leave the choice of head to its configuration. A
-/// head of your own needs four methods; the others follow from them, and are there to be replaced where a head knows a
-/// cheaper way.
+/// The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and choose the head by its configuration. Your own head
+/// implements four methods; the others are provided, and can be overridden where a head knows a cheaper way.
 ///
 /// # Shapes
 ///
@@ -26,7 +25,7 @@ use crate::validate::check_targets;
 ///
 /// # Examples
 ///
-/// A choice at run time:
+/// A head chosen at run time:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -53,7 +52,7 @@ use crate::validate::check_targets;
 /// # }
 /// ```
 ///
-/// A head of one's own, `P(v) = (1 - epsilon) softmax(W h)_v + epsilon / V`:
+/// Your own head, `P(v) = (1 - epsilon) softmax(W h)_v + epsilon / V`:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, D};
@@ -104,23 +103,24 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// The size of the hidden states.
     fn hidden_size(&self) -> usize;
 
-    /// The number of token ids.
+    /// The size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
     /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden states
     /// and of every parameter that is a variable.
     ///
-    /// An option that a head cannot honour is [`Error::Unsupported`], never ignored.
+    /// An option that a head does not support is [`Error::Unsupported`], never ignored.
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not fit, a target is not in the vocabulary (on a GPU its loss is NaN instead), or an
-    /// option is out of its range or not supported.
+    /// If shapes, dtypes or devices do not match, a target is not in the vocabulary (on a GPU its loss is NaN instead), or an
+    /// option is out of range or not supported.
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss>;
 
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
-    /// They are logits too, for samplers of other crates, such as that of candle-transformers (of a model's last state, `[1, hidden]`):
+    /// They are valid logits for the samplers of other crates, such as that of candle-transformers, which takes `[vocab]` (here
+    /// from `hidden` `[1, hidden]`):
     ///
     /// ```ignore
     /// use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -131,11 +131,11 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states' last dimension, dtype or device does not fit the head.
+    /// If the last dimension, dtype or device of the hidden states does not match the head.
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor>;
 
-    /// Log-probabilities `[.., vocab]` in another dtype: in f32 those of a half-precision head are not rounded, where it knows
-    /// better than to convert those of [`OutputLayer::log_probs`].
+    /// Log-probabilities `[.., vocab]` in another dtype. The heads of this crate do not round them to half precision first if it
+    /// is f32; by default those of [`OutputLayer::log_probs`] are converted.
     ///
     /// # Errors
     ///
@@ -162,7 +162,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not fit the head, `k` is not between 1 and the size of the vocabulary, or a distribution is
+    /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a distribution is
     /// NaN.
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         TopK::of_log_probs(&self.log_probs(hidden)?, k)
@@ -172,7 +172,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not fit the head, or a distribution is NaN: the error names its position.
+    /// If the hidden states do not match the head, or a distribution is NaN: the error names its position.
     fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
         Ok(self.top_k(hidden, 1)?.tokens.squeeze(D::Minus1)?)
     }
@@ -181,8 +181,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not fit the head, a distribution is NaN, or the head has no components for what the sampler
-    /// asks of them.
+    /// If the hidden states do not match the head, a distribution is NaN, or the options of the sampler need components that
+    /// the head does not have.
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         sampler.reject_components(type_name::<Self>())?;
         sampler.sample(&self.log_probs(hidden)?)
@@ -193,7 +193,7 @@ pub trait OutputLayer: Debug + Send + Sync {
 ///
 /// # Examples
 ///
-/// How sure a model is of its components:
+/// The priors of the components:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -210,17 +210,17 @@ pub trait OutputLayer: Debug + Send + Sync {
 /// # }
 /// ```
 pub trait MixtureLayer: OutputLayer {
-    /// The components whose softmaxes are mixed: 1, if there is but one softmax.
+    /// The number of softmaxes that are mixed.
     fn components(&self) -> usize;
 
-    /// The mixture that these hidden states (`[.., hidden]`) stand for. `train` turns dropout on.
+    /// The mixture of these hidden states `[.., hidden]`; `train` enables dropout.
     ///
     /// # Errors
     ///
-    /// If the hidden states' last dimension, dtype or device does not fit the head.
+    /// If the last dimension, dtype or device of the hidden states does not match the head.
     fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture>;
 
-    /// How [`OutputLayer::loss`] would cut the work into chunks.
+    /// How [`OutputLayer::loss`] would split the work into chunks.
     ///
     /// # Errors
     ///
@@ -247,8 +247,8 @@ fn leading(hidden: &Tensor) -> Result<&[usize]> {
     }
 }
 
-/// The loss of a head that is a mixture. Targets are checked before the projection is computed, and what stands in ignored
-/// positions is masked.
+/// [`OutputLayer::loss`] of a [`MixtureLayer`]. Targets are checked before the projection is computed, and ignored positions
+/// are masked.
 pub(crate) fn mixture_loss(
     layer: &impl MixtureLayer,
     hidden: &Tensor,
@@ -261,8 +261,8 @@ pub(crate) fn mixture_loss(
     layer.mixture(&hidden, options.train)?.loss_of_masked(targets, options)
 }
 
-/// The methods of [`OutputLayer`] that a [`MixtureLayer`] leaves to its mixture.
-macro_rules! left_to_the_mixture {
+/// The methods of [`OutputLayer`] that a [`MixtureLayer`] delegates to its mixture.
+macro_rules! delegate_to_mixture {
     () => {
         fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
             crate::output_layer::mixture_loss(self, hidden, targets, options)
@@ -281,9 +281,9 @@ macro_rules! left_to_the_mixture {
         }
     };
 }
-pub(crate) use left_to_the_mixture;
+pub(crate) use delegate_to_mixture;
 
-macro_rules! behind_a_pointer {
+macro_rules! delegate_to_pointee {
     ($($pointer:ty),*) => {$(
         impl<T: OutputLayer + ?Sized> OutputLayer for $pointer {
             fn hidden_size(&self) -> usize {
@@ -331,20 +331,21 @@ macro_rules! behind_a_pointer {
         }
     )*};
 }
-behind_a_pointer!(Box<T>, Arc<T>, &T);
+delegate_to_pointee!(Box<T>, Arc<T>, &T);
 
 impl BeamSearch {
-    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64), one list for each, the best first.
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the best
+    /// first.
     ///
-    /// `step(tokens, parents)` feeds one token to each of some rows and gives the hidden states after them, `[rows, hidden]`.
-    /// `tokens` and `parents` are `[rows]` (u32); `parents` says which row of the call before each row continues, so that a
-    /// state with the rows in its first dimension is brought in order by `index_select(parents, 0)`. At the first call row i
-    /// is sentence i. There are fewer rows once sentences are done.
+    /// `step(tokens, parents)` feeds one token to each row and returns the hidden states after it, `[rows, hidden]`. `tokens` and
+    /// `parents` are `[rows]` (u32); `parents` is the row of the previous call that each row continues: a state with the rows in
+    /// its first dimension is reordered by `index_select(parents, 0)`. At the first call row i is sentence i. The number of rows
+    /// shrinks as sentences finish.
     ///
     /// # Errors
     ///
-    /// If a number is out of its range, `start` is not a vector of token ids, the hidden states do not fit the head, a
-    /// distribution is NaN, or `step` fails.
+    /// If a number is out of range, `start` is not a vector of token ids, the hidden states do not match the head, a distribution
+    /// is NaN, or `step` fails.
     pub fn run<E: From<Error>>(
         &self,
         head: &dyn OutputLayer,

@@ -1,4 +1,4 @@
-//! Hidden states become contexts and log-priors.
+//! The projection: from hidden states to contexts and log-priors.
 //!
 //! ```text
 //! pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)            (Yang et al., 2018, section 2.3)
@@ -103,7 +103,7 @@ impl Projection {
         Ok(Projection { dropout, ..self })
     }
 
-    /// The parameters, beside those of the decoder.
+    /// The parameters, together with those of the decoder.
     pub(crate) fn tensors(&self, decoder_weight: Tensor, decoder_bias: Option<Tensor>) -> MixtureTensors {
         MixtureTensors {
             prior_weight: self.prior_weight.clone(),
@@ -123,7 +123,7 @@ impl Projection {
         self.components
     }
 
-    /// hidden `[.., H]` -> contexts `[.., K, d]` and log-priors `[.., K]`, these in f32 for half-precision states.
+    /// hidden `[.., H]` -> contexts `[.., K, d]` and log-priors `[.., K]`, the latter in f32 for half-precision states.
     pub(crate) fn forward(&self, hidden: &Tensor, train: bool) -> Result<(Tensor, Tensor)> {
         check_hidden(hidden, self.hidden, &self.latent_weight)?;
         let leading = &hidden.dims()[..hidden.rank() - 1];
@@ -141,7 +141,7 @@ impl Projection {
     pub(crate) fn chosen_contexts(&self, hidden: &Tensor, chosen: &[u32]) -> Result<Tensor> {
         let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context]].concat();
         let rows = hidden.reshape(((), self.hidden))?.detach();
-        // The rows of each component together, and where they go from there.
+        // Rows sorted by component, and the inverse permutation.
         let mut order: Vec<u32> = (0..chosen.len() as u32).collect();
         order.sort_by_key(|&row| chosen[row as usize]);
         let mut places = vec![0u32; order.len()];
@@ -194,7 +194,7 @@ impl Projection {
                 None => z,
             };
             let z = z.to_dtype(accumulation_dtype("hidden", z.dtype())?)?;
-            // candle has no maximum of nothing.
+            // candle has no maximum of an empty tensor.
             let is_empty = z.elem_count() == 0;
             Ok(if is_empty { z } else { candle_nn::ops::log_softmax(&z, D::Minus1)? })
         };
@@ -206,8 +206,8 @@ impl Projection {
     }
 }
 
-/// A linear layer and what follows it, as one node of the graph, which keeps nothing but its result: `forward(W h, b)`, where
-/// `gradient(result, upstream)` is the gradient of `W h + b`.
+/// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`. The gradient of
+/// `W h + b` is `gradient(result, upstream)`.
 fn layer(
     name: &'static str,
     rows: &Tensor,
@@ -218,11 +218,11 @@ fn layer(
 ) -> Result<Tensor> {
     let product = rows.detach().matmul(&weight.detach().t()?)?;
     let result = forward(product, bias.map(Tensor::detach).as_ref())?;
-    // A node has three operands.
+    // A custom operation of candle has three operands.
     let no_bias = Tensor::zeros(1, rows.dtype(), rows.device())?;
     let operands = [rows, weight, bias.unwrap_or(&no_bias)];
     autograd::attach(name, result, operands, move |[rows, weight, bias], result, upstream| {
-        // candle's Metal does not multiply nothing.
+        // candle's Metal backend does not multiply empty matrices.
         if rows.elem_count() == 0 {
             let zeros = |operand: &Tensor| operand.track_op().then(|| operand.zeros_like()).transpose();
             return Ok([zeros(rows)?, zeros(weight)?, zeros(bias)?]);
@@ -237,8 +237,8 @@ fn layer(
     })
 }
 
-/// One Bernoulli mask, scaled to keep the mean, for each sequence: `[.., 1, K, d]` for `[.., seq, K, d]`, so that it is the
-/// same at all steps. (Gal & Ghahramani, 2016)
+/// One Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for `[.., seq, K, d]`, the same at all steps
+/// (Gal & Ghahramani, 2016).
 fn locked_mask(contexts: &Tensor, dropout: f64) -> Result<Tensor> {
     let mut dims = contexts.dims().to_vec();
     if let [_, .., seq, _, _] = dims.as_mut_slice() {

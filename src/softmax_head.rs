@@ -8,14 +8,14 @@ use crate::decoding::{Sampler, TopK};
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
-use crate::output_layer::{left_to_the_mixture, MixtureLayer, OutputLayer};
+use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 use crate::validate::{check_hidden, check_logits, check_sizes};
 
 /// The sizes and options of a [`SoftmaxHead`].
 ///
 /// # Examples
 ///
-/// A head that shares its matrix with the embedding of the token ids:
+/// A head tied to the token embedding:
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -41,11 +41,11 @@ pub struct SoftmaxConfig {
     pub hidden: usize,
     /// Number of token ids.
     pub vocab: usize,
-    /// Whether the decoder has a bias. It has by default.
+    /// Whether the decoder has a bias. The default is true.
     pub decoder_bias: bool,
-    /// What the logits are multiplied by, before the softcap. The default is 1.
+    /// The scale of the logits, bias included, before the softcap. The default is 1.
     pub logit_scale: f64,
-    /// The bound of the logits, `z = cap tanh(z / cap)`. The default is none.
+    /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
     pub softcap: Option<f64>,
 }
 
@@ -60,7 +60,7 @@ impl SoftmaxConfig {
         SoftmaxConfig { decoder_bias, ..self }
     }
 
-    /// Multiplies the logits, bias included, before the softcap.
+    /// Sets the scale of the logits, bias included, before the softcap.
     pub fn with_logit_scale(self, logit_scale: f64) -> Self {
         SoftmaxConfig { logit_scale, ..self }
     }
@@ -76,7 +76,7 @@ impl SoftmaxConfig {
     }
 }
 
-/// The configuration as it is read: sizes are required, options have the defaults of `new`.
+/// The configuration as deserialized: sizes are required, options default to those of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct Read {
@@ -124,7 +124,7 @@ impl From<Read> for SoftmaxConfig {
 /// # }
 /// ```
 ///
-/// From a `Linear` that is there already:
+/// From an existing `Linear`:
 ///
 /// ```
 /// # fn main() -> mos_head::Result<()> {
@@ -143,7 +143,7 @@ impl From<Read> for SoftmaxConfig {
 /// # }
 /// ```
 ///
-/// With a weight that is computed, such as that of a low-rank adapter (LoRA), whose factors get their gradients:
+/// With a computed weight, such as a low-rank adapter (LoRA), whose factors get their gradients:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -170,7 +170,7 @@ pub struct SoftmaxHead {
 }
 
 impl SoftmaxHead {
-    /// A head whose parameters are `decoder.weight` `[vocab, hidden]`, uniform within 0.1, and `decoder.bias` `[vocab]`, zero.
+    /// A head with the variables `decoder.weight` `[vocab, hidden]`, uniform within 0.1, and `decoder.bias` `[vocab]`, zero.
     ///
     /// # Errors
     ///
@@ -179,7 +179,7 @@ impl SoftmaxHead {
         Self::with_weight(config, None, &vb)
     }
 
-    /// A head that shares the matrix of an embedding, `[vocab, hidden]`; the gradients of both uses add up.
+    /// A head tied to the matrix of an embedding, `[vocab, hidden]`; the gradients of both uses are summed.
     ///
     /// # Errors
     ///
@@ -192,12 +192,12 @@ impl SoftmaxHead {
     ///
     /// # Errors
     ///
-    /// If the shapes do not fit, or a dtype is not a float's.
+    /// If the shapes do not match, or a dtype is not a float type.
     pub fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         Ok(SoftmaxHead { decoder: Decoder::from_tensors(weight, bias)? })
     }
 
-    /// The head with its logits multiplied, bias included, before the softcap.
+    /// The head with another scale of the logits, bias included, before the softcap.
     ///
     /// # Errors
     ///
@@ -206,11 +206,11 @@ impl SoftmaxHead {
         Ok(SoftmaxHead { decoder: self.decoder.with_logit_scale(logit_scale)? })
     }
 
-    /// The head with its logits bounded softly: `z = cap tanh(z / cap)` (Gemma 2, 2024).
+    /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma 2, 2024).
     ///
     /// # Errors
     ///
-    /// If the bound is not a finite number above zero.
+    /// If the cap is not a finite number above zero.
     pub fn with_softcap(self, cap: f64) -> Result<Self> {
         Ok(SoftmaxHead { decoder: self.decoder.with_softcap(Some(cap))? })
     }
@@ -234,8 +234,7 @@ impl SoftmaxHead {
 }
 
 impl From<Linear> for SoftmaxHead {
-    /// The head with the parameters of a linear layer. If they are not a matrix and a vector of its rows, the first use is an
-    /// error that names them.
+    /// The head with the parameters of a linear layer. If they are malformed, the first use is an error that names them.
     fn from(linear: Linear) -> Self {
         SoftmaxHead { decoder: Decoder::unchecked(linear.weight().clone(), linear.bias().cloned()) }
     }
@@ -254,7 +253,7 @@ impl OutputLayer for SoftmaxHead {
         self.mixture(hidden, false)?.sample(sampler)
     }
 
-    left_to_the_mixture!();
+    delegate_to_mixture!();
 }
 
 impl MixtureLayer for SoftmaxHead {

@@ -1,10 +1,10 @@
-//! Checks of arguments, before any work: each failure names the argument, what was expected, and what came.
+//! Validation of arguments before any work: each error names the argument, the expected value and the actual one.
 
 use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Checks that the last dimension, the dtype and the device of hidden states fit a head's parameters.
+/// Checks that the last dimension, the dtype and the device of hidden states match the parameters of a head.
 pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
     if hidden.dims().last() != Some(&size) {
         return Err(Error::shape("hidden", format!("[.., {size}]"), hidden.dims()));
@@ -41,7 +41,7 @@ pub(crate) fn check_targets(argument: &'static str, targets: &Tensor, dims: &[us
     }
 }
 
-/// Checks that a parameter has one of the dtypes that are computed with.
+/// Checks that a parameter has a dtype that the kernels support.
 pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()> {
     match tensor.dtype() {
         DType::F16 | DType::BF16 | DType::F32 | DType::F64 => Ok(()),
@@ -49,7 +49,7 @@ pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()>
     }
 }
 
-/// Checks the scale and the bound of logits.
+/// Checks the scale and the softcap of logits.
 pub(crate) fn check_logits(logit_scale: f64, softcap: Option<f64>) -> Result<()> {
     let is_positive = |x: f64| x > 0.0 && x.is_finite();
     check_number(is_positive(logit_scale), "logit_scale", "a finite number above 0", logit_scale)?;
@@ -66,7 +66,7 @@ pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     }
 }
 
-/// An error that names a number which is out of its range, unless `holds`.
+/// An error that names the number, unless `holds`.
 pub(crate) fn check_number(holds: bool, argument: &'static str, expected: &str, got: f64) -> Result<()> {
     match holds {
         true => Ok(()),
@@ -78,8 +78,8 @@ pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
     check_number((0.0..1.0).contains(&dropout), "dropout", "at least 0 and below 1", dropout)
 }
 
-/// The targets as token ids, `None` where they are ignored, or an error that names the first one that is not in the vocabulary.
-/// Waits for the targets' device.
+/// The targets as token ids, `None` where ignored, or an error that names the first target that is not in the vocabulary.
+/// Waits for the device of the targets.
 pub(crate) fn read_ids(targets: &Tensor, ignore_index: Option<i64>, vocab: usize) -> Result<Vec<Option<usize>>> {
     let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
     let id = |(position, &got): (usize, &i64)| {

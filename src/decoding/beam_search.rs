@@ -1,4 +1,4 @@
-//! Beam search: the most probable sequences, as far as a beam can see.
+//! Beam search for the most probable sequences.
 
 use candle_core::{DType, Tensor};
 
@@ -7,11 +7,11 @@ use super::transfer;
 use crate::error::{Error, Result};
 use crate::validate::{check_number, check_sizes, check_targets};
 
-/// Beam search over any model with an output layer, for a batch of sentences at once.
+/// Beam search for a batch of sentences, over any model that ranks the next token.
 ///
-/// Each step extends the `width` most probable sequences of a sentence by every token id and keeps the `width` best; those that
-/// end are set aside. A sentence is done once its `n_best` finished sequences score at least as well as any open one still
-/// could, or at `max_length`. Sequences are ranked by
+/// Each step extends the `width` most probable open sequences of a sentence by every token id and keeps the `width` best;
+/// sequences that reach the end token are finished. A sentence is done when no open sequence can still score above its
+/// `n_best` finished ones, or at `max_length`. Sequences are ranked by
 ///
 /// ```text
 /// score = log P(sequence) / ((5 + length) / 6)^alpha        (Wu et al., 2016, equation 14)
@@ -53,13 +53,13 @@ pub struct BeamSearch {
     length_penalty: f64,
 }
 
-/// A sequence that beam search found.
+/// A sequence found by [`BeamSearch`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Hypothesis {
-    /// The token ids, without the start and without the end token.
+    /// The token ids, without the start token and the end token.
     pub tokens: Vec<u32>,
-    /// The log-probability of the sequence in nats, that of the end token included where it was reached.
+    /// The log-probability of the sequence in nats, including the end token if it was reached.
     pub log_prob: f64,
     /// The log-probability with the length penalty.
     pub score: f64,
@@ -76,41 +76,40 @@ struct Open {
 }
 
 impl BeamSearch {
-    /// Beam search with width 4, at most 100 tokens, the best sequence alone, and no length penalty.
+    /// Beam search that stops at the token id `end`, with width 4, at most 100 tokens, one result, and no length penalty.
     pub fn new(end: u32) -> Self {
         BeamSearch { end, width: 4, max_length: 100, n_best: 1, length_penalty: 0.0 }
     }
 
-    /// Sequences of a sentence that are followed at a time.
+    /// Sets the number of open sequences of a sentence. The default is 4.
     pub fn with_width(self, width: usize) -> Self {
         BeamSearch { width, ..self }
     }
 
-    /// Tokens of a sequence, the end token included, at most.
+    /// Sets the maximum number of tokens of a sequence, including the end token. The default is 100.
     pub fn with_max_length(self, max_length: usize) -> Self {
         BeamSearch { max_length, ..self }
     }
 
-    /// Sequences that are returned for each sentence, at most `width`: fewer, if fewer are possible.
+    /// Sets the number of results per sentence, at most `width`; fewer are returned if fewer are possible. The default is 1.
     pub fn with_n_best(self, n_best: usize) -> Self {
         BeamSearch { n_best, ..self }
     }
 
-    /// The exponent `alpha` of the length penalty: 0 for none; the larger, the longer the results.
+    /// Sets the exponent `alpha` of the length penalty. The default, 0, is none; larger values favour longer sequences.
     pub fn with_length_penalty(self, alpha: f64) -> Self {
         BeamSearch { length_penalty: alpha, ..self }
     }
 
-    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64), one list for each, the best first: as
-    /// [`BeamSearch::run`], for a model without an output layer of this crate, or one that may not choose any token id.
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the best
+    /// first. Like [`BeamSearch::run`], for a model without an output layer of this crate, or with constraints on the next token.
     ///
-    /// `next(tokens, parents, k)` gives the `k` most probable token ids after each row, `[rows, k]`, or fewer where fewer are
-    /// possible.
+    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, `[rows, k]`, or fewer if fewer are
+    /// allowed.
     ///
     /// # Errors
     ///
-    /// If a number is out of its range, `start` is not a vector of token ids, `next` gives another number of rows, or it
-    /// fails.
+    /// If a number is out of range, `start` is not a vector of token ids, `next` returns another number of rows, or it fails.
     pub fn search<E: From<Error>>(
         &self,
         vocab_size: usize,
@@ -129,7 +128,7 @@ impl BeamSearch {
         let mut open: Vec<Open> =
             (0..tokens.len()).map(|sentence| Open { sentence, tokens: vec![], log_prob: 0.0 }).collect();
         let mut parents: Vec<u32> = (0..tokens.len() as u32).collect();
-        // Of each sequence at most one continuation ends, so that `width` others are left.
+        // At most one continuation of each sequence ends, which leaves `width` others.
         let k = self.width.saturating_add(1).min(vocab_size);
         for length in 1..=self.max_length {
             if open.is_empty() {
@@ -156,7 +155,7 @@ impl BeamSearch {
                     })
                     .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
                     .collect();
-                // Of equals the sequence that was better before, and the lower token id, comes first.
+                // Ties: the sequence that ranked higher before, then the lower token id.
                 continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
                 let before = continued.len();
                 for (rank, &(log_prob, row, id)) in continuations.iter().enumerate() {
@@ -211,14 +210,14 @@ impl BeamSearch {
         log_prob / ((5.0 + length as f64) / 6.0).powf(self.length_penalty)
     }
 
-    /// Keeps the `n_best`, the best first.
+    /// Keeps the `n_best`, in descending order of score.
     fn rank(&self, hypotheses: &mut Vec<Hypothesis>) {
         hypotheses.sort_by(|a, b| b.score.total_cmp(&a.score).then_with(|| a.tokens.cmp(&b.tokens)));
         hypotheses.truncate(self.n_best);
     }
 
-    /// Whether no open sequence can come among the best: its log-probability only falls, and at most divides by the penalty
-    /// of the maximum length.
+    /// Whether no open sequence can still rank among the best: its log-probability only decreases, and its penalty is at most
+    /// that of the maximum length.
     fn is_done(&self, finished: &mut Vec<Hypothesis>, best_open: f64) -> bool {
         self.rank(finished);
         finished.len() == self.n_best

@@ -73,8 +73,8 @@ fn relative(x: f64, largest: f64, temperature: f64) -> f64 {
     }
 }
 
-/// Where the sum of the masses passes `target`, and what is left of it there. Nothing without mass is ever passed, and if
-/// rounding leaves something at the end, the last with mass is taken.
+/// The index at which the cumulative mass exceeds `target`, and the remainder of `target` there. An element without mass is
+/// never chosen; if rounding leaves a remainder at the end, the last element with mass is.
 pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(usize, f64)> {
     let mut left = target;
     let mut last = None;
@@ -90,12 +90,12 @@ pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(us
     last
 }
 
-/// A draw from the most probable token ids that top-k, top-p and min-p leave.
+/// A draw from the token ids that top-k, top-p and min-p keep.
 fn from_the_best<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
     let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
     let all = (top_k.is_none() && top_p < 1.0).then(|| Masses::new(distribution, temperature).total);
-    // Without top-k nobody knows how many token ids it takes.
+    // Without top-k the number of ids in the nucleus is unknown: start small and grow.
     let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_CANDIDATES) };
     loop {
         let ids = best(distribution, n);
@@ -103,7 +103,7 @@ fn from_the_best<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampli
         let masses: Vec<f64> = ids.iter().map(|id| relative(id.0.f64(), largest, temperature)).collect();
         let wanted = top_p * all.unwrap_or_else(|| masses.iter().sum());
         let mut sum = 0.0;
-        // The first token id that completes the nucleus is in it; the most probable one always is.
+        // The id that completes the nucleus is in it; the most probable one always is.
         let nucleus = masses.iter().take_while(|&&mass| {
             let is_in = sum == 0.0 || sum < wanted;
             sum += mass;

@@ -1,4 +1,4 @@
-//! The components alone that matter.
+//! Pruning: a mixture without its least probable components.
 
 use candle_core::{Tensor, D};
 
@@ -12,19 +12,19 @@ use crate::validate::check_number;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Pruned {
-    /// The mixture of the components that are left, their priors normalised again.
+    /// The mixture of the remaining components, with renormalised priors. Differentiable.
     pub mixture: Mixture,
-    /// `[..]`: the prior probability of what each position lost, a bound of the total variation between the distributions before
-    /// and after: no event changes its probability by more.
+    /// `[..]`: the prior probability of the pruned components at each position. It bounds the total variation between the
+    /// distributions before and after: no event changes its probability by more.
     pub total_variation: Tensor,
 }
 
 impl Mixture {
-    /// Leaves out the components of each position that together have a prior of no more than `mass`. All positions keep as many
-    /// components as the one that needs most, so that fewer positions may be pruned further. Waits for the device.
+    /// Prunes the components of each position whose priors sum to at most `mass`. All positions keep the same number of
+    /// components, that of the position that needs most. Waits for the device.
     ///
-    /// With `m` the prior probability left out, `P = (1 - m) P' + m Q`, so that the total variation between `P` and the pruned
-    /// `P'` is at most `m`.
+    /// With `m` the pruned prior probability, `P = (1 - m) P' + m Q`: the total variation between `P` and the pruned `P'` is at
+    /// most `m`.
     ///
     /// # Errors
     ///
@@ -41,7 +41,7 @@ impl Mixture {
         if let Some(position) = log_priors.iter().position(|row| row.iter().any(|x| x.is_nan())) {
             return Err(Error::Distribution { position });
         }
-        // The components of each position, the most probable first, and how many it needs.
+        // The components of each position, the most probable first, and the number that it needs.
         let order = |row: &Vec<f64>| {
             let mut order: Vec<usize> = (0..components).collect();
             order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
@@ -71,14 +71,13 @@ impl Mixture {
         })
     }
 
-    /// With the components of these indices `[positions, kept]`, and their priors, normalised again, if those are to be kept. The
-    /// gradients of what is kept go on to contexts and priors.
+    /// Selects components by their indices `[positions, kept]`, with renormalised priors if `keep_priors`. Differentiable.
     pub(super) fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
         let mut operands = self.operands().clone();
         let Sizes { positions, components, context, .. } = operands.sizes;
         operands.sizes.components = kept;
         let log_priors = operands.log_priors.take().filter(|_| keep_priors);
-        // candle selects nothing from nothing.
+        // candle's index_select does not take empty tensors.
         if positions == 0 {
             operands.contexts = operands.contexts.narrow(1, 0, kept)?.contiguous()?;
             operands.log_priors =

@@ -1,4 +1,4 @@
-//! Draws token ids: what [`Sampling`] says, and the source of randomness.
+//! Draws token ids as [`Sampling`] specifies, with a seeded generator.
 
 use candle_core::Tensor;
 use rand::rngs::StdRng;
@@ -11,8 +11,8 @@ use crate::backend;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 
-/// Draws token ids: what [`Sampling`] says, with a generator of random numbers. The same seed draws the same token ids on one device
-/// with one version of this crate.
+/// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same ids on
+/// the same device with the same version of this crate.
 ///
 /// # Examples
 ///
@@ -24,8 +24,8 @@ use crate::mixture::Mixture;
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
 /// let hidden = Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?;
 /// let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
-/// let positions = head.sample(&hidden, &mut sampler)?;
-/// assert_eq!(positions.dims(), [4]);
+/// let tokens = head.sample(&hidden, &mut sampler)?;
+/// assert_eq!(tokens.dims(), [4]);
 /// # Ok(())
 /// # }
 /// ```
@@ -40,23 +40,23 @@ impl Sampler {
     ///
     /// # Errors
     ///
-    /// If a number is out of its range, or options exclude each other.
+    /// If a number is out of range, or options exclude each other.
     pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
         sampling.validate()?;
         Ok(Sampler { sampling, rng: StdRng::seed_from_u64(seed) })
     }
 
-    /// How it draws.
+    /// The options of the draws.
     pub fn sampling(&self) -> &Sampling {
         &self.sampling
     }
 
-    /// One token id for each of the distributions of log-probabilities `[.., vocab]`: `[..]`, u32. For models that have no
-    /// output layer of this crate; a mixture's own [`sample`](crate::OutputLayer::sample) never holds them.
+    /// Draws one token id `[..]`, u32, from each distribution of log-probabilities `[.., vocab]`: for models without an output
+    /// layer of this crate. [`OutputLayer::sample`](crate::OutputLayer::sample) of a mixture never holds `[.., vocab]`.
     ///
     /// # Errors
     ///
-    /// If it draws components, which log-probabilities do not have, or a distribution is NaN.
+    /// If the options need components (ancestral sampling, component temperature), or a distribution is NaN.
     pub fn sample(&mut self, log_probs: &Tensor) -> Result<Tensor> {
         self.reject_components("log-probabilities")?;
         let leading = &log_probs.dims()[..log_probs.rank().saturating_sub(1)];
@@ -65,7 +65,7 @@ impl Sampler {
         transfer::to_device(ids, leading, log_probs.device())
     }
 
-    /// An error that names `head`, which has no components, if it is components that are asked for.
+    /// An error that names `head`, which has no components, if the options need them.
     pub(crate) fn reject_components(&self, head: &'static str) -> Result<()> {
         let Sampling { ancestral, component_temperature, .. } = self.sampling;
         match (ancestral, component_temperature != 1.0) {
@@ -79,7 +79,7 @@ impl Sampler {
         self.sampling.ancestral
     }
 
-    /// Numbers from 0 to below 1. They are drawn before the work is shared out, so that the threads do not matter.
+    /// Numbers from 0 to below 1, drawn before the work is split, so that the number of threads does not matter.
     pub(super) fn uniform(&mut self, n: usize) -> Vec<f64> {
         (0..n).map(|_| self.rng.random()).collect()
     }
@@ -100,7 +100,7 @@ impl Sampler {
 }
 
 impl Mixture {
-    /// One token id for each position, `[..]`, u32.
+    /// Draws one token id at each position, `[..]`, u32.
     ///
     /// # Errors
     ///
@@ -123,7 +123,7 @@ impl Mixture {
         transfer::to_device(ids, self.leading(), operands.contexts.device())
     }
 
-    /// The mixture whose components' logits are divided by `temperature`, with the priors as they are.
+    /// The mixture with the logits of its components divided by `temperature`. The priors do not change.
     ///
     /// # Errors
     ///
@@ -135,7 +135,7 @@ impl Mixture {
         self.clone().with_logits(operands.logit_scale / temperature, operands.softcap.map(|cap| cap / temperature))
     }
 
-    /// One component for each position, drawn from its priors.
+    /// Draws one component at each position from its priors.
     fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
         match &self.operands().log_priors {
             Some(log_priors) => self.with_components(sampler.choose(log_priors)?, 1, false),

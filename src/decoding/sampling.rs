@@ -3,11 +3,11 @@
 use crate::error::{Error, Result};
 use crate::validate::check_number;
 
-/// How the next token id is drawn from a distribution. By default from all of it, as it is.
+/// How the next token id is drawn from a distribution. The default draws from the full distribution.
 ///
-/// The steps, in this order: temperature; the [`top_k`](Sampling::with_top_k) most probable token ids; of these the
-/// [`top_p`](Sampling::with_top_p) nucleus; of these the token ids with at least [`min_p`](Sampling::with_min_p) of the largest
-/// probability. What is left is normalised again.
+/// The steps, in this order: temperature; the [`top_k`](Sampling::with_top_k) most probable ids; of these the
+/// [`top_p`](Sampling::with_top_p) nucleus; of these the ids with at least [`min_p`](Sampling::with_min_p) times the largest
+/// probability. The remaining probabilities are renormalised.
 ///
 /// # References
 ///
@@ -33,45 +33,44 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// From the distribution as it is.
+    /// Draws from the full distribution.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Always the most probable token id, the one with the lowest id of equals.
+    /// Always the most probable token id; of equals the lowest.
     pub fn greedy() -> Self {
         Self::default().with_temperature(0.0)
     }
 
-    /// Divides the mixture's log-probabilities by this, and normalises again: `P(v)^(1/T)`. 0 is greedy. (For a softmax that
-    /// is the same as to divide the logits; for a mixture it is not, see [`Sampling::with_component_temperature`].)
+    /// Divides the log-probabilities of the mixture by T and renormalises: `P(v)^(1/T)`. 0 is greedy. For one softmax this
+    /// equals dividing the logits; for a mixture it does not, see [`Sampling::with_component_temperature`].
     pub fn with_temperature(self, temperature: f64) -> Self {
         Sampling { temperature, ..self }
     }
 
-    /// Divides the logits of every component by this, before they are mixed; the priors stay as they are.
+    /// Divides the logits of every component by T before they are mixed; the priors do not change.
     pub fn with_component_temperature(self, temperature: f64) -> Self {
         Sampling { component_temperature: temperature, ..self }
     }
 
-    /// Draws from the `k` most probable token ids alone (all, if there are fewer).
+    /// Draws from the `k` most probable token ids only (all, if there are fewer).
     pub fn with_top_k(self, k: usize) -> Self {
         Sampling { top_k: Some(k), ..self }
     }
 
-    /// Draws from the nucleus alone: the fewest most probable token ids that together have a probability of at least `p`.
+    /// Draws from the nucleus only: the smallest set of most probable token ids with a total probability of at least `p`.
     pub fn with_top_p(self, p: f64) -> Self {
         Sampling { top_p: p, ..self }
     }
 
-    /// Draws from the token ids alone that have at least `p` times the probability of the most probable one.
+    /// Draws only from token ids with at least `p` times the probability of the most probable one.
     pub fn with_min_p(self, p: f64) -> Self {
         Sampling { min_p: p, ..self }
     }
 
-    /// Draws a component from the priors first, and then a token id from its softmax: the same distribution as the mixture's at
-    /// nearly the price of one softmax. It needs temperature 1, and knows no truncation, because no token id's probability under
-    /// the whole mixture is ever computed.
+    /// Draws a component from the priors, then a token id from its softmax: the distribution of the mixture at nearly the cost
+    /// of one softmax. Requires temperature 1 and no truncation, because probabilities under the mixture are never computed.
     pub fn with_ancestral(self, ancestral: bool) -> Self {
         Sampling { ancestral, ..self }
     }

@@ -8,7 +8,7 @@ use crate::backend::ranking::Best;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 
-/// The most probable token ids of each distribution, from [`OutputLayer::top_k`](crate::OutputLayer::top_k).
+/// The most probable token ids at each position, from [`OutputLayer::top_k`](crate::OutputLayer::top_k).
 ///
 /// # Examples
 ///
@@ -28,14 +28,14 @@ use crate::mixture::Mixture;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TopK {
-    /// `[.., k]`, u32: the most probable first; of equals the one with the lowest id.
+    /// `[.., k]`, u32: token ids, the most probable first; of equals the lowest id.
     pub tokens: Tensor,
-    /// `[.., k]`: their log-probabilities under the whole mixture, f32 (f64 for heads in f64). Not differentiable.
+    /// `[.., k]`: their log-probabilities, f32 (f64 for heads in f64). Not differentiable.
     pub log_probs: Tensor,
 }
 
 impl TopK {
-    /// The `k` most probable token ids of log-probabilities `[.., vocab]`, for distributions that no head of this crate gives.
+    /// The `k` most probable token ids of log-probabilities `[.., vocab]`, for distributions from outside this crate.
     ///
     /// # Errors
     ///
@@ -77,7 +77,7 @@ fn check_k(k: usize, vocab: usize) -> Result<()> {
 }
 
 impl Mixture {
-    /// The `k` most probable token ids of each position, `[.., k]`; of equals the lowest.
+    /// The `k` most probable token ids at each position, `[.., k]`; of equals the lowest.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ impl Mixture {
         Ok(TopK { tokens: tokens.reshape(shape.as_slice())?, log_probs: log_probs.reshape(shape)? })
     }
 
-    /// The most probable token id of each position, `[..]`, u32; of equals the lowest.
+    /// The most probable token id at each position, `[..]`, u32; of equals the lowest.
     ///
     /// # Errors
     ///

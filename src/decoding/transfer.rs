@@ -1,4 +1,4 @@
-//! Between the host, where token ids are chosen, and the device.
+//! Transfers between the device and the host, where token ids are chosen.
 
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use crate::backend::contract::{Computed, Real, Visit};
 use crate::error::{Error, Result};
 
-/// What the host has found, as a tensor. Metal, as candle asks it, makes nothing of no values.
+/// Values of the host as a tensor. candle's Metal backend does not allocate empty buffers.
 pub(super) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     match values.is_empty() {
         true => Ok(Tensor::zeros(shape, T::DTYPE, device)?),
@@ -27,7 +27,7 @@ pub(super) fn matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
     Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2()?)
 }
 
-/// What there is to be found out about each of the distributions of log-probabilities `[.., vocab]`.
+/// A query of each distribution of log-probabilities `[.., vocab]`.
 pub(super) fn visit<V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
     fn rows<F: Real, V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
         let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;

@@ -1,4 +1,4 @@
-//! What a loss gives, [`Loss`], and what is asked of it, [`LossOptions`]: the same for every head.
+//! The results of a loss, [`Loss`], and its options, [`LossOptions`]: the same for every head.
 
 mod options;
 
@@ -11,12 +11,12 @@ use crate::error::{Error, Result};
 use crate::validate::{check_device, check_targets, read_ids};
 pub use options::{LossOptions, Reduction};
 
-/// The results of a loss, all of one pass. Tensors, so that reading them is the caller's choice: `f32`, or `f64` for heads
-/// in `f64`.
+/// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or f64 for
+/// heads in f64.
 ///
 /// # Examples
 ///
-/// Two batches whose gradients add up to those of one batch of both:
+/// Gradient accumulation over two batches, normalised as one batch:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -48,26 +48,26 @@ pub use options::{LossOptions, Reduction};
 pub struct Loss {
     /// The differentiable value: a scalar, or of the targets' shape for [`Reduction::None`].
     pub value: Tensor,
-    /// Scalar: the weighted sum of the objective over the positions. With `count`, what gradient accumulation over several
-    /// batches needs to normalise right. Detached, as all that follows.
+    /// Scalar: the weighted sum of the objective over the positions. Gradient accumulation over several batches divides by the
+    /// sum of their `count`s. Detached, like all fields below.
     pub sum: Tensor,
-    /// Scalar: the denominator of the mean; the number of positions that count, if there are no weights.
+    /// Scalar: the denominator of the mean; without weights the number of positions that are not ignored.
     pub count: Tensor,
     /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights, smoothing or
     /// z-loss; zero where the target is ignored.
     pub nll: Tensor,
-    /// Scalar: how many positions had their target as the most probable token id, if asked for ([`LossOptions::with_hits`]).
+    /// Scalar: the number of positions whose target is the most probable token id, if requested ([`LossOptions::with_hits`]).
     pub hits: Option<Tensor>,
-    /// Scalar: the share of the gradient's mass (the size of responsibility times weight) that the filter dropped, if there is
-    /// one; from 0 to 1.
+    /// Scalar, from 0 to 1: the share of the gradient's mass (|responsibility x weight|) that the responsibility filter
+    /// dropped, if it is on.
     pub dropped_mass: Option<Tensor>,
-    /// The decoder's weight, if that is a variable.
+    /// The decoder's weight, if it is a variable.
     pub(crate) decoder: Option<Tensor>,
-    /// What the targets are to be checked against, where that has not been done.
+    /// Targets on a GPU, which the loss does not check.
     pub(crate) unchecked: Option<Unchecked>,
 }
 
-/// Targets that were not looked at, because that would have meant to wait for a GPU.
+/// Targets that were not checked, because reading them would wait for the GPU.
 #[derive(Clone, Debug)]
 pub(crate) struct Unchecked {
     pub(crate) targets: Tensor,
@@ -76,7 +76,7 @@ pub(crate) struct Unchecked {
 }
 
 impl Loss {
-    /// The loss of a head that computes all of it by itself. More can be put in its fields.
+    /// The loss of a head that computes all results itself. `hits` and `dropped_mass` are fields to be set.
     ///
     /// # Shapes
     ///
@@ -89,8 +89,8 @@ impl Loss {
         Loss { value, sum, count, nll, hits: None, dropped_mass: None, decoder: None, unchecked: None }
     }
 
-    /// The loss of a head that computes the negative log-likelihood of each target by itself: ignored targets, weights of
-    /// positions and classes, and the reduction are taken from the options.
+    /// The loss of a head that computes the negative log-likelihood of each target itself. Ignored targets, weights of positions
+    /// and classes, and the reduction follow the options.
     ///
     /// # Shapes
     ///
@@ -99,18 +99,18 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not fit, an option is out of its range, or one is asked for that needs more than this
-    /// ([`Error::Unsupported`], which names `head`): label smoothing, z-loss, responsibility filter, hits.
+    /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`], which names `head`, for
+    /// options that need more than this: label smoothing, z-loss, responsibility filter, hits.
     pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         options.validate()?;
         let Terms { label_smoothing, z_loss, responsibility_filter, hits } = options.terms;
-        let asked_for = [
+        let requested = [
             ("label_smoothing", label_smoothing > 0.0),
             ("z_loss", z_loss > 0.0),
             ("responsibility_filter", responsibility_filter > 0.0),
             ("hits", hits),
         ];
-        if let Some((option, _)) = asked_for.into_iter().find(|(_, is_asked_for)| *is_asked_for) {
+        if let Some((option, _)) = requested.into_iter().find(|(_, is_set)| *is_set) {
             return Err(Error::Unsupported { option, head });
         }
         check_targets("targets", targets, nll.dims())?;
@@ -146,11 +146,11 @@ impl Loss {
     }
 
     /// The gradients of the value with respect to every variable that it depends on: those of `loss.value.backward()`, with
-    /// one copy less of the decoder's, which is the largest.
+    /// one copy less of the decoder's gradient, the largest.
     ///
     /// # Errors
     ///
-    /// If candle cannot compute them.
+    /// If candle's backward pass fails.
     pub fn backward(&self) -> Result<GradStore> {
         autograd::backward(&self.value, self.decoder.as_ref())
     }
@@ -159,8 +159,8 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// On a GPU, where the loss itself does not look at the targets: if the sum is NaN because of a target that is not in the
-    /// vocabulary. The error names the first of them.
+    /// On a GPU, where the loss itself does not read the targets: if the sum is NaN because a target is not in the vocabulary.
+    /// The error names the first of them.
     pub fn sum_and_count(&self) -> Result<(f64, f64)> {
         let numbers = Tensor::stack(&[&self.sum, &self.count], 0)?.to_device(&Device::Cpu)?;
         let numbers = numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?;
@@ -172,8 +172,8 @@ impl Loss {
     }
 }
 
-/// `values` `[.., n]` with zeros where the target is ignored, if any is: whatever stands there, a NaN too, is to reach no
-/// gradient. On a GPU, where to look would be to wait, wherever there is an index to ignore.
+/// `values` `[.., n]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns `values` unchanged if
+/// no position is ignored; on a GPU, where reading the targets would wait, if no index is ignored.
 pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
     let Some(index) = ignore_index.filter(|_| values.elem_count() > 0) else { return Ok(values.clone()) };
     let ignored = targets.to_dtype(DType::I64)?.eq(index)?;
@@ -184,7 +184,7 @@ pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, ignore_index: Opti
     Ok(ignored.where_cond(&values.zeros_like()?, values)?)
 }
 
-/// `sum / count`, or zero if nothing counts; without reading either.
+/// `sum / count`, or zero if the count is zero; without reading either.
 pub(crate) fn mean(sum: &Tensor, count: &Tensor) -> Result<Tensor> {
     let nothing = count.eq(0f64)?;
     let divisor = nothing.where_cond(&count.ones_like()?, count)?;

@@ -1,4 +1,4 @@
-//! What is asked of a loss, the same of every head.
+//! The options of a loss, the same for every head.
 
 use candle_core::Tensor;
 
@@ -6,7 +6,7 @@ use crate::backend::contract::Terms;
 use crate::error::Result;
 use crate::validate::check_number;
 
-/// How the losses of the positions become one value.
+/// The reduction of the losses of the positions to one value.
 ///
 /// # Examples
 ///
@@ -26,16 +26,16 @@ use crate::validate::check_number;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reduction {
-    /// Their weighted mean: the sum divided by [`Loss::count`]. Zero if no position counts, or the weights add up to exactly zero.
+    /// The weighted mean: the sum divided by [`Loss::count`](crate::Loss::count). Zero if the weights sum to zero.
     ///
-    /// Weights of both signs, such as advantages, have no mean: their sum may be close to zero or negative, which makes the
-    /// value and its gradients huge or turns their sign. Use [`Reduction::Sum`] with them, divided by the number of positions.
+    /// Do not use it with weights of both signs, such as advantages: their sum may be close to zero, or negative, which makes
+    /// value and gradients huge, or flips their sign. Use [`Reduction::Sum`] and divide by the number of positions.
     #[default]
     Mean,
-    /// Their weighted sum.
+    /// The weighted sum.
     Sum,
-    /// None: one loss per position. The gradients are then computed in the backward pass, when the upstream gradient is
-    /// known, at the price of computing the logits twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
+    /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, and the
+    /// logits are computed twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
     None,
 }
 
@@ -97,57 +97,60 @@ impl LossOptions {
         LossOptions { train: false, ..Self::new() }
     }
 
-    /// Sets how the losses of the positions become one value. The default is their mean.
+    /// Sets the reduction. The default is the mean.
     pub fn with_reduction(self, reduction: Reduction) -> Self {
         LossOptions { reduction, ..self }
     }
 
-    /// Positions with this target count for nothing, and get no gradient. It need not be a token id of the vocabulary.
+    /// Ignores positions with this target: no loss, no gradient, whatever their hidden state holds, NaN included. The index
+    /// need not be in the vocabulary.
     pub fn with_ignore_index(self, index: i64) -> Self {
         LossOptions { ignore_index: Some(index), ..self }
     }
 
-    /// Multiplies the loss of each position: a tensor of the targets' shape. The weights get no gradient.
+    /// Multiplies the loss of each position by a weight: a tensor of the targets' shape. The weights get no gradient.
     pub fn with_position_weights(self, weights: Tensor) -> Self {
         LossOptions { position_weights: Some(weights), ..self }
     }
 
-    /// Multiplies the log-probability of each token id: a tensor `[vocab]`. The weights get no gradient.
+    /// Multiplies the log-probability of each token id by a weight: a tensor `[vocab]`. The weights get no gradient.
     pub fn with_class_weights(self, weights: Tensor) -> Self {
         LossOptions { class_weights: Some(weights), ..self }
     }
 
-    /// Spreads this part of each target's mass evenly over the vocabulary (Szegedy et al., 2016), of the mixture's
-    /// log-probabilities. At least 0 and below 1.
+    /// Spreads this fraction of each target's mass evenly over the vocabulary (Szegedy et al., 2016). At least 0 and below 1.
+    /// It applies to the log-probabilities of the mixture, not of each component.
     pub fn with_label_smoothing(self, epsilon: f64) -> Self {
         LossOptions { terms: Terms { label_smoothing: epsilon, ..self.terms }, ..self }
     }
 
-    /// Adds this times `mean_k lse_k^2`, which keeps the logits' normalisers near zero (the z-loss of PaLM, Chowdhery et
-    /// al., 2022, for every component).
+    /// Adds `coefficient * mean_k lse_k^2`, which keeps the normalisers of the logits near zero: the z-loss of PaLM (Chowdhery
+    /// et al., 2022), for every component.
     pub fn with_z_loss(self, coefficient: f64) -> Self {
         LossOptions { terms: Terms { z_loss: coefficient, ..self.terms }, ..self }
     }
 
-    /// The bytes that the workspace may use; see [`Plan`](crate::Plan). The default is 32 MiB, or what the logits of 480
-    /// rows (positions times components) need, whichever is larger: with fewer, each chunk's pass over the decoder and its
-    /// gradient takes noticeable time (on a GPU: what 512 rows need, or 32 MiB of logits, but at most 256 MiB; on Metal
-    /// twice that, since candle rounds what it allocates up to a power of two). Gradients are
-    /// not part of it.
+    /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it.
+    ///
+    /// The default is 32 MiB, or the logits of 480 rows (positions times components), whichever is larger: with fewer rows,
+    /// the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it is 512 rows, or 32 MiB of
+    /// logits, and at most 256 MiB; on Metal twice that, because candle rounds allocations up to a power of two.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }
     }
 
-    /// Leaves out the gradients of contexts and decoder from components whose responsibility for the target is below this
-    /// threshold, which saves their share of two of the three products. Off (0) by default: with it, these gradients are
-    /// approximate, and [`Loss::dropped_mass`] says by how much. The gradient of the priors stays exact. Where weights are
-    /// negative, their sizes are compared. It does not go together with a z-loss, of which every component has a gradient. On
-    /// a GPU each chunk waits for the device once, to know how many rows are left.
+    /// Skips the gradients of contexts and decoder for components whose responsibility for the target is below this threshold,
+    /// which saves their share of two of the three products. The default, 0, is off.
+    ///
+    /// These gradients are then approximate; [`Loss::dropped_mass`](crate::Loss::dropped_mass) reports by how much. The
+    /// gradient of the priors stays exact. Negative weights are compared by magnitude. It cannot be combined with a z-loss,
+    /// which every component has a gradient of. On a GPU each chunk waits for the device once, to read the number of
+    /// remaining rows.
     pub fn with_responsibility_filter(self, threshold: f64) -> Self {
         LossOptions { terms: Terms { responsibility_filter: threshold, ..self.terms }, ..self }
     }
 
-    /// Also counts the positions whose target is the most probable token id, [`Loss::hits`].
+    /// Also counts the positions whose target is the most probable token id, [`Loss::hits`](crate::Loss::hits).
     pub fn with_hits(self, hits: bool) -> Self {
         LossOptions { terms: Terms { hits, ..self.terms }, ..self }
     }
@@ -157,27 +160,27 @@ impl LossOptions {
         self.train
     }
 
-    /// How the losses of the positions become one value.
+    /// The reduction.
     pub fn reduction(&self) -> Reduction {
         self.reduction
     }
 
-    /// The target that counts for nothing.
+    /// The ignored target.
     pub fn ignore_index(&self) -> Option<i64> {
         self.ignore_index
     }
 
-    /// What the loss of each position is multiplied by.
+    /// The weights of the positions.
     pub fn position_weights(&self) -> Option<&Tensor> {
         self.position_weights.as_ref()
     }
 
-    /// What the log-probability of each token id is multiplied by.
+    /// The weights of the token ids.
     pub fn class_weights(&self) -> Option<&Tensor> {
         self.class_weights.as_ref()
     }
 
-    /// The part of each target's mass that is spread over the vocabulary.
+    /// The fraction of each target's mass that is spread over the vocabulary.
     pub fn label_smoothing(&self) -> f64 {
         self.terms.label_smoothing
     }
@@ -187,17 +190,17 @@ impl LossOptions {
         self.terms.z_loss
     }
 
-    /// The bytes that the workspace may use, unless the default is taken.
+    /// The budget of the workspace in bytes, if it is not the default.
     pub fn workspace_bytes(&self) -> Option<usize> {
         self.workspace_bytes
     }
 
-    /// The responsibility below which a component gets no gradient.
+    /// The responsibility below which the gradient of a component is skipped.
     pub fn responsibility_filter(&self) -> f64 {
         self.terms.responsibility_filter
     }
 
-    /// Whether the right top-1 predictions are counted.
+    /// Whether correct top-1 predictions are counted.
     pub fn hits(&self) -> bool {
         self.terms.hits
     }
@@ -224,7 +227,7 @@ impl LossOptions {
             self.terms.z_loss,
         )?;
         if self.terms.z_loss > 0.0 {
-            // Every component's log-sum-exp has a gradient, whatever its responsibility.
+            // The z-loss has a gradient in every component, whatever its responsibility.
             let expected = "0 with a z_loss";
             check_number(
                 self.terms.responsibility_filter == 0.0,

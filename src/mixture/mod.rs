@@ -1,4 +1,4 @@
-//! Contexts and log-priors become a loss, log-probabilities, or the most probable token id: the fused mixture.
+//! The fused mixture: from contexts and log-priors to a loss or log-probabilities.
 //!
 //! ```text
 //! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b        (Yang et al., 2018, equation 3)
@@ -17,15 +17,15 @@ use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Unchecked};
 use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets};
 
-/// A mixture of K softmaxes over one decoder, for each of some positions: what every head reduces to.
+/// A mixture of K softmaxes over one decoder at each position: the operation that every [`MixtureLayer`](crate::MixtureLayer)
+/// reduces to.
 ///
 /// ```text
 /// P(v) = sum_k pi_k softmax(W c_k + b)_v
 /// ```
 ///
-/// The heads make one of these from hidden states ([`OutputLayer::mixture`](crate::OutputLayer::mixture)); a model with a
-/// projection of its own can make one from its contexts and priors. K = 1 is an ordinary softmax, and its loss is a fused
-/// linear cross-entropy.
+/// Heads construct it from hidden states ([`MixtureLayer::mixture`](crate::MixtureLayer::mixture)); a model with its own
+/// projection constructs it from contexts and priors. K = 1 is an ordinary softmax, whose loss is a fused linear cross-entropy.
 ///
 /// # Examples
 ///
@@ -61,18 +61,19 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// A mixture of the softmaxes of some contexts.
+    /// The mixture of the softmaxes of these contexts.
     ///
     /// # Shapes
     ///
     /// - contexts: `[.., K, d]`, f16, bf16, f32 or f64
-    /// - log_priors: `[.., K]`, log-probabilities; may be left out if K = 1
-    /// - weight: `[vocab, d]`, of the contexts' dtype
+    /// - log_priors: `[.., K]`, log-probabilities; `None` is accepted if K = 1
+    /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read without a copy (on
+    ///   Metal it is copied)
     /// - bias: `[vocab]`
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not fit each other, or a dimension other than the number of positions is zero.
+    /// If shapes, dtypes or devices do not match, or a dimension other than the number of positions is zero.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         let [leading @ .., components, context] = contexts.dims() else {
             return Err(Error::shape("contexts", "[.., components, context]", contexts.dims()));
@@ -129,7 +130,7 @@ impl Mixture {
         })
     }
 
-    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma 2, 2024), in all that is computed of this mixture.
+    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma 2, 2024). It applies to every result of this mixture.
     ///
     /// # Errors
     ///
@@ -165,7 +166,7 @@ impl Mixture {
         Ok(self.operands.contexts.reshape([&self.leading[..], &[components, context]].concat())?)
     }
 
-    /// The log-priors, `[.., K]`, in f32 (f64 for f64): how probable each component is at each position.
+    /// The log-priors, `[.., K]`, in f32 (f64 for f64): the log-probability of each component at each position.
     ///
     /// # Errors
     ///
@@ -179,8 +180,8 @@ impl Mixture {
         }
     }
 
-    /// The loss of the targets, and, in the same three matrix products, the gradients of contexts, priors, weight and bias,
-    /// as far as each depends on a variable. `[positions, K, vocab]` is never held: see [`Plan`].
+    /// The loss of the targets and, in the same three matrix products, the gradients of those of contexts, priors, weight and
+    /// bias that depend on a variable. `[positions, K, vocab]` is never held: see [`Plan`].
     ///
     /// # Shapes
     ///
@@ -188,19 +189,21 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If the targets' shape or dtype is wrong, a target is not in the vocabulary, or an option is out of its range. On a GPU
-    /// a target that is not in the vocabulary makes its loss NaN instead: to look at it would mean to wait.
-    /// [`Loss::sum_and_count`] waits, and names it.
+    /// If the shape or dtype of the targets is wrong, a target is not in the vocabulary, or an option is out of range. On a GPU
+    /// a target that is not in the vocabulary makes its loss NaN instead, because reading it would wait for the device;
+    /// [`Loss::sum_and_count`] waits and names it.
     ///
     /// # Numerics
     ///
-    /// Computed in f32 (f64 for f64) whatever the dtype of the tensors (on CUDA the gradient of the logits is rounded to that
-    /// dtype, as an operand of the products), in log space throughout: there is no floor under the
-    /// probabilities. A target of probability zero has loss infinity, and for K > 1 gradients that are NaN. NaN or plus
-    /// infinity in a position's logits makes that position's loss NaN, and no other's.
+    /// Computed in f32 (f64 for f64) for every dtype, in log space, without a floor under the probabilities. On CUDA the
+    /// gradient of the logits is rounded to the dtype of the contexts, as an operand of the products. A target of probability
+    /// zero has an infinite loss and, for K > 1, NaN gradients. With label smoothing, ids of probability zero make the loss
+    /// infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position makes the loss of that
+    /// position NaN, and of no other. On the CPU, gradients of logits below 1e-30 (f64: 1e-290) are flushed to zero: products
+    /// with subnormal numbers are up to 20 times slower on some processors.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let contexts = &self.operands.contexts;
-        // The CPU's products leave these rows out.
+        // The products of the CPU skip ignored rows.
         if contexts.device().is_cpu() || options.ignore_index.is_none() || targets.dims() != self.leading {
             return self.loss_of_masked(targets, options);
         }
@@ -209,15 +212,15 @@ impl Mixture {
         self.with_operands(Operands { contexts, ..self.operands.clone() }).loss_of_masked(targets, options)
     }
 
-    /// The loss, where nothing undefined stands in the contexts of ignored positions.
+    /// The loss of a mixture whose contexts are masked at ignored positions, see [`mask_ignored`].
     pub(crate) fn loss_of_masked(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         options.validate()?;
         let operands = self.operands.clone();
         let objective = self.target_loss(targets, options)?;
         let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
-        // Without a reduction, the gradient from upstream is known only in the backward pass.
+        // Without a reduction, the upstream gradient is known only in the backward pass.
         let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
-        // The backward pass must fit the budget too, and a budget that is too small is reported before any work.
+        // The backward pass must fit the budget too: a budget that is too small is an error before any work.
         backend::plan(&operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)?;
         let plan = backend::plan(&operands, Task::loss(&options.terms, now), options.workspace_bytes)?;
         let results = backend::loss(&operands, &Objective::Targets(objective.clone()), now, &plan)?;
@@ -248,7 +251,7 @@ impl Mixture {
         })
     }
 
-    /// Log-probabilities `[.., vocab]` of all token ids, of the contexts' dtype. Differentiable.
+    /// Log-probabilities `[.., vocab]`, in the dtype of the contexts. Differentiable.
     ///
     /// # Errors
     ///
@@ -257,8 +260,8 @@ impl Mixture {
         self.log_probs_as(self.operands.contexts.dtype())
     }
 
-    /// Log-probabilities as of [`Mixture::log_probs`], in another dtype: in f32 those of a half-precision mixture are not
-    /// rounded. Differentiable.
+    /// Log-probabilities `[.., vocab]` in another dtype: those of a half-precision mixture are not rounded if it is f32.
+    /// Differentiable.
     ///
     /// # Errors
     ///
@@ -277,20 +280,20 @@ impl Mixture {
         Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
     }
 
-    /// The log-probability `[..]` of a given token id for each position, f32 (f64 for heads in f64). Not differentiable: that is
-    /// [`Mixture::loss`] with [`Reduction::None`].
+    /// The log-probability `[..]` of a given token id at each position, f32 (f64 for heads in f64). Not differentiable; the
+    /// differentiable form is [`Mixture::loss`] with [`Reduction::None`].
     ///
     /// # Shapes
     ///
-    /// - token ids: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
+    /// - tokens: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
     ///
     /// # Errors
     ///
     /// As for the targets of [`Mixture::loss`].
-    pub fn log_prob(&self, ids: &Tensor) -> Result<Tensor> {
+    pub fn log_prob(&self, tokens: &Tensor) -> Result<Tensor> {
         let options = LossOptions::evaluation().with_reduction(Reduction::None);
         // Not `neg`, which makes a minus zero.
-        Ok(self.loss(ids, &options)?.nll.affine(-1.0, 0.0)?)
+        Ok(self.loss(tokens, &options)?.nll.affine(-1.0, 0.0)?)
     }
 
     pub(crate) fn operands(&self) -> &Operands {
@@ -307,7 +310,7 @@ impl Mixture {
         Mixture { operands, leading: self.leading.clone() }
     }
 
-    /// How [`Mixture::loss`] with these options would be computed.
+    /// How [`Mixture::loss`] would split the work with these options.
     ///
     /// # Errors
     ///
@@ -318,7 +321,7 @@ impl Mixture {
         backend::plan(&self.operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)
     }
 
-    /// What is to be learned, its shapes and dtypes checked.
+    /// The loss for the backend, shapes and dtypes checked.
     fn target_loss(&self, targets: &Tensor, options: &LossOptions) -> Result<TargetLoss> {
         let Operands { sizes, contexts, .. } = &self.operands;
         check_targets("targets", targets, &self.leading)?;

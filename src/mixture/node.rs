@@ -1,4 +1,4 @@
-//! The gradients of a mixture's loss and log-probabilities.
+//! The node of a mixture's loss or log-probabilities in candle's graph.
 //!
 //! candle's custom operations take three operands. The mixture's are the contexts, the decoder's weight, and, packed into
 //! one vector because both are small, the log-priors and the bias.
@@ -16,8 +16,8 @@ use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Reduction};
 
-/// The `value` of a loss as a function of the operands. `gradients` are those of the value, if already known; they are
-/// given out in the first backward pass, and a second one computes them again.
+/// The `value` of a loss as a function of the operands. `gradients` are those of the value, if they are known already: the
+/// first backward pass takes them, a second one recomputes them.
 pub(super) fn attach_loss(
     value: Tensor,
     operands: Operands,
@@ -72,7 +72,7 @@ fn attach_mixture(
     needs_grad: NeedsGrad,
     gradients: impl Fn(&Operands, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    // Only what needs a gradient is packed: the rest is to be found in no list of gradients.
+    // Only operands that need a gradient are packed; the others must not appear in the GradStore.
     let mut parts = Vec::new();
     if let (true, Some(log_priors)) = (needs_grad.log_priors, &operands.log_priors) {
         parts.push(log_priors.flatten_all()?);
@@ -85,7 +85,7 @@ fn attach_mixture(
         false => Tensor::cat(&parts, 0)?,
     };
     let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
-    // What the node keeps of the operands must not keep their graph alive.
+    // Detached: the node must not keep the graph of the operands alive.
     let operands = Operands {
         contexts: operands.contexts.detach(),
         log_priors: operands.log_priors.map(|t| t.detach()),
@@ -101,10 +101,10 @@ fn attach_mixture(
             (None, bias) => bias.iter().cloned().collect(),
         };
         let packed = if parts.is_empty() { None } else { Some(Tensor::cat(&parts, 0)?) };
-        // Rounded only here, after the gradient from upstream, so that a loss scale can save small gradients in f16.
+        // Rounded only here, after the upstream gradient is multiplied in: a loss scale then saves small gradients in f16.
         let dtype = operands.contexts.dtype();
         let round = |gradient: Option<Tensor>| {
-            // A GPU converts nothing of nothing.
+            // candle's GPU backends do not convert empty tensors.
             let round = |g: Tensor| {
                 if g.elem_count() == 0 {
                     Tensor::zeros(g.dims(), dtype, g.device())
@@ -121,7 +121,7 @@ fn attach_mixture(
 impl Gradients {
     fn scaled_by(self, factor: Option<Tensor>) -> Result<Self> {
         let Some(factor) = factor else { return Ok(self) };
-        // On the CPU it costs nothing to look; on a GPU it would mean to wait.
+        // Free on the CPU; on a GPU reading the factor would wait.
         if factor.device().is_cpu() && factor.to_dtype(DType::F64)?.to_scalar::<f64>()? == 1.0 {
             return Ok(self);
         }

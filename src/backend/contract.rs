@@ -1,4 +1,4 @@
-//! What every device is asked for, and the types in which it is asked and answers.
+//! The contract of a backend: its operations, and the types of their arguments and results.
 
 use candle_core::{DType, Tensor};
 
@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 /// The sizes of one mixture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
-    /// The product of the leading dimensions of the hidden states.
+    /// Number of positions: the product of the leading dimensions of the hidden states.
     pub(crate) positions: usize,
-    /// Components of the mixture, K.
+    /// Number of components, K.
     pub(crate) components: usize,
     /// Size of a context, d.
     pub(crate) context: usize,
     pub(crate) vocab: usize,
 }
 
-/// The tensors of a mixture, checked to fit each other, and on one device; contiguous, but for the decoder.
+/// The tensors of a mixture, on one device and with checked shapes; all but the decoder's weight are contiguous.
 ///
 /// The logits are `z = cap tanh(scale (c W^T + b) / cap)`, or `scale (c W^T + b)` without a softcap.
 #[derive(Clone, Debug)]
@@ -36,7 +36,7 @@ pub(crate) struct Operands {
 }
 
 impl Operands {
-    /// The decoder as it lies in memory, and whether that is `[d, vocab]`.
+    /// The decoder's weight as stored, and whether that is its transpose `[d, vocab]`.
     pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
         match self.weight.is_contiguous() {
             true => Ok((self.weight.clone(), false)),
@@ -60,16 +60,16 @@ impl NeedsGrad {
     }
 }
 
-/// What is minimised.
+/// The objective whose value and gradients are computed.
 #[derive(Clone, Debug)]
 pub(crate) enum Objective {
-    /// The loss of targets.
+    /// A loss over targets.
     Targets(TargetLoss),
-    /// The inner product of the log-probabilities and this tensor, `[positions, vocab]` in the accumulation dtype.
+    /// The inner product of the log-probabilities and `upstream`, `[positions, vocab]` in the accumulation dtype.
     LogProbs { upstream: Tensor },
 }
 
-/// The loss of checked targets.
+/// A loss over targets whose shape and dtype have been checked.
 #[derive(Clone, Debug)]
 pub(crate) struct TargetLoss {
     /// `[positions]`: u8, u32 or i64
@@ -83,7 +83,7 @@ pub(crate) struct TargetLoss {
     pub(crate) scale: GradScale,
 }
 
-/// The numbers of a loss.
+/// The hyperparameters of a loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Terms {
     pub(crate) label_smoothing: f64,
@@ -93,17 +93,17 @@ pub(crate) struct Terms {
     pub(crate) hits: bool,
 }
 
-/// What the gradient of each position's weighted objective is multiplied by.
+/// The factor of the gradient of each position's weighted objective.
 #[derive(Clone, Debug)]
 pub(crate) enum GradScale {
     One,
-    /// One over the sum of all weights; zero if that is zero.
+    /// The reciprocal of the sum of all weights; zero if the sum is zero.
     OneOverCount,
     /// `[positions]`
     Upstream(Tensor),
 }
 
-/// What a plan is for.
+/// The task that a plan is made for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Task {
     /// Whether the logits of a position are needed again once their log-sum-exp is known.
@@ -113,15 +113,15 @@ pub(crate) struct Task {
     pub(crate) all_ids: bool,
     /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
     pub(crate) soft_targets: bool,
-    /// Whether rows are left out of the gradient's products. (The CPU needs no room for that.)
+    /// Whether rows are skipped in the products of the backward pass. (The CPU needs no workspace for this.)
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) filters: bool,
-    /// Whether the logits of a few positions at a time will do.
+    /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,
 }
 
 impl Task {
-    /// A loss, with the gradients of some operands.
+    /// A loss and the gradients of the operands that need one.
     pub(crate) fn loss(terms: &Terms, needs_grad: NeedsGrad) -> Self {
         let soft_targets = terms.label_smoothing > 0.0;
         let all_ids = soft_targets || terms.hits;
@@ -135,7 +135,7 @@ impl Task {
         }
     }
 
-    /// Log-probabilities, and the gradients of some operands through them.
+    /// Log-probabilities and the gradients of the operands that need one.
     pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
         Task {
             keeps_logits: true,
@@ -147,13 +147,13 @@ impl Task {
         }
     }
 
-    /// The distribution of each position, tile by tile.
+    /// A query of each position's distribution, tile by tile.
     pub(crate) fn decoding() -> Self {
         Task { few_rows: true, all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
     }
 }
 
-/// The gradients that were needed, each of its operand's shape, in the accumulation dtype.
+/// The gradients of the operands that need one, each with its operand's shape, in the accumulation dtype.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Gradients {
     pub(crate) contexts: Option<Tensor>,
@@ -176,9 +176,9 @@ pub(crate) struct LossResults {
     pub(crate) gradients: Gradients,
 }
 
-/// The functions of a device. The CPU has them in all four dtypes, GPUs in three.
+/// The operations of a device. The CPU supports f16, bf16, f32 and f64; GPUs support f16, bf16 and f32.
 pub(crate) trait Backend {
-    /// How a task is cut into chunks.
+    /// Cuts a task into chunks.
     fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan>;
 
     /// The objective, and the gradients of the operands that need one.
@@ -193,21 +193,22 @@ pub(crate) trait Backend {
     /// Log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor>;
 
-    /// The `k` most probable ids and their log-probabilities, `[positions, k]`, u32 and the accumulation dtype, the most
-    /// probable first; of equals the lowest id. An error that names the first position whose distribution is NaN.
+    /// The `k` most probable ids and their log-probabilities, each `[positions, k]`, in u32 and in the accumulation
+    /// dtype, in descending order of probability; ties go to the lower id. If a distribution is NaN, returns an error
+    /// that names the first such position.
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)>;
 
-    /// What there is to be found out about each position's distribution.
+    /// Runs a query on each position's distribution.
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>>;
 
-    /// `tanh(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.
+    /// `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
     fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor>;
 
-    /// The gradient of the argument of a hyperbolic tangent, from its result and the gradient of that.
+    /// The gradient of the argument of `tanh`, from its result and the gradient of the result.
     fn tanh_gradient(&self, result: &Tensor, upstream: &Tensor) -> Result<Tensor>;
 }
 
-/// Numbers that log-probabilities are computed in.
+/// A type that log-probabilities are computed in.
 pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
     fn f64(self) -> f64 {
         candle_core::WithDType::to_f64(self)
@@ -217,16 +218,16 @@ pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
 impl Real for f32 {}
 impl Real for f64 {}
 
-/// The ids of a distribution are looked at in tiles of this many.
+/// Number of ids in a tile of a distribution.
 pub(crate) const TILE: usize = 512;
 
-/// The distribution of one position over the vocabulary, computed where it is looked at.
+/// The distribution of one position over the vocabulary, computed tile by tile on demand.
 pub(crate) trait Distribution<F>: Sync {
     fn vocab(&self) -> usize;
-    /// Whether its log-probabilities are numbers.
+    /// Whether its log-probabilities are defined, i.e. not NaN.
     fn is_valid(&self) -> bool;
-    /// The log-probabilities of the ids from `tile * TILE` on, [`TILE`] of them unless the vocabulary ends; `buffer` may
-    /// be used to hold them. Those below `floor` need not be computed: they may be given as minus infinity.
+    /// The log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They may be
+    /// written to `buffer`. Values below `floor` may be returned as minus infinity.
     fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
 
     fn tiles(&self) -> usize {
@@ -234,13 +235,13 @@ pub(crate) trait Distribution<F>: Sync {
     }
 }
 
-/// Something to be found out about the distribution of each position.
+/// A query of the distribution of each position.
 pub(crate) trait Visit: Sync {
     type Output: Send;
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
 }
 
-/// Log-probabilities that have been computed already.
+/// A distribution whose log-probabilities are already computed.
 pub(crate) struct Computed<'a, F>(pub(crate) &'a [F]);
 
 impl<F: Real> Distribution<F> for Computed<'_, F> {
@@ -257,7 +258,7 @@ impl<F: Real> Distribution<F> for Computed<'_, F> {
     }
 }
 
-/// The dtype that tensors of `dtype` are computed in, or an error that names `argument`.
+/// The dtype in which tensors of `dtype` are computed; an unsupported dtype is an error that names `argument`.
 pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F16 | DType::BF16 | DType::F32 => Ok(DType::F32),

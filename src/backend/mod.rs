@@ -1,7 +1,8 @@
-//! The choice of a device for a mixture's operands: the CPU, or a GPU that this build has kernels for.
+//! The dispatch of each operation to the backend of its operands' device: the CPU, or a GPU that this build has kernels
+//! for.
 //!
-//! [`contract`] says what each device is asked for, [`plan`] how the work is cut into chunks, [`schedule`] what happens to a
-//! chunk; `cpu` and `gpu` do it, the latter through `cuda` or `metal`.
+//! [`contract`] defines the operations of a backend, [`plan`] cuts the work into chunks, and [`schedule`] orders the
+//! steps of a chunk. `cpu` and `gpu` implement them, the latter through `cuda` or `metal`.
 
 pub(crate) mod contract;
 mod cpu;
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 use contract::{Backend, LossResults, NeedsGrad, Objective, Operands, Task, Visit};
 use plan::Plan;
 
-/// Evaluates an expression with `$backend` as that of a device.
+/// Evaluates `$call` with `$backend` bound to the backend of `$device`.
 macro_rules! on_device {
     ($device:expr, $backend:ident => $call:expr) => {
         match $device {
@@ -39,7 +40,7 @@ macro_rules! on_device {
                 let $backend = gpu::On(metal::Metal::of(device)?);
                 $call
             }
-            #[allow(unreachable_patterns)] // with both features
+            #[allow(unreachable_patterns)] // unreachable with both features
             device => Err(unsupported(device)),
         }
     };

@@ -1,48 +1,49 @@
-//! How the rows are cut into chunks, so that the workspace stays within a budget of bytes.
+//! How the positions are cut into chunks, so that the workspace stays within a budget in bytes.
 
 use std::fmt;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 
-/// The default budgets, in bytes, rows of logits, or both; measured, see `benches/RESULTS.md`.
+/// The default budgets, in bytes or rows of logits, chosen by measurement (see `benches/RESULTS.md`).
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
 pub(super) mod default {
-    /// On the CPU at least this,
+    /// Minimum default budget on the CPU.
     pub(in crate::backend) const CPU_BYTES: usize = 32 << 20;
-    /// and enough for chunks of this many rows: with fewer it matters that each chunk reads all of the decoder and adds to all
-    /// of its gradient.
+    /// The default budget on the CPU also holds chunks of this many rows. Each chunk reads the whole decoder and adds
+    /// to its whole gradient, which is costly with fewer rows.
     pub(in crate::backend) const CPU_ROWS: usize = 480;
-    /// Rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
+    /// Maximum rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
     pub(in crate::backend) const CPU_STREAMED_ROWS: usize = 768;
-    /// On a GPU chunks whose logits stay in a second-level cache of 50 MiB,
+    /// Bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.
     pub(in crate::backend) const GPU_LOGITS: usize = 32 << 20;
-    /// or as many rows as make the products efficient,
+    /// Minimum rows of a chunk on a GPU: with fewer, the matrix products are inefficient.
     pub(in crate::backend) const GPU_ROWS: usize = 512;
-    /// but never more than this.
+    /// Maximum default budget on a GPU.
     pub(in crate::backend) const GPU_BYTES: usize = 256 << 20;
 }
 
-/// What a backend needs of the workspace, in bytes.
+/// The workspace that a backend needs, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {
-    /// For every position of a chunk: its rows of logits, and what goes with them.
+    /// Per position of a chunk: its rows of logits and the buffers that go with them.
     pub(crate) per_position: usize,
-    /// Whatever the size of the chunk.
+    /// Independent of the size of a chunk.
     pub(crate) fixed: usize,
-    /// The budget that is taken if none is given, unless one position needs more.
+    /// The budget if none is given, raised if a single position needs more.
     pub(crate) default_budget: usize,
-    /// More positions in a chunk are of no use.
+    /// Limit on the positions of a chunk; more are not faster.
     pub(crate) most_positions: usize,
     pub(crate) keeps_logits: bool,
-    /// The kernels' instruction set or device.
+    /// Instruction set or device of the kernels.
     pub(crate) kernels: &'static str,
     pub(crate) threads: usize,
 }
 
-/// How a loss will be computed: asked for by [`OutputLayer::plan`](crate::OutputLayer::plan), printed by `Display`.
+/// How a loss is computed: its chunks and its workspace. Returned by [`MixtureLayer::plan`](crate::MixtureLayer::plan);
+/// `Display` prints a summary.
 ///
-/// All components of a position are in one chunk, because the responsibilities need them together.
+/// All components of a position are in one chunk, because a responsibility depends on every component.
 ///
 /// # Examples
 ///
@@ -62,21 +63,21 @@ pub(crate) struct Needs {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Plan {
-    /// Positions in all.
+    /// Total number of positions.
     pub positions: usize,
-    /// Positions in a chunk.
+    /// Positions per chunk.
     pub positions_per_chunk: usize,
-    /// Rows of logits in a chunk: its positions times the components.
+    /// Rows of logits per chunk: positions times components.
     pub rows_per_chunk: usize,
-    /// Whether a chunk's logits are in the workspace: on the CPU they are not where only the loss is wanted.
+    /// Whether the workspace holds a chunk's logits. On the CPU it does not if only the loss is computed.
     pub keeps_logits: bool,
-    /// Bytes of workspace that will be allocated, and freed before the call returns.
+    /// Bytes of workspace, allocated by the call and freed before it returns.
     pub workspace_bytes: usize,
-    /// Bytes that the workspace may use.
+    /// Upper limit of the workspace in bytes.
     pub budget_bytes: usize,
-    /// The kernels in use: `avx512`, `avx2`, `neon`, `scalar`, `cuda`, `metal`.
+    /// The kernels: `avx512`, `avx2`, `neon`, `scalar`, `cuda`, `metal`.
     pub kernels: &'static str,
-    /// Threads that share the work.
+    /// Number of threads.
     pub threads: usize,
 }
 
@@ -90,7 +91,7 @@ impl Plan {
             None => needs.default_budget.max(least),
         };
         let most = ((budget - needs.fixed) / needs.per_position).min(needs.most_positions).max(1);
-        // Chunks of equal size: the last one is not left with a sliver.
+        // Chunks of equal size avoid a small last chunk.
         let chunks = positions.div_ceil(most).max(1);
         let positions_per_chunk = positions.div_ceil(chunks);
         Ok(Plan {
@@ -155,21 +156,21 @@ mod tests {
     }
 
     #[test]
-    fn the_least_budget_works_and_one_byte_less_does_not() {
+    fn the_least_budget_is_accepted_and_one_byte_less_is_an_error() {
         assert!(Plan::new(100, 3, NEEDS, Some(1500)).is_ok());
         let error = Plan::new(100, 3, NEEDS, Some(1499)).unwrap_err();
         assert!(matches!(error, Error::Workspace { least: 1500, got: 1499 }));
     }
 
     #[test]
-    fn the_default_budget_is_taken_unless_one_position_needs_more() {
+    fn the_default_budget_is_used_unless_one_position_needs_more() {
         assert_eq!(Plan::new(100, 3, NEEDS, None).unwrap().budget_bytes, 8500);
         let needs = Needs { default_budget: 700, ..NEEDS };
         assert_eq!(Plan::new(100, 3, needs, None).unwrap().budget_bytes, 1500);
     }
 
     #[test]
-    fn no_positions_make_no_chunks() {
+    fn zero_positions_give_zero_chunks() {
         let plan = Plan::new(0, 3, NEEDS, None).unwrap();
         assert_eq!(plan.chunks().count(), 0);
     }

@@ -1,4 +1,4 @@
-//! The n most probable token ids of a distribution, in one pass over its tiles.
+//! The `n` most probable ids of a distribution, in one pass over its tiles.
 
 use std::cmp::Ordering;
 
@@ -7,15 +7,15 @@ use rayon::prelude::*;
 use crate::backend::contract::{Distribution, Real, Visit, TILE};
 use crate::error::{Error, Result};
 
-/// A token id and its log-probability.
+/// The log-probability of a token id, and the id.
 pub(crate) type Ranked<F> = (F, u32);
 
-/// The more probable first; of equals the lower id.
+/// Descending by log-probability; ties go to the lower id.
 fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
     b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
 }
 
-/// The `n` most probable token ids, the most probable first.
+/// The `n` most probable ids with their log-probabilities, in descending order.
 pub(crate) fn best<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Vec<Ranked<F>> {
     let n = n.min(distribution.vocab());
     let tiles = distribution.tiles();
@@ -26,15 +26,15 @@ pub(crate) fn best<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Ve
             let floor = candidates.floor.unwrap_or_else(F::neg_infinity);
             candidates.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
         }
-        candidates.ids
+        candidates.entries
     });
-    let mut ids: Vec<Ranked<F>> = candidates.flatten_iter().collect();
-    ids.sort_unstable_by(order);
-    ids.truncate(n);
-    ids
+    let mut ranked: Vec<Ranked<F>> = candidates.flatten_iter().collect();
+    ranked.sort_unstable_by(order);
+    ranked.truncate(n);
+    ranked
 }
 
-/// Finds the `k` most probable ids.
+/// A query for the `k` most probable ids.
 pub(crate) struct Best {
     pub(crate) k: usize,
 }
@@ -50,38 +50,38 @@ impl Visit for Best {
     }
 }
 
-/// Fewer tiles are not worth another thread.
+/// Minimum number of tiles per parallel task: fewer do not repay its overhead.
 const LEAST_TILES: usize = 4;
 
-/// The best token ids so far, and some that are not.
+/// The best ids so far, and others that are not yet ranked.
 struct Candidates<F> {
     n: usize,
-    ids: Vec<Ranked<F>>,
-    /// The n-th best of those that have been ranked.
+    entries: Vec<Ranked<F>>,
+    /// The n-th best log-probability when the entries were last ranked.
     floor: Option<F>,
 }
 
 impl<F: Real> Candidates<F> {
     fn new(n: usize) -> Self {
-        Candidates { n, ids: Vec::with_capacity(Self::room(n)), floor: None }
+        Candidates { n, entries: Vec::with_capacity(Self::capacity(n)), floor: None }
     }
 
-    /// So many are collected before they are ranked.
-    fn room(n: usize) -> usize {
+    /// Number of entries collected before they are ranked.
+    fn capacity(n: usize) -> usize {
         (2 * n).max(64)
     }
 
-    /// Adds token ids with higher ids than those before.
+    /// Adds consecutive ids from `first` on, all higher than those added before.
     fn add(&mut self, first: u32, log_probs: &[F]) {
         for (block, log_probs) in (first..).step_by(BLOCK).zip(log_probs.chunks(BLOCK)) {
             if self.floor.is_some_and(|floor| log_probs.iter().all(|&x| x <= floor)) {
                 continue;
             }
             for (id, &log_prob) in (block..).zip(log_probs) {
-                // Of equals the lower id is there already.
+                // A tie goes to the lower id, which has been added before.
                 if self.floor.is_none_or(|floor| log_prob > floor) {
-                    self.ids.push((log_prob, id));
-                    if self.ids.len() == Self::room(self.n) {
+                    self.entries.push((log_prob, id));
+                    if self.entries.len() == Self::capacity(self.n) {
                         self.rank();
                     }
                 }
@@ -89,15 +89,16 @@ impl<F: Real> Candidates<F> {
         }
     }
 
+    /// Keeps the `n` best entries.
     fn rank(&mut self) {
         let last = self.n - 1;
-        self.ids.select_nth_unstable_by(last, order);
-        self.ids.truncate(self.n);
-        self.floor = Some(self.ids[last].0);
+        self.entries.select_nth_unstable_by(last, order);
+        self.entries.truncate(self.n);
+        self.floor = Some(self.entries[last].0);
     }
 }
 
-/// Token ids that are compared with the floor together.
+/// Number of ids that are compared with the floor together.
 const BLOCK: usize = 64;
 
 #[cfg(test)]
@@ -109,7 +110,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_best_are_those_of_a_sort(
+        fn the_best_ids_match_a_full_sort(
             values in proptest::collection::vec((0u8..40).prop_map(|x| f32::from(x) / 4.0), 1..3000),
             n in 1usize..200,
         ) {
@@ -123,7 +124,7 @@ mod tests {
     #[test]
     fn minus_infinity_is_ranked_last() {
         let values = [f32::NEG_INFINITY, -2.0, f32::NEG_INFINITY, -1.0];
-        let ids: Vec<u32> = best(&Computed(&values), 9).iter().map(|id| id.1).collect();
+        let ids: Vec<u32> = best(&Computed(&values), 9).iter().map(|&(_, id)| id).collect();
         assert_eq!(ids, [3, 1, 0, 2]);
     }
 }

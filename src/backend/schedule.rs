@@ -1,4 +1,4 @@
-//! The loop over chunks: what happens to one chunk's logits, in which order.
+//! The loop over chunks: the steps of each chunk, in order.
 
 use std::ops::Range;
 
@@ -6,19 +6,19 @@ use crate::backend::contract::NeedsGrad;
 use crate::backend::plan::Plan;
 use crate::error::Result;
 
-/// The steps of a loss on a device, chunk by chunk: `positions` are those of the chunk. What the chunks leave
-/// behind is the device's state.
+/// The steps of a loss on a device, each for the chunk that has the given `positions`. The implementation accumulates
+/// the results.
 pub(super) trait Steps {
-    /// First product: the logits of all components of the chunk's positions, and the log-sum-exp of each row.
+    /// First product: the logits of all rows of the chunk, and the log-sum-exp of each row.
     fn logits(&mut self, positions: Range<usize>) -> Result<()>;
-    /// The loss of each position from its logits, and, if gradients are needed, their gradient in their place.
+    /// The loss of each position and, if gradients are needed, the gradient of its logits, written over them.
     fn loss_rows(&mut self, positions: Range<usize>) -> Result<()>;
     /// Second product: the gradient of the chunk's contexts.
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()>;
-    /// Third product: the chunk's part of the gradient of the decoder's weight.
+    /// Third product: the chunk's contribution to the gradient of the decoder's weight.
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()>;
 
-    /// The loss and its gradients: three products in all, as many as an exact method can do; one without gradients.
+    /// The loss and its gradients: three matrix products, the minimum of an exact method; one without gradients.
     fn run_loss(&mut self, plan: &Plan, needs_grad: NeedsGrad) -> Result<()> {
         for positions in plan.chunks() {
             self.logits(positions.clone())?;

@@ -1,4 +1,4 @@
-//! The contexts' activation and its gradient, each in one pass.
+//! The activation of the contexts, applied before the mixture, and its gradient, each in one pass.
 
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -9,12 +9,11 @@ use super::memory::zeros;
 use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use crate::error::Result;
 
-/// Elements worked on at a time: a thread's buffers stay in its first-level cache.
+/// Elements per block: a thread's buffers stay in its first-level cache.
 const BLOCK: usize = 2048;
 
-/// `tanh(z + bias)` of `z` `[rows, n]` and `bias` `[n]`.
+/// `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
 pub(super) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    /// `row := tanh(row + other)`
     struct BiasTanh;
     impl<F: Float> Pairwise<F> for BiasTanh {
         #[inline(always)]
@@ -25,7 +24,7 @@ pub(super) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
     pairwise::<BiasTanh>(z, bias)
 }
 
-/// `upstream (1 - result^2)`, the gradient of the argument of a hyperbolic tangent.
+/// `upstream (1 - result^2)`, the gradient of the argument of `tanh`.
 pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
     struct TanhGradient;
     impl<F: Float> Pairwise<F> for TanhGradient {
@@ -37,12 +36,12 @@ pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor
     pairwise::<TanhGradient>(result, upstream)
 }
 
-/// A function of two elements.
+/// An elementwise function of two arguments.
 trait Pairwise<F: Float> {
     fn apply<V: Vector<F>>(v: V, a: V::Reg, b: V::Reg) -> V::Reg;
 }
 
-/// `P(a, b)` element by element, where `b`, if smaller than `a`, is repeated.
+/// `P(a, b)` element by element; `b` is repeated if it is shorter than `a`.
 fn pairwise<P: Pairwise<f32> + Pairwise<f64>>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     match a.dtype() {
         DType::F64 => run::<f64, P>(a, b),
@@ -57,7 +56,7 @@ fn run<T: Element, P: Pairwise<T::Acc>>(a: &Tensor, b: &Tensor) -> Result<Tensor
     let values = with_slice("hidden", a, |a: &[T]| {
         with_slice("hidden", b, |b: &[T]| {
             let mut out = vec![T::zero(); a.len()];
-            // A bias is repeated for every row; a tensor of the same size goes along.
+            // A bias is repeated for every row; any other `b` has the size of `a`.
             let is_bias = b.len() < a.len();
             let part = if is_bias { b.len() } else { BLOCK };
             let buffers = || (zeros::<T::Acc>(BLOCK), zeros::<T::Acc>(BLOCK));

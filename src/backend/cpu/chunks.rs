@@ -1,4 +1,5 @@
-//! One chunk after another: the state of a mixture at work on the CPU, and its steps.
+//! The steps of a chunk: they call the products (`gemm`) and the row kernels (`rows`), and keep the state of a
+//! computation from chunk to chunk.
 
 use std::ops::Range;
 
@@ -19,11 +20,11 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// A chunk's positions are worked on in at most this many parts if the bias wants a gradient: each part adds up its own, and
-/// the parts are added in order, so that the sum does not depend on the threads.
+/// Maximum number of parts into which a chunk's positions are split if the bias needs a gradient. Each part accumulates
+/// its own gradient, and these are added in order, so that the sum does not depend on the number of threads.
 pub(super) const BIAS_PARTS: usize = 16;
 
-/// One mixture at work on the CPU.
+/// The state of a computation on the CPU.
 pub(super) struct Chunks<'a, T: Element> {
     sizes: Sizes,
     isa: Isa,
@@ -34,33 +35,34 @@ pub(super) struct Chunks<'a, T: Element> {
     decoder: DecoderMatrix<'a, T>,
     /// `[positions, K]`
     log_priors: Vec<T::Acc>,
-    /// `[stride]`: times the logit scale, padded with minus infinity
+    /// `[stride]`: multiplied by the logit scale, padded with minus infinity
     bias: Vec<T::Acc>,
-    /// Distance from row to row of the logits.
+    /// Distance between rows of the logits, in elements.
     stride: usize,
 
     /// `[rows of a chunk, stride]`: logits, then their gradient
     logits: Vec<T::Acc>,
     /// `[rows of a chunk]`
     lse: Vec<LogSumExp<T::Acc>>,
-    /// `[rows of a chunk, d]`: contexts as they are multiplied, where that is not how they are stored
+    /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or those of the live rows; unused where the
+    /// products read the stored contexts
     chunk_contexts: Vec<T::Acc>,
-    /// `[rows of a chunk, d]`: the gradient of the contexts, where it cannot be written to its place
+    /// `[rows of a chunk, d]`: the gradient of the live rows' contexts, where not all rows are live
     chunk_gradient: Vec<T::Acc>,
-    /// The chunk's rows whose logits have a gradient; these rows come first in `logits` and in `chunk_contexts`.
+    /// The chunk's rows whose logits have a nonzero gradient; they come first in `logits` and in `chunk_contexts`.
     live_rows: LiveRows,
 
-    /// If a loss is what is computed
+    /// Present if a loss is computed.
     targets: Option<&'a Targets<T::Acc>>,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
     pub(super) gradients: BufferedGradients<T>,
 }
 
-/// Which rows of a chunk take part in the second and third product.
+/// The rows of a chunk that take part in the second and third product.
 enum LiveRows {
     All(usize),
-    /// Indices into the chunk's rows, ascending.
+    /// Indices of rows of the chunk, ascending.
     Some(Vec<usize>),
 }
 
@@ -114,25 +116,25 @@ impl<'a, T: Element> Chunks<'a, T> {
         })
     }
 
-    /// With a loss to compute.
+    /// Adds the targets of a loss, and its gradients.
     pub(super) fn with_targets(self, targets: &'a Targets<T::Acc>, gradients: BufferedGradients<T>) -> Self {
         Chunks { targets: Some(targets), gradients, ..self }
     }
 
-    /// The first product, and the log-sum-exp of each row, taken tile by tile. If the logits are not kept, those of the
-    /// positions' targets are returned, `[positions][K]`.
+    /// First product and the log-sum-exp of each row, tile by tile. If the logits are not kept, returns those of the
+    /// targets, `[positions][K]`.
     fn first_product(&mut self, positions: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
         let Sizes { components, context: d, .. } = self.sizes;
         let (isa, scale, softcap, bias) = (self.isa, self.logit_scale, self.softcap, &self.bias);
         let rows = self.rows(positions.clone());
-        let id = |t: usize| Some(self.targets.filter(|_| !keep)?.position(t)?.hard?.0);
-        let targets: Vec<Option<usize>> = positions.map(id).collect();
+        let target_id = |t: usize| Some(self.targets.filter(|_| !keep)?.position(t)?.hard?.0);
+        let target_ids: Vec<Option<usize>> = positions.map(target_id).collect();
         let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
         let to = match keep {
             true => LogitsTo::Kept(&mut self.logits[..rows.len() * self.stride], self.stride),
-            false => LogitsTo::Nowhere,
+            false => LogitsTo::Discarded,
         };
-        // Of each tile: the log-sum-exp of every row, and the logits of the targets among its token ids.
+        // Per tile: the log-sum-exp of every row, and the logits of the targets that the tile contains.
         let tiles = gemm::logits(to, contexts, self.decoder, isa, |ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows());
             for r in 0..tile.rows() {
@@ -141,12 +143,12 @@ impl<'a, T: Element> Chunks<'a, T> {
                 lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap, keep }));
             }
             let mut target_logits = Vec::new();
-            for (i, &id) in targets.iter().enumerate() {
+            for (i, &id) in target_ids.iter().enumerate() {
                 if let Some(id) = id.filter(|id| ids.contains(id)) {
                     let rows = i * components..(i + 1) * components;
                     let logits = rows.map(|r| {
                         let z = tile.row_mut(r)[id - ids.start];
-                        // With a softcap the row has been finished.
+                        // With a softcap, the logits in the tile are already final.
                         if softcap.is_some() {
                             z
                         } else {
@@ -161,14 +163,14 @@ impl<'a, T: Element> Chunks<'a, T> {
         });
         let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|(lse, _)| lse[r]));
         self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
-        let mut target_logits = vec![Vec::new(); targets.len()];
+        let mut target_logits = vec![Vec::new(); target_ids.len()];
         for (i, logits) in tiles.into_iter().flat_map(|(_, logits)| logits) {
             target_logits[i] = logits;
         }
         target_logits
     }
 
-    /// What there is to be found out about the distributions of the chunk's positions.
+    /// Runs a query on the distribution of each of the chunk's positions.
     pub(super) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
         let Sizes { components, vocab, .. } = self.sizes;
         let first = positions.start;
@@ -181,7 +183,8 @@ impl<'a, T: Element> Chunks<'a, T> {
         positions.into_par_iter().map(visit_position).collect()
     }
 
-    /// First product and the loss of each position, for when nothing else is needed: the logits are not kept.
+    /// First product and the loss of each position, for a loss that needs neither gradients nor all ids: the logits are
+    /// not kept.
     pub(super) fn stream_loss(&mut self, positions: Range<usize>) {
         let target_logits = self.first_product(positions.clone(), false);
         let Some(targets) = self.targets else { return };
@@ -197,7 +200,7 @@ impl<'a, T: Element> Chunks<'a, T> {
         }
     }
 
-    /// The mixture's log-probabilities `[positions, vocab]` of the chunk's positions from their logits.
+    /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.
     pub(super) fn log_prob_rows<O: Element<Acc = T::Acc>>(&mut self, positions: Range<usize>, to: &mut [O]) {
         let Sizes { components, vocab, .. } = self.sizes;
         let (isa, stride, softcap) = (self.isa, self.stride, self.softcap);
@@ -219,7 +222,7 @@ impl<'a, T: Element> Chunks<'a, T> {
             );
     }
 
-    /// Moves the live rows of the logits' gradient, and of the contexts, to the front.
+    /// Moves the live rows of the logits' gradient to the front, and copies their contexts to `chunk_contexts`.
     fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
         if live.iter().all(|&live| live) {
             self.live_rows = LiveRows::All(live.len());
@@ -266,10 +269,10 @@ impl<T: Element> Steps for Chunks<'_, T> {
         };
         let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
         bias_slots.resize_with(positions.len().div_ceil(part), || None);
-        let mut no_log_priors = zeros(if gradients.needed { 0 } else { rows.len() });
+        let mut unused = zeros(if gradients.needed { 0 } else { rows.len() });
         let log_prior_gradients = match gradients.needed {
             true => &mut gradients.log_priors[rows.clone()],
-            false => &mut no_log_priors[..],
+            false => &mut unused[..],
         };
 
         self.logits[..rows.len() * stride]
@@ -282,12 +285,12 @@ impl<T: Element> Steps for Chunks<'_, T> {
             .for_each_init(
                 || Scratch::new(components, stride, targets.all_ids(), targets.soft()),
                 |scratch, (i, ((((logits, losses), live), log_priors), mut bias_gradient))| {
-                    let positions_of_part = logits
+                    let rows_of_positions = logits
                         .chunks_exact_mut(components * stride)
                         .zip(losses)
                         .zip(live.chunks_exact_mut(components))
                         .zip(log_priors.chunks_exact_mut(components));
-                    for (j, (((logits, loss), live), log_prior_gradient)) in positions_of_part.enumerate() {
+                    for (j, (((logits, loss), live), log_prior_gradient)) in rows_of_positions.enumerate() {
                         let position = positions.start + i * part + j;
                         let Some(target) = targets.position(position) else { continue };
                         let kernel = LossRows {

@@ -1,4 +1,4 @@
-//! The mixture of one position as a distribution, from its rows of logits.
+//! Decoding: the distribution of one position, computed tile by tile from its rows of logits.
 
 use super::log_sum_exp::LogSumExp;
 use super::rows::{largest_term, mix_register};
@@ -7,11 +7,11 @@ use crate::backend::contract::{Distribution, TILE};
 
 /// The K rows of logits of one position.
 pub(super) struct PositionRows<'a, F> {
-    /// `[K, stride]`: `vocab` logits a row, after bias and softcap, and minus infinity
+    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity
     rows: &'a [F],
     stride: usize,
     vocab: usize,
-    /// `[K]`: the largest logit, and what the logits above it are added to, as in `Scratch`
+    /// `[K]`: the largest logit of the row, and its `log_scale` as in `Scratch`
     components: Vec<(F, F)>,
     isa: Isa,
 }
@@ -49,7 +49,7 @@ impl<F: Float> Distribution<F> for PositionRows<'_, F> {
     }
 }
 
-/// `log p(v)` of the token ids of one tile.
+/// `log p(v)` of the ids of one tile.
 struct MixTile<'a, F> {
     of: &'a PositionRows<'a, F>,
     first: usize,
@@ -66,7 +66,7 @@ impl<F: Float> Kernel<F> for MixTile<'_, F> {
         let stride = V::registers(&of.rows[..of.stride]).len();
         let rows = V::registers(&of.rows[first..]);
         let components = of.components.iter().copied();
-        // A sum of K terms is at most K times the largest; and some room for rounding.
+        // A sum of K terms is at most K times the largest; 1e-2 leaves room for rounding.
         let least_term = floor - F::of((of.components.len() as f64).ln() + 1e-2);
         for (i, log_p) in V::registers_mut(to).iter_mut().enumerate() {
             let largest = largest_term(v, &rows[i..], stride, components.clone());

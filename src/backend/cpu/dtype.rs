@@ -1,4 +1,4 @@
-//! The storage dtypes: what is kept as `f16`, `bf16` or `f32` is computed in `f32`, and `f64` in `f64`.
+//! From candle's tensors to slices of Rust types: `f16`, `bf16` and `f32` are computed in `f32`, `f64` in `f64`.
 
 use candle_core::{Storage, Tensor, WithDType};
 use half::{bf16, f16};
@@ -8,18 +8,18 @@ use crate::error::{Error, Result};
 
 /// A floating-point type that tensors are stored in.
 pub(crate) trait Element: WithDType {
-    /// The type that it is computed and accumulated in.
+    /// The type for computation and accumulation.
     type Acc: Float;
-    /// Whether `Acc` is `Self`, so that nothing needs to be converted.
+    /// Whether `Acc` is `Self`, so that no conversion is needed.
     const IS_ACC: bool;
 
     fn widen(self) -> Self::Acc;
     fn narrow(value: Self::Acc) -> Self;
 
-    /// The slice itself where that is already of the type to compute in.
+    /// The slice itself if `Acc` is `Self`.
     fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
 
-    /// The values to compute with: the slice itself, or a copy in `buffer`.
+    /// The values as `Acc`: the slice itself, or a copy in `buffer`.
     fn widen_slice<'a>(values: &'a [Self], buffer: &'a mut Vec<Self::Acc>) -> &'a [Self::Acc] {
         match Self::as_acc(values) {
             Some(values) => values,
@@ -70,7 +70,7 @@ impl_element!(f64, computes in itself);
 impl_element!(f16, computes in f32);
 impl_element!(bf16, computes in f32);
 
-/// Evaluates an expression with `$T` as the Rust type of a dtype that has been checked.
+/// Evaluates `$call` with `$T` as the Rust type of `$dtype`, which is one of the four.
 macro_rules! with_type {
     ($dtype:expr, $T:ident => $call:expr) => {
         match $dtype {

@@ -1,7 +1,8 @@
-//! The three matrix products, cut into tiles that stay in the cache of one core and are worked on in parallel.
+//! The three matrix products of a chunk, cut into tiles that stay in the cache of one core and are computed in
+//! parallel.
 //!
-//! A tile is computed by one call of the `gemm` crate on one thread, whatever the number of threads: the results do not
-//! depend on it.
+//! Each tile is computed on one thread, by the `gemm` crate or by `gemv`, so that the results do not depend on the
+//! number of threads.
 
 use std::ops::Range;
 
@@ -13,21 +14,22 @@ use super::gemv::{self, Dots};
 use super::matrix::{DecoderMatrix, View, ViewMut};
 use super::simd::{Float, Isa, ROW_ALIGN};
 
-/// Token ids of the vocabulary per tile of the first and third product: a tile of the decoder stays in the second-level cache.
-/// A multiple of 48, which is what the AVX-512 kernel computes at a time.
+/// Ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. A multiple of
+/// 48, the number that the AVX-512 kernel computes at a time.
 pub(super) const VOCAB_TILE: usize = 384;
-/// Rows per tile of the second product, at most.
+/// Maximum rows per tile of the second product.
 const ROW_TILE: usize = 256;
-/// Columns of the decoder per tile of the first and second product, at most: with fewer, its rows are read in slivers.
+/// Maximum columns of the decoder per tile of the first and second product. With fewer, its rows are read in short
+/// pieces.
 const CONTEXT_TILE: usize = 512;
-/// Rows and columns below which a tile of the second product is not cut further.
+/// Minimum rows and columns of a tile of the second product, which is not cut further.
 const LEAST_PART: usize = 64;
 
-/// `dst = lhs rhs`, or `dst += lhs rhs`, on this thread.
+/// `dst = lhs rhs`, or `dst += lhs rhs`, on the calling thread.
 fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, F>, rhs: View<'_, F>) {
     assert!(dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows);
-    // SAFETY: the views' constructors checked that all elements lie in borrowed slices, `dst` is a unique borrow, and the
-    // assertion above checked that the sizes agree. `F` is f32 or f64, which `gemm` supports.
+    // SAFETY: the views' constructors check that all elements lie in borrowed slices, `dst` is a unique borrow, and the
+    // assertion above checks that the sizes agree. `F` is f32 or f64, both of which `gemm` supports.
     unsafe {
         gemm::gemm(
             dst.rows,
@@ -53,16 +55,17 @@ fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, 
     }
 }
 
-/// Where the logits of the first product go.
+/// The destination of the logits of the first product.
 pub(super) enum LogitsTo<'a, F> {
     /// `[rows, stride]`
     Kept(&'a mut [F], usize),
-    /// Nowhere: each tile is overwritten once it is summarised.
-    Nowhere,
+    /// Each tile is overwritten after its summary.
+    Discarded,
 }
 
-/// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, tile by tile. Each tile is given to
-/// `summary` while it is in the cache, with its range of ids and padded to whole registers; the summaries come in order.
+/// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, tile by tile. Calls `summary` on each
+/// tile while it is in the cache, with its range of ids; the tile is padded to whole registers. Returns the summaries
+/// in order.
 pub(super) fn logits<T: Element, O: Send>(
     to: LogitsTo<'_, T::Acc>,
     contexts: &[T::Acc],
@@ -77,14 +80,14 @@ pub(super) fn logits<T: Element, O: Send>(
     let all_contexts = View::new(contexts, rows, d, d);
     let fill = |ids: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
         if few {
-            // As many ids at a time as the buffer has been planned for.
+            // As many ids at a time as the planned buffer holds.
             let step = (depth * VOCAB_TILE / d).max(1);
             for first in ids.clone().step_by(step) {
-                let some = first..ids.end.min(first + step);
-                let (first_id, ids) = (some.start - ids.start, some.len());
-                let (decoder, stride) = decoder.rows(some, 0..d, buffer);
+                let part = first..ids.end.min(first + step);
+                let (first_column, ids) = (part.start - ids.start, part.len());
+                let (decoder, stride) = decoder.rows(part, 0..d, buffer);
                 let to = &mut *tile;
-                T::Acc::dispatch(isa, Dots { contexts, decoder, stride, d, ids, first_id, to });
+                T::Acc::dispatch(isa, Dots { contexts, decoder, stride, d, ids, first_column, to });
             }
             return summary(ids, tile);
         }
@@ -104,9 +107,9 @@ pub(super) fn logits<T: Element, O: Send>(
                 fill(columns.start..columns.end.min(vocab), &mut tile, buffer)
             })
             .collect(),
-        LogitsTo::Nowhere => {
+        LogitsTo::Discarded => {
             let columns = VOCAB_TILE.min(vocab).next_multiple_of(ROW_ALIGN);
-            // Not a power of two, which would put the same column of all rows into the same few cache lines.
+            // Not a power of two, which would map a column of all rows to a few cache sets.
             let stride = columns + ROW_ALIGN;
             let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * stride]);
             (0..vocab.div_ceil(VOCAB_TILE))
@@ -130,7 +133,8 @@ pub(super) fn context_gradient<T: Element>(
 ) {
     let DecoderMatrix { vocab, context: d, .. } = decoder;
     let rows = gradient.len() / d;
-    // Equal parts, and enough of them for all threads. A decoder that must be copied is copied once per tile.
+    // Equal parts, enough for all threads. Each tile copies its part of a decoder that is not read in place, so the
+    // rows are not cut then.
     let context_tile = context_tile(d, 2);
     let context_parts = d.div_ceil(context_tile);
     let row_parts = rows.div_ceil(ROW_TILE).max(rayon::current_num_threads().div_ceil(context_parts));
@@ -171,14 +175,14 @@ pub(super) fn decoder_gradient<F: Float>(
     });
 }
 
-/// Columns of the decoder per tile: equal tiles of at most [`CONTEXT_TILE`], and, unless they become too small, at least
-/// `least_parts` of them.
+/// Columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are at least `least_parts`
+/// of them unless they would be narrower than [`LEAST_PART`].
 fn context_tile(d: usize, least_parts: usize) -> usize {
     let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(least_parts));
     d.div_ceil(parts).next_multiple_of(ROW_ALIGN)
 }
 
-/// Elements of the buffer in which each thread transposes, or widens, a tile of the decoder.
+/// Elements of the buffer in which each thread transposes or widens a tile of the decoder.
 pub(super) fn buffered_tile(d: usize, vocab: usize) -> usize {
     context_tile(d, 1) * VOCAB_TILE.min(vocab.next_multiple_of(ROW_ALIGN))
 }

@@ -1,23 +1,25 @@
-//! The first product for a few rows of contexts, where it costs what reading the decoder costs: inner products of rows as they
-//! lie in memory, several contexts and several token ids at a time, so that each is loaded once for many sums.
+//! The first product for a few rows of contexts, called by `gemm`. Its cost is that of reading the decoder, so it takes
+//! inner products of rows as stored, several contexts with several ids at a time, so that each loaded register serves
+//! several sums.
 
 use super::matrix::ViewMut;
 use super::simd::{Float, Kernel, Vector};
 
-/// With more rows than this, the first product goes to the `gemm` crate, which packs and transposes its operands first.
+/// Maximum rows for this kernel. With more, the first product uses the `gemm` crate, which first packs and transposes
+/// its operands.
 pub(super) const MOST_ROWS: usize = 64;
 
-/// `to[row, token id] = context[row] . decoder[token id]`
+/// `to[row, id] = contexts[row] . decoder[id]`
 pub(super) struct Dots<'a, 'b, F> {
     /// `[rows, d]`
     pub(super) contexts: &'a [F],
-    /// `[token ids, d]`, the distance from row to row being `stride`
+    /// `[ids, d]`, in rows `stride` elements apart
     pub(super) decoder: &'a [F],
     pub(super) stride: usize,
     pub(super) d: usize,
     pub(super) ids: usize,
-    /// Where the first of these token ids is in `to`.
-    pub(super) first_id: usize,
+    /// Column of `to` for the first id.
+    pub(super) first_column: usize,
     pub(super) to: &'a mut ViewMut<'b, F>,
 }
 
@@ -26,21 +28,21 @@ impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let Dots { contexts, decoder, stride, d, ids, first_id, to } = self;
+        let Dots { contexts, decoder, stride, d, ids, first_column, to } = self;
         let mut id = 0;
         while id < ids {
-            let (decoder, place) = (&decoder[id * stride..], first_id + id);
+            let (decoder, column) = (&decoder[id * stride..], first_column + id);
             id += match ids - id {
-                // Sums that fit the registers.
-                4.. if V::REGISTERS >= 32 => few_ids::<4, F, V>(v, contexts, decoder, stride, d, place, to),
-                2.. => few_ids::<2, F, V>(v, contexts, decoder, stride, d, place, to),
-                _ => few_ids::<1, F, V>(v, contexts, decoder, stride, d, place, to),
+                // As many ids as keep all sums in registers.
+                4.. if V::REGISTERS >= 32 => few_ids::<4, F, V>(v, contexts, decoder, stride, d, column, to),
+                2.. => few_ids::<2, F, V>(v, contexts, decoder, stride, d, column, to),
+                _ => few_ids::<1, F, V>(v, contexts, decoder, stride, d, column, to),
             };
         }
     }
 }
 
-/// `IDS` token ids with all contexts; gives their number.
+/// `IDS` ids with all contexts; returns `IDS`.
 #[inline(always)]
 fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     v: V,
@@ -48,24 +50,24 @@ fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     decoder: &[F],
     stride: usize,
     d: usize,
-    first_id: usize,
+    column: usize,
     to: &mut ViewMut<'_, F>,
 ) -> usize {
     let ids: [&[F]; IDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
-    // While these are multiplied, the next ones come from memory: the processor does not see so far ahead by itself.
+    // Prefetches the next ids during these products: the hardware does not prefetch that far ahead.
     let mut next = decoder.get(IDS * stride..).unwrap_or(&[]);
     next = &next[..next.len().min(IDS * stride)];
-    let each = (next.len() * 6 * d).div_ceil(contexts.len());
+    let per_group = (next.len() * 6 * d).div_ceil(contexts.len());
     let mut row = 0;
     let mut store = |sums: &[[F; IDS]]| {
         for (i, sums) in sums.iter().enumerate() {
-            to.row_mut(row + i)[first_id..first_id + IDS].copy_from_slice(sums);
+            to.row_mut(row + i)[column..column + IDS].copy_from_slice(sums);
         }
         row += sums.len();
     };
     let mut groups = contexts.chunks_exact(6 * d);
     for group in &mut groups {
-        let (now, later) = next.split_at(each.min(next.len()));
+        let (now, later) = next.split_at(per_group.min(next.len()));
         next = later;
         prefetch(now);
         store(&dots::<6, IDS, F, V>(v, group, ids, d));
@@ -83,7 +85,7 @@ fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     IDS
 }
 
-/// The inner products of `ROWS` contexts with `IDS` token ids.
+/// The inner products of `ROWS` contexts with `IDS` ids.
 #[inline(always)]
 fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
     v: V,
@@ -117,7 +119,7 @@ fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
             }
         }
     }
-    // Loops, because what is called through `map` is not compiled with the vector's instructions.
+    // Loops, because the closure of a `map` is not compiled with the target features of the kernel.
     let mut results = [[F::zero(); IDS]; ROWS];
     for (results, sums) in results.iter_mut().zip(&sums) {
         for (result, &sum) in results.iter_mut().zip(sums) {
@@ -127,13 +129,13 @@ fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
     results
 }
 
-/// Asks for these values to be brought into the cache.
+/// Prefetches `values` into the cache.
 #[inline(always)]
 fn prefetch<F>(values: &[F]) {
     #[cfg(target_arch = "x86_64")]
     for line in values.chunks((64 / size_of::<F>()).max(1)) {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-        // SAFETY: a hint, which reads nothing.
+        // SAFETY: a prefetch is a hint; it does not dereference the pointer.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]

@@ -1,10 +1,10 @@
-//! Row log-sum-exps: `log sum_v exp z_v` of the logits, after bias and softcap.
+//! The log-sum-exp of each row, `log sum_v exp z_v` after bias and softcap, from the tiles of the first product.
 
 use super::math::{exp, tanh};
 use super::simd::{Float, Kernel, Vector};
 
-/// The logarithm of a sum of exponentials, in two parts: beside the largest logit, which may be far from zero, their sum in
-/// one number would lose the precision that `z - lse` needs.
+/// A log-sum-exp in two parts. Added up into one number, they would lose the precision that `z - lse` needs when the
+/// largest logit is far from zero.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct LogSumExp<F> {
     /// The largest logit; zero if all are minus infinity.
@@ -18,14 +18,14 @@ impl<F: Float> LogSumExp<F> {
         self.largest + self.log_sum
     }
 
-    /// Of a few numbers.
+    /// The log-sum-exp of a few numbers.
     pub(super) fn of(values: impl Iterator<Item = F> + Clone) -> Self {
         let largest = finite_or_zero(values.clone().fold(F::neg_infinity(), num_traits::Float::max));
         let sum: F = values.map(|x| (x - largest).exp()).sum();
         LogSumExp { largest, log_sum: sum.ln() }
     }
 
-    /// Of all the logits of some rows together.
+    /// The log-sum-exp of a row from those of its parts.
     pub(super) fn of_parts(parts: impl Iterator<Item = Self> + Clone) -> Self {
         let possible = parts.clone().filter(|part| part.log_sum != F::neg_infinity());
         let largest = finite_or_zero(possible.map(|part| part.largest).fold(F::neg_infinity(), num_traits::Float::max));
@@ -36,14 +36,14 @@ impl<F: Float> LogSumExp<F> {
 
 /// The log-sum-exp of one row of a tile of logits.
 pub(super) struct TileLogSumExp<'a, F> {
-    /// Logits of `token ids` token ids, without bias and softcap, and padding.
+    /// The logits of `ids` ids before scale, bias and softcap, and padding.
     pub(super) row: &'a mut [F],
     pub(super) ids: usize,
     pub(super) scale: F,
-    /// As long as `row`, with the scale in it, and with minus infinity for the padding.
+    /// As long as `row`, multiplied by the scale, with minus infinity for the padding.
     pub(super) bias: &'a [F],
     pub(super) softcap: Option<F>,
-    /// Whether scale, bias and softcap are left in the row, and minus infinity in its padding.
+    /// Whether the row must hold the final logits afterwards, with minus infinity in its padding.
     pub(super) keep: bool,
 }
 
@@ -55,12 +55,12 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
         let TileLogSumExp { row, ids, scale, bias, softcap, keep } = self;
         row[ids..].fill(F::zero());
         match softcap {
-            None if keep => log_sum_exp::<{ bias::ADD }, F, V>(v, row, scale, bias),
-            None => log_sum_exp::<{ bias::ON_THE_WAY }, F, V>(v, row, scale, bias),
+            None if keep => log_sum_exp::<{ bias::APPLY }, F, V>(v, row, scale, bias),
+            None => log_sum_exp::<{ bias::ON_THE_FLY }, F, V>(v, row, scale, bias),
             Some(cap) => {
                 soft_cap(v, row, scale, bias, cap);
                 row[ids..].fill(F::neg_infinity());
-                log_sum_exp::<{ bias::ADDED }, F, V>(v, row, scale, bias)
+                log_sum_exp::<{ bias::APPLIED }, F, V>(v, row, scale, bias)
             }
         }
     }
@@ -68,23 +68,23 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
 
 /// How [`log_sum_exp`] treats scale and bias.
 mod bias {
-    /// They are in the logits already.
-    pub(super) const ADDED: u8 = 0;
-    /// They are put into the logits in place.
-    pub(super) const ADD: u8 = 1;
-    /// They are put in on the way, and the logits stay as they are: less to write where nobody reads them again.
-    pub(super) const ON_THE_WAY: u8 = 2;
+    /// Already applied.
+    pub(super) const APPLIED: u8 = 0;
+    /// Applied in place.
+    pub(super) const APPLY: u8 = 1;
+    /// Applied on the fly: the logits, which are not read again, are not written.
+    pub(super) const ON_THE_FLY: u8 = 2;
 }
 
 /// `log sum_v exp(scale z_v + bias_v)` of a row.
 ///
-/// One pass over memory: block by block, the sum so far is rescaled whenever a block has a larger maximum. Minus infinity
-/// for a row of minus infinities; NaN if the row has a NaN or plus infinity.
+/// In one pass over memory: the running sum is rescaled whenever a block has a larger maximum. Minus infinity for a row
+/// of minus infinities; NaN if the row has a NaN or plus infinity.
 #[inline(always)]
 fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scale: F, bias: &[F]) -> LogSumExp<F> {
-    /// Registers per block: small enough for the first-level cache.
+    /// Registers per block, which stays in the first-level cache.
     const BLOCK: usize = 64;
-    /// Independent accumulators, which keep the processor busy while each waits for its last addition.
+    /// Independent accumulators, which hide the latency of the additions.
     const LANES: usize = 4;
     let scale = v.splat(scale);
     let mut largest = F::neg_infinity();
@@ -106,13 +106,14 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scal
             sum *= (largest - block_largest).exp();
             largest = block_largest;
         }
-        // All minus infinity so far: exp(-inf - 0) is the zero that exp(-inf + inf) is not, and a NaN stays one.
+        // If all logits so far are minus infinity, exp(-inf - 0) is zero, while exp(-inf + inf) would be NaN. A NaN
+        // stays NaN.
         let reference = v.splat(finite_or_zero(largest));
         let mut sums = [v.splat(F::zero()); LANES];
         let (groups, rest) = block.as_chunks::<LANES>();
         for (group, bias) in groups.iter().zip(bias_groups) {
             for lane in 0..LANES {
-                let logit = match BIAS == bias::ON_THE_WAY {
+                let logit = match BIAS == bias::ON_THE_FLY {
                     true => v.mul_add(group[lane], scale, bias[lane]),
                     false => group[lane],
                 };
@@ -120,7 +121,7 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scal
             }
         }
         for (&z, &b) in rest.iter().zip(bias_rest) {
-            let logit = if BIAS == bias::ON_THE_WAY { v.mul_add(z, scale, b) } else { z };
+            let logit = if BIAS == bias::ON_THE_FLY { v.mul_add(z, scale, b) } else { z };
             sums[0] = v.add(sums[0], exp(v, v.sub(logit, reference)));
         }
         sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
@@ -128,14 +129,14 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scal
     LogSumExp { largest: finite_or_zero(largest), log_sum: sum.ln() }
 }
 
-/// The logit with scale and bias, which is put in its place if it is to be.
+/// The logit after scale and bias, written back for `APPLY`.
 #[inline(always)]
 fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, scale: V::Reg, bias: V::Reg) -> V::Reg {
-    if BIAS == bias::ADDED {
+    if BIAS == bias::APPLIED {
         return *z;
     }
     let logit = v.mul_add(*z, scale, bias);
-    if BIAS == bias::ADD {
+    if BIAS == bias::APPLY {
         *z = logit;
     }
     logit

@@ -1,8 +1,10 @@
-//! Elementary functions over vectors: range reduction and a Taylor series, accurate to about one unit in the last place.
+//! Elementary functions for the row kernels: range reduction and a Taylor series, accurate to about one unit in the
+//! last place.
 
 use super::simd::{Float, Vector};
 
-/// `e^x` for `x` up to the logarithm of the largest number; zero where the result would be subnormal; NaN for NaN.
+/// `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal; NaN for
+/// NaN.
 #[inline(always)]
 pub(super) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     // x = n ln 2 + r with |r| <= ln 2 / 2.
@@ -12,12 +14,12 @@ pub(super) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     let r = v.mul_add(n, v.splat(-F::LN_2_LOW), r);
     let result = v.scale_by_power(polynomial(v, F::EXP_COEFFICIENTS, r), shifted);
     let result = v.if_less(x, v.splat(F::EXP_UNDERFLOW), v.splat(F::zero()), result);
-    // The exponent arithmetic does not respect NaN.
+    // The exponent arithmetic does not propagate NaN.
     v.if_equal(x, x, result, x)
 }
 
-/// `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. Sums of exponentials relative to the largest are
-/// one of these.
+/// `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. This covers sums of exponentials relative to the
+/// largest.
 #[inline(always)]
 pub(super) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     // x = m 2^e with m in [sqrt 1/2, sqrt 2), and ln m = 2 artanh s for s = (m - 1) / (m + 1).
@@ -50,7 +52,7 @@ pub(super) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
         near = v.mul_add(near, square, v.splat(F::of(c)));
     }
     let near = v.mul(near, x);
-    // The bound is where the first term left out, x^13 / 500, falls below the rounding of the other branch.
+    // The bound is where the first omitted term, x^13 / 500, falls below the rounding error of the other branch.
     let bound = if F::epsilon() < F::of(1e-10) { 0.03 } else { 0.25 };
     v.if_less(magnitude, v.splat(F::of(bound)), near, far)
 }
@@ -103,7 +105,7 @@ mod tests {
                 let error = (got - want).abs() / want.abs().max(f64::MIN_POSITIVE);
                 assert!(
                     same || error <= tolerance || (want > 0.0 && want < F::min_positive_value().f64() * 2.0),
-                    "{} of {x}: {got:e}, not {want:e} (error {error:e})",
+                    "{} of {x}: expected {want:e}, got {got:e} (relative error {error:e})",
                     isa.name()
                 );
             }
@@ -124,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn exp_keeps_every_nan() {
+    fn exp_of_nan_is_nan() {
         for isa in Isa::available() {
             let mut row = [f32::from_bits(0x7fff_ffff); ROW_ALIGN];
             f32::dispatch(isa, Apply(Function::Exp, &mut row));
@@ -142,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn tanh_is_accurate_everywhere() {
+    fn tanh_is_accurate_for_all_arguments() {
         let mut inputs = sweep(-3.0, 3.0);
         inputs.extend(sweep(-1e-3, 1e-3));
         inputs.extend([0.0, 1e4, -1e4, f64::INFINITY, f64::NEG_INFINITY, f64::NAN]);

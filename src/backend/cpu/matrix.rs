@@ -1,4 +1,4 @@
-//! Matrices in memory: views that the products read and write, and the decoder in either layout.
+//! The operands of the products: views of matrices in memory, and the decoder in either layout.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use num_traits::Zero;
 use super::dtype::Element;
 use super::simd::ROW_ALIGN;
 
-/// A matrix to read: `rows x cols` elements at `data[row * row_stride + col * col_stride]`.
+/// A matrix for reading: `rows x cols` elements at `data[row * row_stride + col * col_stride]`.
 #[derive(Clone, Copy)]
 pub(super) struct View<'a, F> {
     pub(super) data: *const F,
@@ -19,7 +19,7 @@ pub(super) struct View<'a, F> {
     lifetime: PhantomData<&'a [F]>,
 }
 
-/// A matrix to write, whose rows are contiguous.
+/// A matrix for writing, with contiguous rows.
 pub(super) struct ViewMut<'a, F> {
     pub(super) data: *mut F,
     pub(super) rows: usize,
@@ -28,15 +28,15 @@ pub(super) struct ViewMut<'a, F> {
     lifetime: PhantomData<&'a mut [F]>,
 }
 
-// SAFETY: a `View` is a shared borrow of its elements, as `&[F]` is, and `F` may be shared.
+// SAFETY: a `View` is a shared borrow of its elements, like `&[F]`, and `F` is `Sync`.
 unsafe impl<F: Sync> Send for View<'_, F> {}
 // SAFETY: as above.
 unsafe impl<F: Sync> Sync for View<'_, F> {}
-// SAFETY: a `ViewMut` is a unique borrow of its elements, as `&mut [F]` is, and `F` may be sent.
+// SAFETY: a `ViewMut` is a unique borrow of its elements, like `&mut [F]`, and `F` is `Send`.
 unsafe impl<F: Send> Send for ViewMut<'_, F> {}
 
 impl<'a, F> View<'a, F> {
-    /// `rows x cols` out of a row-major slice whose rows start `stride` elements apart.
+    /// A `rows x cols` matrix in a row-major slice whose rows start `stride` elements apart.
     pub(super) fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
         View { data: data.as_ptr(), rows, cols, row_stride: stride as isize, col_stride: 1, lifetime: PhantomData }
@@ -73,7 +73,7 @@ impl<'a, F> ViewMut<'a, F> {
         ViewMut { cols, ..*self }
     }
 
-    /// Cuts the matrix into tiles of at most `rows x cols`: each with its range of rows and of columns.
+    /// Splits the matrix into tiles of at most `rows x cols`, each with its ranges of rows and columns.
     pub(super) fn tiles(self, rows: usize, cols: usize) -> Vec<(Range<usize>, Range<usize>, ViewMut<'a, F>)> {
         let mut tiles = Vec::new();
         for r in (0..self.rows).step_by(rows) {
@@ -86,7 +86,7 @@ impl<'a, F> ViewMut<'a, F> {
                     rows: row_range.len(),
                     cols: col_range.len(),
                     row_stride: self.row_stride,
-                    // Unique: `self` is consumed, and no element is in two tiles.
+                    // Unique: `self` is consumed, and the tiles are disjoint.
                     lifetime: PhantomData,
                 };
                 tiles.push((row_range, col_range, tile));
@@ -96,23 +96,23 @@ impl<'a, F> ViewMut<'a, F> {
     }
 }
 
-/// The decoder's weight `[vocab, d]`, stored like that or as its transpose.
+/// The decoder's weight `[vocab, d]`, stored as such or as its transpose.
 #[derive(Clone, Copy)]
 pub(super) struct DecoderMatrix<'a, T> {
     pub(super) values: &'a [T],
     pub(super) vocab: usize,
     pub(super) context: usize,
-    /// Whether `values` are those of `[d, vocab]`.
+    /// Whether `values` is stored as `[d, vocab]`.
     pub(super) transposed: bool,
 }
 
 impl<T: Element> DecoderMatrix<'_, T> {
-    /// Whether its blocks `[ids, columns]` are read where they are.
+    /// Whether blocks `[ids, columns]` are read in place, without a copy.
     pub(super) fn is_read_in_place(&self) -> bool {
         T::IS_ACC && !self.transposed
     }
 
-    /// `[ids, columns]` of the decoder, and the distance from row to row: the decoder itself, or a copy in `buffer`.
+    /// The block `[ids, columns]` and its row stride: part of the decoder itself, or a copy in `buffer`.
     pub(super) fn rows<'b>(
         &'b self,
         ids: Range<usize>,
@@ -125,7 +125,7 @@ impl<T: Element> DecoderMatrix<'_, T> {
         }
     }
 
-    /// `[columns, ids]`: as [`DecoderMatrix::rows`], but transposed.
+    /// The block `[columns, ids]`: the transpose of [`DecoderMatrix::rows`].
     pub(super) fn columns<'b>(
         &'b self,
         ids: Range<usize>,
@@ -139,7 +139,8 @@ impl<T: Element> DecoderMatrix<'_, T> {
     }
 }
 
-/// Rows and columns of a matrix with rows of `width` elements: a part of the matrix itself, or a copy in `buffer`.
+/// A block of a matrix with rows of `width` elements, and its row stride: part of the matrix itself, or a copy in
+/// `buffer`.
 fn widened_block<'a, T: Element>(
     matrix: &'a [T],
     width: usize,
@@ -159,9 +160,9 @@ fn widened_block<'a, T: Element>(
     }
 }
 
-/// Rows and columns of a matrix with rows of `width` elements, transposed and widened into `buffer`. The `gemm` crate can read
-/// a transposed operand, but it does so element by element, which costs as much as the product itself when there are few rows
-/// of contexts.
+/// A block of a matrix with rows of `width` elements, transposed and widened into `buffer`, and its row stride. The
+/// `gemm` crate can read a transposed operand, but only element by element, which costs as much as the product itself
+/// when there are few rows of contexts.
 fn transposed_block<'a, T: Element>(
     matrix: &[T],
     width: usize,
@@ -181,10 +182,10 @@ fn transposed_block<'a, T: Element>(
     (buffer, stride)
 }
 
-/// Rows and columns that are transposed in registers.
+/// Rows and columns of a block that is transposed in registers.
 const IN_REGISTERS: usize = 8;
 
-/// `columns` of the rows of `block`, written as rows of `to`.
+/// Writes `columns` of `block` as rows of `to`.
 #[inline]
 fn transpose_block<T: Element>(block: &[T], width: usize, columns: Range<usize>, to: &mut [T::Acc], stride: usize) {
     if block.len() < IN_REGISTERS * width || columns.len() < IN_REGISTERS {
@@ -195,7 +196,7 @@ fn transpose_block<T: Element>(block: &[T], width: usize, columns: Range<usize>,
         }
         return;
     }
-    // In this form the compiler makes shuffles of it.
+    // The compiler turns this form into shuffles.
     let rows: [&[T]; IN_REGISTERS] = std::array::from_fn(|r| &block[r * width..][columns.clone()][..IN_REGISTERS]);
     for c in 0..IN_REGISTERS {
         let column: [T::Acc; IN_REGISTERS] = std::array::from_fn(|r| rows[r][c].widen());

@@ -1,35 +1,35 @@
-//! Memory for the large buffers: gradients and logits.
+//! Allocation of the large buffers: logits and gradients.
 
 use super::simd::Float;
 
-/// `n` zeros. Where the buffer is large, the system is asked for large pages: it clears them on first use, and a gradient of
-/// a gigabyte in pages of 4 KiB costs as much time in the system as in a matrix product.
+/// `n` zeros, in huge pages if the buffer is large. The system clears pages on first use; in pages of 4 KiB, a gradient
+/// of one gigabyte spends as much time there as in a matrix product.
 pub(super) fn zeros<F: Float>(n: usize) -> Vec<F> {
     let mut zeros = vec![F::zero(); n];
-    large_pages(&mut zeros);
+    advise_huge_pages(&mut zeros);
     zeros
 }
 
-/// From this size on large pages are asked for.
+/// Minimum size in bytes of a buffer in huge pages.
 #[cfg(target_os = "linux")]
 const LARGE: usize = 8 << 20;
 
 #[cfg(target_os = "linux")]
-fn large_pages<F>(buffer: &mut [F]) {
+fn advise_huge_pages<F>(buffer: &mut [F]) {
     if size_of_val(buffer) < LARGE {
         return;
     }
-    // madvise takes whole pages.
+    // `madvise` takes whole pages.
     let page = 1 << 16;
     let range = buffer.as_mut_ptr_range();
     let start = (range.start as usize).next_multiple_of(page);
     let end = range.end as usize / page * page;
-    // SAFETY: the pages from `start` to `end` lie within the buffer, which is borrowed, and the advice changes how they are
-    // mapped, never what they hold. If the system cannot follow it, nothing is lost.
+    // SAFETY: the pages from `start` to `end` lie within the buffer, which is borrowed, and the advice changes how they
+    // are mapped, not what they contain. A failure has no effect.
     unsafe {
         libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE);
     }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn large_pages<F>(_: &mut [F]) {}
+fn advise_huge_pages<F>(_: &mut [F]) {}

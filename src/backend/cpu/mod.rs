@@ -1,4 +1,5 @@
-//! The CPU backend: products by the `gemm` crate, row kernels in SIMD, both spread over the threads of rayon.
+//! The CPU backend: matrix products by the `gemm` crate between row kernels in SIMD, both parallel over the threads of
+//! rayon.
 
 mod activation;
 mod chunks;
@@ -29,7 +30,7 @@ use results::{results, BufferedGradients};
 use simd::{Isa, ROW_ALIGN};
 use targets::Targets;
 
-/// The CPU, in f16 and bf16 (computed in f32), f32 and f64.
+/// The backend for f32, f64, and f16 and bf16 (computed in f32).
 pub(super) struct Cpu;
 
 impl Backend for Cpu {
@@ -57,8 +58,8 @@ impl Backend for Cpu {
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
         let found = self.visit(operands, &Best { k })?;
         let shape = (operands.sizes.positions, k);
-        let ids = found.iter().flatten().map(|best| best.1).collect();
-        let log_probs = found.iter().flatten().map(|best| best.0).collect();
+        let ids = found.iter().flatten().map(|ranked| ranked.1).collect();
+        let log_probs = found.iter().flatten().map(|ranked| ranked.0).collect();
         let log_probs = Tensor::from_vec::<_, f64>(log_probs, shape, &Device::Cpu)?;
         let accumulation = if operands.contexts.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Ok((Tensor::from_vec::<_, u32>(ids, shape, &Device::Cpu)?, log_probs.to_dtype(accumulation)?))
@@ -84,22 +85,22 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let threads = rayon::current_num_threads();
     let tile = gemm::VOCAB_TILE.min(stride);
-    // Each tile's log-sum-exp, in two parts.
+    // The log-sum-exp of each tile, in two parts.
     let summaries = 2 * vocab.div_ceil(tile);
     // Contexts and their gradient, where they are widened or only some rows are live.
     let contexts = 2 * context;
     let row = match task.keeps_logits {
         true => stride + summaries + contexts,
-        // A tile of logits for every thread.
-        false => tile * threads + summaries + contexts,
+        // A tile of logits per thread.
+        false => (tile + ROW_ALIGN) * threads + summaries + contexts,
     };
     let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
     let per_position = components * row * size;
-    // The bias, the soft targets, and for every thread the rows of its `Scratch` and a tile of the decoder.
-    let of_thread = scratch_rows * stride + gemm::buffered_tile(context, vocab);
-    let fixed = (stride * (2 + bias_parts) + threads * of_thread) * size;
-    // Where nothing is added to a gradient, as many as the kernel for few rows takes.
+    // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
+    let per_thread = scratch_rows * stride + gemm::buffered_tile(context, vocab);
+    let fixed = (stride * (2 + bias_parts) + threads * per_thread) * size;
+    // Where no gradient is accumulated, as many rows as `gemv` takes.
     let enough_rows = if task.few_rows { gemv::MOST_ROWS } else { default::CPU_ROWS };
     let needs = Needs {
         per_position,
@@ -131,7 +132,7 @@ fn loss<T: Element>(
     })
 }
 
-/// In `O`, the operands' type or the one that they are computed in.
+/// Log-probabilities in `O`, which is `T` or its accumulation type.
 fn log_probs<T: Element, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
     with_chunks(operands, plan, |mut chunks: Chunks<'_, T>| {
@@ -156,7 +157,7 @@ fn visit_all<T: Element, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) 
     })
 }
 
-/// Calls `f` with the operands, ready to be worked on.
+/// Calls `f` with the state for these operands.
 fn with_chunks<T: Element, R>(
     operands: &Operands,
     plan: &Plan,

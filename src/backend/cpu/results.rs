@@ -1,4 +1,4 @@
-//! What the chunks leave behind: gradients as they are summed up, and the results of a loss.
+//! After the last chunk: the accumulated gradients and the results of a loss, as tensors.
 
 use candle_core::{Device, Tensor};
 
@@ -10,7 +10,7 @@ use super::targets::Targets;
 use crate::backend::contract::{Gradients, LossResults, NeedsGrad, Sizes};
 use crate::error::{Error, Result};
 
-/// The gradients as they are summed up; empty where not needs_grad.
+/// The gradients accumulated over the chunks; empty where not needed.
 pub(super) struct BufferedGradients<T: Element> {
     pub(super) needed: bool,
     /// `[positions, K, d]`
@@ -21,7 +21,7 @@ pub(super) struct BufferedGradients<T: Element> {
     pub(super) weight: Vec<T::Acc>,
     /// `[vocab]`
     pub(super) bias: Option<Vec<T::Acc>>,
-    /// Whether `weight` already holds the part of an earlier chunk.
+    /// Whether `weight` already holds the contribution of an earlier chunk.
     pub(super) weight_started: bool,
 }
 
@@ -71,15 +71,16 @@ pub(super) fn results<T: Element>(
         let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::of(x)).collect();
         Ok::<_, Error>(Tensor::from_vec(values, sizes.positions, &Device::Cpu)?)
     };
-    let each = || losses.iter().enumerate();
-    let objective: Vec<f64> = each().map(|(t, loss)| weighted(targets.position_weight(t), loss.objective)).collect();
+    let enumerated = || losses.iter().enumerate();
+    let objective: Vec<f64> =
+        enumerated().map(|(t, loss)| weighted(targets.position_weight(t), loss.objective)).collect();
     let nll: Vec<f64> = losses.iter().map(|loss| loss.nll).collect();
     let count: f64 = (0..sizes.positions).map(|t| targets.count(t)).sum();
     let hits = losses.iter().filter(|loss| loss.hit).count();
-    let size = |of: fn(&PositionLoss) -> f64| {
-        each().map(|(t, loss)| weighted(targets.position_weight(t).abs(), of(loss))).sum()
+    let total = |of: fn(&PositionLoss) -> f64| {
+        enumerated().map(|(t, loss)| weighted(targets.position_weight(t).abs(), of(loss))).sum()
     };
-    let (dropped, mass): (f64, f64) = (size(|loss| loss.dropped), size(|loss| loss.mass));
+    let (dropped, mass): (f64, f64) = (total(|loss| loss.dropped), total(|loss| loss.mass));
     let share = if mass == 0.0 { 0.0 } else { dropped / mass };
     Ok(LossResults {
         objective: vector(&objective)?,

@@ -1,8 +1,9 @@
-//! A small vector trait, so that every row kernel is written once and compiled for each instruction set.
+//! The instruction sets of the row kernels: a small vector trait, so that each kernel is written once and compiled for
+//! each instruction set.
 //!
-//! [`Vector`] holds the dozen operations the kernels need. It is implemented, for `f32` and `f64`, on the
-//! instruction-set positions of the `pulp` crate: AVX-512, AVX2 + FMA, NEON, and plain scalar code. A position can only
-//! be obtained on a machine that has the instructions, which is why nothing here is `unsafe`.
+//! [`Vector`] has the few operations that the kernels need. It is implemented, for `f32` and `f64`, on the `Simd` types
+//! of the `pulp` crate: AVX-512, AVX2 + FMA, NEON, and scalar code. A value of such a type can only be obtained on a
+//! machine that has the instructions, so nothing here is `unsafe`.
 
 use std::sync::OnceLock;
 
@@ -14,19 +15,19 @@ use crate::error::{Error, Result};
 /// Rows are padded to a multiple of this many elements: the lanes of the widest vector (AVX-512, `f32`).
 pub(super) const ROW_ALIGN: usize = 16;
 
-/// One vector instruction set at work on elements of type `F`.
+/// A vector instruction set for elements of type `F`.
 pub(crate) trait Vector<F>: Copy {
     /// A vector register.
     type Reg: Copy;
-    /// How many of them there are.
+    /// Number of registers.
     const REGISTERS: usize;
 
     /// Views a row whose length is a multiple of [`ROW_ALIGN`] as registers.
     fn registers(row: &[F]) -> &[Self::Reg];
     fn registers_mut(row: &mut [F]) -> &mut [Self::Reg];
-    /// Views a row of any length as registers and a rest.
+    /// Views a row of any length as registers and a remainder.
     fn split(row: &[F]) -> (&[Self::Reg], &[F]);
-    /// Fewer elements than fill a register, and zeros.
+    /// Loads fewer elements than fill a register; the other lanes are zero.
     fn load_partial(self, values: &[F]) -> Self::Reg;
     fn splat(self, value: F) -> Self::Reg;
     fn add(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
@@ -52,20 +53,21 @@ pub(crate) trait Vector<F>: Copy {
 /// A computation over rows of `F`, compiled for each instruction set.
 pub(crate) trait Kernel<F> {
     type Output;
-    /// Implementations are `#[inline(always)]`, so that they are compiled with the instruction set of `V`.
+    /// Implementations are `#[inline(always)]`, so that they are compiled for the instruction set of `V`.
     fn run<V: Vector<F>>(self, v: V) -> Self::Output;
 }
 
 /// The element types that rows are computed in.
 pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default {
-    /// Adding and subtracting this rounds to the nearest integer and leaves it in the lowest bits: 1.5 x 2^(mantissa bits).
+    /// 1.5 x 2^(mantissa bits): adding it leaves the nearest integer in the lowest bits, and subtracting it again gives
+    /// that integer.
     const ROUND: Self;
-    /// Below this the exponential is less than the smallest normal number, and taken as zero.
+    /// Below this the exponential is subnormal and is set to zero.
     const EXP_UNDERFLOW: Self;
-    /// Gradients of logits below this are stored as zero. Their products with the decoder and the contexts would be subnormal
-    /// numbers, on which some processors multiply twenty times slower.
+    /// Gradients of logits below this absolute value are stored as zero. Their products with the decoder and the
+    /// contexts would be subnormal numbers, which some processors multiply twenty times slower.
     const LEAST_GRADIENT: Self;
-    /// ln 2 in two parts: the first is exact in products with small integers.
+    /// ln 2 in two parts; products of the first with small integers are exact.
     const LN_2_HIGH: Self;
     const LN_2_LOW: Self;
     /// 1/n!, n descending to 0: the Taylor series of exp is exact to rounding on |x| <= ln 2 / 2.
@@ -82,7 +84,7 @@ pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default
     }
 }
 
-/// The instruction set in use, with the proof that this machine has it.
+/// An instruction set, with the proof that this machine has it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Isa {
     #[cfg(target_arch = "x86_64")]
@@ -95,8 +97,8 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// The best instruction set of this machine, found once. The environment variable `MOS_HEAD_SIMD` (`avx512`, `avx2`,
-    /// `neon`, `scalar`) chooses a lesser one; what this machine lacks is an error.
+    /// The best instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD` (`avx512`,
+    /// `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
     pub(crate) fn best() -> Result<Self> {
         static BEST: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
         let best = BEST.get_or_init(|| Self::choose(std::env::var("MOS_HEAD_SIMD").ok()));
@@ -106,7 +108,7 @@ impl Isa {
         })
     }
 
-    /// The instruction set of this name, or the best.
+    /// The instruction set called `name`, or the best without a name.
     fn choose(name: Option<String>) -> std::result::Result<Self, String> {
         let mut available = Self::available().into_iter();
         match name {
@@ -142,7 +144,7 @@ impl Isa {
     }
 }
 
-/// A kernel together with its instruction set: what `pulp` compiles under the right target features.
+/// A kernel with its instruction set, which `pulp` compiles with the right target features.
 struct Call<K, F, V>(K, V, std::marker::PhantomData<F>);
 
 impl<F, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for Call<K, F, V> {
@@ -200,30 +202,30 @@ impl_float! { f64,
     ];
 }
 
-/// Implements [`Vector`] on one `pulp` position for one element type. `$shl` and `$shr` shift the bits of a register by the
-/// number of mantissa bits.
+/// Implements [`Vector`] on a `Simd` type of `pulp` for one element type. `$shl` and `$shr` shift the bits of a
+/// register by the number of mantissa bits.
 macro_rules! impl_vector {
-    ($position:ty, $float:ident, $bits:ident, mantissa $mantissa:literal, |$v:ident, $x:ident| $shl:expr, $shr:expr) => {
+    ($simd:ty, $float:ident, $bits:ident, mantissa $mantissa:literal, |$v:ident, $x:ident| $shl:expr, $shr:expr) => {
         ::pastey::paste! {
-            impl Vector<$float> for $position {
-                type Reg = <$position as pulp::Simd>::[<$float s>];
-                const REGISTERS: usize = <$position as pulp::Simd>::REGISTER_COUNT;
+            impl Vector<$float> for $simd {
+                type Reg = <$simd as pulp::Simd>::[<$float s>];
+                const REGISTERS: usize = <$simd as pulp::Simd>::REGISTER_COUNT;
 
                 #[inline(always)]
                 fn registers(row: &[$float]) -> &[Self::Reg] {
-                    let (registers, rest) = <$position as pulp::Simd>::[<as_simd_ $float s>](row);
-                    debug_assert!(rest.is_empty(), "rows are padded to whole registers");
+                    let (registers, rest) = <$simd as pulp::Simd>::[<as_simd_ $float s>](row);
+                    debug_assert!(rest.is_empty(), "rows must be padded to whole registers");
                     registers
                 }
                 #[inline(always)]
                 fn registers_mut(row: &mut [$float]) -> &mut [Self::Reg] {
-                    let (registers, rest) = <$position as pulp::Simd>::[<as_mut_simd_ $float s>](row);
-                    debug_assert!(rest.is_empty(), "rows are padded to whole registers");
+                    let (registers, rest) = <$simd as pulp::Simd>::[<as_mut_simd_ $float s>](row);
+                    debug_assert!(rest.is_empty(), "rows must be padded to whole registers");
                     registers
                 }
                 #[inline(always)]
                 fn split(row: &[$float]) -> (&[Self::Reg], &[$float]) {
-                    <$position as pulp::Simd>::[<as_simd_ $float s>](row)
+                    <$simd as pulp::Simd>::[<as_simd_ $float s>](row)
                 }
                 #[inline(always)]
                 fn load_partial(self, values: &[$float]) -> Self::Reg {
@@ -282,7 +284,8 @@ macro_rules! impl_vector {
                 }
                 #[inline(always)]
                 fn mantissa_exponent(self, a: Self::Reg) -> (Self::Reg, Self::Reg) {
-                    // An integer in the low bits under the exponent of 2^mantissa is the float 2^mantissa + that integer.
+                    // With the exponent of 2^mantissa, an integer in the low bits gives the float 2^mantissa + that
+                    // integer.
                     let two_to_mantissa = (1u64 << $mantissa) as $float;
                     let bias = $float::MAX_EXP - 1;
                     let ($v, $x) = (self, self.[<transmute_ $bits s_ $float s>](a));
@@ -326,7 +329,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_instruction_set_that_this_machine_lacks_is_no_choice() {
+    fn an_unknown_instruction_set_is_an_error() {
         assert_eq!(Isa::choose(Some("scalar".into())).unwrap().name(), "scalar");
         assert_eq!(Isa::choose(None).unwrap().name(), Isa::available()[0].name());
         assert_eq!(Isa::choose(Some("nonsense".into())).unwrap_err(), "nonsense");

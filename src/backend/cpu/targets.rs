@@ -1,4 +1,4 @@
-//! The targets of a loss on the CPU: read once, checked, and with all their weights at hand.
+//! The targets of a loss and their weights, read and checked before the first chunk.
 
 use super::rows::Target;
 use super::simd::{Float, ROW_ALIGN};
@@ -6,7 +6,7 @@ use crate::backend::contract::{GradScale, Objective, Sizes, TargetLoss};
 use crate::error::Result;
 use crate::validate::read_ids;
 
-/// What each position is measured against, and how much it counts.
+/// The targets of all positions, and their weights.
 pub(super) struct Targets<F> {
     kind: Kind<F>,
     filter: F,
@@ -14,16 +14,16 @@ pub(super) struct Targets<F> {
 }
 
 enum Kind<F> {
-    /// A token id per position, or none where the target is ignored.
+    /// An id per position, `None` where the target is ignored.
     Ids {
         ids: Vec<Option<usize>>,
         position_weights: Option<Vec<F>>,
         class_weights: Option<Vec<F>>,
         smoothing: F,
-        /// `[stride]`: what smoothing gives to every token id; empty without smoothing
+        /// `[stride]`: the mass that label smoothing gives to each id; empty without smoothing
         soft: Vec<F>,
         z_loss: F,
-        /// `[positions]`: what the gradient of each position's objective is multiplied by
+        /// `[positions]`: the factor of the gradient of each position's objective
         scales: Vec<F>,
     },
     /// `[positions, stride]`: minus the upstream gradient of the log-probabilities
@@ -80,7 +80,7 @@ impl<F: Float> Targets<F> {
         Ok(targets)
     }
 
-    /// Each position's weight, times what the gradients are multiplied by.
+    /// The factor of each position's gradient: its weight times `scale`.
     fn gradient_scales(&self, scale: &GradScale, positions: usize) -> Result<Vec<F>> {
         let factors = match scale {
             GradScale::One => vec![1.0; positions],
@@ -101,7 +101,7 @@ impl<F: Float> Targets<F> {
         }
     }
 
-    /// Whether the log-probability of every token id is needed.
+    /// Whether the log-probability of every id is needed.
     pub(super) fn all_ids(&self) -> bool {
         self.soft() || self.hits
     }
@@ -110,7 +110,7 @@ impl<F: Float> Targets<F> {
         self.filter > F::zero()
     }
 
-    /// What the row kernels need to know of position `t`; `None` if it is ignored.
+    /// The target of position `t` for the row kernels; `None` if it is ignored.
     pub(super) fn position(&self, t: usize) -> Option<Target<'_, F>> {
         match &self.kind {
             Kind::Ids { ids, class_weights, smoothing, soft, z_loss, .. } => ids[t].map(|id| {
@@ -133,7 +133,7 @@ impl<F: Float> Targets<F> {
         }
     }
 
-    /// What the gradient of the objective of position `t` is multiplied by.
+    /// The factor of the gradient of position `t`'s objective.
     pub(super) fn scale(&self, t: usize) -> F {
         match &self.kind {
             Kind::Ids { scales, .. } => scales[t],
@@ -153,7 +153,7 @@ impl<F: Float> Targets<F> {
         }
     }
 
-    /// What position `t` adds to the denominator of the mean.
+    /// The contribution of position `t` to the denominator of the mean.
     pub(super) fn count(&self, t: usize) -> f64 {
         let class_weight = match &self.kind {
             Kind::Ids { ids, class_weights: Some(weights), .. } => ids[t].map_or(0.0, |id| weights[id].f64()),

@@ -13,8 +13,8 @@ use common::objective::Objective;
 use common::reference::truth;
 use common::{exact, on_each_device};
 use mos_head::{
-    BeamSearch, Error, Loss, LossOptions, MixtureLayer, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxHead,
-    TopK,
+    Activation, BeamSearch, Error, Loss, LossOptions, MixtureLayer, OutputLayer, Reduction, Result, Sampler, Sampling,
+    SoftmaxHead, TopK,
 };
 
 /// An ordinary softmax of candle's operations.
@@ -167,16 +167,27 @@ on_each_device! {
         let dtype = exact(device);
         let tolerance = Tolerance::value(dtype);
         for head in HEADS {
-            for (scale, softcap) in [(1.0, None), (0.4, None), (1.0, Some(1.5)), (2.5, Some(1.5))] {
-                let mut case = Case::random(head, Sizes::new(6, 5, 3, 23), &[8], 134);
-                case.logits = Logits { scale, softcap };
-                case = case.rounded(DType::F32)?;
+            let variants: [(&str, fn(Case) -> Case); 8] = [
+                ("plain", |case| case),
+                ("scale", |case| Case { logits: Logits { scale: 0.4, softcap: None }, ..case }),
+                ("softcap", |case| Case { logits: Logits { scale: 1.0, softcap: Some(1.5) }, ..case }),
+                ("both", |case| Case { logits: Logits { scale: 2.5, softcap: Some(1.5) }, ..case }),
+                ("no decoder bias", |case| case.without("decoder.bias")),
+                ("no prior bias", |case| match case.head {
+                    Head::Softmax => case,
+                    _ => case.without("prior.bias"),
+                }),
+                ("identity", |case| Case { activation: Activation::Identity, ..case }),
+                ("one component", |case| Case::random(case.head, Sizes::new(6, 5, 1, 23), &case.lead, 135)),
+            ];
+            for (variant, change) in variants {
+                let case = change(Case::random(head, Sizes::new(6, 5, 3, 23), &[8], 134)).rounded(DType::F32)?;
                 let truth = truth(&case, &Objective::default(), &[1.0]);
                 let tensors = case.constants(dtype, device)?;
                 let (head, hidden) = (build(&case, &tensors)?, &tensors["hidden"]);
                 let targets = case.target_tensor(device)?;
                 let close = |name: &str, got: &Tensor, truth: &[f64]| {
-                    assert_close(&format!("{name} {scale} {softcap:?}"), &numbers(got), truth, None, tolerance);
+                    assert_close(&format!("{name}, {variant}"), &numbers(got), truth, None, tolerance);
                 };
                 close("loss", &head.loss(hidden, &targets, &LossOptions::new())?.nll, &truth.nll);
                 close("log_prob", &head.log_prob(hidden, &targets)?.neg()?, &truth.nll);

@@ -1,12 +1,12 @@
-//! Words chosen for a few tokens at a time, as in generation: the mixture alone, without its projection.
+//! Token ids chosen at a few positions at a time, as in generation: the mixture alone, without its projection.
 //!
 //!     cargo bench --bench decoding                      # all
 //!     cargo bench --bench decoding -- 'top_k10/.*b1'    # some
 //!
-//! Names are `{device}/{way}/{what}/{shape}/{dtype}`, the shape as `v{words}-k{components}-b{batch}`; ways are `mixture`, this
-//! crate, and `composed`, the formula of ordinary candle operations with a sort at its end. `read` is the time that it takes to
-//! read the decoder's matrix once, on all threads: with one token, nothing can be faster. `softmax`, `mos` and `mos-ancestral` are whole
-//! heads.
+//! Names are `{device}/{way}/{what}/{shape}/{dtype}`, the shape as `v{vocab}-k{components}-b{batch}`; ways are
+//! `mixture`, this crate, and `composed`, the formula from ordinary candle operations followed by a sort. `read` is the
+//! time to read the decoder's matrix once, on all threads: a lower bound at one position. `softmax`, `mos` and
+//! `mos-ancestral` are whole heads.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -22,7 +22,7 @@ use criterion::{criterion_group, criterion_main, BenchmarkGroup, BenchmarkId, Cr
 use mos_head::{Mixture, Sampler, Sampling};
 use rayon::prelude::*;
 
-/// (words, d): Penn Treebank, WikiText-2, and the vocabulary of a large model.
+/// (vocab, d): Penn Treebank, WikiText-2, and the vocabulary of a large model.
 const SHAPES: [(usize, usize); 3] = [(10_000, 280), (33_278, 300), (128_256, 1024)];
 const COMPONENTS: [usize; 2] = [1, 15];
 const BATCHES: [usize; 3] = [1, 8, 32];
@@ -70,13 +70,13 @@ fn timed(
         bencher.iter_custom(|iterations| {
             let start = Instant::now();
             (0..iterations).for_each(|_| call());
-            device.synchronize().expect("synchronisation");
+            device.synchronize().expect("synchronize");
             start.elapsed()
         });
     });
 }
 
-/// The bits of all values, read once.
+/// Reads all values once; the sum of their bits.
 fn read(values: &[f32]) -> u32 {
     let part = values.len().div_ceil(rayon::current_num_threads() * 4).max(1);
     let bits = |values: &[f32]| values.iter().fold(0, |sum: u32, x| sum.wrapping_add(x.to_bits()));
@@ -108,19 +108,17 @@ fn decoding(criterion: &mut Criterion) {
                     };
                     for k in [1, 10, 50] {
                         let what = format!("top_k{k}");
-                        bench("mixture", &what, &mut || drop(black_box(mixture.top_k(k).expect("words"))));
+                        bench("mixture", &what, &mut || drop(black_box(mixture.top_k(k).expect("ids"))));
                     }
                     let mut sampler = Sampler::new(Sampling::new(), 1).expect("valid options");
-                    bench("mixture", "sample", &mut || drop(black_box(mixture.sample(&mut sampler).expect("words"))));
+                    bench("mixture", "sample", &mut || drop(black_box(mixture.sample(&mut sampler).expect("ids"))));
                     let sampling = Sampling::new().with_temperature(0.8).with_top_p(0.95);
                     let mut sampler = Sampler::new(sampling, 1).expect("valid options");
-                    bench("mixture", "nucleus", &mut || drop(black_box(mixture.sample(&mut sampler).expect("words"))));
+                    bench("mixture", "nucleus", &mut || drop(black_box(mixture.sample(&mut sampler).expect("ids"))));
                     let mut sampler = Sampler::new(Sampling::new().with_ancestral(true), 1).expect("valid options");
-                    bench("mixture", "ancestral", &mut || {
-                        drop(black_box(mixture.sample(&mut sampler).expect("words")))
-                    });
+                    bench("mixture", "ancestral", &mut || drop(black_box(mixture.sample(&mut sampler).expect("ids"))));
                     bench("mixture", "log_probs", &mut || drop(black_box(mixture.log_probs().expect("log-probs"))));
-                    bench("composed", "top_k10", &mut || drop(black_box(problem.composed_top_k(10).expect("words"))));
+                    bench("composed", "top_k10", &mut || drop(black_box(problem.composed_top_k(10).expect("ids"))));
                     bench("composed", "log_probs", &mut || {
                         drop(black_box(problem.composed_log_probs().expect("log-probs")));
                     });
@@ -148,7 +146,7 @@ fn heads(criterion: &mut Criterion) {
                 let mut sampler = Sampler::new(Sampling::new().with_ancestral(ancestral), 1).expect("valid options");
                 let mut group = criterion.benchmark_group(format!("{name}/{head_name}/sample"));
                 timed(&mut group, &device, &format!("ptb-b{batch}"), || {
-                    drop(black_box(layer.sample(&tensors["hidden"], &mut sampler).expect("words")));
+                    drop(black_box(layer.sample(&tensors["hidden"], &mut sampler).expect("ids")));
                 });
             }
         }
@@ -157,7 +155,10 @@ fn heads(criterion: &mut Criterion) {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
+    config = Criterion::default()
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(1));
     targets = decoding, heads
 }
 criterion_main!(benches);

@@ -1,10 +1,11 @@
-//! The heads against the same maths composed of ordinary candle operations, the one from the tests.
+//! The heads against the same formula from ordinary candle operations, the composed form of the tests.
 //!
 //!     cargo bench --bench heads                       # all
 //!     cargo bench --bench heads -- mos/loss_backward  # some
 //!
-//! Names are `{device}/{head}/{what}/{shape}/{dtype}`; `composed-` stands before the head of a baseline. `ptb-tenth` and
-//! `llm-slice` are the sizes of published models (see `examples/step_time`) with fewer tokens, and, for the latter, words.
+//! Names are `{device}/{head}/{what}/{shape}/{dtype}`; `composed-` before the head marks a baseline. `ptb-tenth` and
+//! `llm-slice` are sizes of published models (see `examples/step_time`) with fewer positions and, for the latter,
+//! smaller vocabulary and contexts.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -22,20 +23,20 @@ use mos_head::{Activation, LossOptions, OutputLayer};
 
 struct Shape {
     name: &'static str,
-    tokens: usize,
+    positions: usize,
     sizes: Sizes,
 }
 
 const SHAPES: [Shape; 3] = [
-    Shape { name: "small", tokens: 128, sizes: Sizes::new(96, 64, 4, 2000) },
-    Shape { name: "ptb-tenth", tokens: 84, sizes: Sizes::new(620, 280, 15, 10_000) },
-    Shape { name: "llm-slice", tokens: 64, sizes: Sizes::new(1024, 1024, 1, 32_000) },
+    Shape { name: "small", positions: 128, sizes: Sizes::new(96, 64, 4, 2000) },
+    Shape { name: "ptb-tenth", positions: 84, sizes: Sizes::new(620, 280, 15, 10_000) },
+    Shape { name: "llm-slice", positions: 64, sizes: Sizes::new(1024, 1024, 1, 32_000) },
 ];
 
 const HEADS: [(&str, Head); 3] =
     [("softmax", Head::Softmax), ("moc", Head::MixtureOfContexts), ("mos", Head::MixtureOfSoftmaxes)];
 
-/// What is timed, of this crate and of the composed baseline.
+/// What is timed, for this crate and for the composed baseline.
 #[derive(Clone, Copy)]
 enum Work {
     Loss,
@@ -70,13 +71,13 @@ impl Work {
     }
 }
 
-/// The time of `iterations` calls of `step`, and of the device's work in them.
+/// The time of `iterations` calls of `step`, including the work of the device.
 fn timed(device: &Device, iterations: u64, step: impl Fn() -> Result<()>) -> Duration {
     let start = Instant::now();
     for _ in 0..iterations {
         step().expect("a step");
     }
-    device.synchronize().expect("synchronisation");
+    device.synchronize().expect("synchronize");
     start.elapsed()
 }
 
@@ -86,7 +87,7 @@ fn heads(criterion: &mut Criterion) {
         for (head_name, head) in HEADS {
             for (work_name, work) in WORK {
                 for shape in &SHAPES {
-                    let case = Case::random(head, shape.sizes, &[shape.tokens], 1);
+                    let case = Case::random(head, shape.sizes, &[shape.positions], 1);
                     let dtype = DType::F32;
                     // Only a backward pass needs variables.
                     let tensors = match work {
@@ -97,14 +98,14 @@ fn heads(criterion: &mut Criterion) {
                     let layer = check::build(&case, &tensors).expect("a head");
                     let targets = case.target_tensor(&device).expect("targets");
                     let mut group = criterion.benchmark_group(format!("{device_name}/{head_name}/{work_name}"));
-                    group.throughput(Throughput::Elements(shape.tokens as u64));
+                    group.throughput(Throughput::Elements(shape.positions as u64));
                     group.bench_function(BenchmarkId::new(shape.name, "f32"), |bencher| {
                         bencher.iter_custom(|n| timed(&device, n, || work.fused(&*layer, &tensors, &targets)));
                     });
                     group.finish();
                     let baseline = format!("{device_name}/composed-{head_name}/{work_name}");
                     let mut group = criterion.benchmark_group(baseline);
-                    group.throughput(Throughput::Elements(shape.tokens as u64));
+                    group.throughput(Throughput::Elements(shape.positions as u64));
                     group.bench_function(BenchmarkId::new(shape.name, "f32"), |bencher| {
                         bencher.iter_custom(|n| timed(&device, n, || work.composed(head, &tensors, &case.targets)));
                     });
@@ -117,7 +118,10 @@ fn heads(criterion: &mut Criterion) {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
+    config = Criterion::default()
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2));
     targets = heads
 }
 criterion_main!(benches);

@@ -1,4 +1,4 @@
-//! What the types promise: heads behind one object-safe trait, shared between threads, errors that travel.
+//! Guarantees of the types: one object-safe trait for all heads, `Send` and `Sync`, conversions of errors.
 
 use std::fmt::{Debug, Display};
 
@@ -26,14 +26,14 @@ fn heads_options_and_results_are_shared_between_threads() {
 }
 
 #[test]
-fn heads_can_be_cloned_and_shown() {
+fn heads_can_be_cloned_and_printed() {
     is_a_head::<SoftmaxHead>();
     is_a_head::<MixtureOfContexts>();
     is_a_head::<MixtureOfSoftmaxes>();
 }
 
 #[test]
-fn an_error_travels_as_any_error_and_through_candle() {
+fn an_error_converts_to_any_error_and_through_candle() {
     fn through_candle() -> candle_core::Result<SoftmaxHead> {
         let weight = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
         Ok(SoftmaxHead::from_tensors(weight, None)?)
@@ -87,7 +87,7 @@ fn defaults_are_those_of_a_training_step_and_of_the_paper() {
 }
 
 #[test]
-fn a_plan_is_asked_for_printed_and_kept() -> Result<()> {
+fn a_plan_keeps_to_the_budget_and_can_be_printed() -> Result<()> {
     fn shown(plan: impl Display + Debug) -> String {
         plan.to_string()
     }
@@ -99,7 +99,7 @@ fn a_plan_is_asked_for_printed_and_kept() -> Result<()> {
     assert_eq!((whole.positions, whole.positions_per_chunk, whole.rows_per_chunk), (200, 200, 800));
     let least = match head.plan(&hidden, &LossOptions::new().with_workspace_bytes(0)) {
         Err(Error::Workspace { least, .. }) => least,
-        other => panic!("no bytes are enough: {other:?}"),
+        other => panic!("expected a workspace of 0 bytes to be refused, got {other:?}"),
     };
     let budget = least + least / 2;
     let cut = head.plan(&hidden, &LossOptions::new().with_workspace_bytes(budget))?;
@@ -111,15 +111,15 @@ fn a_plan_is_asked_for_printed_and_kept() -> Result<()> {
 
 #[test]
 fn the_default_budget_is_32_mib_or_480_rows_of_logits() -> Result<()> {
-    let plan = |vocab: usize, tokens: usize| {
+    let plan = |vocab: usize, positions: usize| {
         let variables = VarMap::new();
         let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
         let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(4, vocab, 4).with_context(4), vb)?;
-        head.plan(&Tensor::zeros((tokens, 4), DType::F32, &Device::Cpu)?, &LossOptions::new())
+        head.plan(&Tensor::zeros((positions, 4), DType::F32, &Device::Cpu)?, &LossOptions::new())
     };
     assert_eq!(plan(100, 1000)?.budget_bytes, 32 << 20);
     assert_eq!(plan(100_000, 120)?.rows_per_chunk, 480);
-    // One token more makes two chunks of equal size.
+    // One more position makes two chunks, of 61 and 60.
     assert_eq!(plan(100_000, 121)?.positions_per_chunk, 61);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Beam search against plain enumeration of all sequences.
+//! Beam search against the enumeration of all sequences.
 
 mod common;
 
@@ -14,10 +14,10 @@ const VOCAB: usize = 5;
 const WIDTH: usize = 6;
 const END: u32 = 0;
 
-/// Its words without the end, log P, the score, and whether it ends.
+/// Its ids without the end, log P, the score, and whether it is finished.
 type Sequence = (Vec<u32>, f64, f64, bool);
 
-/// A recurrent model in plain numbers: h <- tanh(A h + e(token)), whose state tells all prefixes apart.
+/// A recurrent model, h <- tanh(A h + e(id)), whose state differs between all prefixes.
 struct Model {
     recurrent: Tensor,
     embeddings: Tensor,
@@ -52,33 +52,33 @@ impl Model {
         })
     }
 
-    /// log P of the words after `start`, one after another.
-    fn log_prob(&self, start: u32, words: &[u32]) -> Result<f64> {
+    /// log P of the ids after `start`, one after another.
+    fn log_prob(&self, start: u32, ids: &[u32]) -> Result<f64> {
         let device = self.embeddings.device();
         let mut state = Tensor::zeros((1, WIDTH), DType::F32, device)?;
         let mut sum = 0.0;
-        for (&token, &word) in [&[start], words].concat().iter().zip(words) {
-            state = self.next(&Tensor::new(&[token], device)?, &state)?;
-            sum += numbers(&self.head.log_probs(&state)?)[word as usize];
+        for (&last, &id) in [&[start], ids].concat().iter().zip(ids) {
+            state = self.next(&Tensor::new(&[last], device)?, &state)?;
+            sum += numbers(&self.head.log_probs(&state)?)[id as usize];
         }
         Ok(sum)
     }
 
-    /// All sequences of at most `length` words, the best first.
+    /// All sequences of at most `length` ids, the best first.
     fn all(&self, start: u32, length: usize, alpha: f64) -> Result<Vec<Sequence>> {
         let penalty = |n: usize| ((5.0 + n as f64) / 6.0).powf(alpha);
         let (mut found, mut open) = (Vec::new(), vec![vec![]]);
         for n in 1..=length {
             let mut next = Vec::new();
             for prefix in open {
-                for word in 0..VOCAB as u32 {
-                    let words = [&prefix[..], &[word]].concat();
-                    if word == END || n == length {
-                        let log_prob = self.log_prob(start, &words)?;
-                        let tokens = if word == END { prefix.clone() } else { words };
-                        found.push((tokens, log_prob, log_prob / penalty(n), word == END));
+                for id in 0..VOCAB as u32 {
+                    let ids = [&prefix[..], &[id]].concat();
+                    if id == END || n == length {
+                        let log_prob = self.log_prob(start, &ids)?;
+                        let tokens = if id == END { prefix.clone() } else { ids };
+                        found.push((tokens, log_prob, log_prob / penalty(n), id == END));
                     } else {
-                        next.push(words);
+                        next.push(ids);
                     }
                 }
             }
@@ -90,8 +90,8 @@ impl Model {
 }
 
 on_each_device! {
-    fn a_beam_as_wide_as_the_space_finds_the_best_of_all_sequences(device: &Device) -> Result<()> {
-        // Many thousand small calls, which a GPU waits for one by one.
+    fn a_beam_that_holds_all_prefixes_finds_the_best_of_all_sequences(device: &Device) -> Result<()> {
+        // Many thousands of small calls; a GPU synchronizes after each.
         for seed in 0..if device.is_cpu() { 4 } else { 1 } {
             for alpha in [0.0, 0.6, 2.0] {
                 let model = Model::new(seed, device)?;
@@ -114,7 +114,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_narrow_beam_reports_the_true_probability_of_what_it_finds(device: &Device) -> Result<()> {
+    fn a_narrow_beam_reports_the_true_probabilities_of_its_hypotheses(device: &Device) -> Result<()> {
         for seed in 0..20 {
             let model = Model::new(seed, device)?;
             let starts: Vec<u32> = (0..VOCAB as u32).collect();
@@ -134,7 +134,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_batch_finds_what_each_sentence_finds_alone(device: &Device) -> Result<()> {
+    fn a_batch_finds_what_each_sequence_finds_alone(device: &Device) -> Result<()> {
         for seed in 0..5 {
             let model = Model::new(seed, device)?;
             let search = BeamSearch::new(END).with_width(4).with_max_length(9).with_n_best(2);
@@ -155,22 +155,22 @@ on_each_device! {
             let model = Model::new(seed, device)?;
             let found = model.search(&BeamSearch::new(END).with_width(1).with_max_length(8), &[2])?.remove(0).remove(0);
             let mut state = Tensor::zeros((1, WIDTH), DType::F32, device)?;
-            let (mut token, mut words) = (2u32, Vec::new());
+            let (mut id, mut ids) = (2u32, Vec::new());
             for _ in 0..8 {
-                state = model.next(&Tensor::new(&[token], device)?, &state)?;
-                token = model.head.argmax(&state)?.to_vec1::<u32>()?[0];
-                if token == END {
+                state = model.next(&Tensor::new(&[id], device)?, &state)?;
+                id = model.head.argmax(&state)?.to_vec1::<u32>()?[0];
+                if id == END {
                     break;
                 }
-                words.push(token);
+                ids.push(id);
             }
-            assert_eq!(found.tokens, words);
-            assert_eq!(found.finished, token == END);
+            assert_eq!(found.tokens, ids);
+            assert_eq!(found.finished, id == END);
         }
         Ok(())
     }
 
-    fn an_end_token_at_once_ends_at_once(device: &Device) -> Result<()> {
+    fn an_end_at_the_first_position_takes_one_step(device: &Device) -> Result<()> {
         let head = SoftmaxHead::from_tensors(Tensor::new(&[[9f32], [0.], [0.]], device)?, None)?;
         let steps = RefCell::new(0);
         let start = Tensor::new(&[1u32, 2], device)?;
@@ -185,8 +185,8 @@ on_each_device! {
         Ok(())
     }
 
-    fn impossible_words_are_never_found(device: &Device) -> Result<()> {
-        // Only word 2 is possible, and it is not the end.
+    fn impossible_ids_are_never_found(device: &Device) -> Result<()> {
+        // Only id 2 is possible, and it is not the end.
         let weight = Tensor::new(&[[f32::NEG_INFINITY], [f32::NEG_INFINITY], [1.0], [f32::NEG_INFINITY]], device)?;
         let head = SoftmaxHead::from_tensors(weight, None)?;
         let search = BeamSearch::new(0).with_width(3).with_n_best(3).with_max_length(5);
@@ -222,7 +222,8 @@ on_each_device! {
         }
         let start = Tensor::new(&[1u32, 2], device)?;
         let hidden = Tensor::zeros((3, WIDTH), DType::F32, device)?;
-        let error = of().run(&model.head, &start, |_, _| Ok::<_, Error>(hidden.clone())).expect_err("three rows for two");
+        let error = of().run(&model.head, &start, |_, _| Ok::<_, Error>(hidden.clone()));
+        let error = error.expect_err("three rows for two");
         assert!(error.to_string().contains("hidden: expected shape [2, hidden], got [3, 6]"), "{error}");
         let error = of().run(&model.head, &start.unsqueeze(0)?, |_, _| Ok::<_, Error>(hidden.clone()));
         assert!(matches!(error, Err(Error::Shape { argument: "start", .. })));

@@ -1,4 +1,4 @@
-//! The comparison itself: it must let honest rounding pass, and reject every wrong kernel here, in every dtype.
+//! The comparison itself: it accepts rounding errors, and rejects every wrong result below, in every dtype.
 
 mod common;
 
@@ -15,7 +15,7 @@ use common::reference::{truth, Truth};
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 const SIZES: Sizes = Sizes::new(6, 6, 3, 29);
 
-/// A case, what is true of it, and what the composed form makes of it.
+/// A case with the results of the reference and of the composed form.
 struct Trial {
     dtype: DType,
     case: Case,
@@ -40,7 +40,7 @@ impl Trial {
         Ok(Self { dtype, truth: answer(&case), case, composed })
     }
 
-    /// What the comparison says of each array of `got`: errors are rejections.
+    /// The verdict on each array of `got`: an error is a rejection.
     fn judge(&self, got: &Truth) -> Vec<std::result::Result<Errors, String>> {
         let nll = (&got.nll, &self.truth.nll, "nll", Tolerance::value(self.dtype));
         let gradient = |(name, gradient)| {
@@ -56,7 +56,7 @@ impl Trial {
     }
 
     fn assert_rejects(&self, mutant: &Truth, what: &str) {
-        assert!(self.judge(mutant).iter().any(|verdict| verdict.is_err()), "{what} passes in {:?}", self.dtype);
+        assert!(self.judge(mutant).iter().any(|verdict| verdict.is_err()), "{what} is accepted in {:?}", self.dtype);
     }
 
     /// The case with one number of an operand replaced.
@@ -72,7 +72,7 @@ fn answer(case: &Case) -> Truth {
 }
 
 #[test]
-fn honest_rounding_passes() -> Result<()> {
+fn rounding_errors_are_accepted() -> Result<()> {
     for dtype in DTYPES {
         let trial = Trial::new(dtype)?;
         let mut rounded = trial.truth.clone();
@@ -91,7 +91,7 @@ fn honest_rounding_passes() -> Result<()> {
 fn a_dropped_vocabulary_column_is_rejected() -> Result<()> {
     for dtype in DTYPES {
         for column in 0..SIZES.vocab {
-            // Nobody's target, so that the loss is not infinite.
+            // Not a target, so that the loss stays finite.
             let trial =
                 Trial::with_targets(dtype, |y| if y == column as i64 { (y + 1) % SIZES.vocab as i64 } else { y })?;
             let mutant = answer(&trial.with("decoder.bias", column, f64::NEG_INFINITY));
@@ -108,8 +108,8 @@ fn a_dropped_component_is_rejected() -> Result<()> {
         for component in 0..SIZES.components {
             let mut case = trial.case.clone();
             let log_priors = case.values.get_mut("log_priors").expect("log_priors");
-            for token in log_priors.chunks_mut(SIZES.components) {
-                token[component] = f64::NEG_INFINITY;
+            for log_priors in log_priors.chunks_mut(SIZES.components) {
+                log_priors[component] = f64::NEG_INFINITY;
             }
             trial.assert_rejects(&answer(&case), "a dropped component");
         }
@@ -142,10 +142,10 @@ fn the_gradient_of_one_operand_zeroed_is_rejected() -> Result<()> {
 }
 
 #[test]
-fn a_gradient_that_misses_one_token_is_rejected() -> Result<()> {
+fn a_gradient_that_misses_one_position_is_rejected() -> Result<()> {
     for dtype in DTYPES {
         let trial = Trial::new(dtype)?;
-        for t in 0..trial.case.rows() {
+        for t in 0..trial.case.positions() {
             let objective = Objective {
                 position_weights: Some((0..12).map(|i| f64::from(u8::from(i != t))).collect()),
                 reduction: mos_head::Reduction::Sum,
@@ -154,7 +154,7 @@ fn a_gradient_that_misses_one_token_is_rejected() -> Result<()> {
             let upstream = [upstream(1, 0)[0] / trial.truth.count];
             let mut mutant = truth(&trial.case, &objective, &upstream);
             mutant.nll.clone_from(&trial.truth.nll);
-            trial.assert_rejects(&mutant, &format!("gradients without token {t}"));
+            trial.assert_rejects(&mutant, &format!("gradients without position {t}"));
         }
     }
     Ok(())
@@ -164,19 +164,19 @@ fn a_gradient_that_misses_one_token_is_rejected() -> Result<()> {
 fn a_misplaced_nan_or_infinity_is_rejected() {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let tolerance = Tolerance::value(DType::BF16);
-    let passes = |got: &[f64], truth: &[f64]| compare(got, truth, None, tolerance).is_ok();
-    assert!(passes(&[1.0, nan, inf, -inf], &[1.0, nan, inf, -inf]));
-    assert!(!passes(&[nan, 1.0], &[1.0, nan]), "a NaN moved");
-    assert!(!passes(&[1.0, 1.0], &[1.0, nan]), "a NaN lost");
-    assert!(!passes(&[nan, 1.0], &[1.0, 1.0]), "a NaN made");
-    assert!(!passes(&[-inf], &[inf]), "the other infinity");
-    assert!(!passes(&[nan], &[inf]), "a NaN for an infinity");
-    assert!(!passes(&[f64::MAX], &[inf]), "a large number for an infinity");
-    assert!(!passes(&[1.0], &[1.0, 1.0]), "a missing number");
+    let accepts = |got: &[f64], truth: &[f64]| compare(got, truth, None, tolerance).is_ok();
+    assert!(accepts(&[1.0, nan, inf, -inf], &[1.0, nan, inf, -inf]));
+    assert!(!accepts(&[nan, 1.0], &[1.0, nan]), "a NaN moved");
+    assert!(!accepts(&[1.0, 1.0], &[1.0, nan]), "a NaN lost");
+    assert!(!accepts(&[nan, 1.0], &[1.0, 1.0]), "a NaN made");
+    assert!(!accepts(&[-inf], &[inf]), "the other infinity");
+    assert!(!accepts(&[nan], &[inf]), "a NaN for an infinity");
+    assert!(!accepts(&[f64::MAX], &[inf]), "a large number for an infinity");
+    assert!(!accepts(&[1.0], &[1.0, 1.0]), "a missing number");
 }
 
 #[test]
-fn an_undefined_composed_form_leaves_the_ceiling() {
+fn an_undefined_composed_form_leaves_only_the_ceiling() {
     let tolerance = Tolerance::value(DType::F32);
     let judge = |got: f64| compare(&[got], &[1.0], Some(&[f64::NAN]), tolerance);
     assert!(judge(1.0 + 1e-6).is_ok());

@@ -1,4 +1,4 @@
-//! Words chosen from the distributions: ranked, drawn, pruned.
+//! Decoding: ranked and sampled token ids, and pruned mixtures.
 
 mod common;
 
@@ -23,11 +23,11 @@ fn head_of(log_probs: &[f32], device: &Device) -> Result<SoftmaxHead> {
     SoftmaxHead::from_tensors(Tensor::new(log_probs, device)?.unsqueeze(1)?, None)
 }
 
-fn ones(rows: usize, device: &Device) -> Result<Tensor> {
-    Ok(Tensor::ones((rows, 1), DType::F32, device)?)
+fn ones(positions: usize, device: &Device) -> Result<Tensor> {
+    Ok(Tensor::ones((positions, 1), DType::F32, device)?)
 }
 
-/// The distribution that is left of `log_probs`, computed the plain way.
+/// The distribution of `log_probs` after temperature and truncation, in plain loops.
 fn truncated(log_probs: &[f64], temperature: f64, top_k: usize, top_p: f64, min_p: f64) -> Vec<f64> {
     let softmax = |logits: Vec<f64>| {
         let sum: f64 = logits.iter().map(|x| x.exp()).sum();
@@ -52,8 +52,8 @@ fn truncated(log_probs: &[f64], temperature: f64, top_k: usize, top_p: f64, min_
     p.into_iter().map(|p| p / sum).collect()
 }
 
-/// Pearson's statistic of draws from a distribution, words with few expected draws taken together; it must not be far above its
-/// degrees of freedom.
+/// Asserts that Pearson's chi-square statistic of the draws is not far above its degrees of freedom. Ids with few
+/// expected draws are pooled.
 fn assert_drawn_from(draws: &[u32], probabilities: &[f64]) {
     let n = draws.len() as f64;
     let mut counts = vec![0f64; probabilities.len()];
@@ -61,7 +61,7 @@ fn assert_drawn_from(draws: &[u32], probabilities: &[f64]) {
     let (mut statistic, mut freedom) = (0f64, -1f64);
     let (mut rest, mut rest_expected) = (0.0, 0.0);
     for (&count, &p) in counts.iter().zip(probabilities) {
-        assert!(p > 0.0 || count == 0.0, "drew a word without probability");
+        assert!(p > 0.0 || count == 0.0, "drew an id of probability zero");
         if n * p >= 8.0 {
             statistic += (count - n * p).powi(2) / (n * p);
             freedom += 1.0;
@@ -73,7 +73,7 @@ fn assert_drawn_from(draws: &[u32], probabilities: &[f64]) {
         statistic += (rest - rest_expected).powi(2) / rest_expected;
         freedom += 1.0;
     }
-    assert!(freedom > 0.0 || statistic < 1e-6, "{statistic} of one word");
+    assert!(freedom > 0.0 || statistic < 1e-6, "{statistic} for one id");
     assert!(statistic < freedom + 4.0 * (2.0 * freedom + 1.0).sqrt(), "chi-square {statistic} with {freedom} degrees");
 }
 
@@ -98,7 +98,7 @@ on_each_device! {
                         let gathered = log_probs.gather(&top.tokens.reshape((6, k))?, 1)?;
                         assert_eq!(numbers(&found), numbers(&gathered), "{head:?} {dtype:?}");
                         if !matches!(dtype, DType::F32 | DType::F64) {
-                            // Rounding makes equals of words that are not.
+                            // Rounding makes different log-probabilities equal.
                             continue;
                         }
                         for (t, row) in numbers(&log_probs).chunks(vocab).enumerate() {
@@ -113,36 +113,37 @@ on_each_device! {
         Ok(())
     }
 
-    fn of_equals_the_lower_id_comes_first(device: &Device) -> Result<()> {
+    fn ties_are_ranked_by_the_lower_id(device: &Device) -> Result<()> {
         let head = head_of(&[0.0; 2000], device)?;
         let top = head.top_k(&ones(2, device)?, 3)?;
         assert_eq!(ids(&top.tokens)?, [0, 1, 2, 0, 1, 2]);
         Ok(())
     }
 
-    fn a_k_that_no_vocabulary_has_is_refused(device: &Device) -> Result<()> {
+    fn a_k_outside_the_vocabulary_is_refused(device: &Device) -> Result<()> {
         let head = head_of(&[0.0; 5], device)?;
         for k in [0, 6] {
-            let error = head.top_k(&ones(1, device)?, k).expect_err("no such k").to_string();
-            assert!(error.contains("k: ") && error.contains("1 to vocab_size 5") && error.ends_with(&k.to_string()), "{error}");
+            let error = head.top_k(&ones(1, device)?, k).expect_err("k out of range").to_string();
+            assert!(error.contains("k: ") && error.contains("1 to vocab_size 5"), "{error}");
+            assert!(error.ends_with(&k.to_string()), "{error}");
         }
         Ok(())
     }
 
-    fn log_prob_of_given_words_is_what_log_probs_says(device: &Device) -> Result<()> {
+    fn log_prob_of_given_ids_equals_log_probs(device: &Device) -> Result<()> {
         for head in HEADS {
             let dtype = common::exact(device);
             let case = Case::random(head, SIZES, &[2, 3], 3);
             let tensors = case.constants(dtype, device)?;
             let layer = build(&case, &tensors)?;
-            let words = case.target_tensor(device)?;
+            let given = case.target_tensor(device)?;
             let all = layer.log_probs(&tensors["hidden"])?;
-            let expected = all.gather(&words.unsqueeze(2)?.to_dtype(DType::U32)?, 2)?.squeeze(2)?;
-            let got = layer.log_prob(&tensors["hidden"], &words)?;
+            let expected = all.gather(&given.unsqueeze(2)?.to_dtype(DType::U32)?, 2)?.squeeze(2)?;
+            let got = layer.log_prob(&tensors["hidden"], &given)?;
             for (got, expected) in numbers(&got).into_iter().zip(numbers(&expected)) {
                 assert!((got - expected).abs() < 1e-5, "{got} {expected}");
             }
-            let error = layer.log_prob(&tensors["hidden"], &words.flatten_all()?).expect_err("another shape");
+            let error = layer.log_prob(&tensors["hidden"], &given.flatten_all()?).expect_err("another shape");
             assert!(matches!(error, Error::Shape { argument: "tokens", .. }), "{error:?}");
         }
         Ok(())
@@ -164,13 +165,13 @@ on_each_device! {
     }
 
     fn frequencies_of_samples_are_the_probabilities(device: &Device) -> Result<()> {
-        // Other devices hand over the probabilities; what is drawn from them is the host's business everywhere.
-        let rows = if device.is_cpu() { 20_000 } else { 2_000 };
+        // A GPU returns the probabilities; the host draws from them on every device.
+        let positions = if device.is_cpu() { 20_000 } else { 2_000 };
         for (seed, vocab) in [(5, 30), (6, 1200)] {
             let case = Case::random(Head::MixtureOfSoftmaxes, Sizes { vocab, ..SIZES }, &[1], seed);
             let tensors = case.constants(DType::F32, device)?;
             let layer = build(&case, &tensors)?;
-            let hidden = tensors["hidden"].broadcast_as((rows, 5))?;
+            let hidden = tensors["hidden"].broadcast_as((positions, 5))?;
             let log_probs = numbers(&layer.log_probs(&tensors["hidden"])?);
             for (temperature, top_k, top_p, min_p) in [
                 (1.0, vocab, 1.0, 0.0),
@@ -194,10 +195,10 @@ on_each_device! {
             let ancestral = Sampling::new().with_ancestral(true);
             let draws = ids(&layer.sample(&hidden, &mut sampler(ancestral.clone(), 12))?)?;
             assert_drawn_from(&draws, &probabilities);
-            // The head computes the chosen contexts alone, the mixture has them all: the same draws.
+            // The head computes only the contexts of the drawn components, the mixture has all: the draws agree.
             let of_mixture = layer.mixture(&hidden, false)?.sample(&mut sampler(ancestral, 12))?;
             let differing = ids(&of_mixture)?.iter().zip(&draws).filter(|(a, b)| a != b).count();
-            assert!(differing <= rows / 1000, "{differing} draws differ by more than rounding");
+            assert!(differing <= positions / 1000, "{differing} draws differ by more than rounding");
 
             let sampling = Sampling::new().with_component_temperature(0.5);
             let draws = ids(&layer.sample(&hidden, &mut sampler(sampling, 13))?)?;
@@ -228,7 +229,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_seed_fixes_the_draws_whatever_the_threads(device: &Device) -> Result<()> {
+    fn a_seed_fixes_the_draws_for_any_number_of_threads(device: &Device) -> Result<()> {
         let case = Case::random(Head::MixtureOfSoftmaxes, Sizes { vocab: 3000, ..SIZES }, &[40], 8);
         let tensors = case.constants(DType::F32, device)?;
         let layer = build(&case, &tensors)?;
@@ -239,14 +240,14 @@ on_each_device! {
         };
         assert_eq!(draw(1, 1)?, draw(1, 3)?);
         assert_ne!(draw(1, 1)?, draw(2, 1)?);
-        // A sampler goes on: the second call draws other words.
-        let mut going_on = sampler(Sampling::new(), 1);
-        let first = ids(&layer.sample(&tensors["hidden"], &mut going_on)?)?;
-        assert_ne!(first, ids(&layer.sample(&tensors["hidden"], &mut going_on)?)?);
+        // A sampler advances: the second call draws other ids.
+        let mut advancing = sampler(Sampling::new(), 1);
+        let first = ids(&layer.sample(&tensors["hidden"], &mut advancing)?)?;
+        assert_ne!(first, ids(&layer.sample(&tensors["hidden"], &mut advancing)?)?);
         Ok(())
     }
 
-    fn a_distribution_that_is_none_is_an_error_and_never_a_word(device: &Device) -> Result<()> {
+    fn an_invalid_distribution_is_an_error_and_never_an_id(device: &Device) -> Result<()> {
         for bad in [f32::NAN, f32::INFINITY] {
             let head = head_of(&[0.0, 1.0, 2.0], device)?;
             let hidden = Tensor::new(&[[1f32], [bad], [1.0]], device)?;
@@ -279,7 +280,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn the_only_possible_word_is_drawn(device: &Device) -> Result<()> {
+    fn the_only_possible_id_is_drawn(device: &Device) -> Result<()> {
         let mut log_probs = [f32::NEG_INFINITY; 1030];
         log_probs[1027] = 3.0;
         let head = head_of(&log_probs, device)?;
@@ -295,7 +296,7 @@ on_each_device! {
             Sampling::new().with_ancestral(true),
         ] {
             let draws = ids(&head.sample(&hidden, &mut sampler(sampling.clone(), 2))?)?;
-            assert!(draws.iter().all(|&word| word == 1027), "{sampling:?}");
+            assert!(draws.iter().all(|&id| id == 1027), "{sampling:?}");
         }
         let top = head.top_k(&ones(1, device)?, 3)?;
         assert_eq!(ids(&top.tokens)?, [1027, 0, 1]);
@@ -307,11 +308,11 @@ on_each_device! {
         let log_probs: Vec<f32> = (0..2000).map(|i| -(i as f32 % 977.0) / 100.0).collect();
         let head = head_of(&log_probs, device)?;
         let draws = head.sample(&ones(20, device)?, &mut sampler(Sampling::new().with_temperature(1e-4), 3))?;
-        assert!(ids(&draws)?.iter().all(|&word| word % 977 == 0));
+        assert!(ids(&draws)?.iter().all(|&id| id % 977 == 0));
         Ok(())
     }
 
-    fn an_empty_batch_gives_nothing(device: &Device) -> Result<()> {
+    fn an_empty_batch_gives_empty_results(device: &Device) -> Result<()> {
         for head in HEADS {
             let case = Case::random(head, SIZES, &[0, 3], 9);
             let tensors = case.constants(DType::F32, device)?;
@@ -322,12 +323,13 @@ on_each_device! {
                 assert_eq!(layer.sample(hidden, &mut sampler(sampling, 1))?.dims(), [0, 3]);
             }
             let pruned = layer.mixture(hidden, false)?.prune(0.1)?;
-            assert_eq!((pruned.total_variation.dims(), pruned.mixture.log_probs()?.dims()), (&[0, 3][..], &[0, 3, 30][..]));
+            assert_eq!(pruned.total_variation.dims(), [0, 3]);
+            assert_eq!(pruned.mixture.log_probs()?.dims(), [0, 3, 30]);
         }
         Ok(())
     }
 
-    fn pruning_changes_the_distribution_by_no_more_than_it_says(device: &Device) -> Result<()> {
+    fn pruning_changes_the_distribution_by_at_most_the_reported_bound(device: &Device) -> Result<()> {
         let case = Case::random(Head::Mixture, Sizes::new(5, 3, 9, 40), &[2, 3], 10).scaled("log_priors", 3.0);
         let tensors = case.constants(DType::F32, device)?;
         let priors = candle_nn::ops::log_softmax(&tensors["log_priors"], 2)?;
@@ -357,7 +359,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn options_out_of_their_range_are_refused(_device: &Device) -> Result<()> {
+    fn options_out_of_range_are_refused(_device: &Device) -> Result<()> {
         let of = Sampling::new;
         for (sampling, argument) in [
             (of().with_temperature(-0.1), "temperature"),

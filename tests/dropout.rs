@@ -1,4 +1,5 @@
-//! Locked dropout of the contexts: one mask for each sequence, the same at all its steps; the mean is kept; none in evaluation.
+//! Locked dropout of the contexts: one mask per sequence, shared by its positions; it preserves the mean, and is off in
+//! evaluation.
 
 mod common;
 
@@ -10,11 +11,11 @@ use mos_head::{
     OutputLayer, Reduction, Result,
 };
 
-/// What the one context is before dropout, and the logit of word 0 against word 1 too.
+/// The only context before dropout, and so the logit of id 0 relative to id 1.
 const CONTEXT: f64 = 1.25;
 
-/// Heads whose context is always `CONTEXT`, one number, and whose words have logits `context` and 0, so that the loss
-/// of word 0 tells what the context was.
+/// Heads whose context is always the one number `CONTEXT`, and whose two ids have the logits `context` and 0, so that
+/// the loss of id 0 determines the context.
 fn heads(dropout: f64, device: &Device) -> Result<[Box<dyn OutputLayer>; 2]> {
     let bias = Tensor::new(&[CONTEXT as f32], device)?;
     heads_with(&bias, dropout)
@@ -39,7 +40,7 @@ fn heads_with(latent_bias: &Tensor, dropout: f64) -> Result<[Box<dyn OutputLayer
     ])
 }
 
-/// The context of every token, `[batch, seq]`, as the loss saw it.
+/// The context at every position, `[batch, seq]`, that the loss used.
 fn contexts(
     head: &dyn OutputLayer,
     (batch, seq): (usize, usize),
@@ -53,26 +54,27 @@ fn contexts(
     Ok(seen.chunks(seq).map(<[f64]>::to_vec).collect())
 }
 
-/// The context of which word 0 has this negative log-likelihood.
+/// The context for which id 0 has this negative log-likelihood.
 fn context(nll: f64) -> f64 {
     -(nll.exp() - 1.0).ln()
 }
 
 on_each_device! {
-    fn one_mask_is_shared_over_time_and_sequences_have_their_own(device: &Device) -> Result<()> {
+    fn one_mask_is_shared_over_time_but_not_between_sequences(device: &Device) -> Result<()> {
         const DROPOUT: f64 = 0.3;
         let (batch, seq) = (4000, 5);
         for head in heads(DROPOUT, device)? {
             let seen = contexts(head.as_ref(), (batch, seq), &LossOptions::new(), device)?;
             let mut dropped = 0;
             for sequence in &seen {
-                assert!(sequence.iter().all(|&c| c == sequence[0]), "{head:?}: one sequence, several masks: {sequence:?}");
+                let is_shared = sequence.iter().all(|&c| c == sequence[0]);
+                assert!(is_shared, "{head:?}: several masks in one sequence: {sequence:?}");
                 let kept = CONTEXT / (1.0 - DROPOUT);
                 dropped += usize::from(sequence[0].abs() < 1e-4);
                 let is_masked = sequence[0].abs() < 1e-4 || (sequence[0] - kept).abs() < 1e-4;
                 assert!(is_masked, "{head:?}: {} is neither 0 nor {kept}", sequence[0]);
             }
-            // Binomial, within six standard deviations; so the mean of the contexts is kept too.
+            // Binomial, within six standard deviations: the mean of the contexts is preserved too.
             let rate = dropped as f64 / batch as f64;
             let deviation = (DROPOUT * (1.0 - DROPOUT) / batch as f64).sqrt();
             assert!((rate - DROPOUT).abs() < 6.0 * deviation, "{head:?} drops {rate}");
@@ -88,9 +90,8 @@ on_each_device! {
         Ok(())
     }
 
-    fn elements_of_a_context_are_dropped_each_on_its_own(device: &Device) -> Result<()> {
-        // 2 components of width 3 with every context 1: the hidden gradient of the head tells nothing of masks, but the
-        // logits of one-hot decoder rows do.
+    fn elements_of_a_context_are_dropped_independently(device: &Device) -> Result<()> {
+        // 2 components of width 3 with every context 1: the logits of one-hot decoder rows show the masks.
         let config = MixtureConfig::new(1, 4, 2).with_context(3);
         assert_eq!(config.dropout, 0.0);
         let eye: Vec<f32> = (0..12).map(|i| if i % 4 == 0 { 1.0 } else { 0.0 }).collect();
@@ -106,19 +107,19 @@ on_each_device! {
         let (batch, hidden) = (500, Tensor::ones((500, 2, 1), DType::F32, device)?);
         let log_probs = head.mixture(&hidden, true)?.log_probs()?;
         let rows: Vec<Vec<f32>> = log_probs.narrow(1, 0, 1)?.squeeze(1)?.to_vec2()?;
-        // Words 0, 1, 2 see one element each, word 3 none: which of them are above word 3 is the mask of component 0.
+        // Ids 0, 1, 2 depend on one element each, id 3 on none: those above id 3 are the mask of component 0.
         let mask = |row: &Vec<f32>| (0..3).map(|v| u8::from(row[v] > row[3] + 1.0) << v).sum::<u8>();
         let mut counts = [0; 8];
         rows.iter().for_each(|row| counts[usize::from(mask(row))] += 1);
         let expected = batch as f64 / 8.0;
         let limit = 6.0 * (expected * 7.0 / 8.0).sqrt();
         for (mask, &count) in counts.iter().enumerate() {
-            assert!((f64::from(count) - expected).abs() < limit, "mask {mask:03b} came {count} times of {batch}");
+            assert!((f64::from(count) - expected).abs() < limit, "mask {mask:03b} drawn {count} times of {batch}");
         }
         Ok(())
     }
 
-    fn the_gradient_goes_through_the_mask_of_its_loss(device: &Device) -> Result<()> {
+    fn the_gradient_uses_the_mask_of_its_loss(device: &Device) -> Result<()> {
         let bias = Var::from_tensor(&Tensor::new(&[CONTEXT as f32], device)?)?;
         for reduction in [Reduction::Sum, Reduction::None] {
             for head in heads_with(bias.as_tensor(), 0.5)? {
@@ -147,7 +148,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn no_dropout_draws_nothing(device: &Device) -> Result<()> {
+    fn without_dropout_the_contexts_are_unchanged(device: &Device) -> Result<()> {
         for head in heads(0.0, device)? {
             let seen = contexts(head.as_ref(), (50, 2), &LossOptions::new(), device)?;
             assert!(seen.iter().flatten().all(|c| (c - CONTEXT).abs() < 1e-5), "{head:?}");

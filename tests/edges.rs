@@ -1,4 +1,4 @@
-//! The edges of what a mixture is: smallest and largest sizes, every rank and layout, numbers at every scale, infinities.
+//! Edge cases: smallest and largest sizes, every rank and layout, numbers at every scale, infinities.
 
 mod common;
 
@@ -12,7 +12,7 @@ use mos_head::{LossOptions, Mixture, OutputLayer, Reduction, Result};
 
 const SIZES: Sizes = Sizes::new(5, 3, 3, 7);
 
-/// Both dtypes that a check can be strict about; one on a device that has no other.
+/// `f32`, and `f64` if the device has it: the dtypes that are exact enough for these cases.
 fn strict(device: &Device) -> impl Iterator<Item = DType> {
     dtypes(device).iter().copied().filter(|d| d.size_in_bytes() >= 4)
 }
@@ -32,11 +32,11 @@ on_each_device! {
         ];
         for dtype in strict(device) {
             for (seed, sizes) in (30..).zip(sizes) {
-                for rows in [1, 2, 5] {
+                for positions in [1, 2, 5] {
                     for head in ENTRIES {
-                        // One word has probability one: a gradient of exactly zero.
+                        // A vocabulary of one id has gradients of exactly zero.
                         let check = Check { least_scale: 1e-2, ..Check::new(dtype) };
-                        check.run(&Case::random(head, sizes, &[rows], seed), &Objective::default(), device)?;
+                        check.run(&Case::random(head, sizes, &[positions], seed), &Objective::default(), device)?;
                     }
                 }
             }
@@ -54,7 +54,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn many_tokens_in_many_chunks_equal_the_reference(device: &Device) -> Result<()> {
+    fn many_positions_in_many_chunks_equal_the_reference(device: &Device) -> Result<()> {
         for dtype in strict(device) {
             for head in ENTRIES {
                 let case = Case::random(head, Sizes::new(5, 6, 3, 2001), &[5, 17], 41);
@@ -65,7 +65,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn any_number_of_leading_dimensions_is_taken(device: &Device) -> Result<()> {
+    fn any_number_of_leading_dimensions_is_accepted(device: &Device) -> Result<()> {
         let leads: [&[usize]; 6] = [&[], &[4], &[2, 3], &[2, 1, 3], &[1, 2, 1, 2], &[1, 1, 1, 1, 2]];
         for lead in leads {
             for head in ENTRIES {
@@ -136,18 +136,18 @@ on_each_device! {
         Ok(())
     }
 
-    fn words_of_probability_zero_equal_the_reference(device: &Device) -> Result<()> {
+    fn ids_of_probability_zero_equal_the_reference(device: &Device) -> Result<()> {
         for dtype in strict(device) {
             for head in ENTRIES {
                 for label_smoothing in [0.0, 0.1] {
                     let mut case = Case::random(head, Sizes::new(5, 6, 3, 40), &[7], 46);
                     let impossible = [0, 1, 20, 39];
-                    for word in impossible {
-                        case.values.get_mut("decoder.bias").expect("decoder.bias")[word] = f64::NEG_INFINITY;
+                    for id in impossible {
+                        case.values.get_mut("decoder.bias").expect("decoder.bias")[id] = f64::NEG_INFINITY;
                     }
                     case.targets.iter_mut().for_each(|y| *y = 2 + *y % 17);
-                    // Smoothing gives these words mass unless their class weight takes it away.
-                    let class_weight = |word| if impossible.contains(&word) { 0.0 } else { 1.0 };
+                    // Smoothing gives these ids mass unless their class weight is zero.
+                    let class_weight = |id| if impossible.contains(&id) { 0.0 } else { 1.0 };
                     let class_weights = (label_smoothing > 0.0).then(|| (0..40).map(class_weight).collect());
                     let objective = Objective { label_smoothing, class_weights, ..Objective::default() };
                     Check::new(dtype).run(&case, &objective, device)?;
@@ -157,7 +157,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn an_impossible_target_has_infinite_loss_and_spoils_no_other(device: &Device) -> Result<()> {
+    fn an_impossible_target_has_infinite_loss_and_affects_no_other(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for head in ENTRIES {
                 let mut case = Case::random(head, SIZES, &[3], 47);
@@ -172,7 +172,7 @@ on_each_device! {
                 let options = LossOptions::evaluation().with_ignore_index(2);
                 let loss = layer.loss(&targets, &options)?;
                 assert!(numbers(&loss.value)[0].is_finite(), "{head:?}");
-                // Smoothing asks for the impossible word after every other.
+                // Smoothing gives the impossible id mass at the positions that are not ignored.
                 let loss = layer.loss(&targets, &options.with_label_smoothing(0.1))?;
                 assert_eq!(numbers(&loss.value), [f64::INFINITY], "{head:?}");
                 assert!(numbers(&loss.nll).iter().all(|x| x.is_finite()), "{head:?}");
@@ -185,9 +185,9 @@ on_each_device! {
         for dtype in strict(device) {
             let mut case = Case::random(Head::Mixture, SIZES, &[6], 48);
             let log_priors = case.values.get_mut("log_priors").expect("log_priors");
-            for (t, token) in log_priors.chunks_mut(SIZES.components).enumerate() {
-                token.fill(f64::NEG_INFINITY);
-                token[t % SIZES.components] = 0.0;
+            for (t, log_priors) in log_priors.chunks_mut(SIZES.components).enumerate() {
+                log_priors.fill(f64::NEG_INFINITY);
+                log_priors[t % SIZES.components] = 0.0;
             }
             Check::new(dtype).run(&case, &Objective::default(), device)?;
             for head in [Head::MixtureOfContexts, Head::MixtureOfSoftmaxes] {
@@ -199,7 +199,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_nan_stays_with_its_token(device: &Device) -> Result<()> {
+    fn a_nan_stays_at_its_position(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for head in ENTRIES {
                 let mut case = Case::random(head, SIZES, &[4], 50);
@@ -209,13 +209,13 @@ on_each_device! {
                 case.values.get_mut(name).expect(name)[2 * width + 1] = f64::NAN;
                 let (nll, value, log_probs) = answers(&case, dtype, device)?;
                 for t in 0..4 {
-                    let words = t * SIZES.vocab..(t + 1) * SIZES.vocab;
+                    let row = t * SIZES.vocab..(t + 1) * SIZES.vocab;
                     if t == 2 {
                         assert!(nll[t].is_nan() && value[t].is_nan(), "{head:?}");
-                        assert!(log_probs[words].iter().all(|x| x.is_nan()), "{head:?}");
+                        assert!(log_probs[row].iter().all(|x| x.is_nan()), "{head:?}");
                     } else {
                         assert_eq!((nll[t], value[t]), (whole.0[t], whole.1[t]), "{head:?}");
-                        assert_eq!(log_probs[words.clone()], whole.2[words], "{head:?}");
+                        assert_eq!(log_probs[row.clone()], whole.2[row], "{head:?}");
                     }
                 }
             }
@@ -223,7 +223,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn what_stands_in_an_ignored_position_reaches_no_gradient(device: &Device) -> Result<()> {
+    fn the_inputs_of_an_ignored_position_reach_no_gradient(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for head in ENTRIES {
                 let names: &[_] = if head == Head::Mixture { &["contexts", "log_priors"] } else { &["hidden"] };
@@ -250,7 +250,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_nan_or_plus_infinity_in_the_decoder_is_not_hidden(device: &Device) -> Result<()> {
+    fn a_nan_or_plus_infinity_in_the_decoder_makes_every_result_nan(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for head in ENTRIES {
                 for spoiler in [f64::NAN, f64::INFINITY] {
@@ -333,7 +333,7 @@ on_each_device! {
             let case = Case::random(head, SIZES, &[2, 3], 55);
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let targets = case.target_tensor(device)?;
-            // An index that no u32 can be must not confuse the other targets.
+            // An ignored index outside u32 must not affect the targets.
             let options = LossOptions::evaluation().with_ignore_index(-1);
             let long = layer.loss(&targets, &options)?;
             let short = layer.loss(&targets.to_dtype(DType::U32)?, &options)?;
@@ -363,7 +363,7 @@ fn answers(case: &Case, dtype: DType, device: &Device) -> Result<(Vec<f64>, Vec<
     Ok((numbers(&loss.nll), numbers(&loss.value), numbers(&layer.log_probs()?)))
 }
 
-/// The losses of the tokens, and the gradient of the hidden states.
+/// The negative log-likelihoods, and the gradient of the hidden states.
 fn ask(layer: &dyn OutputLayer, hidden: &Var, targets: &Tensor) -> Result<(Vec<f64>, Tensor)> {
     ask_view(layer, hidden, hidden, targets)
 }

@@ -1,4 +1,4 @@
-//! Bad input gives a typed error that names the argument, what was expected and what came.
+//! Invalid input gives a typed error that names the argument, what was expected and what was passed.
 
 mod common;
 
@@ -13,36 +13,36 @@ use mos_head::{
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 2, 7);
-const ROWS: usize = 4;
+const POSITIONS: usize = 4;
 
 fn case(head: Head) -> Case {
-    Case::random(head, SIZES, &[ROWS], 80)
+    Case::random(head, SIZES, &[POSITIONS], 80)
 }
 
-/// The words that an error must be told in.
-fn assert_says(error: &Error, words: &[&str]) {
+/// Asserts that the message of `error` contains all `parts`.
+fn assert_message(error: &Error, parts: &[&str]) {
     let message = error.to_string();
-    for word in words {
-        assert!(message.contains(word), "{message:?} does not say {word:?}");
+    for part in parts {
+        assert!(message.contains(part), "{message:?} does not contain {part:?}");
     }
 }
 
-fn assert_shape<T: std::fmt::Debug>(result: Result<T>, name: &str, words: &[&str]) {
+fn assert_shape<T: std::fmt::Debug>(result: Result<T>, name: &str, parts: &[&str]) {
     let error = result.expect_err(name);
     assert!(matches!(error, Error::Shape { argument, .. } if argument == name), "{name}: {error:?}");
-    assert_says(&error, &[&[name], words].concat());
+    assert_message(&error, &[&[name], parts].concat());
 }
 
-fn assert_dtype<T: std::fmt::Debug>(result: Result<T>, name: &str, words: &[&str]) {
+fn assert_dtype<T: std::fmt::Debug>(result: Result<T>, name: &str, parts: &[&str]) {
     let error = result.expect_err(name);
     assert!(matches!(error, Error::DType { argument, .. } if argument == name), "{name}: {error:?}");
-    assert_says(&error, &[&[name], words].concat());
+    assert_message(&error, &[&[name], parts].concat());
 }
 
-fn assert_config<T: std::fmt::Debug>(result: Result<T>, name: &str, words: &[&str]) {
+fn assert_config<T: std::fmt::Debug>(result: Result<T>, name: &str, parts: &[&str]) {
     let error = result.expect_err(name);
     assert!(matches!(error, Error::Config { argument, .. } if argument == name), "{name}: {error:?}");
-    assert_says(&error, &[&[name], words].concat());
+    assert_message(&error, &[&[name], parts].concat());
 }
 
 /// The loss of every entry, with these targets and options.
@@ -56,14 +56,14 @@ fn losses(device: &Device, targets: &Tensor, options: &LossOptions) -> Result<Ve
 }
 
 fn targets(device: &Device) -> Result<Tensor> {
-    Ok(Tensor::zeros(ROWS, DType::U32, device)?)
+    Ok(Tensor::zeros(POSITIONS, DType::U32, device)?)
 }
 
 fn zeros(shape: &[usize]) -> Tensor {
     Tensor::zeros(shape, DType::F32, &Device::Cpu).expect("zeros")
 }
 
-/// Fitting parameters: K = 2, d = 3, hidden 5, vocab 7.
+/// Parameters that fit each other: K = 2, d = 3, hidden 5, vocab 7.
 fn parameters() -> MixtureTensors {
     MixtureTensors {
         prior_weight: zeros(&[2, 5]),
@@ -75,7 +75,7 @@ fn parameters() -> MixtureTensors {
     }
 }
 
-/// What both mixtures say of these parameters.
+/// Both mixtures from changed parameters, or their errors.
 fn both(change: impl Fn(&mut MixtureTensors)) -> [Result<Box<dyn OutputLayer>>; 2] {
     let changed = || {
         let mut tensors = parameters();
@@ -91,12 +91,12 @@ on_each_device! {
     fn hidden_states_of_another_size_are_refused(device: &Device) -> Result<()> {
         for head in HEADS {
             let layer = build(&case(head), &case(head).constants(DType::F32, device)?)?;
-            let wrong = Tensor::zeros((ROWS, SIZES.hidden + 1), DType::F32, device)?;
-            let words = ["5", "[4, 6]"];
-            assert_shape(layer.loss(&wrong, &targets(device)?, &LossOptions::new()), "hidden", &words);
-            assert_shape(layer.log_probs(&wrong), "hidden", &words);
-            assert_shape(layer.argmax(&wrong), "hidden", &words);
-            assert_shape(layer.plan(&wrong, &LossOptions::new()), "hidden", &words);
+            let wrong = Tensor::zeros((POSITIONS, SIZES.hidden + 1), DType::F32, device)?;
+            let parts = ["5", "[4, 6]"];
+            assert_shape(layer.loss(&wrong, &targets(device)?, &LossOptions::new()), "hidden", &parts);
+            assert_shape(layer.log_probs(&wrong), "hidden", &parts);
+            assert_shape(layer.argmax(&wrong), "hidden", &parts);
+            assert_shape(layer.plan(&wrong, &LossOptions::new()), "hidden", &parts);
             assert_shape(layer.log_probs(&Tensor::new(0_f32, device)?), "hidden", &["5", "[]"]);
         }
         Ok(())
@@ -105,17 +105,17 @@ on_each_device! {
     fn hidden_states_of_another_dtype_are_refused(device: &Device) -> Result<()> {
         for head in HEADS {
             let layer = build(&case(head), &case(head).constants(DType::F32, device)?)?;
-            for (dtype, word) in [(DType::F16, "F16"), (DType::BF16, "BF16"), (DType::U32, "U32")] {
-                let wrong = Tensor::zeros((ROWS, SIZES.hidden), dtype, device)?;
-                assert_dtype(layer.loss(&wrong, &targets(device)?, &LossOptions::new()), "hidden", &["F32", word]);
-                assert_dtype(layer.log_probs(&wrong), "hidden", &["F32", word]);
+            for (dtype, name) in [(DType::F16, "F16"), (DType::BF16, "BF16"), (DType::U32, "U32")] {
+                let wrong = Tensor::zeros((POSITIONS, SIZES.hidden), dtype, device)?;
+                assert_dtype(layer.loss(&wrong, &targets(device)?, &LossOptions::new()), "hidden", &["F32", name]);
+                assert_dtype(layer.log_probs(&wrong), "hidden", &["F32", name]);
             }
         }
         Ok(())
     }
 
     fn targets_of_another_shape_are_refused(device: &Device) -> Result<()> {
-        for shape in [&[ROWS + 1][..], &[], &[ROWS, 1], &[2, 2]] {
+        for shape in [&[POSITIONS + 1][..], &[], &[POSITIONS, 1], &[2, 2]] {
             let wrong = Tensor::zeros(shape, DType::U32, device)?;
             for (_, loss) in losses(device, &wrong, &LossOptions::new())? {
                 assert_shape(loss, "targets", &["[4]", &format!("{shape:?}")]);
@@ -124,8 +124,8 @@ on_each_device! {
         Ok(())
     }
 
-    fn targets_that_are_no_integers_are_refused(device: &Device) -> Result<()> {
-        for (_, loss) in losses(device, &Tensor::zeros(ROWS, DType::F32, device)?, &LossOptions::new())? {
+    fn targets_of_a_float_dtype_are_refused(device: &Device) -> Result<()> {
+        for (_, loss) in losses(device, &Tensor::zeros(POSITIONS, DType::F32, device)?, &LossOptions::new())? {
             assert_dtype(loss, "targets", &["u32", "i64", "F32"]);
         }
         Ok(())
@@ -134,20 +134,20 @@ on_each_device! {
     fn targets_outside_the_vocabulary_are_refused(device: &Device) -> Result<()> {
         for reduction in [Reduction::Mean, Reduction::None] {
             for base in [LossOptions::new(), LossOptions::evaluation()] {
-                for (bad, word) in [(7, "7"), (i64::MAX, "9223372036854775807"), (-1, "-1"), (-100, "-100")] {
+                for (bad, shown) in [(7, "7"), (i64::MAX, "9223372036854775807"), (-1, "-1"), (-100, "-100")] {
                     let targets = Tensor::new(&[0, 6, bad, 8], device)?;
-                    // Another ignored index does not help.
+                    // An ignored index changes nothing for other targets.
                     let options = base.clone().with_reduction(reduction).with_ignore_index(-2);
                     for (head, loss) in losses(device, &targets, &options)? {
                         if device.is_cuda() {
-                            // To refuse it would mean to wait for the device.
+                            // An error here would need a synchronization.
                             let nll = loss.as_ref().expect("a loss").nll.to_vec1::<f32>()?;
                             assert!(nll[2].is_nan() && !nll[0].is_nan() && !nll[1].is_nan(), "{head:?}: {nll:?}");
                         }
                         let error = loss.and_then(|loss| loss.sum_and_count()).expect_err("a target outside");
                         let is_right = matches!(error, Error::Target { position: 2, got, vocab: 7, .. } if got == bad);
                         assert!(is_right, "{head:?}: {error:?}");
-                        assert_says(&error, &["target", word, "vocab_size 7", "2"]);
+                        assert_message(&error, &["target", shown, "vocab_size 7", "2"]);
                     }
                 }
             }
@@ -155,18 +155,18 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_large_unsigned_target_is_named_as_it_is(device: &Device) -> Result<()> {
+    fn the_message_names_a_large_unsigned_target_unchanged(device: &Device) -> Result<()> {
         let targets = Tensor::new(&[0, 1, 2, u32::MAX], device)?;
         for (_, loss) in losses(device, &targets, &LossOptions::new().with_ignore_index(-1))? {
             let error = loss.and_then(|loss| loss.sum_and_count()).expect_err("a target outside");
-            assert_says(&error, &["4294967295"]);
+            assert_message(&error, &["4294967295"]);
         }
         Ok(())
     }
 
     fn weights_of_another_length_are_refused(device: &Device) -> Result<()> {
         let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, device);
-        for shape in [&[ROWS - 1][..], &[ROWS, 1], &[]] {
+        for shape in [&[POSITIONS - 1][..], &[POSITIONS, 1], &[]] {
             let options = LossOptions::new().with_position_weights(ones(shape)?);
             for (_, loss) in losses(device, &targets(device)?, &options)? {
                 assert_shape(loss, "position_weights", &["[4]", &format!("{shape:?}")]);
@@ -181,12 +181,14 @@ on_each_device! {
         Ok(())
     }
 
-    fn weights_that_are_no_floats_are_refused(device: &Device) -> Result<()> {
+    fn weights_of_an_integer_dtype_are_refused(device: &Device) -> Result<()> {
         let ones = |length| Tensor::ones(length, DType::U32, device);
-        for (_, loss) in losses(device, &targets(device)?, &LossOptions::new().with_position_weights(ones(ROWS)?))? {
+        let options = LossOptions::new().with_position_weights(ones(POSITIONS)?);
+        for (_, loss) in losses(device, &targets(device)?, &options)? {
             assert_dtype(loss, "position_weights", &["f32", "U32"]);
         }
-        for (_, loss) in losses(device, &targets(device)?, &LossOptions::new().with_class_weights(ones(SIZES.vocab)?))? {
+        let options = LossOptions::new().with_class_weights(ones(SIZES.vocab)?);
+        for (_, loss) in losses(device, &targets(device)?, &options)? {
             assert_dtype(loss, "class_weights", &["f32", "U32"]);
         }
         Ok(())
@@ -212,7 +214,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_filter_beside_a_z_loss_is_refused(device: &Device) -> Result<()> {
+    fn a_filter_with_a_z_loss_is_refused(device: &Device) -> Result<()> {
         let options = LossOptions::new().with_z_loss(1e-4).with_responsibility_filter(0.01);
         for (_, loss) in losses(device, &targets(device)?, &options)? {
             assert_config(loss, "responsibility_filter", &["z_loss", "got 0.01"]);
@@ -220,32 +222,32 @@ on_each_device! {
         Ok(())
     }
 
-    fn the_least_workspace_is_named_and_is_enough(device: &Device) -> Result<()> {
+    fn the_error_names_the_least_workspace_and_it_is_enough(device: &Device) -> Result<()> {
         for base in [LossOptions::new(), LossOptions::evaluation()] {
             for (head, loss) in losses(device, &targets(device)?, &base.clone().with_workspace_bytes(5))? {
                 let error = loss.expect_err("five bytes are not enough");
                 let Error::Workspace { least, got: 5, .. } = error else { panic!("{head:?}: {error:?}") };
-                assert_says(&error, &["workspace_bytes", &least.to_string(), "5"]);
+                assert_message(&error, &["workspace_bytes", &least.to_string(), "5"]);
                 let case = case(head);
                 let tensors = case.variables(DType::F32, device)?;
                 let ask = |bytes| {
                     Layer::new(&case, &tensors)?.loss(&targets(device)?, &base.clone().with_workspace_bytes(bytes))
                 };
                 assert!(ask(least).is_ok(), "{head:?}: {least} bytes are enough");
-                let short = ask(least - 1).expect_err("a byte less is not");
+                let short = ask(least - 1).expect_err("one byte less is not enough");
                 assert!(matches!(short, Error::Workspace { least: l, got, .. } if l == least && got == least - 1));
             }
         }
         Ok(())
     }
 
-    fn a_refused_call_leaves_the_head_as_it_was(device: &Device) -> Result<()> {
+    fn a_refused_call_does_not_change_the_head(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let case = case(head);
             let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
             let (good, bad) = (case.target_tensor(device)?, Tensor::new(&[0, 1, 2, 99_i64], device)?);
             let before = numbers(&layer.loss(&good, &LossOptions::new())?.value);
-            // A GPU does not look at the targets before it is asked.
+            // A GPU may check the targets only when a result is read back.
             let refusal = layer.loss(&bad, &LossOptions::new()).and_then(|loss| loss.sum_and_count());
             assert!(matches!(refusal, Err(Error::Target { position: 3, got: 99, vocab: 7 })), "{refusal:?}");
             assert_eq!(numbers(&layer.loss(&good, &LossOptions::new())?.value), before);
@@ -313,10 +315,10 @@ fn parameters_that_do_not_fit_each_other_are_refused() {
         ("decoder.weight", |t| t.decoder_weight = zeros(&[7]), &["[7]"]),
         ("decoder.bias", |t| t.decoder_bias = Some(zeros(&[3])), &["[7]", "[3]"]),
     ];
-    for (name, change, words) in cases {
-        both(change).into_iter().for_each(|head| assert_shape(head, name, words));
+    for (name, change, parts) in cases {
+        both(change).into_iter().for_each(|head| assert_shape(head, name, parts));
     }
-    assert!(both(|_| ()).iter().all(Result::is_ok), "they do fit unchanged");
+    assert!(both(|_| ()).iter().all(Result::is_ok), "they fit each other unchanged");
     assert_shape(SoftmaxHead::from_tensors(zeros(&[7]), None), "decoder.weight", &["[7]"]);
     assert_shape(SoftmaxHead::from_tensors(zeros(&[7, 5]), Some(zeros(&[5]))), "decoder.bias", &["[7]", "[5]"]);
 }
@@ -339,19 +341,19 @@ fn parameters_of_different_dtypes_are_refused() {
                 Ok(head) => head.log_probs(&hidden).expect_err("mixed dtypes"),
             };
             assert!(matches!(error, Error::DType { .. }), "parameter {i}: {error:?}");
-            assert_says(&error, &["F64", "F32"]);
+            assert_message(&error, &["F64", "F32"]);
         }
     }
 }
 
 #[test]
-fn an_embedding_of_another_shape_is_no_decoder() {
+fn an_embedding_of_another_shape_is_refused() {
     let variables = VarMap::new();
     let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
     let embedding = Embedding::new(zeros(&[7, 4]), 4);
-    let words = ["[7, 4]"];
+    let got = ["[7, 4]"];
     let mixture = MixtureConfig::new(5, 7, 2).with_context(3);
-    let [softmax, mixed] = [["[7, 5]"], ["[7, 3]"]].map(|expected| [expected, words].concat());
+    let [softmax, mixed] = [["[7, 5]"], ["[7, 3]"]].map(|expected| [expected, got].concat());
     assert_shape(SoftmaxHead::tied(&SoftmaxConfig::new(5, 7), &embedding, vb()), "embedding", &softmax);
     assert_shape(MixtureOfContexts::tied(&mixture, &embedding, vb()), "embedding", &mixed);
     assert_shape(MixtureOfSoftmaxes::tied(&mixture, &embedding, vb()), "embedding", &mixed);

@@ -1,5 +1,5 @@
 //! Values from PyTorch in `f64`, made by `golden/golden.py`: losses (those of a softmax from `cross_entropy` itself),
-//! log-probabilities and every gradient; and the released code's formula, which adds 1e-8 to each probability.
+//! log-probabilities and every gradient; and the formula of the released code, which adds 1e-8 to each probability.
 
 mod common;
 
@@ -46,7 +46,7 @@ fn case(golden: &Value, key: &str, head: Head) -> Case {
     }
 }
 
-/// PyTorch's options in the tests' words.
+/// The objective for PyTorch's options.
 fn objective(golden: &Value, options: &Value) -> Objective {
     let number = |name: &str| options.get(name).and_then(Value::as_f64);
     let weights = |name: &str| options.get(name).map(|_| floats(&golden[name]));
@@ -65,7 +65,7 @@ fn objective(golden: &Value, options: &Value) -> Objective {
     }
 }
 
-/// The dtypes in which the golden operands are still the same numbers, or nearly.
+/// The dtypes that store the golden operands exactly or nearly so.
 fn strict(device: &Device) -> impl Iterator<Item = DType> {
     dtypes(device).iter().copied().filter(|d| d.size_in_bytes() >= 4)
 }
@@ -128,7 +128,7 @@ on_each_device! {
         HEADS.into_iter().try_for_each(|(key, head)| assert_log_probs(&golden, key, head, device))
     }
 
-    fn the_released_formula_is_ours_plus_its_epsilon(device: &Device) -> Result<()> {
+    fn the_released_formula_equals_the_exact_one_plus_its_epsilon(device: &Device) -> Result<()> {
         let golden = golden();
         let case = case(&golden, "released", Head::MixtureOfSoftmaxes);
         let (stored, epsilon) = (&golden["heads"]["released"], golden["epsilon"].as_f64().expect("epsilon"));
@@ -142,14 +142,14 @@ on_each_device! {
 
             let targets = case.target_tensor(device)?;
             let nll = numbers(&layer.loss(&targets, &LossOptions::evaluation())?.nll);
-            let rows = nll.len() as f64;
-            let mean = nll.iter().map(|nll| -with_epsilon(-nll)).sum::<f64>() / rows;
+            let positions = nll.len() as f64;
+            let mean = nll.iter().map(|nll| -with_epsilon(-nll)).sum::<f64>() / positions;
             assert_close("value", &[mean], &floats(&stored["value"]), None, value);
 
-            // d(-log(p + e)) = p / (p + e) d(-log p): a weight for each token.
-            let weight = |nll: &f64| (-nll).exp() / ((-nll).exp() + epsilon) / rows;
+            // d(-log(p + e)) = p / (p + e) d(-log p): a weight for each position.
+            let weight = |nll: &f64| (-nll).exp() / ((-nll).exp() + epsilon) / positions;
             let weights: Vec<f64> = nll.iter().map(weight).collect();
-            assert!(weights.iter().any(|w| w * rows < 0.9), "the epsilon is felt somewhere: {weights:?}");
+            assert!(weights.iter().any(|w| w * positions < 0.9), "the epsilon matters somewhere: {weights:?}");
             let weights = Tensor::from_vec(weights, nll.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
             let options = LossOptions::new().with_reduction(Reduction::Sum).with_position_weights(weights);
             let found = gradients(&layer.loss(&targets, &options)?.backward()?, &tensors);
@@ -163,7 +163,7 @@ on_each_device! {
 }
 
 #[test]
-fn the_golden_file_says_what_made_it() {
+fn the_golden_file_names_its_torch_version_and_seed() {
     let golden = golden();
     assert!(golden["torch"].as_str().is_some_and(|version| version.starts_with("2.")));
     assert!(golden["seed"].is_u64());

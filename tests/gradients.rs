@@ -1,5 +1,5 @@
-//! Every parameter of every head gets its gradient, and it is the right one: against the `f64` reference, against central
-//! differences of the library's own loss, and under whatever comes from upstream.
+//! Every parameter of every head gets the right gradient: against the `f64` reference, against central differences of
+//! the library's own loss, and for any upstream gradient.
 
 mod common;
 
@@ -120,9 +120,9 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_loss_scale_saves_small_gradients_from_half_precision(device: &Device) -> Result<()> {
-        // Gradients of 2^-20 are hardly numbers in f16. Scaled by 2^20, as in mixed-precision training, they are ordinary
-        // ones, if the scale comes before the rounding.
+    fn a_loss_scale_preserves_small_gradients_in_half_precision(device: &Device) -> Result<()> {
+        // Gradients of 2^-20 are subnormal in f16. Scaled by 2^20, as in mixed-precision training, they are normal
+        // numbers if the scale is applied before the rounding.
         const SCALE: f64 = (1 << 20) as f64;
         let dtype = DType::F16;
         for head in ENTRIES {
@@ -178,7 +178,7 @@ on_each_device! {
                 let mut tensors = case.variables(DType::F32, device)?;
                 let options = LossOptions::new().with_reduction(reduction);
                 let decoder = tensors["decoder.weight"].clone();
-                // The decoder is a variable; computed from one; and a variable that has another use.
+                // The decoder is a variable; computed from one; a variable that is used elsewhere too.
                 for (name, use_of_decoder) in [("leaf", 0), ("computed", 1), ("tied", 2)] {
                     if use_of_decoder == 1 {
                         tensors.insert("decoder.weight", (&decoder * 2.0)?);
@@ -209,7 +209,7 @@ on_each_device! {
     }
 
     fn a_backward_pass_within_another_keeps_its_gradients(device: &Device) -> Result<()> {
-        // As where both are jobs of rayon, and the thread that waits in one takes up the other.
+        // As when both are rayon jobs, and the thread that waits in one steals the other.
         struct Within(Mutex<Option<Tensor>>, Arc<Mutex<Option<GradStore>>>);
         impl CustomOp1 for Within {
             fn name(&self) -> &'static str {
@@ -266,10 +266,10 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_pruned_mixture_gives_the_gradients_of_what_is_left(device: &Device) -> Result<()> {
+    fn a_pruned_mixture_gives_the_gradients_of_the_kept_components(device: &Device) -> Result<()> {
         let dtype = exact(device);
         let mut case = Case::random(Head::Mixture, SIZES, &[4], 26);
-        // The last of the components is the one to go.
+        // The last component is pruned.
         for priors in case.values.get_mut("log_priors").expect("log_priors").chunks_mut(3) {
             priors.copy_from_slice(&[0.5_f64.ln(), 0.48_f64.ln(), 0.02_f64.ln()]);
         }
@@ -305,10 +305,13 @@ on_each_device! {
                 let all = found(&case, &free, &objective, &upstream)?;
                 let fixed = case.constants(dtype, device)?;
                 let names: Vec<&str> = case.values.keys().copied().collect();
-                // Every set of frozen operands but the full one.
+                // Every non-empty set of frozen operands except all of them.
                 for frozen in 1..(1_usize << names.len()) - 1 {
                     let is_frozen = |name: &str| frozen >> names.iter().position(|n| *n == name).expect(name) & 1 == 1;
-                    let choose = |name: &'static str| (name, if is_frozen(name) { &fixed } else { &free }[name].clone());
+                    let choose = |name: &'static str| {
+                        let from = if is_frozen(name) { &fixed } else { &free };
+                        (name, from[name].clone())
+                    };
                     let tensors: Tensors = free.keys().map(|name| choose(name)).collect();
                     let some = found(&case, &tensors, &objective, &upstream)?;
                     for (&name, expected) in &all {
@@ -325,7 +328,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn what_lies_before_the_head_gets_its_gradient(device: &Device) -> Result<()> {
+    fn layers_before_the_head_get_their_gradients(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for head in HEADS {
             let case = Case::random(head, SIZES, &[6], 19);

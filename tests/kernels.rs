@@ -1,5 +1,5 @@
-//! Each instruction set that the kernels are written for gives the same results: the environment variable that chooses one
-//! is read once in a process, so every one has a process of its own.
+//! Every instruction set that the kernels support gives the same results. The environment variable that selects one is
+//! read once per process, so each is tested in its own process.
 
 mod common;
 
@@ -11,7 +11,7 @@ use common::check::{build, Check};
 use common::objective::Objective;
 use mos_head::{LossOptions, MixtureLayer, Result};
 
-/// Run by itself, this is one more check of the best instruction set.
+/// On its own, this checks the best instruction set.
 #[test]
 fn this_process_equals_the_reference() -> Result<()> {
     for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
@@ -50,14 +50,15 @@ fn every_instruction_set_equals_the_reference() {
             .env("MOS_HEAD_SIMD", name)
             .output()
             .expect("a process");
-        let told = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).join("\n");
-        // What this machine lacks is an error that names what it has.
-        let is_lacking = told.contains("MOS_HEAD_SIMD")
-            && told.contains("scalar on this machine")
-            && told.contains(&format!("{name:?}"));
-        let is_right = output.status.success() && told.contains(&format!("kernels: {name}"));
-        assert!(is_lacking || is_right, "{name}: {told}");
-        assert!(name != "scalar" || is_right, "{told}");
-        assert!(name != "nonsense" || is_lacking, "{told}");
+        let printed =
+            [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).join("\n");
+        // An instruction set that this machine lacks is an error that names those it has.
+        let is_lacking = printed.contains("MOS_HEAD_SIMD")
+            && printed.contains("scalar on this machine")
+            && printed.contains(&format!("{name:?}"));
+        let is_right = output.status.success() && printed.contains(&format!("kernels: {name}"));
+        assert!(is_lacking || is_right, "{name}: {printed}");
+        assert!(name != "scalar" || is_right, "{printed}");
+        assert!(name != "nonsense" || is_lacking, "{printed}");
     }
 }

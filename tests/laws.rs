@@ -1,4 +1,4 @@
-//! Laws that hold for every mixture, whatever its numbers: on random problems of random, mostly odd, sizes.
+//! Properties of every mixture, on random problems of random, mostly irregular sizes.
 
 mod common;
 
@@ -19,7 +19,7 @@ struct Answer {
     gradients: std::collections::BTreeMap<&'static str, Vec<f64>>,
 }
 
-/// Every option that does not change the shape of anything, so that all code paths are taken.
+/// The options that change no shape, so that all code paths are taken.
 fn options(case: &Case, device: &Device) -> Result<LossOptions> {
     let objective = Objective {
         class_weights: Some(weights(case.sizes.vocab, 1)),
@@ -62,7 +62,7 @@ proptest! {
     #[test]
     fn random_problems_equal_the_reference(problem in problems()) {
         for device in devices() {
-            // In half precision some of these sums cancel to nothing but rounding.
+            // In half precision some of these sums cancel down to rounding errors.
             for &dtype in dtypes(&device).iter().filter(|d| d.size_in_bytes() >= 4) {
                 for head in ENTRIES {
                     let check = Check { least_scale: LEAST_SCALE, ..Check::new(dtype) };
@@ -80,7 +80,7 @@ proptest! {
                 let case = problem.case(head);
                 let log_probs = Layer::new(&case, &case.constants(dtype, &device)?)?.log_probs()?;
                 let sums = numbers(&log_probs.exp()?.sum(1)?);
-                assert_close("sums", &sums, &vec![1.0; problem.rows], None, Tolerance::value(dtype));
+                assert_close("sums", &sums, &vec![1.0; problem.positions], None, Tolerance::value(dtype));
             }
         }
     }
@@ -106,11 +106,11 @@ proptest! {
             for head in ENTRIES {
                 let case = problem.case(head);
                 let layer = Layer::new(&case, &case.constants(DType::F32, &device)?)?;
-                let words: Vec<u32> = layer.argmax()?.to_vec1()?;
+                let ids: Vec<u32> = layer.argmax()?.to_vec1()?;
                 let rows: Vec<Vec<f32>> = layer.log_probs()?.to_vec2()?;
-                for (word, row) in words.into_iter().zip(rows) {
+                for (id, row) in ids.into_iter().zip(rows) {
                     let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                    prop_assert_eq!(row[word as usize], largest);
+                    prop_assert_eq!(row[id as usize], largest);
                 }
             }
         }
@@ -121,7 +121,7 @@ proptest! {
         for device in devices() {
             let dtype = exact(&device);
             let sizes = Sizes { components: 1, ..problem.sizes };
-            let case = Case::random(Head::MixtureOfSoftmaxes, sizes, &[problem.rows], problem.seed);
+            let case = Case::random(Head::MixtureOfSoftmaxes, sizes, &[problem.positions], problem.seed);
             assert_equals_softmax(&case, dtype, &device)?;
         }
     }
@@ -140,9 +140,9 @@ proptest! {
             let mut case = problem.case(Head::Mixture);
             let Sizes { context, components, .. } = case.sizes;
             let contexts = case.values.get_mut("contexts").expect("contexts");
-            for token in contexts.chunks_mut(components * context) {
+            for contexts in contexts.chunks_mut(components * context) {
                 for k in 1..components {
-                    token.copy_within(..context, k * context);
+                    contexts.copy_within(..context, k * context);
                 }
             }
             let tensors = case.constants(dtype, &device)?;
@@ -244,14 +244,14 @@ proptest! {
     fn a_split_batch_adds_up(problem in problems(), cut in 0.0..1.0_f64) {
         for device in devices() {
             let dtype = exact(&device);
-            let first = (cut * problem.rows as f64) as usize;
+            let first = (cut * problem.positions as f64) as usize;
             for head in ENTRIES {
                 let case = problem.case(head);
                 let options = options(&case, &device)?.with_reduction(Reduction::Sum);
                 let whole = ask(&case, &case.variables(dtype, &device)?, &options)?;
                 let mut parts = vec![];
-                for rows in [0..first, first..problem.rows] {
-                    let part = part(&case, rows);
+                for positions in [0..first, first..problem.positions] {
+                    let part = part(&case, positions);
                     parts.push(ask(&part, &part.variables(dtype, &device)?, &options)?);
                 }
                 assert_adds_up(&parts, &whole, dtype);
@@ -260,7 +260,7 @@ proptest! {
     }
 }
 
-/// Log-probabilities and loss of a head with one softmax are those of a softmax over the context that it computes.
+/// Asserts that a head with one softmax has the log-probabilities and loss of a softmax over the context it computes.
 fn assert_equals_softmax(case: &Case, dtype: DType, device: &Device) -> Result<()> {
     let tensors = case.constants(dtype, device)?;
     let layer = Layer::new(case, &tensors)?;
@@ -279,27 +279,27 @@ fn assert_equals_softmax(case: &Case, dtype: DType, device: &Device) -> Result<(
 /// Reverses the order of the components, `[.., components, width]`, of one operand.
 fn reverse_blocks(case: &mut Case, name: &str, components: usize, width: usize) {
     let values = case.values.get_mut(name).expect(name);
-    for token in values.chunks_mut(components * width) {
-        let reversed: Vec<f64> = token.rchunks(width).flatten().copied().collect();
-        token.copy_from_slice(&reversed);
+    for block in values.chunks_mut(components * width) {
+        let reversed: Vec<f64> = block.rchunks(width).flatten().copied().collect();
+        block.copy_from_slice(&reversed);
     }
 }
 
-/// Some tokens of a case.
-fn part(case: &Case, rows: std::ops::Range<usize>) -> Case {
+/// A range of positions of a case.
+fn part(case: &Case, positions: std::ops::Range<usize>) -> Case {
     let mut part = case.clone();
-    part.targets = case.targets[rows.clone()].to_vec();
-    part.lead = vec![rows.len()];
+    part.targets = case.targets[positions.clone()].to_vec();
+    part.lead = vec![positions.len()];
     for name in ["hidden", "contexts", "log_priors"] {
         if let Some(values) = part.values.get_mut(name) {
-            let width = values.len() / case.rows();
-            *values = values[rows.start * width..rows.end * width].to_vec();
+            let width = values.len() / case.positions();
+            *values = values[positions.start * width..positions.end * width].to_vec();
         }
     }
     part
 }
 
-/// Sums, counts and gradients of parameters add up; what belongs to tokens stands one after the other.
+/// Asserts that sums, counts and gradients of parameters add up, and that results per position are concatenated.
 fn assert_adds_up(parts: &[Answer], whole: &Answer, dtype: DType) {
     let sum = |of: &dyn Fn(&Answer) -> Vec<f64>| {
         let mut parts = parts.iter().map(of);
@@ -320,8 +320,8 @@ fn assert_adds_up(parts: &[Answer], whole: &Answer, dtype: DType) {
     assert_close("nll", &got, &numbers(&whole.loss.nll), None, value);
     for (&name, expected) in &whole.gradients {
         let of = |answer: &Answer| answer.gradients[name].clone();
-        let is_token = ["hidden", "contexts", "log_priors"].contains(&name);
-        let got = if is_token { chain(&of) } else { sum(&of) };
+        let is_per_position = ["hidden", "contexts", "log_priors"].contains(&name);
+        let got = if is_per_position { chain(&of) } else { sum(&of) };
         let tolerance = Tolerance::gradient(dtype).least_scale(LEAST_SCALE);
         assert_close(name, &got, expected, None, tolerance);
     }

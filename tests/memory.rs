@@ -1,5 +1,5 @@
-//! The workspace stays within its budget however many tokens and components there are: no `[rows, K, vocab]` is ever held
-//! by a loss with its gradients, an evaluation, or decoding.
+//! The workspace stays within its budget for any number of positions and components: a loss with its gradients, an
+//! evaluation and decoding never hold all logits, `[positions, K, vocab]`.
 
 mod common;
 
@@ -11,13 +11,13 @@ use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
 use mos_head::{LossOptions, Result, Sampler, Sampling};
 
-/// The system's allocator, which knows how many bytes are in use and were at most.
+/// The system's allocator, which counts the bytes in use and their peak.
 struct Counting;
 
 static USED: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every request goes to the system's allocator as it is.
+// SAFETY: every request is passed to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let used = USED.fetch_add(layout.size(), Relaxed) + layout.size();
@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What `work` gives, and the most bytes that it had in use at once.
+/// The result of `work`, and the peak of the bytes that it had in use.
 fn peak_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = USED.load(Relaxed);
     PEAK.store(before, Relaxed);
@@ -47,19 +47,19 @@ fn peak_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
 const WIDTH: usize = 16;
 const VOCAB: usize = 4000;
 
-// One test alone in this file, because the allocator counts for all threads.
+// The only test in this file, because the allocator counts all threads.
 #[test]
-fn the_workspace_is_within_its_budget_however_many_tokens_and_components_there_are() -> Result<()> {
+fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components() -> Result<()> {
     let all = [LossOptions::new(), LossOptions::new().with_label_smoothing(0.1), LossOptions::evaluation()];
-    for (tokens, components) in [(64, 1), (512, 1), (64, 4), (512, 4), (2048, 4), (512, 16)] {
-        let case = Case::random(Head::Mixture, Sizes::new(WIDTH, WIDTH, components, VOCAB), &[tokens], 95);
+    for (positions, components) in [(64, 1), (512, 1), (64, 4), (512, 4), (2048, 4), (512, 16)] {
+        let case = Case::random(Head::Mixture, Sizes::new(WIDTH, WIDTH, components, VOCAB), &[positions], 95);
         let tensors = case.variables(DType::F32, &Device::Cpu)?;
         let layer = Layer::new(&case, &tensors)?;
         let targets = case.target_tensor(&Device::Cpu)?;
-        // The gradients, each twice where candle adds it to zeros, and a few numbers for every token.
+        // The gradients, each twice where candle adds it to zeros, and a few numbers per position.
         let operands: usize = case.values.values().map(Vec::len).sum::<usize>() * 4;
-        let results = 2 * operands + tokens * 100;
-        // What the products keep for themselves in each thread.
+        let results = 2 * operands + positions * 100;
+        // The buffers of the matrix products in each thread.
         let products = (1 + rayon::current_num_threads()) << 20;
 
         for options in &all {
@@ -71,16 +71,16 @@ fn the_workspace_is_within_its_budget_however_many_tokens_and_components_there_a
             let (gradients, peak) = peak_of(step);
             gradients?;
             let limit = budget + results + products;
-            let logits = tokens * components * VOCAB * 4;
-            eprintln!("{tokens} tokens, K = {components}: {peak} bytes of {limit}; the logits would be {logits}");
-            assert!(peak <= limit, "{tokens} tokens, K = {components}: {peak} bytes of {limit} with {options:?}");
+            let logits = positions * components * VOCAB * 4;
+            eprintln!("{positions} positions, K = {components}: {peak} bytes of {limit}; the logits would be {logits}");
+            assert!(peak <= limit, "{positions} positions, K = {components}: {peak} bytes of {limit} with {options:?}");
         }
     }
     the_decoders_gradient_is_held_once()?;
-    decoding_holds_the_logits_of_a_few_tokens()
+    decoding_holds_the_logits_of_a_few_positions()
 }
 
-fn decoding_holds_the_logits_of_a_few_tokens() -> Result<()> {
+fn decoding_holds_the_logits_of_a_few_positions() -> Result<()> {
     const VOCAB: usize = 40_000;
     let case = Case::random(Head::Mixture, Sizes::new(WIDTH, WIDTH, 8, VOCAB), &[128], 97);
     let Layer::Mixture(mixture) = Layer::new(&case, &case.constants(DType::F32, &Device::Cpu)?)? else {
@@ -92,7 +92,7 @@ fn decoding_holds_the_logits_of_a_few_tokens() -> Result<()> {
     let (drawn, peak_of_sample) = peak_of(|| mixture.sample(&mut sampler));
     found?;
     drawn?;
-    // The default budget, and for each thread the candidates of one token.
+    // The default budget, and for each thread the candidates of one position.
     let limit = (32 << 20) + (8 << 20);
     let logits = 128 * 8 * VOCAB * 4;
     assert!(peak.max(peak_of_sample) <= limit, "{peak} and {peak_of_sample} bytes; the logits would be {logits}");

@@ -15,7 +15,7 @@ use mos_head::{LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
 
 const SIZES: Sizes = Sizes::new(7, 6, 3, 33);
-const ROWS: usize = 10;
+const POSITIONS: usize = 10;
 
 fn case(head: Head, seed: u64) -> Case {
     Case::random(head, SIZES, &[2, 5], seed)
@@ -27,8 +27,8 @@ fn frequent(case: &mut Case) -> i64 {
     -100
 }
 
-/// Which options are on, one letter each: (i)gnored index, (t)oken weights, (c)lass weights, label (s)moothing, (z)-loss,
-/// soft(cap): p, logit sca(l)e, responsibility (f)ilter; the reduction is mean unless it is S(um) or N(one).
+/// Which options are on, one letter each: (i)gnored index, posi(t)ion weights, (c)lass weights, label (s)moothing,
+/// (z)-loss, softca(p), logit sca(l)e, responsibility (f)ilter; the reduction is mean unless it is S(um) or N(one).
 fn objective(letters: &str, case: &mut Case) -> Objective {
     let on = |letter: char| letters.contains(letter);
     case.logits = Logits { scale: if on('l') { 0.6 } else { 1.0 }, softcap: on('p').then_some(1.5) };
@@ -39,7 +39,7 @@ fn objective(letters: &str, case: &mut Case) -> Objective {
             _ => Reduction::Mean,
         },
         ignore_index: on('i').then(|| frequent(case)),
-        position_weights: on('t').then(|| weights(case.rows(), 1)),
+        position_weights: on('t').then(|| weights(case.positions(), 1)),
         class_weights: on('c').then(|| weights(case.sizes.vocab, 2)),
         label_smoothing: if on('s') { 0.15 } else { 0.0 },
         z_loss: if on('z') { 0.02 } else { 0.0 },
@@ -117,15 +117,16 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_softcapped_mixture_is_capped_in_all_that_it_gives(device: &Device) -> Result<()> {
+    fn a_softcap_applies_to_every_result_of_a_mixture(device: &Device) -> Result<()> {
         const CAP: f64 = 1.5;
         let dtype = exact(device);
         let case = case(Head::Mixture, 73);
         let composed = case.variables(DType::F64, &Device::Cpu)?;
-        let (truth, _) = Operands::project(case.head, &composed, case.activation)?.log_probs(Logits { scale: 1.0, softcap: Some(CAP) })?;
-        let upstream = upstream(ROWS * SIZES.vocab, 5);
+        let capped = Logits { scale: 1.0, softcap: Some(CAP) };
+        let (truth, _) = Operands::project(case.head, &composed, case.activation)?.log_probs(capped)?;
+        let upstream = upstream(POSITIONS * SIZES.vocab, 5);
         let slopes = gradients(&backward(&truth, &upstream)?, &composed);
-        let nll = truth.gather(&case.target_tensor(&Device::Cpu)?.reshape((ROWS, 1))?, 1)?.neg()?;
+        let nll = truth.gather(&case.target_tensor(&Device::Cpu)?.reshape((POSITIONS, 1))?, 1)?.neg()?;
 
         let tensors = case.variables(dtype, device)?;
         let bias = tensors.get("decoder.bias");
@@ -142,7 +143,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn an_ignored_index_may_be_a_word(device: &Device) -> Result<()> {
+    fn an_ignored_index_may_be_an_id_of_the_vocabulary(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let mut case = case(head, 63);
             case.targets[1] = 4;
@@ -181,30 +182,30 @@ on_each_device! {
         Ok(())
     }
 
-    fn without_weights_the_count_is_the_number_of_tokens_that_count(device: &Device) -> Result<()> {
+    fn without_weights_the_count_is_the_number_of_positions_not_ignored(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let mut case = case(head, 65);
             let options = LossOptions::new().with_ignore_index(frequent(&mut case)).with_label_smoothing(0.3);
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let loss = layer.loss(&case.target_tensor(device)?, &options)?;
-            assert_eq!(numbers(&loss.count), [(ROWS - 2) as f64]);
+            assert_eq!(numbers(&loss.count), [(POSITIONS - 2) as f64]);
         }
         Ok(())
     }
 
-    fn hits_are_counted_only_when_asked_for(device: &Device) -> Result<()> {
+    fn hits_are_counted_only_on_request(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let mut case = case(head, 66);
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let targets = case.target_tensor(device)?;
             assert!(layer.loss(&targets, &LossOptions::new())?.hits.is_none());
-            // All right but one, of which one is ignored.
+            // One target is not the argmax, and one is ignored.
             case.targets = layer.argmax()?.flatten_all()?.to_vec1::<u32>()?.into_iter().map(i64::from).collect();
             case.targets[0] = (case.targets[0] + 1) % SIZES.vocab as i64;
             case.targets[9] = -1;
             let options = LossOptions::evaluation().with_hits(true).with_ignore_index(-1);
             let hits = layer.loss(&case.target_tensor(device)?, &options)?.hits.expect("hits");
-            assert_eq!(numbers(&hits), [(ROWS - 2) as f64], "{head:?}");
+            assert_eq!(numbers(&hits), [(POSITIONS - 2) as f64], "{head:?}");
         }
         Ok(())
     }
@@ -217,7 +218,9 @@ on_each_device! {
                 let tensors = case.variables(DType::F32, device)?;
                 let layer = Layer::new(&case, &tensors)?;
                 let targets = case.target_tensor(device)?;
-                let ask = |options| -> Result<_> { layer.loss(&targets, &objective.apply(options, &case.lead, device)?) };
+                let ask = |options| -> Result<_> {
+                    layer.loss(&targets, &objective.apply(options, &case.lead, device)?)
+                };
                 let (training, evaluation) = (ask(LossOptions::new())?, ask(LossOptions::evaluation())?);
                 for (trained, evaluated) in [(&training.value, &evaluation.value), (&training.nll, &evaluation.nll)] {
                     let tolerance = Tolerance::value(DType::F32);
@@ -239,8 +242,9 @@ on_each_device! {
             let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
             let loss = layer.loss(&case.target_tensor(device)?, &options)?;
             assert!(loss.value.track_op());
-            for detached in [Some(&loss.sum), Some(&loss.count), Some(&loss.nll), loss.hits.as_ref(), loss.dropped_mass.as_ref()] {
-                assert!(!detached.expect("every result").track_op(), "{head:?}");
+            let optional = [&loss.hits, &loss.dropped_mass].map(|result| result.as_ref().expect("every result"));
+            for detached in [&loss.sum, &loss.count, &loss.nll].into_iter().chain(optional) {
+                assert!(!detached.track_op(), "{head:?}");
             }
         }
         Ok(())
@@ -302,7 +306,7 @@ on_each_device! {
             assert!(dropped >= last && dropped < 1.0, "{dropped} at {threshold}");
             last = dropped;
         }
-        assert!(last > 0.1, "a filter of 0.9 drops much: {last}");
+        assert!(last > 0.1, "a filter of 0.9 drops more than a tenth: {last}");
         Ok(())
     }
 
@@ -315,7 +319,7 @@ on_each_device! {
                         filter,
                         label_smoothing,
                         class_weights: signs.contains('c').then(|| upstream(SIZES.vocab, seed)),
-                        position_weights: signs.contains('t').then(|| upstream(ROWS, seed + 1)),
+                        position_weights: signs.contains('t').then(|| upstream(POSITIONS, seed + 1)),
                         ..Objective::reduced(Reduction::Sum)
                     };
                     let truth = Check::new(exact(device)).run(&case, &objective, device)?;
@@ -327,9 +331,9 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is(device: &Device) -> Result<()> {
+    fn a_z_loss_that_cancels_the_mass_loses_no_gradient(device: &Device) -> Result<()> {
         for weight in [-1.0, 1.0] {
-            // One id with logit z: the gradient of z is 2 zeta z, and 1 + 2 zeta z = 0 for the first of these.
+            // One id with logit z: the gradient of z is 2 zeta z, and 1 + 2 zeta z = 0 if z = -1.
             let tensor = |shape: &[usize], value: f32| Var::from_tensor(&Tensor::full(value, shape, device)?);
             let (contexts, decoder) = (tensor(&[1, 1, 1], 1.0)?, tensor(&[1, 1], weight)?);
             let mixture = Mixture::new(&contexts, None, &decoder, None)?;
@@ -339,7 +343,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn smoothing_asks_nothing_of_impossible_ids_in_the_gradient(device: &Device) -> Result<()> {
+    fn impossible_ids_have_no_part_in_the_gradient_of_smoothing(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let mut case = case(head, 76);
             let impossible = [0, 17, 32];
@@ -389,9 +393,11 @@ on_each_device! {
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let targets = case.target_tensor(device)?;
             let values = |dtype| -> Result<Vec<f64>> {
-                let tokens = Tensor::new(weights(ROWS, 3), &Device::Cpu)?.reshape((2, 5))?.to_dtype(dtype)?.to_device(device)?;
-                let classes = Tensor::new(weights(SIZES.vocab, 4), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
-                let options = LossOptions::new().with_position_weights(tokens).with_class_weights(classes);
+                let of_positions = Tensor::new(weights(POSITIONS, 3), &Device::Cpu)?.reshape((2, 5))?.to_dtype(dtype)?;
+                let of_classes = Tensor::new(weights(SIZES.vocab, 4), &Device::Cpu)?.to_dtype(dtype)?;
+                let options = LossOptions::new()
+                    .with_position_weights(of_positions.to_device(device)?)
+                    .with_class_weights(of_classes.to_device(device)?);
                 Ok(numbers(&layer.loss(&targets, &options)?.value))
             };
             for &dtype in dtypes(device) {

@@ -1,5 +1,4 @@
-//! The truth must be true: the reference against candle's autograd on the composed form, and against central
-//! differences of itself.
+//! The reference itself: against candle's autograd on the composed form, and against its own central differences.
 
 mod common;
 
@@ -14,7 +13,7 @@ use mos_head::Reduction;
 
 const SIZES: Sizes = Sizes::new(4, 3, 3, 7);
 
-/// Everything that the composed form has too, at once.
+/// All options that the composed form has, together.
 fn everything(reduction: Reduction) -> Objective {
     Objective {
         reduction,

@@ -1,4 +1,4 @@
-//! Parameters under their documented names, through a file and back.
+//! Parameters by their documented names, saved to a file and loaded from it.
 
 mod common;
 
@@ -48,7 +48,7 @@ fn expected(parts: &[(&str, &[usize])]) -> BTreeMap<String, Vec<usize>> {
     parts.iter().map(part).collect()
 }
 
-/// A file that goes away with this value.
+/// A file that is removed when the value is dropped.
 struct TemporaryFile(PathBuf);
 
 impl TemporaryFile {
@@ -65,7 +65,7 @@ impl Drop for TemporaryFile {
 }
 
 on_each_device! {
-    fn a_saved_head_is_the_same_when_loaded(device: &Device) -> Result<()> {
+    fn a_loaded_head_equals_the_saved_one(device: &Device) -> Result<()> {
         let hidden = Tensor::rand(-1_f32, 1.0, (2, 5, HIDDEN), device)?;
         for (name, build) in BUILDS {
             let file = TemporaryFile::new(name);
@@ -80,7 +80,7 @@ on_each_device! {
             loaded.load(&file.0)?;
             assert_eq!(numbers(&other.log_probs(&hidden)?), expected, "{name}");
 
-            // The same without variables, as an inference program does it.
+            // The same without variables, as for inference.
             let tensors = candle_core::safetensors::load(&file.0, device)?;
             let frozen = build(VarBuilder::from_tensors(tensors, DType::F32, device))?;
             assert_eq!(numbers(&frozen.log_probs(&hidden)?), expected, "{name} frozen");
@@ -109,7 +109,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_tied_head_makes_no_decoder_of_its_own(device: &Device) -> Result<()> {
+    fn a_tied_head_has_no_decoder_weight_of_its_own(device: &Device) -> Result<()> {
         let embedding = |width| -> Result<_> {
             Ok(Embedding::new(Tensor::rand(-1_f32, 1.0, (VOCAB, width), device)?, width))
         };
@@ -122,8 +122,8 @@ on_each_device! {
         MixtureOfContexts::tied(&mixture(), &embedding(CONTEXT)?, vb.pp("moc"))?;
         MixtureOfSoftmaxes::tied(&mixture(), &embedding(CONTEXT)?, vb.pp("mos"))?;
         let own = ["decoder.bias", "latent.bias", "latent.weight", "prior.weight"];
-        let all: Vec<String> = ["moc", "mos"].iter().flat_map(|head| own.map(|name| format!("{head}.{name}"))).collect();
-        assert_eq!(names(&variables), all);
+        let all = ["moc", "mos"].map(|head| own.map(|name| format!("{head}.{name}")));
+        assert_eq!(names(&variables), all.concat());
         Ok(())
     }
 
@@ -148,7 +148,8 @@ on_each_device! {
                 let mean = values.iter().sum::<f64>() / n;
                 let deviation = (values.iter().map(|x| x * x).sum::<f64>() / n).sqrt();
                 assert!(mean.abs() < 6.0 * bound / (3.0 * n).sqrt(), "{name}: mean {mean}");
-                assert!((deviation * 3.0_f64.sqrt() / bound - 1.0).abs() < 6.0 * 0.45 / n.sqrt(), "{name}: {deviation}");
+                let ratio = deviation * 3.0_f64.sqrt() / bound;
+                assert!((ratio - 1.0).abs() < 6.0 * 0.45 / n.sqrt(), "{name}: {deviation}");
             }
         }
         assert!(numbers(variables["decoder.bias"].as_tensor()).iter().all(|&x| x == 0.0));

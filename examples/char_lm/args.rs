@@ -1,4 +1,4 @@
-//! The flags, and the defaults: one set for the built-in text, one for a file of about a million characters.
+//! The flags, with one set of defaults for the built-in text and one for a file of about a million characters.
 
 use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
 use crate::common::generate::SamplingFlags;
@@ -15,16 +15,16 @@ use std::path::PathBuf;
 /// Trains an LSTM on characters with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
 #[derive(Debug, Parser)]
 pub(crate) struct Args {
-    /// A text file, of which 90 % are learnt, 5 % validate and 5 % test, in this order; without it, the crate's sources
+    /// A text file: 90 % for training, then 5 % for validation and 5 % for test; without it, the crate's sources
     #[arg(long, value_name = "FILE")]
     pub(crate) data: Option<PathBuf>,
-    /// Epochs in all, those of a resumed checkpoint included
+    /// Total number of epochs, including those of a resumed checkpoint
     #[arg(long, default_value_t = 3)]
     pub(crate) epochs: usize,
     /// Mixture components K
     #[arg(long, default_value_t = 3, value_parser = positive)]
     pub(crate) components: usize,
-    /// LSTM units of the softmax's model; the mixtures get what makes their models as large [default: 128; file: 256]
+    /// LSTM units of the softmax's model; the mixtures' give an equal number of parameters [default: 128; file: 256]
     #[arg(long, value_parser = positive)]
     pub(crate) hidden: Option<usize>,
     /// Embedding size
@@ -36,28 +36,28 @@ pub(crate) struct Args {
     /// Number of LSTM layers
     #[arg(long, default_value_t = 1, value_parser = positive)]
     pub(crate) layers: usize,
-    /// Streams read side by side [default: 16; file: 32]
+    /// Number of parallel streams [default: 16; file: 32]
     #[arg(long, value_parser = positive)]
     pub(crate) batch: Option<usize>,
     /// Steps of backpropagation through time
     #[arg(long, default_value_t = 32, value_parser = positive)]
     pub(crate) bptt: usize,
-    /// Adam's learning rate at the start
+    /// Initial learning rate of Adam
     #[arg(long, default_value_t = 0.01, value_parser = above_zero)]
     pub(crate) lr: f64,
-    /// Steps over which the learning rate rises to its start
+    /// Steps of linear warm-up of the learning rate
     #[arg(long, value_name = "STEPS", default_value_t = 50)]
     pub(crate) warmup: usize,
     /// Factor of the learning rate per epoch, applied smoothly
     #[arg(long, default_value_t = 0.4, value_parser = above_zero)]
     pub(crate) decay: f64,
-    /// Largest global gradient norm, 0 for none
+    /// Largest global gradient norm, 0 for no clipping
     #[arg(long, default_value_t = 1.0, value_parser = not_negative)]
     pub(crate) clip: f64,
     /// Locked dropout on LSTM inputs, hidden states and contexts; the contexts' masks are not seeded on the CPU
     #[arg(long, default_value_t = 0.0, value_parser = below_one)]
     pub(crate) dropout: f64,
-    /// Print so many characters sampled from each model
+    /// Number of characters to sample from each model
     #[arg(long, value_name = "N", default_value_t = 300)]
     pub(crate) generate: usize,
     #[command(flatten)]
@@ -67,7 +67,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// The sizes of this head's model: all models have as many parameters as the softmax's.
+    /// The sizes of this head's model; all models have as many parameters as the softmax's.
     pub(crate) fn sizes(&self, kind: HeadKind, vocab: usize) -> Sizes {
         let hidden = self.hidden.unwrap_or(if self.data.is_some() { 256 } else { 128 });
         let (context, components) = (self.context.unwrap_or(vocab), self.components);

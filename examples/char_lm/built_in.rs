@@ -1,6 +1,6 @@
-//! A text that is always there: documentation and sources of the crate.
+//! The built-in text: documentation and sources of the crate.
 
-/// Some 150,000 characters; the end is for validation and test.
+/// About 150,000 characters; the end is for validation and test.
 pub(crate) fn text() -> String {
     [
         include_str!("../../README.md"),

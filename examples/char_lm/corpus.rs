@@ -1,11 +1,11 @@
-//! A text as character ids, cut into three parts.
+//! A text as character ids, split into three parts.
 
 use crate::common::Result;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// The parts follow each other as in the text, 90, 5 and 5 of 100 characters. Each starts with the last character of the
-/// part before it, which is only read; all others are targets, so that only the text's very first character is none.
+/// The parts are consecutive: 90 %, 5 % and 5 % of the text. Each starts with the last character of the part before it,
+/// as an input only; all other characters are targets, so that only the first character of the text is not one.
 #[derive(Debug)]
 pub(crate) struct Corpus {
     pub(crate) name: String,
@@ -16,7 +16,7 @@ pub(crate) struct Corpus {
     pub(crate) test: Vec<u32>,
 }
 
-/// Fewer characters give no part of at least one target each.
+/// With fewer characters, some part would have no target.
 const SHORTEST: usize = 40;
 
 impl Corpus {
@@ -37,7 +37,7 @@ impl Corpus {
         Ok(Self { name, alphabet, train, valid, test })
     }
 
-    /// What a sampled text goes on from: the end of a line, if the alphabet has one.
+    /// The character that sampled text continues: a newline, if the alphabet has one.
     pub(crate) fn start(&self) -> u32 {
         self.alphabet.iter().position(|&c| c == '\n').unwrap_or(0) as u32
     }
@@ -57,7 +57,7 @@ mod tests {
             let text: String = (0..length).map(|i| ['a', 'é', '\n', ' ', '水'][i * i % 23 % 5]).collect();
             let corpus = Corpus::new("test".into(), &text).expect("long enough");
             let (train, valid, test) = (&corpus.train, &corpus.valid, &corpus.test);
-            assert_eq!((train.last(), valid.last()), (valid.first(), test.first()), "each goes on from the last");
+            assert_eq!((train.last(), valid.last()), (valid.first(), test.first()), "each continues the part before");
             assert!(valid.len() > 1 && test.len() > 1);
             let whole = [&train[..], &valid[1..], &test[1..]].concat();
             assert_eq!(corpus.decode(&whole), text);

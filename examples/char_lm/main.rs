@@ -1,18 +1,19 @@
-//! Trains an LSTM on characters with each of the three output layers at equal size: where a mixture must not help.
+//! Trains an LSTM on characters with each of the three output layers at equal size: a task where a mixture cannot help.
 //!
 //!     cargo run --release --example char_lm
 //!
-//! The inverse of `lstm_lm` (Yang et al., appendix C.2): with no more characters than dimensions, vocab <= d, one softmax can
-//! form every log-probability matrix there is, so that a mixture has no bottleneck to break. All models have as many
-//! parameters as the softmax's. The mixtures get contexts as wide as the alphabet, so that their softmaxes have no bottleneck
-//! either, and pay for their larger projection (K d (hidden + 1) parameters, several times the decoder's) with fewer LSTM
-//! units, as in the paper's table; with the softmax's LSTM, nothing but contexts far below the alphabet would be left for them.
-//! Without data it reads some of the crate's own sources, for about a minute on 2 cores.
+//! The opposite of `lstm_lm` (Yang et al., appendix C.2): with no more characters than dimensions, vocab <= d, one
+//! softmax can represent every log-probability matrix, so there is no bottleneck for a mixture to break. All models
+//! have as many parameters as the softmax's. The mixtures' contexts are as wide as the alphabet, so that their
+//! softmaxes have no bottleneck either; their larger projection (K d (hidden + 1) parameters, several times the
+//! decoder's) is compensated by fewer LSTM units, as in the paper's table. With the softmax's LSTM, their contexts
+//! would be far narrower than the alphabet. Without data it trains on some of the crate's own sources, for about a
+//! minute on 2 cores.
 //!
 //!     cargo run --release --example char_lm -- --data FILE --generate 500 --temperature 0.8
 //!
-//! Any text will do: its characters, those of all parts, are the alphabet; the first 90 % are learnt, the next 5 % validate,
-//! the last 5 % test.
+//! Any text works: the characters of all its parts are the alphabet; the first 90 % are for training, the next 5 % for
+//! validation, the last 5 % for test.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! What is printed at the end: the table, one sentence on what it shows, and the JSON line.
+//! The final output: the table, a summary of one sentence, and the JSON line.
 
 use crate::common::{head::HeadKind, language_model::Sizes};
 use serde_json::{json, Value};
@@ -48,7 +48,8 @@ pub(crate) fn summary(rows: &[Row]) -> Option<String> {
         false => "has a bottleneck",
     };
     Some(format!(
-        "With {vocab} characters and {hidden} dimensions the softmax {expected}; the mixture of softmaxes needs {difference:+.4} bits per character."
+        "With {vocab} characters and {hidden} dimensions the softmax {expected}; the mixture of softmaxes differs by \
+         {difference:+.4} bits per character."
     ))
 }
 

@@ -1,4 +1,4 @@
-//! Cuts a text into parallel streams and those into windows for truncated backpropagation through time.
+//! Splits a text into parallel streams, and these into windows for truncated backpropagation through time.
 
 use super::Result;
 use candle_core::{Device, Tensor};
@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 /// Target of a position past the end of the text; the loss ignores it.
 pub(crate) const IGNORED: i64 = -1;
 
-/// `batch` streams of equal length, read side by side. The last stream is padded, so that every target is met once.
+/// `batch` parallel streams of equal length. The last stream is padded, so that every target occurs once.
 pub(crate) struct Batches<'a> {
     text: &'a [u32],
     batch: usize,
@@ -15,7 +15,7 @@ pub(crate) struct Batches<'a> {
     at: usize,
 }
 
-/// Tokens and their successors, each [batch, steps].
+/// Token ids and their successors, each [batch, steps].
 pub(crate) struct Window {
     pub(crate) inputs: Vec<u32>,
     pub(crate) targets: Vec<i64>,
@@ -48,7 +48,7 @@ impl Iterator for Batches<'_> {
             let start = row * self.stream + self.at;
             for input in start..start + steps {
                 inputs.push(self.text.get(input).copied().unwrap_or(0));
-                targets.push(self.text.get(input + 1).map_or(IGNORED, |&token| i64::from(token)));
+                targets.push(self.text.get(input + 1).map_or(IGNORED, |&id| i64::from(id)));
             }
         }
         self.at += steps;
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_target_is_met_once_after_its_own_context() {
+    fn every_target_occurs_once_after_its_own_input() {
         for (targets, batch, bptt) in [(1, 1, 1), (7, 3, 2), (100, 7, 9), (101, 10, 35), (5, 8, 3), (64, 4, 16)] {
             let text: Vec<u32> = (100..101 + targets).collect();
             let batches = Batches::new(&text, batch, bptt);
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_goes_on_in_the_next_window() {
+    fn a_stream_continues_in_the_next_window() {
         let text: Vec<u32> = (0..41).collect();
         let windows: Vec<Window> = Batches::new(&text, 2, 7).collect();
         for pair in windows.windows(2) {

@@ -14,7 +14,7 @@ pub(crate) struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Writes beside `path` and renames, so that an interrupted save leaves the last checkpoint whole.
+    /// Writes a file beside `path` and renames it, so that an interrupted save leaves the last checkpoint intact.
     pub(crate) fn save(&self, path: &Path) -> Result<()> {
         let mut stored = Vec::new();
         for (name, tensor) in &self.tensors {
@@ -52,7 +52,7 @@ impl Checkpoint {
         Ok(Self { tensors, metadata: header.metadata().clone().unwrap_or_default() })
     }
 
-    /// Takes in the variables and the state of their optimiser.
+    /// Adds the variables and the state of their optimizer.
     pub(crate) fn insert_variables(&mut self, varmap: &VarMap, optimizer: &Optimizer) {
         self.tensors.extend(optimizer.state());
         self.tensors.extend(sorted(varmap).into_iter().map(|(name, var)| (name, var.as_tensor().clone())));
@@ -78,7 +78,7 @@ impl Checkpoint {
 
     /// The parsed value of `key`.
     pub(crate) fn get<T: std::str::FromStr>(&self, key: &str) -> Result<T> {
-        let value = self.metadata.get(key).ok_or_else(|| format!("the checkpoint says nothing about {key}"))?;
+        let value = self.metadata.get(key).ok_or_else(|| format!("the checkpoint has no {key}"))?;
         value.parse().map_err(|_| format!("the checkpoint's {key} is {value:?}, which is not a valid value").into())
     }
 

@@ -11,7 +11,7 @@ pub(crate) enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// The device, or what is missing for it: in this build, or on this machine.
+    /// The device, or an error that names what is missing: the feature of this build, or the GPU of this machine.
     pub(crate) fn open(self) -> Result<Device, String> {
         match self {
             DeviceKind::Cpu => Ok(Device::Cpu),
@@ -20,7 +20,7 @@ impl DeviceKind {
         }
     }
 
-    /// Those that are there, of those that were built.
+    /// The available GPUs of this build.
     #[cfg(test)]
     pub(crate) fn gpus() -> Vec<Device> {
         [DeviceKind::Cuda, DeviceKind::Metal].into_iter().filter_map(|kind| kind.open().ok()).collect()
@@ -35,7 +35,7 @@ fn gpu(
     if !built {
         return Err(format!("--device {name} needs a build with cargo's --features {name}"));
     }
-    // candle's Metal panics where there is no GPU, and before macOS 15.
+    // candle's Metal backend panics without a GPU, and before macOS 15.
     let reason = match std::panic::catch_unwind(open) {
         Ok(Ok(device)) => return Ok(device),
         Ok(Err(error)) => error.to_string().lines().next().unwrap_or_default().to_owned(),

@@ -14,13 +14,13 @@ pub(crate) struct TrainingFlags {
     /// After every epoch, write DIR/HEAD.safetensors, or this file if it ends in .safetensors
     #[arg(long, value_name = "FILE_OR_DIR")]
     pub(crate) save: Option<PathBuf>,
-    /// Go on from a checkpoint [without a value: from where --save writes]
+    /// Resume from a checkpoint [without a value: from the path of --save]
     #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
-    /// Draw the learning curves into this SVG file
+    /// Write the learning curves to this SVG file
     #[arg(long, value_name = "FILE")]
     pub(crate) plot: Option<PathBuf>,
-    /// End stdout with one line of JSON
+    /// Print one line of JSON at the end
     #[arg(long)]
     pub(crate) json: bool,
     #[arg(long, value_enum, default_value = "cpu")]
@@ -42,8 +42,8 @@ impl TrainingFlags {
     }
 }
 
-/// Where a head's checkpoint is: DIR/HEAD.safetensors, or the file itself if `path` ends in .safetensors. `flag` is for the
-/// error message.
+/// The path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors. `flag` is for
+/// the error message.
 fn checkpoint_path(path: &Path, flag: &str, choice: HeadChoice, kind: HeadKind) -> Result<PathBuf> {
     if path.extension().is_none_or(|extension| extension != "safetensors") {
         return Ok(path.join(format!("{}.safetensors", kind.name())));

@@ -8,13 +8,13 @@ use mos_head::{Sampler, Sampling};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct SamplingFlags {
-    /// Of sampled text: below 1 likelier tokens, 0 only the likeliest
+    /// Temperature of sampled text: below 1 favours likely tokens, 0 always takes the likeliest
     #[arg(long, default_value_t = 1.0)]
     pub(crate) temperature: f64,
-    /// Sample from so many likeliest tokens
+    /// Sample from the K likeliest tokens
     #[arg(long, value_name = "K", value_parser = positive)]
     pub(crate) top_k: Option<usize>,
-    /// Sample from the fewest tokens that together have this probability
+    /// Sample from the fewest tokens that together have probability P
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     pub(crate) top_p: f64,
 }
@@ -30,15 +30,15 @@ impl SamplingFlags {
     }
 }
 
-/// `count` tokens after `start`.
+/// `count` token ids after `start`.
 pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
     let mut states = model.start(1)?;
-    let mut token = Tensor::new(&[[start]], model.device())?;
+    let mut last = Tensor::new(&[[start]], model.device())?;
     let mut text = Vec::with_capacity(count);
     for _ in 0..count {
-        let hidden = model.hidden(&token, &mut states, None)?;
-        token = model.head().sample(&hidden, sampler)?;
-        text.extend(token.flatten_all()?.to_vec1::<u32>()?);
+        let hidden = model.hidden(&last, &mut states, None)?;
+        last = model.head().sample(&hidden, sampler)?;
+        text.extend(last.flatten_all()?.to_vec1::<u32>()?);
     }
     Ok(text)
 }
@@ -59,7 +59,7 @@ mod tests {
         let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
         let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range")).expect("samples");
         assert_eq!(text(1).len(), 20);
-        assert!(text(1).iter().all(|&token| token < 11));
+        assert!(text(1).iter().all(|&id| id < 11));
         assert_eq!(text(1), text(1));
         assert_ne!(text(1), text(2));
     }

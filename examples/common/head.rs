@@ -26,7 +26,7 @@ impl HeadKind {
     }
 }
 
-/// Of the contexts.
+/// The activation of the contexts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ActivationKind {
     Tanh,
@@ -75,7 +75,7 @@ impl HeadChoice {
 pub(crate) struct HeadSizes {
     pub(crate) vocab: usize,
     pub(crate) hidden: usize,
-    /// Of the mixtures; the softmax's context is the hidden state.
+    /// Size of the mixtures' contexts; the softmax's context is the hidden state.
     pub(crate) context: usize,
     pub(crate) components: usize,
     pub(crate) activation: ActivationKind,
@@ -115,7 +115,7 @@ impl HeadSizes {
         })
     }
 
-    /// What a checkpoint must agree on.
+    /// The settings that a checkpoint must match.
     pub(crate) fn describe(self, kind: HeadKind) -> Vec<(&'static str, String)> {
         let mut shape = vec![
             ("head", kind.name().to_owned()),

@@ -1,11 +1,11 @@
-//! Adam's update in place on the CPU: as operations of candle's own it makes a dozen passes over new memory per variable.
+//! Adam's update in place on the CPU. Ordinary candle operations make a dozen passes over new memory per variable.
 
 use candle_core::{CpuStorage, InplaceOp2, InplaceOp3, Layout, Result, Storage, Tensor};
 use rayon::prelude::*;
 
 const BLOCK: usize = 1 << 14;
 
-/// Whether the functions below can work on this tensor.
+/// Whether the functions below support this tensor.
 pub(crate) fn supports(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && tensor.dtype() == candle_core::DType::F32 && tensor.is_contiguous()
 }

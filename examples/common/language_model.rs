@@ -34,7 +34,7 @@ impl Sizes {
     }
 }
 
-/// Where training begins.
+/// The start of training: a seed and the scale of the initial values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Start {
     pub(crate) seed: u64,
@@ -46,8 +46,8 @@ pub(crate) struct Start {
 pub(crate) enum InitialValues {
     /// Those of the released MoS code: embedding and decoder 0.1, all else 1/sqrt(hidden).
     Small,
-    /// Embedding 1, all else sqrt(3/inputs), biases 0: every layer passes on the variance of its inputs. Mixtures, with their
-    /// one layer more, are then off as fast as the softmax.
+    /// Embedding 1, all else sqrt(3/inputs), biases 0: every layer preserves the variance of its inputs. Mixtures,
+    /// which have one more layer, then start to learn as fast as the softmax.
     Even,
 }
 
@@ -105,15 +105,15 @@ impl LanguageModel {
         self.varmap.all_vars().iter().map(|var| var.elem_count()).sum()
     }
 
-    /// The state before the first token of a text.
+    /// The state before the first id of a text.
     pub(crate) fn start(&self, batch: usize) -> Result<Vec<LSTMState>> {
         self.lstm.start(batch)
     }
 
-    /// Tokens [batch, seq] -> hidden [batch, seq, hidden]; `states` moves on, cut off from the gradients.
-    /// Dropout is applied where a generator for its masks is given.
-    pub(crate) fn hidden(&self, tokens: &Tensor, states: &mut [LSTMState], rng: Option<&mut StdRng>) -> Result<Tensor> {
-        let hidden = self.lstm.forward(&self.embedding.forward(tokens)?, states, rng)?;
+    /// Token ids [batch, seq] -> hidden states [batch, seq, hidden]; advances `states`, detached from the graph.
+    /// Dropout is applied if a generator for its masks is given.
+    pub(crate) fn hidden(&self, ids: &Tensor, states: &mut [LSTMState], rng: Option<&mut StdRng>) -> Result<Tensor> {
+        let hidden = self.lstm.forward(&self.embedding.forward(ids)?, states, rng)?;
         recurrent::detach(states);
         Ok(hidden)
     }
@@ -164,8 +164,8 @@ mod tests {
         let sum = |seed| -> f32 {
             let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, Start { seed, ..START }, &Device::Cpu)
                 .expect("valid sizes");
-            let tokens = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("tokens");
-            let hidden = model.hidden(&tokens, &mut model.start(1).expect("state"), None).expect("hidden");
+            let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("ids");
+            let hidden = model.hidden(&ids, &mut model.start(1).expect("state"), None).expect("hidden");
             hidden.sum_all().and_then(|sum| sum.to_scalar()).expect("sum")
         };
         assert_eq!(sum(1), sum(1));

@@ -1,4 +1,4 @@
-//! What a mean negative log-likelihood (nats per token) is shown as.
+//! The unit in which a mean negative log-likelihood (nats per position) is shown.
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Measure {

@@ -1,5 +1,5 @@
-//! Parts that the training examples share: flags, device, head, LSTM, optimiser, checkpoints, progress, curves; and the
-//! language model, with its batches, its training and its samples.
+//! Shared by the training examples: flags, device, head, LSTM, optimizer, checkpoints, progress bars, learning curves;
+//! and the language model with its batches, training and sampling.
 #![allow(dead_code)] // each example includes this module and uses only some of it
 
 pub(crate) mod batches;

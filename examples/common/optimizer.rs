@@ -85,7 +85,7 @@ impl Optimizer {
 
     fn norm(&self, grads: &GradStore) -> Result<f64> {
         let mut sum = 0f64;
-        let mut elsewhere = vec![]; // read back from the GPU together: each of them would wait for it
+        let mut elsewhere = vec![]; // read back from the GPU together: each read synchronizes
         for (_, var) in &self.vars {
             match grads.get(var) {
                 Some(grad) if inplace::supports(grad) => sum += inplace::square_sum(grad)?,
@@ -103,7 +103,7 @@ impl Optimizer {
         self.steps
     }
 
-    /// Adam's moments under names of their own; empty for SGD.
+    /// Adam's moments by name; empty for SGD.
     pub(crate) fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::new();
         for ((name, _), [first, second]) in self.vars.iter().zip(self.moments.iter().flatten()) {
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    /// A variable after some steps down the sum of its fourth powers.
+    /// A variable after 20 steps that minimize the sum of its fourth powers.
     fn trained(dtype: DType, device: &Device) -> Vec<f32> {
         let values = Tensor::new(&[[0.5f32, -2.0, 3.0], [0.1, 4.0, -0.3]], device).unwrap();
         let var = Var::from_tensor(&values.to_dtype(dtype).unwrap()).unwrap();
@@ -148,9 +148,9 @@ mod tests {
     }
 
     #[test]
-    fn adam_in_place_is_adam_of_ordinary_operations() {
+    fn adam_in_place_equals_adam_from_ordinary_operations() {
         let in_place = trained(DType::F32, &Device::Cpu);
-        // What is not f32 on the CPU takes the ordinary operations.
+        // All but f32 on the CPU uses the ordinary operations.
         let mut ordinary = vec![trained(DType::F64, &Device::Cpu)];
         ordinary.extend(DeviceKind::gpus().iter().map(|device| trained(DType::F32, device)));
         for values in ordinary {

@@ -1,8 +1,8 @@
-//! Progress bars on stderr (hidden when stderr is no terminal), so that stdout carries results only.
+//! Progress bars on stderr (hidden if stderr is not a terminal), so that stdout has only the results.
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar of `steps` steps; `label` says what is going on.
+/// A bar of `steps` steps with the prefix `label`.
 pub(crate) fn bar(steps: usize, label: String) -> ProgressBar {
     let bar = ProgressBar::new(steps as u64).with_prefix(label);
     let template = "{prefix} [{bar:32}] {pos}/{len} {elapsed}<{eta} {msg}";

@@ -1,5 +1,5 @@
-//! The time steps of an LSTM as one node of candle's graph. As operations of candle's own, every step would keep a dozen
-//! tensors and add its own gradient of the weights; here their gradient is one product over all steps.
+//! The time steps of an LSTM as one node of candle's graph. From ordinary candle operations, every step would keep a
+//! dozen tensors and add its own gradient of the weights; here that gradient is one product over all steps.
 
 use super::Result;
 use candle_core::backend::BackendStorage;
@@ -7,9 +7,9 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shap
 use candle_nn::ops::sigmoid;
 use std::sync::Mutex;
 
-/// Hidden states and cells [2, steps, batch, hidden] from what the inputs add to the gates [steps, batch, 4 hidden], the
-/// recurrent weight [4 hidden, hidden] and the state before, hidden and cell [2, batch, hidden]. The order of the gates is
-/// that of candle_nn: input, forget, cell, output.
+/// Hidden states and cells [2, steps, batch, hidden] from the contributions of the inputs to the gates,
+/// [steps, batch, 4 hidden], the recurrent weight [4 hidden, hidden] and the initial hidden state and cell
+/// [2, batch, hidden]. The gates are in candle_nn's order: input, forget, cell, output.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
     let tracked = [inputs, weight, start].iter().any(|operand| operand.track_op());
     let (inputs_alone, recurrent) = (inputs.detach(), weight.detach().t()?);
@@ -52,19 +52,19 @@ impl Gates {
 
 struct Node {
     shape: Shape,
-    /// The value, until it is handed over: it was computed before the node.
+    /// The value, computed before the node; the forward pass takes it.
     value: Mutex<Option<Tensor>>,
-    /// Of every step, with tanh of the cell.
+    /// The gates of every step, with tanh of the cell.
     gates: Vec<(Gates, Tensor)>,
 }
 
 impl Node {
-    fn hand_over<S>(
+    fn take_value<S>(
         &self,
         clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>,
     ) -> candle_core::Result<(S, Shape)> {
         let value = self.value.lock().ok().and_then(|mut value| value.take());
-        let Some(value) = value else { candle_core::bail!("the LSTM's value was handed over before") };
+        let Some(value) = value else { candle_core::bail!("the LSTM's value was already taken") };
         let (storage, layout) = value.storage_and_layout();
         match clone(&storage, layout) {
             Some(storage) => Ok((storage?, self.shape.clone())),
@@ -129,7 +129,7 @@ impl CustomOp3 for Node {
         _: &CpuStorage,
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.hand_over(|storage, layout| match storage {
+        self.take_value(|storage, layout| match storage {
             Storage::Cpu(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })
@@ -144,7 +144,7 @@ impl CustomOp3 for Node {
         _: &CudaStorage,
         _: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.hand_over(|storage, layout| match storage {
+        self.take_value(|storage, layout| match storage {
             Storage::Cuda(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })
@@ -159,7 +159,7 @@ impl CustomOp3 for Node {
         _: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.hand_over(|storage, layout| match storage {
+        self.take_value(|storage, layout| match storage {
             Storage::Metal(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })

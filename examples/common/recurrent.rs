@@ -1,4 +1,4 @@
-//! Layers of LSTMs, one on another, with locked dropout.
+//! Stacked LSTM layers with locked dropout.
 
 use super::recurrence::recurrence;
 use super::Result;
@@ -28,8 +28,8 @@ impl Lstm {
         self.layers.iter().map(|layer| layer.start(batch)).collect()
     }
 
-    /// inputs [batch, seq, width] -> hidden [batch, seq, hidden]; `states` moves on. Dropout is applied to the inputs and
-    /// outputs of every layer where a generator for its masks is given.
+    /// inputs [batch, seq, width] -> hidden states [batch, seq, hidden]; advances `states`. Dropout is applied to the
+    /// inputs and outputs of every layer if a generator for its masks is given.
     pub(crate) fn forward(
         &self,
         inputs: &Tensor,
@@ -68,7 +68,7 @@ impl Layer {
         Ok(LSTMState::new(zeros.clone(), zeros))
     }
 
-    /// One product for the inputs of all steps; only the recurrent one is left for each.
+    /// One product for the inputs of all steps; each step adds only the recurrent one.
     fn forward(&self, inputs: &Tensor, state: &mut LSTMState) -> Result<Tensor> {
         let (batch, steps, _) = inputs.dims3()?;
         let inputs = inputs.transpose(0, 1)?.contiguous()?.flatten_to(1)?;
@@ -91,7 +91,7 @@ pub(crate) fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdR
     Ok(values.broadcast_mul(&Tensor::from_vec(mask, (batch, 1, width), values.device())?)?)
 }
 
-/// The states without the history that a backward pass would follow.
+/// Detaches the states from the graph.
 pub(crate) fn detach(states: &mut [LSTMState]) {
     for state in states {
         *state = LSTMState::new(state.h.detach(), state.c.detach());
@@ -107,7 +107,7 @@ mod tests {
     use candle_nn::VarMap;
 
     #[test]
-    fn values_and_gradients_are_those_of_candles_lstm() {
+    fn values_and_gradients_equal_those_of_candles_lstm() {
         compare(&Device::Cpu, 1e-5);
         for device in DeviceKind::gpus() {
             compare(&device, 1e-3);

@@ -1,4 +1,4 @@
-//! One head's training from the start or from a checkpoint to the last epoch.
+//! The training of one head, from the start or a checkpoint to the last epoch.
 
 use super::batches::Batches;
 use super::language_model::{LanguageModel, Sizes};
@@ -11,7 +11,7 @@ use std::time::Instant;
 pub(crate) struct Session {
     pub(crate) kind: HeadKind,
     pub(crate) model: LanguageModel,
-    /// Mean NLL of each epoch on the training text (while it was learnt) and on the validation text (after it).
+    /// Mean NLL of each epoch on the training text (during the epoch) and on the validation text (after it).
     pub(crate) history: Vec<[f64; 2]>,
     sizes: Sizes,
     recipe: Recipe,
@@ -28,7 +28,7 @@ impl Session {
         Ok(Self { kind, model, history: vec![], sizes, recipe, optimizer, tokens: 0, seconds: 0.0 })
     }
 
-    /// Trains the epochs that are left, printing a line for each, and saves after each.
+    /// Trains the remaining epochs; prints a line and saves after each.
     pub(crate) fn run(&mut self, train: &[u32], valid: &[u32], save: Option<&Path>) -> Result<()> {
         let (name, measure) = (self.kind.name(), self.recipe.measure);
         while self.history.len() < self.recipe.epochs {
@@ -64,17 +64,17 @@ impl Session {
         }
     }
 
-    /// NLL on any text, with the variables as they are.
+    /// NLL on any text with the current variables.
     pub(crate) fn evaluate(&self, text: &[u32]) -> Result<f64> {
         evaluate(&self.model, text, self.recipe.bptt)
     }
 
-    /// Training speed, unless nothing was trained in this run.
+    /// Training speed; `None` if this run trained no epoch.
     pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         (self.tokens > 0).then(|| self.tokens as f64 / self.seconds)
     }
 
-    /// What became of the validation NLL, in the unit that `value` turns it into.
+    /// The validation NLL after each epoch, converted by `value`.
     pub(crate) fn curve(&self, value: impl Fn(f64) -> f64) -> Curve {
         let points = self.history.iter().enumerate();
         Curve {
@@ -93,7 +93,7 @@ impl Session {
         shape
     }
 
-    /// Variables and optimiser state, with what is needed to go on.
+    /// Variables and optimizer state, with all that is needed to resume.
     pub(crate) fn checkpoint(&self) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::default();
         checkpoint.insert_variables(self.model.varmap(), &self.optimizer);
@@ -109,7 +109,7 @@ impl Session {
         Ok(checkpoint)
     }
 
-    /// Goes back to where the checkpoint was written; it must be of the same head, sizes and optimiser.
+    /// Restores the state of the checkpoint, which must have the same head, sizes and optimizer.
     pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         for (key, value) in self.shape() {
             checkpoint.require(key, value)?;
@@ -129,7 +129,7 @@ mod tests {
     use super::super::{measure::Measure, optimizer::OptimizerKind};
     use super::*;
 
-    /// The squares modulo 23: what comes next depends on the last two tokens.
+    /// The squares modulo 23: the next id depends on the last two.
     fn text(targets: usize) -> Vec<u32> {
         (0..=targets).map(|i| (i * i % 23) as u32).collect()
     }

@@ -8,7 +8,7 @@ use indicatif::ProgressBar;
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, SeedableRng};
 
-/// How to train; `lr` rises for `warmup` steps and falls by the factor `decay` per epoch, a little at every step.
+/// How to train: `lr` rises for `warmup` steps and falls by the factor `decay` per epoch, smoothly over its steps.
 #[derive(Clone, Debug)]
 pub(crate) struct Recipe {
     pub(crate) epochs: usize,
@@ -24,7 +24,7 @@ pub(crate) struct Recipe {
     pub(crate) start: Start,
 }
 
-/// Trains on all of `text`, carrying the state from window to window, and gives the mean NLL met on the way.
+/// Trains on all of `text`, passing the state from window to window, and returns the mean NLL of the epoch.
 pub(crate) fn train_epoch(
     model: &LanguageModel,
     optimizer: &mut Optimizer,
@@ -55,7 +55,7 @@ pub(crate) fn train_epoch(
     Ok(sum / count)
 }
 
-/// Mean NLL of the targets of `text`, read in 10 streams.
+/// Mean NLL of the targets of `text`, in 10 parallel streams.
 pub(crate) fn evaluate(model: &LanguageModel, text: &[u32], bptt: usize) -> Result<f64> {
     const STREAMS: usize = 10;
     let options = LossOptions::evaluation().with_ignore_index(IGNORED);

@@ -1,4 +1,4 @@
-//! The flags, and the defaults that train out of the box: one set for the built-in language, one for real text.
+//! The flags, with one set of defaults for the built-in language and one for real text.
 
 use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
 use crate::common::generate::SamplingFlags;
@@ -15,10 +15,10 @@ use std::path::PathBuf;
 /// Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
 #[derive(Debug, Parser)]
 pub(crate) struct Args {
-    /// Folder with train.txt, valid.txt and perhaps test.txt (whitespace tokens); without it, a built-in language
+    /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens); without it, a built-in language
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
-    /// Epochs in all, those of a resumed checkpoint included [default: 6; real text: 3]
+    /// Total number of epochs, including those of a resumed checkpoint [default: 6; real text: 3]
     #[arg(long)]
     pub(crate) epochs: Option<usize>,
     /// Mixture components K [default: 8; real text: 5]
@@ -39,28 +39,28 @@ pub(crate) struct Args {
     /// Number of LSTM layers
     #[arg(long, default_value_t = 1, value_parser = positive)]
     pub(crate) layers: usize,
-    /// Streams read side by side [default: 128; real text: 20]
+    /// Number of parallel streams [default: 128; real text: 20]
     #[arg(long, value_parser = positive)]
     pub(crate) batch: Option<usize>,
     /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     pub(crate) bptt: Option<usize>,
-    /// Learning rate at the start [default: adam 0.03, real text 0.001; sgd 20]
+    /// Initial learning rate [default: adam 0.03, real text 0.001; sgd 20]
     #[arg(long, value_parser = above_zero)]
     pub(crate) lr: Option<f64>,
     /// Factor of the learning rate per epoch, applied smoothly [default: 0.6; real text: 0.5]
     #[arg(long, value_parser = above_zero)]
     pub(crate) decay: Option<f64>,
-    /// [default: adam; real text: sgd]
+    /// Optimizer [default: adam; real text: sgd]
     #[arg(long, value_enum)]
     pub(crate) optimizer: Option<OptimizerKind>,
-    /// Largest global gradient norm, 0 for none [default: 0; real text: 0.25]
+    /// Largest global gradient norm, 0 for no clipping [default: 0; real text: 0.25]
     #[arg(long, value_parser = not_negative)]
     pub(crate) clip: Option<f64>,
     /// Locked dropout on LSTM inputs, hidden states and contexts; the contexts' masks are not seeded on the CPU
     #[arg(long, default_value_t = 0.0, value_parser = below_one)]
     pub(crate) dropout: f64,
-    /// Print so many tokens sampled from each model
+    /// Number of tokens to sample from each model
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) generate: usize,
     #[command(flatten)]

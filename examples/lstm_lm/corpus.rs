@@ -1,4 +1,4 @@
-//! Texts as token ids: whitespace-separated files, their vocabulary, and what is known about them.
+//! Texts as token ids: whitespace-separated files, their vocabulary, and their entropy if it is known.
 
 use crate::common::Result;
 use std::collections::HashMap;
@@ -7,7 +7,7 @@ use std::path::Path;
 pub(crate) const END_OF_SENTENCE: &str = "<eos>";
 const UNKNOWN: &str = "<unk>";
 
-/// Every text starts with one token that is only read; all others are targets.
+/// The first token of every text is an input only; all others are targets.
 pub(crate) struct Corpus {
     pub(crate) name: String,
     pub(crate) words: Vec<String>,
@@ -19,7 +19,7 @@ pub(crate) struct Corpus {
 }
 
 impl Corpus {
-    /// Reads train.txt, valid.txt and, if it is there, test.txt: one sentence per line.
+    /// Reads train.txt, valid.txt and, if it exists, test.txt: one sentence per line.
     pub(crate) fn from_folder(folder: &Path) -> Result<Self> {
         let mut vocabulary = Vocabulary::default();
         let train = vocabulary.encode(&read(&folder.join("train.txt"))?, true);
@@ -39,8 +39,8 @@ impl Corpus {
     }
 
     /// Token ids as readable text, one sentence per line.
-    pub(crate) fn decode(&self, tokens: &[u32]) -> String {
-        let words = tokens.iter().map(|&token| self.words[token as usize].as_str());
+    pub(crate) fn decode(&self, ids: &[u32]) -> String {
+        let words = ids.iter().map(|&id| self.words[id as usize].as_str());
         let lines = words.collect::<Vec<_>>().join(" ").replace(&format!(" {END_OF_SENTENCE} "), "\n");
         lines.trim_end_matches(END_OF_SENTENCE).trim().to_owned()
     }
@@ -50,7 +50,7 @@ fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()).into())
 }
 
-/// Words in the order in which they were first seen.
+/// Words in the order of their first occurrence.
 #[derive(Default)]
 struct Vocabulary {
     words: Vec<String>,
@@ -59,16 +59,16 @@ struct Vocabulary {
 
 impl Vocabulary {
     /// `<eos>`, then the words of each line followed by `<eos>`. With `grow`, new words are added; without, they become
-    /// `<unk>` where the vocabulary has it and are added where not.
+    /// `<unk>` if the vocabulary has it, and are added if not.
     fn encode(&mut self, text: &str, grow: bool) -> Vec<u32> {
         let unknown = if grow { None } else { self.ids.get(UNKNOWN).copied() };
-        let mut tokens = vec![self.id(END_OF_SENTENCE, None)];
+        let mut ids = vec![self.id(END_OF_SENTENCE, None)];
         for line in text.lines() {
             for word in line.split_whitespace().chain([END_OF_SENTENCE]) {
-                tokens.push(self.id(word, unknown));
+                ids.push(self.id(word, unknown));
             }
         }
-        tokens
+        ids
     }
 
     fn id(&mut self, word: &str, unknown: Option<u32>) -> u32 {

@@ -1,7 +1,7 @@
-//! A built-in language whose next-token distribution is known: a random mixture of softmaxes over the current token.
+//! A built-in language whose next-token distribution is known: a random mixture of softmaxes given the current token.
 //!
-//! P(next | current) = sum_k pi_k(current) softmax(E c_k(current)) with 4 components in 8 dimensions over 512 tokens. A
-//! mixture's logarithm is no low-rank matrix, so one softmax over few dimensions cannot reach its entropy.
+//! P(next | current) = sum_k pi_k(current) softmax(E c_k(current)) with 4 components, d = 8 and a vocabulary of 512.
+//! The logarithm of a mixture is not a low-rank matrix, so one softmax over few dimensions cannot reach its entropy.
 
 use crate::corpus::Corpus;
 use rand::{rngs::StdRng, Rng, SeedableRng};
@@ -20,7 +20,7 @@ pub(crate) struct Teacher {
 }
 
 impl Teacher {
-    /// The same language every time.
+    /// The same language in every run.
     pub(crate) fn new() -> Self {
         let mut rng = StdRng::seed_from_u64(LANGUAGE_SEED);
         let mut normals = |count: usize, scale: f64| -> Vec<f64> {
@@ -83,7 +83,7 @@ impl Teacher {
     fn entropy(&self, contexts: &[u32]) -> f64 {
         let rows: Vec<f64> =
             self.probabilities.chunks(VOCAB).map(|row| -row.iter().map(|p| p * p.ln()).sum::<f64>()).collect();
-        contexts.iter().map(|&token| rows[token as usize]).sum::<f64>() / contexts.len() as f64
+        contexts.iter().map(|&id| rows[id as usize]).sum::<f64>() / contexts.len() as f64
     }
 }
 
@@ -98,11 +98,11 @@ fn softmax(logits: Vec<f64>) -> Vec<f64> {
     weights.into_iter().map(|w| w / sum).collect()
 }
 
-/// A pronounceable name of two syllables for each token.
-fn word(token: usize) -> String {
+/// A pronounceable word of two syllables for each token id.
+fn word(id: usize) -> String {
     let syllable =
         |i: usize| [["b", "d", "k", "l", "m", "n", "s", "t"][i / 4 % 8], ["a", "e", "i", "o"][i % 4]].concat();
-    syllable(token / 32) + &syllable(token % 32)
+    syllable(id / 32) + &syllable(id % 32)
 }
 
 #[cfg(test)]
@@ -127,9 +127,9 @@ mod tests {
         let mut rank = 0;
         let mut first = 0.0;
         while rank < VOCAB {
-            let positions = (rank..VOCAB).flat_map(|i| (rank..VOCAB).map(move |j| (i, j)));
+            let entries = (rank..VOCAB).flat_map(|i| (rank..VOCAB).map(move |j| (i, j)));
             let size = |&(i, j): &(usize, usize)| f64::abs(matrix[i][j]);
-            let (i, j) = positions.max_by(|a, b| size(a).total_cmp(&size(b))).expect("not empty");
+            let (i, j) = entries.max_by(|a, b| size(a).total_cmp(&size(b))).expect("not empty");
             let pivot = size(&(i, j));
             first = f64::max(first, pivot);
             if pivot < 1e-3 * first {

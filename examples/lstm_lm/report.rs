@@ -1,4 +1,4 @@
-//! What is printed at the end: the table, one sentence on what it shows, and the JSON line.
+//! The final output: the table, a summary of one sentence, and the JSON line.
 
 use crate::common::head::HeadKind;
 use serde_json::{json, Value};
@@ -53,7 +53,8 @@ pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
         Some(entropy) => {
             let (above_softmax, above_mos) = (softmax.valid_nll - entropy, mos.valid_nll - entropy);
             format!(
-                "With {size}, {} stays {above_mos:.3} nats above the entropy of the language, {:.2} times the {above_softmax:.3} of the softmax.",
+                "With {size}, {} stays {above_mos:.3} nats above the entropy of the language, {:.2} times the \
+                 {above_softmax:.3} of the softmax.",
                 verdict(above_mos < above_softmax),
                 above_mos / above_softmax
             )

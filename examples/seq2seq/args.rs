@@ -1,4 +1,4 @@
-//! The flags, and the defaults that train out of the box: one set for the built-in task, one for real text.
+//! The flags, with one set of defaults for the built-in task and one for real text.
 
 use crate::common::flags::{above_zero, below_one, not_negative, positive, TrainingFlags};
 use crate::common::head::{ActivationKind, HeadSizes};
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// Trains an LSTM encoder-decoder with attention for translation or dialogue, with any of the output layers.
 #[derive(Debug, Parser)]
 pub(crate) struct Args {
-    /// Translate: folder with train.SOURCE, train.TARGET, valid.SOURCE, valid.TARGET (whitespace tokens, a sentence a line)
+    /// Translate: folder with train.SOURCE, train.TARGET, valid.SOURCE, valid.TARGET (one sentence per line)
     #[arg(long, value_name = "DIR", conflicts_with = "dialogue")]
     pub(crate) data: Option<PathBuf>,
     /// Ending of the source files
@@ -21,10 +21,10 @@ pub(crate) struct Args {
     /// Ending of the target files
     #[arg(long, default_value = "en")]
     pub(crate) target: String,
-    /// Respond: a dialogue a line, {"utts": [[speaker, text], ..]}; a sixth of them is held out
+    /// Respond: one dialogue per line, {"utts": [[speaker, text], ..]}; a sixth of them is held out
     #[arg(long, value_name = "FILE.jsonl")]
     pub(crate) dialogue: Option<PathBuf>,
-    /// Utterances of a context
+    /// Number of utterances in a context
     #[arg(long, default_value_t = 2, value_parser = positive)]
     pub(crate) turns: usize,
     #[arg(long, value_enum, default_value = "word")]
@@ -32,10 +32,10 @@ pub(crate) struct Args {
     /// Words that occur less often are unknown
     #[arg(long, default_value_t = 2, value_parser = positive)]
     pub(crate) min_count: usize,
-    /// Pieces of a byte-pair encoding, for each side
+    /// Vocabulary size of a byte-pair encoding, for each side
     #[arg(long, default_value_t = 6000, value_parser = positive)]
     pub(crate) vocab_size: usize,
-    /// Epochs in all, those of a resumed checkpoint included [default: 4; dialogue: 5]
+    /// Total number of epochs, including those of a resumed checkpoint [default: 4; dialogue: 5]
     #[arg(long)]
     pub(crate) epochs: Option<usize>,
     /// Mixture components K [default: 3; real text: 5]
@@ -53,16 +53,16 @@ pub(crate) struct Args {
     /// Number of LSTM layers
     #[arg(long, default_value_t = 1, value_parser = positive)]
     pub(crate) layers: usize,
-    /// Pairs of a batch [default: 32; real text: 64]
+    /// Pairs per batch [default: 32; real text: 64]
     #[arg(long, value_parser = positive)]
     pub(crate) batch: Option<usize>,
-    /// Adam's learning rate at the start [default: 0.005; real text: 0.002]
+    /// Initial learning rate of Adam [default: 0.005; real text: 0.002]
     #[arg(long, value_parser = above_zero)]
     pub(crate) lr: Option<f64>,
     /// Factor of the learning rate per epoch, applied smoothly
     #[arg(long, default_value_t = 0.6, value_parser = above_zero)]
     pub(crate) decay: f64,
-    /// Largest global gradient norm, 0 for none
+    /// Largest global gradient norm, 0 for no clipping
     #[arg(long, default_value_t = 1.0, value_parser = not_negative)]
     pub(crate) clip: f64,
     /// Locked dropout on LSTM inputs, hidden states and attentional states [default: 0; real text: 0.3]
@@ -73,13 +73,13 @@ pub(crate) struct Args {
     /// Width of the beam search [default: 5; dialogue: 10]
     #[arg(long, value_parser = positive)]
     pub(crate) beam: Option<usize>,
-    /// Longest target that is searched for [default: 60; dialogue: 30]
+    /// Maximum length of a target in the search [default: 60; dialogue: 30]
     #[arg(long, value_parser = positive)]
     pub(crate) max_length: Option<usize>,
     /// Exponent of the beam search's length penalty [default: 0.6; dialogue: 0]
     #[arg(long, value_parser = not_negative)]
     pub(crate) length_penalty: Option<f64>,
-    /// Print so many of the results
+    /// Number of results to print
     #[arg(long, default_value_t = 3)]
     pub(crate) samples: usize,
     /// Only translate the lines of stdin with the model of --resume FILE
@@ -88,7 +88,7 @@ pub(crate) struct Args {
     /// Only respond to the lines of stdin with the model of --resume FILE, with three replies each
     #[arg(long, requires = "resume", conflicts_with_all = ["data", "dialogue"])]
     pub(crate) chat: bool,
-    /// Draw the answers of --translate and --chat at this temperature, instead of a beam search for the likeliest
+    /// Sample the answers of --translate and --chat at this temperature, instead of a beam search for the likeliest
     #[arg(long, value_parser = not_negative)]
     pub(crate) temperature: Option<f64>,
     #[command(flatten)]

@@ -9,7 +9,7 @@ pub(crate) struct Attention {
     combine: Linear,
 }
 
-/// What is attended to: the encoder's outputs and their keys, each [batch, positions, hidden], and what hides the padding.
+/// The attended sequence: the encoder's outputs and their keys, each [batch, positions, hidden], and its mask.
 #[derive(Clone)]
 pub(crate) struct Memory {
     values: Tensor,

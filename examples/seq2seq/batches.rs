@@ -7,23 +7,23 @@ use candle_core::{Device, Tensor};
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 
-/// Source sentences, each closed by END, padded at the end.
+/// Source sentences, each followed by END, padded at the end.
 pub(crate) struct Sources {
     /// [batch, positions], forwards and backwards; the padding stays at the end.
     pub(crate) tokens: Tensor,
     pub(crate) reversed: Tensor,
-    /// Where in the flattened `reversed` each flattened token is; [batch * positions].
+    /// The index in the flattened `reversed` of each flattened token; [batch * positions].
     pub(crate) back: Tensor,
     /// 1 over the length, 0 over the padding; [batch, 1, positions].
     pub(crate) average: Tensor,
-    /// 0 over the sentence, so low that nothing is left of a weight over the padding; [batch, 1, positions].
+    /// 0 over the sentence, so low over the padding that its attention weights vanish; [batch, 1, positions].
     pub(crate) mask: Tensor,
 }
 
 const HIDDEN: f32 = -1e9;
 
 impl Sources {
-    /// Padded to the longest, or to `positions` if that is more.
+    /// Padded to the longest sentence, or to `positions` if that is more.
     pub(crate) fn new(sentences: &[&[u32]], positions: usize, device: &Device) -> Result<Self> {
         let batch = sentences.len();
         let longest = sentences.iter().map(|sentence| sentence.len() + 1).max().unwrap_or(1);
@@ -53,7 +53,7 @@ impl Sources {
     }
 }
 
-/// What the decoder reads and what it is to say, each [batch, steps], padded with PAD.
+/// The decoder's inputs and targets, each [batch, steps], padded with PAD.
 pub(crate) struct Batch {
     pub(crate) sources: Sources,
     pub(crate) inputs: Tensor,
@@ -77,7 +77,7 @@ impl Batch {
     }
 }
 
-/// The pairs in batches of similar length, in random order with random company.
+/// The pairs in random batches of similar length, in random order.
 pub(crate) fn shuffled(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<usize>> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut order: Vec<usize> = (0..pairs.len()).collect();
@@ -87,7 +87,7 @@ pub(crate) fn shuffled(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<us
     batches
 }
 
-/// `order` cut into batches of similar `length`; the sort is stable.
+/// `order` split into batches of similar `length`; the sort is stable.
 pub(crate) fn by_length<K: Ord>(mut order: Vec<usize>, batch: usize, length: impl Fn(usize) -> K) -> Vec<Vec<usize>> {
     order.sort_by_key(|&i| length(i));
     order.chunks(batch).map(<[usize]>::to_vec).collect()
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     fn pairs(count: usize) -> Vec<Encoded> {
-        let text = |i: usize| (0..i % 7).map(|word| 4 + word as u32).collect();
+        let text = |i: usize| (0..i % 7).map(|id| 4 + id as u32).collect();
         (0..count).map(|i| Encoded { source: text(i), target: text(i * 5 + 3) }).collect()
     }
 
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn sentences_are_closed_padded_and_reversed_inside_their_length() {
+    fn sentences_are_ended_padded_and_reversed_within_their_length() {
         let sources = Sources::new(&[&[7, 8], &[9]], 0, &Device::Cpu).unwrap();
         assert_eq!(sources.tokens.to_vec2::<u32>().unwrap(), [[7, 8, END], [9, END, PAD]]);
         assert_eq!(sources.reversed.to_vec2::<u32>().unwrap(), [[END, 8, 7], [END, 9, PAD]]);

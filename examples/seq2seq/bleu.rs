@@ -1,10 +1,10 @@
-//! BLEU (Papineni et al. 2002) of a corpus, and smoothed of one sentence, on tokens as they are.
+//! BLEU (Papineni et al. 2002) of a corpus, and smoothed BLEU of one sentence, on whitespace tokens.
 
 use std::collections::HashMap;
 
 const ORDERS: usize = 4;
 
-/// What a hypothesis and its reference, or a whole corpus of them, have in common.
+/// The n-gram counts of a hypothesis and its reference, or the sums over a corpus.
 #[derive(Clone, Copy, Default)]
 struct Counts {
     matches: [usize; ORDERS],
@@ -41,7 +41,7 @@ impl Counts {
         self.reference += other.reference;
     }
 
-    /// 1, or less for hypotheses that are shorter than their references.
+    /// The brevity penalty: 1, or less for hypotheses that are shorter than their references.
     fn brevity(&self) -> f64 {
         match self.hypothesis {
             0 => 0.0,
@@ -50,8 +50,8 @@ impl Counts {
     }
 }
 
-/// BLEU-4 in percent of pairs of a hypothesis and its reference, tokens separated by whitespace. Nothing is smoothed: it is 0
-/// if no four tokens in a row are right in the whole corpus.
+/// BLEU-4 in percent of pairs of a hypothesis and its reference, tokens separated by whitespace. Without smoothing: it
+/// is 0 if the corpus has no matching 4-gram.
 pub(crate) fn corpus_bleu<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> f64 {
     let mut counts = Counts::default();
     for (hypothesis, reference) in pairs {
@@ -64,8 +64,8 @@ pub(crate) fn corpus_bleu<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -
     100.0 * counts.brevity() * (logs.sum::<f64>() / ORDERS as f64).exp()
 }
 
-/// BLEU-1 to BLEU-4 of one sentence, from 0 to 1, smoothed by one match more in one n-gram more for n of at least 2: Lin and
-/// Och (2004), method 2 of Chen and Cherry (2014) and of NLTK.
+/// BLEU-1 to BLEU-4 of one sentence, from 0 to 1, smoothed by adding one to matches and totals for n of at least 2: Lin
+/// and Och (2004), method 2 of Chen and Cherry (2014) and of NLTK.
 pub(crate) fn sentence_bleu(hypothesis: &str, reference: &str) -> [f64; ORDERS] {
     let counts = Counts::new(&words(hypothesis), &words(reference));
     let mut logs = 0.0;
@@ -103,9 +103,9 @@ mod tests {
         assert!((found - expected).abs() < 1e-9, "{found}, expected {expected}");
     }
 
-    /// The figures of sacrebleu 2.6.0: `corpus_bleu(hypotheses, [references], tokenize="none", force=True).score`.
+    /// The values of sacrebleu 2.6.0: `corpus_bleu(hypotheses, [references], tokenize="none", force=True).score`.
     #[test]
-    fn corpus_bleu_is_that_of_sacrebleu() {
+    fn corpus_bleu_equals_sacrebleu() {
         let bleu = |range: std::ops::Range<usize>| {
             corpus_bleu(HYPOTHESES[range.clone()].iter().copied().zip(REFERENCES[range].iter().copied()))
         };
@@ -116,9 +116,9 @@ mod tests {
         close(bleu(4..5), 0.0);
     }
 
-    /// The figures of NLTK 3.10.4: `sentence_bleu([reference], hypothesis, [1/n] * n, SmoothingFunction().method2)`.
+    /// The values of NLTK 3.10.4: `sentence_bleu([reference], hypothesis, [1/n] * n, SmoothingFunction().method2)`.
     #[test]
-    fn sentence_bleu_is_that_of_nltk() {
+    fn sentence_bleu_equals_nltk() {
         for (i, expected) in SENTENCES.iter().enumerate() {
             let found = sentence_bleu(HYPOTHESES[i], REFERENCES[i]);
             for n in 0..ORDERS {

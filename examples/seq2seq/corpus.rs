@@ -1,4 +1,4 @@
-//! Pairs of texts: read from two files side by side, and as token ids.
+//! Pairs of texts, read from two parallel files, and their token ids.
 
 use crate::common::Result;
 use crate::vocabulary::Vocabulary;
@@ -25,7 +25,7 @@ pub(crate) struct Encoded {
 }
 
 impl Corpus {
-    /// Reads train.SOURCE and train.TARGET, valid.SOURCE and valid.TARGET, a sentence a line.
+    /// Reads train.SOURCE and train.TARGET, valid.SOURCE and valid.TARGET, one sentence per line.
     pub(crate) fn from_folder(folder: &Path, source: &str, target: &str) -> Result<Self> {
         let read =
             |name: &str| pairs(&folder.join(format!("{name}.{source}")), &folder.join(format!("{name}.{target}")));

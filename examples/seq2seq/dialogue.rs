@@ -1,4 +1,4 @@
-//! Dialogues as pairs of a context, the utterances before, and the response that follows.
+//! Dialogues as pairs of a context (the utterances before) and the response to it.
 
 use crate::common::Result;
 use crate::corpus::{read, Corpus, Pair};
@@ -7,7 +7,7 @@ use rand::{rngs::StdRng, SeedableRng};
 use serde_json::Value;
 use std::path::Path;
 
-/// Before each utterance of a context: whether it was said by the one who responds.
+/// The marks before each utterance of a context: whether the responder said it.
 pub(crate) const MARKS: [&str; 2] = ["<you>", "<me>"];
 
 /// The share of the dialogues that is held out.
@@ -18,7 +18,7 @@ struct Utterance {
     text: String,
 }
 
-/// Reads a dialogue a line, an object with `utts`: a list of [speaker, text, ..]. Dialogues are held out whole.
+/// Reads one dialogue per line, an object with `utts`: a list of [speaker, text, ..]. Dialogues are held out whole.
 pub(crate) fn corpus(path: &Path, turns: usize, seed: u64) -> Result<Corpus> {
     let mut dialogues = Vec::new();
     for (i, line) in read(path)?.lines().enumerate() {
@@ -50,7 +50,7 @@ fn parse(line: &str) -> Result<Vec<Utterance>> {
     utterances.iter().map(utterance).collect()
 }
 
-/// Every utterance but the first as a response to at most `turns` before it.
+/// Every utterance but the first, as a response to at most `turns` utterances before it.
 fn pairs(dialogue: &[Utterance], turns: usize) -> Vec<Pair> {
     let pair = |i: usize| {
         let response = &dialogue[i];
@@ -62,7 +62,7 @@ fn pairs(dialogue: &[Utterance], turns: usize) -> Vec<Pair> {
     (1..dialogue.len()).filter(spoken).map(pair).collect()
 }
 
-/// A context from utterances, each with whether the one who responds said it.
+/// A context from utterances, each with whether the responder said it.
 pub(crate) fn context<'a>(utterances: impl Iterator<Item = (bool, &'a str)>) -> String {
     utterances.map(|(mine, text)| format!("{} {text}", MARKS[usize::from(mine)])).collect::<Vec<_>>().join(" ")
 }

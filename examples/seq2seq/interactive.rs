@@ -1,4 +1,4 @@
-//! Answers to the lines of stdin, by a model and a vocabulary that come from one checkpoint.
+//! Answers to the lines of stdin, from the model and vocabularies of one checkpoint.
 
 use crate::args::Args;
 use crate::common::{checkpoint::Checkpoint, Result};
@@ -19,13 +19,13 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
     let checkpoint = Checkpoint::load(path, device)?;
     let setting = Setting::from_checkpoint(&checkpoint)?;
     if args.chat != (setting.task == Task::Dialogue) {
-        return Err(format!("{flag} was asked of a checkpoint of the task {}", setting.task.name()).into());
+        return Err(format!("{flag} does not fit a checkpoint of the task {}", setting.task.name()).into());
     }
     let model = load_model(&checkpoint, device)?;
     let beam = setting.task.beam(args, if args.chat { REPLIES } else { 1 });
     let sampling = args.temperature.map(|temperature| Sampling::new().with_temperature(temperature));
     let mut sampler = sampling.map(|sampling| Sampler::new(sampling, args.common.seed)).transpose()?;
-    let mut said: Vec<(bool, String)> = vec![]; // by the model or not
+    let mut said: Vec<(bool, String)> = vec![]; // whether the model said it, and the text
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         if !args.chat {
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// What is searched for, or drawn if there is a sampler.
+/// Samples if there is a sampler, otherwise the results of the beam search.
 fn answers(
     model: &Seq2Seq,
     setting: &Setting,
@@ -57,5 +57,5 @@ fn answers(
         Some(sampler) => draw(model, &source, beam.n_best, beam.max_length, sampler)?,
         None => search(model, &[&source], beam)?.concat(),
     };
-    found.iter().map(|tokens| setting.target.decode(tokens)).collect()
+    found.iter().map(|ids| setting.target.decode(ids)).collect()
 }

@@ -2,7 +2,7 @@
 //!
 //!     cargo run --release --example seq2seq
 //!
-//! Without data: a built-in language is translated into another. Every head gets over 95% of new sentences exactly right.
+//! Without data, translates English into a built-in language. Every head gets over 95% of new sentences exactly right.
 //!
 //!     cargo run --release --example seq2seq -- --data DIR --source de --target en --head mos --save mos.safetensors
 //!     cargo run --release --example seq2seq -- --translate --resume mos.safetensors < lines
@@ -12,10 +12,10 @@
 //!     cargo run --release --example seq2seq -- --dialogue FILE.jsonl --head mos --save mos.safetensors
 //!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors --temperature 0.7
 //!
-//! Responds to what was said before, and ends with precision and recall of five responses to each held-out context.
+//! Responds to the utterances before, and ends with precision and recall of five responses to each held-out context.
 //!
-//! candle's threads wait for each other without sleep. On a machine that has other things to do, the environment variable
-//! CANDLE_NUM_THREADS=1 makes training twice as fast; the matrix products go by RAYON_NUM_THREADS.
+//! candle's threads busy-wait for each other. On a machine with other load, the environment variable
+//! CANDLE_NUM_THREADS=1 makes training twice as fast; the matrix products use RAYON_NUM_THREADS.
 
 #[path = "../common/mod.rs"]
 mod common;

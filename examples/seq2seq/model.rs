@@ -1,4 +1,4 @@
-//! The encoder-decoder: an LSTM over the source in both directions, one over the target, attention, and an output layer.
+//! The encoder-decoder: a bidirectional LSTM over the source, an LSTM over the target, attention, and an output layer.
 
 use crate::attention::{Attention, Memory};
 use crate::batches::{Batch, Sources};
@@ -13,7 +13,7 @@ use rand::rngs::StdRng;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Sizes {
-    /// Of the decoder's side.
+    /// Sizes of the decoder.
     pub(crate) head: HeadSizes,
     pub(crate) source_vocab: usize,
     pub(crate) embedding: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Seq2Seq {
     device: Device,
 }
 
-/// Where a decoder stands: its rows are sentences, or hypotheses of a beam.
+/// The state of a decoder; its rows are sentences, or hypotheses of a beam.
 pub(crate) struct State {
     memory: Memory,
     lstm: Vec<LSTMState>,
@@ -72,8 +72,8 @@ impl Seq2Seq {
             device: device.clone(),
             varmap,
         };
-        // Values keep their size on the way from the embeddings to the logits. With smaller ones all positions of the source
-        // look alike, and attention takes epochs to get off the ground, the more the smaller the contexts are.
+        // Values keep their scale from the embeddings to the logits. With smaller initial values all positions of the
+        // source look alike, and attention takes epochs to form, more of them the smaller the contexts are.
         let width = if kind == HeadKind::Softmax { hidden } else { sizes.head.context };
         let linear = 1.0 / (hidden as f64).sqrt();
         init::uniform(&model.varmap, seed, |name| match name {
@@ -102,11 +102,11 @@ impl Seq2Seq {
         self.varmap.all_vars().iter().map(|var| var.elem_count()).sum()
     }
 
-    /// The decoder before its first token. It starts from the mean of the encoder's outputs, which no padding moves.
+    /// The decoder's initial state, from the mean of the encoder's outputs without the padding.
     pub(crate) fn encode(&self, sources: &Sources, mut rng: Option<&mut StdRng>) -> Result<State> {
-        let mut read = |lstm: &Lstm, tokens: &Tensor| {
-            let inputs = self.source_embedding.forward(tokens)?;
-            lstm.forward(&inputs, &mut lstm.start(tokens.dim(0)?)?, rng.as_deref_mut())
+        let mut read = |lstm: &Lstm, ids: &Tensor| {
+            let inputs = self.source_embedding.forward(ids)?;
+            lstm.forward(&inputs, &mut lstm.start(ids.dim(0)?)?, rng.as_deref_mut())
         };
         let forwards = read(&self.forwards, &sources.tokens)?;
         let backwards = read(&self.backwards, &sources.reversed)?;
@@ -120,10 +120,10 @@ impl Seq2Seq {
         Ok(State { memory: self.attention.memory(outputs, sources.mask.clone())?, lstm })
     }
 
-    /// Tokens [batch, steps] -> what the head turns into the next tokens, [batch, steps, hidden]; the state moves on.
-    /// Dropout is applied where a generator for its masks is given.
-    pub(crate) fn decode(&self, tokens: &Tensor, state: &mut State, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
-        let inputs = self.target_embedding.forward(tokens)?;
+    /// Token ids [batch, steps] -> the head's hidden states for the next ids, [batch, steps, hidden]; advances `state`.
+    /// Dropout is applied if a generator for its masks is given.
+    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
+        let inputs = self.target_embedding.forward(ids)?;
         let hidden = self.decoder.forward(&inputs, &mut state.lstm, rng.as_deref_mut())?;
         locked_dropout(self.attention.forward(&hidden, &state.memory)?, self.dropout, rng)
     }
@@ -150,11 +150,11 @@ mod tests {
     fn padding_changes_nothing() {
         let model = model(HeadKind::Mos);
         let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
-        let tokens = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+        let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
         let hidden = |positions| {
             let sources = Sources::new(&sentences, positions, &Device::Cpu).unwrap();
             let mut state = model.encode(&sources, None).unwrap();
-            model.decode(&tokens, &mut state, None).unwrap()
+            model.decode(&ids, &mut state, None).unwrap()
         };
         let (tight, wide) = (hidden(0), hidden(11));
         let difference = (tight - wide).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
@@ -162,16 +162,16 @@ mod tests {
     }
 
     #[test]
-    fn token_by_token_equals_all_at_once() {
+    fn step_by_step_equals_all_at_once() {
         let model = model(HeadKind::Softmax);
         let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
-        let tokens = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
-        let all = model.decode(&tokens, &mut model.encode(&sources, None).unwrap(), None).unwrap();
+        let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+        let all = model.decode(&ids, &mut model.encode(&sources, None).unwrap(), None).unwrap();
         let mut state = model.encode(&sources, None).unwrap();
         let swap = Tensor::new(&[1u32, 0], &Device::Cpu).unwrap();
         for step in 0..3 {
-            // Rows change places at every step, as they do in a beam.
-            let column = tokens.narrow(1, step, 1).unwrap();
+            // Rows are swapped at every step, as in a beam.
+            let column = ids.narrow(1, step, 1).unwrap();
             let column =
                 if step % 2 == 0 { column } else { column.contiguous().unwrap().index_select(&swap, 0).unwrap() };
             let one = model.decode(&column.contiguous().unwrap(), &mut state, None).unwrap();
@@ -195,7 +195,7 @@ mod tests {
             let options = LossOptions::new().with_ignore_index(0);
             let gradients = model.head().loss(&hidden, &batch.targets, &options).unwrap().backward().unwrap();
             for (name, var) in init::sorted(model.varmap()) {
-                let gradient = gradients.get(&var).unwrap_or_else(|| panic!("{kind:?} {name} has none"));
+                let gradient = gradients.get(&var).unwrap_or_else(|| panic!("{kind:?} {name} has no gradient"));
                 let sum = gradient.abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
                 assert!(sum > 0.0, "{kind:?} {name}");
             }

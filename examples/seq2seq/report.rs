@@ -1,4 +1,4 @@
-//! What is printed at the end: results beside their references, the table, and the JSON line.
+//! The final output: results with their references, the table, and the JSON line.
 
 use crate::common::head::HeadKind;
 use crate::corpus::Pair;
@@ -14,7 +14,7 @@ pub(crate) struct Row {
     pub(crate) tokens_per_second: Option<f64>,
 }
 
-/// So many pairs, spread over all, with the best of what was found.
+/// `count` evenly spaced pairs with their best results.
 pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
     let mut lines = vec![];
     for i in 0..count.min(pairs.len()) {

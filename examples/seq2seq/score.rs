@@ -1,4 +1,4 @@
-//! What the results of a task are measured by, at the end, over the validation pairs.
+//! The final scores of a task on the validation pairs.
 
 use crate::bleu::{corpus_bleu, sentence_bleu};
 use crate::common::Result;
@@ -24,7 +24,7 @@ pub(crate) fn score(
     beam: Beam,
 ) -> Result<Scores> {
     let sources: Vec<&[u32]> = encoded.iter().map(|pair| pair.source.as_slice()).collect();
-    let decode = |tokens: &Vec<u32>| target.decode(tokens);
+    let decode = |ids: &Vec<u32>| target.decode(ids);
     let found = search(model, &sources, beam)?;
     let found: Vec<Vec<String>> =
         found.iter().map(|texts| texts.iter().map(decode).collect()).collect::<Result<_>>()?;
@@ -49,8 +49,8 @@ fn bleu(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
     corpus_bleu(found.iter().zip(pairs).map(|(texts, pair)| (best(texts), pair.target.as_str())))
 }
 
-/// Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the mean over the references of the
-/// best BLEU with a hypothesis. Here every context has one reference.
+/// Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the mean over the references
+/// of the best BLEU with a hypothesis. Here every context has one reference.
 fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Vec<(&'static str, f64)> {
     const NAMES: [[&str; 2]; 4] =
         [["BLEU-1 P", "BLEU-1 R"], ["BLEU-2 P", "BLEU-2 R"], ["BLEU-3 P", "BLEU-3 R"], ["BLEU-4 P", "BLEU-4 R"]];

@@ -1,4 +1,4 @@
-//! Beam search over many sentences, in batches of similar length; and targets drawn for one.
+//! Beam search for many sentences, in batches of similar length; and sampling for one.
 
 use crate::batches::{by_length, Sources};
 use crate::common::{progress, Result};
@@ -15,10 +15,10 @@ pub(crate) struct Beam {
     pub(crate) length_penalty: f64,
 }
 
-/// Sentences that are decoded side by side.
+/// Number of sentences decoded together.
 const BATCH: usize = 32;
 
-/// For each source its best targets, the best first.
+/// The best targets of each source, the best first.
 pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<Vec<Vec<Vec<u32>>>> {
     let search = BeamSearch::new(END)
         .with_width(beam.width)
@@ -48,7 +48,7 @@ fn search_batch(model: &Seq2Seq, sources: &[&[u32]], search: &BeamSearch) -> Res
     })
 }
 
-/// `count` targets of one source, drawn word by word instead of searched for.
+/// `count` sampled targets of one source.
 pub(crate) fn draw(
     model: &Seq2Seq,
     source: &[u32],
@@ -63,10 +63,10 @@ pub(crate) fn draw(
     for _ in 0..max_length {
         let hidden = model.decode(&last.unsqueeze(1)?, &mut state, None)?.squeeze(1)?;
         last = model.head().sample(&hidden, sampler)?;
-        for ((words, ended), word) in drawn.iter_mut().zip(&mut ended).zip(last.to_vec1::<u32>()?) {
-            *ended |= word == END;
+        for ((ids, ended), id) in drawn.iter_mut().zip(&mut ended).zip(last.to_vec1::<u32>()?) {
+            *ended |= id == END;
             if !*ended {
-                words.push(word);
+                ids.push(id);
             }
         }
         if ended.iter().all(|&ended| ended) {

@@ -1,4 +1,4 @@
-//! One head's training from the start or from a checkpoint to the last epoch.
+//! The training of one head, from the start or a checkpoint to the last epoch.
 
 use crate::common::head::{ActivationKind, HeadKind, HeadSizes};
 use crate::common::{checkpoint::Checkpoint, optimizer::Optimizer, progress, Result};
@@ -11,13 +11,13 @@ use candle_core::Device;
 use std::path::Path;
 use std::time::Instant;
 
-/// What a model is for: part of every checkpoint, so that one is enough to use the model.
+/// The task and vocabularies of a model. Every checkpoint has them, so that it is enough to use the model.
 #[derive(Clone)]
 pub(crate) struct Setting {
     pub(crate) task: Task,
     pub(crate) source: Vocabulary,
     pub(crate) target: Vocabulary,
-    /// Utterances of a context.
+    /// Number of utterances in a context.
     pub(crate) turns: usize,
 }
 
@@ -36,7 +36,7 @@ impl Setting {
 pub(crate) struct Session {
     pub(crate) kind: HeadKind,
     pub(crate) model: Seq2Seq,
-    /// Mean NLL of each epoch on the training pairs (while they were learnt) and on the validation pairs (after it).
+    /// Mean NLL of each epoch on the training pairs (during the epoch) and on the validation pairs (after it).
     pub(crate) history: Vec<[f64; 2]>,
     setting: Setting,
     sizes: Sizes,
@@ -46,7 +46,7 @@ pub(crate) struct Session {
     seconds: f64,
 }
 
-/// Pairs of an evaluation's batch.
+/// Pairs per batch of an evaluation.
 const EVALUATION_BATCH: usize = 64;
 
 impl Session {
@@ -63,7 +63,7 @@ impl Session {
         Ok(Self { kind, model, history: vec![], setting, sizes, recipe, optimizer, tokens: 0, seconds: 0.0 })
     }
 
-    /// Trains the epochs that are left, printing a line for each, and saves after each.
+    /// Trains the remaining epochs; prints a line and saves after each.
     pub(crate) fn run(&mut self, train: &[Encoded], valid: &[Encoded], save: Option<&Path>) -> Result<()> {
         while self.history.len() < self.recipe.epochs {
             let epoch = self.history.len();
@@ -98,7 +98,7 @@ impl Session {
         }
     }
 
-    /// Target tokens per second of training, unless nothing was trained in this run.
+    /// Target tokens per second of training; `None` if this run trained no epoch.
     pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         (self.tokens > 0).then(|| self.tokens as f64 / self.seconds)
     }
@@ -115,7 +115,7 @@ impl Session {
         shape
     }
 
-    /// Variables and optimiser state, with what is needed to go on, or to use the model without its data.
+    /// Variables and optimizer state, with all that is needed to resume, or to use the model without its data.
     pub(crate) fn checkpoint(&self) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::default();
         checkpoint.insert_variables(self.model.varmap(), &self.optimizer);
@@ -134,7 +134,7 @@ impl Session {
         Ok(checkpoint)
     }
 
-    /// Goes back to where the checkpoint was written; it must be of the same task, head, sizes and optimiser.
+    /// Restores the state of the checkpoint, which must have the same task, head, sizes and optimizer.
     pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         for (key, value) in self.shape() {
             checkpoint.require(key, value)?;
@@ -147,7 +147,7 @@ impl Session {
     }
 }
 
-/// The model alone, from nothing but its checkpoint.
+/// The model of a checkpoint, without the state of training.
 pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
     let name: String = checkpoint.get("head")?;
     let kind = HeadKind::ALL.into_iter().find(|kind| kind.name() == name);

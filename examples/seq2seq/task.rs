@@ -1,4 +1,4 @@
-//! The three tasks: what to learn from, by which vocabulary, and how its targets are searched for.
+//! The three tasks: their data, vocabularies and beam searches.
 
 use crate::args::Args;
 use crate::common::Result;
@@ -22,7 +22,7 @@ pub(crate) enum VocabularyKind {
     Bpe,
 }
 
-/// Pairs of the built-in task.
+/// Training and validation pairs of the built-in task.
 const TOY_PAIRS: (usize, usize) = (8000, 500);
 
 impl Task {
@@ -63,7 +63,7 @@ impl Task {
         }
     }
 
-    /// How many targets of each pair are scored.
+    /// The number of results that are scored per pair.
     pub(crate) fn n_best(self) -> usize {
         if self == Task::Dialogue {
             5
@@ -81,7 +81,8 @@ pub(crate) fn corpus(args: &Args) -> Result<Corpus> {
     }
 }
 
-/// The vocabularies of sources and targets, from the training pairs. A dialogue has one: its contexts repeat its responses.
+/// The vocabularies of sources and targets, from the training pairs. Dialogues share one for both: their contexts are
+/// made of responses.
 pub(crate) fn vocabularies(args: &Args, pairs: &[Pair]) -> Result<[Vocabulary; 2]> {
     let side = |text: fn(&Pair) -> &str, marks: &[&str]| match args.vocab {
         VocabularyKind::Word => Ok(Vocabulary::words(pairs.iter().map(text), args.min_count, marks)),

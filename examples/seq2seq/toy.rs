@@ -1,4 +1,4 @@
-//! The built-in task: English of a few dozen words into an invented language with another order of words, genders, and
+//! The built-in task: from English of a few dozen words to an invented language with another word order, genders, and
 //! agreement of articles, adjectives and verbs. Every sentence has exactly one translation.
 //!
 //! ```text
@@ -60,7 +60,7 @@ const VERBS: [(&str, &str, &str); 12] = [
 ];
 const ADVERBS: [(&str, &str); 6] =
     [("today", "hodi"), ("often", "oft"), ("tomorrow", "morgi"), ("again", "denov"), ("here", "tie"), ("now", "nun")];
-/// The word, whether plural, and its four forms' stem; "dos" has one form only.
+/// The word, whether plural, and the stem of its four forms; "dos" has only one form.
 const DETERMINERS: [(&str, bool, &str); 6] = [
     ("the", false, "l"),
     ("the", true, "l"),

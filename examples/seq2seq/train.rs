@@ -9,7 +9,7 @@ use indicatif::ProgressBar;
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, SeedableRng};
 
-/// How to train; `lr` falls by the factor `decay` per epoch, a little at every step.
+/// How to train: `lr` falls by the factor `decay` per epoch, smoothly over its steps.
 #[derive(Clone, Debug)]
 pub(crate) struct Recipe {
     pub(crate) epochs: usize,
@@ -23,7 +23,7 @@ pub(crate) struct Recipe {
     pub(crate) seed: u64,
 }
 
-/// Trains on all pairs and gives the mean NLL met on the way.
+/// Trains on all pairs and returns the mean NLL of the epoch.
 pub(crate) fn train_epoch(
     model: &Seq2Seq,
     optimizer: &mut Optimizer,
@@ -51,7 +51,7 @@ pub(crate) fn train_epoch(
     Ok(sum / count)
 }
 
-/// Mean NLL of all targets, the ends of the sentences among them.
+/// Mean NLL of all targets, including the ends of the sentences.
 pub(crate) fn evaluate(model: &Seq2Seq, pairs: &[Encoded], batch: usize) -> Result<f64> {
     let options = LossOptions::evaluation().with_ignore_index(i64::from(PAD));
     let (mut sum, mut count) = (0.0, 0.0);

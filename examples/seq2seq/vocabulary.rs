@@ -1,4 +1,4 @@
-//! From text to token ids and back, by words or by byte-pair encoding; either fits into a string of a checkpoint.
+//! From text to token ids and back, by words or by byte-pair encoding; both are stored as a string in a checkpoint.
 
 use crate::common::Result;
 use serde_json::{json, Value};
@@ -83,14 +83,14 @@ impl Vocabulary {
         }
     }
 
-    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String> {
+    pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
         match self {
             Self::Words(words) => {
-                let word = |&token: &u32| words.words.get(token as usize).map(String::as_str);
-                let text: Option<Vec<&str>> = tokens.iter().map(word).collect();
-                Ok(text.ok_or_else(|| format!("expected tokens below {}, got {tokens:?}", self.len()))?.join(" "))
+                let word = |&id: &u32| words.words.get(id as usize).map(String::as_str);
+                let text: Option<Vec<&str>> = ids.iter().map(word).collect();
+                Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
             }
-            Self::Bpe(tokenizer) => tokenizer.decode(tokens, false).map_err(failed),
+            Self::Bpe(tokenizer) => tokenizer.decode(ids, false).map_err(failed),
         }
     }
 
@@ -130,22 +130,22 @@ mod tests {
     fn rare_words_are_unknown() {
         let vocabulary = Vocabulary::words(TEXTS.into_iter(), 2, &[]);
         assert_eq!(vocabulary.len(), 4 + 5); // a man dog sees the
-        let tokens = vocabulary.encode("a man runs").unwrap();
-        assert_eq!(tokens, [4, 5, UNKNOWN]);
-        assert_eq!(vocabulary.decode(&tokens).unwrap(), "a man <unk>");
+        let ids = vocabulary.encode("a man runs").unwrap();
+        assert_eq!(ids, [4, 5, UNKNOWN]);
+        assert_eq!(vocabulary.decode(&ids).unwrap(), "a man <unk>");
     }
 
     #[test]
-    fn both_kinds_give_back_their_text_also_when_read_again() {
+    fn both_kinds_restore_their_text_also_after_json() {
         let bpe = Vocabulary::bpe(TEXTS.into_iter(), 40, &["<me>"]).unwrap();
         for vocabulary in [Vocabulary::words(TEXTS.into_iter(), 1, &["<me>"]), bpe] {
             let again = Vocabulary::from_json(&vocabulary.to_json().unwrap()).unwrap();
             assert_eq!(vocabulary.len(), again.len());
             for text in TEXTS {
-                let tokens = vocabulary.encode(text).unwrap();
-                assert_eq!(again.encode(text).unwrap(), tokens);
+                let ids = vocabulary.encode(text).unwrap();
+                assert_eq!(again.encode(text).unwrap(), ids);
                 if !text.contains('<') {
-                    assert_eq!(again.decode(&tokens).unwrap(), text); // marks are never decoded
+                    assert_eq!(again.decode(&ids).unwrap(), text); // marks are never decoded
                 }
             }
         }

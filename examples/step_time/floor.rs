@@ -1,4 +1,4 @@
-//! The arithmetic floor: the bare matrix products, by the `gemm` crate, at the best of several ways to cut them up.
+//! The baseline of the time: the bare matrix products by the `gemm` crate, with the best of several tilings.
 
 use std::time::Instant;
 
@@ -7,13 +7,13 @@ use rayon::prelude::*;
 
 #[derive(Clone, Copy)]
 pub struct Sizes {
-    /// Tokens times components.
+    /// Positions times components.
     pub rows: usize,
     pub context: usize,
     pub vocab: usize,
 }
 
-/// The sorted seconds of five runs of the first product alone.
+/// The sorted seconds of three runs of the first product alone.
 pub fn one_product(sizes: Sizes) -> Vec<f64> {
     best_of(sizes, 1)
 }
@@ -23,7 +23,7 @@ pub fn three_products(sizes: Sizes) -> Vec<f64> {
     best_of(sizes, 3)
 }
 
-/// Rows of logits at a time, and how each product is cut into tiles: `None` leaves that to the `gemm` crate.
+/// The rows of logits at a time, and the tiles of each product: `None` leaves them to the `gemm` crate.
 #[derive(Clone, Copy)]
 struct Tiling {
     rows: usize,
@@ -42,7 +42,7 @@ fn best_of(sizes: Sizes, products: usize) -> Vec<f64> {
         candidates.push(Tiling { rows, vocab: Some(512), block: Some((128, sizes.context)) });
         candidates.push(Tiling { rows, vocab: Some(512), block: None });
     }
-    // Seconds per row, of a few chunks, decide.
+    // The least time per row over a few chunks decides.
     let mut best = (f64::INFINITY, candidates[0]);
     for tiling in candidates {
         let chunks = 480usize.div_ceil(tiling.rows);
@@ -129,7 +129,7 @@ impl Matrix {
     }
 }
 
-/// `dst[m, n] (+)= lhs[m, k] rhs[k, n]`, in tiles that are spread over the threads, or as one product.
+/// `dst[m, n] (+)= lhs[m, k] rhs[k, n]`, in tiles that are distributed over the threads, or as one product.
 fn product(
     dst: Matrix,
     (m, n): (usize, usize),

@@ -1,6 +1,6 @@
-//! Times one training step of the output layer alone (contexts, priors, loss, and the gradients of the hidden states and of
-//! every parameter) and prints one JSON line: seconds, peak memory beyond parameters and inputs, loss; and in the same
-//! process the fused mixture alone and the bare matrix products that any exact method has to do.
+//! Times one training step of the output layer alone (contexts, priors, loss, and the gradients of the hidden states
+//! and all parameters) and prints one JSON line: seconds, peak memory beyond parameters and inputs, loss; and from the
+//! same process the fused mixture alone and the bare matrix products that any exact method needs.
 //!
 //!     cargo run --release --example step_time -- --shape ptb
 //!
@@ -37,25 +37,25 @@ struct Args {
     dtype: Dtype,
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceKind,
-    /// Steps that are timed
+    /// Number of timed steps
     #[arg(long, default_value_t = 5)]
     reps: usize,
-    /// Steps before those
+    /// Number of steps before the timed ones
     #[arg(long, default_value_t = 2)]
     warmup: usize,
-    /// Another number of tokens than the shape's
+    /// Number of positions [default: that of the shape]
     #[arg(long)]
     tokens: Option<usize>,
-    /// Another number of components than the shape's
+    /// Number of components [default: that of the shape]
     #[arg(long)]
     components: Option<usize>,
-    /// The loss without gradients, as in an evaluation
+    /// Time the loss without gradients, as in an evaluation
     #[arg(long)]
     forward_only: bool,
     /// Components with less responsibility than this get no gradient
     #[arg(long, default_value_t = 0.0)]
     filter: f64,
-    /// Bytes that the workspace may use, in MiB
+    /// Budget of the workspace, in MiB
     #[arg(long)]
     workspace_mib: Option<usize>,
 }
@@ -69,14 +69,14 @@ enum Shape {
     /// One Billion Word, Yang et al. 2018: batch 60 x 35, K = 7
     #[value(name = "1b")]
     OneBillion,
-    /// The softmax of a language model of a billion parameters: 2048 tokens
+    /// The softmax of a language model of a billion parameters: 2048 positions
     Llm,
-    /// Something to try a script on
+    /// Small sizes to try a script on
     Small,
 }
 
 impl Shape {
-    /// (tokens, K, d, vocab, hidden)
+    /// (positions, K, d, vocab, hidden)
     fn sizes(self) -> (usize, usize, usize, usize, usize) {
         match self {
             Shape::Ptb => (840, 15, 280, 10_000, 620),
@@ -92,7 +92,7 @@ impl Shape {
 enum Implementation {
     /// This crate
     Fused,
-    /// The same formula of ordinary candle operations
+    /// The same formula from ordinary candle operations
     Composed,
     /// The three matrix products alone
     Gemm3,
@@ -135,28 +135,28 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         Dtype::F16 => DType::F16,
         Dtype::Bf16 => DType::BF16,
     };
-    let (tokens, components, context, vocab, hidden) = args.shape.sizes();
-    let (tokens, components) = (args.tokens.unwrap_or(tokens), args.components.unwrap_or(components));
+    let (positions, components, context, vocab, hidden) = args.shape.sizes();
+    let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
     let leaf = |dims: &[usize], scale: f64| {
         Var::from_tensor(&(Tensor::randn(0f32, 1., dims, &device)? * scale)?.to_dtype(dtype)?)
     };
-    let ids: Vec<u32> = (0..tokens).map(|i| (i * 7919 % vocab) as u32).collect();
+    let ids: Vec<u32> = (0..positions).map(|i| (i * 7919 % vocab) as u32).collect();
     let rows = components * context;
     let leaves = Leaves {
-        hidden: leaf(&[tokens, hidden], 1.0)?,
+        hidden: leaf(&[positions, hidden], 1.0)?,
         prior_weight: leaf(&[components, hidden], 0.05)?,
         latent_weight: leaf(&[if components > 1 { rows } else { 1 }, hidden], 0.05)?,
         latent_bias: leaf(&[rows], 0.05)?,
         weight: leaf(&[vocab, context], 0.06)?,
         bias: leaf(&[vocab], 0.01)?,
-        targets: Tensor::from_vec(ids, tokens, &device)?,
+        targets: Tensor::from_vec(ids, positions, &device)?,
     };
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
     options = options.with_responsibility_filter(args.filter);
     if let Some(mib) = args.workspace_mib {
         options = options.with_workspace_bytes(mib << 20);
     }
-    let floor_sizes = floor::Sizes { rows: tokens * components, context, vocab };
+    let floor_sizes = floor::Sizes { rows: positions * components, context, vocab };
     let floor = || if args.forward_only { floor::one_product(floor_sizes) } else { floor::three_products(floor_sizes) };
 
     let memory = Peak::watch(&device);
@@ -173,7 +173,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")),
         "impl": args.implementation.to_possible_value().map(|v| v.get_name().to_owned()),
         "shape": args.shape.to_possible_value().map(|v| v.get_name().to_owned()),
-        "tokens": tokens, "mixtures": components, "context": context, "vocab": vocab,
+        "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.to_possible_value().map(|v| v.get_name().to_owned()),
         "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
@@ -197,7 +197,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Runs `step` some times; the sorted seconds of each, and the last loss.
+/// Runs `step` repeatedly: the sorted seconds of the timed steps, and the last loss.
 fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
     let mut times = Vec::new();
     let mut loss = None;
@@ -241,7 +241,7 @@ fn fused_step(leaves: &Leaves, components: usize, options: &LossOptions) -> Resu
 }
 
 fn composed_step(leaves: &Leaves, components: usize, forward_only: bool) -> Result<Option<Tensor>> {
-    let tokens = leaves.hidden.dim(0)?;
+    let positions = leaves.hidden.dim(0)?;
     let var = |var: &Var| if forward_only { var.detach() } else { var.as_tensor().clone() };
     let hidden = var(&leaves.hidden);
     let operands = match components {
@@ -251,7 +251,7 @@ fn composed_step(leaves: &Leaves, components: usize, forward_only: bool) -> Resu
             let contexts = contexts.broadcast_add(&var(&leaves.latent_bias))?.tanh()?;
             let prior_logits = hidden.matmul(&var(&leaves.prior_weight).t()?)?;
             Operands {
-                contexts: contexts.reshape((tokens, components, ()))?,
+                contexts: contexts.reshape((positions, components, ()))?,
                 log_priors: Some(candle_nn::ops::log_softmax(&prior_logits, 1)?),
                 weight: var(&leaves.weight),
                 bias: Some(var(&leaves.bias)),
@@ -266,14 +266,14 @@ fn composed_step(leaves: &Leaves, components: usize, forward_only: bool) -> Resu
     Ok(Some(nll.detach()))
 }
 
-/// The mixture of the leaves, with contexts and log-priors that are variables of their own.
+/// The mixture of the leaves, with contexts and log-priors that are variables themselves.
 fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
-    let tokens = leaves.hidden.dim(0)?;
+    let positions = leaves.hidden.dim(0)?;
     if components == 1 {
         let contexts = Var::from_tensor(&leaves.hidden.unsqueeze(1)?)?;
         return Ok(Mixture::new(&contexts, None, &leaves.weight, None)?);
     }
-    let contexts = leaves.hidden.matmul(&leaves.latent_weight.t()?)?.tanh()?.reshape((tokens, components, ()))?;
+    let contexts = leaves.hidden.matmul(&leaves.latent_weight.t()?)?.tanh()?.reshape((positions, components, ()))?;
     let log_priors = candle_nn::ops::log_softmax(&leaves.hidden.matmul(&leaves.prior_weight.t()?)?, 1)?;
     let (contexts, log_priors) = (Var::from_tensor(&contexts)?, Var::from_tensor(&log_priors)?);
     Ok(Mixture::new(&contexts, Some(&log_priors), &leaves.weight, Some(&leaves.bias))?)

@@ -1,12 +1,12 @@
-//! The peak of the memory in use: of the process on the CPU, of the allocator's pool with CUDA, of the process's buffers
-//! with Metal.
+//! The peak of the memory in use: that of the process on the CPU, of the allocator's pool with CUDA, of the process's
+//! buffers with Metal.
 
 use candle_core::Device;
 
-/// The bytes of the peak since some start.
+/// Returns the peak in bytes since the start.
 type End = Box<dyn FnOnce() -> Option<u64>>;
 
-/// Begins to watch; `extra_mib` then gives what the peak was above the start.
+/// Starts to watch; `extra_mib` returns the peak above the start.
 pub struct Peak {
     start: Option<u64>,
     end: End,
@@ -23,7 +23,7 @@ impl Peak {
             #[cfg(feature = "metal")]
             Device::Metal(device) => buffers::watch(device),
             _ => {
-                // Makes the kernel forget the peak of what came before, where it can.
+                // Resets the peak of the process, if the system allows it.
                 let _ = std::fs::write("/proc/self/clear_refs", "5");
                 (status("VmRSS"), Box::new(|| status("VmHWM")))
             }
@@ -55,23 +55,23 @@ mod pool {
     fn pool(device: &CudaDevice) -> Option<CUmemoryPool> {
         let mut pool = std::ptr::null_mut();
         let ordinal = device.cuda_stream().context().cu_device();
-        // SAFETY: `pool` is a place for the answer.
+        // SAFETY: `pool` is valid for a write of the result.
         unsafe { cuDeviceGetDefaultMemPool(&mut pool, ordinal) }.result().ok()?;
         Some(pool)
     }
 
     fn get(pool: CUmemoryPool, attribute: Attribute) -> Option<u64> {
         let mut value = 0u64;
-        // SAFETY: these attributes are 64-bit numbers, and `value` is a place for one.
+        // SAFETY: these attributes are 64-bit numbers, and `value` is valid for a write of one.
         unsafe { cuMemPoolGetAttribute(pool, attribute, (&mut value as *mut u64).cast()) }.result().ok()?;
         Some(value)
     }
 
-    /// Lets the pool keep its memory, forgets its peak, and gives the bytes in use.
+    /// Lets the pool keep its memory, resets its peak, and returns the bytes in use.
     pub(super) fn reset(device: &CudaDevice) -> Option<u64> {
         let pool = pool(device)?;
         let set = |attribute, mut value: u64| {
-            // SAFETY: as in `get`; the peak may be set to zero only.
+            // SAFETY: these attributes are 64-bit numbers, and `value` is one; the peak may only be set to zero.
             unsafe { cuMemPoolSetAttribute(pool, attribute, (&mut value as *mut u64).cast()) }.result().ok()
         };
         set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
@@ -92,9 +92,9 @@ mod buffers {
     use std::sync::Arc;
     use std::time::Duration;
 
-    /// The bytes in use; Metal keeps no peak of them, so that a thread has to look again and again.
+    /// The bytes in use; Metal records no peak of them, so a thread polls them.
     pub(super) fn watch(device: &MetalDevice) -> (Option<u64>, End) {
-        // Frees the buffers that only candle's pool still has.
+        // Frees the buffers that only candle's pool still holds.
         if device.wait_until_completed().is_err() {
             return (None, Box::new(|| None));
         }

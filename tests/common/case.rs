@@ -1,4 +1,4 @@
-//! A random problem: one head, its parameters and one batch, kept as `f64` numbers under the names of the parameters.
+//! A random problem: one head, its parameters and one batch, as `f64` numbers by the name of the operand.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +7,16 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use mos_head::Activation;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-/// Tensors under the names the crate documents, and `hidden`, `contexts`, `log_priors` for the inputs.
+/// Tensors by the crate's parameter names, with `hidden`, `contexts` and `log_priors` for the inputs.
 pub type Tensors = BTreeMap<&'static str, Tensor>;
 
-/// Which of the crate's entries a case is put to.
+/// The part of the crate that a case tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Head {
     Softmax,
     MixtureOfContexts,
     MixtureOfSoftmaxes,
-    /// The fused op itself, on ready contexts and log-priors.
+    /// The fused op itself, on given contexts and log-priors.
     Mixture,
 }
 
@@ -41,7 +41,7 @@ impl Sizes {
     }
 }
 
-/// What is done to logits: `z = cap tanh(scale (c W^T + b) / cap)`.
+/// The transformation of the logits: `z = cap tanh(scale (c W^T + b) / cap)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Logits {
     pub scale: f64,
@@ -49,7 +49,7 @@ pub struct Logits {
 }
 
 impl Logits {
-    /// Nothing.
+    /// The identity.
     pub const PLAIN: Self = Self { scale: 1.0, softcap: None };
 }
 
@@ -66,7 +66,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// A case whose numbers follow from `seed`, with every bias present.
+    /// A case with every bias; `seed` determines its numbers.
     pub fn random(head: Head, sizes: Sizes, lead: &[usize], seed: u64) -> Self {
         let mut sizes = sizes;
         if head == Head::Softmax {
@@ -74,7 +74,7 @@ impl Case {
             sizes.components = 1;
         }
         let mut rng = StdRng::seed_from_u64(seed);
-        let rows: usize = lead.iter().product();
+        let positions: usize = lead.iter().product();
         let mut case = Self {
             head,
             sizes,
@@ -82,7 +82,7 @@ impl Case {
             activation: Activation::Tanh,
             logits: Logits::PLAIN,
             values: BTreeMap::new(),
-            targets: (0..rows).map(|_| rng.random_range(0..sizes.vocab as i64)).collect(),
+            targets: (0..positions).map(|_| rng.random_range(0..sizes.vocab as i64)).collect(),
         };
         for &(name, spread) in case.operands() {
             let length = case.shape(name).iter().product();
@@ -111,8 +111,8 @@ impl Case {
         }
     }
 
-    /// The number of tokens.
-    pub fn rows(&self) -> usize {
+    /// The number of positions.
+    pub fn positions(&self) -> usize {
         self.lead.iter().product()
     }
 
@@ -147,7 +147,7 @@ impl Case {
         self
     }
 
-    /// The case as `dtype` stores it, so that rounding the inputs is nobody's error.
+    /// The case rounded to `dtype`, so that the rounding of the inputs is not counted as an error.
     pub fn rounded(mut self, dtype: DType) -> Result<Self> {
         for values in self.values.values_mut() {
             let stored = Tensor::new(values.as_slice(), &Device::Cpu)?.to_dtype(dtype)?;
@@ -165,7 +165,7 @@ impl Case {
         Ok(tensors)
     }
 
-    /// Every operand as a tensor that wants no gradient.
+    /// Every operand as a tensor that needs no gradient.
     pub fn constants(&self, dtype: DType, device: &Device) -> Result<Tensors> {
         let tensor = |(&name, values): (&&'static str, &Vec<f64>)| {
             let stored = Tensor::from_slice(values, self.shape(name), &Device::Cpu)?;
@@ -186,7 +186,7 @@ pub fn weights(length: usize, seed: u64) -> Vec<f64> {
     (0..length).map(|_| f64::from(rng.random_range(8..=128_u32)) / 64.0).collect()
 }
 
-/// Signed numbers that `f32` holds exactly, to send backwards through a loss.
+/// Signed numbers that `f32` holds exactly, as an upstream gradient.
 pub fn upstream(length: usize, seed: u64) -> Vec<f64> {
     let sign = |i: usize| if i.is_multiple_of(3) { -1.0 } else { 1.0 };
     let weights = weights(length, seed).into_iter().enumerate();

@@ -1,4 +1,4 @@
-//! Puts one [`Case`] and one [`Objective`] to the library, and compares all that it answers with the truth.
+//! Runs the library on one [`Case`] and one [`Objective`], and compares every result with the reference.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use super::objective::Objective;
 use super::on;
 use super::reference::{truth, Truth};
 
-/// A head with the hidden states it is given, or the fused op alone.
+/// A head with its hidden states, or the fused op alone.
 #[derive(Debug)]
 pub enum Layer {
     Head(Box<dyn MixtureLayer>, Tensor),
@@ -64,7 +64,7 @@ impl Layer {
     }
 }
 
-/// The head with the scale and the bound of the logits of the case.
+/// The head with the case's logit scale and softcap.
 macro_rules! finished {
     ($head:expr, $case:expr) => {{
         let head = $head.with_logit_scale($case.logits.scale)?;
@@ -75,7 +75,7 @@ macro_rules! finished {
     }};
 }
 
-/// The head of `case`, from ready tensors.
+/// The head of `case`, from its tensors.
 pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn MixtureLayer>> {
     let tensor = |name: &str| tensors[name].clone();
     let optional = |name: &str| tensors.get(name).cloned();
@@ -97,11 +97,11 @@ pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn MixtureLayer>> {
     })
 }
 
-/// The smallest workspace that the library takes for this loss.
+/// The smallest workspace that the library accepts for this loss.
 pub fn least_workspace(layer: &Layer, targets: &Tensor, options: &LossOptions) -> usize {
     match layer.loss(targets, &options.clone().with_workspace_bytes(0)) {
         Err(Error::Workspace { least, got: 0, .. }) => least,
-        other => panic!("no bytes are enough: {other:?}"),
+        other => panic!("expected a workspace of 0 bytes to be refused, got {other:?}"),
     }
 }
 
@@ -122,13 +122,13 @@ pub fn gradients(store: &GradStore, tensors: &Tensors) -> BTreeMap<&'static str,
     tensors.iter().filter_map(one).collect()
 }
 
-/// Sends `upstream` backwards through `value`.
+/// The gradients of `value` for the upstream gradient `upstream`.
 pub fn backward(value: &Tensor, upstream: &[f64]) -> Result<GradStore> {
     let upstream = Tensor::new(upstream, &Device::Cpu)?.reshape(value.shape())?.to_dtype(value.dtype())?;
     Ok((value * on(value.device(), &upstream)?)?.sum_all()?.backward()?)
 }
 
-/// What a check compares with, beyond the case and the objective.
+/// The settings of a check besides the case and the objective.
 #[derive(Clone, Debug)]
 pub struct Check {
     pub dtype: DType,
@@ -136,7 +136,7 @@ pub struct Check {
     pub condition: f64,
     /// See [`Tolerance::least_scale`].
     pub least_scale: f64,
-    /// The workspace's budget, as a multiple of the least that is taken; `None` for the default.
+    /// The workspace budget as a multiple of the least that is accepted; `None` for the default.
     pub workspace: Option<usize>,
 }
 
@@ -153,12 +153,12 @@ impl Check {
         Tolerance::gradient(self.dtype).condition(self.condition).least_scale(self.least_scale)
     }
 
-    /// Asks for the loss with all it carries, its gradients, the loss of an evaluation, log-probabilities and argmax, and
-    /// compares each.
+    /// Computes the loss with all its fields, its gradients, the loss of an evaluation, log-probabilities and argmax,
+    /// and compares each.
     pub fn run(&self, case: &Case, objective: &Objective, device: &Device) -> Result<Truth> {
         let case = case.clone().rounded(self.dtype)?;
         let length = match objective.reduction {
-            Reduction::None => case.rows(),
+            Reduction::None => case.positions(),
             _ => 1,
         };
         let upstream = upstream(length, 17);
@@ -186,7 +186,7 @@ impl Check {
         assert_eq!(argmax.dims(), case.lead, "shape of argmax");
 
         let composed = self.compose(&case, objective, &upstream)?;
-        // In half precision the composed form and the truth may well differ in the most probable word.
+        // In half precision even the composed form and the reference may differ in the most probable id.
         let is_strict = matches!(self.dtype, DType::F64 | DType::F32);
         let name = |what: &str| format!("{:?} {what} in {:?}", case.head, self.dtype);
         let value = |what: &str, got: &Tensor, truth: &[f64], composed: Option<&[f64]>| {
@@ -223,27 +223,27 @@ impl Check {
         Ok(truth)
     }
 
-    /// The answers of the composed form in the same dtype; none for a filter, which it does not have.
+    /// The results of the composed form in the same dtype; no gradients under a filter, which it does not have.
     fn compose(&self, case: &Case, objective: &Objective, upstream: &[f64]) -> Result<Composed> {
-        if case.rows() == 0 {
+        if case.positions() == 0 {
             return Ok(Composed::default());
         }
         let tensors = case.variables(self.dtype, &Device::Cpu)?;
         let operands = Operands::project(case.head, &tensors, case.activation)?;
         let (value, nll) = operands.loss(&case.targets, objective, case.logits)?;
-        let mut answers = BTreeMap::from([
+        let mut results = BTreeMap::from([
             ("value", numbers(&value)),
             ("nll", numbers(&nll)),
             ("log_probs", numbers(&operands.log_probs(case.logits)?.0)),
         ]);
         if objective.filter == 0.0 {
-            answers.extend(gradients(&backward(&value, upstream)?, &tensors));
+            results.extend(gradients(&backward(&value, upstream)?, &tensors));
         }
-        Ok(Composed(answers))
+        Ok(Composed(results))
     }
 }
 
-/// The answers of the composed form, under the names of what they answer.
+/// The results of the composed form by name.
 #[derive(Default)]
 struct Composed(BTreeMap<&'static str, Vec<f64>>);
 

@@ -1,12 +1,12 @@
-//! When is a result right? If it is no further from the `f64` truth than twice what the same maths composed of candle
-//! operations is in that dtype, plus a floor, and within a ceiling whatever the composed form does. NaN and the two
-//! infinities must be where they are in the truth.
+//! When a result is accepted: its error against the `f64` reference is at most twice that of the composed form in the
+//! same dtype, plus a floor, and in any case below a ceiling. NaN and the two infinities must be where the reference
+//! has them.
 //!
-//! An error is relative to the largest number of its array (values: or to 1, if that is larger).
+//! An error is relative to the largest finite number of the reference array; for values, to at least 1.
 
 use candle_core::DType;
 
-/// What an array holds, and so how exact it must be.
+/// What an array holds, which determines how exact it must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Losses, log-probabilities.
@@ -20,7 +20,7 @@ pub enum Kind {
 pub struct Tolerance {
     pub dtype: DType,
     pub kind: Kind,
-    /// By how much the problem itself amplifies rounding, and so raises the ceiling: 1, or more where logits are large.
+    /// How much the problem itself amplifies rounding, which raises the ceiling: 1, or more if logits are large.
     pub condition: f64,
     /// Errors of gradients are relative to at least this.
     pub least_scale: f64,
@@ -43,7 +43,7 @@ impl Tolerance {
         Self { least_scale, ..self }
     }
 
-    /// The table: `(ceiling, floor)`, each about three times the largest error that these tests have shown.
+    /// `(ceiling, floor)`, each about three times the largest error observed in these tests.
     fn limits(self) -> (f64, f64) {
         match (self.dtype, self.kind) {
             (DType::F64, Kind::Value) => (1e-13, 1e-14),
@@ -59,14 +59,14 @@ impl Tolerance {
     }
 }
 
-/// The largest error of a right result, and of the composed form; infinite where that is undefined or absent.
+/// The largest error of an accepted result, and that of the composed form: infinite if undefined or absent.
 #[derive(Clone, Copy, Debug)]
 pub struct Errors {
     pub got: f64,
     pub composed: f64,
 }
 
-/// The errors of `got`, or what is wrong with it.
+/// The errors of `got`, or a message that lists the mismatches.
 pub fn compare(got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: Tolerance) -> Result<Errors, String> {
     if got.len() != truth.len() {
         return Err(format!("{} values for {}", got.len(), truth.len()));
@@ -74,7 +74,7 @@ pub fn compare(got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: 
     let sizes = truth.iter().filter(|x| x.is_finite()).map(|x| x.abs());
     let scale = sizes.fold(tolerance.least_scale, f64::max);
     let composed_error = composed.map_or(f64::INFINITY, |composed| {
-        // Where the composed form is undefined, its error is infinite, and only the ceiling holds.
+        // If the composed form is undefined, its error is infinite, and only the ceiling applies.
         let errors = composed.iter().zip(truth).map(|(c, t)| error_of(*c, *t, scale));
         errors.fold(0.0, f64::max)
     });
@@ -101,7 +101,7 @@ pub fn compare(got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: 
     ))
 }
 
-/// Infinite where one is special and the other is not the same.
+/// Infinite if one is NaN or infinite and the other is not the same.
 fn error_of(got: f64, truth: f64, scale: f64) -> f64 {
     if got == truth || (got.is_nan() && truth.is_nan()) {
         0.0
@@ -112,8 +112,8 @@ fn error_of(got: f64, truth: f64, scale: f64) -> f64 {
     }
 }
 
-/// Panics unless `got` is right. With `SHOW_ERRORS` in the environment (and `--nocapture`) it prints the error, so that the
-/// table can be kept tight.
+/// Panics unless `got` is accepted. With `SHOW_ERRORS` in the environment (and `--nocapture`) it prints the error, to
+/// keep the limits tight.
 pub fn assert_close(name: &str, got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: Tolerance) {
     match compare(got, truth, composed, tolerance) {
         Ok(errors) if std::env::var_os("SHOW_ERRORS").is_some() => {

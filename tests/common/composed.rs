@@ -1,7 +1,7 @@
-//! The same maths from ordinary candle operations, differentiable by candle's autograd: what a user would write, at the
-//! price of every `[rows, K, vocab]` tensor on the way. It sets the tolerances, and is the baseline of the benches.
+//! The same formula from ordinary candle operations, differentiable by candle's autograd: what a user would write, with
+//! every intermediate `[positions, K, vocab]` tensor. It sets the tolerances, and is the baseline of the benchmarks.
 //!
-//! Softmaxes are spelt out, because candle's fused ones drop gradients.
+//! Softmaxes are written out, because candle's fused ones drop gradients.
 
 use candle_core::{DType, Device, Result, Tensor, D};
 use mos_head::{Activation, Reduction};
@@ -9,12 +9,12 @@ use mos_head::{Activation, Reduction};
 use super::case::{Head, Logits, Tensors};
 use super::objective::Objective;
 
-/// What a head hands to the mixture.
+/// The operands that a head passes to the mixture.
 #[derive(Debug)]
 pub struct Operands {
-    /// `[rows, K, d]`.
+    /// `[positions, K, d]`.
     pub contexts: Tensor,
-    /// `[rows, K]`; `None` when there is one component.
+    /// `[positions, K]`; `None` with one component.
     pub log_priors: Option<Tensor>,
     /// `[vocab, d]`.
     pub weight: Tensor,
@@ -60,10 +60,10 @@ impl Operands {
         Ok(Self { contexts: contexts.broadcast_mul(&priors)?.sum_keepdim(1)?, log_priors: None, weight, bias })
     }
 
-    /// Log-probabilities `[rows, vocab]` and each component's log-sum-exp `[rows, K]`.
+    /// Log-probabilities `[positions, vocab]` and each component's log-sum-exp `[positions, K]`.
     pub fn log_probs(&self, finish: Logits) -> Result<(Tensor, Tensor)> {
-        let (rows, k, d) = self.contexts.dims3()?;
-        let flat = self.contexts.reshape((rows * k, d))?;
+        let (positions, k, d) = self.contexts.dims3()?;
+        let flat = self.contexts.reshape((positions * k, d))?;
         let mut logits = linear(&flat, &self.weight, self.bias.as_ref())?;
         if finish.scale != 1.0 {
             logits = (logits * finish.scale)?;
@@ -72,8 +72,8 @@ impl Operands {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
         let lse = log_sum_exp(&logits)?;
-        let components = logits.broadcast_sub(&lse.unsqueeze(1)?)?.reshape((rows, k, ()))?;
-        let lse = lse.reshape((rows, k))?;
+        let components = logits.broadcast_sub(&lse.unsqueeze(1)?)?.reshape((positions, k, ()))?;
+        let lse = lse.reshape((positions, k))?;
         let Some(log_priors) = &self.log_priors else {
             return Ok((components.squeeze(1)?, lse));
         };
@@ -81,13 +81,13 @@ impl Operands {
         Ok((log_sum_exp(&joint.transpose(1, 2)?.contiguous()?)?, lse))
     }
 
-    /// The value of `objective`, and the negative log-likelihood `[rows]` of each target.
+    /// The value of `objective`, and the negative log-likelihood `[positions]` of each target.
     pub fn loss(&self, targets: &[i64], objective: &Objective, logits: Logits) -> Result<(Tensor, Tensor)> {
         let (log_probs, lse) = self.log_probs(logits)?;
-        let (rows, vocab) = log_probs.dims2()?;
+        let (positions, vocab) = log_probs.dims2()?;
         let counted = |y: i64| objective.ignore_index != Some(y);
-        let token = |(t, &y): (usize, &i64)| objective.position_weight(t, y);
-        let taus: Vec<f64> = targets.iter().enumerate().map(token).collect();
+        let weight = |(t, &y): (usize, &i64)| objective.position_weight(t, y);
+        let taus: Vec<f64> = targets.iter().enumerate().map(weight).collect();
         let class = |&y: &i64| if counted(y) { y as usize } else { 0 };
         let classes: Vec<usize> = targets.iter().map(class).collect();
 
@@ -96,7 +96,7 @@ impl Operands {
             Tensor::from_vec(values, length, &Device::Cpu)?.to_dtype(log_probs.dtype())?.to_device(log_probs.device())
         };
         let ids: Vec<u32> = classes.iter().map(|&y| y as u32).collect();
-        let ids = Tensor::from_vec(ids, (rows, 1), log_probs.device())?;
+        let ids = Tensor::from_vec(ids, (positions, 1), log_probs.device())?;
         let nll = log_probs.gather(&ids, 1)?.squeeze(1)?.neg()?;
         let of_target = |&y: &usize| (1.0 - objective.label_smoothing) * objective.class_weight(y);
         let mut each = (&nll * constant(classes.iter().map(of_target).collect())?)?;
@@ -109,10 +109,10 @@ impl Operands {
             each = (each + (lse.sqr()?.mean(1)? * objective.z_loss)?)?;
         }
         let count: f64 = taus.iter().zip(&classes).map(|(tau, &y)| tau * objective.class_weight(y)).sum();
-        // An ignored token is chosen away, not multiplied by zero, so that whatever it holds stays out.
+        // Ignored positions are masked, not multiplied by zero, so that a NaN in one has no effect.
         let zero = each.zeros_like()?;
         let mask: Vec<u8> = targets.iter().map(|&y| u8::from(counted(y))).collect();
-        let mask = Tensor::from_vec(mask, rows, log_probs.device())?;
+        let mask = Tensor::from_vec(mask, positions, log_probs.device())?;
         let each = mask.where_cond(&(each * constant(taus)?)?, &zero)?;
         let nll = mask.where_cond(&nll, &zero)?;
         let value = match objective.reduction {
@@ -136,7 +136,7 @@ fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> 
     bias.map_or(Ok(product.clone()), |b| product.broadcast_add(b))
 }
 
-/// The log-sum-exp of the last dimension, which goes away.
+/// The log-sum-exp over the last dimension, which is removed.
 fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     let largest = x.max_keepdim(D::Minus1)?.detach();
     let sum = x.broadcast_sub(&largest)?.exp()?.sum(D::Minus1)?;

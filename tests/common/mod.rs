@@ -1,7 +1,7 @@
-//! What the integration tests share: the truth in `f64` ([`reference`]), the same maths from ordinary candle
-//! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), and the random
-//! problems they are asked about ([`case`], [`objective`], [`random`]).
-// Every test binary uses a part of this.
+//! Shared by the integration tests: the reference in `f64` ([`reference`]), the same formula from ordinary candle
+//! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), and random problems
+//! ([`case`], [`objective`], [`random`]).
+// Every test binary uses only some of it.
 #![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
 pub mod case;
@@ -14,14 +14,14 @@ pub mod reference;
 
 use candle_core::{DType, Device, Tensor};
 
-/// Every device the test binary can reach: the CPU always, a GPU where candle was built for it and one is there.
+/// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available.
 pub fn devices() -> Vec<Device> {
     let mut devices = vec![Device::Cpu];
     if candle_core::utils::cuda_is_available() {
         devices.extend(Device::new_cuda(0));
     }
     if candle_core::utils::metal_is_available() {
-        // candle panics on a Mac that has no GPU, or an older system.
+        // candle panics on a Mac without a GPU, or with too old a system.
         devices.extend(std::panic::catch_unwind(|| Device::new_metal(0)).into_iter().flatten());
     }
     devices
@@ -35,7 +35,7 @@ pub fn dtypes(device: &Device) -> &'static [DType] {
     }
 }
 
-/// A tensor on a device. Metal, as candle asks it, makes nothing of no values.
+/// A tensor on a device. candle cannot copy an empty tensor to Metal.
 pub fn on(device: &Device, tensor: &Tensor) -> candle_core::Result<Tensor> {
     match tensor.elem_count() {
         0 => Tensor::zeros(tensor.shape(), tensor.dtype(), device),

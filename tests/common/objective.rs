@@ -1,5 +1,5 @@
-//! What is asked of a loss, as plain numbers: the one description that the reference, the composed baseline and the
-//! library's `LossOptions` are all given.
+//! The options of a loss as plain numbers: the one description for the reference, the composed form and the library's
+//! `LossOptions`.
 
 use candle_core::{Device, Result, Tensor};
 use mos_head::{LossOptions, Reduction};
@@ -38,31 +38,31 @@ impl Objective {
         Self { reduction, ..Self::default() }
     }
 
-    /// The weight of token `row` before class weights: 0 where its target is ignored.
-    pub fn position_weight(&self, row: usize, target: i64) -> f64 {
+    /// The weight of a position before class weights: 0 if its target is ignored.
+    pub fn position_weight(&self, position: usize, target: i64) -> f64 {
         if self.ignore_index == Some(target) {
             return 0.0;
         }
-        self.position_weights.as_ref().map_or(1.0, |w| w[row])
+        self.position_weights.as_ref().map_or(1.0, |w| w[position])
     }
 
-    /// The weight of class `v`.
+    /// The weight of the id `v`.
     pub fn class_weight(&self, v: usize) -> f64 {
         self.class_weights.as_ref().map_or(1.0, |w| w[v])
     }
 
-    /// `q_v` for target `y` among `vocab` classes.
+    /// `q_v` for target `y` among `vocab` ids.
     pub fn target_mass(&self, v: usize, y: usize, vocab: usize) -> f64 {
         let hit = if v == y { 1.0 - self.label_smoothing } else { 0.0 };
         self.class_weight(v) * (hit + self.label_smoothing / vocab as f64)
     }
 
-    /// The same request in the library's words; `lead` is the shape of the targets.
+    /// The library's options for this objective; `lead` is the shape of the targets.
     pub fn options(&self, lead: &[usize], device: &Device) -> Result<LossOptions> {
         self.apply(LossOptions::new(), lead, device)
     }
 
-    /// The same request put on top of `options`.
+    /// `options` with those of this objective.
     pub fn apply(&self, options: LossOptions, lead: &[usize], device: &Device) -> Result<LossOptions> {
         let mut options = options.with_reduction(self.reduction);
         if let Some(index) = self.ignore_index {

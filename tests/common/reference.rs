@@ -1,7 +1,7 @@
-//! The truth: the mixture loss, its log-probabilities and every gradient, in `f64` and in the plainest loops.
+//! The reference: the mixture loss, its log-probabilities and every gradient, in `f64` and plain loops.
 //!
-//! `log P(v) = logsumexp_k(log pi_k + z_kv - lse_k)`, `z_k = cap(scale (W c_k + b))`. With `q` the smoothed and weighted target
-//! and `r_k(v)` the posterior of component `k` given `v`:
+//! `log P(v) = logsumexp_k(log pi_k + z_kv - lse_k)`, `z_k = cap(scale (W c_k + b))`. With `q` the smoothed and
+//! weighted target and `r_k(v)` the posterior of component `k` given `v`:
 //! `dl/dz_kv = R_k softmax(z_k)_v - q_v r_k(v) + (2 alpha / K) lse_k softmax(z_k)_v`, `R_k = sum_v q_v r_k(v)`,
 //! `dl/d log pi_k = -R_k`.
 
@@ -15,24 +15,24 @@ use super::case::{Case, Logits};
 use super::objective::Objective;
 use projection::Projected;
 
-/// Everything the library can be asked about one case.
+/// The reference results of one case.
 #[derive(Clone, Debug, Default)]
 pub struct Truth {
-    /// One number, or one per token without a reduction.
+    /// One number; one per position without a reduction.
     pub value: Vec<f64>,
     pub sum: f64,
     pub count: f64,
     pub nll: Vec<f64>,
     pub hits: f64,
-    /// The share of the masses' size, weighted like the loss, that the responsibility filter drops.
+    /// The share of the responsibility mass that the filter drops: absolute values, weighted like the loss.
     pub dropped_mass: f64,
     pub argmax: Vec<u32>,
     pub log_probs: Vec<f64>,
-    /// Under the names of the operands.
+    /// By the name of the operand.
     pub gradients: BTreeMap<&'static str, Vec<f64>>,
 }
 
-/// The truth about `case` under `objective`; `upstream` is what is sent back through the value.
+/// The reference results of `case` under `objective`; `upstream` is the gradient with respect to the value.
 pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     let projected = Projected::new(case);
     let decoder = Decoder {
@@ -40,11 +40,11 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
         bias: case.values.get("decoder.bias").map(Vec::as_slice),
         logits: case.logits,
     };
-    let (rows, k, d) = (case.rows(), projected.components, case.sizes.context);
+    let (positions, k, d) = (case.positions(), projected.components, case.sizes.context);
     let mut truth = Truth::default();
     let mut slopes = Slopes {
-        contexts: vec![0.0; rows * k * d],
-        log_priors: vec![0.0; rows * k],
+        contexts: vec![0.0; positions * k * d],
+        log_priors: vec![0.0; positions * k],
         weight: vec![0.0; case.sizes.vocab * d],
         bias: vec![0.0; case.sizes.vocab],
     };
@@ -58,9 +58,9 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     for (t, &y) in case.targets.iter().enumerate() {
         let contexts = &projected.contexts[t * k * d..][..k * d];
         let log_priors = &projected.log_priors[t * k..][..k];
-        let token = Token::new(contexts, log_priors, &decoder);
-        truth.argmax.push(argmax(&token.log_probs) as u32);
-        truth.log_probs.extend(&token.log_probs);
+        let position = Position::new(contexts, log_priors, &decoder);
+        truth.argmax.push(argmax(&position.log_probs) as u32);
+        truth.log_probs.extend(&position.log_probs);
         if objective.ignore_index == Some(y) {
             truth.nll.push(0.0);
             truth.value.push(0.0);
@@ -68,16 +68,16 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
         }
         let tau = objective.position_weight(t, y);
         let y = y as usize;
-        truth.nll.push(-token.log_probs[y]);
-        truth.hits += f64::from(u8::from(argmax(&token.log_probs) == y));
-        truth.value.push(tau * token.objective(y, objective));
+        truth.nll.push(-position.log_probs[y]);
+        truth.hits += f64::from(u8::from(argmax(&position.log_probs) == y));
+        truth.value.push(tau * position.objective(y, objective));
         let upstream = match objective.reduction {
             Reduction::None => upstream[t],
             Reduction::Mean if truth.count == 0.0 => 0.0,
             Reduction::Mean => upstream[0] / truth.count,
             _ => upstream[0],
         };
-        let (dropped, all) = slopes.add(t, &token, y, objective, tau * upstream, &decoder);
+        let (dropped, all) = slopes.add(t, &position, y, objective, tau * upstream, &decoder);
         truth.dropped_mass += tau.abs() * dropped;
         mass += tau.abs() * all;
     }
@@ -104,8 +104,8 @@ struct Decoder<'a> {
     logits: Logits,
 }
 
-/// One token's distribution.
-struct Token<'a> {
+/// The distribution at one position.
+struct Position<'a> {
     contexts: &'a [f64],
     log_priors: &'a [f64],
     /// `[K][vocab]`, soft-capped.
@@ -114,7 +114,7 @@ struct Token<'a> {
     log_probs: Vec<f64>,
 }
 
-impl<'a> Token<'a> {
+impl<'a> Position<'a> {
     fn new(contexts: &'a [f64], log_priors: &'a [f64], decoder: &Decoder) -> Self {
         let d = contexts.len() / log_priors.len();
         let logit = |context: &[f64], v: usize| {
@@ -125,15 +125,15 @@ impl<'a> Token<'a> {
         let vocab = decoder.weight.len() / d;
         let row = |context| (0..vocab).map(|v| logit(context, v)).collect();
         let logits: Vec<Vec<f64>> = contexts.chunks(d).map(row).collect();
-        let mut token = Self {
+        let mut position = Self {
             contexts,
             log_priors,
             lse: logits.iter().map(|z| log_sum_exp(z)).collect(),
             logits,
             log_probs: vec![],
         };
-        token.log_probs = (0..vocab).map(|v| log_sum_exp(&token.joint(v))).collect();
-        token
+        position.log_probs = (0..vocab).map(|v| log_sum_exp(&position.joint(v))).collect();
+        position
     }
 
     /// `log pi_k + log softmax(z_k)_v` for every component.
@@ -141,7 +141,7 @@ impl<'a> Token<'a> {
         (0..self.lse.len()).map(|k| self.log_priors[k] + (self.logits[k][v] - self.lse[k])).collect()
     }
 
-    /// The posterior of every component given that the token is `v`.
+    /// The posterior of every component given the id `v`.
     fn posterior(&self, v: usize) -> Vec<f64> {
         let joint = self.joint(v);
         joint.iter().map(|x| (x - self.log_probs[v]).exp()).collect()
@@ -170,24 +170,24 @@ struct Slopes {
 }
 
 impl Slopes {
-    /// Adds token `t` with target `y`, its objective multiplied by `back`; gives the size of its mass that is filtered out, and
-    /// of all of it.
+    /// Adds position `t` with target `y`, its objective multiplied by `back`. Returns its absolute mass, first what the
+    /// filter drops, then the whole.
     fn add(
         &mut self,
         t: usize,
-        token: &Token,
+        position: &Position,
         y: usize,
         objective: &Objective,
         back: f64,
         decoder: &Decoder,
     ) -> (f64, f64) {
-        let (k, vocab) = (token.lse.len(), token.log_probs.len());
-        let d = token.contexts.len() / k;
+        let (k, vocab) = (position.lse.len(), position.log_probs.len());
+        let d = position.contexts.len() / k;
         let mut pulls = vec![vec![0.0; vocab]; k];
         for v in 0..vocab {
             let q = objective.target_mass(v, y, vocab);
             if q != 0.0 {
-                for (pull, r) in pulls.iter_mut().zip(token.posterior(v)) {
+                for (pull, r) in pulls.iter_mut().zip(position.posterior(v)) {
                     pull[v] = q * r;
                 }
             }
@@ -201,10 +201,10 @@ impl Slopes {
                 dropped += masses[i].abs();
                 continue;
             }
-            let context = &token.contexts[i * d..][..d];
-            let push = masses[i] + 2.0 * objective.z_loss * token.lse[i] / k as f64;
-            for (v, &z) in token.logits[i].iter().enumerate() {
-                let softmax = (z - token.lse[i]).exp();
+            let context = &position.contexts[i * d..][..d];
+            let push = masses[i] + 2.0 * objective.z_loss * position.lse[i] / k as f64;
+            for (v, &z) in position.logits[i].iter().enumerate() {
+                let softmax = (z - position.lse[i]).exp();
                 let Logits { scale, softcap } = decoder.logits;
                 let slope = scale * softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
                 let dz = back * slope * (push * softmax - pulls[i][v]);
@@ -218,7 +218,7 @@ impl Slopes {
     }
 }
 
-/// `log(sum(exp(values)))`; minus infinity for values that are all minus infinity, NaN where one is.
+/// `log(sum(exp(values)))`; minus infinity if all values are, NaN if one is.
 pub fn log_sum_exp(values: &[f64]) -> f64 {
     if values.iter().any(|x| x.is_nan()) {
         return f64::NAN;

@@ -1,5 +1,6 @@
-//! What each head hands to the mixture, forwards and backwards: softmax `(h, 0)`, mixture of contexts
-//! `(sum_k pi_k c_k, 0)`, mixture of softmaxes `(c, log pi)`, with `c = act(W_latent h + b)`, `pi = softmax(W_prior h + b)`.
+//! The contexts and log-priors that each head passes to the mixture, and their gradients: softmax `(h, 0)`, mixture of
+//! contexts `(sum_k pi_k c_k, 0)`, mixture of softmaxes `(c, log pi)`, with `c = act(W_latent h + b)` and
+//! `pi = softmax(W_prior h + b)`.
 
 use std::collections::BTreeMap;
 
@@ -8,27 +9,27 @@ use mos_head::Activation;
 use super::{add_scaled, dot, log_softmax};
 use crate::common::case::{Case, Head};
 
-/// What the decoder sees.
+/// The operands of the mixture.
 pub struct Projected {
-    /// `K` of the mixture: 1 for a mixture of contexts.
+    /// The mixture's components: 1 for a mixture of contexts.
     pub components: usize,
-    /// `[rows, components, d]`.
+    /// `[positions, components, d]`.
     pub contexts: Vec<f64>,
-    /// `[rows, components]`.
+    /// `[positions, components]`.
     pub log_priors: Vec<f64>,
-    /// What the activation gave, `[rows, K, d]`; empty for a softmax.
+    /// The activation's output, `[positions, K, d]`; empty for a softmax.
     activated: Vec<f64>,
-    /// `[rows, K]`; empty for a softmax.
+    /// `[positions, K]`; empty for a softmax.
     priors: Vec<f64>,
 }
 
 impl Projected {
     pub fn new(case: &Case) -> Self {
-        let (rows, k, d) = (case.rows(), case.sizes.components, case.sizes.context);
+        let (positions, k, d) = (case.positions(), case.sizes.components, case.sizes.context);
         let ready = |contexts: &str, components: usize| Self {
             components,
             contexts: case.values[contexts].clone(),
-            log_priors: vec![0.0; rows * components],
+            log_priors: vec![0.0; positions * components],
             activated: vec![],
             priors: vec![],
         };
@@ -54,16 +55,16 @@ impl Projected {
             Head::MixtureOfContexts => {
                 let (log_priors, activated) = project(case);
                 let priors: Vec<f64> = log_priors.iter().map(|x| x.exp()).collect();
-                let mut contexts = vec![0.0; rows * d];
+                let mut contexts = vec![0.0; positions * d];
                 for (i, context) in activated.chunks(d).enumerate() {
                     add_scaled(&mut contexts[i / k * d..][..d], priors[i], context);
                 }
-                Self { components: 1, contexts, log_priors: vec![0.0; rows], activated, priors }
+                Self { components: 1, contexts, log_priors: vec![0.0; positions], activated, priors }
             }
         }
     }
 
-    /// The gradients of the head's operands from those of contexts and log-priors.
+    /// The gradients of the head's operands from those of the contexts and log-priors.
     pub fn backward(&self, case: &Case, contexts: Vec<f64>, log_priors: &[f64]) -> BTreeMap<&'static str, Vec<f64>> {
         let (k, d) = (case.sizes.components, case.sizes.context);
         match case.head {
@@ -85,8 +86,8 @@ impl Projected {
     fn unproject(&self, case: &Case, contexts: &[f64], log_priors: &[f64]) -> BTreeMap<&'static str, Vec<f64>> {
         let (k, h) = (case.sizes.components, case.sizes.hidden);
         let mut prior_logits = log_priors.to_vec();
-        let tokens = prior_logits.chunks_mut(k).zip(self.priors.chunks(k));
-        for (slopes, priors) in tokens {
+        let positions = prior_logits.chunks_mut(k).zip(self.priors.chunks(k));
+        for (slopes, priors) in positions {
             let total: f64 = slopes.iter().sum();
             add_scaled(slopes, -total, priors);
         }
@@ -96,7 +97,7 @@ impl Projected {
         };
         let latent: Vec<f64> = contexts.iter().zip(&self.activated).map(slope).collect();
 
-        let mut gradients = BTreeMap::from([("hidden", vec![0.0; case.rows() * h])]);
+        let mut gradients = BTreeMap::from([("hidden", vec![0.0; case.positions() * h])]);
         let layers = [("prior.weight", "prior.bias", prior_logits), ("latent.weight", "latent.bias", latent)];
         for (weight, bias, outputs) in layers {
             let width = case.values[weight].len() / h;
@@ -117,7 +118,7 @@ impl Projected {
     }
 }
 
-/// Log-priors `[rows, K]` and activated contexts `[rows, K, d]`.
+/// Log-priors `[positions, K]` and activated contexts `[positions, K, d]`.
 fn project(case: &Case) -> (Vec<f64>, Vec<f64>) {
     let h = case.sizes.hidden;
     let (mut log_priors, mut activated) = (vec![], vec![]);

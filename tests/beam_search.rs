@@ -207,6 +207,13 @@ on_each_device! {
         Ok(())
     }
 
+    fn any_width_is_accepted(device: &Device) -> Result<()> {
+        let model = Model::new(1, device)?;
+        let found = model.search(&BeamSearch::new(END).with_width(usize::MAX).with_max_length(2), &[1])?;
+        assert_eq!(found[0].len(), 1);
+        Ok(())
+    }
+
     fn bad_arguments_are_named(device: &Device) -> Result<()> {
         let model = Model::new(1, device)?;
         let of = || BeamSearch::new(END);
@@ -214,6 +221,7 @@ on_each_device! {
             (of().with_width(0), "width"),
             (of().with_max_length(0), "max_length"),
             (of().with_n_best(0), "n_best"),
+            (of().with_width(2).with_n_best(3), "n_best"),
             (of().with_length_penalty(-1.0), "length_penalty"),
             (BeamSearch::new(VOCAB as u32), "end"),
         ] {
@@ -227,6 +235,9 @@ on_each_device! {
         assert!(error.to_string().contains("hidden: expected shape [2, hidden], got [3, 6]"), "{error}");
         let error = of().run(&model.head, &start.unsqueeze(0)?, |_, _| Ok::<_, Error>(hidden.clone()));
         assert!(matches!(error, Err(Error::Shape { argument: "start", .. })));
+        let floats = start.to_dtype(DType::F32)?;
+        let error = of().run(&model.head, &floats, |_, _| Ok::<_, Error>(hidden.clone()));
+        assert!(matches!(error, Err(Error::DType { argument: "start", got: DType::F32, .. })));
         let failing = of().run(&model.head, &start, |_, _| Err(Error::from(candle_core::Error::Msg("mine".into()))));
         assert!(failing.expect_err("the step failed").to_string().contains("mine"));
         Ok(())

@@ -263,6 +263,7 @@ on_each_device! {
                 assert!(error.to_string().contains("position 1"), "{error}");
             }
             assert!(matches!(head.top_k(&hidden, 1), Err(Error::Distribution { position: 1 })));
+            assert!(matches!(head.argmax(&hidden), Err(Error::Distribution { position: 1 })));
         }
         let nothing = head_of(&[f32::NEG_INFINITY; 3], device)?;
         assert!(nothing.sample(&ones(1, device)?, &mut sampler(Sampling::new(), 1)).is_err());

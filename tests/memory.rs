@@ -6,10 +6,10 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
-use mos_head::{LossOptions, Result, Sampler, Sampling};
+use mos_head::{LossOptions, OutputLayer, Result, Sampler, Sampling, SoftmaxHead};
 
 /// The system's allocator, which counts the bytes in use and their peak.
 struct Counting;
@@ -77,6 +77,7 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
         }
     }
     the_decoders_gradient_is_held_once()?;
+    a_transposed_decoder_is_not_copied()?;
     decoding_holds_the_logits_of_a_few_positions()
 }
 
@@ -111,5 +112,21 @@ fn the_decoders_gradient_is_held_once() -> Result<()> {
     gradients?;
     let (decoder, rest) = (VOCAB * WIDTH * 4, 16 << 20);
     assert!(peak <= decoder + rest, "{peak} bytes, of which the decoder's gradient has {decoder}");
+    Ok(())
+}
+
+fn a_transposed_decoder_is_not_copied() -> Result<()> {
+    const VOCAB: usize = 40_000;
+    const WIDTH: usize = 256;
+    let weight = Tensor::randn(0f32, 0.1, (WIDTH, VOCAB), &Device::Cpu)?;
+    let hidden = Tensor::randn(0f32, 1.0, (3, WIDTH), &Device::Cpu)?;
+    let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(weight.t()?, None)?;
+    let options = LossOptions::evaluation().with_workspace_bytes(8 << 20);
+    head.loss(&hidden, &targets, &options)?;
+    let (loss, peak) = peak_of(|| head.loss(&hidden, &targets, &options));
+    loss?;
+    let (decoder, limit) = (VOCAB * WIDTH * 4, 16 << 20);
+    assert!(peak <= limit, "{peak} bytes; the decoder has {decoder}");
     Ok(())
 }

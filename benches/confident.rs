@@ -2,8 +2,9 @@
 //!
 //!     cargo bench --bench confident
 //!
-//! Confident softmaxes and peaked priors make gradients down to the smallest numbers. If these reach the matrix products as
-//! subnormal numbers, some processors multiply up to 20 times slower. Names are `{device}/mixture/loss_backward/{case}/{dtype}`.
+//! Confident softmaxes and peaked priors make gradients down to the smallest numbers. If these reach the matrix
+//! products as subnormal numbers, some processors multiply up to 20 times slower. Names are
+//! `{device}/mixture/loss_backward/{case}/{dtype}`.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -76,7 +77,10 @@ fn confident(criterion: &mut Criterion) {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(3));
+    config = Criterion::default()
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(3));
     targets = confident
 }
 criterion_main!(benches);

@@ -1,7 +1,8 @@
 //! Attaches a computed value to candle's graph, so that `backward` finds its gradients.
 //!
-//! candle's own operations keep every intermediate result alive until the backward pass; its custom operations can keep none. Here the value is computed beforehand, outside the graph; the forward pass of one node then returns it, and its backward
-//! pass computes the gradients of its operands by a closure that holds whatever it needs.
+//! candle's own operations keep every intermediate result alive until the backward pass; its custom operations can keep
+//! none. Here the value is computed beforehand, outside the graph; the forward pass of one node then returns it, and
+//! its backward pass computes the gradients of its operands by a closure that holds whatever it needs.
 
 use std::cell::RefCell;
 use std::sync::Mutex;
@@ -15,8 +16,8 @@ use candle_core::{
 use crate::error::Result;
 
 /// `value` as a function of `operands`, whose gradients are `backward(operands, value, upstream)`: `None` where none is
-/// needed. The value itself, if no operand depends on a variable. On the CPU the node takes the value's storage, which nothing
-/// else may share, unless the value is a single number: that is copied.
+/// needed. The value itself, if no operand depends on a variable. On the CPU the node takes the value's storage, which
+/// nothing else may share, unless the value is a single number: that is copied.
 pub(crate) fn attach<B>(name: &'static str, value: Tensor, operands: [&Tensor; 3], backward: B) -> Result<Tensor>
 where
     B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
@@ -185,8 +186,8 @@ thread_local! {
 }
 
 /// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, which is a second copy;
-/// the gradient of `leaf`, a variable, bypasses that sum if it comes from the node of `value` itself. Other nodes are not
-/// affected: the backward pass of another loss may run on this thread meanwhile, if both are rayon jobs.
+/// the gradient of `leaf`, a variable, bypasses that sum if it comes from the node of `value` itself. Other nodes are
+/// not affected: the backward pass of another loss may run on this thread meanwhile, if both are rayon jobs.
 pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStore> {
     /// Restores the outer pass, also on a panic.
     struct End(Option<Pass>);

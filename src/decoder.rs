@@ -19,8 +19,8 @@ pub(crate) struct Decoder {
 }
 
 impl Decoder {
-    /// Variables `decoder.weight`, uniform within 0.1 unless it is tied to an embedding, and `decoder.bias`, zero, as in the
-    /// released code.
+    /// Variables `decoder.weight`, uniform within 0.1 unless it is tied to an embedding, and `decoder.bias`, zero, as
+    /// in the released code.
     pub(crate) fn new(
         vocab: usize,
         context: usize,

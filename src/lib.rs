@@ -7,9 +7,9 @@
 //!                --------------> loss | log-probabilities | top-k | samples | sequences
 //! ```
 //!
-//! One softmax over a linear map forms log-probability matrices of rank at most H + 2 (H + 1 without a bias), the *softmax
-//! bottleneck*; a mixture of softmaxes forms matrices of any rank (Yang et al., ICLR 2018). The three heads differ only in the
-//! arguments that they pass to the mixture:
+//! One softmax over a linear map forms log-probability matrices of rank at most H + 2 (H + 1 without a bias), the
+//! *softmax bottleneck*; a mixture of softmaxes forms matrices of any rank (Yang et al., ICLR 2018). The three heads
+//! differ only in the arguments that they pass to the mixture:
 //!
 //! | head | contexts and priors | cost |
 //! |---|---|---|
@@ -17,17 +17,18 @@
 //! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
-//! All implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads that
-//! reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with their own
-//! projection. [`linear_cross_entropy`] is the fused loss of a linear layer, without its logits.
+//! All implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
+//! that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with
+//! their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer, without its logits.
 //!
-//! The loss processes the positions in chunks ([`Plan`]): the logits of a chunk, their log-sum-exps, the responsibilities of
-//! the components, the gradient of the logits in place, and from it the gradients of contexts and decoder. These are three
-//! matrix products in all, the minimum for an exact method. The workspace does not grow with the number of positions,
-//! components or token ids: `[positions, K, vocab]` is never held.
+//! The loss processes the positions in chunks ([`Plan`]): the logits of a chunk, their log-sum-exps, the
+//! responsibilities of the components, the gradient of the logits in place, and from it the gradients of contexts and
+//! decoder. These are three matrix products in all, the minimum for an exact method. The workspace does not grow with
+//! the number of positions, components or token ids: `[positions, K, vocab]` is never held.
 //!
-//! Decoding reads the distribution of each position in tiles: the `k` most probable token ids ([`OutputLayer::top_k`]), a
-//! sample under the truncation and temperature of [`Sampling`] ([`OutputLayer::sample`]), whole sequences ([`BeamSearch`]).
+//! Decoding reads the distribution of each position in tiles: the `k` most probable token ids ([`OutputLayer::top_k`]),
+//! a sample under the truncation and temperature of [`Sampling`] ([`OutputLayer::sample`]), whole sequences
+//! ([`BeamSearch`]).
 //!
 //! # Example
 //!
@@ -63,19 +64,19 @@
 //! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
 //! | `metal` | kernels for Apple GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
 //!
-//! This crate enables the feature `x86-v4` of the `gemm` crate. Features are shared by the whole dependency graph: candle's own
-//! products then use AVX-512 too, where the machine has it.
+//! This crate enables the feature `x86-v4` of the `gemm` crate. Features are shared by the whole dependency graph:
+//! candle's own products then use AVX-512 too, where the machine has it.
 //!
 //! # Gradients that candle drops
 //!
-//! `candle_nn::RmsNorm`, `candle_nn::ops::softmax_last_dim` and other fused operations of candle have no backward pass and
-//! detach their result silently. If a training step leaves the variables before the head without gradients, look for them
-//! between those variables and `hidden`.
+//! `candle_nn::RmsNorm`, `candle_nn::ops::softmax_last_dim` and other fused operations of candle have no backward pass
+//! and detach their result silently. If a training step leaves the variables before the head without gradients, look
+//! for them between those variables and `hidden`.
 //!
 //! # References
 //!
-//! Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN Language
-//! Model*. ICLR 2018.
+//! Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN
+//! Language Model*. ICLR 2018.
 
 #![warn(unreachable_pub)]
 

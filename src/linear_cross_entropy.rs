@@ -7,8 +7,8 @@ use crate::loss::{Loss, LossOptions};
 use crate::output_layer::OutputLayer;
 use crate::softmax_head::SoftmaxHead;
 
-/// The cross-entropy of a linear layer, without its logits: what `cross_entropy(linear(hidden), targets)` gives, and its
-/// gradients, at the memory of one chunk of logits. The same as [`SoftmaxHead`] made from these tensors.
+/// The cross-entropy of a linear layer, without its logits: what `cross_entropy(linear(hidden), targets)` gives, and
+/// its gradients, at the memory of one chunk of logits. The same as [`SoftmaxHead`] made from these tensors.
 ///
 /// # Shapes
 ///

@@ -58,9 +58,9 @@ pub struct MixtureConfig {
     pub prior_bias: bool,
     /// The activation of the contexts. The default is tanh, as in the paper.
     pub activation: Activation,
-    /// Locked dropout on the contexts while training: hidden states `[batch, seq, hidden]` share one mask per sequence (the
-    /// paper's variational dropout on context vectors); hidden states `[positions, hidden]` get one mask per position. The
-    /// default is 0.
+    /// Locked dropout on the contexts while training: hidden states `[batch, seq, hidden]` share one mask per sequence
+    /// (the paper's variational dropout on context vectors); hidden states `[positions, hidden]` get one mask per
+    /// position. The default is 0.
     pub dropout: f64,
     /// The scale of the logits, bias included, before the softcap. The default is 1.
     pub logit_scale: f64,

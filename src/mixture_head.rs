@@ -43,9 +43,9 @@ macro_rules! mixture_head {
     ($head:ident) => {
         impl $head {
             /// A head with the variables `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias`
-            /// `[K * d]`, `decoder.weight` `[vocab, d]`, `decoder.bias` `[vocab]` and, if configured, `prior.bias` `[K]`. Their
-            /// initial values are those of the released code: the decoder uniform within 0.1, its bias zero, the others uniform
-            /// within 1 / sqrt(hidden).
+            /// `[K * d]`, `decoder.weight` `[vocab, d]`, `decoder.bias` `[vocab]` and, if configured, `prior.bias`
+            /// `[K]`. Their initial values are those of the released code: the decoder uniform within 0.1, its bias
+            /// zero, the others uniform within 1 / sqrt(hidden).
             ///
             /// # Errors
             ///
@@ -54,7 +54,8 @@ macro_rules! mixture_head {
                 Ok($head(Parameters::new(config, None, &vb)?))
             }
 
-            /// A head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are summed.
+            /// A head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are
+            /// summed.
             ///
             /// # Errors
             ///

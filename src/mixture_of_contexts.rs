@@ -17,9 +17,9 @@ use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 /// P(v) = softmax(W (sum_k pi_k c_k) + b)_v,    pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
 /// ```
 ///
-/// It has the parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), but the rank of one softmax of width d: a
-/// control that separates the gain of the mixture's rank from that of its parameters. Cost: one softmax of width d, and the
-/// contexts. (The term is that of Yang et al., 2018; the sparse attention of the same name is unrelated.)
+/// It has the parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), but the rank of one softmax of width
+/// d: a control that separates the gain of the mixture's rank from that of its parameters. Cost: one softmax of width
+/// d, and the contexts. (The term is that of Yang et al., 2018; the sparse attention of the same name is unrelated.)
 ///
 /// # Examples
 ///
@@ -42,7 +42,8 @@ use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 ///
 /// # References
 ///
-/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, section 2.4.
+/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, section
+/// 2.4.
 #[derive(Clone, Debug)]
 pub struct MixtureOfContexts(Parameters);
 

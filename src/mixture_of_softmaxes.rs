@@ -17,8 +17,8 @@ use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 /// P(v) = sum_k pi_k softmax(W c_k + b)_v,    pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
 /// ```
 ///
-/// The logarithm of a sum of softmaxes is not linear in the contexts: the log-probabilities of all positions can form a matrix
-/// of any rank, which one softmax cannot. Cost: the time of K softmaxes of width d, the memory of one.
+/// The logarithm of a sum of softmaxes is not linear in the contexts: the log-probabilities of all positions can form a
+/// matrix of any rank, which one softmax cannot. Cost: the time of K softmaxes of width d, the memory of one.
 ///
 /// # Examples
 ///
@@ -41,7 +41,8 @@ use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 ///
 /// # References
 ///
-/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, section 2.3.
+/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, section
+/// 2.3.
 #[derive(Clone, Debug)]
 pub struct MixtureOfSoftmaxes(Parameters);
 

@@ -15,8 +15,8 @@ use crate::validate::check_targets;
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
 ///
-/// The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and choose the head by its configuration. Your own head
-/// implements four methods; the others are provided, and can be overridden where a head knows a cheaper way.
+/// The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and choose the head by its configuration. Your
+/// own head implements four methods; the others are provided, and can be overridden where a head knows a cheaper way.
 ///
 /// # Shapes
 ///
@@ -106,21 +106,21 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// The size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
-    /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden states
-    /// and of every parameter that is a variable.
+    /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden
+    /// states and of every parameter that is a variable.
     ///
     /// An option that a head does not support is [`Error::Unsupported`], never ignored.
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not match, a target is not in the vocabulary (on a GPU its loss is NaN instead), or an
-    /// option is out of range or not supported.
+    /// If shapes, dtypes or devices do not match, a target is not in the vocabulary (on a GPU its loss is NaN instead),
+    /// or an option is out of range or not supported.
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss>;
 
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
-    /// They are valid logits for the samplers of other crates, such as that of candle-transformers, which takes `[vocab]` (here
-    /// from `hidden` `[1, hidden]`):
+    /// They are valid logits for the samplers of other crates, such as that of candle-transformers, which takes
+    /// `[vocab]` (here from `hidden` `[1, hidden]`):
     ///
     /// ```ignore
     /// use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -134,8 +134,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// If the last dimension, dtype or device of the hidden states does not match the head.
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor>;
 
-    /// Log-probabilities `[.., vocab]` in another dtype. The heads of this crate do not round them to half precision first if it
-    /// is f32; by default those of [`OutputLayer::log_probs`] are converted.
+    /// Log-probabilities `[.., vocab]` in another dtype. The heads of this crate do not round them to half precision
+    /// first if it is f32; by default those of [`OutputLayer::log_probs`] are converted.
     ///
     /// # Errors
     ///
@@ -157,13 +157,13 @@ pub trait OutputLayer: Debug + Send + Sync {
         Ok(self.loss(hidden, tokens, &options)?.nll.affine(-1.0, 0.0)?)
     }
 
-    /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of equals the
-    /// lowest id.
+    /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of
+    /// equals the lowest id.
     ///
     /// # Errors
     ///
-    /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a distribution is
-    /// NaN.
+    /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a
+    /// distribution is NaN.
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         TopK::of_log_probs(&self.log_probs(hidden)?, k)
     }
@@ -181,8 +181,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not match the head, a distribution is NaN, or the options of the sampler need components that
-    /// the head does not have.
+    /// If the hidden states do not match the head, a distribution is NaN, or the options of the sampler need components
+    /// that the head does not have.
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         sampler.reject_components(type_name::<Self>())?;
         sampler.sample(&self.log_probs(hidden)?)
@@ -247,8 +247,8 @@ fn leading(hidden: &Tensor) -> Result<&[usize]> {
     }
 }
 
-/// [`OutputLayer::loss`] of a [`MixtureLayer`]. Targets are checked before the projection is computed, and ignored positions
-/// are masked.
+/// [`OutputLayer::loss`] of a [`MixtureLayer`]. Targets are checked before the projection is computed, and ignored
+/// positions are masked.
 pub(crate) fn mixture_loss(
     layer: &impl MixtureLayer,
     hidden: &Tensor,
@@ -334,18 +334,18 @@ macro_rules! delegate_to_pointee {
 delegate_to_pointee!(Box<T>, Arc<T>, &T);
 
 impl BeamSearch {
-    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the best
-    /// first.
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the
+    /// best first.
     ///
-    /// `step(tokens, parents)` feeds one token to each row and returns the hidden states after it, `[rows, hidden]`. `tokens` and
-    /// `parents` are `[rows]` (u32); `parents` is the row of the previous call that each row continues: a state with the rows in
-    /// its first dimension is reordered by `index_select(parents, 0)`. At the first call row i is sentence i. The number of rows
-    /// shrinks as sentences finish.
+    /// `step(tokens, parents)` feeds one token to each row and returns the hidden states after it, `[rows, hidden]`.
+    /// `tokens` and `parents` are `[rows]` (u32); `parents` is the row of the previous call that each row continues: a
+    /// state with the rows in its first dimension is reordered by `index_select(parents, 0)`. At the first call row i
+    /// is sentence i. The number of rows shrinks as sentences finish.
     ///
     /// # Errors
     ///
-    /// If a number is out of range, `start` is not a vector of token ids, the hidden states do not match the head, a distribution
-    /// is NaN, or `step` fails.
+    /// If a number is out of range, `start` is not a vector of token ids, the hidden states do not match the head, a
+    /// distribution is NaN, or `step` fails.
     pub fn run<E: From<Error>>(
         &self,
         head: &dyn OutputLayer,

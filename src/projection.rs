@@ -206,8 +206,8 @@ impl Projection {
     }
 }
 
-/// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`. The gradient of
-/// `W h + b` is `gradient(result, upstream)`.
+/// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`. The
+/// gradient of `W h + b` is `gradient(result, upstream)`.
 fn layer(
     name: &'static str,
     rows: &Tensor,
@@ -237,8 +237,8 @@ fn layer(
     })
 }
 
-/// One Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for `[.., seq, K, d]`, the same at all steps
-/// (Gal & Ghahramani, 2016).
+/// One Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for `[.., seq, K, d]`, the same at all
+/// steps (Gal & Ghahramani, 2016).
 fn locked_mask(contexts: &Tensor, dropout: f64) -> Result<Tensor> {
     let mut dims = contexts.dims().to_vec();
     if let [_, .., seq, _, _] = dims.as_mut_slice() {

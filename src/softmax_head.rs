@@ -102,8 +102,9 @@ impl From<Read> for SoftmaxConfig {
 
 /// One softmax over a linear map: `P(v) = softmax(W h + b)_v`.
 ///
-/// The log-probabilities of all positions, `H W^T + 1 b^T - lse 1^T`, form a matrix of rank at most `hidden + 2`, without a bias
-/// `hidden + 1`: the softmax bottleneck. Cost: one linear cross-entropy, fused, without the `[.., vocab]` logits.
+/// The log-probabilities of all positions, `H W^T + 1 b^T - lse 1^T`, form a matrix of rank at most `hidden + 2`,
+/// without a bias `hidden + 1`: the softmax bottleneck. Cost: one linear cross-entropy, fused, without the `[..,
+/// vocab]` logits.
 ///
 /// # Examples
 ///
@@ -170,7 +171,8 @@ pub struct SoftmaxHead {
 }
 
 impl SoftmaxHead {
-    /// A head with the variables `decoder.weight` `[vocab, hidden]`, uniform within 0.1, and `decoder.bias` `[vocab]`, zero.
+    /// A head with the variables `decoder.weight` `[vocab, hidden]`, uniform within 0.1, and `decoder.bias` `[vocab]`,
+    /// zero.
     ///
     /// # Errors
     ///
@@ -234,7 +236,8 @@ impl SoftmaxHead {
 }
 
 impl From<Linear> for SoftmaxHead {
-    /// The head with the parameters of a linear layer. If they are malformed, the first use is an error that names them.
+    /// The head with the parameters of a linear layer. If they are malformed, the first use is an error that names
+    /// them.
     fn from(linear: Linear) -> Self {
         SoftmaxHead { decoder: Decoder::unchecked(linear.weight().clone(), linear.bias().cloned()) }
     }

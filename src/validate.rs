@@ -78,8 +78,8 @@ pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
     check_number((0.0..1.0).contains(&dropout), "dropout", "at least 0 and below 1", dropout)
 }
 
-/// The targets as token ids, `None` where ignored, or an error that names the first target that is not in the vocabulary.
-/// Waits for the device of the targets.
+/// The targets as token ids, `None` where ignored, or an error that names the first target that is not in the
+/// vocabulary. Waits for the device of the targets.
 pub(crate) fn read_ids(targets: &Tensor, ignore_index: Option<i64>, vocab: usize) -> Result<Vec<Option<usize>>> {
     let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
     let id = |(position, &got): (usize, &i64)| {

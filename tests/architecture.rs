@@ -1,5 +1,5 @@
-//! Imports never turn back: each module imports only modules that `lib.rs` lists below it, no files import each other in a
-//! circle, and nothing is imported through `lib.rs`.
+//! Imports never turn back: each module imports only modules that `lib.rs` lists below it, no files import each other
+//! in a circle, and nothing is imported through `lib.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -98,11 +98,12 @@ on_each_device! {
         let fused = SoftmaxHead::from_tensors(head.weight.clone(), Some(head.bias.clone()))?;
         let (mine, theirs) = (head.top_k(&hidden, 4)?, fused.top_k(&hidden, 4)?);
         assert_eq!(mine.tokens.to_vec3::<u32>()?, theirs.tokens.to_vec3::<u32>()?);
-        assert_close("top_k", &numbers(&mine.log_probs), &numbers(&theirs.log_probs), None, Tolerance::value(DType::F32));
+        let tolerance = Tolerance::value(DType::F32);
+        assert_close("top_k", &numbers(&mine.log_probs), &numbers(&theirs.log_probs), None, tolerance);
         assert_eq!(head.argmax(&hidden)?.to_vec2::<u32>()?, fused.argmax(&hidden)?.to_vec2::<u32>()?);
         let targets = case.target_tensor(device)?;
         let (mine, theirs) = (head.log_prob(&hidden, &targets)?, fused.log_prob(&hidden, &targets)?);
-        assert_close("log_prob", &numbers(&mine), &numbers(&theirs), None, Tolerance::value(DType::F32));
+        assert_close("log_prob", &numbers(&mine), &numbers(&theirs), None, tolerance);
         let sampler = || Sampler::new(Sampling::new().with_temperature(0.7).with_top_p(0.8), 5);
         let (mine, theirs) = (head.sample(&hidden, &mut sampler()?)?, fused.sample(&hidden, &mut sampler()?)?);
         assert_eq!(mine.to_vec2::<u32>()?, theirs.to_vec2::<u32>()?);
@@ -134,8 +135,8 @@ on_each_device! {
             ("component_temperature", Sampling::new().with_component_temperature(0.5)),
         ] {
             let error = head.sample(&hidden, &mut Sampler::new(sampling, 1)?).expect_err("unsupported");
-            let is_right = matches!(error, Error::Unsupported { option, head } if option == name && head.ends_with("Plain"));
-            assert!(is_right, "{error:?}");
+            let Error::Unsupported { option, head } = error else { panic!("{error:?}") };
+            assert!(option == name && head.ends_with("Plain"), "{option} {head}");
         }
         let nan = (hidden * f64::NAN)?;
         assert!(matches!(head.top_k(&nan, 1), Err(Error::Distribution { position: 0 })));
@@ -197,7 +198,8 @@ on_each_device! {
                 assert_eq!(head.argmax(hidden)?.to_vec1::<u32>()?, truth.argmax);
                 let greedy = &mut Sampler::new(Sampling::greedy(), 1)?;
                 assert_eq!(head.sample(hidden, greedy)?.to_vec1::<u32>()?, truth.argmax);
-                let best: Vec<f64> = truth.argmax.iter().zip(truth.log_probs.chunks(23)).map(|(&id, row)| row[id as usize]).collect();
+                let rows = truth.argmax.iter().zip(truth.log_probs.chunks(23));
+                let best: Vec<f64> = rows.map(|(&id, row)| row[id as usize]).collect();
                 close("top_k", &head.top_k(hidden, 1)?.log_probs, &best);
                 close("mixture", &head.mixture(hidden, false)?.log_probs()?, &truth.log_probs);
                 // An end that is never among the best: one step gives the most probable id of each position.

@@ -18,7 +18,8 @@ on_each_device! {
         for &dtype in dtypes(device) {
             for head in ENTRIES {
                 // Few rows and many, and sizes on either side of a tile's.
-                for (rows, sizes) in [(2, Sizes::new(7, 6, 3, 33)), (70, Sizes::new(7, 6, 3, 33)), (70, Sizes::new(9, 70, 2, 401))] {
+                let (small, large) = (Sizes::new(7, 6, 3, 33), Sizes::new(9, 70, 2, 401));
+                for (rows, sizes) in [(2, small), (70, small), (70, large)] {
                     let case = Case::random(head, sizes, &[rows], 140).rounded(dtype)?;
                     let targets = case.target_tensor(device)?;
                     let copies = case.variables(dtype, device)?;
@@ -45,7 +46,8 @@ on_each_device! {
                     let evaluation = LossOptions::evaluation();
                     let (got, expected) = (of_view.loss(&targets, &evaluation)?, of_copy.loss(&targets, &evaluation)?);
                     assert_close("evaluation", &numbers(&got.nll), &numbers(&expected.nll), None, value);
-                    assert_close("log_probs", &numbers(&of_view.log_probs()?), &numbers(&of_copy.log_probs()?), None, value);
+                    let (got, expected) = (of_view.log_probs()?, of_copy.log_probs()?);
+                    assert_close("log_probs", &numbers(&got), &numbers(&expected), None, value);
                 }
             }
         }
@@ -71,7 +73,8 @@ on_each_device! {
                 assert_close("value", &numbers(&loss.value), &numbers(&expected), None, value);
                 let (found, expected) = (loss.backward()?, expected.backward()?);
                 for variable in [Some(hidden.as_tensor()), Some(weight.as_tensor()), bias].into_iter().flatten() {
-                    let (got, truth) = (found.get(variable).expect("a gradient"), expected.get(variable).expect("a gradient"));
+                    let (got, truth) = (found.get(variable), expected.get(variable));
+                    let (got, truth) = (got.expect("a gradient"), truth.expect("a gradient"));
                     assert_close("gradient", &numbers(got), &numbers(truth), None, slope);
                 }
             }
@@ -151,7 +154,8 @@ on_each_device! {
         for (dtype, temperature) in [(DType::BF16, 0.7), (DType::F16, 1e-5)] {
             let case = Case::random(Head::Mixture, Sizes::new(8, 16, 3, 40), &[20], 142).rounded(dtype)?;
             let mixture = |dtype| -> Result<Mixture> {
-                let Layer::Mixture(mixture) = Layer::new(&case, &case.constants(dtype, device)?)? else { unreachable!() };
+                let tensors = case.constants(dtype, device)?;
+                let Layer::Mixture(mixture) = Layer::new(&case, &tensors)? else { unreachable!() };
                 mixture.with_component_temperature(temperature)
             };
             let got = numbers(&mixture(dtype)?.log_probs_as(DType::F32)?);

@@ -9,9 +9,9 @@ use crate::validate::{check_number, check_sizes, check_targets};
 
 /// Beam search for a batch of sentences, over any model that ranks the next token.
 ///
-/// Each step extends the `width` most probable open sequences of a sentence by every token id and keeps the `width` best;
-/// sequences that reach the end token are finished. A sentence is done when no open sequence can still score above its
-/// `n_best` finished ones, or at `max_length`. Sequences are ranked by
+/// Each step extends the `width` most probable open sequences of a sentence by every token id and keeps the `width`
+/// best; sequences that reach the end token are finished. A sentence is done when no open sequence can still score
+/// above its `n_best` finished ones, or at `max_length`. Sequences are ranked by
 ///
 /// ```text
 /// score = log P(sequence) / ((5 + length) / 6)^alpha        (Wu et al., 2016, equation 14)
@@ -76,7 +76,8 @@ struct Open {
 }
 
 impl BeamSearch {
-    /// Beam search that stops at the token id `end`, with width 4, at most 100 tokens, one result, and no length penalty.
+    /// Beam search that stops at the token id `end`, with width 4, at most 100 tokens, one result, and no length
+    /// penalty.
     pub fn new(end: u32) -> Self {
         BeamSearch { end, width: 4, max_length: 100, n_best: 1, length_penalty: 0.0 }
     }
@@ -91,7 +92,8 @@ impl BeamSearch {
         BeamSearch { max_length, ..self }
     }
 
-    /// Sets the number of results per sentence, at most `width`; fewer are returned if fewer are possible. The default is 1.
+    /// Sets the number of results per sentence, at most `width`; fewer are returned if fewer are possible. The default
+    /// is 1.
     pub fn with_n_best(self, n_best: usize) -> Self {
         BeamSearch { n_best, ..self }
     }
@@ -101,15 +103,17 @@ impl BeamSearch {
         BeamSearch { length_penalty: alpha, ..self }
     }
 
-    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the best
-    /// first. Like [`BeamSearch::run`], for a model without an output layer of this crate, or with constraints on the next token.
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the
+    /// best first. Like [`BeamSearch::run`], for a model without an output layer of this crate, or with constraints on
+    /// the next token.
     ///
-    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, `[rows, k]`, or fewer if fewer are
-    /// allowed.
+    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, `[rows, k]`, or fewer if
+    /// fewer are allowed.
     ///
     /// # Errors
     ///
-    /// If a number is out of range, `start` is not a vector of token ids, `next` returns another number of rows, or it fails.
+    /// If a number is out of range, `start` is not a vector of token ids, `next` returns another number of rows, or it
+    /// fails.
     pub fn search<E: From<Error>>(
         &self,
         vocab_size: usize,
@@ -216,8 +220,8 @@ impl BeamSearch {
         hypotheses.truncate(self.n_best);
     }
 
-    /// Whether no open sequence can still rank among the best: its log-probability only decreases, and its penalty is at most
-    /// that of the maximum length.
+    /// Whether no open sequence can still rank among the best: its log-probability only decreases, and its penalty is
+    /// at most that of the maximum length.
     fn is_done(&self, finished: &mut Vec<Hypothesis>, best_open: f64) -> bool {
         self.rank(finished);
         finished.len() == self.n_best

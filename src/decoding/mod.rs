@@ -1,7 +1,7 @@
 //! From the distribution of each position to the token ids that are chosen, without a tensor of the vocabulary's size.
 //!
-//! A distribution is looked at tile by tile ([`Distribution`](crate::backend::contract::Distribution)); its ids are ranked
-//! ([`top_k`]), drawn from ([`multinomial`]), or searched for whole sequences ([`beam_search`]).
+//! A distribution is looked at tile by tile ([`Distribution`](crate::backend::contract::Distribution)); its ids are
+//! ranked ([`top_k`]), drawn from ([`multinomial`]), or searched for whole sequences ([`beam_search`]).
 
 mod beam_search;
 mod multinomial;

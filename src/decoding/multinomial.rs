@@ -73,8 +73,8 @@ fn relative(x: f64, largest: f64, temperature: f64) -> f64 {
     }
 }
 
-/// The index at which the cumulative mass exceeds `target`, and the remainder of `target` there. An element without mass is
-/// never chosen; if rounding leaves a remainder at the end, the last element with mass is.
+/// The index at which the cumulative mass exceeds `target`, and the remainder of `target` there. An element without
+/// mass is never chosen; if rounding leaves a remainder at the end, the last element with mass is.
 pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(usize, f64)> {
     let mut left = target;
     let mut last = None;

@@ -14,8 +14,8 @@ use crate::validate::check_number;
 pub struct Pruned {
     /// The mixture of the remaining components, with renormalised priors. Differentiable.
     pub mixture: Mixture,
-    /// `[..]`: the prior probability of the pruned components at each position. It bounds the total variation between the
-    /// distributions before and after: no event changes its probability by more.
+    /// `[..]`: the prior probability of the pruned components at each position. It bounds the total variation between
+    /// the distributions before and after: no event changes its probability by more.
     pub total_variation: Tensor,
 }
 
@@ -23,8 +23,8 @@ impl Mixture {
     /// Prunes the components of each position whose priors sum to at most `mass`. All positions keep the same number of
     /// components, that of the position that needs most. Waits for the device.
     ///
-    /// With `m` the pruned prior probability, `P = (1 - m) P' + m Q`: the total variation between `P` and the pruned `P'` is at
-    /// most `m`.
+    /// With `m` the pruned prior probability, `P = (1 - m) P' + m Q`: the total variation between `P` and the pruned
+    /// `P'` is at most `m`.
     ///
     /// # Errors
     ///
@@ -71,7 +71,8 @@ impl Mixture {
         })
     }
 
-    /// Selects components by their indices `[positions, kept]`, with renormalised priors if `keep_priors`. Differentiable.
+    /// Selects components by their indices `[positions, kept]`, with renormalised priors if `keep_priors`.
+    /// Differentiable.
     pub(super) fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
         let mut operands = self.operands().clone();
         let Sizes { positions, components, context, .. } = operands.sizes;

@@ -11,8 +11,8 @@ use crate::backend;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 
-/// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same ids on
-/// the same device with the same version of this crate.
+/// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same
+/// ids on the same device with the same version of this crate.
 ///
 /// # Examples
 ///
@@ -51,8 +51,9 @@ impl Sampler {
         &self.sampling
     }
 
-    /// Draws one token id `[..]`, u32, from each distribution of log-probabilities `[.., vocab]`: for models without an output
-    /// layer of this crate. [`OutputLayer::sample`](crate::OutputLayer::sample) of a mixture never holds `[.., vocab]`.
+    /// Draws one token id `[..]`, u32, from each distribution of log-probabilities `[.., vocab]`: for models without an
+    /// output layer of this crate. [`OutputLayer::sample`](crate::OutputLayer::sample) of a mixture never holds `[..,
+    /// vocab]`.
     ///
     /// # Errors
     ///

@@ -6,8 +6,8 @@ use crate::validate::check_number;
 /// How the next token id is drawn from a distribution. The default draws from the full distribution.
 ///
 /// The steps, in this order: temperature; the [`top_k`](Sampling::with_top_k) most probable ids; of these the
-/// [`top_p`](Sampling::with_top_p) nucleus; of these the ids with at least [`min_p`](Sampling::with_min_p) times the largest
-/// probability. The remaining probabilities are renormalised.
+/// [`top_p`](Sampling::with_top_p) nucleus; of these the ids with at least [`min_p`](Sampling::with_min_p) times the
+/// largest probability. The remaining probabilities are renormalised.
 ///
 /// # References
 ///
@@ -43,8 +43,8 @@ impl Sampling {
         Self::default().with_temperature(0.0)
     }
 
-    /// Divides the log-probabilities of the mixture by T and renormalises: `P(v)^(1/T)`. 0 is greedy. For one softmax this
-    /// equals dividing the logits; for a mixture it does not, see [`Sampling::with_component_temperature`].
+    /// Divides the log-probabilities of the mixture by T and renormalises: `P(v)^(1/T)`. 0 is greedy. For one softmax
+    /// this equals dividing the logits; for a mixture it does not, see [`Sampling::with_component_temperature`].
     pub fn with_temperature(self, temperature: f64) -> Self {
         Sampling { temperature, ..self }
     }
@@ -59,7 +59,8 @@ impl Sampling {
         Sampling { top_k: Some(k), ..self }
     }
 
-    /// Draws from the nucleus only: the smallest set of most probable token ids with a total probability of at least `p`.
+    /// Draws from the nucleus only: the smallest set of most probable token ids with a total probability of at least
+    /// `p`.
     pub fn with_top_p(self, p: f64) -> Self {
         Sampling { top_p: p, ..self }
     }
@@ -69,8 +70,9 @@ impl Sampling {
         Sampling { min_p: p, ..self }
     }
 
-    /// Draws a component from the priors, then a token id from its softmax: the distribution of the mixture at nearly the cost
-    /// of one softmax. Requires temperature 1 and no truncation, because probabilities under the mixture are never computed.
+    /// Draws a component from the priors, then a token id from its softmax: the distribution of the mixture at nearly
+    /// the cost of one softmax. Requires temperature 1 and no truncation, because probabilities under the mixture are
+    /// never computed.
     pub fn with_ancestral(self, ancestral: bool) -> Self {
         Sampling { ancestral, ..self }
     }

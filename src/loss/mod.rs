@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::validate::{check_device, check_targets, read_ids};
 pub use options::{LossOptions, Reduction};
 
-/// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or f64 for
-/// heads in f64.
+/// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or
+/// f64 for heads in f64.
 ///
 /// # Examples
 ///
@@ -48,15 +48,16 @@ pub use options::{LossOptions, Reduction};
 pub struct Loss {
     /// The differentiable value: a scalar, or of the targets' shape for [`Reduction::None`].
     pub value: Tensor,
-    /// Scalar: the weighted sum of the objective over the positions. Gradient accumulation over several batches divides by the
-    /// sum of their `count`s. Detached, like all fields below.
+    /// Scalar: the weighted sum of the objective over the positions. Gradient accumulation over several batches divides
+    /// by the sum of their `count`s. Detached, like all fields below.
     pub sum: Tensor,
     /// Scalar: the denominator of the mean; without weights the number of positions that are not ignored.
     pub count: Tensor,
-    /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights, smoothing or
-    /// z-loss; zero where the target is ignored.
+    /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights,
+    /// smoothing or z-loss; zero where the target is ignored.
     pub nll: Tensor,
-    /// Scalar: the number of positions whose target is the most probable token id, if requested ([`LossOptions::with_hits`]).
+    /// Scalar: the number of positions whose target is the most probable token id, if requested
+    /// ([`LossOptions::with_hits`]).
     pub hits: Option<Tensor>,
     /// Scalar, from 0 to 1: the share of the gradient's mass (|responsibility x weight|) that the responsibility filter
     /// dropped, if it is on.
@@ -89,8 +90,8 @@ impl Loss {
         Loss { value, sum, count, nll, hits: None, dropped_mass: None, decoder: None, unchecked: None }
     }
 
-    /// The loss of a head that computes the negative log-likelihood of each target itself. Ignored targets, weights of positions
-    /// and classes, and the reduction follow the options.
+    /// The loss of a head that computes the negative log-likelihood of each target itself. Ignored targets, weights of
+    /// positions and classes, and the reduction follow the options.
     ///
     /// # Shapes
     ///
@@ -99,8 +100,8 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`], which names `head`, for
-    /// options that need more than this: label smoothing, z-loss, responsibility filter, hits.
+    /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`], which names
+    /// `head`, for options that need more than this: label smoothing, z-loss, responsibility filter, hits.
     pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         options.validate()?;
         let Terms { label_smoothing, z_loss, responsibility_filter, hits } = options.terms;
@@ -145,8 +146,8 @@ impl Loss {
         Ok(Loss::new(value, sum, count, nll))
     }
 
-    /// The gradients of the value with respect to every variable that it depends on: those of `loss.value.backward()`, with
-    /// one copy less of the decoder's gradient, the largest.
+    /// The gradients of the value with respect to every variable that it depends on: those of `loss.value.backward()`,
+    /// with one copy less of the decoder's gradient, the largest.
     ///
     /// # Errors
     ///
@@ -159,8 +160,8 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// On a GPU, where the loss itself does not read the targets: if the sum is NaN because a target is not in the vocabulary.
-    /// The error names the first of them.
+    /// On a GPU, where the loss itself does not read the targets: if the sum is NaN because a target is not in the
+    /// vocabulary. The error names the first of them.
     pub fn sum_and_count(&self) -> Result<(f64, f64)> {
         let numbers = Tensor::stack(&[&self.sum, &self.count], 0)?.to_device(&Device::Cpu)?;
         let numbers = numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?;
@@ -172,8 +173,8 @@ impl Loss {
     }
 }
 
-/// `values` `[.., n]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns `values` unchanged if
-/// no position is ignored; on a GPU, where reading the targets would wait, if no index is ignored.
+/// `values` `[.., n]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns `values`
+/// unchanged if no position is ignored; on a GPU, where reading the targets would wait, if no index is ignored.
 pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
     let Some(index) = ignore_index.filter(|_| values.elem_count() > 0) else { return Ok(values.clone()) };
     let ignored = targets.to_dtype(DType::I64)?.eq(index)?;

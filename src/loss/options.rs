@@ -28,14 +28,15 @@ use crate::validate::check_number;
 pub enum Reduction {
     /// The weighted mean: the sum divided by [`Loss::count`](crate::Loss::count). Zero if the weights sum to zero.
     ///
-    /// Do not use it with weights of both signs, such as advantages: their sum may be close to zero, or negative, which makes
-    /// value and gradients huge, or flips their sign. Use [`Reduction::Sum`] and divide by the number of positions.
+    /// Do not use it with weights of both signs, such as advantages: their sum may be close to zero, or negative, which
+    /// makes value and gradients huge, or flips their sign. Use [`Reduction::Sum`] and divide by the number of
+    /// positions.
     #[default]
     Mean,
     /// The weighted sum.
     Sum,
-    /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, and the
-    /// logits are computed twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
+    /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, and
+    /// the logits are computed twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
     None,
 }
 
@@ -102,8 +103,8 @@ impl LossOptions {
         LossOptions { reduction, ..self }
     }
 
-    /// Ignores positions with this target: no loss, no gradient, whatever their hidden state holds, NaN included. The index
-    /// need not be in the vocabulary.
+    /// Ignores positions with this target: no loss, no gradient, whatever their hidden state holds, NaN included. The
+    /// index need not be in the vocabulary.
     pub fn with_ignore_index(self, index: i64) -> Self {
         LossOptions { ignore_index: Some(index), ..self }
     }
@@ -118,34 +119,35 @@ impl LossOptions {
         LossOptions { class_weights: Some(weights), ..self }
     }
 
-    /// Spreads this fraction of each target's mass evenly over the vocabulary (Szegedy et al., 2016). At least 0 and below 1.
-    /// It applies to the log-probabilities of the mixture, not of each component.
+    /// Spreads this fraction of each target's mass evenly over the vocabulary (Szegedy et al., 2016). At least 0 and
+    /// below 1. It applies to the log-probabilities of the mixture, not of each component.
     pub fn with_label_smoothing(self, epsilon: f64) -> Self {
         LossOptions { terms: Terms { label_smoothing: epsilon, ..self.terms }, ..self }
     }
 
-    /// Adds `coefficient * mean_k lse_k^2`, which keeps the normalisers of the logits near zero: the z-loss of PaLM (Chowdhery
-    /// et al., 2022), for every component.
+    /// Adds `coefficient * mean_k lse_k^2`, which keeps the normalisers of the logits near zero: the z-loss of PaLM
+    /// (Chowdhery et al., 2022), for every component.
     pub fn with_z_loss(self, coefficient: f64) -> Self {
         LossOptions { terms: Terms { z_loss: coefficient, ..self.terms }, ..self }
     }
 
     /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it.
     ///
-    /// The default is 32 MiB, or the logits of 480 rows (positions times components), whichever is larger: with fewer rows,
-    /// the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it is 512 rows, or 32 MiB of
-    /// logits, and at most 256 MiB; on Metal twice that, because candle rounds allocations up to a power of two.
+    /// The default is 32 MiB, or the logits of 480 rows (positions times components), whichever is larger: with fewer
+    /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it is 512 rows,
+    /// or 32 MiB of logits, and at most 256 MiB; on Metal twice that, because candle rounds allocations up to a power
+    /// of two.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }
     }
 
-    /// Skips the gradients of contexts and decoder for components whose responsibility for the target is below this threshold,
-    /// which saves their share of two of the three products. The default, 0, is off.
+    /// Skips the gradients of contexts and decoder for components whose responsibility for the target is below this
+    /// threshold, which saves their share of two of the three products. The default, 0, is off.
     ///
     /// These gradients are then approximate; [`Loss::dropped_mass`](crate::Loss::dropped_mass) reports by how much. The
-    /// gradient of the priors stays exact. Negative weights are compared by magnitude. It cannot be combined with a z-loss,
-    /// which every component has a gradient of. On a GPU each chunk waits for the device once, to read the number of
-    /// remaining rows.
+    /// gradient of the priors stays exact. Negative weights are compared by magnitude. It cannot be combined with a
+    /// z-loss, which every component has a gradient of. On a GPU each chunk waits for the device once, to read the
+    /// number of remaining rows.
     pub fn with_responsibility_filter(self, threshold: f64) -> Self {
         LossOptions { terms: Terms { responsibility_filter: threshold, ..self.terms }, ..self }
     }

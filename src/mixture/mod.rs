@@ -1,7 +1,7 @@
 //! The fused mixture: from contexts and log-priors to a loss or log-probabilities.
 //!
 //! ```text
-//! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b        (Yang et al., 2018, equation 3)
+//! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b    (Yang et al., 2018, eq. 3)
 //! ```
 
 mod node;
@@ -17,15 +17,16 @@ use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Unchecked};
 use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets};
 
-/// A mixture of K softmaxes over one decoder at each position: the operation that every [`MixtureLayer`](crate::MixtureLayer)
-/// reduces to.
+/// A mixture of K softmaxes over one decoder at each position: the operation that every
+/// [`MixtureLayer`](crate::MixtureLayer) reduces to.
 ///
 /// ```text
 /// P(v) = sum_k pi_k softmax(W c_k + b)_v
 /// ```
 ///
-/// Heads construct it from hidden states ([`MixtureLayer::mixture`](crate::MixtureLayer::mixture)); a model with its own
-/// projection constructs it from contexts and priors. K = 1 is an ordinary softmax, whose loss is a fused linear cross-entropy.
+/// Heads construct it from hidden states ([`MixtureLayer::mixture`](crate::MixtureLayer::mixture)); a model with its
+/// own projection constructs it from contexts and priors. K = 1 is an ordinary softmax, whose loss is a fused linear
+/// cross-entropy.
 ///
 /// # Examples
 ///
@@ -67,8 +68,8 @@ impl Mixture {
     ///
     /// - contexts: `[.., K, d]`, f16, bf16, f32 or f64
     /// - log_priors: `[.., K]`, log-probabilities; `None` is accepted if K = 1
-    /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read without a copy (on
-    ///   Metal it is copied)
+    /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read without a copy
+    ///   (on Metal it is copied)
     /// - bias: `[vocab]`
     ///
     /// # Errors
@@ -130,7 +131,8 @@ impl Mixture {
         })
     }
 
-    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma 2, 2024). It applies to every result of this mixture.
+    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma 2, 2024). It applies to every result of this
+    /// mixture.
     ///
     /// # Errors
     ///
@@ -180,8 +182,8 @@ impl Mixture {
         }
     }
 
-    /// The loss of the targets and, in the same three matrix products, the gradients of those of contexts, priors, weight and
-    /// bias that depend on a variable. `[positions, K, vocab]` is never held: see [`Plan`].
+    /// The loss of the targets and, in the same three matrix products, the gradients of those of contexts, priors,
+    /// weight and bias that depend on a variable. `[positions, K, vocab]` is never held: see [`Plan`].
     ///
     /// # Shapes
     ///
@@ -189,18 +191,18 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If the shape or dtype of the targets is wrong, a target is not in the vocabulary, or an option is out of range. On a GPU
-    /// a target that is not in the vocabulary makes its loss NaN instead, because reading it would wait for the device;
-    /// [`Loss::sum_and_count`] waits and names it.
+    /// If the shape or dtype of the targets is wrong, a target is not in the vocabulary, or an option is out of range.
+    /// On a GPU a target that is not in the vocabulary makes its loss NaN instead, because reading it would wait for
+    /// the device; [`Loss::sum_and_count`] waits and names it.
     ///
     /// # Numerics
     ///
-    /// Computed in f32 (f64 for f64) for every dtype, in log space, without a floor under the probabilities. On CUDA the
-    /// gradient of the logits is rounded to the dtype of the contexts, as an operand of the products. A target of probability
-    /// zero has an infinite loss and, for K > 1, NaN gradients. With label smoothing, ids of probability zero make the loss
-    /// infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position makes the loss of that
-    /// position NaN, and of no other. On the CPU, gradients of logits below 1e-30 (f64: 1e-290) are flushed to zero: products
-    /// with subnormal numbers are up to 20 times slower on some processors.
+    /// Computed in f32 (f64 for f64) for every dtype, in log space, without a floor under the probabilities. On CUDA
+    /// the gradient of the logits is rounded to the dtype of the contexts, as an operand of the products. A target of
+    /// probability zero has an infinite loss and, for K > 1, NaN gradients. With label smoothing, ids of probability
+    /// zero make the loss infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position
+    /// makes the loss of that position NaN, and of no other. On the CPU, gradients of logits below 1e-30 (f64: 1e-290)
+    /// are flushed to zero: products with subnormal numbers are up to 20 times slower on some processors.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let contexts = &self.operands.contexts;
         // The products of the CPU skip ignored rows.
@@ -260,8 +262,8 @@ impl Mixture {
         self.log_probs_as(self.operands.contexts.dtype())
     }
 
-    /// Log-probabilities `[.., vocab]` in another dtype: those of a half-precision mixture are not rounded if it is f32.
-    /// Differentiable.
+    /// Log-probabilities `[.., vocab]` in another dtype: those of a half-precision mixture are not rounded if it is
+    /// f32. Differentiable.
     ///
     /// # Errors
     ///
@@ -280,8 +282,8 @@ impl Mixture {
         Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
     }
 
-    /// The log-probability `[..]` of a given token id at each position, f32 (f64 for heads in f64). Not differentiable; the
-    /// differentiable form is [`Mixture::loss`] with [`Reduction::None`].
+    /// The log-probability `[..]` of a given token id at each position, f32 (f64 for heads in f64). Not differentiable;
+    /// the differentiable form is [`Mixture::loss`] with [`Reduction::None`].
     ///
     /// # Shapes
     ///

@@ -1,7 +1,7 @@
 //! The node of a mixture's loss or log-probabilities in candle's graph.
 //!
-//! candle's custom operations take three operands. The mixture's are the contexts, the decoder's weight, and, packed into
-//! one vector because both are small, the log-priors and the bias.
+//! candle's custom operations take three operands. The mixture's are the contexts, the decoder's weight, and, packed
+//! into one vector because both are small, the log-priors and the bias.
 
 use std::sync::Mutex;
 
@@ -16,8 +16,8 @@ use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Reduction};
 
-/// The `value` of a loss as a function of the operands. `gradients` are those of the value, if they are known already: the
-/// first backward pass takes them, a second one recomputes them.
+/// The `value` of a loss as a function of the operands. `gradients` are those of the value, if they are known already:
+/// the first backward pass takes them, a second one recomputes them.
 pub(super) fn attach_loss(
     value: Tensor,
     operands: Operands,
@@ -101,7 +101,8 @@ fn attach_mixture(
             (None, bias) => bias.iter().cloned().collect(),
         };
         let packed = if parts.is_empty() { None } else { Some(Tensor::cat(&parts, 0)?) };
-        // Rounded only here, after the upstream gradient is multiplied in: a loss scale then saves small gradients in f16.
+        // Rounded only here, after the upstream gradient is multiplied in: a loss scale then saves small gradients in
+        // f16.
         let dtype = operands.contexts.dtype();
         let round = |gradient: Option<Tensor>| {
             // candle's GPU backends do not convert empty tensors.

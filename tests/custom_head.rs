@@ -168,7 +168,8 @@ on_each_device! {
         let dtype = exact(device);
         let tolerance = Tolerance::value(dtype);
         for head in HEADS {
-            let variants: [(&str, fn(Case) -> Case); 8] = [
+            type Change = fn(Case) -> Case;
+            let variants: [(&str, Change); 8] = [
                 ("plain", |case| case),
                 ("scale", |case| Case { logits: Logits { scale: 0.4, softcap: None }, ..case }),
                 ("softcap", |case| Case { logits: Logits { scale: 1.0, softcap: Some(1.5) }, ..case }),

@@ -68,8 +68,8 @@ impl Mixture {
     ///
     /// - contexts: `[.., K, d]`, f16, bf16, f32 or f64
     /// - log_priors: `[.., K]`, log-probabilities; `None` is accepted if K = 1
-    /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read without a copy
-    ///   (on Metal it is copied)
+    /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read in place (on
+    ///   Metal it is copied)
     /// - bias: `[vocab]`
     ///
     /// # Errors

@@ -87,8 +87,8 @@ CONF
     export APT_CONFIG="$debian/apt.conf"
     apt-get update --quiet || fail "apt-get cannot read Debian's list of packages"
     local packages
-    packages=$(apt-cache depends --recurse --no-{recommends,suggests,conflicts,breaks,replaces,enhances} libstd-rust-web-dev |
-        grep '^[a-z]' | sort -u) || fail "Debian $suite has no package libstd-rust-web-dev"
+    packages=$(apt-cache depends --recurse --no-{recommends,suggests,conflicts,breaks,replaces,enhances} \
+        libstd-rust-web-dev | grep '^[a-z]' | sort -u) || fail "Debian $suite has no package libstd-rust-web-dev"
     # shellcheck disable=SC2086 # one package name per word
     (cd "$debian/packages" && apt-get download --quiet rustc-web rust-web-clippy rust-web-src $packages) ||
         fail "apt-get cannot download Debian's compiler"

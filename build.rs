@@ -1,5 +1,5 @@
-//! Compiles the CUDA kernels, if the feature `cuda` asks for them: machine code for compute capabilities 8.0 and 9.0, and PTX
-//! for those that come after.
+//! Compiles the CUDA kernels if the feature `cuda` is on: machine code for compute capabilities 8.0 and 9.0, and PTX
+//! for later ones.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -18,7 +18,7 @@ fn compile() -> Result<(), Box<dyn std::error::Error>> {
     use std::path::PathBuf;
     use std::process::Command;
 
-    // docs.rs has no CUDA, and needs no kernels.
+    // docs.rs has no CUDA and needs no kernels.
     let out = PathBuf::from(std::env::var("OUT_DIR")?).join("mixture.fatbin");
     if std::env::var_os("DOCS_RS").is_some() {
         return Ok(std::fs::write(out, [])?);

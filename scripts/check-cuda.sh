@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Type-checks and lints the feature `cuda` where there is no CUDA: a stand-in takes nvcc's place that leaves an empty file
-# wherever nvcc would leave a compiled one. Nothing is linked, nothing can be run. Arguments go to clippy after `--`.
+# Type-checks and lints the feature `cuda` on a machine without CUDA: a stand-in for nvcc creates empty files instead of
+# compiled ones. Nothing is linked or run. Arguments are passed to clippy after `--`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,7 +9,7 @@ trap 'rm -rf "$folder"' EXIT
 cat >"$folder/nvcc" <<'NVCC'
 #!/usr/bin/env bash
 if [[ " $* " == *" --version "* ]]; then
-    # Its readers look for the version in the fourth line.
+    # Build scripts read the version from the fourth line.
     printf 'a stand-in\nfor\nnvcc\nCuda compilation tools, release 13.0, V13.0.88\n'
     exit
 fi
@@ -27,6 +27,6 @@ chmod +x "$folder/nvcc"
 
 export NVCC="$folder/nvcc" PATH="$folder:$PATH" CUDA_COMPUTE_CAP="${CUDA_COMPUTE_CAP:-90}"
 unset CUDA_HOME CUDA_PATH CUDA_ROOT
-# What the stand-in leaves must not be taken for compiled kernels later.
+# A separate target folder, so that the empty files are never used as compiled kernels.
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/check-cuda"
 cargo clippy --locked --all-targets --features cuda -- "$@"

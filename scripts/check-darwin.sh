@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Type-checks and lints the feature `metal` for Apple silicon where there is no Mac: library, examples, tests, benchmarks.
-# Nothing is linked, nothing can be run, no shader is compiled. Arguments go to clippy after `--`.
+# Type-checks and lints the feature `metal` for Apple silicon on a machine that is not a Mac: library, examples, tests,
+# benchmarks. Nothing is linked or run, and no shader is compiled. Arguments are passed to clippy after `--`.
 #
-# The target's standard library comes from rustup. Where rustup cannot download it, Debian's compiler builds one from the
-# sources that Debian has of exactly that compiler; apt-get fetches both (160 MB, once) into the target folder, nothing is
-# installed and root is not needed.
+# The target's standard library comes from rustup. If rustup cannot download it, Debian's compiler builds it from
+# Debian's sources of the same version. apt-get downloads both (160 MB, once) into the target folder; nothing is
+# installed, and root is not needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 target=aarch64-apple-darwin
-suite=trixie # the first Debian whose compiler is not older than this crate's rust-version
+suite=trixie # the first Debian release whose compiler is at least this crate's rust-version
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/check-darwin"
 mkdir -p "$CARGO_TARGET_DIR"
 CARGO_TARGET_DIR=$(realpath "$CARGO_TARGET_DIR")
@@ -18,7 +18,7 @@ debian="$CARGO_TARGET_DIR/debian-$suite"
 main() {
     stand_in_for_c
     if ! has_target && [[ ! -e $debian/complete ]] && ! add_target; then
-        echo "rustup cannot have the standard library of $target; taking Debian's compiler and sources"
+        echo "rustup cannot download the standard library of $target; using Debian's compiler and sources"
         download_debian
     fi
     if has_target; then
@@ -27,7 +27,8 @@ main() {
     else
         local flags=""
         for flag in "$@"; do flags+="${flag}__CLIPPY_HACKERY__"; done
-        # What cargo clippy does, which would look for a clippy-driver beside itself. The last variable permits `-Z`.
+        # Does what cargo clippy does, which would look for a clippy-driver next to itself. The last variable permits
+        # `-Z`.
         RUSTC="$debian/bin/rustc" RUSTC_WORKSPACE_WRAPPER="$debian/bin/clippy-driver" CLIPPY_ARGS="$flags" \
             RUSTC_BOOTSTRAP=1 cargo check --locked --all-targets --features metal --target "$target" -Z build-std
         report "$("$debian/bin/rustc" --version)" "a standard library built from source"
@@ -46,8 +47,7 @@ add_target() {
     command -v rustup >/dev/null && timeout 180 rustup target add "$target" && has_target
 }
 
-# A development dependency compiles a little C, for which Linux has no compiler that makes objects for a Mac: a stand-in
-# leaves empty files.
+# A development dependency compiles C, and Linux has no C compiler for macOS: a stand-in creates empty files.
 stand_in_for_c() {
     [[ $(uname) != Darwin ]] || return 0
     local stand_in="$CARGO_TARGET_DIR/stand-in"
@@ -67,12 +67,12 @@ CC
     export CC_aarch64_apple_darwin="$stand_in" AR_aarch64_apple_darwin="$stand_in"
 }
 
-# Compiler, clippy and sources of the standard library, with the libraries that the compiler was linked with: an older or
-# newer system has others.
+# Downloads the compiler, clippy and the sources of the standard library, with the shared libraries of the compiler,
+# whose versions depend on the release.
 download_debian() {
     local keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-    for tool in apt-get apt-cache dpkg; do command -v "$tool" >/dev/null || fail "there is no $tool"; done
-    [[ -e $keyring ]] || fail "there is no $keyring (package debian-archive-keyring)"
+    for tool in apt-get apt-cache dpkg; do command -v "$tool" >/dev/null || fail "$tool is missing"; done
+    [[ -e $keyring ]] || fail "$keyring (package debian-archive-keyring) is missing"
     rm -rf "$debian"
     mkdir -p "$debian"/{lists/partial,cache/archives/partial,packages,root,bin}
     echo "deb [signed-by=$keyring] http://deb.debian.org/debian $suite main" >"$debian/sources.list"
@@ -87,9 +87,9 @@ CONF
     export APT_CONFIG="$debian/apt.conf"
     apt-get update --quiet || fail "apt-get cannot read Debian's list of packages"
     local packages
-    packages=$(apt-cache depends --recurse --no-{recommends,suggests,conflicts,breaks,replaces,enhances} libstd-rust-web-dev |
-        grep '^[a-z]' | sort -u) || fail "Debian $suite has no package libstd-rust-web-dev"
-    # shellcheck disable=SC2086 # one word each
+    packages=$(apt-cache depends --recurse --no-{recommends,suggests,conflicts,breaks,replaces,enhances} \
+        libstd-rust-web-dev | grep '^[a-z]' | sort -u) || fail "Debian $suite has no package libstd-rust-web-dev"
+    # shellcheck disable=SC2086 # one package name per word
     (cd "$debian/packages" && apt-get download --quiet rustc-web rust-web-clippy rust-web-src $packages) ||
         fail "apt-get cannot download Debian's compiler"
     unset APT_CONFIG
@@ -108,7 +108,7 @@ CONF
 }
 
 fail() {
-    echo "cannot check for $target: rustup has no such target here, and $1" >&2
+    echo "cannot check for $target: rustup does not have the target, and $1" >&2
     exit 1
 }
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs candle's Metal backend, and this crate's on top of it, where there is no Metal: on the make-believe device of
-# tests/metal_on_linux. Needs a Rust toolchain and a C++ compiler. Arguments go to `cargo test`.
+# Runs candle's and this crate's Metal backends without Metal, on the emulated device of tests/metal_on_linux. Needs a
+# Rust toolchain and a C++ compiler. Arguments are passed to `cargo test`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# objc2-metal as the registry has it, less the line that asks the linker for Apple's framework.
+# A copy of objc2-metal from the registry, without the line that links Apple's framework.
 version=0.3.2
 copy=target/metal-on-linux/objc2-metal
 if [[ ! -e $copy/.complete ]]; then

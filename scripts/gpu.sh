@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# All that needs an NVIDIA GPU, in two steps, because the machine with the GPU may have no Rust and no network.
+# Tests and benchmarks that need an NVIDIA GPU, in two steps, because the machine with the GPU may have no Rust and no
+# network.
 #
-#   scripts/gpu.sh pack [ARCHIVE]        here, with nvcc: builds tests and benchmarks into one archive (gpu.tar.xz)
-#   scripts/gpu.sh run [ARCHIVE] [OUT]   there: device tests, compute-sanitizer where it is installed, the step benchmark
+#   scripts/gpu.sh pack [ARCHIVE]        needs nvcc: builds tests and benchmarks into one archive (gpu.tar.xz)
+#   scripts/gpu.sh run [ARCHIVE] [OUT]   needs a GPU: tests, compute-sanitizer if installed, the step benchmark
 #
-# `run` needs the CUDA libraries, which it looks for in PyTorch's wheels and in /usr/local/cuda, and leaves a log of each part
-# and table.txt in OUT. With PEERS=FILE it also times FILE, a Python program of the same flags, on the same shapes (--impl of
-# PEER_IMPLEMENTATIONS).
+# `run` looks for the CUDA libraries in PyTorch's wheels and in /usr/local/cuda. It writes logs and table.txt to OUT.
+# With PEERS=FILE it also times FILE, a Python program with the same flags, on the same shapes (with --impl set to each
+# of PEER_IMPLEMENTATIONS).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,7 +33,7 @@ for line in sys.stdin:
     cp "${CARGO_TARGET_DIR:-target}/release/examples/step_time" "$folder"
     strip "$folder"/*
     git rev-parse HEAD >"$folder/commit"
-    # The binaries share most of their text, over a distance of one binary.
+    # The binaries have most of their code in common, so the dictionary must be larger than one binary.
     tar -C "$folder" -c . | xz --lzma2=preset=1,dict=128MiB >"$archive"
     ls -l "$archive"
 }

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Puts one mistake after another into the Metal backend's caller, in Rust, and runs the tests that must notice it: those of the
-# host, or those on the make-believe device. (Mistakes in the kernels are the business of the unit tests.) Each file is put
-# back, even if this is interrupted.
+# Mutation tests of the Rust code that calls the Metal kernels. For each mutation it runs the tests that must catch it:
+# unit tests on the host, or tests on the emulated device. (The unit tests contain the mutations of the kernels.) Each
+# file is restored, even if the script is interrupted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export PROPTEST_DISABLE_FAILURE_PERSISTENCE=1
 missed=0 count=0 file=
-# Touched, so that cargo builds it again.
+# Touches the file, so that cargo rebuilds it.
 restore() { [[ ! -e $file.original ]] || { mv "$file.original" "$file" && touch "$file"; }; }
 trap restore EXIT
 
-on_host=(cargo test --locked --lib host::tests)
+on_host=(cargo test --locked --lib testing::tests)
 on_device=(scripts/check-metal-on-linux.sh --test training)
 
-# mutant FILE TEXT REPLACEMENT COMMAND..: the text must be there once, and the command must fail, but not to compile.
+# mutant FILE TEXT REPLACEMENT COMMAND..: TEXT must occur exactly once, and COMMAND must compile and fail.
 mutant() {
     local text=$2 replacement=$3 content log
     file=src/backend/metal/$1
     shift 3
     content=$(cat "$file")
-    [[ $(grep -oF -- "$text" "$file" | wc -l) == 1 ]] || { echo "$file: not there once: $text"; exit 1; }
+    [[ $(grep -oF -- "$text" "$file" | wc -l) == 1 ]] || { echo "$file: does not occur exactly once: $text"; exit 1; }
     mv "$file" "$file.original"
     printf '%s\n' "${content/"$text"/"$replacement"}" >"$file"
     count=$((count + 1))
@@ -32,12 +32,12 @@ mutant() {
         echo "$file: does not compile: $text -> $replacement"
         exit 1
     else
-        echo "noticed $file: $text -> $replacement"
+        echo "caught  $file: $text -> $replacement"
     fi
     restore
 }
 
-# What is bound to which parameter, and what is said to be absent
+# The bindings of parameters, and the bits of absent ones
 mutant arguments.rs 'read(x.scales),' 'Binding::Absent,' "${on_host[@]}"
 mutant arguments.rs 'x.softcap.to_ne_bytes()' '0f32.to_ne_bytes()' "${on_host[@]}"
 mutant arguments.rs '*binding != Binding::Absent' 'true' "${on_host[@]}"
@@ -51,9 +51,9 @@ mutant products.rs '.min(rows - first)' '.min(rows)' "${on_host[@]}"
 mutant products.rs 'Argument::Read(lhs.address),' 'Argument::Read(rhs.address),' "${on_host[@]}"
 mutant products.rs 'n.div_ceil(BLOCK / WARP)' 'n / (BLOCK / WARP)' "${on_host[@]}"
 
-# What candle's encoder is told
-mutant device.rs 'set_param(encoder, place, Output::with_offset(&buffer, offset));' 'set_param(encoder, place, Input::with_offset(&buffer, offset));' "${on_device[@]}"
-mutant device.rs 'set_param(encoder, place, Input::with_offset(&buffer, offset));' 'set_param(encoder, place, Input::with_offset(&buffer, 0));' "${on_device[@]}"
+# The calls of candle's encoder
+mutant device.rs 'set_param(encoder, slot, Output::with_offset(&buffer, offset));' 'set_param(encoder, slot, Input::with_offset(&buffer, offset));' "${on_device[@]}"
+mutant device.rs 'set_param(encoder, slot, Input::with_offset(&buffer, offset));' 'set_param(encoder, slot, Input::with_offset(&buffer, 0));' "${on_device[@]}"
 mutant device.rs 'set_param(encoder, 3, Output::with_offset(&out.0, out.1));' 'set_param(encoder, 3, Input::with_offset(&out.0, out.1));' "${on_device[@]}"
 mutant device.rs 'set_param(encoder, 0, Input::with_offset(&lhs.0, lhs.1));' 'set_param(encoder, 0, Input::with_offset(&lhs.0, 0));' "${on_device[@]}"
 mutant device.rs 'let offset = layout.start_offset() * storage.dtype().size_in_bytes();' 'let offset = layout.start_offset();' "${on_device[@]}"
@@ -67,5 +67,5 @@ mutant device.rs 'row_stride: p.out_stride as i32' 'row_stride: p.m as i32' "${o
 mutant device.rs 'size(sizes.tiles_n as usize, sizes.tiles_m as usize)' 'size(sizes.tiles_m as usize, sizes.tiles_n as usize)' "${on_device[@]}"
 mutant device.rs 'pipelines.get(&(id, kernel.to_owned()))' 'pipelines.values().next()' "${on_device[@]}"
 
-echo "$count mistakes, $missed of them missed"
+echo "$count mutations, $missed missed"
 [[ $missed == 0 ]]

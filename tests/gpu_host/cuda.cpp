@@ -1,4 +1,4 @@
-// Runs the kernels of src/backend/cuda/mixture.cu on the host.
+// Runs the kernels of src/backend/cuda/mixture.cu on the emulated GPU.
 
 #include "machine.h"
 
@@ -11,7 +11,7 @@
 #define __forceinline__ inline
 #define __shared__ MACHINE_SHARED
 
-// Read at every use: the machine changes it.
+// Read at every use, since the emulator changes it.
 struct OfBlock {
     struct { operator unsigned() const { return machine::block; } } x;
 };
@@ -29,9 +29,9 @@ static inline float __int_as_float(unsigned bits) {
 static inline void __syncthreads() { machine::barrier(); }
 template <typename T> static T __shfl_xor_sync(unsigned, T x, int lane) { return machine::shuffle_xor(x, lane); }
 
-#include "mixture.cu" // from the folder that the compiler is told
+#include "mixture.cu" // on the include path
 
-// Of the kernel's type, so that its arguments can be taken apart.
+// Unpacks the arguments of a kernel by its type.
 template <auto kernel> struct Unpack;
 template <typename... A, void (*kernel)(A...)> struct Unpack<kernel> {
     template <size_t... I> static void call(void **arguments, std::index_sequence<I...>) {
@@ -44,12 +44,13 @@ template <typename... A, void (*kernel)(A...)> struct Unpack<kernel> {
 #define KERNEL(name) {#name, Unpack<&::name>::run, {}}
 #define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(gather_rows_##type)
 static const machine::Kernel kernels[] = {
-    KERNEL(row_log_sum_exp), KERNEL(position_loss),     KERNEL(top_k),     KERNEL(row_soft_mass), KERNEL(position_scales),
-    KERNEL(position_targets),   KERNEL(position_weighting), KERNEL(live_rows), KERNEL(scatter_rows),  KERNELS_FOR(f32),
-    KERNELS_FOR(f16),        KERNELS_FOR(bf16),
+    KERNEL(row_log_sum_exp),    KERNEL(position_loss),   KERNEL(top_k),
+    KERNEL(row_soft_mass),      KERNEL(position_scales), KERNEL(position_targets),
+    KERNEL(position_weighting), KERNEL(live_rows),       KERNEL(scatter_rows),
+    KERNELS_FOR(f32),           KERNELS_FOR(f16),        KERNELS_FOR(bf16),
 };
 
-// Gives 0, or 1 if there is no such kernel.
+// Returns 0, or 1 if there is no such kernel.
 extern "C" int launch(const char *name, unsigned blocks, void **arguments) {
     return machine::launch(kernels, std::size(kernels), name, blocks, arguments);
 }

@@ -1,4 +1,4 @@
-// bfloat16 under CUDA's names, on the host: rounded to nearest, ties to even.
+// CUDA's bfloat16 type on the host: rounded to nearest, ties to even.
 #pragma once
 #include <cstdint>
 #include <cstring>

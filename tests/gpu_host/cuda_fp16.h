@@ -1,4 +1,4 @@
-// Half precision under CUDA's names, on the host.
+// CUDA's half-precision type on the host.
 #pragma once
 struct __half {
     _Float16 value;

@@ -1,9 +1,9 @@
-// A GPU on the host: every thread of a block is a fiber, and a block's fibers take turns.
+// An emulated GPU: every thread of a block is a fiber on the host, and the fibers of a block run in turn.
 //
-// A barrier that some threads of a block do not reach, and a shuffle that some lanes of a warp do not join, end the process
-// with a message: on a GPU they would hang or give garbage. Shared memory is filled with NaN before each block, so that what is
-// read before it is written shows. Threads take their turns in an order that changes from block to block, so that what depends
-// on the order shows too.
+// A barrier that some threads of a block do not reach, or a shuffle that some lanes of a warp do not join, ends the
+// process with a message; on a GPU it would hang or return garbage. Shared memory is filled with NaN before each block,
+// which exposes reads before the first write. The order of the threads alternates between blocks, which exposes results
+// that depend on the order.
 #pragma once
 
 #include <csetjmp>
@@ -15,7 +15,7 @@
 #include <ucontext.h>
 #include <vector>
 
-// Where a kernel's variables of a block live.
+// The section of the variables that a block shares.
 #define MACHINE_SHARED static __attribute__((section("machine_shared")))
 extern "C" char __start_machine_shared __attribute__((weak, visibility("hidden")));
 extern "C" char __stop_machine_shared __attribute__((weak, visibility("hidden")));
@@ -31,7 +31,7 @@ struct Fiber {
     bool has_begun;
     std::vector<char> stack;
     State state;
-    uint32_t given, taken;
+    uint32_t sent, received;
     int lane;
 };
 static std::vector<Fiber> fibers(THREADS);
@@ -45,7 +45,7 @@ static void fail(const char *what) {
     std::abort();
 }
 
-// Jumps between stacks, which cost no system call as changes of context do.
+// Jumps between stacks, which unlike `swapcontext` needs no system call.
 static void wait(State state) {
     fibers[thread].state = state;
     if (!_setjmp(fibers[thread].rest)) _longjmp(scheduler, 1);
@@ -92,8 +92,8 @@ static void run_block() {
         for (unsigned first = 0; first < THREADS; first += WARP) {
             if (!all(first, WARP, AT_SHUFFLE)) continue;
             for (unsigned i = first; i < first + WARP; ++i) {
-                if (fibers[i].lane != fibers[first].lane) fail("lanes shuffle by different distances");
-                fibers[i].taken = fibers[i ^ fibers[i].lane].given;
+                if (fibers[i].lane != fibers[first].lane) fail("lanes shuffle by different masks");
+                fibers[i].received = fibers[i ^ fibers[i].lane].sent;
                 fibers[i].state = READY;
             }
             progress = true;
@@ -102,7 +102,7 @@ static void run_block() {
             for (Fiber &fiber : fibers) fiber.state = READY;
             progress = true;
         }
-        if (!progress && !all(0, THREADS, DONE)) fail("threads part ways at a barrier or a shuffle");
+        if (!progress && !all(0, THREADS, DONE)) fail("threads diverge at a barrier or a shuffle");
     }
 }
 
@@ -111,18 +111,18 @@ static inline void barrier() { wait(AT_BARRIER); }
 template <typename T> static T shuffle_xor(T x, int lane) {
     static_assert(sizeof(T) == 4, "a shuffle moves 4 bytes");
     Fiber &mine = fibers[thread];
-    std::memcpy(&mine.given, &x, 4);
+    std::memcpy(&mine.sent, &x, 4);
     mine.lane = lane;
     wait(AT_SHUFFLE);
-    std::memcpy(&x, &mine.taken, 4);
+    std::memcpy(&x, &mine.received, 4);
     return x;
 }
 
 struct Kernel {
     const char *name;
-    // Takes an address for each argument, as the device's own launch does.
+    // Takes an address for each argument, as a launch on the device does.
     void (*run)(void **);
-    // Of each argument: 1 if it is read only, 2 if it is memory that the kernel may write.
+    // For each argument: 1 if it is read-only, 2 if it is memory that the kernel may write.
     std::vector<int> access;
 };
 

@@ -1,18 +1,18 @@
-// Runs the kernels of src/backend/metal/mixture.metal on the host.
+// Runs the kernels of src/backend/metal/mixture.metal on the emulated GPU.
 
 #include "machine.h"
 
 #include <tuple>
 #include <utility>
 
-// Kernels are functions of their buffers, then of the numbers of the block and of the thread.
+// A kernel is a function of its buffers, followed by the indices of the block and of the thread.
 template <auto function> struct Unpack;
 
-#include "mixture.metal" // from the folder that the compiler is told
+#include "mixture.metal" // on the include path
 
 #undef thread
 
-// A buffer is bound: a tensor by its address, numbers by the address of their bytes.
+// A tensor is bound by its address, a number or structure by the address of its bytes.
 template <typename A> static A bound(void *slot) {
     if constexpr (std::is_pointer_v<A>) {
         return static_cast<A>(slot);
@@ -63,14 +63,14 @@ static const machine::Kernel *find(const char *name) {
     return nullptr;
 }
 
-// Gives 0, or 1 if there is no such kernel.
+// Returns 0, or 1 if there is no such kernel.
 extern "C" int launch(const char *name, unsigned blocks, void **slots) {
     return machine::launch(kernels, std::size(kernels), name, blocks, slots);
 }
-// How many buffers a kernel has; -1 if there is no such kernel.
+// The number of a kernel's buffers, or -1 if there is no such kernel.
 extern "C" int slots(const char *name) {
     const machine::Kernel *of_name = find(name);
     return of_name ? int(of_name->access.size()) : -1;
 }
-// 1: the kernel reads this buffer only; 2: it may write it.
+// 1: the kernel only reads this buffer; 2: it may write it.
 extern "C" int access(const char *name, int slot) { return find(name)->access.at(slot); }

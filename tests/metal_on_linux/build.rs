@@ -1,10 +1,10 @@
-//! Compiles the make-believe Objective-C runtime and Metal driver into the library that `objc2` asks the linker for.
+//! Compiles the emulated Objective-C runtime and Metal driver into the library that `objc2` links to.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo says where"));
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("set by cargo"));
     let sources = [sources("runtime"), sources("runtime/kernels")].concat();
     let next = std::sync::Mutex::new(sources.iter());
     let jobs: usize = std::env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
@@ -21,7 +21,7 @@ fn main() {
     let objects = sources.iter().map(|source| object(source, &out));
     let library = out.join("libobjc.so");
     run(Command::new("c++").args(["-shared", "-pthread", "-o"]).arg(&library).args(objects).arg("-ldl"));
-    // Blocks come from libdispatch where there is no Apple.
+    // On platforms other than Apple's, blocks come from libdispatch.
     let dispatch = out.join("libdispatch.so");
     let _ = std::fs::remove_file(&dispatch);
     std::os::unix::fs::symlink("libobjc.so", &dispatch).expect("a link");
@@ -43,7 +43,7 @@ fn object(source: &Path, out: &Path) -> PathBuf {
     out.join(source.file_stem().expect("a name")).with_extension("o")
 }
 
-/// Compiles one source. What it needs to know of this place: where the repository is, and where compiled shaders go.
+/// Compiles one source file, with the paths of the repository and of the compiled shaders.
 fn compile(source: &Path, object: &Path, out: &Path) {
     let repository = std::env::current_dir().expect("the package's folder").join("../..");
     run(Command::new("c++")

@@ -1,4 +1,4 @@
-//! A CUDA device: its kernels, loaded once, and its matrix products.
+//! A CUDA device: kernels, loaded once, and matrix products.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -20,20 +20,20 @@ use crate::error::{Error, Result};
 /// The kernels, compiled by `build.rs`.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mixture.fatbin"));
 
-/// What is made once for each device and stream, and kept.
+/// The state of a device and its stream, created once and cached.
 #[derive(Clone)]
 pub(in crate::backend) struct Cuda {
     stream: Arc<CudaStream>,
     kernels: Arc<CudaModule>,
-    /// A handle of our own, which reads the factors of products from the device's memory; candle's reads them from the
-    /// host's.
+    /// A handle of this crate, which reads the factors of products from device memory; candle's handle reads them from
+    /// host memory.
     blas: Arc<Mutex<CudaBlas>>,
     /// `[2]`: 0 and 1, factors of products
     constants: Tensor,
 }
 
 impl Cuda {
-    /// What was made for this device, or is made now.
+    /// The cached state of this device, created on the first call.
     pub(in crate::backend) fn of(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Self::cached(device),
@@ -43,9 +43,9 @@ impl Cuda {
 
     fn cached(device: &CudaDevice) -> Result<Self> {
         static DEVICES: OnceLock<Mutex<HashMap<(usize, usize), Cuda>>> = OnceLock::new();
-        // A thread that panicked left the map as it was.
+        // A panic leaves the map consistent.
         let mut devices = DEVICES.get_or_init(Default::default).lock().unwrap_or_else(|error| error.into_inner());
-        // candle numbers every `Device` that is made, even where it is the same one.
+        // candle gives every `Device` its own id, even for the same GPU.
         let stream = device.cuda_stream();
         let key = (stream.context().ordinal(), stream.cu_stream() as usize);
         if let Some(cuda) = devices.get(&key) {
@@ -53,7 +53,7 @@ impl Cuda {
         }
         let kernels = stream.context().load_module(Ptx::from_binary(KERNELS.to_vec())).w()?;
         let blas = CudaBlas::new(stream.clone()).w()?;
-        // SAFETY: the handle is valid. Sums stay in f32 even where the library splits a product's inner dimension.
+        // SAFETY: the handle is valid. With this math mode, sums stay in f32 even if cuBLAS splits the inner dimension.
         unsafe {
             use cublas_sys::{cublasMath_t, cublasPointerMode_t};
             let handle = *blas.handle();
@@ -74,7 +74,7 @@ fn wrong_device(device: &Device) -> Error {
     Error::Device { argument: "hidden", expected: "Cuda".into(), got: format!("{:?}", device.location()) }
 }
 
-// SAFETY: plain numbers, laid out as the kernels declare them.
+// SAFETY: `repr(C)` numbers in the layout that the kernels declare.
 unsafe impl DeviceRepr for Logits {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Objective {}
@@ -118,8 +118,8 @@ impl Gpu for Cuda {
         }
         let config =
             LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (BLOCK as u32, 1, 1), shared_mem_bytes: 0 };
-        // SAFETY: the arguments are those that the kernel declares (the tests run the same launches on the host), and the
-        // addresses among them are those of tensors that live until the stream has freed them after the kernel.
+        // SAFETY: the arguments are those that the kernel declares (the tests run the same launches on the host), and
+        // the addresses among them are those of tensors whose memory the stream frees only after the kernel.
         unsafe { builder.launch(config) }.w()?;
         Ok(())
     }
@@ -142,10 +142,9 @@ impl Gpu for Cuda {
         let [zero, one] = [constants, constants + size_of::<f32>() as u64];
         let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulate { one } else { zero });
         let blas = self.blas.lock().unwrap_or_else(|error| error.into_inner());
-        // cuBLAS is column-major: what it takes for a matrix is the transposed one of ours, so that it computes
-        // out^T = rhs^T lhs^T.
-        // SAFETY: the matrices lie in tensors of the chunks, with these strides; the factors are in the device's memory, as
-        // the handle's pointer mode says.
+        // cuBLAS is column-major and reads each matrix as its transpose, so this is out^T = rhs^T lhs^T.
+        // SAFETY: the matrices are in tensors of the chunks, with these strides; the factors are in device memory, as
+        // the handle's pointer mode requires.
         unsafe {
             cublas::gemm_ex(
                 *blas.handle(),

@@ -1,4 +1,4 @@
-//! What is particular to CUDA as far as chunks and their plan are concerned.
+//! The properties of CUDA that the chunks and their plan depend on.
 
 use crate::backend::gpu::device::Kind;
 

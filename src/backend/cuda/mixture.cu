@@ -1,4 +1,4 @@
-// The kernels of the mixture on CUDA: the functions of gpu/rows.h under the names that the host launches.
+// The CUDA kernels of the mixture: the functions of gpu/rows.h under the names that the host launches.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -48,56 +48,59 @@ template <typename T> FUNCTION void store4(T *to, const float *x) {
 using namespace functions;
 
 #define KERNEL extern "C" __global__ void
-#define HERE blockIdx.x, threadIdx.x
+#define INDICES blockIdx.x, threadIdx.x
 
 KERNEL row_log_sum_exp(Logits logits, Objective objective, Rows rows) {
     __shared__ Sum of_warps[WARPS];
-    functions::row_log_sum_exp(logits, objective, rows, HERE, of_warps);
+    functions::row_log_sum_exp(logits, objective, rows, INDICES, of_warps);
 }
 KERNEL position_loss(Objective objective, Rows rows, float *nll, float *loss, int positions, int components) {
-    functions::position_loss(objective, rows, nll, loss, positions, components, HERE);
+    functions::position_loss(objective, rows, nll, loss, positions, components, INDICES);
 }
-KERNEL top_k(const float *log_probs, i64 stride, int vocab, int k, int *ids, float *of_ids) {
+KERNEL top_k(const float *log_probs, i64 stride, int vocab, int k, int *ids, float *id_log_probs) {
     __shared__ Largest of_warps[WARPS];
-    functions::top_k(log_probs, stride, vocab, k, ids, of_ids, HERE, of_warps);
+    functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, INDICES, of_warps);
 }
 KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, const float *log_probs) {
     __shared__ float of_warps[WARPS];
-    functions::row_soft_mass(logits, objective, rows, log_probs, HERE, of_warps);
+    functions::row_soft_mass(logits, objective, rows, log_probs, INDICES, of_warps);
 }
-KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *masses, int positions, int components) {
-    functions::position_scales(objective, rows, log_prior_gradient, masses, positions, components, HERE);
+KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *masses, int positions,
+                       int components) {
+    functions::position_scales(objective, rows, log_prior_gradient, masses, positions, components, INDICES);
 }
 KERNEL live_rows(Rows rows, int *live, int *count, int row_count) {
     __shared__ int of_threads[BLOCK];
     functions::live_rows(rows, live, count, row_count, threadIdx.x, of_threads);
 }
 KERNEL scatter_rows(const float *gathered, const int *live, float *all, int columns) {
-    functions::scatter_rows(gathered, live, all, columns, HERE);
+    functions::scatter_rows(gathered, live, all, columns, INDICES);
 }
-KERNEL position_targets(const i64 *targets, const float *position_weights, const float *class_weights, i64 ignore_index, int ignores,
-                     float smoothing, int *ids, float *hard, float *weights, float *counts, int positions, int vocab) {
-    functions::position_targets(targets, position_weights, class_weights, ignore_index, ignores, smoothing, ids, hard, weights, counts,
-                          positions, vocab, HERE);
+KERNEL position_targets(const i64 *targets, const float *position_weights, const float *class_weights, i64 ignore_index,
+                        int ignores, float smoothing, int *ids, float *hard, float *weights, float *counts,
+                        int positions, int vocab) {
+    functions::position_targets(targets, position_weights, class_weights, ignore_index, ignores, smoothing, ids, hard,
+                                weights, counts, positions, vocab, INDICES);
 }
-KERNEL position_weighting(const float *weights, const float *upstream, const float *largest_upstream, const float *largest_weight,
-                       float *scales, int positions) {
-    functions::position_weighting(weights, upstream, largest_upstream, largest_weight, scales, positions, HERE);
+KERNEL position_weighting(const float *weights, const float *upstream, const float *largest_upstream,
+                          const float *largest_weight, float *scales, int positions) {
+    functions::position_weighting(weights, upstream, largest_upstream, largest_weight, scales, positions, INDICES);
 }
 
-#define FOR_TYPE(name, T)                                                                                                  \
-    KERNEL mixture_log_probs_##name(Logits logits, Objective objective, Rows rows, T *log_probs, i64 out_stride, float *loss, \
-                                    int *argmax) {                                                                         \
-        __shared__ float of_warps[WARPS];                                                                                  \
-        __shared__ Largest largest_of_warps[WARPS];                                                                        \
-        functions::mixture_log_probs(logits, objective, rows, log_probs, out_stride, loss, argmax, HERE, of_warps, largest_of_warps); \
-    }                                                                                                                      \
-    KERNEL row_gradient_##name(Logits logits, Objective objective, Rows rows, const float *log_probs, const int *live,      \
-                               T *gradient) {                                                                              \
-        functions::row_gradient(logits, objective, rows, log_probs, live, gradient, HERE);                                            \
-    }                                                                                                                      \
-    KERNEL gather_rows_##name(const T *all, const int *live, T *gathered, int columns) {                                   \
-        functions::gather_rows(all, live, gathered, columns, HERE);                                                                   \
+#define FOR_TYPE(name, T)                                                                                              \
+    KERNEL mixture_log_probs_##name(Logits logits, Objective objective, Rows rows, T *log_probs, i64 out_stride,       \
+                                    float *loss, int *argmax) {                                                        \
+        __shared__ float of_warps[WARPS];                                                                              \
+        __shared__ Largest largest_of_warps[WARPS];                                                                    \
+        functions::mixture_log_probs(logits, objective, rows, log_probs, out_stride, loss, argmax, INDICES, of_warps,  \
+                                     largest_of_warps);                                                                \
+    }                                                                                                                  \
+    KERNEL row_gradient_##name(Logits logits, Objective objective, Rows rows, const float *log_probs, const int *live, \
+                               T *gradient) {                                                                          \
+        functions::row_gradient(logits, objective, rows, log_probs, live, gradient, INDICES);                          \
+    }                                                                                                                  \
+    KERNEL gather_rows_##name(const T *all, const int *live, T *gathered, int columns) {                               \
+        functions::gather_rows(all, live, gathered, columns, INDICES);                                                 \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

@@ -1,4 +1,4 @@
-//! The CUDA backend: products by cuBLAS, row kernels compiled when the crate is built (`mixture.cu`).
+//! The CUDA backend: products by cuBLAS, and row kernels that are compiled with the crate (`mixture.cu`).
 
 #[cfg(feature = "cuda")]
 mod device;

@@ -1,4 +1,4 @@
-//! The arguments of the kernels, laid out as CUDA takes them. Addresses are those of [`Gpu::address`](super::device::Gpu::address).
+//! The kernels' arguments in CUDA's layout. Addresses come from [`Gpu::address`](super::device::Gpu::address).
 
 /// `struct Logits` of `rows.h`.
 #[repr(C)]
@@ -45,7 +45,7 @@ pub(in crate::backend) enum Argument {
     Rows(Rows),
     /// Memory that the kernel reads
     Read(u64),
-    /// Memory that the kernel writes, and may read
+    /// Memory that the kernel writes and may also read
     Write(u64),
     Int(i32),
     Long(i64),

@@ -1,4 +1,4 @@
-//! One chunk after another: the state of a mixture at work on a GPU, and its steps.
+//! The state of a mixture on a GPU, and the steps of its chunks.
 
 use std::ops::Range;
 
@@ -12,8 +12,8 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// One mixture at work on a GPU. The kernels write into fresh tensors that nobody else knows of; each of them has at
-/// least one element, even for an empty batch.
+/// One mixture on a GPU. The kernels write into fresh tensors that nothing else refers to; each of them has at least
+/// one element, even for an empty batch.
 pub(super) struct Chunks<'a, G> {
     gpu: &'a G,
     sizes: Sizes,
@@ -21,7 +21,7 @@ pub(super) struct Chunks<'a, G> {
     dtype: DType,
     contexts: Buffer,
     weight: Buffer,
-    /// Whether that is `[d, vocab]`
+    /// Whether `weight` is `[d, vocab]`
     weight_is_transposed: bool,
     logit_scale: f32,
     log_priors: Option<Buffer>,
@@ -30,49 +30,50 @@ pub(super) struct Chunks<'a, G> {
 
     /// `[rows of a chunk, stride]`: logits, f32
     logits: Buffer,
-    /// `[rows of a chunk, stride]`: their gradient as an operand of products, unless it can take their place
+    /// `[rows of a chunk, stride]`: their gradient as an operand of products, unless it overwrites them
     gradient: Option<Buffer>,
-    /// If the filter leaves rows out
+    /// If the filter drops rows
     live: Option<Live>,
-    /// `[positions of a chunk, stride]`: the mixture's log-probabilities, where they are needed on the way
+    /// `[positions of a chunk, stride]`: the mixture's log-probabilities, if they are needed as an intermediate result
     log_probs: Option<Buffer>,
     /// `[6, rows of a chunk]`: see [`Rows`]
     rows: Buffer,
     rows_per_chunk: usize,
 
-    /// If a loss is what is computed
+    /// If an objective is computed
     prepared: Option<Prepared>,
     /// `[positions]` each
     pub(super) nll: Buffer,
     pub(super) losses: Buffer,
     pub(super) argmax: Buffer,
-    /// `[positions, 2]`: the size of the mass that the filter drops, and of all
+    /// `[positions, 2]`: the magnitude of the mass that the filter drops, and of all mass
     pub(super) masses: Buffer,
-    /// `[positions, vocab]`, if log-probabilities are what is computed
+    /// `[positions, vocab]`, if log-probabilities are computed
     pub(super) all_log_probs: Option<Buffer>,
 
-    /// Gradients, where they are needed; that of the log-priors where any is
+    /// The gradients that are needed; that of the log-priors if any is
     context_gradients: Option<Buffer>,
     log_prior_gradients: Option<Buffer>,
     weight_gradient: Option<Buffer>,
     bias_gradient: Option<Buffer>,
-    /// `[rows of a chunk]`, of the dtype of `gradient`: sums rows up in a product
+    /// `[rows of a chunk]`, in the dtype of `gradient`: a product with it sums rows
     ones: Option<Buffer>,
 }
 
-/// The rows of a chunk that the filter leaves: the two products of the gradient are theirs alone.
+/// The rows of a chunk that the filter keeps. Products with the gradient of the logits use only these.
 struct Live {
-    /// `[rows of a chunk]`: their numbers
+    /// `[rows of a chunk]`: their indices
     rows: Buffer,
-    /// `[1]`: how many there are, and the same once it has been read
+    /// `[1]`: their number, on the device
     count: Buffer,
-    known: usize,
+    /// The same, read back
+    known_count: usize,
     /// `[rows of a chunk, d]`: their contexts, and the gradient of these
     contexts: Buffer,
     context_gradients: Buffer,
 }
 
-/// Elements to which rows of logits are padded, so that each starts on 16 bytes in every dtype.
+/// Rows of logits are padded to a multiple of this many elements, so that each is aligned to 16 bytes in every dtype.
 pub(super) const ROW_ALIGN: usize = 8;
 
 impl<'a, G: Gpu> Chunks<'a, G> {
@@ -97,7 +98,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             stored if gpu.kind().reads_transposed => stored,
             _ => (operands.weight.contiguous()?, false),
         };
-        let on_the_way = keeps_log_probs || prepared.as_ref().is_some_and(Prepared::is_soft);
+        let needs_log_probs = keeps_log_probs || prepared.as_ref().is_some_and(Prepared::is_soft);
         Ok(Chunks {
             gpu,
             sizes: operands.sizes,
@@ -120,13 +121,13 @@ impl<'a, G: Gpu> Chunks<'a, G> {
                 true => Some(Live {
                     rows: zeros(rows, DType::U32)?,
                     count: zeros(1, DType::U32)?,
-                    known: 0,
+                    known_count: 0,
                     contexts: zeros(rows * context, dtype)?,
                     context_gradients: zeros(rows * context, DType::F32)?,
                 }),
                 false => None,
             },
-            log_probs: optional(on_the_way, rows / components * stride, DType::F32)?,
+            log_probs: optional(needs_log_probs, rows / components * stride, DType::F32)?,
             rows: zeros(6 * rows, DType::F32)?,
             rows_per_chunk: rows,
             prepared,
@@ -146,7 +147,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         })
     }
 
-    /// The gradients, multiplied by what all of them still lack.
+    /// The gradients. Only that of the log-priors remains to be multiplied by the factor.
     pub(super) fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Sizes { positions, components, context, vocab } = self.sizes;
         let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
@@ -169,7 +170,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         self.prepared.as_ref()
     }
 
-    /// The arguments that most kernels begin with.
+    /// The first arguments of most kernels.
     fn arguments(&self, positions: &Range<usize>) -> [Argument; 3] {
         let logits = Logits {
             z: self.logits.at(0),
@@ -189,23 +190,31 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         [Argument::Logits(logits), Argument::Objective(objective), Argument::Rows(rows)]
     }
 
-    /// The mixture's log-probabilities, the soft part of the loss, the most probable token ids: as far as there is a place. Of the
-    /// first that is a buffer, the element of the first position, and the distance from position to position.
-    fn mix(&self, positions: &Range<usize>, to: Option<(&Buffer, usize, usize)>, argmax: bool) -> Result<()> {
-        let (dtype, address, stride) = match to {
+    /// Computes the mixture's log-probabilities, the soft part of the loss and the most probable ids, each if it has a
+    /// destination. That of the log-probabilities is a buffer, the index of the first position's element, and the
+    /// stride between positions.
+    fn mix(&self, positions: &Range<usize>, out: Option<(&Buffer, usize, usize)>, argmax: bool) -> Result<()> {
+        let (dtype, address, stride) = match out {
             Some((buffer, first, stride)) => (buffer.tensor.dtype(), buffer.at(first), stride),
             None => (DType::F32, 0, 0),
         };
         let loss = if self.prepared.is_some() { self.losses.at(positions.start) } else { 0 };
         let argmax = if argmax { self.argmax.at(positions.start) } else { 0 };
-        let more =
+        let outputs =
             [Argument::Write(address), Argument::Long(stride as i64), Argument::Write(loss), Argument::Write(argmax)];
-        let arguments = [&self.arguments(positions)[..], &more].concat();
+        let arguments = [&self.arguments(positions)[..], &outputs].concat();
         self.gpu.launch(&format!("mixture_log_probs_{}", dtype.as_str()), positions.len(), &arguments)
     }
 
-    /// The most probable token ids of the chunk's positions and their log-probabilities, `[positions, k]`, from their logits.
-    pub(super) fn top_k_rows(&self, positions: &Range<usize>, k: usize, ids: &Buffer, of_ids: &Buffer) -> Result<()> {
+    /// Computes the `k` most probable ids of the chunk's positions and their log-probabilities, `[positions, k]`, from
+    /// the logits.
+    pub(super) fn top_k_rows(
+        &self,
+        positions: &Range<usize>,
+        k: usize,
+        ids: &Buffer,
+        id_log_probs: &Buffer,
+    ) -> Result<()> {
         let Some(log_probs) = &self.log_probs else { return Ok(()) };
         self.mix(positions, Some((log_probs, 0, self.stride)), false)?;
         let arguments = [
@@ -214,45 +223,46 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             Argument::Int(self.sizes.vocab as i32),
             Argument::Int(k as i32),
             Argument::Write(ids.at(positions.start * k)),
-            Argument::Write(of_ids.at(positions.start * k)),
+            Argument::Write(id_log_probs.at(positions.start * k)),
         ];
         self.gpu.launch("top_k", positions.len(), &arguments)
     }
 
-    /// The log-probabilities of the chunk's positions from their logits.
+    /// Computes the log-probabilities of the chunk's positions from the logits.
     pub(super) fn log_prob_rows(&self, positions: Range<usize>) -> Result<()> {
         let vocab = self.sizes.vocab;
-        let to = self.all_log_probs.as_ref().map(|log_probs| (log_probs, positions.start * vocab, vocab));
-        self.mix(&positions, to, false)
+        let out = self.all_log_probs.as_ref().map(|log_probs| (log_probs, positions.start * vocab, vocab));
+        self.mix(&positions, out, false)
     }
 
-    /// Which rows have a gradient; here the host waits for the device, to know how large the next products are.
+    /// Finds the rows that have a gradient. Reading back their number, the size of the next products, synchronizes.
     fn find_live(&mut self, positions: &Range<usize>) -> Result<()> {
-        let [.., of_rows] = self.arguments(positions);
+        let [.., row_values] = self.arguments(positions);
         let (rows, d) = (self.rows(positions), self.sizes.context);
         let Some(live) = &mut self.live else { return Ok(()) };
-        let (all, count) = (live.rows.at(0), Argument::Write(live.count.at(0)));
-        self.gpu.launch("live_rows", 1, &[of_rows, Argument::Write(all), count, Argument::Int(rows.len() as i32)])?;
-        live.known = live.count.tensor.to_vec1::<u32>()?[0] as usize;
+        let (indices, count) = (live.rows.at(0), Argument::Write(live.count.at(0)));
+        let row_count = Argument::Int(rows.len() as i32);
+        self.gpu.launch("live_rows", 1, &[row_values, Argument::Write(indices), count, row_count])?;
+        live.known_count = live.count.tensor.to_vec1::<u32>()?[0] as usize;
         let arguments = [
             Argument::Read(self.contexts.at(rows.start * d)),
-            Argument::Read(all),
+            Argument::Read(indices),
             Argument::Write(live.contexts.at(0)),
             Argument::Int(d as i32),
         ];
-        self.gpu.launch(&format!("gather_rows_{}", self.dtype.as_str()), live.known, &arguments)
+        self.gpu.launch(&format!("gather_rows_{}", self.dtype.as_str()), live.known_count, &arguments)
     }
 
-    /// How many rows the gradient of the chunk's logits has, and their contexts.
+    /// The number of rows of the gradient of the chunk's logits, and the contexts of these rows.
     fn gradient_rows(&self, positions: &Range<usize>) -> (usize, Matrix) {
         let (rows, d) = (self.rows(positions), self.sizes.context);
         match &self.live {
-            Some(live) => (live.known, matrix(&live.contexts, 0, d)),
+            Some(live) => (live.known_count, matrix(&live.contexts, 0, d)),
             None => (rows.len(), matrix(&self.contexts, rows.start, d)),
         }
     }
 
-    /// That gradient, `[rows, vocab]`, as an operand of a product.
+    /// The gradient of the chunk's logits, `[rows, vocab]`, as an operand of a product.
     fn gradient_matrix(&self) -> Matrix {
         matrix(self.gradient.as_ref().unwrap_or(&self.logits), 0, self.stride)
     }
@@ -263,7 +273,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         Matrix { transposed: transposed != self.weight_is_transposed, ..matrix(&self.weight, 0, stride) }
     }
 
-    /// What a product of that gradient is multiplied by.
+    /// The address of the factor of products with the gradient of the logits.
     fn alpha(&self) -> Option<u64> {
         self.prepared.as_ref().and_then(Prepared::alpha)
     }
@@ -273,7 +283,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     }
 }
 
-/// A row-major matrix whose rows are contiguous, from one of its rows on.
+/// A row-major matrix, from `first_row` on.
 fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> Matrix {
     Matrix { address: buffer.at(first_row * stride), dtype: buffer.tensor.dtype(), stride, transposed: false }
 }
@@ -300,7 +310,7 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
         let Some(prepared) = &self.prepared else { return Ok(()) };
         let rows = self.rows(&positions);
         let position_blocks = positions.len().div_ceil(BLOCK);
-        let [logits, objective, of_rows] = self.arguments(&positions);
+        let [logits, objective, row_values] = self.arguments(&positions);
         let [position_count, components] = [positions.len(), self.sizes.components].map(|n| Argument::Int(n as i32));
 
         let nll = Argument::Write(self.nll.at(positions.start));
@@ -308,23 +318,23 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
         self.gpu.launch(
             "position_loss",
             position_blocks,
-            &[objective, of_rows, nll, losses, position_count, components],
+            &[objective, row_values, nll, losses, position_count, components],
         )?;
 
         if prepared.is_soft() || prepared.hits {
-            let to = self.log_probs.as_ref().map(|log_probs| (log_probs, 0, self.stride));
-            self.mix(&positions, to, prepared.hits)?;
+            let out = self.log_probs.as_ref().map(|log_probs| (log_probs, 0, self.stride));
+            self.mix(&positions, out, prepared.hits)?;
         }
         let log_probs = Argument::Read(Buffer::or_null(&self.log_probs));
         if prepared.is_soft() {
-            self.gpu.launch("row_soft_mass", rows.len(), &[logits, objective, of_rows, log_probs])?;
+            self.gpu.launch("row_soft_mass", rows.len(), &[logits, objective, row_values, log_probs])?;
         }
         if self.log_prior_gradients.is_none() && prepared.filter == 0.0 {
             return Ok(());
         }
         let log_priors = Argument::Write(self.log_prior_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
         let masses = Argument::Write(self.masses.at(2 * positions.start));
-        let arguments = [objective, of_rows, log_priors, masses, position_count, components];
+        let arguments = [objective, row_values, log_priors, masses, position_count, components];
         self.gpu.launch("position_scales", position_blocks, &arguments)?;
         if self.log_prior_gradients.is_none() {
             return Ok(());
@@ -334,7 +344,7 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
         let live = Argument::Read(self.live.as_ref().map_or(0, |live| live.rows.at(0)));
         let gradient = Argument::Write(self.gradient_matrix().address);
         let kernel = format!("row_gradient_{}", self.gpu.kind().gradient_dtype(self.dtype).as_str());
-        self.gpu.launch(&kernel, row_count, &[logits, objective, of_rows, log_probs, live, gradient])?;
+        self.gpu.launch(&kernel, row_count, &[logits, objective, row_values, log_probs, live, gradient])?;
 
         if let Some((bias, ones)) = self.bias_gradient.as_ref().zip(self.ones.as_ref()) {
             self.gpu.multiply(&Product {
@@ -356,21 +366,25 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
         let Sizes { context: d, vocab, .. } = self.sizes;
         let Some(gradients) = &self.context_gradients else { return Ok(()) };
         let (row_count, _) = self.gradient_rows(&positions);
-        let place = gradients.at(self.rows(&positions).start * d);
+        let destination = gradients.at(self.rows(&positions).start * d);
         self.gpu.multiply(&Product {
             m: row_count,
             n: d,
             k: vocab,
             lhs: self.gradient_matrix(),
             rhs: self.decoder(false),
-            out: self.live.as_ref().map_or(place, |live| live.context_gradients.at(0)),
+            out: self.live.as_ref().map_or(destination, |live| live.context_gradients.at(0)),
             out_stride: d,
             alpha: self.alpha(),
             accumulate: false,
         })?;
         let Some(live) = &self.live else { return Ok(()) };
-        let (from, which) = (live.context_gradients.at(0), live.rows.at(0));
-        let arguments = [Argument::Read(from), Argument::Read(which), Argument::Write(place), Argument::Int(d as i32)];
+        let arguments = [
+            Argument::Read(live.context_gradients.at(0)),
+            Argument::Read(live.rows.at(0)),
+            Argument::Write(destination),
+            Argument::Int(d as i32),
+        ];
         self.gpu.launch("scatter_rows", row_count, &arguments)
     }
 
@@ -387,7 +401,7 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
             out: gradient.at(0),
             out_stride: d,
             alpha: self.alpha(),
-            // The first chunk overwrites what is there.
+            // The first chunk overwrites.
             accumulate: positions.start > 0,
         })
     }

@@ -1,4 +1,4 @@
-//! What the chunks need of a GPU.
+//! The interface of a GPU that the chunks use.
 
 use candle_core::{DType, Tensor};
 
@@ -6,29 +6,30 @@ use super::arguments::Argument;
 use crate::backend::contract::Sizes;
 use crate::error::Result;
 
-/// A device that runs the kernels, in the order in which they are launched.
+/// A device that runs the kernels in the order of their launches.
 pub(in crate::backend) trait Gpu {
     fn kind(&self) -> &'static Kind;
-    /// The address of the first element of a contiguous tensor, in bytes; never zero. It holds as long as the tensor.
+    /// The address of the first element of a contiguous tensor, in bytes; never zero. Valid as long as the tensor
+    /// lives.
     fn address(&self, tensor: &Tensor) -> Result<u64>;
-    /// Runs a kernel in `blocks` blocks of [`BLOCK`] threads.
+    /// Launches a kernel with `blocks` blocks of [`BLOCK`] threads.
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()>;
-    /// A matrix product.
+    /// Computes a matrix product.
     fn multiply(&self, product: &Product) -> Result<()>;
 }
 
-/// What GPUs differ in, as far as chunks and their plan are concerned.
+/// The properties of a kind of GPU that the chunks and their plan depend on.
 #[derive(Debug)]
 pub(in crate::backend) struct Kind {
-    /// As in a [`Plan`](crate::Plan)
+    /// The name in a [`Plan`](crate::Plan)
     pub(in crate::backend) name: &'static str,
-    /// Whether the gradient of the logits of half-precision operands is an operand of products in f32, as the logits are
+    /// Whether products take the gradient of the logits in f32 even if the other operands are in half precision
     pub(in crate::backend) f32_gradient: bool,
-    /// Whether products read a decoder that is stored as its transpose; if not, it is copied
+    /// Whether products can read a decoder that is stored as its transpose; otherwise it is copied
     pub(in crate::backend) reads_transposed: bool,
-    /// The bytes that products with operands of this dtype need of their own: for each row of a chunk, and in any case
+    /// The workspace bytes of products with operands of this dtype: for each row of a chunk, and a fixed number
     pub(in crate::backend) product_bytes: fn(Sizes, DType) -> (usize, usize),
-    /// How many times the bytes that are asked for may be allocated
+    /// The factor by which an allocation may exceed the requested bytes
     pub(in crate::backend) allocated: usize,
 }
 
@@ -43,7 +44,7 @@ impl Kind {
     }
 }
 
-/// A tensor whose memory the kernels read or write, and its address, asked for once.
+/// A tensor whose memory the kernels read or write, with its address.
 #[derive(Debug)]
 pub(in crate::backend) struct Buffer {
     pub(in crate::backend) tensor: Tensor,
@@ -56,7 +57,7 @@ impl Buffer {
         Ok(Buffer { address: gpu.address(&tensor)?, tensor })
     }
 
-    /// Of a tensor that may be absent.
+    /// The buffer of an optional tensor.
     pub(super) fn of<G: Gpu>(gpu: &G, tensor: &Option<Tensor>) -> Result<Option<Self>> {
         tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose()
     }
@@ -66,27 +67,27 @@ impl Buffer {
         self.address + (element * self.tensor.dtype().size_in_bytes()) as u64
     }
 
-    /// That of the first element, or the null pointer.
+    /// The address of the first element, or null if there is no buffer.
     pub(super) fn or_null(buffer: &Option<Self>) -> u64 {
         buffer.as_ref().map_or(0, |buffer| buffer.address)
     }
 }
 
-/// Threads of a block; as in `rows.h`.
+/// Threads per block, as in `rows.h`.
 pub(in crate::backend) const BLOCK: usize = 256;
 
-/// A matrix in the device's memory, row-major.
+/// A row-major matrix in device memory.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) struct Matrix {
     pub(in crate::backend) address: u64,
     pub(in crate::backend) dtype: DType,
-    /// Elements from row to row.
+    /// Elements from one row to the next.
     pub(in crate::backend) stride: usize,
-    /// Whether what is stored is the transposed matrix.
+    /// Whether the matrix is stored as its transpose.
     pub(in crate::backend) transposed: bool,
 }
 
-/// `out[m, n] = alpha lhs[m, k] rhs[k, n]`, or that much more if it accumulates; summed up in f32.
+/// `out[m, n] = alpha lhs[m, k] rhs[k, n]`, or `out += alpha lhs rhs` if it accumulates; sums are in f32.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) struct Product {
     pub(in crate::backend) m: usize,
@@ -94,10 +95,10 @@ pub(in crate::backend) struct Product {
     pub(in crate::backend) k: usize,
     pub(in crate::backend) lhs: Matrix,
     pub(in crate::backend) rhs: Matrix,
-    /// f32, `out_stride` elements from row to row.
+    /// The address of an f32 matrix, `out_stride` elements from one row to the next.
     pub(in crate::backend) out: u64,
     pub(in crate::backend) out_stride: usize,
-    /// The address of an f32 number in the device's memory. `None`: 1, as it is wherever [`Kind::f32_gradient`] holds.
+    /// The address of an f32 scalar in device memory. `None` is 1, and the only value if [`Kind::f32_gradient`].
     pub(in crate::backend) alpha: Option<u64>,
     pub(in crate::backend) accumulate: bool,
 }

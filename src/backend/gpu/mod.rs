@@ -1,8 +1,9 @@
-//! What the GPUs' backends have in common: chunk after chunk, products by the device's library, row kernels of one text
-//! (`rows.h`). Nothing here waits for the device, but for the number of live rows where the responsibility filter is on.
+//! The common part of the GPU backends: mixtures are computed chunk by chunk, with matrix products from the device's
+//! library and row kernels from one source (`rows.h`). A loss synchronizes with the device only to read back the number
+//! of live rows if the responsibility filter is on.
 //!
-//! A device is a [`Gpu`]. All but that is independent of its libraries, so that the tests can run the kernels' very text, and
-//! the order in which they are launched, on a machine without a GPU ([`testing`]).
+//! A device is a [`Gpu`]. Everything else is independent of its libraries, so the tests can run the same kernels and
+//! launches on a machine without a GPU (module `testing`).
 
 pub(super) mod arguments;
 mod chunks;
@@ -24,7 +25,7 @@ use chunks::{Chunks, ROW_ALIGN};
 use device::{Buffer, Gpu, Kind};
 use objective::Prepared;
 
-/// A GPU, in f16, bf16 and f32.
+/// The backend of a GPU, in f16, bf16 and f32.
 pub(super) struct On<G>(pub(super) G);
 
 impl<G: Gpu> Backend for On<G> {
@@ -55,12 +56,12 @@ impl<G: Gpu> Backend for On<G> {
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
         let (positions, device) = (operands.sizes.positions, operands.contexts.device());
-        if k > MOST_RANKED {
+        if k > MAX_K_ON_DEVICE {
             let found = self.visit(operands, &Best { k })?;
             let ids: Vec<u32> = found.iter().flatten().map(|best| best.1).collect();
             let log_probs: Vec<f32> = found.iter().flatten().map(|best| best.0 as f32).collect();
             return match positions {
-                // candle's Metal makes nothing of no values.
+                // candle's Metal backend cannot make a tensor from an empty vector.
                 0 => Ok((Tensor::zeros((0, k), DType::U32, device)?, Tensor::zeros((0, k), DType::F32, device)?)),
                 _ => Ok((
                     Tensor::from_vec(ids, (positions, k), device)?,
@@ -71,7 +72,7 @@ impl<G: Gpu> Backend for On<G> {
         let task = Task { soft_targets: true, ..Task::log_probs(NeedsGrad::default()) };
         let plan = self.plan(operands, task, None)?;
         let (ids, log_probs) = top_k(&self.0, operands, k, &plan)?;
-        // Here the host waits. A NaN comes first.
+        // Reading back synchronizes. A NaN is ranked first.
         let first =
             log_probs.narrow(1, 0, 1)?.contiguous()?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
         match first.iter().position(|x| x.is_nan()) {
@@ -80,7 +81,7 @@ impl<G: Gpu> Backend for On<G> {
         }
     }
 
-    /// On the host, of all log-probabilities.
+    /// Runs on the host, on the log-probabilities of all ids.
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
         let plan = self.plan(operands, Task { all_ids: true, ..Task::decoding() }, None)?;
         let log_probs = self.log_probs(operands, DType::F32, &plan)?;
@@ -97,8 +98,8 @@ impl<G: Gpu> Backend for On<G> {
     }
 }
 
-/// The kernel that ranks ids looks at all of them for each one it finds; more than this many are found on the host.
-const MOST_RANKED: usize = 64;
+/// The largest `k` that is ranked on the device, where the kernel scans the vocabulary once for each rank.
+const MAX_K_ON_DEVICE: usize = 64;
 
 /// The plan of a task with these sizes and operands of `dtype`.
 fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
@@ -108,10 +109,10 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
     let gradient_dtype = kind.gradient_dtype(dtype);
     let in_place = gradient_dtype == DType::F32 && !task.filters;
     let gradient = if in_place { 0 } else { stride * gradient_dtype.size_in_bytes() };
-    // The contexts of the live rows, their gradient, and which rows these are.
+    // The contexts of the live rows, the gradient of these, and the indices of the rows.
     let live = if task.filters { context * (dtype.size_in_bytes() + f32_size) + f32_size } else { 0 };
     let (of_row, of_all) = (kind.product_bytes)(sizes, dtype);
-    // Logits, their gradient in the dtype of the products, and seven numbers.
+    // Logits, their gradient in the dtype of the products, and seven f32 values.
     let row = stride * f32_size + gradient + live + of_row + 7 * f32_size;
     let soft = if task.soft_targets { stride * f32_size } else { 0 };
     let per_position = kind.allocated * (components * row + soft);
@@ -145,7 +146,7 @@ fn loss<G: Gpu>(
     let of_positions = |padded: &Tensor| padded.narrow(0, 0, positions);
     let (nll, losses) = (&chunks.nll.tensor, &chunks.losses.tensor);
     let Some((prepared, ids)) = chunks.prepared().and_then(|p| Some((p, p.ids.as_ref()?))) else {
-        // Of log-probabilities only the gradients are asked for.
+        // For log-probabilities only the gradients are needed.
         let (objective, nll) = (of_positions(losses)?, of_positions(nll)?);
         let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
         let gradients = chunks.into_gradients(needs_grad)?;
@@ -154,10 +155,10 @@ fn loss<G: Gpu>(
     let weighted = weigh(&ids.weights.tensor, losses)?;
     let hits = match prepared.hits {
         true => {
-            let right = chunks.argmax.tensor.eq(&ids.ids.tensor)?;
-            // A distribution that is not one has no most probable token id.
-            let known = nll.eq(nll)?;
-            Some((right.to_dtype(DType::F32)? * known.to_dtype(DType::F32)?)?.sum_all()?)
+            let is_hit = chunks.argmax.tensor.eq(&ids.ids.tensor)?;
+            // A NaN distribution has no most probable id.
+            let is_number = nll.eq(nll)?;
+            Some((is_hit.to_dtype(DType::F32)? * is_number.to_dtype(DType::F32)?)?.sum_all()?)
         }
         false => None,
     };
@@ -165,13 +166,13 @@ fn loss<G: Gpu>(
         true => {
             let masses = chunks.masses.tensor.reshape(((), 2))?;
             let weights = ids.weights.tensor.abs()?;
-            let size = |column| {
+            let total = |column| {
                 let masses = masses.narrow(1, column, 1)?.squeeze(1)?.contiguous()?;
                 Ok::<_, Error>(weigh(&weights, &masses)?.sum_all()?)
             };
-            let (dropped, all) = (size(0)?, size(1)?);
-            let nothing = all.eq(0f32)?;
-            Some(nothing.where_cond(&dropped.zeros_like()?, &(dropped / &all)?)?)
+            let (dropped, all) = (total(0)?, total(1)?);
+            let is_zero = all.eq(0f32)?;
+            Some(is_zero.where_cond(&dropped.zeros_like()?, &(dropped / &all)?)?)
         }
         false => None,
     };
@@ -181,7 +182,7 @@ fn loss<G: Gpu>(
     Ok(LossResults { objective, nll, sum, count, hits, dropped_mass, gradients })
 }
 
-/// The product, where a weight of zero takes away even an infinite value.
+/// `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
 fn weigh(weights: &Tensor, values: &Tensor) -> Result<Tensor> {
     Ok(weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)?)
 }
@@ -200,15 +201,16 @@ fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) ->
     Ok(log_probs)
 }
 
-/// The most probable token ids and their log-probabilities, `[positions, k]`, u32 and f32, of a task with soft targets.
+/// The `k` most probable ids and their log-probabilities, `[positions, k]`, u32 and f32; the plan is that of a task
+/// with soft targets.
 fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
     let positions = operands.sizes.positions;
     let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((positions.max(1), k), dtype, operands.contexts.device())?);
     let (ids, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);
     let mut chunks = Chunks::new(gpu, operands, None, NeedsGrad::default(), true, plan)?;
-    for of_chunk in plan.chunks() {
-        chunks.logits(of_chunk.clone())?;
-        chunks.top_k_rows(&of_chunk, k, &ids, &log_probs)?;
+    for chunk in plan.chunks() {
+        chunks.logits(chunk.clone())?;
+        chunks.top_k_rows(&chunk, k, &ids, &log_probs)?;
     }
     Ok((ids.tensor.narrow(0, 0, positions)?, log_probs.tensor.narrow(0, 0, positions)?))
 }

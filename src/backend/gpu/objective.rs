@@ -1,4 +1,4 @@
-//! What each position is measured against, as the kernels read it; on the device throughout, nothing waits.
+//! The objective of each position in the kernels' layout, prepared on the device without synchronization.
 
 use candle_core::{DType, Tensor, D};
 
@@ -28,22 +28,22 @@ pub(super) struct Prepared {
     pub(super) filter: f32,
     unit: f32,
     pub(super) hits: bool,
-    /// Scalar: what remains to be multiplied to the gradients.
+    /// Scalar: the factor by which the gradients remain to be multiplied.
     pub(super) factor: Tensor,
     /// `[1]`: the same for the gradient of the logits.
-    of_logits: OfLogits,
+    logits_factor: LogitsFactor,
 }
 
-/// Who multiplies the gradient of the logits by what all gradients still lack.
-enum OfLogits {
-    /// The kernel that writes it
+/// The factor of the gradient of the logits, and where it is applied.
+enum LogitsFactor {
+    /// In the kernel that writes the gradient
     Kernel(Buffer),
-    /// The products, because it might be lost in half precision
+    /// In the products, since in half precision the scaled gradient could overflow or underflow
     Products(Buffer),
 }
 
-/// An operand in f16, the gradient of the logits is multiplied by this: but for the z-loss it is at most 1, since the weights are put in
-/// relation to the largest, and mostly far below.
+/// An f16 gradient of the logits is multiplied by this. Apart from the z-loss it is at most 1, since weights are
+/// relative to the largest, and mostly far less.
 const HALF_UNIT: f32 = 64.0;
 
 impl Prepared {
@@ -51,15 +51,15 @@ impl Prepared {
         let Sizes { positions, vocab, .. } = sizes;
         let dtype = gpu.kind().gradient_dtype(dtype);
         let unit = if dtype == DType::F16 { HALF_UNIT } else { 1.0 };
-        let of_logits = |factor: &Tensor| match dtype {
-            DType::F32 => Ok::<_, Error>(OfLogits::Kernel(Buffer::new(gpu, factor.clone())?)),
-            _ => Ok(OfLogits::Products(Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?)?)),
+        let logits_factor = |factor: &Tensor| match dtype {
+            DType::F32 => Ok::<_, Error>(LogitsFactor::Kernel(Buffer::new(gpu, factor.clone())?)),
+            _ => Ok(LogitsFactor::Products(Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?)?)),
         };
         let loss = match objective {
             Objective::LogProbs { upstream } => {
                 let upstream =
                     if positions == 0 { &Tensor::zeros((1, vocab), DType::F32, upstream.device())? } else { upstream };
-                // A bound of all masses: each is a part of what comes from upstream for the position.
+                // A bound on all masses: each is a part of the position's upstream gradient.
                 let largest = upstream.abs()?.sum(1)?.max(0)?;
                 let factor = largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?;
                 return Ok(Prepared {
@@ -70,7 +70,7 @@ impl Prepared {
                     filter: 0.0,
                     unit,
                     hits: false,
-                    of_logits: of_logits(&factor)?,
+                    logits_factor: logits_factor(&factor)?,
                     factor,
                 });
             }
@@ -79,7 +79,7 @@ impl Prepared {
         let TargetLoss { targets, position_weights, class_weights, ignore_index, terms, scale } = loss;
         let device = targets.device();
         let floats = || Buffer::new(gpu, Tensor::zeros(positions.max(1), DType::F32, device)?);
-        // A GPU launches nothing for nothing, not even a conversion.
+        // A GPU cannot launch zero blocks, not even to convert a dtype.
         let targets = match positions {
             0 => Tensor::zeros(1, DType::I64, device)?,
             _ => targets.to_dtype(DType::I64)?,
@@ -112,8 +112,8 @@ impl Prepared {
             GradScale::Upstream(upstream) => Some(Buffer::new(gpu, upstream.to_dtype(DType::F32)?)?),
             _ => None,
         };
-        // What the gradients of all positions are multiplied by: the largest gradient from upstream, where there is one.
-        let of_all = match (&upstream, scale) {
+        // The scale of the gradients of all positions: the largest upstream gradient, if there is one.
+        let common_scale = match (&upstream, scale) {
             (Some(upstream), _) if positions > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
             (None, GradScale::OneOverCount) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
             _ => count.ones_like()?,
@@ -122,17 +122,17 @@ impl Prepared {
             Some(class_weights) => (weights.tensor.abs()?.max(0)? * class_weights.tensor.abs()?.max(0)?)?,
             None => weights.tensor.abs()?.max(0)?,
         };
-        let none = largest_weight.eq(0f32)?;
-        let largest_weight = Buffer::new(gpu, none.where_cond(&largest_weight.ones_like()?, &largest_weight)?)?;
-        let factor = (&of_all * &largest_weight.tensor)?;
-        let of_all = Buffer::new(gpu, of_all)?;
+        let is_zero = largest_weight.eq(0f32)?;
+        let largest_weight = Buffer::new(gpu, is_zero.where_cond(&largest_weight.ones_like()?, &largest_weight)?)?;
+        let factor = (&common_scale * &largest_weight.tensor)?;
+        let common_scale = Buffer::new(gpu, common_scale)?;
         gpu.launch(
             "position_weighting",
             blocks,
             &[
                 Argument::Read(weights.at(0)),
                 Argument::Read(Buffer::or_null(&upstream)),
-                Argument::Read(of_all.at(0)),
+                Argument::Read(common_scale.at(0)),
                 Argument::Read(largest_weight.at(0)),
                 Argument::Write(scales.at(0)),
                 Argument::Int(positions as i32),
@@ -159,16 +159,16 @@ impl Prepared {
             filter: terms.responsibility_filter as f32,
             unit,
             hits: terms.hits,
-            of_logits: of_logits(&factor)?,
+            logits_factor: logits_factor(&factor)?,
             factor,
         })
     }
 
-    /// What a product of the gradient of the logits is multiplied by.
+    /// The address of the factor of products with the gradient of the logits.
     pub(super) fn alpha(&self) -> Option<u64> {
-        match &self.of_logits {
-            OfLogits::Products(alpha) => Some(alpha.at(0)),
-            OfLogits::Kernel(_) => None,
+        match &self.logits_factor {
+            LogitsFactor::Products(alpha) => Some(alpha.at(0)),
+            LogitsFactor::Kernel(_) => None,
         }
     }
 
@@ -176,7 +176,7 @@ impl Prepared {
         self.soft.is_some()
     }
 
-    /// As the kernels take it, from position `first` on.
+    /// The kernels' argument for the positions from `first` on.
     pub(super) fn argument(&self, first: usize) -> arguments::Objective {
         let soft = self.soft.as_ref().map_or(0, |soft| soft.at(first * self.soft_stride));
         let (ids, hard, scales) = match &self.ids {
@@ -188,9 +188,9 @@ impl Prepared {
             hard,
             scales,
             soft,
-            factor: match &self.of_logits {
-                OfLogits::Kernel(factor) => factor.at(0),
-                OfLogits::Products(_) => 0,
+            factor: match &self.logits_factor {
+                LogitsFactor::Kernel(factor) => factor.at(0),
+                LogitsFactor::Products(_) => 0,
             },
             soft_stride: self.soft_stride as i64,
             z_loss: self.z_loss,

@@ -1,36 +1,36 @@
-// The row kernels of the mixture on GPUs: what happens to the logits between the products. The equations stand at the head of
-// cpu/rows.rs, whose names these kernels share.
+// The row kernels of the mixture on GPUs: the computations on the logits between the products. The equations are at the
+// head of cpu/rows.rs, whose names these kernels share.
 //
-// One text for two languages: cuda/mixture.cu and metal/mixture.metal include it, make kernels of these functions, and define
-// before that
-//   GLOBAL, SHARED, LOCAL         the memory of the device, of a block of threads, of one thread
-//   FUNCTION                      what a function that runs on the device begins with
-//   i64                           the integer of 64 bits
+// One source for two languages: cuda/mixture.cu and metal/mixture.metal include it, wrap these functions into kernels,
+// and define first
+//   GLOBAL, SHARED, LOCAL         the address spaces of the device, of a thread block, of a thread
+//   FUNCTION                      the specifiers of a device function
+//   i64                           the 64-bit integer
 //   Half, Brain                   f16 and bf16, with `store`
-//   load4, store4                 four neighbours in one access
+//   load4, store4                 four consecutive elements in one access
 //   minus_infinity, not_a_number, exponential, logarithm, hyperbolic_tangent, larger
-//   shuffled(x, lane)             x of the thread whose number in its warp differs from mine in the bits of `lane`
-//   synchronize                   waits for the threads of the block, and for what they wrote to SHARED
+//   shuffled(x, lane)             x of the thread whose lane in the warp is this thread's XOR `lane`
+//   synchronize                   a barrier of the block that makes writes to SHARED visible
 //
-// A block is BLOCK threads, a warp 32 of them; `block` and `tid` say which block, and which of its threads, this is. A row is
-// one component of one position; rows of logits are f32, `stride` elements apart (a multiple of 4, so that every row starts on 16
-// bytes), of which the first `vocab` count. Offsets are 64 bits wide. Nothing here is atomic: the same input gives the same
-// bits.
+// A block has BLOCK threads, a warp 32; `block` and `tid` are the indices of the block and of the thread in it. A row
+// is one component of one position. Rows of logits are f32, `stride` elements apart (a multiple of 4, so that every row
+// is aligned to 16 bytes); only the first `vocab` elements are logits. Offsets have 64 bits. There are no atomics: the
+// same input gives the same bits.
 
 #define BLOCK 256
 #define WARPS (BLOCK / 32)
 
 FUNCTION float finite_or_zero(float x) { return x == minus_infinity() ? 0.f : x; }
-// Zero, not minus zero, in place of what only rounding has led below it.
+// Zero, not minus zero, for values that only rounding makes negative.
 FUNCTION float not_negative(float x) { return x <= 0.f ? 0.f : x; }
-// weight * x, where weight zero takes away even an infinite or undefined x.
+// weight * x, and zero where the weight is zero, even for an infinite x or NaN.
 FUNCTION float weighted(float weight, float x) { return weight == 0.f ? 0.f : weight * x; }
 
-// Logits as they come from the product, and what is still to be done to them.
+// The logits from the product, and the bias, scale and softcap to apply to them.
 struct Logits {
     GLOBAL const float *z;    // [rows, stride]
     GLOBAL const float *bias; // [vocab], or null
-    float scale;              // of product and bias
+    float scale;              // of the product and the bias
     float softcap;            // 0: none
     int vocab;
     i64 stride;
@@ -42,32 +42,32 @@ struct Logits {
         logit *= scale;
         return softcap == 0.f ? logit : softcap * hyperbolic_tangent(logit / softcap);
     }
-    // d finish / d logit, from its result.
+    // The derivative of `finish` with respect to its argument, from its result.
     FUNCTION float slope(float logit) const {
         return softcap == 0.f ? scale : scale * (1.f - (logit / softcap) * (logit / softcap));
     }
 };
 
-// What is minimised, for each position of the chunk.
+// The objective of each position of the chunk.
 struct Objective {
-    GLOBAL const int *ids;     // [positions]: the target; -1: ignored; -2: not a token id
-    GLOBAL const float *hard;    // [positions]: the mass of the target in q
-    GLOBAL const float *scales;  // [positions]: what the gradient is multiplied by, up to a factor of all positions; null: 1
-    GLOBAL const float *soft;    // [vocab] or [positions, soft_stride]: the rest of q; null: none
-    GLOBAL const float *factor;  // [1]: what the gradient of the logits is multiplied by; null: 1
-    i64 soft_stride;             // 0: the same for all positions
+    GLOBAL const int *ids;      // [positions]: the target; -1: ignored; -2: not in the vocabulary
+    GLOBAL const float *hard;   // [positions]: the mass of the target in q
+    GLOBAL const float *scales; // [positions]: the scale of the gradient, up to a factor of all positions; null: 1
+    GLOBAL const float *soft;   // [vocab] or [positions, soft_stride]: the rest of q; null: none
+    GLOBAL const float *factor; // [1]: a factor of the gradient of the logits; null: 1
+    i64 soft_stride;            // 0: the same for all positions
     float z_loss;
     float filter;
-    float unit;                  // multiplied to it too, so that it does not vanish in f16
+    float unit; // another factor of the gradient of the logits, against underflow in f16
 
     FUNCTION GLOBAL const float *soft_of(i64 position) const { return soft ? soft + position * soft_stride : nullptr; }
     FUNCTION float scale(i64 position) const { return scales ? scales[position] : 1.f; }
 };
 
-// What is known of the rows and positions of the chunk.
+// The log-priors and intermediate results of the rows of the chunk.
 struct Rows {
     GLOBAL const float *log_priors; // [positions, K], or null for one component
-    GLOBAL float *numbers;          // [6, count]: what follows
+    GLOBAL float *numbers;          // [6, count]: the values below
     i64 count;
 
     // The largest logit; zero if all are minus infinity.
@@ -75,11 +75,11 @@ struct Rows {
     // log sum_v exp(z_v - largest)
     FUNCTION GLOBAL float &log_sum(i64 row) const { return numbers[count + row]; }
     FUNCTION GLOBAL float &target_logit(i64 row) const { return numbers[2 * count + row]; }
-    // The target's part of the mass; minus infinity: the row has no gradient.
+    // The target's part of the mass; minus infinity marks a row without a gradient.
     FUNCTION GLOBAL float &hard_mass(i64 row) const { return numbers[3 * count + row]; }
     // R_k = sum_v q_v r_k(v)
     FUNCTION GLOBAL float &mass(i64 row) const { return numbers[4 * count + row]; }
-    // What softmax_k is multiplied by in the gradient.
+    // The factor of softmax_k in the gradient.
     FUNCTION GLOBAL float &softmax_scale(i64 row) const { return numbers[5 * count + row]; }
 
     FUNCTION float joint(i64 row, float logit) const {
@@ -87,7 +87,7 @@ struct Rows {
     }
 };
 
-// The logarithm of a sum of exponentials in two parts, as it is being summed up: the largest term, and the sum relative to it.
+// A running log-sum-exp: the largest term, and the sum of the exponentials relative to it.
 struct Sum {
     float largest;
     float sum;
@@ -106,11 +106,11 @@ struct Largest {
     float value;
     int at;
 
-    // The first of equals; a NaN before all numbers.
+    // Ties go to the lower index; a NaN is larger than all numbers.
     FUNCTION void add(Largest other) {
-        const bool mine = value != value, its = other.value != other.value;
-        const bool better = mine || its ? its && (!mine || other.at < at)
-                                        : other.value > value || (other.value == value && other.at < at);
+        const bool is_nan = value != value, other_is_nan = other.value != other.value;
+        const bool better = is_nan || other_is_nan ? other_is_nan && (!is_nan || other.at < at)
+                                                   : other.value > value || (other.value == value && other.at < at);
         if (better) {
             value = other.value;
             at = other.at;
@@ -123,7 +123,7 @@ FUNCTION Largest shuffled(Largest x, int lane) { return {shuffled(x.value, lane)
 FUNCTION void join(LOCAL float &x, float other) { x += other; }
 template <typename X> FUNCTION void join(LOCAL X &x, X other) { x.add(other); }
 
-// Of the block's values, in an order that is always the same; every thread gets it.
+// Reduces the block's values in a fixed order; every thread gets the result.
 template <typename X> FUNCTION X block_reduce(X x, uint tid, SHARED X *of_warps) {
     for (int lane = 16; lane; lane >>= 1) join(x, shuffled(x, lane));
     if (tid % 32 == 0) of_warps[tid / 32] = x;
@@ -138,7 +138,8 @@ template <typename X> FUNCTION X block_reduce(X x, uint tid, SHARED X *of_warps)
 }
 
 // One block per row: the log-sum-exp, and the logit of the position's target.
-FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uint block, uint tid, SHARED Sum *of_warps) {
+FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uint block, uint tid,
+                              SHARED Sum *of_warps) {
     const i64 r = block;
     GLOBAL const float *row = logits.z + r * logits.stride;
     Sum sum = {minus_infinity(), 0.f};
@@ -165,9 +166,9 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
     }
 }
 
-// One thread per position: the loss as far as it depends on the target's logits, and the responsibilities.
-FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOBAL float *loss, int positions, int components,
-                         uint block, uint tid) {
+// One thread per position: the part of the loss that depends on the target's logits, and the responsibilities.
+FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOBAL float *loss, int positions,
+                            int components, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
     const int id = objective.ids ? objective.ids[t] : -1;
@@ -186,8 +187,8 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
     float of_position = weighted(hard, of_target), squares = 0.f;
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
-        // One component has all the responsibility, even for an impossible target.
-        // Relative to the sum, not to its logarithm: large ones have no digits left for a share.
+        // A single component has all the responsibility, even for an impossible target. A share is relative to the sum,
+        // not to its logarithm, whose rounding error grows with its magnitude.
         const float part = exponential(rows.joint(r, rows.target_logit(r)) - finite_or_zero(sum.largest));
         const float share = components == 1 ? 1.f : part / sum.sum;
         const float mass = id == -1 ? 0.f : weighted(hard, share);
@@ -201,7 +202,8 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
     loss[t] = of_position;
 }
 
-// One block per position: log p(v) of every token id; the soft part of the loss; the most probable token id. Each is left out where null.
+// One block per position: log p(v) of every id, the soft part of the loss, and the most probable id; each is skipped if
+// its pointer is null.
 template <typename T>
 FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, GLOBAL T *log_probs, i64 out_stride,
                                 GLOBAL float *loss, GLOBAL int *argmax, uint block, uint tid, SHARED float *of_warps,
@@ -219,7 +221,7 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
             else sum.add({term, 1.f});
         }
         const float value = logits.components == 1 ? sum.largest : sum.value();
-        // Rounding may lead above zero.
+        // Rounding may make it positive.
         const float log_p = value > 0.f ? 0.f : value;
         if (log_probs) store(log_probs + t * out_stride + v, log_p);
         if (soft) of_soft += weighted(soft[v], -log_p);
@@ -235,10 +237,10 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
     }
 }
 
-// One block per position: the k most probable token ids and their log-probabilities, the most probable first; of equals the first, and
-// before all a NaN. Each is the best of those that come after the last.
-FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *ids, GLOBAL float *of_ids,
-                    uint block, uint tid, SHARED Largest *of_warps) {
+// One block per position: the k most probable ids and their log-probabilities, in descending order; ties go to the
+// lower id, and a NaN comes first. Each scan finds the next rank among the ids that come after the last one found.
+FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *ids,
+                    GLOBAL float *id_log_probs, uint block, uint tid, SHARED Largest *of_warps) {
     const i64 t = block;
     GLOBAL const float *log_p = log_probs + t * stride;
     Largest last = {-minus_infinity(), -1};
@@ -252,32 +254,33 @@ FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k,
         last = block_reduce(best, tid, of_warps);
         if (tid == 0) {
             ids[t * k + i] = last.at;
-            of_ids[t * k + i] = last.value;
+            id_log_probs[t * k + i] = last.value;
         }
     }
 }
 
 // One block per row: the soft targets' part of the mass, sum_v soft_v r_k(v).
-FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs, uint block, uint tid,
-                            SHARED float *of_warps) {
+FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs, uint block,
+                            uint tid, SHARED float *of_warps) {
     const i64 r = block, t = r / logits.components;
     GLOBAL const float *row = logits.z + r * logits.stride;
     GLOBAL const float *soft = objective.soft_of(t);
     GLOBAL const float *log_p = log_probs + t * logits.stride;
     float mass = 0.f;
     for (int v = tid; v < logits.vocab; v += BLOCK) {
-        // Token ids without mass have none to share, even if they are impossible.
+        // Ids without mass contribute nothing, even if they are impossible.
         if (soft[v] == 0.f) continue;
-        mass += soft[v] * (log_p[v] == minus_infinity() ? 0.f : exponential(rows.joint(r, logits.at(row, v)) - log_p[v]));
+        mass +=
+            soft[v] * (log_p[v] == minus_infinity() ? 0.f : exponential(rows.joint(r, logits.at(row, v)) - log_p[v]));
     }
     mass = block_reduce(mass, tid, of_warps);
     if (tid == 0 && (!objective.ids || objective.ids[t] != -1)) rows.mass(r) += mass;
 }
 
-// One thread per position: what the gradients of its rows are multiplied by, the gradient of its log-priors (unless null), and the
-// size of its mass: of what the filter drops (first) and of all (second).
-FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *masses, int positions,
-                           int components, uint block, uint tid) {
+// One thread per position: the factors of its rows' gradients, the gradient of its log-priors (unless null), and two
+// magnitudes: of the mass that the filter drops, and of all its mass.
+FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *masses,
+                              int positions, int components, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
     const float scale = objective.scale(t);
@@ -293,7 +296,7 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
         const float lse = rows.largest(r) + rows.log_sum(r);
         const float softmax_scale = scale * (mass + 2.f * objective.z_loss / components * lse);
         const bool ignored = objective.ids && objective.ids[t] == -1;
-        // The parts of the softmax and of the target may cancel in a sum, and yet not in any logit.
+        // The parts of the softmax and of the target may cancel in their sum, but not in each logit.
         const bool is_zero = softmax_scale == 0.f && weighted(scale, rows.hard_mass(r)) == 0.f && !objective.soft;
         const bool is_dead = ignored || scale == 0.f || is_zero || dropped;
         rows.softmax_scale(r) = is_dead ? 0.f : softmax_scale;
@@ -303,8 +306,9 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
     masses[2 * t + 1] = total;
 }
 
-// One block: the rows that have a gradient, in their order, and how many they are.
-FUNCTION void live_rows(Rows rows, GLOBAL int *live, GLOBAL int *count, int row_count, uint tid, SHARED int *of_threads) {
+// One block: the indices of the rows that have a gradient, in ascending order, and their number.
+FUNCTION void live_rows(Rows rows, GLOBAL int *live, GLOBAL int *count, int row_count, uint tid,
+                        SHARED int *of_threads) {
     const int each = (row_count + BLOCK - 1) / BLOCK;
     const int first = (int)tid * each, last = first + each < row_count ? first + each : row_count;
     int n = 0;
@@ -319,12 +323,12 @@ FUNCTION void live_rows(Rows rows, GLOBAL int *live, GLOBAL int *count, int row_
     if (tid == BLOCK - 1) *count = at;
 }
 
-// One block per row of the result: the gradient of the logits, rounded to the type of the products, of the row of that number
-// or, unless `live` is null, of the live row of that number. `gradient` may be the logits themselves if its type is f32 and
-// `live` is null.
+// One block per row of the result: the gradient of the logits of the row of this index, or of the live row of this
+// index unless `live` is null, rounded to the type of the products. `gradient` may be the logits themselves if its type
+// is f32 and `live` is null.
 template <typename T>
-FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs, GLOBAL const int *live,
-                           GLOBAL T *gradient, uint block, uint tid) {
+FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs,
+                           GLOBAL const int *live, GLOBAL T *gradient, uint block, uint tid) {
     const i64 r = live ? live[block] : block, t = r / logits.components;
     GLOBAL const float *row = logits.z + r * logits.stride;
     GLOBAL T *to = gradient + (i64)block * logits.stride;
@@ -357,26 +361,28 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL
     }
 }
 
-// One block per live row: its elements, among those of the other live rows.
+// One block per live row: gathers its elements.
 template <typename T>
-FUNCTION void gather_rows(GLOBAL const T *all, GLOBAL const int *live, GLOBAL T *gathered, int columns, uint block, uint tid) {
+FUNCTION void gather_rows(GLOBAL const T *all, GLOBAL const int *live, GLOBAL T *gathered, int columns, uint block,
+                          uint tid) {
     GLOBAL const T *from = all + (i64)live[block] * columns;
     GLOBAL T *to = gathered + (i64)block * columns;
     for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
 }
 
-// One block per live row: its elements, from among those of the other live rows back to their place.
-FUNCTION void scatter_rows(GLOBAL const float *gathered, GLOBAL const int *live, GLOBAL float *all, int columns, uint block,
-                           uint tid) {
+// One block per live row: scatters its gathered elements back to their row.
+FUNCTION void scatter_rows(GLOBAL const float *gathered, GLOBAL const int *live, GLOBAL float *all, int columns,
+                           uint block, uint tid) {
     GLOBAL const float *from = gathered + (i64)block * columns;
     GLOBAL float *to = all + (i64)live[block] * columns;
     for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
 }
 
-// One thread per position: the target as a token id, and its weights.
-FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *position_weights, GLOBAL const float *class_weights,
-                            i64 ignore_index, int ignores, float smoothing, GLOBAL int *ids, GLOBAL float *hard,
-                            GLOBAL float *weights, GLOBAL float *counts, int positions, int vocab, uint block, uint tid) {
+// One thread per position: the target as an id, and its weights.
+FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *position_weights,
+                               GLOBAL const float *class_weights, i64 ignore_index, int ignores, float smoothing,
+                               GLOBAL int *ids, GLOBAL float *hard, GLOBAL float *weights, GLOBAL float *counts,
+                               int positions, int vocab, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
     const i64 target = targets[t];
@@ -390,9 +396,10 @@ FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *po
     counts[t] = weight * class_weight;
 }
 
-// One thread per position: its part in the scale of the gradients, which is `largest_upstream` times `largest_weight` times this.
-FUNCTION void position_weighting(GLOBAL const float *weights, GLOBAL const float *upstream, GLOBAL const float *largest_upstream,
-                              GLOBAL const float *largest_weight, GLOBAL float *scales, int positions, uint block, uint tid) {
+// One thread per position: the scale of its gradients over `largest_upstream` times `largest_weight`.
+FUNCTION void position_weighting(GLOBAL const float *weights, GLOBAL const float *upstream,
+                                 GLOBAL const float *largest_upstream, GLOBAL const float *largest_weight,
+                                 GLOBAL float *scales, int positions, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
     const float weight = weights[t] / *largest_weight;

@@ -1,5 +1,5 @@
-//! The GPUs' backends without a GPU: the kernels of each language compiled for the host (`tests/gpu_host`), products as plain
-//! loops. What is left untested is what only a GPU has: its library of products, its compiler, its exp and log, and its speed.
+//! The GPU backends on an emulated GPU: the kernels of each language are compiled for the host (`tests/gpu_host`), and
+//! products are plain loops. This does not test a GPU's matrix library, compiler, exp, log and speed.
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, c_void, CString};
@@ -20,7 +20,7 @@ use crate::error::Result;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void) -> c_int;
 
-/// The languages that there are kernels in.
+/// The languages of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Language {
     Cuda,
@@ -30,7 +30,7 @@ pub(super) enum Language {
 pub(super) const LANGUAGES: [Language; 2] = [Language::Cuda, Language::Metal];
 
 impl Language {
-    /// The files that make up its kernels, by name and text.
+    /// The names and texts of its source files.
     fn files(self) -> [(&'static str, &'static str); 2] {
         let own = match self {
             Language::Cuda => ("mixture.cu", include_str!("../cuda/mixture.cu")),
@@ -47,17 +47,17 @@ impl Language {
     }
 }
 
-/// The host in place of a GPU. Its kernels see a copy of each tensor between two pages that nobody may touch, so that the
-/// first access outside a tensor ends the process.
-pub(super) struct Host {
+/// A GPU emulated on the host. Its kernels see a copy of each tensor between two guard pages, so that the first access
+/// outside a tensor ends the process.
+pub(super) struct EmulatedGpu {
     pub(super) language: Language,
     launch: &'static Mutex<Launch>,
     scratch: Scratch,
-    /// Of the CPU's tensors; their memory is not freed as long as these live.
+    /// The tensors, kept alive, and their copies.
     copies: RefCell<Vec<(Tensor, Guarded)>>,
 }
 
-impl Host {
+impl EmulatedGpu {
     /// `None` without a C++ compiler.
     pub(super) fn new(language: Language) -> Option<Self> {
         static LAUNCH: [OnceLock<Option<Mutex<Launch>>>; 2] = [const { OnceLock::new() }; 2];
@@ -65,28 +65,28 @@ impl Host {
         Some(Self::with(language, launch))
     }
 
-    /// One for each language.
+    /// One for each language, none without a C++ compiler.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         LANGUAGES.into_iter().filter_map(Self::new)
     }
 
     fn with(language: Language, launch: &'static Mutex<Launch>) -> Self {
-        Host { language, launch, scratch: Scratch::default(), copies: RefCell::default() }
+        EmulatedGpu { language, launch, scratch: Scratch::default(), copies: RefCell::default() }
     }
 
-    /// What the kernels wrote becomes what the tensors hold.
+    /// Copies what the kernels wrote back to the tensors.
     fn write_back(&self) {
         self.copies.borrow().iter().for_each(|(_, copy)| copy.write_back());
     }
 
-    /// With one text in the kernels replaced by another.
+    /// An emulated GPU whose kernels have one text replaced by another.
     pub(super) fn mutant(language: Language, text: &str, replacement: &str) -> Option<Self> {
         let launch = compile(language, Some((text, replacement)))?;
         Some(Self::with(language, Box::leak(Box::new(Mutex::new(launch)))))
     }
 }
 
-/// A copy of some bytes, whose end is the end of a page; the pages before and behind may not be touched.
+/// A copy of a tensor's bytes that ends at a page boundary, between two guard pages.
 struct Guarded {
     original: *mut u8,
     pages: *mut u8,
@@ -98,14 +98,14 @@ const PAGE: usize = 4096;
 impl Guarded {
     /// # Safety
     ///
-    /// At `original` are so many bytes, for as long as this lives.
+    /// `original` must be valid for reads and writes of `bytes` bytes as long as the copy lives.
     unsafe fn new(original: *mut u8, bytes: usize) -> Self {
         let readable = bytes.next_multiple_of(PAGE);
-        let (nowhere, anonymous) = (std::ptr::null_mut(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: fresh pages; the readable ones among them hold the bytes.
+        let (null, anonymous) = (std::ptr::null_mut(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: the pages are fresh, and the accessible ones among them hold `bytes` bytes.
         unsafe {
-            let pages: *mut u8 = libc::mmap(nowhere, readable + 2 * PAGE, libc::PROT_NONE, anonymous, -1, 0).cast();
-            assert!(pages.cast() != libc::MAP_FAILED, "no memory");
+            let pages: *mut u8 = libc::mmap(null, readable + 2 * PAGE, libc::PROT_NONE, anonymous, -1, 0).cast();
+            assert!(pages.cast() != libc::MAP_FAILED, "out of memory");
             assert_eq!(libc::mprotect(pages.add(PAGE).cast(), readable, libc::PROT_READ | libc::PROT_WRITE), 0);
             let guarded = Guarded { original, pages, bytes };
             std::ptr::copy_nonoverlapping(original, guarded.first(), bytes);
@@ -114,7 +114,7 @@ impl Guarded {
     }
 
     fn first(&self) -> *mut u8 {
-        // SAFETY: within the pages.
+        // SAFETY: the offset is within the pages.
         unsafe { self.pages.add(PAGE + self.bytes.next_multiple_of(PAGE) - self.bytes) }
     }
 
@@ -123,19 +123,19 @@ impl Guarded {
     }
 
     fn write_back(&self) {
-        // SAFETY: as in `new`; nothing else reads or writes the tensor while a kernel does.
+        // SAFETY: as in `new`; nothing else reads or writes the tensor during a launch.
         unsafe { std::ptr::copy_nonoverlapping(self.first(), self.original, self.bytes) }
     }
 }
 
 impl Drop for Guarded {
     fn drop(&mut self) {
-        // SAFETY: the pages that `new` asked for.
+        // SAFETY: `new` mapped these pages.
         unsafe { libc::munmap(self.pages.cast(), self.bytes.next_multiple_of(PAGE) + 2 * PAGE) };
     }
 }
 
-/// Compiles the kernels, with one text replaced by another, and loads them.
+/// Compiles the kernels, with one text replaced by another if there is a `change`, and loads them.
 fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
     static COUNT: Mutex<usize> = Mutex::new(0);
     let number = {
@@ -143,12 +143,12 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
         *count += 1;
         *count
     };
-    let host = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu_host");
+    let emulator = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu_host");
     let folder = std::env::temp_dir().join(format!("mos-head-{language:?}-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     if let Some((from, _)) = change {
         let count: usize = language.files().iter().map(|(_, text)| text.matches(from).count()).sum();
-        assert_eq!(count, 1, "{from} must be there once");
+        assert_eq!(count, 1, "{from} must occur exactly once");
     }
     for (name, text) in language.files() {
         let text = text.replace("../gpu/rows.h", "rows.h");
@@ -162,13 +162,13 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
     };
     let status = Command::new(std::env::var("CXX").unwrap_or("c++".into()))
         .args(["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-attributes", "-shared", "-fPIC"])
-        // A change may leave something unused.
+        // A change may leave variables unused.
         .args(change.map(|_| "-w"))
         .arg("-I")
         .arg(&folder)
         .arg("-I")
-        .arg(&host)
-        .arg(host.join(runner))
+        .arg(&emulator)
+        .arg(emulator.join(runner))
         .arg("-o")
         .arg(&library)
         .status();
@@ -180,7 +180,7 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
         }
     }
     let path = CString::new(library.to_str().unwrap()).unwrap();
-    // SAFETY: the library was made above, and stays loaded as long as the process; `launch` has this type there.
+    // SAFETY: the library was compiled above and is never unloaded; its `launch` has this type.
     let launch = unsafe {
         let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
         if library.is_null() {
@@ -194,7 +194,7 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
     Some(launch)
 }
 
-impl Gpu for Host {
+impl Gpu for EmulatedGpu {
     fn kind(&self) -> &'static Kind {
         self.language.kind()
     }
@@ -217,12 +217,12 @@ impl Gpu for Host {
         if let Some((_, copy)) = self.copies.borrow().iter().find(known) {
             return Ok(copy.first() as u64);
         }
-        // SAFETY: the tensor has that many bytes, and is kept beside the copy.
+        // SAFETY: the tensor has that many bytes and is kept alive with the copy.
         let copy = unsafe { Guarded::new(original, bytes) };
         let address = copy.first() as u64;
         let mut copies = self.copies.borrow_mut();
         let overlaps = |other: &Guarded| copy.original < other.end() && other.original < copy.end();
-        assert!(!copies.iter().any(|(_, other)| overlaps(other)), "two buffers of one tensor");
+        assert!(!copies.iter().any(|(_, other)| overlaps(other)), "two buffers overlap");
         copies.push((tensor.clone(), copy));
         Ok(address)
     }
@@ -236,8 +236,8 @@ impl Gpu for Host {
         };
         let name = CString::new(kernel).unwrap();
         let launch = self.launch.lock().unwrap();
-        // SAFETY: each pointer is that of an argument of the kernel's type at its place, and the addresses among them are
-        // those of copies that live as long as the host.
+        // SAFETY: each pointer is that of an argument of the type that the kernel has there, and the addresses among
+        // them are those of copies that live as long as `self`.
         let status = unsafe { launch(name.as_ptr(), blocks as c_uint, pointers.as_mut_ptr()) };
         assert_eq!(status, 0, "no kernel {kernel}");
         self.write_back();
@@ -246,13 +246,13 @@ impl Gpu for Host {
 
     fn multiply(&self, product: &Product) -> Result<()> {
         match self.language {
-            Language::Cuda => self.multiply_as_it_is(product),
+            Language::Cuda => self.multiply_on_host(product),
             Language::Metal => products::multiply(self, product),
         }
     }
 }
 
-/// Where CUDA is told to find the value of an argument.
+/// The pointer to an argument's value that a CUDA launch takes.
 fn pointer_of(argument: &mut Argument) -> *mut c_void {
     match argument {
         Argument::Logits(x) => (x as *mut arguments::Logits).cast(),
@@ -265,7 +265,7 @@ fn pointer_of(argument: &mut Argument) -> *mut c_void {
     }
 }
 
-/// What Metal binds. In place of what is absent there is a page that nobody may touch.
+/// The pointer that a Metal launch binds; an absent buffer has an unmapped address.
 fn bound_pointer(binding: &mut Binding) -> *mut c_void {
     match binding {
         Binding::Read(address) | Binding::Write(address) => *address as *mut c_void,
@@ -274,13 +274,13 @@ fn bound_pointer(binding: &mut Binding) -> *mut c_void {
     }
 }
 
-impl Products for Host {
+impl Products for EmulatedGpu {
     fn multiply_f32(&self, product: &Product) -> Result<()> {
         assert_eq!((product.lhs.dtype, product.rhs.dtype, product.alpha), (DType::F32, DType::F32, None));
-        self.multiply_as_it_is(product)
+        self.multiply_on_host(product)
     }
 
-    /// Few, so that small matrices have several tiles.
+    /// Small, so that small matrices have several tiles.
     fn tile(&self) -> usize {
         40
     }
@@ -298,8 +298,8 @@ impl Products for Host {
     }
 }
 
-impl Host {
-    fn multiply_as_it_is(&self, p: &Product) -> Result<()> {
+impl EmulatedGpu {
+    fn multiply_on_host(&self, p: &Product) -> Result<()> {
         assert_eq!(p.lhs.dtype, p.rhs.dtype);
         let alpha = p.alpha.map_or(1.0, |alpha| read(alpha, 0, DType::F32));
         let at = |matrix: &Matrix, row: usize, column: usize| {
@@ -311,7 +311,7 @@ impl Host {
                 let sum: f32 = (0..p.k).map(|l| at(&p.lhs, i, l) * at(&p.rhs, l, j)).sum();
                 let index = i * p.out_stride + j;
                 let before = if p.accumulate { read(p.out, index, DType::F32) } else { 0.0 };
-                // SAFETY: the product's matrices lie in tensors of the chunks.
+                // SAFETY: the product's matrices are in tensors of the chunks.
                 unsafe { *(p.out as *mut f32).add(index) = alpha * sum + before };
             }
         }
@@ -321,7 +321,7 @@ impl Host {
 }
 
 fn read(address: u64, index: usize, dtype: DType) -> f32 {
-    // SAFETY: the caller's address and index lie in a tensor of this dtype.
+    // SAFETY: the address and index are those of an element of a tensor of this dtype.
     unsafe {
         match dtype {
             DType::F32 => *(address as *const f32).add(index),

@@ -1,17 +1,17 @@
-//! The arguments of the kernels as Metal takes them: one by one, in the order of the parameters in `mixture.metal`.
+//! The kernels' arguments as Metal binds them: one by one, in the order of the parameters in `mixture.metal`.
 
 use crate::backend::gpu::arguments::Argument;
 
-/// What is bound to one parameter of a kernel.
+/// The binding of one parameter of a kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::backend) enum Binding {
     /// The address of memory that the kernel reads
     Read(u64),
-    /// The address of memory that the kernel writes, and may read
+    /// The address of memory that the kernel writes and may also read
     Write(u64),
-    /// No memory. The kernel finds that out from its last parameter.
+    /// No memory; the bits of the kernel's last parameter say so
     Absent,
-    /// Numbers
+    /// The bytes of a number or a structure of numbers
     Bytes(Vec<u8>),
 }
 
@@ -30,7 +30,7 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
                     &x.scale.to_ne_bytes(),
                     &x.softcap.to_ne_bytes(),
                     &x.vocab.to_ne_bytes(),
-                    &{ x.components.to_ne_bytes() },
+                    &x.components.to_ne_bytes(),
                 ]),
             ]),
             Argument::Objective(x) => bindings.extend([
@@ -39,9 +39,12 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
                 read(x.scales),
                 read(x.soft),
                 read(x.factor),
-                numbers(&[&x.soft_stride.to_ne_bytes(), &x.z_loss.to_ne_bytes(), &x.filter.to_ne_bytes(), &{
-                    x.unit.to_ne_bytes()
-                }]),
+                numbers(&[
+                    &x.soft_stride.to_ne_bytes(),
+                    &x.z_loss.to_ne_bytes(),
+                    &x.filter.to_ne_bytes(),
+                    &x.unit.to_ne_bytes(),
+                ]),
             ]),
             Argument::Rows(x) => {
                 bindings.extend([read(x.log_priors), write(x.numbers), numbers(&[&x.count.to_ne_bytes()])])
@@ -59,7 +62,7 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
     bindings
 }
 
-/// Numbers one after another, and what the structure that they make needs to end on eight bytes.
+/// The bytes of a number, or of a structure of numbers, padded to its alignment of eight bytes.
 fn numbers(parts: &[&[u8]]) -> Binding {
     let mut bytes = parts.concat();
     if parts.len() > 1 {

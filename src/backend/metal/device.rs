@@ -1,4 +1,4 @@
-//! An Apple GPU: its kernels, compiled once, and its matrix products.
+//! An Apple GPU: kernels, compiled once, and matrix products.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -20,15 +20,15 @@ use crate::backend::gpu::arguments::Argument;
 use crate::backend::gpu::device::{Gpu, Kind, Matrix, Product, BLOCK};
 use crate::error::{Error, Result};
 
-/// A device at work on one mixture.
+/// A device, and the buffers of one mixture on it.
 pub(in crate::backend) struct Metal {
     device: MetalDevice,
-    /// Every buffer that was asked for. An address is the number of a buffer, counted from one, and an offset within it.
+    /// All buffers that have an address, which is the index of a buffer, from one, and a byte offset within it.
     buffers: RefCell<Vec<Buffer>>,
     scratch: Scratch,
 }
 
-/// The bits of an address that are an offset in bytes.
+/// The number of low bits of an address that hold the byte offset.
 const OFFSET_BITS: u32 = 40;
 
 impl Metal {
@@ -42,15 +42,15 @@ impl Metal {
     }
 
     fn buffer(&self, address: u64) -> (Buffer, usize) {
-        let number = (address >> OFFSET_BITS) as usize;
-        (self.buffers.borrow()[number - 1].clone(), (address & ((1 << OFFSET_BITS) - 1)) as usize)
+        let index = (address >> OFFSET_BITS) as usize;
+        (self.buffers.borrow()[index - 1].clone(), (address & ((1 << OFFSET_BITS) - 1)) as usize)
     }
 
-    /// A kernel of ours, compiled once for each GPU.
+    /// The pipeline of a kernel of this crate, compiled once for each GPU.
     fn pipeline(&self, kernel: &str) -> Result<ComputePipeline> {
         type Pipelines = HashMap<(u64, String), ComputePipeline>;
         static CACHE: OnceLock<Mutex<(HashMap<u64, Library>, Pipelines)>> = OnceLock::new();
-        // A thread that panicked left the maps as they were.
+        // A panic leaves the maps consistent.
         let mut cache = CACHE.get_or_init(Default::default).lock().unwrap_or_else(|error| error.into_inner());
         let (libraries, pipelines) = &mut *cache;
         let id = self.device.registry_id();
@@ -70,7 +70,7 @@ impl Metal {
 
     fn compile(&self) -> Result<Library> {
         let device = self.device.metal_device().as_ref();
-        // The first with what candle's products are made of, matrices that a warp shares.
+        // The first family with SIMD-group matrices, which candle's products use.
         if !device.supportsFamily(MTLGPUFamily::Apple7) {
             return Err(wrong_device(format!("Metal on {}", device.name())));
         }
@@ -78,7 +78,7 @@ impl Metal {
         if objc2::available!(macos = 15, ios = 18) {
             options.setMathMode(MTLMathMode::Safe);
         } else {
-            #[allow(deprecated)] // before these systems it is the one way to say so
+            #[allow(deprecated)] // older systems have no other option
             options.setFastMathEnabled(false);
         }
         let library = self.device.new_library_with_source(&source(), Some(&options));
@@ -111,28 +111,28 @@ impl Gpu for Metal {
             return Ok(());
         }
         let bindings = bindings(arguments);
-        // What the kernel will not look at must be bound too.
+        // Parameters that the kernel does not access must be bound too.
         let any = bindings.iter().find_map(|binding| match binding {
             Binding::Read(address) | Binding::Write(address) => Some(self.buffer(*address).0),
             _ => None,
         });
-        // The encoder's lock is taken last: candle's own allocations would wait for it.
+        // The encoder's lock is taken last, since candle's allocations take it too.
         let pipeline = self.pipeline(kernel)?;
         let encoder = self.device.command_encoder()?;
         let encoder: &ComputeCommandEncoder = encoder.as_ref();
         encoder.set_compute_pipeline_state(&pipeline);
-        for (place, binding) in bindings.iter().enumerate() {
+        for (slot, binding) in bindings.iter().enumerate() {
             match binding {
                 Binding::Read(address) => {
                     let (buffer, offset) = self.buffer(*address);
-                    set_param(encoder, place, Input::with_offset(&buffer, offset));
+                    set_param(encoder, slot, Input::with_offset(&buffer, offset));
                 }
                 Binding::Write(address) => {
                     let (buffer, offset) = self.buffer(*address);
-                    set_param(encoder, place, Output::with_offset(&buffer, offset));
+                    set_param(encoder, slot, Output::with_offset(&buffer, offset));
                 }
-                Binding::Absent => encoder.set_input_buffer(place, any.as_ref(), 0),
-                Binding::Bytes(bytes) => set_param(encoder, place, &bytes[..]),
+                Binding::Absent => encoder.set_input_buffer(slot, any.as_ref(), 0),
+                Binding::Bytes(bytes) => set_param(encoder, slot, &bytes[..]),
             }
         }
         encoder.dispatch_thread_groups(size(blocks, 1), size(BLOCK, 1));
@@ -165,7 +165,7 @@ struct Sizes {
     batch_dimensions: i32,
 }
 
-/// `GEMMAddMMParams` of candle's `mlx_gemm.metal`: how what is already there is added.
+/// `GEMMAddMMParams` of candle's `mlx_gemm.metal`: how the matrix C is added to the product.
 #[repr(C)]
 struct Addition {
     row_stride: i32,
@@ -175,7 +175,7 @@ struct Addition {
     beta: f32,
 }
 
-/// How candle's kernel cuts a product up: rows, columns and terms of a tile, and how its warps share it.
+/// The tiling of a product by candle's kernel: rows, columns and terms of a tile, and the warps along rows and columns.
 struct Tiles {
     rows: usize,
     columns: usize,
@@ -184,7 +184,7 @@ struct Tiles {
 }
 
 impl Metal {
-    /// Among those that candle's kernel is compiled for, chosen as candle does for f32.
+    /// One of the tilings that candle's kernel is compiled for, chosen as candle does for f32.
     fn tiles(&self, p: &Product) -> Tiles {
         let by_transposed = !p.lhs.transposed && p.rhs.transposed;
         let is_large = p.m * p.n >= 1 << 20;
@@ -257,7 +257,7 @@ impl Products for Metal {
         }
         set_param(encoder, 3, Output::with_offset(&out.0, out.1));
         encoder.set_bytes(4, &sizes);
-        // Those of batches, of which there is one.
+        // The shape and strides of the batch, which is one product.
         encoder.set_bytes(6, &1i32);
         encoder.set_bytes(7, &[0usize; 2]);
         encoder.dispatch_thread_groups(

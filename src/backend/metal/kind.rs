@@ -1,17 +1,17 @@
-//! What is particular to Metal as far as chunks and their plan are concerned, and its kernels' text.
+//! The properties of Metal that the chunks and their plan depend on, and the source of its kernels.
 
 use candle_core::DType;
 
 use super::products;
 use crate::backend::gpu::device::Kind;
 
-/// The kernels' text.
+/// The source of the kernels.
 #[cfg(any(feature = "metal", test))]
 pub(in crate::backend) fn source() -> String {
     include_str!("mixture.metal").replace(r#"#include "../gpu/rows.h""#, include_str!("../gpu/rows.h"))
 }
 
-/// Products are those of f32. candle rounds what it allocates up to a power of two.
+/// Products are in f32. candle rounds allocations up to a power of two.
 pub(in crate::backend) const KIND: Kind = Kind {
     name: "metal",
     f32_gradient: true,

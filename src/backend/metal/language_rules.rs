@@ -1,6 +1,6 @@
-//! The kernels' text under the rules of OpenCL C++, which has the address spaces of the Metal shading language, and like that a
-//! compiler made of clang: an address space that is missing or wrong, memory of a block outside a kernel, a `double` and what
-//! belongs to the host's library are errors there as they are in Apple's compiler.
+//! Checks the source of the kernels under the rules of C++ for OpenCL, which has the address spaces of the Metal
+//! shading language and, like it, a compiler based on clang: a missing or wrong address space, threadgroup memory
+//! outside a kernel, a `double` and functions of the host's library are errors, as in Apple's compiler.
 
 use std::io::Write;
 use std::path::Path;
@@ -8,15 +8,15 @@ use std::process::{Command, Stdio};
 
 use super::kind::source;
 
-/// What is wrong with a text, or `None` without clang.
-fn complaints(text: &str) -> Option<String> {
-    let checked = |more: &[&str]| {
-        let headers = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu_host/strict");
+/// The errors in a source, or `None` without clang.
+fn errors(text: &str) -> Option<String> {
+    let check = |more: &[&str]| {
+        let headers = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu_host/language_rules");
         let mut clang = Command::new(std::env::var("CLANG").unwrap_or("clang".into()));
         clang.args(
             "-x clcpp -cl-std=CLC++2021 -cl-no-stdinc -target spirv64 -fsyntax-only -Wall -Wextra -Werror".split(' '),
         );
-        // Of what OpenCL has, Metal has neither variables of the whole program nor kernels that launch others.
+        // Unlike OpenCL, Metal has neither program-scope variables nor kernels that launch kernels.
         clang.args(["-Xclang", "-cl-ext=-__opencl_c_program_scope_global_variables,-__opencl_c_device_enqueue"]);
         clang.args(["-Wno-unused-parameter", "-Wno-unknown-attributes", "-I"]).arg(headers).args(more).arg("-");
         let mut child = match clang.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
@@ -26,16 +26,17 @@ fn complaints(text: &str) -> Option<String> {
                 return None;
             }
         };
-        // Dropped at once, which ends it. A compiler that stops early does not read it all.
+        // Dropping stdin closes it. The write fails, harmlessly, if the compiler stops before the end.
         let _ = child.stdin.take().unwrap().write_all(text.as_bytes());
         Some(child.wait_with_output().unwrap())
     };
-    let output = checked(&[])?;
+    let output = check(&[])?;
     if !output.status.success() {
         return Some(String::from_utf8_lossy(&output.stderr).into());
     }
-    // A pointer or reference without an address space is generic there, and an error in Metal. What has no name is generated.
-    let tree = checked(&["-Xclang", "-ast-dump", "-fno-color-diagnostics"])?;
+    // A pointer or reference without an address space is generic in OpenCL, but an error in Metal. The compiler's own
+    // declarations have no name.
+    let tree = check(&["-Xclang", "-ast-dump", "-fno-color-diagnostics"])?;
     let tree = String::from_utf8_lossy(&tree.stdout);
     let is_generic = |line: &&str| {
         let Some((head, kind)) = line.split_once('\'') else { return false };
@@ -46,7 +47,7 @@ fn complaints(text: &str) -> Option<String> {
             && !name.contains(':')
             && match head {
                 _ if head.contains("VarDecl ") || head.contains("FieldDecl ") => kind.contains("__generic"),
-                // What it gives; behind the parameters is what it belongs to.
+                // The result type; an address space after the parameters is that of `this`.
                 _ if head.contains("FunctionDecl ") || head.contains("CXXMethodDecl ") => {
                     kind.split('(').next().is_some_and(|result| result.contains("__generic"))
                 }
@@ -58,13 +59,13 @@ fn complaints(text: &str) -> Option<String> {
 }
 
 #[test]
-fn the_kernels_keep_the_rules_of_the_language() {
-    let Some(complaints) = complaints(&source()) else { return };
-    assert_eq!(complaints, "");
+fn the_kernels_follow_the_rules_of_the_language() {
+    let Some(errors) = errors(&source()) else { return };
+    assert_eq!(errors, "");
 }
 
 #[test]
-fn what_the_language_forbids_is_noticed() {
+fn what_the_language_forbids_is_caught() {
     let changes = [
         // Pointers and references without an address space
         ("GLOBAL const float *bias; //", "const float *bias; //"),
@@ -72,26 +73,26 @@ fn what_the_language_forbids_is_noticed() {
         ("void join(LOCAL float &x", "void join(float &x"),
         ("FUNCTION GLOBAL float &mass(", "FUNCTION float &mass("),
         ("device float *to, int count", "float *to, int count"),
-        // Of a wrong one
+        // A wrong address space
         ("uint tid, SHARED X *of_warps", "uint tid, GLOBAL X *of_warps"),
         (
             "GLOBAL const float *row = logits.z + r * logits.stride;\n    Sum",
             "LOCAL const float *row = logits.z + r * logits.stride;\n    Sum",
         ),
         ("constant i64 &row_numbers", "i64 &row_numbers"),
-        // Memory of a block outside a kernel
+        // Threadgroup memory outside a kernel
         (
             "const i64 r = block;\n    GLOBAL",
             "threadgroup float mine[4]; const i64 r = block + (i64)mine[0];\n    GLOBAL",
         ),
-        // What the language does not have
+        // A type and functions that the language does not have
         ("float of_position = weighted", "double of_position = weighted"),
         ("return precise::log(x);", "return logf(x);"),
         ("sums[j] += x * widened", "printf(\"\"); sums[j] += x * widened"),
     ];
     for (text, replacement) in changes {
-        assert_eq!(source().matches(text).count(), 1, "{text} must be there once");
-        let Some(complaints) = complaints(&source().replace(text, replacement)) else { return };
-        assert!(!complaints.is_empty(), "not noticed: {text} -> {replacement}");
+        assert_eq!(source().matches(text).count(), 1, "{text} must occur exactly once");
+        let Some(errors) = errors(&source().replace(text, replacement)) else { return };
+        assert!(!errors.is_empty(), "not caught: {text} -> {replacement}");
     }
 }

@@ -1,8 +1,8 @@
-// mos-head: the kernels of the mixture on Apple GPUs: the functions of gpu/rows.h under the names that the host launches, and
-// what the products of half-precision operands need.
+// mos-head: the Metal kernels of the mixture: the functions of gpu/rows.h under the names that the host launches, and
+// the kernels for products of half-precision operands.
 //
-// The tensors of a kernel are bound one by one, in the order of its parameters; bit n of `present` says whether parameter n is
-// there. To be compiled with safe math: infinities and NaN are ordinary input.
+// The tensors of a kernel are bound one by one, in the order of its parameters; bit n of `present` says whether
+// parameter n is present. Compile with safe math: infinities and NaN are valid inputs.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -11,13 +11,13 @@ using namespace metal;
 #define SHARED threadgroup
 #define LOCAL thread
 #define FUNCTION METAL_FUNC
-// What a block shares: declared in a kernel.
-#ifndef OF_BLOCK
-#define OF_BLOCK(type, name, count) threadgroup type name[count]
+// Shared memory of a block, declared in a kernel.
+#ifndef SHARED_ARRAY
+#define SHARED_ARRAY(type, name, count) threadgroup type name[count]
 #endif
 typedef long i64;
 typedef half Half;
-// bf16 as its bits: not every GPU has the type, and none needs it here.
+// bf16 as its bits: not every GPU has the type, and the kernels do not need it.
 struct Brain {
     ushort bits;
 };
@@ -64,11 +64,11 @@ template <typename T> FUNCTION void widen(device const T *from, device float *to
 
 // One warp per row of `rhs` [n, k]: its inner products with the rows of `lhs` [m, k], a few at a time, in `out` [m, n].
 template <typename T>
-FUNCTION void inner_products(device const T *lhs, device const T *rhs, device float *out, i64 out_stride, int m, int n, int k,
-                             uint block, uint tid) {
+FUNCTION void inner_products(device const T *lhs, device const T *rhs, device float *out, i64 out_stride, int m, int n,
+                             int k, uint block, uint tid) {
     const int AT_A_TIME = 8, lane = tid % 32;
     const i64 column = (i64)block * WARPS + tid / 32;
-    // Whole warps leave.
+    // Whole warps return.
     if (column >= n) return;
     device const T *row = rhs + column * k;
     for (int first = 0; first < m; first += AT_A_TIME) {
@@ -107,89 +107,103 @@ struct ObjectiveNumbers {
 #ifndef KERNEL
 #define KERNEL [[kernel, max_total_threads_per_threadgroup(BLOCK)]] void
 #endif
-#define HERE constant uint &present, uint block [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]
+#define INDICES                                                                                                        \
+    constant uint &present, uint block [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]
 #define GIVEN(parameter, pointer) (present >> (parameter) & 1 ? pointer : nullptr)
 
-// The parameters that stand for a Logits, an Objective and a Rows; and these from them, from the number of the first on.
+// The parameters that make up a Logits, an Objective and a Rows; and these structures, given the index of their first
+// parameter.
 #define LOGITS device const float *z, device const float *bias, constant LogitsNumbers &of_logits
-#define OBJECTIVE                                                                                                             \
-    device const int *ids, device const float *hard, device const float *scales, device const float *soft,                 \
+#define OBJECTIVE                                                                                                      \
+    device const int *ids, device const float *hard, device const float *scales, device const float *soft,             \
         device const float *factor, constant ObjectiveNumbers &of_objective
 #define ROWS device const float *log_priors, device float *numbers, constant i64 &row_numbers
-#define LOGITS_AT(first)                                                                                                      \
-    Logits { z, GIVEN(first + 1, bias), of_logits.scale, of_logits.softcap, of_logits.vocab, of_logits.stride, of_logits.components }
-#define OBJECTIVE_AT(first)                                                                                                   \
-    Objective {                                                                                                               \
-        GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                        \
-            GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.z_loss, of_objective.filter, of_objective.unit   \
+#define LOGITS_AT(first)                                                                                               \
+    Logits {                                                                                                           \
+        z, GIVEN(first + 1, bias), of_logits.scale, of_logits.softcap, of_logits.vocab, of_logits.stride,              \
+            of_logits.components                                                                                       \
+    }
+#define OBJECTIVE_AT(first)                                                                                            \
+    Objective {                                                                                                        \
+        GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                   \
+            GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.z_loss, of_objective.filter,              \
+            of_objective.unit                                                                                          \
     }
 #define ROWS_AT(first) Rows { GIVEN(first, log_priors), numbers, row_numbers }
 
-KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, HERE) {
-    OF_BLOCK(Sum, of_warps, WARPS);
+KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, INDICES) {
+    SHARED_ARRAY(Sum, of_warps, WARPS);
     functions::row_log_sum_exp(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), block, tid, of_warps);
 }
-KERNEL position_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, constant int &positions, constant int &components, HERE) {
+KERNEL position_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, constant int &positions,
+                     constant int &components, INDICES) {
     functions::position_loss(OBJECTIVE_AT(0), ROWS_AT(6), nll, loss, positions, components, block, tid);
 }
 KERNEL top_k(device const float *log_probs, constant i64 &stride, constant int &vocab, constant int &k, device int *ids,
-             device float *of_ids, HERE) {
-    OF_BLOCK(Largest, of_warps, WARPS);
-    functions::top_k(log_probs, stride, vocab, k, ids, of_ids, block, tid, of_warps);
+             device float *id_log_probs, INDICES) {
+    SHARED_ARRAY(Largest, of_warps, WARPS);
+    functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, block, tid, of_warps);
 }
-KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, HERE) {
-    OF_BLOCK(float, of_warps, WARPS);
+KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, INDICES) {
+    SHARED_ARRAY(float, of_warps, WARPS);
     functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, block, tid, of_warps);
 }
 KERNEL position_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *masses, constant int &positions,
-                    constant int &components, HERE) {
-    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), masses, positions, components, block, tid);
+                       constant int &components, INDICES) {
+    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), masses, positions, components,
+                               block, tid);
 }
-KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_count, HERE) {
-    OF_BLOCK(int, of_threads, BLOCK);
+KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_count, INDICES) {
+    SHARED_ARRAY(int, of_threads, BLOCK);
     functions::live_rows(ROWS_AT(0), live, count, row_count, tid, of_threads);
 }
-KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, device const int *live, device float *gradient,
-                        HERE) {
-    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, GIVEN(13, live), gradient, block, tid);
+KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, device const int *live,
+                        device float *gradient, INDICES) {
+    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, GIVEN(13, live), gradient, block,
+                            tid);
 }
-KERNEL scatter_rows(device const float *gathered, device const int *live, device float *all, constant int &columns, HERE) {
+KERNEL scatter_rows(device const float *gathered, device const int *live, device float *all, constant int &columns,
+                    INDICES) {
     functions::scatter_rows(gathered, live, all, columns, block, tid);
 }
-KERNEL position_targets(device const i64 *targets, device const float *position_weights, device const float *class_weights,
-                     constant i64 &ignore_index, constant int &ignores, constant float &smoothing, device int *ids,
-                     device float *hard, device float *weights, device float *counts, constant int &positions, constant int &vocab,
-                     HERE) {
-    functions::position_targets(targets, GIVEN(1, position_weights), GIVEN(2, class_weights), ignore_index, ignores, smoothing, ids,
-                             hard, weights, counts, positions, vocab, block, tid);
+KERNEL position_targets(device const i64 *targets, device const float *position_weights,
+                        device const float *class_weights, constant i64 &ignore_index, constant int &ignores,
+                        constant float &smoothing, device int *ids, device float *hard, device float *weights,
+                        device float *counts, constant int &positions, constant int &vocab, INDICES) {
+    functions::position_targets(targets, GIVEN(1, position_weights), GIVEN(2, class_weights), ignore_index, ignores,
+                                smoothing, ids, hard, weights, counts, positions, vocab, block, tid);
 }
-KERNEL position_weighting(device const float *weights, device const float *upstream, device const float *largest_upstream,
-                       device const float *largest_weight, device float *scales, constant int &positions, HERE) {
-    functions::position_weighting(weights, GIVEN(1, upstream), largest_upstream, largest_weight, scales, positions, block, tid);
+KERNEL position_weighting(device const float *weights, device const float *upstream,
+                          device const float *largest_upstream, device const float *largest_weight,
+                          device float *scales, constant int &positions, INDICES) {
+    functions::position_weighting(weights, GIVEN(1, upstream), largest_upstream, largest_weight, scales, positions,
+                                  block, tid);
 }
 
-#define FOR_TYPE(name, T)                                                                                                     \
-    KERNEL mixture_log_probs_##name(LOGITS, OBJECTIVE, ROWS, device T *log_probs, constant i64 &out_stride,                   \
-                                    device float *loss, device int *argmax, HERE) {                                           \
-        OF_BLOCK(float, of_warps, WARPS);                                                                                     \
-        OF_BLOCK(Largest, largest_of_warps, WARPS);                                                                           \
-        functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(12, log_probs), out_stride,             \
-                                     GIVEN(14, loss), GIVEN(15, argmax), block, tid, of_warps, largest_of_warps);             \
-    }                                                                                                                         \
-    KERNEL gather_rows_##name(device const T *all, device const int *live, device T *gathered, constant int &columns, HERE) { \
-        functions::gather_rows(all, live, gathered, columns, block, tid);                                                     \
+#define FOR_TYPE(name, T)                                                                                              \
+    KERNEL mixture_log_probs_##name(LOGITS, OBJECTIVE, ROWS, device T *log_probs, constant i64 &out_stride,            \
+                                    device float *loss, device int *argmax, INDICES) {                                 \
+        SHARED_ARRAY(float, of_warps, WARPS);                                                                          \
+        SHARED_ARRAY(Largest, largest_of_warps, WARPS);                                                                \
+        functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(12, log_probs), out_stride,      \
+                                     GIVEN(14, loss), GIVEN(15, argmax), block, tid, of_warps, largest_of_warps);      \
+    }                                                                                                                  \
+    KERNEL gather_rows_##name(device const T *all, device const int *live, device T *gathered, constant int &columns,  \
+                              INDICES) {                                                                               \
+        functions::gather_rows(all, live, gathered, columns, block, tid);                                              \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)
 FOR_TYPE(bf16, Brain)
 
-#define FOR_HALF_TYPE(name, T)                                                                                                \
-    KERNEL widen_##name(device const T *from, device float *to, constant int &count, HERE) {                                  \
-        functions::widen(from, to, count, block, tid);                                                                        \
-    }                                                                                                                         \
-    KERNEL inner_products_##name(device const T *lhs, device const T *rhs, device float *out, constant i64 &out_stride,       \
-                                 constant int &m, constant int &n, constant int &k, HERE) {                                   \
-        functions::inner_products(lhs, rhs, out, out_stride, m, n, k, block, tid);                                            \
+#define FOR_HALF_TYPE(name, T)                                                                                         \
+    KERNEL widen_##name(device const T *from, device float *to, constant int &count, INDICES) {                        \
+        functions::widen(from, to, count, block, tid);                                                                 \
+    }                                                                                                                  \
+    KERNEL inner_products_##name(device const T *lhs, device const T *rhs, device float *out,                          \
+                                 constant i64 &out_stride, constant int &m, constant int &n, constant int &k,          \
+                                 INDICES) {                                                                            \
+        functions::inner_products(lhs, rhs, out, out_stride, m, n, k, block, tid);                                     \
     }
 FOR_HALF_TYPE(f16, Half)
 FOR_HALF_TYPE(bf16, Brain)

@@ -1,4 +1,4 @@
-//! The Metal backend: products by candle's kernel, row kernels compiled by the system when they are first used
+//! The Metal backend: products by candle's kernel, and row kernels that the system compiles on first use
 //! (`mixture.metal`).
 
 pub(super) mod arguments;

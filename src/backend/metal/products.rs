@@ -1,8 +1,8 @@
-//! Products whose operands may be in half precision, of products in f32.
+//! Products with half-precision operands, computed by products in f32.
 //!
-//! candle's products of half-precision matrices round their result to that precision, which logits cannot bear. Operands are
-//! therefore made wider, a tile at a time; but where the rows are few, as in decoding, that would cost more than the product,
-//! and a kernel of our own reads them as they are.
+//! candle's products of half-precision matrices round their result to half precision, which is not enough for logits.
+//! Operands are therefore widened to f32, a tile at a time. For few rows, as in decoding, that would cost more than the
+//! product, so a kernel of this crate reads the half-precision operands directly.
 
 use std::cell::RefCell;
 
@@ -13,69 +13,70 @@ use crate::backend::gpu::arguments::Argument;
 use crate::backend::gpu::device::{Buffer, Gpu, Matrix, Product, BLOCK};
 use crate::error::Result;
 
-/// The most elements of the right operand that are made wider at a time, unless one row has more.
+/// The most elements of the right operand that are widened at a time, unless one row has more.
 const TILE: usize = 4 << 20;
-/// Of sums over a large vocabulary too many small terms would be lost: each is rounded against all before it.
+/// The most terms that are added one after another. Each addition rounds to the precision of the partial sum, so a
+/// longer sum, over a large vocabulary, would lose too many small terms.
 const TERMS: usize = 8192;
-/// Products of so many rows take the kernel of our own.
+/// The most rows of a product that the kernel of this crate computes.
 const FEW_ROWS: usize = 16;
-/// Threads of a warp.
+/// Threads per warp.
 const WARP: usize = 32;
 
 /// A device that has products in f32.
 pub(in crate::backend) trait Products: Gpu {
-    /// The product of f32 matrices, without a factor.
+    /// Computes a product of f32 matrices, without a factor.
     fn multiply_f32(&self, product: &Product) -> Result<()>;
-    /// Where wider operands are kept.
+    /// The buffers of widened operands.
     fn scratch(&self) -> &Scratch;
-    /// So many f32, whatever they are.
+    /// An f32 tensor of `elements` arbitrary values.
     fn fresh(&self, elements: usize) -> Result<Tensor>;
-    /// The elements of the right operand that are made wider at a time.
+    /// The most elements of the right operand that are widened at a time.
     fn tile(&self) -> usize {
         TILE
     }
-    /// The terms of a sum that are added up one after another, before what comes of them is added to the rest.
+    /// The most terms that are added one after another, before their sum is added to the rest.
     fn terms(&self) -> usize {
         TERMS
     }
 }
 
-/// The left (0) and the right (1) operand of a product in f32, until the next product.
+/// The widened left (0) and right (1) operands of a product, valid until the next product.
 #[derive(Default)]
 pub(in crate::backend) struct Scratch(RefCell<[Option<Buffer>; 2]>);
 
 impl Scratch {
-    /// The address of so many f32 for an operand; those of before, if they are as many.
+    /// The address of at least `elements` f32 values for an operand, in the previous buffer if it is large enough.
     fn address<G: Products>(&self, gpu: &G, operand: usize, elements: usize) -> Result<u64> {
-        let kept = &mut self.0.borrow_mut()[operand];
-        if let Some(buffer) = kept.as_ref().filter(|buffer| buffer.tensor.elem_count() >= elements) {
+        let cached = &mut self.0.borrow_mut()[operand];
+        if let Some(buffer) = cached.as_ref().filter(|buffer| buffer.tensor.elem_count() >= elements) {
             return Ok(buffer.at(0));
         }
-        Ok(kept.insert(Buffer::new(gpu, gpu.fresh(elements)?)?).at(0))
+        Ok(cached.insert(Buffer::new(gpu, gpu.fresh(elements)?)?).at(0))
     }
 }
 
-/// The bytes that products of half-precision operands need: for each row of a chunk, and in any case.
+/// The workspace bytes of products with half-precision operands: for each row of a chunk, and a fixed number.
 pub(super) fn bytes(sizes: Sizes) -> (usize, usize) {
     let f32_size = DType::F32.size_in_bytes();
     let tile = TILE.max(sizes.context).min(sizes.vocab.max(WARP) * sizes.context);
     (f32_size * sizes.context, f32_size * tile)
 }
 
-/// Any product that the chunks ask for.
+/// Computes any product of the chunks.
 pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> Result<()> {
     let Product { m, n, k, lhs, rhs, .. } = *product;
-    debug_assert!(product.alpha.is_none(), "the kernel has multiplied the gradient already");
+    debug_assert!(product.alpha.is_none(), "the kernel has already scaled the gradient");
     if m == 0 || n == 0 {
         return Ok(());
     }
-    // Both are half only in the first product.
+    // Both operands are in half precision only in the product that computes the logits.
     if rhs.dtype != DType::F32 && lhs.dtype == rhs.dtype && m <= FEW_ROWS {
         debug_assert!(!lhs.transposed && rhs.transposed && !product.accumulate);
         return inner_products(gpu, product);
     }
     let lhs = widened(gpu, 0, lhs, if lhs.transposed { k } else { m })?;
-    // The rows of the right operand as it is stored are columns of the result, or terms of its sums.
+    // The stored rows of the right operand are columns of the result, or terms of its sums.
     let rows = if rhs.transposed { n } else { k };
     let at_once = match (rhs.dtype, rhs.transposed) {
         (DType::F32, true) => rows,
@@ -85,7 +86,7 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
     };
     let offset = |elements: usize| (elements * DType::F32.size_in_bytes()) as u64;
     let mut first = 0;
-    // Once even if there are no rows: sums without terms are zero.
+    // At least once, since without rows the sums are zero.
     loop {
         let tile_rows = at_once.max(1).min(rows - first);
         let address = rhs.address + (first * rhs.stride * rhs.dtype.size_in_bytes()) as u64;
@@ -106,7 +107,7 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
     }
 }
 
-/// The first rows of a matrix as it is stored, in f32.
+/// The first stored rows of a matrix, in f32.
 fn widened<G: Products>(gpu: &G, operand: usize, matrix: Matrix, rows: usize) -> Result<Matrix> {
     if matrix.dtype == DType::F32 {
         return Ok(matrix);

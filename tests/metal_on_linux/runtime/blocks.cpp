@@ -1,4 +1,4 @@
-// Blocks: closures that are copied from the stack to the heap when they are kept.
+// Blocks: closures that are copied from the stack to the heap when they are retained.
 #include "blocks.h"
 
 #include <cstdlib>

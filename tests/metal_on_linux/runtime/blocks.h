@@ -1,4 +1,4 @@
-// A block as compilers lay it out.
+// A block in the compilers' layout.
 #pragma once
 
 struct BlockDescription {

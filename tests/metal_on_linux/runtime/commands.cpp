@@ -1,5 +1,5 @@
-// Queues, command buffers and encoders: they record what is asked for and run nothing until the CPU waits for it, since
-// a program that reads results too early works by luck on a GPU that happens to be fast.
+// Queues, command buffers and encoders. They record commands and run them only when the CPU waits for them, which
+// exposes a program that reads results too early; on a fast GPU it may seem to work.
 #include "metal.h"
 
 static Class queue_class("MTLCommandQueue");
@@ -37,7 +37,7 @@ void run(CommandBuffer *until) {
     Queue *queue = until->queue.get();
     std::lock_guard<std::recursive_mutex> lock(queue->one);
     while (until->status != COMPLETED) {
-        if (until->status < COMMITTED) die("a command buffer is waited for that was not committed");
+        if (until->status < COMMITTED) die("waiting for a command buffer that was not committed");
         Ref<CommandBuffer> next = queue->pending.front();
         queue->pending.erase(queue->pending.begin());
         for (Ref<Encoder> &encoder : next->encoders) run(encoder.get(), next.get());
@@ -56,7 +56,8 @@ static void dispatch(Encoder *encoder, Size grid, Size group, bool in_threads) {
     if (!encoder->code) die("a dispatch without a pipeline");
     const Code &code = *encoder->code;
     if (!grid.count()) code.fail("a dispatch of no threads");
-    if (!group.count() || group.count() > 1024) code.fail("a threadgroup of " + std::to_string(group.count()) + " threads");
+    if (!group.count() || group.count() > 1024)
+        code.fail("a threadgroup of " + std::to_string(group.count()) + " threads");
     command.code = encoder->code;
     command.arguments = encoder->arguments;
     command.grid = grid;
@@ -107,7 +108,9 @@ static int methods = [] {
         if (self->status >= COMMITTED) die("a handler for a command buffer already committed");
         self->when_done.push_back(static_cast<Block *>(_Block_copy(block)));
     });
-    method(buffer, "computeCommandEncoderWithDispatchType:", [](CommandBuffer *self, SEL, unsigned long) { return new_encoder(self); });
+    method(buffer, "computeCommandEncoderWithDispatchType:", [](CommandBuffer *self, SEL, unsigned long) {
+        return new_encoder(self);
+    });
     method(buffer, "computeCommandEncoder", [](CommandBuffer *self, SEL) { return new_encoder(self); });
     method(buffer, "blitCommandEncoder", [](CommandBuffer *self, SEL) { return new_encoder(self); });
 
@@ -128,7 +131,7 @@ static int methods = [] {
         self->record(std::move(command));
     });
 
-    // Arguments that were set for another pipeline are forgotten: on a GPU they would stay, and be the wrong ones.
+    // Arguments that were set for another pipeline are removed; on a GPU they would remain bound, wrongly.
     method(encoder, "setComputePipelineState:", [](Encoder *self, SEL, Pipeline *pipeline) {
         self->code = pipeline->code;
         self->arguments.assign(SLOTS, Argument());
@@ -138,39 +141,50 @@ static int methods = [] {
         to.set = buffer;
         to.buffer = buffer;
         to.offset = offset;
-        if (buffer && offset >= buffer->length) die("an offset of " + std::to_string(offset) + " in a buffer of " + std::to_string(buffer->length) + " bytes");
+        if (buffer && offset >= buffer->length)
+            die("an offset of " + std::to_string(offset) + " in a buffer of " + std::to_string(buffer->length) +
+                " bytes");
     });
     method(encoder, "setBytes:length:atIndex:", [](Encoder *self, SEL, const char *bytes, size_t length, size_t index) {
         if (length > 4096) die("setBytes of more than 4096 bytes");
-        // candle hands over the dimensions of a scalar, none, in this way.
+        // candle passes the dimensions of a scalar as no bytes.
         if (length) argument(self, index).bytes.assign(bytes, bytes + length);
         else argument(self, index);
     });
     method(encoder, "setThreadgroupMemoryLength:atIndex:", [](Encoder *, SEL, size_t length, size_t) {
         if (length > 32 << 10 || length % 16) die("threadgroup memory of " + std::to_string(length) + " bytes");
     });
-    method(encoder, "dispatchThreadgroups:threadsPerThreadgroup:", [](Encoder *self, SEL, Size grid, Size group) { dispatch(self, grid, group, false); });
-    method(encoder, "dispatchThreads:threadsPerThreadgroup:", [](Encoder *self, SEL, Size grid, Size group) { dispatch(self, grid, group, true); });
-    method(encoder, "memoryBarrierWithScope:", [](Encoder *self, SEL, unsigned long) { self->record(Command(Command::BARRIER)); });
+    method(encoder, "dispatchThreadgroups:threadsPerThreadgroup:", [](Encoder *self, SEL, Size grid, Size group) {
+        dispatch(self, grid, group, false);
+    });
+    method(encoder, "dispatchThreads:threadsPerThreadgroup:", [](Encoder *self, SEL, Size grid, Size group) {
+        dispatch(self, grid, group, true);
+    });
+    method(encoder, "memoryBarrierWithScope:", [](Encoder *self, SEL, unsigned long) {
+        self->record(Command(Command::BARRIER));
+    });
 
-    method(encoder, "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:", [](Encoder *self, SEL, Buffer *source, size_t from, Buffer *target, size_t at, size_t length) {
-        Command command(Command::COPY);
-        if (from + length > source->length || at + length > target->length) die("a copy from or to outside of a buffer");
-        command.source = source;
-        command.target = target;
-        command.from = from;
-        command.at = at;
-        command.length = length;
-        self->record(std::move(command));
-    });
-    method(encoder, "fillBuffer:range:value:", [](Encoder *self, SEL, Buffer *target, size_t at, size_t length, uint8_t value) {
-        Command command(Command::FILL);
-        if (at + length > target->length) die("a fill outside of a buffer");
-        command.target = target;
-        command.at = at;
-        command.length = length;
-        command.value = value;
-        self->record(std::move(command));
-    });
+    method(encoder, "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:",
+           [](Encoder *self, SEL, Buffer *source, size_t from, Buffer *target, size_t at, size_t length) {
+               Command command(Command::COPY);
+               if (from + length > source->length || at + length > target->length)
+                   die("a copy from or to memory outside a buffer");
+               command.source = source;
+               command.target = target;
+               command.from = from;
+               command.at = at;
+               command.length = length;
+               self->record(std::move(command));
+           });
+    method(encoder,
+           "fillBuffer:range:value:", [](Encoder *self, SEL, Buffer *target, size_t at, size_t length, uint8_t value) {
+               Command command(Command::FILL);
+               if (at + length > target->length) die("a fill outside a buffer");
+               command.target = target;
+               command.at = at;
+               command.length = length;
+               command.value = value;
+               self->record(std::move(command));
+           });
     return 0;
 }();

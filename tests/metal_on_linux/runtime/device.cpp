@@ -1,5 +1,5 @@
-// MTLDevice and what is made by it alone: an Apple GPU of the first family that candle's kernels ask for, of unknown
-// architecture. Other ones can be put in its place by two environment variables.
+// MTLDevice and the objects that only it creates: an Apple GPU of the first family that candle's kernels require, of
+// unknown architecture. Two environment variables select another family and architecture.
 #include <cstdlib>
 #include <cstring>
 
@@ -58,17 +58,17 @@ static bool supports(long family) {
     return apple || common || family == 2002 || family == 5001;
 }
 
-// The name ends in a letter for the size of the GPU, by which candle chooses its tiles.
+// The last letter of the name stands for the size of the GPU; candle selects its tiles by it.
 static id architecture() {
     const char *name = getenv("MOS_HEAD_METAL_ARCHITECTURE");
     static Object *only = new Object(&architecture_class);
     return name ? only : nullptr;
 }
 
-// There is no buffer of no bytes: Metal answers with none.
+// Metal creates no buffer of zero bytes.
 static Buffer *buffer(size_t length, unsigned long options) {
     if (length) return new Buffer(length, options);
-    fprintf(stderr, "make-believe Metal: a buffer of no bytes\n");
+    fprintf(stderr, "emulated Metal: a buffer of no bytes\n");
     return nullptr;
 }
 
@@ -76,7 +76,7 @@ static id function(Library *library, String *name, const Constants &constants, i
     std::string why;
     std::shared_ptr<const Code> code = library->functions->find(name->text, constants, why);
     if (code) return new Function(code);
-    fprintf(stderr, "make-believe Metal: %s\n", why.c_str());
+    fprintf(stderr, "emulated Metal: %s\n", why.c_str());
     if (error) *error = new Error(why);
     return nullptr;
 }
@@ -91,22 +91,25 @@ static uint64_t constant(const void *value, size_t type) {
 }
 
 static int methods = [] {
-    class_method(_OBJC_CLASS_MTLCompileOptions, "new", [](id, SEL) -> id { return new Object(&_OBJC_CLASS_MTLCompileOptions); });
+    class_method(_OBJC_CLASS_MTLCompileOptions, "new",
+                 [](id, SEL) -> id { return new Object(&_OBJC_CLASS_MTLCompileOptions); });
     for (const char *option : {"setMathMode:", "setMathFloatingPointFunctions:", "setLanguageVersion:"})
         method(_OBJC_CLASS_MTLCompileOptions, option, [](id, SEL, long) {});
     method(_OBJC_CLASS_MTLCompileOptions, "setFastMathEnabled:", [](id, SEL, bool) {});
 
     Class &constants = _OBJC_CLASS_MTLFunctionConstantValues;
     class_method(constants, "new", [](id, SEL) -> id { return new ConstantValues; });
-    method(constants, "setConstantValue:type:atIndex:", [](ConstantValues *self, SEL, const void *value, size_t type, size_t i) {
-        self->values[i] = constant(value, type);
-    });
+    method(constants,
+           "setConstantValue:type:atIndex:", [](ConstantValues *self, SEL, const void *value, size_t type, size_t i) {
+               self->values[i] = constant(value, type);
+           });
 
     Class &device = device_class;
     method(device, "registryID", [](id, SEL) -> uint64_t { return 1; });
-    method(device, "name", [](id, SEL) -> id { return autoreleased(new String("make-believe")); });
+    method(device, "name", [](id, SEL) -> id { return autoreleased(new String("emulated")); });
     method(device, "architecture", [](id, SEL) -> id { return architecture(); });
-    method(architecture_class, "name", [](id, SEL) -> id { return autoreleased(new String(getenv("MOS_HEAD_METAL_ARCHITECTURE"))); });
+    method(architecture_class, "name",
+           [](id, SEL) -> id { return autoreleased(new String(getenv("MOS_HEAD_METAL_ARCHITECTURE"))); });
     method(device, "supportsFamily:", [](id, SEL, long family) { return supports(family); });
     method(device, "recommendedMaxWorkingSetSize", [](id, SEL) -> uint64_t { return uint64_t(8) << 30; });
     method(device, "currentAllocatedSize", [](id, SEL) -> size_t { return 0; });
@@ -115,12 +118,15 @@ static int methods = [] {
     method(device, "hasUnifiedMemory", [](id, SEL) { return true; });
     method(device, "newCommandQueue", [](id, SEL) -> id { return new_queue(); });
     method(device, "newFence", [](id, SEL) -> id { return new Fence; });
-    method(device, "newBufferWithLength:options:", [](id, SEL, size_t length, unsigned long options) -> id { return buffer(length, options); });
-    method(device, "newBufferWithBytes:length:options:", [](id, SEL, const void *bytes, size_t length, unsigned long options) -> id {
-        Buffer *made = buffer(length, options);
-        if (made) memcpy(made->bytes, bytes, length);
-        return made;
+    method(device, "newBufferWithLength:options:", [](id, SEL, size_t length, unsigned long options) -> id {
+        return buffer(length, options);
     });
+    method(device, "newBufferWithBytes:length:options:",
+           [](id, SEL, const void *bytes, size_t length, unsigned long options) -> id {
+               Buffer *made = buffer(length, options);
+               if (made) memcpy(made->bytes, bytes, length);
+               return made;
+           });
     method(device, "newLibraryWithSource:options:error:", [](id, SEL, String *source, id, id *error) -> id {
         try {
             bool ours = source->text.substr(0, source->text.find('\n')).find("mos-head") != std::string::npos;
@@ -130,18 +136,26 @@ static int methods = [] {
             return nullptr;
         }
     });
-    method(device, "newComputePipelineStateWithFunction:error:", [](id, SEL, Function *of, id *) -> id { return new Pipeline(of->code); });
-
-    method(library_class, "newFunctionWithName:", [](Library *self, SEL, String *name) -> id { return function(self, name, {}, nullptr); });
-    method(library_class, "newFunctionWithName:constantValues:error:", [](Library *self, SEL, String *name, ConstantValues *values, id *error) -> id {
-        return function(self, name, values->values, error);
+    method(device, "newComputePipelineStateWithFunction:error:", [](id, SEL, Function *of, id *) -> id {
+        return new Pipeline(of->code);
     });
+
+    method(library_class, "newFunctionWithName:", [](Library *self, SEL, String *name) -> id {
+        return function(self, name, {}, nullptr);
+    });
+    method(library_class, "newFunctionWithName:constantValues:error:",
+           [](Library *self, SEL, String *name, ConstantValues *values, id *error) -> id {
+               return function(self, name, values->values, error);
+           });
     method(pipeline_class, "maxTotalThreadsPerThreadgroup", [](id, SEL) -> size_t { return 1024; });
     method(pipeline_class, "threadExecutionWidth", [](id, SEL) -> size_t { return 32; });
 
-    // Every buffer is where the GPU can reach it.
-    class_method(_OBJC_CLASS_MTLResidencySetDescriptor, "new", [](id, SEL) -> id { return new Object(&_OBJC_CLASS_MTLResidencySetDescriptor); });
-    method(device, "newResidencySetWithDescriptor:error:", [](id, SEL, id, id *) -> id { return new Object(&residency_class); });
+    // Every buffer is resident.
+    class_method(_OBJC_CLASS_MTLResidencySetDescriptor, "new",
+                 [](id, SEL) -> id { return new Object(&_OBJC_CLASS_MTLResidencySetDescriptor); });
+    method(device, "newResidencySetWithDescriptor:error:", [](id, SEL, id, id *) -> id {
+        return new Object(&residency_class);
+    });
     method(residency_class, "requestResidency", [](id, SEL) {});
     method(residency_class, "addAllocation:", [](id, SEL, id) {});
     method(residency_class, "removeAllocation:", [](id, SEL, id) {});

@@ -1,4 +1,4 @@
-// Strings, arrays and errors: what candle asks of Apple's Foundation.
+// Strings, arrays and errors: the part of Apple's Foundation that candle uses.
 #include "foundation.h"
 
 PUBLIC_CLASS(NSString)
@@ -16,10 +16,11 @@ Error::Error(const std::string &text) : Object(&_OBJC_CLASS_NSError) {
 static int methods = [] {
     Class &string = _OBJC_CLASS_NSString;
     class_method(string, "alloc", [](id, SEL) -> id { return new String(""); });
-    method(string, "initWithBytes:length:encoding:", [](String *self, SEL, const char *bytes, size_t length, size_t) -> id {
-        self->text.assign(bytes, length);
-        return self;
-    });
+    method(string,
+           "initWithBytes:length:encoding:", [](String *self, SEL, const char *bytes, size_t length, size_t) -> id {
+               self->text.assign(bytes, length);
+               return self;
+           });
     method(string, "UTF8String", [](String *self, SEL) { return self->text.c_str(); });
     method(string, "lengthOfBytesUsingEncoding:", [](String *self, SEL, size_t) { return self->text.size(); });
     method(string, "length", [](String *self, SEL) { return self->text.size(); });

@@ -1,6 +1,7 @@
-// Running an encoder's commands, with an eye on their order. A GPU may run the dispatches of an encoder in any order
-// between two barriers, and encoders in any order that their fences allow; candle turns off all tracking by Metal itself.
-// So two commands that use a buffer, one of which writes it, need a barrier, a fence, or the CPU's waiting between them.
+// Runs an encoder's commands and checks their order. A GPU may run the dispatches of an encoder in any order between
+// two barriers, and encoders in any order that their fences allow; candle turns off Metal's hazard tracking. So two
+// commands that use a buffer, one of which writes it, need a barrier or a fence between them, or the CPU must wait in
+// between.
 #include <cstring>
 
 #include "metal.h"
@@ -9,12 +10,12 @@ namespace {
 
 class Running {
     Queue *queue;
-    // Turns up to this one were over when the command buffer was committed: the CPU had waited for them.
+    // The CPU had waited for the turns up to this one when the command buffer was committed.
     Turn over;
     Turn now;
     // Later turns that fences put before this one.
     std::set<Turn> past;
-    // What commands since the last barrier have used.
+    // The buffers that commands since the last barrier have read or written.
     std::set<Buffer *> read, written;
 
   public:
@@ -64,8 +65,10 @@ class Running {
         auto groups = [&](size_t grid, size_t group) { return command.in_threads ? (grid + group - 1) / group : grid; };
         auto threads = [&](size_t grid, size_t group) { return command.in_threads ? grid : grid * group; };
         const Size &grid = command.grid, &group = command.group;
-        launch.groups = {groups(grid.width, group.width), groups(grid.height, group.height), groups(grid.depth, group.depth)};
-        launch.threads = {threads(grid.width, group.width), threads(grid.height, group.height), threads(grid.depth, group.depth)};
+        launch.groups = {groups(grid.width, group.width), groups(grid.height, group.height),
+                         groups(grid.depth, group.depth)};
+        launch.threads = {threads(grid.width, group.width), threads(grid.height, group.height),
+                          threads(grid.depth, group.depth)};
 
         for (size_t i = 0; i < code.roles.size(); i++) {
             if (code.roles[i] == '.') continue;
@@ -81,7 +84,7 @@ class Running {
         }
         std::set<Buffer *> reads, writes;
         for (size_t i = 0; i < code.roles.size(); i++) {
-            if (code.roles[i] == '.' || !command.arguments[i].buffer || code.leaves_alone(launch, i)) continue;
+            if (code.roles[i] == '.' || !command.arguments[i].buffer || code.ignores(launch, i)) continue;
             (code.roles[i] == 'w' ? writes : reads).insert(command.arguments[i].buffer.get());
         }
         check(code.name, reads, writes);
@@ -91,12 +94,16 @@ class Running {
     void check(const std::string &who, const std::set<Buffer *> &reads, const std::set<Buffer *> &writes) {
         for (Buffer *buffer : reads) {
             belongs(who, buffer);
-            if (written.count(buffer)) die("hazard: " + who + " reads what an earlier command of this encoder writes, with no barrier between");
-            if (!before(buffer->writer)) die("hazard: " + who + " reads what another encoder writes, whose fence is not waited for");
+            if (written.count(buffer))
+                die("hazard: " + who +
+                    " reads what an earlier command of this encoder writes, with no barrier between");
+            if (!before(buffer->writer))
+                die("hazard: " + who + " reads what another encoder writes, whose fence is not waited for");
         }
         for (Buffer *buffer : writes) {
             belongs(who, buffer);
-            if (written.count(buffer) || read.count(buffer)) die("hazard: " + who + " writes what an earlier command of this encoder uses, with no barrier between");
+            if (written.count(buffer) || read.count(buffer))
+                die("hazard: " + who + " writes what an earlier command of this encoder uses, with no barrier between");
             bool free = before(buffer->writer);
             for (Turn reader : buffer->readers) free = free && before(reader);
             if (!free) die("hazard: " + who + " writes what another encoder uses, whose fence is not waited for");

@@ -1,6 +1,6 @@
-// MTLBuffer. Each has pages of its own between two that nobody may touch, and ends where the second begins, but for what
-// aligns its beginning, so that a shader that reads or writes past its end stops there. What is left before and after it
-// within its pages is looked at when it is released.
+// MTLBuffer. Each has its own pages between two guard pages, and ends at the second guard page, up to the alignment of
+// its start, so that a shader that accesses memory past its end fails. The unused bytes of its pages are checked when
+// it is released.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -24,7 +24,7 @@ Buffer::Buffer(size_t of, unsigned long options)
     mprotect(map, page, PROT_NONE);
     mprotect(map + page + inner, page, PROT_NONE);
     bytes = map + page + (inner - length) / ALIGNMENT * ALIGNMENT;
-    // NaN in every float type, and no valid index: memory is not zero until somebody writes it.
+    // NaN in every floating-point type, and not a valid index: fresh memory is not zero.
     memset(map + page, UNWRITTEN, inner);
 }
 
@@ -46,8 +46,8 @@ static int methods = [] {
     method(buffer, "didModifyRange:", [](id, SEL, size_t, size_t) {});
     method(buffer, "setLabel:", [](id, SEL, id) {});
     method(buffer, "contents", [](Buffer *self, SEL) -> void * {
-        if (!self->shared) die("the contents of a private buffer were asked for");
-        if (self->unfinished) die("the contents of a buffer were asked for before the work on it was waited for");
+        if (!self->shared) die("access to the contents of a private buffer");
+        if (self->unfinished) die("access to the contents of a buffer before the commands that use it were waited for");
         return self->bytes;
     });
     return 0;

@@ -15,16 +15,16 @@ struct Queue;
 // Encoders are numbered in the order in which they run; see hazards.cpp.
 typedef uint64_t Turn;
 
-// Memory between two pages that nobody may touch, full of NaN at first.
+// Memory between two guard pages, initially NaN.
 struct Buffer : Object {
     size_t length;
     bool shared;
     char *bytes;
-    // Which encoder wrote it last, and which have read it since.
+    // The encoder that wrote it last, and those that have read it since.
     Turn writer = 0;
     std::set<Turn> readers;
     Queue *queue = nullptr;
-    // Commands recorded that use it and have not run.
+    // The number of recorded commands that use it and have not run.
     std::atomic<long> unfinished{0};
 
     Buffer(size_t length, unsigned long options);
@@ -36,7 +36,7 @@ struct Buffer : Object {
 };
 
 struct Fence : Object {
-    // What has happened once this fence was updated, and the last of it.
+    // The turns that are over once this fence is updated, and the last of them.
     std::set<Turn> past;
     Turn last = 0;
     Fence();
@@ -73,7 +73,7 @@ struct Command {
 
 struct Encoder : Object {
     std::vector<Command> commands;
-    // What the next dispatch will run, and with what.
+    // The code and arguments of the next dispatch.
     std::shared_ptr<const Code> code;
     std::vector<Argument> arguments;
     bool ended = false;
@@ -82,7 +82,7 @@ struct Encoder : Object {
     ~Encoder() override;
 };
 
-// As Metal numbers them.
+// With Metal's values.
 enum Status { NOT_ENQUEUED = 0, ENQUEUED = 1, COMMITTED = 2, COMPLETED = 4 };
 
 struct CommandBuffer : Object {
@@ -90,14 +90,14 @@ struct CommandBuffer : Object {
     std::vector<Ref<Encoder>> encoders;
     std::vector<Block *> when_done;
     std::atomic<long> status{NOT_ENQUEUED};
-    // The last turn known to be over when this was committed.
+    // The last turn that the CPU had waited for when this was committed.
     Turn over = 0;
     explicit CommandBuffer(Queue *queue);
     ~CommandBuffer() override;
 };
 
 struct Queue : Object {
-    // Whatever runs or is handed in.
+    // Held while the queue runs or takes command buffers.
     std::recursive_mutex one;
     std::vector<Ref<CommandBuffer>> pending;
     Turn over = 0;
@@ -105,7 +105,7 @@ struct Queue : Object {
 };
 
 Queue *new_queue();
-// Runs what is pending up to `until`.
+// Runs the pending command buffers up to `until`.
 void run(CommandBuffer *until);
 // Runs one encoder of a command buffer.
 void run(Encoder *encoder, const CommandBuffer *of);

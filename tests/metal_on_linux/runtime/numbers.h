@@ -1,4 +1,4 @@
-// The element types of tensors. The two short floats are stored in 16 bits and computed with as `float`.
+// The element types of tensors. The two 16-bit floating-point types are converted to `float` for computations.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -22,7 +22,7 @@ struct Half {
         uint32_t all = bits_of(value), sign = all >> 16 & 0x8000, magnitude = all & 0x7fffffff;
         if (magnitude > 0x7f800000) bits = sign | 0x7e00;
         else if (magnitude >= 0x477ff000) bits = sign | 0x7c00;
-        // Below the least normal number, the unit in the last place is 2^-24: adding 1/2 rounds to it.
+        // Below the smallest normal number, the unit in the last place is 2^-24, to which adding 1/2 rounds.
         else if (magnitude < 0x38800000) bits = sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));
         else bits = sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
     }
@@ -45,7 +45,7 @@ struct Bfloat {
     operator float() const { return float_of(uint32_t(bits) << 16); }
 };
 
-// What candle calls a type, and its greatest and least finite values.
+// candle's name of a type, and its smallest and largest finite values.
 template <class T> struct Type;
 #define NUMBER(T, called, least, most) \
     template <> struct Type<T> {       \

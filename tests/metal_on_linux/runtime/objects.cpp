@@ -7,21 +7,21 @@
 #include <set>
 
 void die(const std::string &what) {
-    fprintf(stderr, "make-believe Metal: %s\n", what.c_str());
+    fprintf(stderr, "emulated Metal: %s\n", what.c_str());
     fflush(stderr);
     abort();
 }
 
-// A caller that wants to keep an autoreleased object says so before it does anything else, and takes over the one
-// reference there is; so no pool has to hold it meanwhile.
-static thread_local id handed_over;
+// A caller that retains an autoreleased object does so before any other call, and takes over its only reference, so no
+// autorelease pool is needed.
+static thread_local id last_autoreleased;
 
 id autoreleased(id object) {
-    handed_over = object;
+    last_autoreleased = object;
     return object;
 }
 
-// Stands for the class of every class, where somebody asks for that.
+// The class of every class.
 static Class metaclass("a metaclass");
 
 static bool same(id a, SEL, id b) { return a == b; }
@@ -33,7 +33,7 @@ static Method find(Class *c, SEL selector, bool of_class) {
     if (found != methods.end()) return found->second;
     if (std::string(selector) == "isEqual:") return Method(same);
     if (std::string(selector) == "hash") return Method(hash);
-    die(std::string(of_class ? "+[" : "-[") + c->name + " " + selector + "] is not there");
+    die(std::string(of_class ? "+[" : "-[") + c->name + " " + selector + "] is not implemented");
 }
 
 extern "C" {
@@ -60,8 +60,8 @@ void objc_release(id object) {
 }
 id objc_autorelease(id object) { return object; }
 id objc_retainAutoreleasedReturnValue(id object) {
-    if (object && object == handed_over) {
-        handed_over = nullptr;
+    if (object && object == last_autoreleased) {
+        last_autoreleased = nullptr;
         return object;
     }
     return objc_retain(object);

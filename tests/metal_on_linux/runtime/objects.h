@@ -1,4 +1,4 @@
-// Objects, classes and messages, as far as the bindings of `objc2` need them.
+// Objects, classes and messages: the part of the Objective-C runtime that `objc2` needs.
 #pragma once
 #include <atomic>
 #include <map>
@@ -36,10 +36,10 @@ template <class F> void class_method(Class &c, const char *selector, F f) { c.cl
 extern "C" id objc_retain(id object);
 extern "C" void objc_release(id object);
 
-// What a method returns that gives a new object away without the word "new" or "copy" in its name.
+// The result of a method that returns a new object but does not have "new" or "copy" in its name.
 id autoreleased(id object);
 
-// Says what is wrong and ends the process: this device is a checker first.
+// Prints the error and ends the process.
 [[noreturn]] void die(const std::string &what);
 
 // A counted reference to an object.

@@ -1,5 +1,5 @@
-// The crate's own shader, compiled as C++ with the harness of tests/gpu_host. Compiled ones are kept: every test binary
-// loads the same.
+// mos-head's shader, compiled as C++ with the emulator of tests/gpu_host. Compiled shaders are cached, since every test
+// binary loads the same one.
 #include <dlfcn.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -17,7 +17,7 @@
 
 namespace {
 
-const std::string HARNESS = REPOSITORY "/tests/gpu_host";
+const std::string EMULATOR = REPOSITORY "/tests/gpu_host";
 
 struct Shader : Functions {
     int (*launch)(const char *name, unsigned blocks, void **slots);
@@ -47,8 +47,8 @@ const unsigned THREADS = 256;
 struct ShaderKernel : Code {
     const Shader *shader;
 
-    // Bit n of the last argument says whether argument n is there.
-    bool leaves_alone(const Launch &launch, size_t slot) const override {
+    // Bit n of the last argument says whether argument n is present.
+    bool ignores(const Launch &launch, size_t slot) const override {
         const Slot &last = launch.slots[roles.size() - 1];
         if (last.size != 4) fail("the last argument is not 32 bits");
         uint32_t present;
@@ -58,11 +58,13 @@ struct ShaderKernel : Code {
 
     void run(const Launch &launch) const override {
         if (launch.in_threads) fail("dispatched in threads, not in threadgroups");
-        if (launch.group.width != THREADS || launch.group.height != 1 || launch.group.depth != 1) fail("a threadgroup that is not (256, 1, 1)");
+        if (launch.group.width != THREADS || launch.group.height != 1 || launch.group.depth != 1)
+            fail("a threadgroup that is not (256, 1, 1)");
         if (launch.groups.height != 1 || launch.groups.depth != 1) fail("a grid of more than one dimension");
         std::vector<void *> pointers;
-        for (size_t i = 0; i < roles.size(); i++) pointers.push_back(leaves_alone(launch, i) ? nullptr : launch.slots[i].bytes);
-        // The machine runs one thing at a time.
+        for (size_t i = 0; i < roles.size(); i++)
+            pointers.push_back(ignores(launch, i) ? nullptr : launch.slots[i].bytes);
+        // The emulator runs one launch at a time.
         static std::mutex one;
         std::lock_guard<std::mutex> lock(one);
         if (shader->launch(name.c_str(), unsigned(launch.groups.width), pointers.data())) fail("did not run");
@@ -87,10 +89,10 @@ std::string contents(const std::string &path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// All of the harness: what it is made of decides whether a compiled shader is still good.
-std::string harness() {
+// The emulator's files: a cached shader is valid as long as they are unchanged.
+std::string emulator() {
     std::vector<std::string> files;
-    for (const auto &entry : std::filesystem::directory_iterator(HARNESS))
+    for (const auto &entry : std::filesystem::directory_iterator(EMULATOR))
         if (entry.is_regular_file()) files.push_back(entry.path());
     std::sort(files.begin(), files.end());
     std::string all;
@@ -105,7 +107,7 @@ std::string hash(const std::string &text) {
     return std::to_string(state);
 }
 
-// One fault put into the text, for tests of the tests.
+// The text with a mutation from the environment, to test the tests.
 std::string mutated(std::string text) {
     const char *set = getenv("MOS_HEAD_METAL_MUTANT");
     if (!set) return text;
@@ -114,21 +116,23 @@ std::string mutated(std::string text) {
     if (arrow == std::string::npos) die("MOS_HEAD_METAL_MUTANT is not from=>to");
     std::string from = mutant.substr(0, arrow), to = mutant.substr(arrow + 2);
     size_t at = text.find(from);
-    if (at == std::string::npos || text.find(from, at + 1) != std::string::npos) die("'" + from + "' is not there exactly once");
+    if (at == std::string::npos || text.find(from, at + 1) != std::string::npos)
+        die("'" + from + "' does not occur exactly once");
     return text.replace(at, from.size(), to);
 }
 
 std::string compile(const std::string &text) {
-    std::string path = SHADERS "/" + hash(text + harness()) + ".so";
+    std::string path = SHADERS "/" + hash(text + emulator()) + ".so";
     if (!access(path.c_str(), R_OK)) return path;
     mkdir(SHADERS, 0777);
     std::string folder = SHADERS "/compiling.XXXXXX";
     if (!mkdtemp(folder.data())) die("no folder " + folder);
     std::ofstream(folder + "/mixture.metal") << text;
     std::string made = folder + "/libmixture.so", messages = folder + "/messages";
-    std::string command = "c++ -std=c++17 -O1 -shared -fPIC -I '" + folder + "' -I '" + HARNESS + "' '" + HARNESS + "/metal.cpp' -o '" + made + "' 2> '" + messages + "'";
+    std::string command = "c++ -std=c++17 -O1 -shared -fPIC -I '" + folder + "' -I '" + EMULATOR + "' '" + EMULATOR +
+                          "/metal.cpp' -o '" + made + "' 2> '" + messages + "'";
     if (system(command.c_str())) throw command + "\n" + contents(messages);
-    // Another process may have been faster; both have made the same.
+    // Another process may have been faster, with the same result.
     if (rename(made.c_str(), path.c_str())) die("the compiled shader cannot be moved to " + path);
     for (const char *left : {"/mixture.metal", "/messages", ""}) remove((folder + left).c_str());
     return path;
@@ -136,4 +140,6 @@ std::string compile(const std::string &text) {
 
 } // namespace
 
-std::shared_ptr<const Functions> shader(const std::string &text) { return std::make_shared<Shader>(compile(mutated(text))); }
+std::shared_ptr<const Functions> shader(const std::string &text) {
+    return std::make_shared<Shader>(compile(mutated(text)));
+}

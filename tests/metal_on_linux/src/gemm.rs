@@ -1,4 +1,4 @@
-//! candle's matrix product on Metal with parameters of our own: row strides, offsets, and a sum with what is there.
+//! candle's matrix product on Metal with explicit row strides and offsets, and the addition of a matrix.
 
 use candle_core::{DType, MetalDevice, MetalStorage, Result};
 use candle_metal_kernels::metal::{Buffer, ConstantValues, Value};
@@ -8,13 +8,13 @@ use candle_metal_kernels::utils::EncoderParam;
 use candle_metal_kernels::utils::Output;
 use objc2_metal::MTLSize;
 
-/// A matrix in a buffer: where it begins and how far apart its rows are, in elements.
+/// A matrix in a buffer; offset and row stride are in elements.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
     pub buffer: &'a Buffer,
     pub offset: usize,
     pub stride: usize,
-    /// Whether its rows are what the product takes for columns.
+    /// Whether the product takes its transpose.
     pub transposed: bool,
 }
 
@@ -68,7 +68,7 @@ macro_rules! as_bytes {
 }
 as_bytes!(Params, AddParams);
 
-/// How `d` is made of the product of `a` and `b`.
+/// How `d` is computed from the product of `a` and `b`.
 #[derive(Clone, Copy)]
 pub enum Into<'a> {
     /// `d = a b`.
@@ -79,10 +79,10 @@ pub enum Into<'a> {
     Weighted(Matrix<'a>, f32, f32),
 }
 
-/// The tile that the kernel is asked for: rows, columns, depth, and SIMD groups down and across.
+/// The kernel's tile: rows, columns, depth, and SIMD groups along rows and columns.
 const TILE: [usize; 5] = [32, 32, 16, 2, 2];
 
-/// `d`, of `m` rows and `n` columns, from `a` (`m`, `k`) and `b` (`k`, `n`).
+/// Computes `d` `[m, n]` from `a` `[m, k]` and `b` `[k, n]`.
 pub fn gemm(
     device: &MetalDevice,
     dtype: DType,
@@ -125,7 +125,7 @@ pub fn gemm(
         batch_ndim: 1,
     };
 
-    // Before the encoder, which holds a lock.
+    // Loaded before the encoder, which holds a lock.
     let pipeline = device
         .kernels()
         .load_pipeline_with_constants(device.metal_device(), Source::Gemm, name, Some(constants))
@@ -148,7 +148,7 @@ pub fn gemm(
         )
     );
     if let Some(c) = c {
-        // Where C is D, what was said of D is enough to have them wait for it.
+        // If C is D, the declaration of D as an output is enough for later commands to wait for it.
         encoder.set_input_buffer(2, Some(c.buffer), bytes(c));
         encoder.set_bytes(5, &AddParams { ldc: c.stride as i32, fdc: 1, batch_stride_c: 0, alpha, beta });
     }

@@ -1,5 +1,5 @@
-//! What candle computes on the make-believe device is what it computes on the CPU: every operation that the crate, its
-//! tests and its examples use, in each float type.
+//! candle computes the same on the emulated device as on the CPU: every operation that the crate, its tests and its
+//! examples use, in each floating-point dtype.
 
 use candle_core::{DType, Device, Result, Tensor, Var, D};
 use candle_nn::{AdamW, Module, Optimizer, ParamsAdamW};
@@ -7,7 +7,7 @@ use metal_on_linux::{assert_close, metal, numbers, same_on_both, FLOATS};
 
 type Operation = (&'static str, fn(&[Tensor]) -> Result<Tensor>);
 
-/// Each operation on each float type.
+/// Checks each operation in each floating-point dtype.
 fn check(tensors: &[Tensor], operations: &[Operation]) -> Result<()> {
     for dtype in FLOATS {
         for (name, operation) in operations {
@@ -50,10 +50,10 @@ fn functions_of_one_number() -> Result<()> {
     ];
     for shape in [vec![1], vec![3, 5], vec![2, 3, 700]] {
         check(&[numbers(&shape, 1)], operations)?;
-        // candle has this one for contiguous tensors only.
+        // candle has `sign` for contiguous tensors only.
         check(&[numbers(&shape, 1)], &[("sign", |x| x[0].sign())])?;
     }
-    // The same of tensors that are not contiguous, or do not begin where their storage does.
+    // Tensors that are not contiguous, or do not start at the beginning of their storage.
     for (name, operation) in operations {
         for dtype in FLOATS {
             same_on_both(name, dtype, &[numbers(&[4, 6], 2)], |x| operation(&[x[0].t()?]))?;
@@ -91,13 +91,13 @@ fn functions_of_two_numbers() -> Result<()> {
     for [left, right] in shapes {
         check(&[numbers(left, 3), numbers(right, 4)], operations)?;
     }
-    let turned: &[Operation] = &[
-        ("left turned", |x| x[0].t()? + &x[1]),
-        ("right turned", |x| &x[1] - x[0].t()?),
-        ("both turned", |x| x[0].t()? * x[1].t()?.contiguous()?.t()?),
+    let transposed: &[Operation] = &[
+        ("left transposed", |x| x[0].t()? + &x[1]),
+        ("right transposed", |x| &x[1] - x[0].t()?),
+        ("both transposed", |x| x[0].t()? * x[1].t()?.contiguous()?.t()?),
         ("scalar", |x| x[0].broadcast_add(&x[1].sum_all()?)),
     ];
-    check(&[numbers(&[4, 6], 5), numbers(&[6, 4], 6)], turned)
+    check(&[numbers(&[4, 6], 5), numbers(&[6, 4], 6)], transposed)
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn integers() -> Result<()> {
             ("sum", |x| x[0].sum(1)),
             ("sum_all", |x| x[0].sum_all()),
             ("max", |x| x[0].max(0)),
-            ("turned", |x| x[0].t()?.contiguous()),
+            ("transposed", |x| x[0].t()?.contiguous()),
             ("cat", |x| Tensor::cat(&[&x[0], &x[0]], 1)),
             ("zeros_like", |x| x[0].zeros_like()),
             ("ones_like", |x| x[0].ones_like()),
@@ -158,7 +158,7 @@ fn reductions() -> Result<()> {
         ("softmax_last_dim", |x| candle_nn::ops::softmax_last_dim(&x[0])),
     ];
     for shape in [vec![1, 1], vec![3, 7], vec![2, 5, 64], vec![3, 200]] {
-        // Small enough for sums that are kept in 16 bits, in another order than the CPU's.
+        // Small enough for sums in 16 bits, in another order than on the CPU.
         check(&[(numbers(&shape, 9) * 0.1)?], operations)?;
     }
     check(&[numbers(&[6, 4], 10)], &[("of a view", |x| x[0].t()?.narrow(1, 1, 4)?.sum(1))])
@@ -181,7 +181,7 @@ fn products() -> Result<()> {
         ("batched", |x| x[0].matmul(&x[1])),
         ("broadcast", |x| x[0].broadcast_matmul(&x[1].narrow(0, 1, 1)?)),
         ("broadcast left", |x| x[0].narrow(0, 2, 1)?.squeeze(0)?.broadcast_matmul(&x[1])),
-        ("turned", |x| x[0].matmul(&x[1].transpose(1, 2)?.contiguous()?.transpose(1, 2)?)),
+        ("transposed", |x| x[0].matmul(&x[1].transpose(1, 2)?.contiguous()?.transpose(1, 2)?)),
     ];
     check(&[numbers(&[3, 4, 5], 13), numbers(&[3, 5, 6], 14)], batched)?;
     check(&[numbers(&[3, 1, 5], 13), numbers(&[3, 5, 6], 14)], batched)?;
@@ -284,9 +284,9 @@ impl Model {
         Ok(Self { variables: shapes.iter().enumerate().map(make).collect::<Result<_>>()? })
     }
 
-    fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let [embedding, weight, bias, output, output_bias] = &self.variables[..] else { panic!("five variables") };
-        let hidden = embedding.embedding(tokens)?.matmul(&weight.t()?)?.broadcast_add(bias)?.tanh()?;
+        let hidden = embedding.embedding(ids)?.matmul(&weight.t()?)?.broadcast_add(bias)?.tanh()?;
         let hidden = (hidden.narrow(1, 0, 8)? * hidden.ge(-0.5)?.to_dtype(hidden.dtype())?)?;
         let logits = hidden.matmul(&output.t()?)?.broadcast_add(output_bias)?;
         let log_probs = candle_nn::ops::log_softmax(&logits, 1)?;
@@ -296,25 +296,25 @@ impl Model {
 
 #[test]
 fn gradients_and_steps() -> Result<()> {
-    let tokens = indices(&[3, 1, 4, 1, 5, 9], &[6])?;
+    let ids = indices(&[3, 1, 4, 1, 5, 9], &[6])?;
     let targets = indices(&[1, 4, 1, 5, 9, 2], &[6])?;
     for dtype in FLOATS {
         let mut results = vec![];
         for device in [Device::Cpu, metal()] {
-            let (tokens, targets) = (tokens.to_device(&device)?, targets.to_device(&device)?);
+            let (ids, targets) = (ids.to_device(&device)?, targets.to_device(&device)?);
             let model = Model::new(dtype, &device)?;
             let mut optimizer = AdamW::new(model.variables.clone(), ParamsAdamW { lr: 0.05, ..Default::default() })?;
-            let gradients = model.loss(&tokens, &targets)?.backward()?;
+            let gradients = model.loss(&ids, &targets)?.backward()?;
             let mut found: Vec<Tensor> =
                 model.variables.iter().map(|v| gradients.get(v).expect("a gradient").clone()).collect();
             for _ in 0..5 {
-                optimizer.backward_step(&model.loss(&tokens, &targets)?)?;
+                optimizer.backward_step(&model.loss(&ids, &targets)?)?;
             }
-            found.push(model.loss(&tokens, &targets)?);
+            found.push(model.loss(&ids, &targets)?);
             results.push(found);
         }
-        for (i, (wanted, got)) in results[0].iter().zip(&results[1]).enumerate() {
-            assert_close(&format!("result {i} of training"), got, wanted, dtype)?;
+        for (i, (expected, got)) in results[0].iter().zip(&results[1]).enumerate() {
+            assert_close(&format!("result {i} of training"), got, expected, dtype)?;
         }
     }
     Ok(())

@@ -1,14 +1,14 @@
-//! candle's matrix product with parameters of our own is what a plain loop gives.
+//! candle's matrix product with explicit strides, offsets and addition equals a plain loop.
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 use metal_on_linux::gemm::{gemm, Into, Matrix};
 use metal_on_linux::{assert_close, metal, numbers, FLOATS};
 
-/// The storage of a tensor on the make-believe device.
+/// The storage of a tensor on the emulated device.
 macro_rules! storage {
     ($name:ident, $tensor:expr) => {
         let (guard, _) = $tensor.storage_and_layout();
-        let Storage::Metal($name) = &*guard else { panic!("the tensor is elsewhere") };
+        let Storage::Metal($name) = &*guard else { panic!("not a Metal tensor") };
     };
 }
 
@@ -18,7 +18,7 @@ struct Case {
     dtype: DType,
 }
 
-/// How far apart the rows of each matrix are beyond their length, and where the first begins.
+/// The gap between the rows of each matrix, and the offset of the first.
 const GAPS: [usize; 4] = [3, 5, 7, 2];
 const OFFSETS: [usize; 4] = [4, 6, 9, 11];
 
@@ -59,7 +59,7 @@ fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()>
     let values: Vec<Vec<f32>> =
         cpu.iter().map(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).collect::<Result<_>>()?;
     let at = |i: usize, row: usize, column: usize| OFFSETS[i] + row * strides[i] + column;
-    let mut wanted = values[d_is].clone();
+    let mut expected = values[d_is].clone();
     let (alpha, beta) = weights.unwrap_or((1.0, 1.0));
     for row in 0..m {
         for column in 0..n {
@@ -70,14 +70,14 @@ fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()>
                     values[0][left] * values[1][right]
                 })
                 .sum();
-            wanted[at(d_is, row, column)] = alpha * product + beta * values[2][at(2, row, column)];
+            expected[at(d_is, row, column)] = alpha * product + beta * values[2][at(2, row, column)];
         }
     }
-    let wanted = Tensor::new(wanted, &Device::Cpu)?.to_dtype(case.dtype)?;
+    let expected = Tensor::new(expected, &Device::Cpu)?.to_dtype(case.dtype)?;
     assert_close(
         &format!("{:?} {:?} {weights:?} {in_place}", case.sizes, case.transposed),
         &gpu[d_is],
-        &wanted,
+        &expected,
         case.dtype,
     )
 }

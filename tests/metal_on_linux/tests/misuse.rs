@@ -1,5 +1,5 @@
-//! What is wrong on a GPU is noticed here: each fault ends its process with a message that says what it was. candle itself
-//! is careful, so faults are made by telling its encoder something else than the truth.
+//! The emulated device detects what would be wrong on a GPU: each fault ends its process with a message that names it.
+//! Most faults are false declarations to candle's encoder.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use candle_metal_kernels::source::Source;
 use metal_on_linux::metal;
 use objc2_metal::MTLSize;
 
-/// A fault with the words that tell of it.
+/// The name of a fault, a part of its message, and the code that has it.
 type Fault = (&'static str, &'static str, fn(&MetalDevice) -> Result<()>);
 
 const LENGTH: usize = 64;
@@ -29,12 +29,12 @@ fn dispatch(encoder: &ComputeCommandEncoder, groups: usize, threads: usize) {
     encoder.dispatch_thread_groups(size(groups), size(threads));
 }
 
-/// `to = exp(from)`, of which candle is told that `to` is written, or that it is read only.
-fn exp(device: &MetalDevice, from: &Buffer, to: &Buffer, told: bool) -> Result<()> {
+/// Computes `to = exp(from)`; `to` is declared as an output if `declared`, otherwise as an input.
+fn exp(device: &MetalDevice, from: &Buffer, to: &Buffer, declared: bool) -> Result<()> {
     encode(device, "exp_f32", |encoder| {
         encoder.set_bytes(0, &LENGTH);
         encoder.set_input_buffer(1, Some(from), 0);
-        match told {
+        match declared {
             true => encoder.set_output_buffer(2, Some(to), 0),
             false => encoder.set_input_buffer(2, Some(to), 0),
         }
@@ -45,7 +45,7 @@ fn exp(device: &MetalDevice, from: &Buffer, to: &Buffer, told: bool) -> Result<(
 fn buffers<const N: usize>(device: &MetalDevice) -> Result<[std::sync::Arc<Buffer>; N]> {
     let made: Vec<_> =
         (0..N).map(|_| device.new_buffer_builder().with_size_for(LENGTH, DType::F32).build()).collect::<Result<_>>()?;
-    Ok(made.try_into().expect("as many as asked for"))
+    Ok(made.try_into().expect("N buffers"))
 }
 
 const FAULTS: [Fault; 14] = [
@@ -62,7 +62,7 @@ const FAULTS: [Fault; 14] = [
     ("no_fence", "reads what another encoder writes", |device| {
         let [a, b, c] = buffers(device)?;
         exp(device, &a, &b, false)?;
-        // A copy has an encoder of its own, which waits only for what candle knows to be written.
+        // A copy has its own encoder, which waits only for buffers that are declared as outputs.
         device.blit_command_encoder()?.copy_from_buffer(&b, 0, &c, 0, LENGTH);
         Ok(())
     }),
@@ -71,7 +71,7 @@ const FAULTS: [Fault; 14] = [
         a.contents();
         Ok(())
     }),
-    ("contents_too_early", "before the work on it was waited for", |device| {
+    ("contents_too_early", "before the commands that use it were waited for", |device| {
         let buffer = device.new_buffer_builder().with_zeros(LENGTH).build()?;
         buffer.contents();
         Ok(())
@@ -133,7 +133,7 @@ const FAULTS: [Fault; 14] = [
     }),
 ];
 
-/// Run in a process of its own for each fault.
+/// Runs one fault, in its own process.
 #[test]
 #[ignore = "ends its process"]
 fn fault() -> Result<()> {
@@ -146,22 +146,22 @@ fn fault() -> Result<()> {
 }
 
 #[test]
-fn every_fault_is_noticed() {
-    for (name, words, _) in FAULTS {
+fn every_fault_is_detected() {
+    for (name, message, _) in FAULTS {
         let output = Command::new(std::env::current_exe().expect("this test"))
             .args(["--exact", "fault", "--ignored", "--nocapture"])
             .env("FAULT", name)
             .output()
             .expect("a process");
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && told.contains(words), "{name}: {told}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && stderr.contains(message), "{name}: {stderr}");
     }
 }
 
 #[test]
 fn a_kernel_without_a_stand_in_is_named() -> Result<()> {
     let image = Tensor::zeros((1, 1, 4, 4), DType::F32, &metal())?;
-    let error = image.avg_pool2d(2).expect_err("nobody needs it here").to_string();
+    let error = image.avg_pool2d(2).expect_err("no stand-in").to_string();
     assert!(error.contains("avg_pool2d_f32"), "{error}");
     Ok(())
 }

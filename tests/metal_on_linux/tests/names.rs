@@ -1,5 +1,5 @@
-//! The stand-ins for candle's kernels are those that candle's texts have, under the same names, with buffers in the same
-//! slots that are read and written alike. The C++ preprocessor expands the texts' macros; what it leaves is read here.
+//! The stand-ins have the names of candle's kernels, and read and write the same slots. The C++ preprocessor expands
+//! the macros of candle's sources; the test parses the result.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_char, CStr};
@@ -9,14 +9,14 @@ use std::process::Command;
 use candle_metal_kernels::source;
 
 extern "C" {
-    fn make_believe_kernels() -> *const c_char;
+    fn emulated_kernels() -> *const c_char;
 }
 
-/// One letter for each slot, by the names of kernels.
+/// The roles of a kernel's slots, one letter for each, by the name of the kernel.
 type Kernels = BTreeMap<String, String>;
 
-/// The texts that have stand-ins.
-const TEXTS: [&str; 13] = [
+/// The sources whose kernels have stand-ins.
+const SOURCES: [&str; 13] = [
     source::AFFINE,
     source::BINARY,
     source::CAST,
@@ -32,8 +32,8 @@ const TEXTS: [&str; 13] = [
     source::UNARY,
 ];
 
-/// Kernels of these texts that have none: what they do, nobody here asks for.
-fn left_out(name: &str) -> bool {
+/// Whether a kernel of these sources has no stand-in because no test uses it.
+fn is_unsupported(name: &str) -> bool {
     name.starts_with("rope_")
         || name.contains("_nc1_")
         || name.contains("mbsort")
@@ -44,15 +44,15 @@ fn left_out(name: &str) -> bool {
 }
 
 fn stand_ins() -> Kernels {
-    // The stand-ins come with Objective-C, which a device needs.
+    // The stand-ins are in the emulated Objective-C library, which is linked for the device.
     metal_on_linux::metal();
-    // SAFETY: It gives a C string that nobody else asks for.
-    let text = unsafe { CStr::from_ptr(make_believe_kernels()) }.to_str().expect("ASCII");
+    // SAFETY: it returns a C string, valid until the next call, and only this test calls it.
+    let text = unsafe { CStr::from_ptr(emulated_kernels()) }.to_str().expect("ASCII");
     let pair = |line: &str| line.split_once(' ').map(|(name, roles)| (name.to_owned(), roles.to_owned()));
     text.lines().map(|line| pair(line).expect("a name and roles")).collect()
 }
 
-/// The text as Metal's compiler sees it behind the preprocessor, with single spaces.
+/// The text after the preprocessor, as Metal's compiler sees it, with single spaces.
 fn preprocessed(text: &str, folder: &Path) -> String {
     for line in text.lines().filter(|line| line.starts_with("#include <")) {
         let header = line.trim_start_matches("#include <").trim_end_matches('>');
@@ -70,7 +70,7 @@ fn preprocessed(text: &str, folder: &Path) -> String {
     String::from_utf8(output.stdout).expect("UTF-8").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// What stands between the bracket that `text` begins with, after what is no bracket, and the one that closes it.
+/// The text between the first opening bracket and the matching closing bracket.
 fn bracketed(text: &str, [open, close]: [char; 2]) -> &str {
     let start = text.find(open).expect("an opening bracket") + 1;
     let mut depth = 1;
@@ -83,7 +83,7 @@ fn bracketed(text: &str, [open, close]: [char; 2]) -> &str {
     panic!("no closing bracket: {}", &text[..text.len().min(100)]);
 }
 
-/// The parameters of a function, split at the commas between them.
+/// The parameters of a function, split at top-level commas.
 fn parameters(list: &str) -> Vec<&str> {
     let mut depth = 0;
     let split = move |c: char| {
@@ -125,14 +125,14 @@ fn last_identifier(text: &str) -> &str {
 }
 
 fn kernels(text: &str) -> Kernels {
-    // What the functions take that are made into kernels later: `[[kernel, ..]] void name(..)`.
-    let mut takes = BTreeMap::new();
+    // Function templates that are instantiated as kernels later: `[[kernel, ..]] void name(..)`.
+    let mut templates = BTreeMap::new();
     for (i, _) in text.match_indices("[[kernel") {
         let after = &text[i + text[i..].find("]]").expect("the attribute's end") + 2..];
         if let Some(rest) = after.strip_prefix(" void ") {
             let head = &rest[..rest.find('(').expect("parameters")];
             if !head.contains('<') {
-                takes.insert(last_identifier(head), roles(bracketed(rest, ['(', ')'])));
+                templates.insert(last_identifier(head), roles(bracketed(rest, ['(', ')'])));
             }
         }
     }
@@ -143,35 +143,35 @@ fn kernels(text: &str) -> Kernels {
         kernels.insert(last_identifier(head).to_owned(), roles(bracketed(rest, ['(', ')'])));
     }
     for (i, _) in text.match_indices("host_name(") {
-        // Its pieces are strings one after the other.
+        // The name is a sequence of adjacent string literals.
         let name: String = bracketed(&text[i..], ['(', ')']).split('"').skip(1).step_by(2).collect();
         let head = &text[i + text[i..].find("[[kernel]]").expect("a kernel")..];
         let function = last_identifier(&head[..head.find('<').expect("arguments of a template")]);
-        kernels.insert(name, takes[function].clone());
+        kernels.insert(name, templates[function].clone());
     }
     kernels
 }
 
 #[test]
-fn stand_ins_are_what_the_texts_have() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("texts");
+fn stand_ins_have_the_names_and_slots_of_candles_kernels() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("sources");
     std::fs::create_dir_all(&folder).expect("a folder");
-    let mut texts = Kernels::new();
-    for text in TEXTS {
-        texts.extend(kernels(&preprocessed(text, &folder)));
+    let mut originals = Kernels::new();
+    for source in SOURCES {
+        originals.extend(kernels(&preprocessed(source, &folder)));
     }
-    let here = stand_ins();
-    for (name, roles) in &texts {
-        let Some(ours) = here.get(name) else {
-            assert!(left_out(name), "{name} has no stand-in");
+    let stand_ins = stand_ins();
+    for (name, roles) in &originals {
+        let Some(got) = stand_ins.get(name) else {
+            assert!(is_unsupported(name), "{name} has no stand-in");
             continue;
         };
-        // Without a sum, nobody reads what would be added.
-        let wanted = if name.ends_with("axpby0") { roles.replacen("rrr", "rr.", 1) } else { roles.clone() };
-        assert_eq!(*ours, wanted, "{name}");
+        // Without an addition, the bias is not read.
+        let expected = if name.ends_with("axpby0") { roles.replacen("rrr", "rr.", 1) } else { roles.clone() };
+        assert_eq!(*got, expected, "{name}");
     }
-    for name in here.keys() {
-        assert!(texts.contains_key(name), "{name} is in none of candle's texts");
+    for name in stand_ins.keys() {
+        assert!(originals.contains_key(name), "{name} is in none of candle's sources");
     }
-    println!("{} kernels, {} of them with a stand-in", texts.len(), here.len());
+    println!("{} kernels, {} of them with a stand-in", originals.len(), stand_ins.len());
 }

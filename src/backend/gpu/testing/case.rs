@@ -1,4 +1,4 @@
-//! What the whole backend is asked for on the host, and the error of its answers: the truth is the CPU's in f64.
+//! Test cases for the whole backend, and the errors of its results relative to the CPU's in f64 (the truth).
 
 use super::*;
 use crate::backend::contract::{
@@ -9,11 +9,11 @@ use crate::loss::{LossOptions, Reduction};
 
 pub(super) const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, bias: true };
 
-/// A mixture of random operands, and targets.
+/// A mixture with random operands, and its targets.
 pub(super) struct Case {
     pub(super) sizes: Sizes,
     pub(super) dtype: DType,
-    /// The largest weight, and the largest bias.
+    /// The bounds of the weights and of the biases.
     pub(super) scale: f64,
     pub(super) bias: f64,
     pub(super) logit_scale: f64,
@@ -21,12 +21,12 @@ pub(super) struct Case {
     /// Whether the decoder is stored as `[d, vocab]`.
     pub(super) transposed: bool,
     pub(super) options: LossOptions,
-    /// Positions of a chunk.
+    /// Positions per chunk.
     pub(super) chunk: usize,
 }
 
 pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
-    // A small generator is enough, and the same on every machine.
+    // A small generator (xorshift) with the same numbers on every machine.
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -41,11 +41,11 @@ pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
 impl Case {
     pub(super) fn operands(&self, dtype: DType) -> Operands {
         let Sizes { positions, components, context, vocab } = self.sizes;
-        // candle has no softmax of nothing.
+        // candle has no softmax of an empty tensor.
         let log_priors = candle_nn::ops::log_softmax(&random(1, &[positions.max(1), components], 2.0), 1).unwrap();
         let log_priors = log_priors.narrow(0, 0, positions).unwrap().contiguous().unwrap();
         let accumulation = accumulation_dtype("contexts", dtype).unwrap();
-        // Rounded to the dtype first, so that the truth is that of the same numbers.
+        // Rounded to the dtype first, so that the truth has the same operands.
         let rounded = |t: Tensor| t.to_dtype(self.dtype).unwrap().to_dtype(dtype).unwrap();
         Operands {
             sizes: self.sizes,
@@ -70,7 +70,7 @@ impl Case {
             targets: Tensor::from_vec(targets, positions, &Device::Cpu).unwrap(),
             ignore_index: options.ignore_index,
             position_weights: Some(weights(5, positions, 1.0).to_dtype(dtype).unwrap()),
-            // Some of them negative.
+            // Some are negative.
             class_weights: Some(weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
             terms: options.terms,
             scale: match options.reduction {
@@ -84,23 +84,23 @@ impl Case {
         })
     }
 
-    pub(super) fn plan(&self, host: &Host) -> backend::plan::Plan {
+    pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
         let task = Task::loss(&self.options.terms, ALL);
-        let plan = |budget| gpu::plan(host.kind(), self.sizes, self.dtype, task, budget);
-        let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of nothing") };
-        // That of all positions in one chunk.
+        let plan = |budget| gpu::plan(gpu.kind(), self.sizes, self.dtype, task, budget);
+        let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of zero") };
+        // The bytes of one chunk of all positions.
         let whole = plan(Some(usize::MAX / 2)).unwrap().workspace_bytes;
         let per_position = (whole.saturating_sub(least)) / (self.sizes.positions.max(2) - 1);
         plan(Some(least + (self.chunk - 1) * per_position)).unwrap()
     }
 
-    /// The largest error of all results of a loss, each relative to the largest number of its kind.
-    pub(super) fn loss_error(&self, host: &Host, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
+    /// The largest error of the results of a loss, each relative to the result's largest value, and that result's name.
+    pub(super) fn loss_error(&self, gpu: &EmulatedGpu, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
         let truth_operands = self.operands(DType::F64);
         let task = Task::loss(&self.options.terms, ALL);
         let plan = backend::plan(&truth_operands, task, None).unwrap();
         let truth = backend::loss(&truth_operands, &objective(DType::F64), ALL, &plan).unwrap();
-        let got = gpu::loss(host, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(host)).unwrap();
+        let got = gpu::loss(gpu, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(gpu)).unwrap();
         let mut pairs = vec![
             ("contexts", got.gradients.contexts, truth.gradients.contexts),
             ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),
@@ -132,14 +132,14 @@ impl Case {
         }
     }
 
-    pub(super) fn check(&self, host: &Host) {
-        let (error, name) = self.loss_error(host, |dtype| self.objective(dtype));
+    pub(super) fn check(&self, gpu: &EmulatedGpu) {
+        let (error, name) = self.loss_error(gpu, |dtype| self.objective(dtype));
         assert!(error <= self.tolerance(), "{name}: {error} with {:?} {:?} {:?}", self.sizes, self.dtype, self.options);
     }
 }
 
-/// The largest difference, relative to the largest number (or a half, where all are smaller); infinite where only
-/// one is not a number.
+/// The largest difference, relative to the largest finite magnitude (at least 0.5); infinite if values that are not
+/// finite differ.
 pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
     assert_eq!(got.dims(), truth.dims());
     let numbers = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -175,8 +175,8 @@ pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore:
     }
 }
 
-/// The token ids and log-probabilities of `top_k`, and what they are by the f64 log-probabilities.
-pub(super) fn best_ids(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
+/// The ids and log-probabilities of `top_k`, and those from the f64 log-probabilities.
+pub(super) fn best_ids(gpu: &EmulatedGpu, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
     let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
     let plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
     let all = backend::log_probs(&truth, DType::F64, &plan).unwrap().to_vec2::<f64>().unwrap();
@@ -190,7 +190,7 @@ pub(super) fn best_ids(host: &Host, case: &Case, k: usize) -> (Vec<Vec<u32>>, Te
         .collect();
     let values: Vec<f64> =
         all.iter().zip(&expected).flat_map(|(row, ids)| ids.iter().map(|&id| row[id as usize])).collect();
-    let (ids, log_probs) = gpu::top_k(host, &operands, k, &case.plan(host)).unwrap();
+    let (ids, log_probs) = gpu::top_k(gpu, &operands, k, &case.plan(gpu)).unwrap();
     let values = Tensor::from_vec(values, (expected.len(), k), &Device::Cpu).unwrap();
     (ids.to_vec2().unwrap(), log_probs, expected, values)
 }

@@ -1,4 +1,4 @@
-//! Kernels that are wrong, which must be noticed.
+//! Mutation tests: kernels with a mistake, which the checks must catch.
 
 use super::case::{best_ids, case, error, options, Case, ALL};
 use super::*;
@@ -7,8 +7,8 @@ use crate::backend::contract::{NeedsGrad, Objective, TargetLoss, Task};
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
-/// Changes that somebody could make by accident, in the text that both languages share.
-const WRONG_ROWS: [(&str, &str); 18] = [
+/// Plausible mistakes in the source that both languages share.
+const ROWS_MUTATIONS: [(&str, &str); 18] = [
     ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
     ("if (v == id) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
@@ -29,8 +29,8 @@ const WRONG_ROWS: [(&str, &str); 18] = [
     ("last = block_reduce(best, tid, of_warps);\n        if", "last = best;\n        if"),
 ];
 
-/// The same, in what only Metal has.
-const WRONG_METAL: [(&str, &str); 9] = [
+/// Plausible mistakes in the Metal source.
+const METAL_MUTATIONS: [(&str, &str); 9] = [
     ("GIVEN(first + 1, bias)", "GIVEN(first + 2, nullptr)"),
     ("GIVEN(first + 4, factor)", "nullptr"),
     ("GIVEN(13, live)", "nullptr"),
@@ -43,9 +43,9 @@ const WRONG_METAL: [(&str, &str); 9] = [
 ];
 
 #[test]
-fn the_checks_reject_kernels_that_are_wrong() {
+fn wrong_kernels_are_caught() {
     for language in LANGUAGES {
-        let Some(host) = Host::new(language) else { return };
+        let Some(gpu) = EmulatedGpu::new(language) else { return };
         let all = options(Reduction::Mean, 0.1, 0.01, true);
         let filter = LossOptions::new().with_responsibility_filter(0.2);
         let mut cases = [all.clone(), filter]
@@ -60,39 +60,36 @@ fn the_checks_reject_kernels_that_are_wrong() {
             scale: 0.2,
             ..case(7, 3, context, 40)
         }));
-        let mut changes = WRONG_ROWS.to_vec();
+        let mut changes = ROWS_MUTATIONS.to_vec();
         if language == Language::Metal {
-            changes.extend(WRONG_METAL);
+            changes.extend(METAL_MUTATIONS);
         }
-        // A NaN is the largest of errors.
+        // A NaN exceeds every tolerance.
         let exceeds = |error: f64, tolerance: f64| error.is_nan() || error > tolerance;
-        let is_wrong = |host: &Host| {
+        let is_wrong = |gpu: &EmulatedGpu| {
             let log_probs_are_wrong = || {
                 let (operands, truth) = (cases[2].operands(DType::BF16), cases[2].operands(DType::F64));
                 let plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
                 let truth = backend::log_probs(&truth, DType::F64, &plan).unwrap();
-                exceeds(
-                    error(&gpu::log_probs(host, &operands, DType::BF16, &cases[2].plan(host)).unwrap(), &truth),
-                    1e-2,
-                )
+                exceeds(error(&gpu::log_probs(gpu, &operands, DType::BF16, &cases[2].plan(gpu)).unwrap(), &truth), 1e-2)
             };
             let is_wrong =
-                |case: &Case| exceeds(case.loss_error(host, |dtype| case.objective(dtype)).0, case.tolerance());
+                |case: &Case| exceeds(case.loss_error(gpu, |dtype| case.objective(dtype)).0, case.tolerance());
             let ids_are_wrong = || {
-                let (ids, _, expected, _) = best_ids(host, &cases[0], 7);
+                let (ids, _, expected, _) = best_ids(gpu, &cases[0], 7);
                 ids != expected
             };
             cases.iter().any(is_wrong) || log_probs_are_wrong() || ids_are_wrong()
         };
-        assert!(!is_wrong(&host), "{language:?}");
+        assert!(!is_wrong(&gpu), "{language:?}");
         for (text, replacement) in changes {
-            let Some(mutant) = Host::mutant(language, text, replacement) else { return };
+            let Some(mutant) = EmulatedGpu::mutant(language, text, replacement) else { return };
             assert!(is_wrong(&mutant), "not caught: {text} -> {replacement} ({language:?})");
         }
     }
 }
 
-/// Kernels that go beyond a tensor: this test calls itself for each of them, since each ends its process.
+/// Kernels that access memory outside a tensor. Each ends its process, so the test runs itself in a new one for each.
 #[test]
 fn an_access_outside_a_tensor_ends_the_process() {
     const CHOICE: &str = "MOS_HEAD_TEST_MUTANT";
@@ -101,15 +98,16 @@ fn an_access_outside_a_tensor_ends_the_process() {
         ("is_id && class_weights ?", "class_weights ?"),
         ("*count = at;", "count[1] = at;"),
         ("first < logits.vocab; first +=", "first < logits.stride + 4; first +="),
-        // Only in Metal: what is absent is read.
+        // Only in Metal: an absent buffer is read.
         ("GIVEN(1, upstream)", "upstream"),
     ];
     let of_cuda = changes.split_last().unwrap().1.iter().map(|&(text, to)| (Language::Cuda, text, to));
     let choices = of_cuda.chain(changes.map(|(text, to)| (Language::Metal, text, to)));
     if let Ok(choice) = std::env::var(CHOICE) {
         let (language, text, replacement) = choices.clone().nth(choice.parse().unwrap()).unwrap();
-        let host =
-            if text.is_empty() { Host::new(language) } else { Host::mutant(language, text, replacement) }.unwrap();
+        let gpu =
+            if text.is_empty() { EmulatedGpu::new(language) } else { EmulatedGpu::mutant(language, text, replacement) }
+                .unwrap();
         let options = LossOptions::new().with_responsibility_filter(0.2);
         let case = Case { options, ..case(4, 2, 3, 1024) };
         let objective = |dtype| match case.objective(dtype) {
@@ -119,10 +117,10 @@ fn an_access_outside_a_tensor_ends_the_process() {
             }),
             objective => objective,
         };
-        gpu::loss(&host, &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan(&host)).unwrap();
+        gpu::loss(&gpu, &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan(&gpu)).unwrap();
         return;
     }
-    if Host::all().next().is_none() {
+    if EmulatedGpu::all().next().is_none() {
         return;
     }
     let name = std::thread::current().name().unwrap().to_owned();

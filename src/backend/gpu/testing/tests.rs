@@ -1,4 +1,4 @@
-//! The whole backend on the host, in each language that it has kernels in.
+//! Tests of the whole backend on the emulated GPU, in each kernel language.
 
 use proptest::prelude::*;
 
@@ -10,13 +10,13 @@ use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 #[test]
-fn losses_and_gradients_equal_those_of_the_cpu_in_double_precision() {
-    for host in Host::all() {
+fn losses_and_gradients_equal_those_of_the_cpu_in_f64() {
+    for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
                 for (smoothing, z_loss, softcap) in [(0.0, 0.0, None), (0.1, 0.0, None), (0.2, 0.01, Some(5.0))] {
                     let options = options(reduction, smoothing, z_loss, true);
-                    Case { dtype, softcap, options, ..case(5, 3, 6, 37) }.check(&host);
+                    Case { dtype, softcap, options, ..case(5, 3, 6, 37) }.check(&gpu);
                 }
             }
         }
@@ -24,12 +24,12 @@ fn losses_and_gradients_equal_those_of_the_cpu_in_double_precision() {
 }
 
 #[test]
-fn double_precision_is_refused_by_name() {
-    for host in Host::all() {
+fn f64_is_an_error_that_names_the_backend() {
+    for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 5);
         let (operands, task) = (case.operands(DType::F64), Task::log_probs(NeedsGrad::default()));
-        let name = host.kind().name;
-        let plan = gpu::On(host).plan(&operands, task, None);
+        let name = gpu.kind().name;
+        let plan = gpu::On(gpu).plan(&operands, task, None);
         let Err(crate::Error::DType { argument: "hidden", expected, got: DType::F64 }) = plan else {
             panic!("{plan:?}")
         };
@@ -38,21 +38,21 @@ fn double_precision_is_refused_by_name() {
 }
 
 #[test]
-fn sizes_of_all_kinds_work() {
-    for host in Host::all() {
+fn small_large_and_empty_sizes_work() {
+    for gpu in EmulatedGpu::all() {
         for (positions, components, context, vocab) in
             [(0, 2, 3, 5), (1, 1, 1, 1), (3, 1, 7, 2), (2, 17, 5, 9), (3, 4, 8, 1025), (1, 2, 3, 4099), (300, 1, 2, 3)]
         {
             for chunk in [1, 300] {
-                Case { chunk, ..case(positions, components, context, vocab) }.check(&host);
+                Case { chunk, ..case(positions, components, context, vocab) }.check(&gpu);
             }
         }
     }
 }
 
 #[test]
-fn many_rows_in_half_precision_are_multiplied_tile_by_tile() {
-    for host in Host::all() {
+fn products_of_many_half_precision_rows_are_tiled() {
+    for gpu in EmulatedGpu::all() {
         for dtype in [DType::F16, DType::BF16] {
             for (context, vocab) in [(6, 37), (50, 11), (1, 90)] {
                 Case {
@@ -61,7 +61,7 @@ fn many_rows_in_half_precision_are_multiplied_tile_by_tile() {
                     options: options(Reduction::Mean, 0.1, 0.0, true),
                     ..case(16, 3, context, vocab)
                 }
-                .check(&host);
+                .check(&gpu);
             }
         }
     }
@@ -69,21 +69,21 @@ fn many_rows_in_half_precision_are_multiplied_tile_by_tile() {
 
 #[test]
 fn large_logits_keep_their_precision() {
-    for host in Host::all() {
+    for gpu in EmulatedGpu::all() {
         for scale in [10.0, 100.0] {
             let case = Case { scale, ..case(4, 3, 6, 50) };
-            let (error, name) = case.loss_error(&host, |dtype| case.objective(dtype));
+            let (error, name) = case.loss_error(&gpu, |dtype| case.objective(dtype));
             assert!(error <= 1e-5 * scale, "{name}: {error} at scale {scale}");
         }
     }
 }
 
 #[test]
-fn responsibilities_of_improbable_targets_add_up_to_one() {
-    for host in Host::all() {
+fn responsibilities_of_improbable_targets_sum_to_one() {
+    for gpu in EmulatedGpu::all() {
         for bias in [1e2, 1e3, 1e4] {
             let case = Case { bias, ..case(9, 3, 6, 41) };
-            let plan = case.plan(&host);
+            let plan = case.plan(&gpu);
             let operands = case.operands(DType::F32);
             let objective = Objective::Targets(TargetLoss {
                 targets: Tensor::from_vec((0..9i64).map(|t| t * 4).collect(), 9, &Device::Cpu).unwrap(),
@@ -93,23 +93,23 @@ fn responsibilities_of_improbable_targets_add_up_to_one() {
                 terms: Terms::default(),
                 scale: GradScale::One,
             });
-            let outcome = gpu::loss(&host, &operands, &objective, ALL, &plan).unwrap();
+            let outcome = gpu::loss(&gpu, &operands, &objective, ALL, &plan).unwrap();
             let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
-            assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", host.language);
+            assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", gpu.language);
         }
     }
 }
 
 #[test]
-fn the_filter_drops_what_it_drops_on_the_cpu() {
-    for host in Host::all() {
+fn the_filter_drops_the_same_rows_as_on_the_cpu() {
+    for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for filter in [0.01, 0.2, 0.999] {
                 let options = LossOptions::new().with_responsibility_filter(filter).with_ignore_index(3);
                 let case = Case { dtype, options, chunk: 4, ..case(7, 5, 6, 40) };
-                case.check(&host);
+                case.check(&gpu);
                 let positions_ignored = Case { options: case.options.clone().with_ignore_index(10), ..case };
-                positions_ignored.check(&host);
+                positions_ignored.check(&gpu);
             }
         }
     }
@@ -117,22 +117,22 @@ fn the_filter_drops_what_it_drops_on_the_cpu() {
 
 #[test]
 fn many_live_rows_keep_their_order() {
-    for host in Host::all() {
+    for gpu in EmulatedGpu::all() {
         let options = LossOptions::new().with_responsibility_filter(0.1);
-        Case { options, chunk: 200, ..case(201, 4, 3, 6) }.check(&host);
+        Case { options, chunk: 200, ..case(201, 4, 3, 6) }.check(&gpu);
     }
 }
 
 #[test]
 fn a_filter_without_gradients_reports_what_it_would_drop() {
-    for host in Host::all() {
+    for gpu in EmulatedGpu::all() {
         let case = Case { options: LossOptions::evaluation().with_responsibility_filter(0.2), ..case(6, 5, 6, 40) };
         let truth = case.operands(DType::F64);
         let plan = backend::plan(&truth, Task::loss(&case.options.terms, NeedsGrad::default()), None).unwrap();
         let truth = backend::loss(&truth, &case.objective(DType::F64), NeedsGrad::default(), &plan).unwrap();
         let operands = case.operands(DType::F32);
         let got =
-            gpu::loss(&host, &operands, &case.objective(DType::F32), NeedsGrad::default(), &case.plan(&host)).unwrap();
+            gpu::loss(&gpu, &operands, &case.objective(DType::F32), NeedsGrad::default(), &case.plan(&gpu)).unwrap();
         assert!(error(&got.dropped_mass.unwrap(), &truth.dropped_mass.unwrap()) <= 1e-5);
         assert!(error(&got.sum, &truth.sum) <= 1e-5);
     }
@@ -140,7 +140,7 @@ fn a_filter_without_gradients_reports_what_it_would_drop() {
 
 #[test]
 fn large_weights_do_not_overflow_half_precision() {
-    for host in Host::all() {
+    for gpu in EmulatedGpu::all() {
         let case = Case { dtype: DType::F16, ..case(5, 3, 6, 37) };
         let heavy = |dtype| match case.objective(dtype) {
             Objective::Targets(loss) => Objective::Targets(TargetLoss {
@@ -150,17 +150,17 @@ fn large_weights_do_not_overflow_half_precision() {
             }),
             objective => objective,
         };
-        let (error, name) = case.loss_error(&host, heavy);
+        let (error, name) = case.loss_error(&gpu, heavy);
         assert!(error <= case.tolerance(), "{name}: {error}");
         let ones = |dtype| Objective::LogProbs { upstream: Tensor::ones((5, 37), dtype, &Device::Cpu).unwrap() };
-        let (error, name) = case.loss_error(&host, ones);
+        let (error, name) = case.loss_error(&gpu, ones);
         assert!(error <= case.tolerance(), "{name}: {error}");
     }
 }
 
 #[test]
-fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is() {
-    for host in Host::all() {
+fn a_z_loss_that_cancels_the_mass_keeps_the_gradient_of_the_target() {
+    for gpu in EmulatedGpu::all() {
         let case = Case { options: LossOptions::new().with_z_loss(0.5), ..case(1, 1, 1, 1) };
         let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
         let operands = Operands {
@@ -178,38 +178,38 @@ fn a_z_loss_that_cancels_the_mass_leaves_the_gradient_as_it_is() {
             terms: case.options.terms,
             scale: GradScale::One,
         });
-        let outcome = gpu::loss(&host, &operands, &objective, ALL, &case.plan(&host)).unwrap();
-        assert_eq!(outcome.gradients.weight.unwrap().to_vec2::<f32>().unwrap(), [[-1.0]], "{:?}", host.language);
+        let outcome = gpu::loss(&gpu, &operands, &objective, ALL, &case.plan(&gpu)).unwrap();
+        assert_eq!(outcome.gradients.weight.unwrap().to_vec2::<f32>().unwrap(), [[-1.0]], "{:?}", gpu.language);
     }
 }
 
 #[test]
 fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
-    for host in Host::all() {
+    for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let case = Case { dtype, ..case(5, 3, 6, 37) };
             let (operands, truth) = (case.operands(dtype), case.operands(DType::F64));
-            let plan = case.plan(&host);
+            let plan = case.plan(&gpu);
             let cpu_plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
             let log_probs = backend::log_probs(&truth, DType::F64, &cpu_plan).unwrap();
-            assert!(error(&gpu::log_probs(&host, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
+            assert!(error(&gpu::log_probs(&gpu, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
 
             let upstream = random(8, &[5, 37], 1.0);
             let objective = |dtype| Objective::LogProbs { upstream: upstream.to_dtype(dtype).unwrap() };
-            let (error, name) = case.loss_error(&host, objective);
+            let (error, name) = case.loss_error(&gpu, objective);
             assert!(error <= case.tolerance(), "{name}: {error} in {dtype:?}");
         }
     }
 }
 
 #[test]
-fn the_most_probable_ids_are_those_of_a_sort() {
-    for host in Host::all() {
+fn the_most_probable_ids_equal_those_of_a_sort() {
+    for gpu in EmulatedGpu::all() {
         for (positions, vocab, k) in [(5, 37, 4), (2, 1, 1), (3, 1100, 9), (1, 6, 6)] {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let case = Case { dtype, ..case(positions, 3, 6, vocab) };
-                let (ids, log_probs, expected, values) = best_ids(&host, &case, k);
-                assert_eq!(ids, expected, "{dtype:?} {vocab} {:?}", host.language);
+                let (ids, log_probs, expected, values) = best_ids(&gpu, &case, k);
+                assert_eq!(ids, expected, "{dtype:?} {vocab} {:?}", gpu.language);
                 assert!(error(&log_probs, &values) <= 1e-5);
             }
         }
@@ -217,8 +217,8 @@ fn the_most_probable_ids_are_those_of_a_sort() {
 }
 
 #[test]
-fn of_equally_probable_ids_the_first_come_first_and_a_nan_before_all() {
-    for host in Host::all() {
+fn ties_are_ranked_by_id_and_a_nan_comes_first() {
+    for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 700);
         let mut operands = case.operands(DType::F32);
         operands.weight = operands.weight.zeros_like().unwrap();
@@ -226,18 +226,18 @@ fn of_equally_probable_ids_the_first_come_first_and_a_nan_before_all() {
         bias[650] = 1.0;
         bias[3] = f32::NEG_INFINITY;
         operands.bias = Some(Tensor::new(bias.clone(), &Device::Cpu).unwrap());
-        let ids = |operands| gpu::top_k(&host, operands, 5, &case.plan(&host)).unwrap().0.to_vec2::<u32>().unwrap();
+        let ids = |operands| gpu::top_k(&gpu, operands, 5, &case.plan(&gpu)).unwrap().0.to_vec2::<u32>().unwrap();
         assert_eq!(ids(&operands), [[650, 0, 1, 2, 4]; 2]);
         bias[600] = f32::NAN;
         operands.bias = Some(Tensor::new(bias, &Device::Cpu).unwrap());
-        let log_probs = gpu::top_k(&host, &operands, 1, &case.plan(&host)).unwrap().1.to_vec2::<f32>().unwrap();
+        let log_probs = gpu::top_k(&gpu, &operands, 1, &case.plan(&gpu)).unwrap().1.to_vec2::<f32>().unwrap();
         assert!(log_probs.iter().all(|row| row[0].is_nan()));
     }
 }
 
 #[test]
-fn a_target_outside_the_vocabulary_makes_its_loss_nan_and_reads_nothing() {
-    for host in Host::all() {
+fn a_target_outside_the_vocabulary_has_a_nan_loss() {
+    for gpu in EmulatedGpu::all() {
         let case = case(4, 2, 3, 10);
         let objective = Objective::Targets(TargetLoss {
             targets: Tensor::new(&[1i64, 10, i64::MAX, -1], &Device::Cpu).unwrap(),
@@ -247,7 +247,7 @@ fn a_target_outside_the_vocabulary_makes_its_loss_nan_and_reads_nothing() {
             terms: Terms::default(),
             scale: GradScale::OneOverCount,
         });
-        let outcome = gpu::loss(&host, &case.operands(DType::F32), &objective, ALL, &case.plan(&host)).unwrap();
+        let outcome = gpu::loss(&gpu, &case.operands(DType::F32), &objective, ALL, &case.plan(&gpu)).unwrap();
         let nll = outcome.nll.to_vec1::<f32>().unwrap();
         assert!(nll[0].is_finite() && nll[1..].iter().all(|x| x.is_nan()), "{nll:?}");
         assert!(outcome.sum.to_scalar::<f32>().unwrap().is_nan());
@@ -255,8 +255,8 @@ fn a_target_outside_the_vocabulary_makes_its_loss_nan_and_reads_nothing() {
 }
 
 #[test]
-fn infinities_and_nan_stand_where_they_stand_on_the_cpu() {
-    for host in Host::all() {
+fn infinities_and_nan_are_where_they_are_on_the_cpu() {
+    for gpu in EmulatedGpu::all() {
         for (row, value) in [(0, f32::NAN), (3, f32::INFINITY), (5, f32::NEG_INFINITY)] {
             for components in [1, 2] {
                 let case = Case { chunk: 6, ..case(6, components, 4, 12) };
@@ -269,7 +269,7 @@ fn infinities_and_nan_stand_where_they_stand_on_the_cpu() {
                 let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::F32)));
                 let plan = backend::plan(&truth, Task::loss(&case.options.terms, ALL), None).unwrap();
                 let truth = backend::loss(&truth, &case.objective(DType::F64), ALL, &plan).unwrap();
-                let got = gpu::loss(&host, &got, &case.objective(DType::F32), ALL, &case.plan(&host)).unwrap();
+                let got = gpu::loss(&gpu, &got, &case.objective(DType::F32), ALL, &case.plan(&gpu)).unwrap();
                 assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);
                 let (got, truth) = (got.gradients.contexts.unwrap(), truth.gradients.contexts.unwrap());
                 assert!(error(&got, &truth) <= 1e-4, "{value} K = {components}");
@@ -287,10 +287,10 @@ proptest! {
         softcap in prop_oneof![Just(None), (2.0..30.0).prop_map(Some)], ignore: bool,
         reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
     ) {
-        for host in Host::all() {
+        for gpu in EmulatedGpu::all() {
             let options = options(reduction, smoothing, z_loss, ignore).with_hits(false);
-            // In f32: the rounding of the half types would have to be measured by what cancels in a gradient.
-            Case { softcap, options, chunk, ..case(positions, components, context, vocab) }.check(&host);
+            // Only f32: in half precision the error depends on the cancellation within a gradient.
+            Case { softcap, options, chunk, ..case(positions, components, context, vocab) }.check(&gpu);
         }
     }
 }

@@ -1,9 +1,9 @@
-// binary.metal: functions of two numbers.
+// binary.metal: elementwise functions of two tensors.
 #include "kernel.h"
 
 namespace {
 
-// Which element of an operand belongs to element `i` of the result.
+// How the index of an element of the result maps to one of an operand.
 enum Indexing { CONTIGUOUS, STRIDED, SCALAR };
 
 struct Variant {
@@ -45,7 +45,7 @@ template <class T, class U> void binary(const std::string &name, U (*f)(T, T)) {
     }
 }
 
-// A GPU goes on after a division by zero.
+// On a GPU an integer division by zero does not trap.
 template <class T> T divided(T x, T y) {
     if (std::numeric_limits<T>::is_integer && float(y) == 0) return T(0);
     return T(x / y);

@@ -1,4 +1,4 @@
-// cast.metal: one type made another.
+// cast.metal: conversions between types.
 #include "kernel.h"
 
 namespace {

@@ -25,13 +25,23 @@ static_assert(sizeof(AddParams) == 24, "as Metal lays it out");
 struct Tile {
     int m, n, k, wm, wn;
 };
-const Tile TILES[] = {{32, 32, 16, 2, 2}, {64, 64, 16, 2, 2}, {64, 64, 16, 1, 2}, {64, 32, 32, 2, 2}, {32, 64, 16, 1, 2}};
+const Tile TILES[] = {
+    {32, 32, 16, 2, 2}, {64, 64, 16, 2, 2}, {64, 64, 16, 1, 2}, {64, 32, 32, 2, 2}, {32, 64, 16, 1, 2}};
 
-enum Constant { HAS_BATCH = 10, USE_OUT_SOURCE = 100, DO_AXPBY = 110, ALIGN_M = 200, ALIGN_N = 201, ALIGN_K = 202, DO_GATHER = 300 };
+enum Constant {
+    HAS_BATCH = 10,
+    USE_OUT_SOURCE = 100,
+    DO_AXPBY = 110,
+    ALIGN_M = 200,
+    ALIGN_N = 201,
+    ALIGN_K = 202,
+    DO_GATHER = 300
+};
 
 bool constant(const Launch &launch, Constant which) {
     auto found = launch.code->constants.find(which);
-    if (found == launch.code->constants.end()) launch.code->fail("function constant " + std::to_string(which) + " is not set");
+    if (found == launch.code->constants.end())
+        launch.code->fail("function constant " + std::to_string(which) + " is not set");
     return found->second;
 }
 
@@ -39,7 +49,7 @@ void expect(const Launch &launch, bool holds, const char *what) {
     if (!holds) launch.code->fail(what);
 }
 
-// One product: where its tensors are, and what the kernel was made for.
+// One product: the tensors, and the parameters of the kernel.
 template <class T> struct Product {
     const Launch &launch;
     Tile tile;
@@ -50,36 +60,40 @@ template <class T> struct Product {
     View<T> a, b, c, d;
 
     Product(const Launch &launch, Tile tile, bool transposed_a, bool transposed_b)
-        : launch(launch), tile(tile), transposed_a(transposed_a), transposed_b(transposed_b), p(scalar<Params>(launch, 4)),
-          a(launch, 0), b(launch, 1), c(launch, 2), d(launch, 3) {
+        : launch(launch), tile(tile), transposed_a(transposed_a), transposed_b(transposed_b),
+          p(scalar<Params>(launch, 4)), a(launch, 0), b(launch, 1), c(launch, 2), d(launch, 3) {
         out_source = constant(launch, USE_OUT_SOURCE);
         axpby = constant(launch, DO_AXPBY);
         if (out_source) add = scalar<AddParams>(launch, 5);
         expect(launch, !constant(launch, DO_GATHER), "gathering is not emulated");
-        expect(launch, p.m > 0 && p.n > 0 && p.k > 0, "a product of nothing");
+        // Without terms (K = 0) the kernel writes zeros, or C.
+        expect(launch, p.m > 0 && p.n > 0 && p.k >= 0, "an empty product");
         expect(launch, !constant(launch, ALIGN_M) || p.m % tile.m == 0, "align_M, but M is no multiple of the tile's");
         expect(launch, !constant(launch, ALIGN_N) || p.n % tile.n == 0, "align_N, but N is no multiple of the tile's");
         expect(launch, !constant(launch, ALIGN_K) || p.k % tile.k == 0, "align_K, but K is no multiple of the tile's");
         expect(launch, p.k_iterations == p.k / tile.k, "gemm_k_iterations_aligned is not K by the tile's");
-        expect(launch, p.tiles_m == (p.m + tile.m - 1) / tile.m && p.tiles_n == (p.n + tile.n - 1) / tile.n, "the number of tiles");
+        expect(launch, p.tiles_m == (p.m + tile.m - 1) / tile.m && p.tiles_n == (p.n + tile.n - 1) / tile.n,
+               "the number of tiles");
         expect(launch, p.lda >= (transposed_a ? p.m : p.k), "lda is less than a row of A");
         expect(launch, p.ldb >= (transposed_b ? p.k : p.n), "ldb is less than a row of B");
         expect(launch, p.ldd >= p.n, "ldd is less than a row of D");
         const Size &group = launch.group;
-        expect(launch, group.width == 32 && int(group.height) == tile.wn && int(group.depth) == tile.wm, "a threadgroup of another shape");
+        expect(launch, group.width == 32 && int(group.height) == tile.wn && int(group.depth) == tile.wm,
+               "a threadgroup of a wrong shape");
     }
 
     void run() const {
         for (size_t z = 0; z < launch.groups.depth; z++)
             for (size_t y = 0; y < launch.groups.height; y++)
                 for (size_t x = 0; x < launch.groups.width; x++) {
-                    int row = int(y << p.swizzle_log) + int(x & ((size_t(1) << p.swizzle_log) - 1)), column = int(x >> p.swizzle_log);
+                    int row = int(y << p.swizzle_log) + int(x & ((size_t(1) << p.swizzle_log) - 1)),
+                        column = int(x >> p.swizzle_log);
                     if (column < p.tiles_n && row < p.tiles_m) block(z, row * tile.m, column * tile.n);
                 }
     }
 
   private:
-    // Where batch `z` of operand `which` (A, B, C) begins.
+    // The offset of batch `z` of operand `which` (A, B, C).
     size_t batch(size_t z, size_t which, uint64_t stride) const {
         if (!constant(launch, HAS_BATCH)) return z * stride;
         View<int32_t> shape(launch, 6);
@@ -123,7 +137,8 @@ int all = [] {
         for (const Tile &tile : TILES)
             for (bool a : {false, true})
                 for (bool b : {false, true}) {
-                    std::string name = std::string("gemm_") + (a ? "t" : "n") + (b ? "t" : "n") + "_" + Type<T>::name() + "_" + Type<T>::name();
+                    std::string name = std::string("gemm_") + (a ? "t" : "n") + (b ? "t" : "n") + "_" +
+                                       Type<T>::name() + "_" + Type<T>::name();
                     for (int number : {tile.m, tile.n, tile.k, tile.wm, tile.wn}) name += "_" + std::to_string(number);
                     kernel(name, "rrCwrCrr", [=](const Launch &launch) { Product<T>(launch, tile, a, b).run(); });
                 }

@@ -1,4 +1,4 @@
-// gemv.metal: a matrix times a vector, the matrix as it is or transposed.
+// gemv.metal: a matrix, or its transpose, times a vector.
 #include "kernel.h"
 
 namespace {
@@ -7,23 +7,25 @@ const struct Tile {
     bool transposed;
     int bm, bn, sm, sn, tm, tn;
 } TILES[] = {
-    {false, 1, 8, 1, 32, 4, 4}, {false, 1, 8, 1, 32, 1, 4}, {false, 1, 1, 8, 4, 4, 4}, {false, 1, 1, 8, 4, 1, 4},
+    {false, 1, 8, 1, 32, 4, 4}, {false, 1, 8, 1, 32, 1, 4}, {false, 1, 1, 8, 4, 4, 4},  {false, 1, 1, 8, 4, 1, 4},
     {false, 4, 1, 1, 32, 1, 4}, {false, 4, 1, 1, 32, 4, 4}, {false, 8, 1, 1, 32, 4, 4}, {true, 1, 2, 8, 4, 4, 1},
     {true, 1, 2, 8, 4, 4, 4},   {true, 1, 4, 8, 4, 4, 4},   {true, 1, 16, 8, 4, 4, 4},  {true, 1, 16, 4, 8, 4, 4},
 };
 
-// matrix, vector, bias, output, length of the vector, of the output, the matrix's row stride, alpha, beta, then what is
-// needed for batches: their number of dimensions, shape, the strides of the vector, the matrix and the bias; the bias's.
+// matrix, vector, bias, output, length of the vector, of the output, the matrix's row stride, alpha, beta, then those
+// of batches: number of dimensions, shape, strides of the vector, the matrix and the bias; stride of the bias.
 template <class T> void gemv(const std::string &name, Tile tile, bool axpby) {
     kernel(name, axpby ? "rrrwrrrrrrrrrrr" : "rr.wrrrrrrrrrrr", [tile, axpby](const Launch &launch) {
         View<T> matrix(launch, 0), vector(launch, 1), bias(launch, 2), output(launch, 3);
-        size_t inner = scalar<int32_t>(launch, 4), outer = scalar<int32_t>(launch, 5), stride = scalar<int32_t>(launch, 6);
+        size_t inner = scalar<int32_t>(launch, 4), outer = scalar<int32_t>(launch, 5),
+               stride = scalar<int32_t>(launch, 6);
         float alpha = scalar<float>(launch, 7), beta = scalar<float>(launch, 8);
         size_t of_vector = scalar<int64_t>(launch, 11), of_matrix = scalar<int64_t>(launch, 12);
         size_t of_bias = scalar<int64_t>(launch, 13), bias_stride = scalar<int32_t>(launch, 14);
         size_t each = tile.transposed ? tile.bn * tile.sn * tile.tn : tile.bm * tile.sm * tile.tm;
         const Size &group = launch.group;
-        if (group.width != 32 || group.height != size_t(tile.bn) || group.depth != size_t(tile.bm)) launch.code->fail("a threadgroup of another shape");
+        if (group.width != 32 || group.height != size_t(tile.bn) || group.depth != size_t(tile.bm))
+            launch.code->fail("a threadgroup of a wrong shape");
         if (launch.groups.width * each < outer) launch.code->fail("too few threadgroups");
         for (size_t batch = 0; batch < launch.groups.depth; batch++) {
             for (size_t i = 0; i < outer; i++) {
@@ -44,9 +46,9 @@ int all = [] {
         for (bool axpby : {false, true}) {
             auto name = [&](const char *type) {
                 auto number = [](int n) { return std::to_string(n); };
-                return std::string(tile.transposed ? "gemv_t_" : "gemv_") + type + "_bm" + number(tile.bm) + "_bn" + number(tile.bn) +
-                       "_sm" + number(tile.sm) + "_sn" + number(tile.sn) + "_tm" + number(tile.tm) + "_tn" + number(tile.tn) +
-                       "_nc0_axpby" + number(axpby);
+                return std::string(tile.transposed ? "gemv_t_" : "gemv_") + type + "_bm" + number(tile.bm) + "_bn" +
+                       number(tile.bn) + "_sm" + number(tile.sm) + "_sn" + number(tile.sn) + "_tm" + number(tile.tm) +
+                       "_tn" + number(tile.tn) + "_nc0_axpby" + number(axpby);
             };
             gemv<float>(name("float32"), tile, axpby);
             gemv<Half>(name("float16"), tile, axpby);

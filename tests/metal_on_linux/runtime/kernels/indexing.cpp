@@ -1,4 +1,4 @@
-// indexing.metal: elements taken from and put to where an index says. The index of the greatest value means none.
+// indexing.metal: gather and scatter by index. The largest value of the index type means no element.
 #include <algorithm>
 
 #include "kernel.h"
@@ -10,10 +10,11 @@ template <class I> bool none(I index) { return index == Type<I>::highest(); }
 // Elements, left size, source dim size, right size, ids, contiguous, source dims, source strides, input, ids, output.
 template <class I, class T> void index_select(const std::string &name) {
     kernel(name, "rrrrrrrrrrw", [](const Launch &launch) {
-        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2), right = scalar<uint64_t>(launch, 3);
+        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2),
+               right = scalar<uint64_t>(launch, 3);
         size_t count = scalar<uint64_t>(launch, 4);
         bool contiguous = scalar<uint8_t>(launch, 5);
-        // Here candle takes the size of the dimension for the rank, as its shader does.
+        // candle's shader takes the size of the dimension for the rank here.
         Strides strided(launch, 2, 6, 7);
         View<T> input(launch, 8), output(launch, 10);
         View<I> ids(launch, 9);
@@ -29,7 +30,8 @@ template <class I, class T> void index_select(const std::string &name) {
 // Elements, left size, source dim size, right size, ids, input, ids, output.
 template <class I, class T> void gather(const std::string &name) {
     kernel(name, "rrrrrrrw", [](const Launch &launch) {
-        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2), right = scalar<uint64_t>(launch, 3);
+        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2),
+               right = scalar<uint64_t>(launch, 3);
         size_t count = scalar<uint64_t>(launch, 4);
         View<T> input(launch, 5), output(launch, 7);
         View<I> ids(launch, 6);
@@ -47,7 +49,8 @@ template <class T> T added(T old, T value) { return T(old + value); }
 // Elements, left size, source dim size, right size, output dim size, input, ids, output; one id for each input.
 template <class I, class T> void scatter(const std::string &name, T (*combine)(T, T)) {
     kernel(name, "rrrrrrrw", [combine](const Launch &launch) {
-        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2), right = scalar<uint64_t>(launch, 3);
+        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2),
+               right = scalar<uint64_t>(launch, 3);
         size_t output_dim = scalar<uint64_t>(launch, 4);
         View<T> input(launch, 5), output(launch, 7);
         View<I> ids(launch, 6);
@@ -67,7 +70,8 @@ template <class I, class T> void scatter(const std::string &name, T (*combine)(T
 // Elements, left size, source dim size, right size, output dim size, ids, input, ids, output; one id for each row.
 template <class I, class T> void index_add(const std::string &name) {
     kernel(name, "rrrrrrrrw", [](const Launch &launch) {
-        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2), right = scalar<uint64_t>(launch, 3);
+        size_t length = scalar<uint64_t>(launch, 0), dim = scalar<uint64_t>(launch, 2),
+               right = scalar<uint64_t>(launch, 3);
         size_t output_dim = scalar<uint64_t>(launch, 4), count = scalar<uint64_t>(launch, 5);
         View<T> input(launch, 6), output(launch, 8);
         View<I> ids(launch, 7);
@@ -88,7 +92,7 @@ template <class I, class T> std::string name(const char *operation) {
     return std::string(operation) + "_" + Type<I>::name() + "_" + Type<T>::name();
 }
 
-// Not every pair of types is there.
+// candle does not have every pair of types.
 template <class I, class T> void select_and_add() {
     index_select<I, T>(name<I, T>("is"));
     index_add<I, T>(name<I, T>("ia"));

@@ -1,5 +1,5 @@
-// candle's kernels by their names. Their texts are not compiled: each has a stand-in here that takes the same arguments in
-// the same slots and does the same arithmetic, in one thread, and minds the bounds of what it is given.
+// candle's kernels by name. Their sources are not compiled: each has a stand-in here that takes the same arguments in
+// the same slots, does the same arithmetic in one thread, and checks the bounds of its buffers.
 #pragma once
 #include <functional>
 
@@ -8,10 +8,10 @@
 
 typedef std::function<void(const Launch &)> Run;
 
-// Says that there is a kernel. `roles` as in `Code`; a slot that is read only if use_out_source is set has a capital C.
+// Registers a kernel. `roles` is that of `Code`, with C for a slot that is read only if use_out_source is set.
 void kernel(const std::string &name, const std::string &roles, Run run);
 
-// What is bound to a slot, as numbers.
+// The memory bound to a slot, as an array of numbers.
 template <class T> class View {
     const Code *code;
     size_t slot, count;
@@ -30,24 +30,27 @@ template <class T> class View {
 
   private:
     char *at(size_t i) const {
-        if (i >= count) code->fail("buffer " + std::to_string(slot) + ": element " + std::to_string(i) + " of " + std::to_string(count));
+        if (i >= count)
+            code->fail("buffer " + std::to_string(slot) + ": element " + std::to_string(i) + " of " +
+                       std::to_string(count));
         return bytes + i * sizeof(T);
     }
 };
 
 template <class T> T scalar(const Launch &launch, size_t slot) { return View<T>(launch, slot).get(0); }
 
-// A kernel of one thread for `elements` each, and no more than `each` of them. A thread more than needed is no fault.
+// Checks that the grid has a thread for every `each` elements. More threads than needed are no fault.
 inline void covers(const Launch &launch, size_t elements, size_t each = 1) {
     size_t needed = (elements + each - 1) / each;
     if (launch.threads.count() < needed)
-        launch.code->fail(std::to_string(launch.threads.count()) + " threads for " + std::to_string(elements) + " elements");
+        launch.code->fail(std::to_string(launch.threads.count()) + " threads for " + std::to_string(elements) +
+                          " elements");
 }
 
-// How many elements candle gives to each thread of an elementwise kernel.
+// The number of elements per thread of candle's elementwise kernels.
 template <class T> size_t per_thread() { return (8 + sizeof(T) - 1) / sizeof(T); }
 
-// Where the elements of a strided tensor are; `from` is the slot of its rank, its dimensions and strides being in others.
+// The offsets of the elements of a strided tensor; the arguments are the slots of its rank, dimensions and strides.
 class Strides {
     size_t rank;
     View<uint64_t> dims, strides;

@@ -1,5 +1,5 @@
-// reduce.metal: sums and the like over the last elements, softmax, norms. The order of a sum and the type it is kept in
-// are candle's: a sum of halves is kept in halves.
+// reduce.metal: reductions over the last dimension, softmax, norms. The order and type of a sum are candle's: a sum of
+// f16 is in f16.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Where the elements that are reduced are: dims and strides of 32 bits.
+// The offsets of the elements to reduce, from 32-bit dims and strides.
 struct Indexer {
     std::vector<uint32_t> dims, strides;
 
@@ -32,16 +32,20 @@ struct Indexer {
 
 bool power_of_two(size_t n) { return n && !(n & (n - 1)); }
 
-// One result for each threadgroup: each thread takes every so many-th element, then halves are put together.
-template <class V, class Load, class Combine> V block(const Launch &launch, size_t group, size_t each, size_t length, V start, Load load, Combine combine) {
+// One result for each threadgroup: each thread combines a strided subset of the elements, then the results are combined
+// pairwise.
+template <class V, class Load, class Combine>
+V block(const Launch &launch, size_t group, size_t each, size_t length, V start, Load load, Combine combine) {
     size_t threads = launch.group.width;
     if (!power_of_two(threads)) launch.code->fail("a threadgroup of " + std::to_string(threads) + " threads");
     size_t stop = std::min(length, (group + 1) * each);
     std::vector<V> values(threads, start);
     for (size_t thread = 0; thread < threads; thread++)
-        for (size_t i = group * each + thread; i < stop; i += threads) values[thread] = combine(values[thread], load(i));
+        for (size_t i = group * each + thread; i < stop; i += threads)
+            values[thread] = combine(values[thread], load(i));
     for (size_t half = threads / 2; half; half /= 2)
-        for (size_t thread = 0; thread < half; thread++) values[thread] = combine(values[thread], values[thread + half]);
+        for (size_t thread = 0; thread < half; thread++)
+            values[thread] = combine(values[thread], values[thread + half]);
     return values[0];
 }
 
@@ -52,8 +56,9 @@ template <class T> void reduction(const std::string &name, T start, T (*combine)
             size_t length = scalar<uint32_t>(launch, 0), each = scalar<uint32_t>(launch, 3 + strided);
             Indexer at(launch, strided);
             View<T> input(launch, 4 + strided), output(launch, 5 + strided);
+            auto load = [&](size_t i) { return input.get(at(i)); };
             for (size_t group = 0; group < launch.groups.width; group++)
-                output.set(group, block<T>(launch, group, each, length, start, [&](size_t i) { return input.get(at(i)); }, combine));
+                output.set(group, block<T>(launch, group, each, length, start, load, combine));
         });
     }
 }
@@ -63,7 +68,7 @@ template <class T> struct Indexed {
     T value;
 };
 
-// The same, of which the result is where the element is.
+// The same, with the index of the element as the result.
 template <class T> void arg_reduction(const std::string &name, T start, bool (*better)(T, T)) {
     for (bool strided : {false, true}) {
         kernel(name + (strided ? "_strided" : ""), strided ? "rrrrrrw" : "rrrrrw", [=](const Launch &launch) {

@@ -1,4 +1,4 @@
-// sort.metal, and of mlx_sort.metal what sorts rows that one threadgroup can hold: the order of each row's elements.
+// sort.metal, and from mlx_sort.metal the sorts of rows that fit into a threadgroup: the order of each row's elements.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace {
 
-// input, output, columns, columns with padding. The network is candle's, so that equal elements come out as there.
+// input, output, columns, columns with padding. The sorting network is candle's, so that ties have the same order.
 template <class T> void network(const std::string &name, bool ascending) {
     kernel(name, "rwrr", [ascending](const Launch &launch) {
         View<T> input(launch, 0);
@@ -18,7 +18,7 @@ template <class T> void network(const std::string &name, bool ascending) {
             std::vector<size_t> order(padded);
             std::iota(order.begin(), order.end(), 0);
             auto value = [&](size_t i) { return input.get(row * columns + order[i]); };
-            // Whether the element at `i` must come after that at `j`; padding comes last.
+            // Whether the element at `i` comes after that at `j`; padding comes last.
             auto after = [&](size_t i, size_t j) {
                 if (order[i] >= columns) return true;
                 return order[j] < columns && (ascending ? value(i) > value(j) : value(i) < value(j));
@@ -34,7 +34,7 @@ template <class T> void network(const std::string &name, bool ascending) {
     });
 }
 
-// input, output, columns, two strides within the row, two from row to row.
+// input, output, columns, two strides within a row, two between rows.
 template <class T> void block(const std::string &name, size_t threads, size_t each) {
     kernel(name, "rwrrrrr", [threads, each](const Launch &launch) {
         View<T> input(launch, 0);
@@ -42,7 +42,8 @@ template <class T> void block(const std::string &name, size_t threads, size_t ea
         size_t columns = scalar<int32_t>(launch, 2);
         size_t in_stride = scalar<int32_t>(launch, 3), out_stride = scalar<int32_t>(launch, 4);
         size_t in_row = scalar<int32_t>(launch, 5), out_row = scalar<int32_t>(launch, 6);
-        if (launch.group.width != threads || columns > threads * each) launch.code->fail("a threadgroup cannot hold the row");
+        if (launch.group.width != threads || columns > threads * each)
+            launch.code->fail("a threadgroup cannot hold the row");
         for (size_t row = 0; row < launch.groups.height; row++) {
             std::vector<uint32_t> order(columns);
             std::iota(order.begin(), order.end(), 0);

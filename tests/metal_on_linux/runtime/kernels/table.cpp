@@ -1,4 +1,4 @@
-// The table of candle's kernels.
+// The table of the stand-ins for candle's kernels.
 #include "kernel.h"
 
 namespace {
@@ -21,7 +21,8 @@ struct CandleKernel : Code {
 const size_t USE_OUT_SOURCE = 100;
 
 struct Candle : Functions {
-    std::shared_ptr<const Code> find(const std::string &name, const Constants &constants, std::string &error) const override {
+    std::shared_ptr<const Code> find(const std::string &name, const Constants &constants,
+                                     std::string &error) const override {
         auto found = table().find(name);
         if (found == table().end()) {
             error = "candle's kernel " + name + " has no stand-in here";
@@ -46,8 +47,8 @@ void kernel(const std::string &name, const std::string &roles, Run run) {
 
 std::shared_ptr<const Functions> candle() { return std::make_shared<Candle>(); }
 
-// For a test: all stand-ins, a name and its roles in each line.
-extern "C" const char *make_believe_kernels() {
+// For a test: all stand-ins, one line with name and roles for each.
+extern "C" const char *emulated_kernels() {
     static std::string names;
     names.clear();
     for (auto &entry : table()) names += entry.first + " " + entry.second.roles + "\n";

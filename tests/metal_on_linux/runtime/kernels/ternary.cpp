@@ -1,12 +1,13 @@
-// ternary.metal: the one or the other of two numbers.
+// ternary.metal: an elementwise choice between two tensors.
 #include "kernel.h"
 
 namespace {
 
-// Whether the condition, the first and the second operand are contiguous is known when the function is made.
+// The constants 0, 1 and 2: whether the condition, the first and the second operand are contiguous.
 bool constant(const Launch &launch, size_t i) {
     auto found = launch.code->constants.find(i);
-    if (found == launch.code->constants.end()) launch.code->fail("function constant " + std::to_string(i) + " is not set");
+    if (found == launch.code->constants.end())
+        launch.code->fail("function constant " + std::to_string(i) + " is not set");
     return found->second;
 }
 
@@ -15,13 +16,14 @@ template <class I, class T> void where(const std::string &name) {
     kernel(name, "rrrrrrrrrw", [](const Launch &launch) {
         size_t length = scalar<uint64_t>(launch, 0);
         Strides of_condition(launch, 1, 2, 3), of_first(launch, 1, 2, 4), of_second(launch, 1, 2, 5);
-        bool plain_condition = constant(launch, 0), plain_first = constant(launch, 1), plain_second = constant(launch, 2);
+        bool plain_condition = constant(launch, 0), plain_first = constant(launch, 1),
+             plain_second = constant(launch, 2);
         View<I> condition(launch, 6);
         View<T> first(launch, 7), second(launch, 8), output(launch, 9);
         covers(launch, length, per_thread<T>());
         for (size_t i = 0; i < length; i++) {
             bool is = condition.get(plain_condition ? i : of_condition(i));
-            // Both are read, as the shader does.
+            // Both are read, as in the shader.
             T a = first.get(plain_first ? i : of_first(i)), b = second.get(plain_second ? i : of_second(i));
             output.set(i, is ? a : b);
         }

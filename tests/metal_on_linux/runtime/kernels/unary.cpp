@@ -1,11 +1,11 @@
-// unary.metal, affine.metal and fill.metal: functions of one number, copies, constants.
+// unary.metal, affine.metal and fill.metal: elementwise functions of one tensor, copies, constants.
 #include <cmath>
 
 #include "kernel.h"
 
 namespace {
 
-// A function of one number that is computed as a float and rounded once.
+// An elementwise function that is computed in float and rounded once.
 typedef float (*Function)(float);
 
 template <class T> T apply(Function f, T value) { return T(f(float(value))); }
@@ -57,7 +57,7 @@ template <class T, class F> void unary(const std::string &name, F f) {
     });
 }
 
-// length, value, output; and length, rank, dims, strides, value, output, the strides being those of the output.
+// length, value, output; and length, rank, dims, strides of the output, value, output.
 template <class T> void const_set(const std::string &name) {
     kernel(name, "rrw", [](const Launch &launch) {
         size_t length = scalar<uint64_t>(launch, 0);
@@ -93,13 +93,15 @@ template <class T> void copy2d(const std::string &name) {
         size_t rows = scalar<int64_t>(launch, 0), columns = scalar<int64_t>(launch, 1);
         size_t from = scalar<int64_t>(launch, 2), to = scalar<int64_t>(launch, 3);
         View<T> input(launch, 4), output(launch, 5);
-        if (launch.threads.width < rows || launch.threads.height < columns) launch.code->fail("a grid smaller than the copy");
+        if (launch.threads.width < rows || launch.threads.height < columns)
+            launch.code->fail("a grid smaller than the copy");
         for (size_t i = 0; i < rows; i++)
             for (size_t j = 0; j < columns; j++) output.set(i * to + j, input.get(i * from + j));
     });
 }
 
-// A function with parameters: length, parameters, input, output; and length, rank, dims, strides, parameters, input, output.
+// A function with parameters: length, parameters, input, output; and length, rank, dims, strides, parameters, input,
+// output.
 template <class T, size_t PARAMETERS, class F> void parametric(const std::string &name, F f) {
     std::string parameters(PARAMETERS, 'r');
     kernel(name, "r" + parameters + "rw", [f](const Launch &launch) {
@@ -128,7 +130,8 @@ int all = [] {
             unary<T>(named.name + type, [f](T x) { return apply(f, x); });
         }
         parametric<T, 1>("powf" + type, [](float x, float power, float) { return std::pow(x, power); });
-        parametric<T, 1>("elu" + type, [](float x, float slope, float) { return x > 0 ? x : slope * (std::exp(x) - 1); });
+        parametric<T, 1>("elu" + type,
+                         [](float x, float slope, float) { return x > 0 ? x : slope * (std::exp(x) - 1); });
     });
     for_all([](auto zero) {
         typedef decltype(zero) T;
@@ -137,7 +140,8 @@ int all = [] {
         const_set<T>("const_set" + type);
         copy2d<T>("copy2d" + type);
         fill<T>("fill" + type);
-        parametric<T, 2>("affine" + type, [](float x, float factor, float summand) { return std::fma(x, factor, summand); });
+        parametric<T, 2>("affine" + type,
+                         [](float x, float factor, float summand) { return std::fma(x, factor, summand); });
     });
     copy2d<int32_t>("copy2d_i32");
     copy2d<int16_t>("copy2d_i16");

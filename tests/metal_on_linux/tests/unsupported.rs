@@ -1,4 +1,4 @@
-//! What a device cannot do is a typed error.
+//! Unsupported devices and dtypes are typed errors.
 
 use candle_core::{DType, Device, Tensor};
 use metal_on_linux::{metal, numbers};
@@ -11,8 +11,8 @@ fn loss(dtype: DType, device: &Device) -> mos_head::Result<mos_head::Loss> {
 }
 
 #[test]
-fn a_gpu_without_matrices_in_its_warps_is_refused() {
-    // Apple6. Nothing else in this process asks for a kernel, or reads the environment at the same time.
+fn a_gpu_without_simd_group_matrices_is_an_error() {
+    // Apple6. Nothing else in this process loads a kernel or reads the environment at the same time.
     std::env::set_var("MOS_HEAD_METAL_FAMILY", "1006");
     match loss(DType::F32, &metal()) {
         Err(Error::Device { argument: "hidden", expected, .. }) => assert!(expected.contains("M1"), "{expected}"),

@@ -346,7 +346,9 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
         let kernel = format!("row_gradient_{}", self.gpu.kind().gradient_dtype(self.dtype).as_str());
         self.gpu.launch(&kernel, row_count, &[logits, objective, row_values, log_probs, live, gradient])?;
 
-        if let Some((bias, ones)) = self.bias_gradient.as_ref().zip(self.ones.as_ref()) {
+        // Without live rows there is nothing to add: the gradients start as zeros.
+        let bias = self.bias_gradient.as_ref().filter(|_| row_count > 0);
+        if let Some((bias, ones)) = bias.zip(self.ones.as_ref()) {
             self.gpu.multiply(&Product {
                 m: self.sizes.vocab,
                 n: 1,
@@ -392,6 +394,9 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
         let Sizes { context: d, vocab, .. } = self.sizes;
         let Some(gradient) = &self.weight_gradient else { return Ok(()) };
         let (row_count, contexts) = self.gradient_rows(&positions);
+        if row_count == 0 {
+            return Ok(());
+        }
         self.gpu.multiply(&Product {
             m: vocab,
             n: d,

@@ -138,7 +138,7 @@ fn loss<G: Gpu>(
     needs_grad: NeedsGrad,
     plan: &Plan,
 ) -> Result<LossResults> {
-    let prepared = Prepared::new(gpu, objective, operands.sizes, operands.contexts.dtype())?;
+    let prepared = Prepared::new(gpu, objective, operands)?;
     let mut chunks = Chunks::new(gpu, operands, Some(prepared), needs_grad, false, plan)?;
     chunks.run_loss(plan, needs_grad)?;
 

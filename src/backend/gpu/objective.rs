@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{self, Argument};
 use super::device::{Buffer, Gpu, BLOCK};
-use crate::backend::contract::{GradScale, Objective, Sizes, TargetLoss};
+use crate::backend::contract::{GradScale, Objective, Operands, Sizes, TargetLoss};
 use crate::error::{Error, Result};
 
 /// The targets of a loss.
@@ -47,13 +47,15 @@ enum LogitsFactor {
 const HALF_UNIT: f32 = 64.0;
 
 impl Prepared {
-    pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, sizes: Sizes, dtype: DType) -> Result<Self> {
-        let Sizes { positions, vocab, .. } = sizes;
-        let dtype = gpu.kind().gradient_dtype(dtype);
+    /// The objective of a mixture with these operands.
+    pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, operands: &Operands) -> Result<Self> {
+        let Sizes { positions, vocab, .. } = operands.sizes;
+        let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
         let unit = if dtype == DType::F16 { HALF_UNIT } else { 1.0 };
+        let scale = operands.logit_scale;
         let logits_factor = |factor: &Tensor| match dtype {
-            DType::F32 => Ok::<_, Error>(LogitsFactor::Kernel(Buffer::new(gpu, factor.clone())?)),
-            _ => Ok(LogitsFactor::Products(Buffer::new(gpu, factor.affine(1.0 / f64::from(unit), 0.0)?)?)),
+            DType::F32 => Ok::<_, Error>(LogitsFactor::Kernel(Buffer::new(gpu, factor.affine(scale, 0.0)?)?)),
+            _ => Ok(LogitsFactor::Products(Buffer::new(gpu, factor.affine(scale / f64::from(unit), 0.0)?)?)),
         };
         let loss = match objective {
             Objective::LogProbs { upstream } => {

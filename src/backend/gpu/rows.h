@@ -42,9 +42,9 @@ struct Logits {
         logit *= scale;
         return softcap == 0.f ? logit : softcap * hyperbolic_tangent(logit / softcap);
     }
-    // The derivative of `finish` with respect to its argument, from its result.
+    // The derivative of the softcap, from its result. The factor of the gradient holds that of the scale.
     FUNCTION float slope(float logit) const {
-        return softcap == 0.f ? scale : scale * (1.f - (logit / softcap) * (logit / softcap));
+        return softcap == 0.f ? 1.f : 1.f - (logit / softcap) * (logit / softcap);
     }
 };
 

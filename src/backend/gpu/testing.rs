@@ -301,6 +301,7 @@ impl Products for EmulatedGpu {
 impl EmulatedGpu {
     fn multiply_on_host(&self, p: &Product) -> Result<()> {
         assert_eq!(p.lhs.dtype, p.rhs.dtype);
+        assert!(p.k > 0, "sums without terms: {p:?}");
         let alpha = p.alpha.map_or(1.0, |alpha| read(alpha, 0, DType::F32));
         let at = |matrix: &Matrix, row: usize, column: usize| {
             let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };

@@ -86,8 +86,7 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
     };
     let offset = |elements: usize| (elements * DType::F32.size_in_bytes()) as u64;
     let mut first = 0;
-    // At least once, since without rows the sums are zero.
-    loop {
+    while first < rows {
         let tile_rows = at_once.max(1).min(rows - first);
         let address = rhs.address + (first * rhs.stride * rhs.dtype.size_in_bytes()) as u64;
         let tile = widened(gpu, 1, Matrix { address, ..rhs }, tile_rows)?;
@@ -101,10 +100,8 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
             }
         })?;
         first += tile_rows;
-        if first >= rows {
-            return Ok(());
-        }
     }
+    Ok(())
 }
 
 /// The first stored rows of a matrix, in f32.

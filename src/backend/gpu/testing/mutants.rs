@@ -8,7 +8,7 @@ use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
-const ROWS_MUTATIONS: [(&str, &str); 18] = [
+const ROWS_MUTATIONS: [(&str, &str); 19] = [
     ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
     ("if (v == id) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
@@ -20,6 +20,7 @@ const ROWS_MUTATIONS: [(&str, &str); 18] = [
     ("hard[t] = class_weight * (1.f - smoothing);", "hard[t] = class_weight;"),
     ("counts[t] = weight * class_weight;", "counts[t] = weight;"),
     ("if (bias) logit += bias[v];", ""),
+    ("logit *= scale;", ""),
     ("i64 r = live ? live[block] : block", "i64 r = block"),
     ("T *from = all + (i64)live[block] * columns", "T *from = all + (i64)block * columns"),
     ("float *to = all + (i64)live[block] * columns", "float *to = all + (i64)block * columns"),
@@ -49,7 +50,7 @@ fn wrong_kernels_are_caught() {
         let all = options(Reduction::Mean, 0.1, 0.01, true);
         let filter = LossOptions::new().with_responsibility_filter(0.2);
         let mut cases = [all.clone(), filter]
-            .map(|options| Case { softcap: Some(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
+            .map(|options| Case { logit_scale: 0.7, softcap: Some(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
             .into_iter()
             .collect::<Vec<_>>();
         // Few rows and many, in half precision.

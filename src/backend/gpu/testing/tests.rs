@@ -15,8 +15,10 @@ fn losses_and_gradients_equal_those_of_the_cpu_in_f64() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
                 for (smoothing, z_loss, softcap) in [(0.0, 0.0, None), (0.1, 0.0, None), (0.2, 0.01, Some(5.0))] {
-                    let options = options(reduction, smoothing, z_loss, true);
-                    Case { dtype, softcap, options, ..case(5, 3, 6, 37) }.check(&gpu);
+                    for (logit_scale, transposed) in [(1.0, false), (0.3, true)] {
+                        let options = options(reduction, smoothing, z_loss, true);
+                        Case { dtype, logit_scale, transposed, softcap, options, ..case(5, 3, 6, 37) }.check(&gpu);
+                    }
                 }
             }
         }
@@ -284,13 +286,15 @@ proptest! {
     fn any_sizes_and_options_work(
         positions in 1usize..9, components in 1usize..6, context in 1usize..12, vocab in 1usize..70, chunk in 1usize..9,
         smoothing in prop_oneof![Just(0.0), 0.0..0.9], z_loss in prop_oneof![Just(0.0), 0.0..0.1],
-        softcap in prop_oneof![Just(None), (2.0..30.0).prop_map(Some)], ignore: bool,
+        softcap in prop_oneof![Just(None), (2.0..30.0).prop_map(Some)], ignore: bool, transposed: bool,
+        logit_scale in prop_oneof![Just(1.0), 0.1..3.0],
         reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
     ) {
         for gpu in EmulatedGpu::all() {
             let options = options(reduction, smoothing, z_loss, ignore).with_hits(false);
             // Only f32: in half precision the error depends on the cancellation within a gradient.
-            Case { softcap, options, chunk, ..case(positions, components, context, vocab) }.check(&gpu);
+            let sizes = case(positions, components, context, vocab);
+            Case { logit_scale, transposed, softcap, options, chunk, ..sizes }.check(&gpu);
         }
     }
 }

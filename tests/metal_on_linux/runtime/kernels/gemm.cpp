@@ -66,8 +66,7 @@ template <class T> struct Product {
         axpby = constant(launch, DO_AXPBY);
         if (out_source) add = scalar<AddParams>(launch, 5);
         expect(launch, !constant(launch, DO_GATHER), "gathering is not emulated");
-        // Without terms (K = 0) the kernel writes zeros, or C.
-        expect(launch, p.m > 0 && p.n > 0 && p.k >= 0, "an empty product");
+        expect(launch, p.m > 0 && p.n > 0 && p.k > 0, "an empty product");
         expect(launch, !constant(launch, ALIGN_M) || p.m % tile.m == 0, "align_M, but M is no multiple of the tile's");
         expect(launch, !constant(launch, ALIGN_N) || p.n % tile.n == 0, "align_N, but N is no multiple of the tile's");
         expect(launch, !constant(launch, ALIGN_K) || p.k % tile.k == 0, "align_K, but K is no multiple of the tile's");

@@ -25,6 +25,8 @@ where
     if !operands.iter().any(|operand| operand.track_op()) {
         return Ok(value);
     }
+    // A copy of the storage starts at its first element.
+    let value = if value.layout().start_offset() == 0 { value } else { value.force_contiguous()? };
     let [a, b, c] = operands;
     let shape = value.shape().clone();
     Ok(a.apply_op3(b, c, Node { name, shape, value: Mutex::new(Some(value)), backward })?)
@@ -216,13 +218,20 @@ pub(crate) fn is_root(value: &Tensor) -> bool {
 
 /// Takes the gradient of an operand from candle if the operand is the leaf of this pass.
 fn put_aside(operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
+    let taken = |pass: &mut Option<Pass>| {
+        let pass = pass.as_mut().filter(|pass| pass.leaf == Some(operand.id()))?;
+        Some(pass.gradient.take())
+    };
+    let Some(before) = PASS.with_borrow_mut(taken) else { return Ok(()) };
+    // The pass is not borrowed here: an operation of candle may run another job of rayon.
+    let sum = match (before, gradient.take()) {
+        (Some(a), Some(b)) => Some((a + b)?),
+        (a, b) => a.or(b),
+    };
     PASS.with_borrow_mut(|pass| {
-        if let Some(pass) = pass.as_mut().filter(|pass| pass.leaf == Some(operand.id())) {
-            pass.gradient = match (pass.gradient.take(), gradient.take()) {
-                (Some(a), Some(b)) => Some((a + b)?),
-                (a, b) => a.or(b),
-            };
+        if let Some(pass) = pass {
+            pass.gradient = sum;
         }
-        Ok(())
-    })
+    });
+    Ok(())
 }

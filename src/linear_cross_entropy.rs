@@ -2,13 +2,14 @@
 
 use candle_core::Tensor;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions};
-use crate::output_layer::OutputLayer;
-use crate::softmax_head::SoftmaxHead;
+use crate::mixture::Mixture;
+use crate::validate::{check_float, check_hidden, check_targets, leading};
 
 /// The cross-entropy of a linear layer, without its logits: what `cross_entropy(linear(hidden), targets)` gives, and
-/// its gradients, at the memory of one chunk of logits. The same as [`SoftmaxHead`] made from these tensors.
+/// its gradients, at the memory of one chunk of logits. The same as the loss of a
+/// [`SoftmaxHead`](crate::SoftmaxHead) made from these tensors.
 ///
 /// # Shapes
 ///
@@ -19,7 +20,7 @@ use crate::softmax_head::SoftmaxHead;
 ///
 /// # Errors
 ///
-/// As for [`OutputLayer::loss`].
+/// As for [`OutputLayer::loss`](crate::OutputLayer::loss).
 ///
 /// # Examples
 ///
@@ -43,5 +44,11 @@ pub fn linear_cross_entropy(
     targets: &Tensor,
     options: &LossOptions,
 ) -> Result<Loss> {
-    SoftmaxHead::from_tensors(weight.clone(), bias.cloned())?.loss(hidden, targets, options)
+    let &[_, width] = weight.dims() else {
+        return Err(Error::shape("weight", "[vocab, hidden]", weight.dims()));
+    };
+    check_float("weight", weight)?;
+    check_hidden(hidden, width, weight)?;
+    check_targets("targets", targets, leading(hidden)?)?;
+    Mixture::new(&hidden.unsqueeze(hidden.rank() - 1)?, None, weight, bias)?.loss(targets, options)
 }

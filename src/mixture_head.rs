@@ -103,7 +103,7 @@ macro_rules! mixture_head {
             ///
             /// # Errors
             ///
-            /// If the scale is not a finite number above zero.
+            /// If the scale is not from 1e-30 to 1e30.
             pub fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
                 let Parameters { projection, decoder } = self.0;
                 Ok($head(Parameters { projection, decoder: decoder.with_logit_scale(logit_scale)? }))
@@ -113,7 +113,7 @@ macro_rules! mixture_head {
             ///
             /// # Errors
             ///
-            /// If the cap is not a finite number above zero.
+            /// If the cap is not from 1e-30 to 1e30.
             pub fn with_softcap(self, cap: f64) -> Result<Self> {
                 let Parameters { projection, decoder } = self.0;
                 Ok($head(Parameters { projection, decoder: decoder.with_softcap(Some(cap))? }))

@@ -9,7 +9,7 @@ use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::mixture_head::{mixture_head, Parameters};
-use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
+use crate::output_layer::{delegate_to_mixture, projected_loss, MixtureLayer, OutputLayer};
 
 /// A mixture of K softmaxes, each with its own context:
 ///
@@ -55,6 +55,10 @@ impl OutputLayer for MixtureOfSoftmaxes {
 
     fn vocab_size(&self) -> usize {
         self.0.decoder.vocab()
+    }
+
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        projected_loss(self, hidden, targets, options)
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {

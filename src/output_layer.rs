@@ -9,9 +9,9 @@ use candle_core::{DType, Tensor, D};
 use crate::backend::plan::Plan;
 use crate::decoding::{BeamSearch, Hypothesis, Pruned, Sampler, TopK};
 use crate::error::{Error, Result};
-use crate::loss::{mask_ignored, Loss, LossOptions, Reduction};
+use crate::loss::{Loss, LossOptions, Reduction};
 use crate::mixture::Mixture;
-use crate::validate::check_targets;
+use crate::validate::{check_targets, leading};
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
 ///
@@ -80,11 +80,8 @@ use crate::validate::check_targets;
 ///
 ///     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
 ///         // Ignored targets need not be token ids.
-///         let ids = match options.ignore_index() {
-///             Some(index) => targets.ne(index)?.where_cond(targets, &targets.zeros_like()?)?,
-///             None => targets.clone(),
-///         };
-///         let nll = self.log_probs(hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?.squeeze(D::Minus1)?.neg()?;
+///         let (hidden, ids) = options.mask_ignored(hidden, targets)?;
+///         let nll = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?.squeeze(D::Minus1)?.neg()?;
 ///         Loss::from_nll("Floored", &nll, targets, options)
 ///     }
 /// }
@@ -191,6 +188,9 @@ pub trait OutputLayer: Debug + Send + Sync {
 
 /// An output layer that reduces to one [`Mixture`] of softmaxes.
 ///
+/// Your own implements `mixture`, and the methods of [`OutputLayer`] by it, such as
+/// `self.mixture(hidden, options.is_training())?.loss(targets, options)`.
+///
 /// # Examples
 ///
 /// The priors of the components:
@@ -210,7 +210,7 @@ pub trait OutputLayer: Debug + Send + Sync {
 /// # }
 /// ```
 pub trait MixtureLayer: OutputLayer {
-    /// The number of softmaxes that are mixed.
+    /// The number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which mixes contexts.
     fn components(&self) -> usize;
 
     /// The mixture of these hidden states `[.., hidden]`; `train` enables dropout.
@@ -226,7 +226,7 @@ pub trait MixtureLayer: OutputLayer {
     ///
     /// As for [`OutputLayer::loss`], or if the budget cannot hold one position.
     fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
-        self.mixture(hidden, options.is_training())?.plan(options)
+        self.mixture(hidden, false)?.plan(options)
     }
 
     /// The mixture without its least probable components, see [`Mixture::prune`].
@@ -239,35 +239,22 @@ pub trait MixtureLayer: OutputLayer {
     }
 }
 
-/// The leading dimensions of hidden states.
-fn leading(hidden: &Tensor) -> Result<&[usize]> {
-    match hidden.dims() {
-        [leading @ .., _] => Ok(leading),
-        [] => Err(Error::shape("hidden", "[.., hidden]", &[])),
-    }
-}
-
-/// [`OutputLayer::loss`] of a [`MixtureLayer`]. Targets are checked before the projection is computed, and ignored
-/// positions are masked.
-pub(crate) fn mixture_loss(
+/// [`OutputLayer::loss`] of a head with a projection: arguments are checked before it is computed, and ignored positions are
+/// masked.
+pub(crate) fn projected_loss(
     layer: &impl MixtureLayer,
     hidden: &Tensor,
     targets: &Tensor,
     options: &LossOptions,
 ) -> Result<Loss> {
     options.validate()?;
-    check_targets("targets", targets, leading(hidden)?)?;
-    let hidden = mask_ignored(hidden, targets, options.ignore_index)?;
+    let (hidden, _) = options.mask_ignored(hidden, targets)?;
     layer.mixture(&hidden, options.train)?.loss_of_masked(targets, options)
 }
 
 /// The methods of [`OutputLayer`] that a [`MixtureLayer`] delegates to its mixture.
 macro_rules! delegate_to_mixture {
     () => {
-        fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-            crate::output_layer::mixture_loss(self, hidden, targets, options)
-        }
-
         fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
             self.mixture(hidden, false)?.log_probs()
         }

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
-use crate::validate::{check_hidden, check_logits, check_sizes};
+use crate::validate::{check_hidden, check_logits, check_sizes, check_targets, leading};
 
 /// The sizes and options of a [`SoftmaxHead`].
 ///
@@ -203,7 +203,7 @@ impl SoftmaxHead {
     ///
     /// # Errors
     ///
-    /// If the scale is not a finite number above zero.
+    /// If the scale is not from 1e-30 to 1e30.
     pub fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
         Ok(SoftmaxHead { decoder: self.decoder.with_logit_scale(logit_scale)? })
     }
@@ -212,7 +212,7 @@ impl SoftmaxHead {
     ///
     /// # Errors
     ///
-    /// If the cap is not a finite number above zero.
+    /// If the cap is not from 1e-30 to 1e30.
     pub fn with_softcap(self, cap: f64) -> Result<Self> {
         Ok(SoftmaxHead { decoder: self.decoder.with_softcap(Some(cap))? })
     }
@@ -250,6 +250,11 @@ impl OutputLayer for SoftmaxHead {
 
     fn vocab_size(&self) -> usize {
         self.decoder.vocab()
+    }
+
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        check_targets("targets", targets, leading(hidden)?)?;
+        self.mixture(hidden, options.train)?.loss(targets, options)
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {

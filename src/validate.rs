@@ -41,6 +41,23 @@ pub(crate) fn check_targets(argument: &'static str, targets: &Tensor, dims: &[us
     }
 }
 
+/// The leading dimensions of hidden states.
+pub(crate) fn leading(hidden: &Tensor) -> Result<&[usize]> {
+    match hidden.dims() {
+        [leading @ .., _] => Ok(leading),
+        [] => Err(Error::shape("hidden", "[.., hidden]", &[])),
+    }
+}
+
+/// Checks the weights of positions or classes.
+pub(crate) fn check_weights(argument: &'static str, weights: &Tensor, dims: &[usize], other: &Tensor) -> Result<()> {
+    if weights.dims() != dims {
+        return Err(Error::shape(argument, format!("{dims:?}"), weights.dims()));
+    }
+    check_float(argument, weights)?;
+    check_device(argument, weights, other)
+}
+
 /// Checks that a parameter has a dtype that the kernels support.
 pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()> {
     match tensor.dtype() {
@@ -51,10 +68,11 @@ pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()>
 
 /// Checks the scale and the softcap of logits.
 pub(crate) fn check_logits(logit_scale: f64, softcap: Option<f64>) -> Result<()> {
-    let is_positive = |x: f64| x > 0.0 && x.is_finite();
-    check_number(is_positive(logit_scale), "logit_scale", "a finite number above 0", logit_scale)?;
+    // Numbers that f32 holds too.
+    let is_valid = |x: f64| (1e-30..=1e30).contains(&x);
+    check_number(is_valid(logit_scale), "logit_scale", "from 1e-30 to 1e30", logit_scale)?;
     match softcap {
-        Some(cap) => check_number(is_positive(cap), "softcap", "a finite number above 0", cap),
+        Some(cap) => check_number(is_valid(cap), "softcap", "from 1e-30 to 1e30", cap),
         None => Ok(()),
     }
 }

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use candle_core::{DType, Device, Tensor};
 use common::check::numbers;
 use common::on_each_device;
-use mos_head::{BeamSearch, Error, Hypothesis, OutputLayer, Result, SoftmaxHead};
+use mos_head::{BeamSearch, Error, Hypothesis, OutputLayer, Result, SoftmaxHead, TopK};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 5;
@@ -235,6 +235,16 @@ on_each_device! {
         assert!(error.to_string().contains("hidden: expected shape [2, hidden], got [3, 6]"), "{error}");
         let error = of().run(&model.head, &start.unsqueeze(0)?, |_, _| Ok::<_, Error>(hidden.clone()));
         assert!(matches!(error, Err(Error::Shape { argument: "start", .. })));
+        let negative = Tensor::new(&[1i64, -1], device)?;
+        let error = of().run(&model.head, &negative, |_, _| Ok::<_, Error>(hidden.clone()));
+        assert!(matches!(error, Err(Error::Config { argument: "start", .. })));
+        let found = of().search(VOCAB, &start, |tokens, _, k| {
+            let log_probs = Tensor::zeros((tokens.dim(0)?, VOCAB), DType::F32, tokens.device())?;
+            let mut top = TopK::of_log_probs(&log_probs, k)?;
+            top.log_probs = top.log_probs.narrow(0, 0, 1)?;
+            Ok::<_, Error>(top)
+        });
+        assert!(matches!(found, Err(Error::Shape { argument: "log_probs", .. })));
         let floats = start.to_dtype(DType::F32)?;
         let error = of().run(&model.head, &floats, |_, _| Ok::<_, Error>(hidden.clone()));
         assert!(matches!(error, Err(Error::DType { argument: "start", got: DType::F32, .. })));

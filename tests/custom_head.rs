@@ -39,11 +39,8 @@ impl OutputLayer for Plain {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let ids = match options.ignore_index() {
-            Some(index) => targets.ne(index)?.where_cond(targets, &targets.zeros_like()?)?,
-            None => targets.clone(),
-        };
-        let of_ids = self.log_probs(hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
+        let (hidden, ids) = options.mask_ignored(hidden, targets)?;
+        let of_ids = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
         Loss::from_nll("Plain", &of_ids.squeeze(D::Minus1)?.neg()?, targets, options)
     }
 }
@@ -89,6 +86,40 @@ on_each_device! {
                 assert!(!head.loss(&tensors["hidden"], &targets, &evaluation)?.value.track_op());
             }
         }
+        Ok(())
+    }
+
+    fn what_an_ignored_position_holds_reaches_no_gradient_of_it(device: &Device) -> Result<()> {
+        // As u8, where -100 is 156 unless the index is compared as i64.
+        for (ignored, dtype) in [(-100, DType::I64), (5, DType::U32), (5, DType::U8)] {
+            let case = Case::random(Head::Softmax, SIZES, &[3], 136);
+            let tensors = case.variables(exact(device), device)?;
+            let head = Plain { weight: tensors["decoder.weight"].clone(), bias: tensors["decoder.bias"].clone() };
+            let targets = Tensor::new(&[3i64, ignored, 7], device)?.to_dtype(dtype)?;
+            let spoiled = Tensor::new(&[[1.0f32], [f32::NAN], [1.0]], device)?.to_dtype(exact(device))?;
+            let hidden = tensors["hidden"].broadcast_mul(&spoiled)?;
+            let options = LossOptions::new().with_ignore_index(ignored);
+            let loss = head.loss(&hidden, &targets, &options)?;
+            assert!(numbers(&loss.value)[0].is_finite() && numbers(&loss.count) == [2.0]);
+            let found = gradients(&loss.backward()?, &tensors);
+            for name in ["decoder.weight", "decoder.bias"] {
+                assert!(found[name].iter().all(|g| g.is_finite()), "{name}: {:?}", found[name]);
+            }
+        }
+        Ok(())
+    }
+
+    fn a_weight_of_zero_removes_an_infinite_loss_of_it(device: &Device) -> Result<()> {
+        let nll = Tensor::new(&[f32::INFINITY, 1.0], device)?;
+        let targets = Tensor::new(&[0u32, 1], device)?;
+        let options = LossOptions::new().with_position_weights(Tensor::new(&[0f32, 1.0], device)?);
+        assert_eq!(numbers(&Loss::from_nll("Plain", &nll, &targets, &options)?.value), [1.0]);
+        let bad = LossOptions::new().with_position_weights(Tensor::new(&[0u32, 1], device)?);
+        let error = Loss::from_nll("Plain", &nll, &targets, &bad).expect_err("integers");
+        assert!(matches!(error, Error::DType { argument: "position_weights", .. }), "{error:?}");
+        let bad = LossOptions::new().with_class_weights(Tensor::ones((3, 1), DType::F32, device)?);
+        let error = Loss::from_nll("Plain", &nll, &targets, &bad).expect_err("a matrix");
+        assert!(matches!(error, Error::Shape { argument: "class_weights", .. }), "{error:?}");
         Ok(())
     }
 

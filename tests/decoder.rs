@@ -9,8 +9,8 @@ use common::check::{backward, build, gradients, numbers, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    linear_cross_entropy, Activation, Error, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer,
-    Reduction, Result, SoftmaxHead,
+    linear_cross_entropy, Activation, Error, LossOptions, Mixture, MixtureLayer, MixtureOfSoftmaxes, MixtureTensors,
+    OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
 on_each_device! {
@@ -99,6 +99,20 @@ on_each_device! {
             let error = head.loss(&hidden, &targets, &LossOptions::new()).expect_err("malformed");
             assert!(error.to_string().contains(name), "{error}");
             assert!(head.log_probs(&hidden).is_err() && head.top_k(&hidden, 1).is_err());
+        }
+        Ok(())
+    }
+
+    fn scales_that_single_precision_does_not_hold_are_refused(device: &Device) -> Result<()> {
+        let head = SoftmaxHead::from_tensors(Tensor::zeros((5, 6), DType::F32, device)?, None)?;
+        let hidden = Tensor::zeros((2, 6), DType::F32, device)?;
+        for bad in [0.0, -1.0, 1e60, 1e-60, f64::INFINITY, f64::NAN] {
+            let error = head.clone().with_softcap(bad).expect_err("out of range");
+            assert!(matches!(error, Error::Config { argument: "softcap", .. }), "{error:?}");
+            let error = head.clone().with_logit_scale(bad).expect_err("out of range");
+            assert!(matches!(error, Error::Config { argument: "logit_scale", .. }), "{error:?}");
+            let error = head.mixture(&hidden, false)?.with_component_temperature(bad).expect_err("out of range");
+            assert!(matches!(error, Error::Config { argument: "component_temperature", .. }), "{error:?}");
         }
         Ok(())
     }

@@ -331,6 +331,60 @@ on_each_device! {
         Ok(())
     }
 
+    fn a_filter_sees_masses_that_cancel(device: &Device) -> Result<()> {
+        // Half of the gradient belongs to a row whose mass is nearly zero.
+        let tensor = |values: &[f32], shape: &[usize]| Tensor::from_slice(values, shape, device);
+        let contexts = Var::from_tensor(&tensor(&[1.0, 0.2, 0.2, 1.0], &[1, 2, 2])?)?;
+        let log_priors = tensor(&[0.5f32.ln(), 0.5f32.ln()], &[1, 2])?;
+        let weight = tensor(&[4.0, 0.0, 0.0, 4.0, -4.0, 0.0, 0.0, -4.0], &[4, 2])?;
+        let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+        let options = LossOptions::new()
+            .with_reduction(Reduction::Sum)
+            .with_label_smoothing(0.3)
+            .with_class_weights(tensor(&[1.0, -1.0, 1.0, 1.0], &[4])?);
+        let ask = |options: LossOptions| -> Result<_> {
+            let loss = mixture.loss(&Tensor::new(&[0u32], device)?, &options)?;
+            let dropped = loss.dropped_mass.as_ref().map_or(0.0, |mass| numbers(mass)[0]);
+            Ok((numbers(loss.backward()?.get(&contexts).expect("a gradient")), dropped))
+        };
+        let (exact, _) = ask(options.clone())?;
+        let (filtered, dropped) = ask(options.with_responsibility_filter(0.1))?;
+        let lost: f64 = exact.iter().zip(&filtered).map(|(a, b)| (a - b).abs()).sum();
+        assert!(lost < 1e-6 || dropped > 0.1, "{exact:?} {filtered:?} dropped {dropped}");
+        Ok(())
+    }
+
+    fn results_are_never_minus_zero(device: &Device) -> Result<()> {
+        for positions in [0, 3] {
+            let case = Case::random(Head::Mixture, SIZES, &[positions], 78);
+            let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
+            let options = LossOptions::new().with_reduction(Reduction::Sum).with_responsibility_filter(1e-9);
+            let loss = layer.loss(&case.target_tensor(device)?, &options)?;
+            let Layer::Mixture(mixture) = layer else { unreachable!() };
+            let pruned = mixture.prune(0.0)?.total_variation;
+            for result in [Some(&loss.sum), Some(&loss.count), loss.dropped_mass.as_ref(), Some(&pruned)] {
+                let values = numbers(result.expect("a result"));
+                assert!(values.iter().all(|x| x.is_sign_positive()), "{positions}: {values:?}");
+            }
+        }
+        Ok(())
+    }
+
+    fn an_infinite_upstream_gradient_of_an_ignored_position_spoils_no_other(device: &Device) -> Result<()> {
+        for head in ENTRIES {
+            let mut case = case(head, 79);
+            case.targets[4] = -100;
+            let tensors = case.variables(exact(device), device)?;
+            let options = LossOptions::new().with_reduction(Reduction::None).with_ignore_index(-100);
+            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
+            // Its loss is zero, and the slope of the square root infinite there.
+            let found = gradients(&loss.value.sqrt()?.sum_all()?.backward()?, &tensors);
+            assert_eq!(found.len(), tensors.len(), "{head:?}");
+            assert!(found.values().flatten().all(|g| g.is_finite()), "{head:?}: {found:?}");
+        }
+        Ok(())
+    }
+
     fn a_z_loss_that_cancels_the_mass_loses_no_gradient(device: &Device) -> Result<()> {
         for weight in [-1.0, 1.0] {
             // One id with logit z: the gradient of z is 2 zeta z, and 1 + 2 zeta z = 0 if z = -1.

@@ -250,7 +250,7 @@ impl<F: Real> Distribution<F> for Computed<'_, F> {
     }
 
     fn is_valid(&self) -> bool {
-        !self.0.iter().any(|x| x.is_nan())
+        !self.0.iter().any(|x| x.is_nan()) && self.0.iter().any(|&x| x > F::neg_infinity())
     }
 
     fn tile<'a>(&'a self, tile: usize, _: F, _: &'a mut Vec<F>) -> &'a [F] {

@@ -108,7 +108,7 @@ impl BeamSearch {
     /// the next token.
     ///
     /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, `[rows, k]`, or fewer if
-    /// fewer are allowed.
+    /// fewer are allowed; an id of log-probability minus infinity is never chosen.
     ///
     /// # Errors
     ///
@@ -127,7 +127,7 @@ impl BeamSearch {
             return Err(Error::shape("start", "[batch]", start.dims()).into());
         }
         check_targets("start", start, start.dims())?;
-        let mut tokens = start.to_dtype(DType::U32).and_then(|start| start.to_vec1::<u32>()).map_err(Error::from)?;
+        let mut tokens = read_start(start)?;
         let mut finished = vec![Vec::new(); tokens.len()];
         let mut open: Vec<Open> =
             (0..tokens.len()).map(|sentence| Open { sentence, tokens: vec![], log_prob: 0.0 }).collect();
@@ -142,8 +142,15 @@ impl BeamSearch {
             if top.tokens.rank() != 2 || top.tokens.dim(0).ok() != Some(open.len()) {
                 return Err(Error::shape("tokens", format!("[{}, k]", open.len()), top.tokens.dims()).into());
             }
+            if top.log_probs.dims() != top.tokens.dims() {
+                let expected = format!("{:?}", top.tokens.dims());
+                return Err(Error::shape("log_probs", expected, top.log_probs.dims()).into());
+            }
             let ids = top.tokens.to_vec2::<u32>().map_err(Error::from)?;
             let log_probs = transfer::matrix(&top.log_probs)?;
+            if let Some(position) = log_probs.iter().position(|row| row.iter().any(|x| x.is_nan())) {
+                return Err(Error::Distribution { position }.into());
+            }
 
             let mut continued = Vec::new();
             (tokens, parents) = (Vec::new(), Vec::new());
@@ -227,4 +234,11 @@ impl BeamSearch {
         finished.len() == self.n_best
             && finished.last().is_some_and(|worst| worst.score >= self.score(best_open, self.max_length))
     }
+}
+
+/// The start tokens as u32.
+fn read_start(start: &Tensor) -> Result<Vec<u32>> {
+    let tokens = start.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let read = |got: i64| u32::try_from(got).map_err(|_| Error::config("start", "token ids, which fit u32", got));
+    tokens.into_iter().map(read).collect()
 }

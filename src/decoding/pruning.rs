@@ -62,7 +62,7 @@ impl Mixture {
         for (row, order) in log_priors.iter().zip(&orders) {
             let (keep, drop) = order.split_at(kept);
             indices.extend(keep.iter().map(|&k| k as u32));
-            dropped.push(drop.iter().map(|&k| row[k].exp()).sum());
+            dropped.push(drop.iter().fold(0.0, |sum, &k| sum + row[k].exp()));
         }
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         Ok(Pruned {

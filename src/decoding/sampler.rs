@@ -81,7 +81,7 @@ impl Sampler {
     }
 
     /// Numbers from 0 to below 1, drawn before the work is split, so that the number of threads does not matter.
-    pub(super) fn uniform(&mut self, n: usize) -> Vec<f64> {
+    pub fn uniform(&mut self, n: usize) -> Vec<f64> {
         (0..n).map(|_| self.rng.random()).collect()
     }
 
@@ -124,16 +124,20 @@ impl Mixture {
         transfer::to_device(ids, self.leading(), operands.contexts.device())
     }
 
-    /// The mixture with the logits of its components divided by `temperature`. The priors do not change.
+    /// The mixture with the logits of its components divided by `temperature`: their scale, and their softcap if there is one.
+    /// The priors do not change.
     ///
     /// # Errors
     ///
-    /// If the temperature is not a finite number above zero.
+    /// If the temperature is not from 1e-30 to 1e30.
     pub fn with_component_temperature(&self, temperature: f64) -> Result<Mixture> {
         Sampling::new().with_component_temperature(temperature).validate()?;
         let operands = self.operands();
         // cap tanh(z / cap) / T = (cap / T) tanh((z / T) / (cap / T))
-        self.clone().with_logits(operands.logit_scale / temperature, operands.softcap.map(|cap| cap / temperature))
+        let tempered =
+            self.clone().with_logits(operands.logit_scale / temperature, operands.softcap.map(|cap| cap / temperature));
+        let expected = "a temperature that the scale and the softcap of the logits can be divided by";
+        tempered.map_err(|_| Error::config("component_temperature", expected, temperature))
     }
 
     /// Draws one component at each position from its priors.

@@ -77,6 +77,36 @@ impl Sampling {
         Sampling { ancestral, ..self }
     }
 
+    /// The temperature of the mixture.
+    pub fn temperature(&self) -> f64 {
+        self.temperature
+    }
+
+    /// The temperature of the components.
+    pub fn component_temperature(&self) -> f64 {
+        self.component_temperature
+    }
+
+    /// The number of most probable ids that are kept, if limited.
+    pub fn top_k(&self) -> Option<usize> {
+        self.top_k
+    }
+
+    /// The probability of the nucleus.
+    pub fn top_p(&self) -> f64 {
+        self.top_p
+    }
+
+    /// The smallest probability that is kept, relative to the largest.
+    pub fn min_p(&self) -> f64 {
+        self.min_p
+    }
+
+    /// Whether a component is drawn first.
+    pub fn is_ancestral(&self) -> bool {
+        self.ancestral
+    }
+
     pub(super) fn is_truncated(&self) -> bool {
         self.top_k.is_some() || self.top_p < 1.0 || self.min_p > 0.0
     }
@@ -85,9 +115,9 @@ impl Sampling {
         let not_negative = |x: f64| x >= 0.0 && x.is_finite();
         check_number(not_negative(self.temperature), "temperature", "a finite number, at least 0", self.temperature)?;
         check_number(
-            self.component_temperature > 0.0 && self.component_temperature.is_finite(),
+            (1e-30..=1e30).contains(&self.component_temperature),
             "component_temperature",
-            "a finite number above 0",
+            "from 1e-30 to 1e30",
             self.component_temperature,
         )?;
         check_number(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)?;

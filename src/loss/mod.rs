@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::autograd;
 use crate::backend::contract::Terms;
 use crate::error::{Error, Result};
-use crate::validate::{check_device, check_targets, read_ids};
+use crate::validate::{check_device, check_float, check_targets, check_weights, read_ids};
 pub use options::{LossOptions, Reduction};
 
 /// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or
@@ -116,26 +116,25 @@ impl Loss {
         }
         check_targets("targets", targets, nll.dims())?;
         check_device("targets", targets, nll)?;
-        let mut weights = nll.ones_like()?.detach();
+        check_float("nll", nll)?;
+        let zeros = nll.zeros_like()?.detach();
+        let mut weights = zeros.ones_like()?;
         if let Some(position_weights) = &options.position_weights {
-            if position_weights.dims() != targets.dims() {
-                return Err(Error::shape("position_weights", format!("{:?}", targets.dims()), position_weights.dims()));
-            }
+            check_weights("position_weights", position_weights, targets.dims(), nll)?;
             weights = position_weights.to_dtype(nll.dtype())?.detach();
         }
-        let targets = targets.to_dtype(DType::I64)?;
-        let ignored = match options.ignore_index {
-            Some(index) => targets.eq(index)?,
-            None => targets.zeros_like()?.to_dtype(DType::U8)?,
-        };
         if let Some(class_weights) = &options.class_weights {
-            let ids = ignored.where_cond(&targets.zeros_like()?, &targets)?.flatten_all()?;
+            check_weights("class_weights", class_weights, &class_weights.dims()[..class_weights.rank().min(1)], nll)?;
+            let ids = options.target_ids(targets)?.flatten_all()?;
             let of_targets = class_weights.to_dtype(nll.dtype())?.detach().index_select(&ids, 0)?;
             weights = (weights * of_targets.reshape(targets.shape())?)?;
         }
-        let zeros = nll.zeros_like()?.detach();
-        let (nll, weights) = (ignored.where_cond(&zeros, nll)?, ignored.where_cond(&zeros, &weights)?);
-        let objective = (&nll * &weights)?;
+        let mut nll = nll.clone();
+        if let Some(ignored) = options.ignored(targets)? {
+            (nll, weights) = (ignored.where_cond(&zeros, &nll)?, ignored.where_cond(&zeros, &weights)?);
+        }
+        // A weight of zero removes even an infinite loss.
+        let objective = weights.ne(0f64)?.where_cond(&(&nll * &weights)?, &zeros)?;
         let (sum, count) = (objective.sum_all()?, weights.sum_all()?);
         let value = match options.reduction {
             Reduction::Mean => mean(&sum, &count)?,
@@ -173,12 +172,11 @@ impl Loss {
     }
 }
 
-/// `values` `[.., n]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns `values`
-/// unchanged if no position is ignored; on a GPU, where reading the targets would wait, if no index is ignored.
-pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
-    let Some(index) = ignore_index.filter(|_| values.elem_count() > 0) else { return Ok(values.clone()) };
-    let ignored = targets.to_dtype(DType::I64)?.eq(index)?;
-    if ignored.device().is_cpu() && ignored.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0 {
+/// `values` `[.., n]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns `values` unchanged
+/// if no position is ignored; on a GPU, where reading the targets would wait, if no index is ignored.
+pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Tensor> {
+    let Some(ignored) = options.ignored(targets)? else { return Ok(values.clone()) };
+    if values.elem_count() == 0 {
         return Ok(values.clone());
     }
     let ignored = ignored.unsqueeze(values.rank() - 1)?.broadcast_as(values.shape())?;

@@ -1,10 +1,10 @@
 //! The options of a loss, the same for every head.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::backend::contract::Terms;
 use crate::error::Result;
-use crate::validate::check_number;
+use crate::validate::{check_device, check_number, check_targets, leading};
 
 /// The reduction of the losses of the positions to one value.
 ///
@@ -103,8 +103,9 @@ impl LossOptions {
         LossOptions { reduction, ..self }
     }
 
-    /// Ignores positions with this target: no loss, no gradient, whatever their hidden state holds, NaN included. The
-    /// index need not be in the vocabulary.
+    /// Ignores positions with this target: no loss and no gradient, whatever their hidden state holds, NaN included. The
+    /// index need not be in the vocabulary. (A weight of zero removes a position from the loss, but not a NaN from the
+    /// gradient of a projection.)
     pub fn with_ignore_index(self, index: i64) -> Self {
         LossOptions { ignore_index: Some(index), ..self }
     }
@@ -205,6 +206,38 @@ impl LossOptions {
     /// Whether correct top-1 predictions are counted.
     pub fn hits(&self) -> bool {
         self.terms.hits
+    }
+
+    /// Hidden states `[.., hidden]` with zeros at ignored positions, and targets `[..]` (i64) with id 0 there: what a head of
+    /// your own computes its loss from, so that nothing at an ignored position, NaN included, reaches a gradient. Pass the
+    /// original targets to [`Loss::from_nll`](crate::Loss::from_nll).
+    ///
+    /// # Errors
+    ///
+    /// If `targets` do not have the leading dimensions of `hidden`, an integer dtype and its device.
+    pub fn mask_ignored(&self, hidden: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
+        check_targets("targets", targets, leading(hidden)?)?;
+        check_device("targets", targets, hidden)?;
+        Ok((super::mask_ignored(hidden, targets, self)?, self.target_ids(targets)?))
+    }
+
+    /// Where targets are ignored (u8); `None` if none is, or, on a GPU, where reading them would wait, if no index is.
+    pub(super) fn ignored(&self, targets: &Tensor) -> Result<Option<Tensor>> {
+        let Some(index) = self.ignore_index.filter(|_| targets.elem_count() > 0) else { return Ok(None) };
+        let ignored = targets.to_dtype(DType::I64)?.eq(index)?;
+        match ignored.device().is_cpu() && ignored.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0 {
+            true => Ok(None),
+            false => Ok(Some(ignored)),
+        }
+    }
+
+    /// Targets as i64, with id 0 in place of ignored ones.
+    pub(super) fn target_ids(&self, targets: &Tensor) -> Result<Tensor> {
+        let ids = if targets.elem_count() == 0 { targets.clone() } else { targets.to_dtype(DType::I64)? };
+        match self.ignored(targets)? {
+            Some(ignored) => Ok(ignored.where_cond(&ids.zeros_like()?, &ids)?),
+            None => Ok(ids),
+        }
     }
 
     /// Checks the ranges of the numbers.

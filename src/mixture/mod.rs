@@ -15,7 +15,7 @@ use crate::backend::contract::{
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Unchecked};
-use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets};
+use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets, check_weights};
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -136,7 +136,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If `cap` is not a finite number above zero.
+    /// If `cap` is not from 1e-30 to 1e30.
     pub fn with_softcap(self, cap: f64) -> Result<Self> {
         let logit_scale = self.operands.logit_scale;
         self.with_logits(logit_scale, Some(cap))
@@ -146,7 +146,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If `scale` is not a finite number above zero.
+    /// If `scale` is not from 1e-30 to 1e30.
     pub fn with_logit_scale(self, scale: f64) -> Result<Self> {
         let softcap = self.operands.softcap;
         self.with_logits(scale, softcap)
@@ -206,11 +206,13 @@ impl Mixture {
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let contexts = &self.operands.contexts;
         // The products of the CPU skip ignored rows.
-        if contexts.device().is_cpu() || options.ignore_index.is_none() || targets.dims() != self.leading {
+        if contexts.device().is_cpu() || options.ignore_index.is_none() {
             return self.loss_of_masked(targets, options);
         }
+        check_targets("targets", targets, &self.leading)?;
+        check_device("targets", targets, contexts)?;
         let rows = contexts.flatten_from(1)?;
-        let contexts = mask_ignored(&rows, &targets.flatten_all()?, options.ignore_index)?.reshape(contexts.shape())?;
+        let contexts = mask_ignored(&rows, &targets.flatten_all()?, options)?.reshape(contexts.shape())?;
         self.with_operands(Operands { contexts, ..self.operands.clone() }).loss_of_masked(targets, options)
     }
 
@@ -293,6 +295,7 @@ impl Mixture {
     ///
     /// As for the targets of [`Mixture::loss`].
     pub fn log_prob(&self, tokens: &Tensor) -> Result<Tensor> {
+        check_targets("tokens", tokens, &self.leading)?;
         let options = LossOptions::evaluation().with_reduction(Reduction::None);
         // Not `neg`, which makes a minus zero.
         Ok(self.loss(tokens, &options)?.nll.affine(-1.0, 0.0)?)
@@ -331,11 +334,9 @@ impl Mixture {
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
         let weights = |argument, weights: &Option<Tensor>, dims: &[usize]| match weights {
             None => Ok(None),
-            Some(weights) if weights.dims() != dims => Err(Error::shape(argument, format!("{dims:?}"), weights.dims())),
             Some(weights) => {
-                check_device(argument, weights, contexts)?;
-                accumulation_dtype(argument, weights.dtype())?;
-                Ok(Some(weights.flatten_all()?.to_dtype(accumulation)?.detach()))
+                check_weights(argument, weights, dims, contexts)?;
+                Ok::<_, Error>(Some(weights.flatten_all()?.to_dtype(accumulation)?.detach()))
             }
         };
         Ok(TargetLoss {

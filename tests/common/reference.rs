@@ -193,12 +193,13 @@ impl Slopes {
             }
         }
         let masses: Vec<f64> = pulls.iter().map(|pull| pull.iter().sum()).collect();
-        let all: f64 = masses.iter().map(|mass| mass.abs()).sum();
+        let magnitudes: Vec<f64> = pulls.iter().map(|pull| pull.iter().map(|x| x.abs()).sum()).collect();
+        let all: f64 = magnitudes.iter().sum();
         let mut dropped = 0.0;
         for i in 0..k {
             self.log_priors[t * k + i] = -back * masses[i];
-            if objective.filter > 0.0 && masses[i].abs() < objective.filter * all {
-                dropped += masses[i].abs();
+            if objective.filter > 0.0 && magnitudes[i] < objective.filter * all {
+                dropped += magnitudes[i];
                 continue;
             }
             let context = &position.contexts[i * d..][..d];

@@ -195,7 +195,7 @@ impl<'a, T: Element> Chunks<'a, T> {
             let log_priors = &self.log_priors[t * components..][..components];
             scratch.set_components(&self.lse[i * components..][..components], log_priors);
             let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
-            scratch.least_mass(&target, &mut loss);
+            scratch.least_magnitude(&target, &mut loss);
             self.losses[t] = loss;
         }
     }

@@ -133,13 +133,16 @@ pub(super) fn context_gradient<T: Element>(
 ) {
     let DecoderMatrix { vocab, context: d, .. } = decoder;
     let rows = gradient.len() / d;
-    // Equal parts, enough for all threads. Each tile copies its part of a decoder that is not read in place, so the
-    // rows are not cut then.
+    // Equal parts, enough for all threads. Each tile copies its part of a decoder that is not read in place: then the
+    // rows are cut no further than the threads need.
     let context_tile = context_tile(d, 2);
     let context_parts = d.div_ceil(context_tile);
-    let row_parts = rows.div_ceil(ROW_TILE).max(rayon::current_num_threads().div_ceil(context_parts));
-    let in_place = decoder.is_read_in_place();
-    let row_tile = if in_place { rows.div_ceil(row_parts).max(LEAST_PART) } else { rows.max(1) };
+    let least_parts = rayon::current_num_threads().div_ceil(context_parts);
+    let row_parts = match decoder.is_read_in_place() {
+        true => rows.div_ceil(ROW_TILE).max(least_parts),
+        false => least_parts,
+    };
+    let row_tile = rows.div_ceil(row_parts).max(LEAST_PART);
     ViewMut::new(gradient, rows, d, d).tiles(row_tile, context_tile).into_par_iter().for_each_init(
         Vec::new,
         |buffer, (tile_rows, columns, mut tile)| {

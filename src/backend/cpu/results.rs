@@ -66,7 +66,8 @@ pub(super) fn results<T: Element>(
     losses: &[PositionLoss],
     gradients: BufferedGradients<T>,
 ) -> Result<LossResults> {
-    let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::of(value)], (), &Device::Cpu)?);
+    // The sum of no numbers is minus zero.
+    let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::of(value + 0.0)], (), &Device::Cpu)?);
     let vector = |values: &[f64]| {
         let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::of(x)).collect();
         Ok::<_, Error>(Tensor::from_vec(values, sizes.positions, &Device::Cpu)?)

@@ -66,6 +66,8 @@ pub(super) struct Scratch<F> {
     hard_mass: Vec<F>,
     /// `[K]`: R_k
     mass: Vec<F>,
+    /// `[K]`: `sum_v |q_v| r_k(v)`, which the filter compares: weights of both signs may cancel in the mass
+    magnitude: Vec<F>,
 }
 
 impl<F: Float> Scratch<F> {
@@ -81,6 +83,7 @@ impl<F: Float> Scratch<F> {
             log_scale: zeros(components),
             hard_mass: zeros(components),
             mass: zeros(components),
+            magnitude: zeros(components),
         }
     }
 
@@ -118,20 +121,21 @@ impl<F: Float> Scratch<F> {
             loss.objective += (target.z_loss * squares).f64() / components as f64;
         }
         self.mass.copy_from_slice(&self.hard_mass);
+        for (magnitude, mass) in self.magnitude.iter_mut().zip(&self.mass) {
+            *magnitude = mass.abs();
+        }
         loss
     }
 
-    /// The absolute mass below which the filter drops a row; records the dropped mass in `loss`. Masses are compared
-    /// and summed by absolute value, because class weights and upstream gradients may be negative.
-    pub(super) fn least_mass(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
+    /// The magnitude below which the filter drops a row; records the dropped magnitude in `loss`.
+    pub(super) fn least_magnitude(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
         if target.filter == F::zero() {
             return F::zero();
         }
-        let sizes = self.mass.iter().map(|mass| mass.abs());
-        let total: F = sizes.clone().sum();
+        let total: F = self.magnitude.iter().copied().sum();
         let least = target.filter * total;
         loss.mass = total.f64();
-        loss.dropped = sizes.filter(|&mass| mass < least).sum::<F>().f64();
+        loss.dropped = self.magnitude.iter().copied().filter(|&magnitude| magnitude < least).sum::<F>().f64();
         least
     }
 }
@@ -196,13 +200,14 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             for k in 0..components {
                 let row = &logits.rows[k * logits.stride..][..logits.stride];
                 let terms = RowTerms::new(k, scratch);
-                let mass = soft_mass(v, row, &terms);
+                let (mass, magnitude) = soft_mass(v, row, &terms);
                 scratch.mass[k] += mass;
+                scratch.magnitude[k] += magnitude;
             }
         }
-        let least_mass = scratch.least_mass(&target, &mut loss);
+        let least_magnitude = scratch.least_magnitude(&target, &mut loss);
         if let Some(gradients) = gradients {
-            logits.gradient(v, &target, least_mass, gradients, scratch);
+            logits.gradient(v, &target, least_magnitude, gradients, scratch);
         }
         loss
     }
@@ -253,7 +258,7 @@ impl<F: Float> Logits<'_, F> {
         &mut self,
         v: V,
         target: &Target<'_, F>,
-        least_mass: F,
+        least_magnitude: F,
         mut gradients: RowGradients<'_, F>,
         scratch: &Scratch<F>,
     ) {
@@ -268,7 +273,7 @@ impl<F: Float> Logits<'_, F> {
             // Both parts must be zero: they may cancel in the sum over the row, yet not in any logit.
             let is_zero = scale == F::zero()
                 || (target.soft.is_none() && flushed(softmax_scale) == F::zero() && flushed(hard) == F::zero());
-            gradients.live[k] = !(is_zero || mass.abs() < least_mass);
+            gradients.live[k] = !(is_zero || scratch.magnitude[k] < least_magnitude);
             if !gradients.live[k] {
                 continue;
             }
@@ -416,17 +421,19 @@ fn relative_term<F: Float, V: Vector<F>>(v: V, relative: V::Reg) -> V::Reg {
     v.if_less(e, v.splat(F::LEAST_GRADIENT), v.splat(F::zero()), e)
 }
 
-/// `sum_v soft_v r(v)` of one row.
+/// `sum_v soft_v r(v)` and `sum_v |soft_v| r(v)` of one row.
 #[inline(always)]
-fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -> F {
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -> (F, F) {
     let (largest, log_scale) = (v.splat(terms.largest), v.splat(terms.log_scale));
     let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
-    let mut sum = v.splat(F::zero());
+    let zero = v.splat(F::zero());
+    let (mut sum, mut magnitude) = (zero, zero);
     for (i, &z) in V::registers(row).iter().enumerate() {
         let term = relative_term(v, v.sub(v.add(v.sub(z, largest), log_scale), reference[i]));
         sum = v.mul_add(term, share[i], sum);
+        magnitude = v.mul_add(term, v.max(share[i], v.sub(zero, share[i])), magnitude);
     }
-    v.sum(sum)
+    (v.sum(sum), v.sum(magnitude))
 }
 
 /// `x`, or zero if its absolute value is below [`Float::LEAST_GRADIENT`].

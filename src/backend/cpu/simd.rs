@@ -101,7 +101,10 @@ impl Isa {
     /// `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
     pub(crate) fn best() -> Result<Self> {
         static BEST: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
-        let best = BEST.get_or_init(|| Self::choose(std::env::var("MOS_HEAD_SIMD").ok()));
+        let best = BEST.get_or_init(|| {
+            let name = std::env::var_os("MOS_HEAD_SIMD").filter(|name| !name.is_empty());
+            Self::choose(name.map(|name| name.to_string_lossy().into_owned()))
+        });
         best.clone().map_err(|got| {
             let names: Vec<_> = Self::available().into_iter().map(Self::name).collect();
             Error::config("MOS_HEAD_SIMD", format!("one of {} on this machine", names.join(", ")), got)

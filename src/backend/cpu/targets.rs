@@ -1,6 +1,6 @@
 //! The targets of a loss and their weights, read and checked before the first chunk.
 
-use super::rows::Target;
+use super::rows::{weighted, Target};
 use super::simd::{Float, ROW_ALIGN};
 use crate::backend::contract::{GradScale, Objective, Sizes, TargetLoss};
 use crate::error::Result;
@@ -90,7 +90,11 @@ impl<F: Float> Targets<F> {
             }
             GradScale::Upstream(upstream) => upstream.to_vec1::<F>()?.into_iter().map(|x| x.f64()).collect(),
         };
-        Ok(factors.into_iter().enumerate().map(|(t, factor)| F::of(factor * self.position_weight(t))).collect())
+        Ok(factors
+            .into_iter()
+            .enumerate()
+            .map(|(t, factor)| F::of(weighted(self.position_weight(t), factor)))
+            .collect())
     }
 
     /// Whether there are soft targets.

@@ -36,7 +36,7 @@ pub(super) struct Chunks<'a, G> {
     live: Option<Live>,
     /// `[positions of a chunk, stride]`: the mixture's log-probabilities, if they are needed as an intermediate result
     log_probs: Option<Buffer>,
-    /// `[6, rows of a chunk]`: see [`Rows`]
+    /// `[7, rows of a chunk]`: see [`Rows`]
     rows: Buffer,
     rows_per_chunk: usize,
 
@@ -128,7 +128,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
                 false => None,
             },
             log_probs: optional(needs_log_probs, rows / components * stride, DType::F32)?,
-            rows: zeros(6 * rows, DType::F32)?,
+            rows: zeros(7 * rows, DType::F32)?,
             rows_per_chunk: rows,
             prepared,
             nll: zeros(positions, DType::F32)?,

@@ -75,7 +75,7 @@ impl<G: Gpu> Backend for On<G> {
         // Reading back synchronizes. A NaN is ranked first.
         let first =
             log_probs.narrow(1, 0, 1)?.contiguous()?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
-        match first.iter().position(|x| x.is_nan()) {
+        match first.iter().position(|x| x.is_nan() || *x == f32::NEG_INFINITY) {
             Some(position) => Err(Error::Distribution { position }),
             None => Ok((ids, log_probs)),
         }
@@ -113,7 +113,7 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
     let live = if task.filters { context * (dtype.size_in_bytes() + f32_size) + f32_size } else { 0 };
     let (of_row, of_all) = (kind.product_bytes)(sizes, dtype);
     // Logits, their gradient in the dtype of the products, and seven f32 values.
-    let row = stride * f32_size + gradient + live + of_row + 7 * f32_size;
+    let row = stride * f32_size + gradient + live + of_row + 8 * f32_size;
     let soft = if task.soft_targets { stride * f32_size } else { 0 };
     let per_position = kind.allocated * (components * row + soft);
     let fixed = kind.allocated * (vocab * f32_size + of_all);

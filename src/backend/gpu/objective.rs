@@ -111,6 +111,12 @@ impl Prepared {
         )?;
         let count = counts.tensor.sum_all()?;
         let upstream = match scale {
+            // Positions without weight have no part in it, whatever their upstream gradient is.
+            GradScale::Upstream(upstream) if positions > 0 => {
+                let upstream = upstream.to_dtype(DType::F32)?;
+                let counts = weights.tensor.ne(0f32)?;
+                Some(Buffer::new(gpu, counts.where_cond(&upstream, &upstream.zeros_like()?)?)?)
+            }
             GradScale::Upstream(upstream) => Some(Buffer::new(gpu, upstream.to_dtype(DType::F32)?)?),
             _ => None,
         };

@@ -67,7 +67,7 @@ struct Objective {
 // The log-priors and intermediate results of the rows of the chunk.
 struct Rows {
     GLOBAL const float *log_priors; // [positions, K], or null for one component
-    GLOBAL float *numbers;          // [6, count]: the values below
+    GLOBAL float *numbers;          // [7, count]: the values below
     i64 count;
 
     // The largest logit; zero if all are minus infinity.
@@ -81,6 +81,8 @@ struct Rows {
     FUNCTION GLOBAL float &mass(i64 row) const { return numbers[4 * count + row]; }
     // The factor of softmax_k in the gradient.
     FUNCTION GLOBAL float &softmax_scale(i64 row) const { return numbers[5 * count + row]; }
+    // sum_v |q_v| r_k(v), which the filter compares: weights of both signs may cancel in the mass.
+    FUNCTION GLOBAL float &size(i64 row) const { return numbers[6 * count + row]; }
 
     FUNCTION float joint(i64 row, float logit) const {
         return (log_priors ? log_priors[row] : 0.f) - log_sum(row) + (logit - largest(row));
@@ -194,6 +196,7 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
         const float mass = id == -1 ? 0.f : weighted(hard, share);
         rows.hard_mass(r) = mass;
         rows.mass(r) = mass;
+        rows.size(r) = magnitude(mass);
         const float lse = rows.largest(r) + rows.log_sum(r);
         squares += lse * lse;
     }
@@ -266,15 +269,20 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBA
     GLOBAL const float *row = logits.z + r * logits.stride;
     GLOBAL const float *soft = objective.soft_of(t);
     GLOBAL const float *log_p = log_probs + t * logits.stride;
-    float mass = 0.f;
+    float mass = 0.f, size = 0.f;
     for (int v = tid; v < logits.vocab; v += BLOCK) {
         // Ids without mass contribute nothing, even if they are impossible.
-        if (soft[v] == 0.f) continue;
-        mass +=
-            soft[v] * (log_p[v] == minus_infinity() ? 0.f : exponential(rows.joint(r, logits.at(row, v)) - log_p[v]));
+        if (soft[v] == 0.f || log_p[v] == minus_infinity()) continue;
+        const float share = exponential(rows.joint(r, logits.at(row, v)) - log_p[v]);
+        mass += soft[v] * share;
+        size += magnitude(soft[v]) * share;
     }
     mass = block_reduce(mass, tid, of_warps);
-    if (tid == 0 && (!objective.ids || objective.ids[t] != -1)) rows.mass(r) += mass;
+    size = block_reduce(size, tid, of_warps);
+    if (tid == 0 && (!objective.ids || objective.ids[t] != -1)) {
+        rows.mass(r) += mass;
+        rows.size(r) += size;
+    }
 }
 
 // One thread per position: the factors of its rows' gradients, the gradient of its log-priors (unless null), and two
@@ -285,14 +293,14 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
     if (t >= positions) return;
     const float scale = objective.scale(t);
     float total = 0.f, lost = 0.f;
-    for (int k = 0; k < components; ++k) total += magnitude(rows.mass(t * components + k));
+    for (int k = 0; k < components; ++k) total += rows.size(t * components + k);
     const float least = objective.filter * total;
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         const float mass = rows.mass(r);
         if (log_prior_gradient) log_prior_gradient[r] = weighted(scale, -mass);
-        const bool dropped = magnitude(mass) < least;
-        if (dropped) lost += magnitude(mass);
+        const bool dropped = rows.size(r) < least;
+        if (dropped) lost += rows.size(r);
         const float lse = rows.largest(r) + rows.log_sum(r);
         const float softmax_scale = scale * (mass + 2.f * objective.z_loss / components * lse);
         const bool ignored = objective.ids && objective.ids[t] == -1;

@@ -25,7 +25,7 @@ const ROWS_MUTATIONS: [(&str, &str); 19] = [
     ("T *from = all + (i64)live[block] * columns", "T *from = all + (i64)block * columns"),
     ("float *to = all + (i64)live[block] * columns", "float *to = all + (i64)block * columns"),
     ("|| dropped;", ";"),
-    ("const bool dropped = magnitude(mass) < least;", "const bool dropped = mass < least;"),
+    ("const bool dropped = rows.size(r) < least;", "const bool dropped = mass < least;"),
     ("x == last.value && v > last.at", "x == last.value && v >= last.at"),
     ("last = block_reduce(best, tid, of_warps);\n        if", "last = best;\n        if"),
 ];

@@ -55,6 +55,39 @@
 //! # }
 //! ```
 //!
+//! # Options of a loss
+//!
+//! The same for all heads, in any combination ([`LossOptions`]):
+//!
+//! | option | |
+//! |---|---|
+//! | [`with_reduction`](LossOptions::with_reduction) | mean (the default), sum, or none: one loss per position, with any upstream gradient |
+//! | [`with_ignore_index`](LossOptions::with_ignore_index) | ignores positions with this target |
+//! | [`with_position_weights`](LossOptions::with_position_weights), [`with_class_weights`](LossOptions::with_class_weights) | weights of positions and of token ids, with PyTorch's conventions |
+//! | [`with_label_smoothing`](LossOptions::with_label_smoothing) | of the log-probabilities of the mixture |
+//! | [`with_z_loss`](LossOptions::with_z_loss) | keeps the normalisers of the logits near zero |
+//! | [`with_workspace_bytes`](LossOptions::with_workspace_bytes) | the budget of the workspace |
+//! | [`with_responsibility_filter`](LossOptions::with_responsibility_filter) | skips the gradient of components with a small responsibility |
+//! | [`with_hits`](LossOptions::with_hits) | also counts correct top-1 predictions |
+//! | [`evaluation`](LossOptions::evaluation) | no gradients (one product instead of three), no dropout |
+//!
+//! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit scale,
+//! softcap ([`SoftmaxConfig`], [`MixtureConfig`]).
+//!
+//! # Decoding
+//!
+//! | | |
+//! |---|---|
+//! | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax) | the most probable token ids under the whole mixture; of equals the lowest |
+//! | [`log_prob`](OutputLayer::log_prob), [`log_probs`](OutputLayer::log_probs) | log-probabilities of given ids; of all ids, which are valid logits for other samplers |
+//! | [`sample`](OutputLayer::sample) | temperature of the mixture or of its components, top-k, top-p, min-p; the same seed draws the same ids |
+//! | [`with_ancestral`](Sampling::with_ancestral) | draws a component, then an id: the distribution of the mixture at nearly the cost of one softmax |
+//! | [`BeamSearch`] | the most probable sequences of a batch, n-best, with length penalty; the model is a closure |
+//! | [`prune`](MixtureLayer::prune) | removes components whose priors sum to at most m, with a bound of the total variation |
+//!
+//! The log-sum-exps need all logits of a position once; beyond them, distributions are read in tiles. A NaN distribution is an
+//! error that names its position.
+//!
 //! # Features
 //!
 //! | feature | |

@@ -57,6 +57,10 @@ macro_rules! mixture_head {
             /// A head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are
             /// summed.
             ///
+            /// # Shapes
+            ///
+            /// - embedding: `[vocab, d]`
+            ///
             /// # Errors
             ///
             /// If the embedding is of another shape, or as for `new`.

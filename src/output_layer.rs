@@ -108,6 +108,11 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// An option that a head does not support is [`Error::Unsupported`], never ignored.
     ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - targets: `[..]`; u8, u32 or i64
+    ///
     /// # Errors
     ///
     /// If shapes, dtypes or devices do not match, a target is not in the vocabulary (on a GPU its loss is NaN instead),
@@ -126,6 +131,11 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// let next = processor.sample(&head.log_probs(&hidden)?.squeeze(0)?)?;
     /// ```
     ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[.., vocab]`, of the dtype of `hidden`
+    ///
     /// # Errors
     ///
     /// If the last dimension, dtype or device of the hidden states does not match the head.
@@ -133,6 +143,11 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// Log-probabilities `[.., vocab]` in another dtype. The heads of this crate do not round them to half precision
     /// first if it is f32; by default those of [`OutputLayer::log_probs`] are converted.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[.., vocab]`
     ///
     /// # Errors
     ///
@@ -143,6 +158,12 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// The log-probability `[..]` of given token ids `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not
     /// differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - tokens: `[..]`; u8, u32 or i64
+    /// - returns `[..]`
     ///
     /// # Errors
     ///
@@ -157,6 +178,11 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of
     /// equals the lowest id.
     ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns ids and log-probabilities `[.., k]`
+    ///
     /// # Errors
     ///
     /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a
@@ -167,6 +193,11 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// The most probable token id, `[..]` (u32), after hidden states `[.., hidden]`; of equals the lowest.
     ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[..]`, u32
+    ///
     /// # Errors
     ///
     /// If the hidden states do not match the head, or a distribution is NaN: the error names its position.
@@ -175,6 +206,11 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 
     /// One token id drawn for each of the hidden states `[.., hidden]`: `[..]`, u32.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[..]`, u32
     ///
     /// # Errors
     ///
@@ -215,12 +251,20 @@ pub trait MixtureLayer: OutputLayer {
 
     /// The mixture of these hidden states `[.., hidden]`; `train` enables dropout.
     ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    ///
     /// # Errors
     ///
     /// If the last dimension, dtype or device of the hidden states does not match the head.
     fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture>;
 
     /// How [`OutputLayer::loss`] would split the work into chunks.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
     ///
     /// # Errors
     ///
@@ -230,6 +274,10 @@ pub trait MixtureLayer: OutputLayer {
     }
 
     /// The mixture without its least probable components, see [`Mixture::prune`].
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
     ///
     /// # Errors
     ///
@@ -328,6 +376,12 @@ impl BeamSearch {
     /// `tokens` and `parents` are `[rows]` (u32); `parents` is the row of the previous call that each row continues: a
     /// state with the rows in its first dimension is reordered by `index_select(parents, 0)`. At the first call row i
     /// is sentence i. The number of rows shrinks as sentences finish.
+    ///
+    /// # Shapes
+    ///
+    /// - start: `[batch]`; u8, u32 or i64
+    /// - tokens, parents: `[rows]`, u32
+    /// - hidden states from `step`: `[rows, hidden]`
     ///
     /// # Errors
     ///

@@ -183,6 +183,10 @@ impl SoftmaxHead {
 
     /// A head tied to the matrix of an embedding, `[vocab, hidden]`; the gradients of both uses are summed.
     ///
+    /// # Shapes
+    ///
+    /// - embedding: `[vocab, hidden]`
+    ///
     /// # Errors
     ///
     /// If the embedding is of another shape, a size is zero, or a variable is missing or of another shape.
@@ -191,6 +195,11 @@ impl SoftmaxHead {
     }
 
     /// A head from its weight `[vocab, hidden]` and bias `[vocab]`.
+    ///
+    /// # Shapes
+    ///
+    /// - weight: `[vocab, hidden]`
+    /// - bias: `[vocab]`
     ///
     /// # Errors
     ///

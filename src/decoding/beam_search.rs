@@ -110,6 +110,12 @@ impl BeamSearch {
     /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, `[rows, k]`, or fewer if
     /// fewer are allowed; an id of log-probability minus infinity is never chosen.
     ///
+    /// # Shapes
+    ///
+    /// - start: `[batch]`; u8, u32 or i64
+    /// - tokens, parents: `[rows]`, u32
+    /// - the result of `next`: `[rows, k]`
+    ///
     /// # Errors
     ///
     /// If a number is out of range, `start` is not a vector of token ids, `next` returns another number of rows, or it

@@ -26,6 +26,10 @@ impl Mixture {
     /// With `m` the pruned prior probability, `P = (1 - m) P' + m Q`: the total variation between `P` and the pruned
     /// `P'` is at most `m`.
     ///
+    /// # Shapes
+    ///
+    /// - the pruned mixture has contexts `[.., K', d]` with K' <= K; the bound is `[..]`
+    ///
     /// # Errors
     ///
     /// If `mass` is not at least 0 and below 1, or a prior is NaN.

@@ -55,6 +55,11 @@ impl Sampler {
     /// output layer of this crate. [`OutputLayer::sample`](crate::OutputLayer::sample) of a mixture never holds `[..,
     /// vocab]`.
     ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[.., vocab]`, a float type
+    /// - returns `[..]`, u32
+    ///
     /// # Errors
     ///
     /// If the options need components (ancestral sampling, component temperature), or a distribution is NaN.
@@ -102,6 +107,10 @@ impl Sampler {
 
 impl Mixture {
     /// Draws one token id at each position, `[..]`, u32.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[..]`, u32
     ///
     /// # Errors
     ///

@@ -37,6 +37,11 @@ pub struct TopK {
 impl TopK {
     /// The `k` most probable token ids of log-probabilities `[.., vocab]`, for distributions from outside this crate.
     ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[.., vocab]`, a float type
+    /// - returns ids and log-probabilities `[.., k]`
+    ///
     /// # Errors
     ///
     /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN.
@@ -79,6 +84,10 @@ fn check_k(k: usize, vocab: usize) -> Result<()> {
 impl Mixture {
     /// The `k` most probable token ids at each position, `[.., k]`; of equals the lowest.
     ///
+    /// # Shapes
+    ///
+    /// - returns ids and log-probabilities `[.., k]`
+    ///
     /// # Errors
     ///
     /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN.
@@ -91,6 +100,10 @@ impl Mixture {
     }
 
     /// The most probable token id at each position, `[..]`, u32; of equals the lowest.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[..]`, u32
     ///
     /// # Errors
     ///

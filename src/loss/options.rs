@@ -111,11 +111,19 @@ impl LossOptions {
     }
 
     /// Multiplies the loss of each position by a weight: a tensor of the targets' shape. The weights get no gradient.
+    ///
+    /// # Shapes
+    ///
+    /// - weights: `[..]`, that of the targets; a float type
     pub fn with_position_weights(self, weights: Tensor) -> Self {
         LossOptions { position_weights: Some(weights), ..self }
     }
 
     /// Multiplies the log-probability of each token id by a weight: a tensor `[vocab]`. The weights get no gradient.
+    ///
+    /// # Shapes
+    ///
+    /// - weights: `[vocab]`; a float type
     pub fn with_class_weights(self, weights: Tensor) -> Self {
         LossOptions { class_weights: Some(weights), ..self }
     }
@@ -211,6 +219,12 @@ impl LossOptions {
     /// Hidden states `[.., hidden]` with zeros at ignored positions, and targets `[..]` (i64) with id 0 there: what a head of
     /// your own computes its loss from, so that nothing at an ignored position, NaN included, reaches a gradient. Pass the
     /// original targets to [`Loss::from_nll`](crate::Loss::from_nll).
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - targets: `[..]`; u8, u32 or i64
+    /// - returns `[.., hidden]` and `[..]`, i64
     ///
     /// # Errors
     ///

@@ -160,6 +160,10 @@ impl Mixture {
 
     /// The contexts, `[.., K, d]`.
     ///
+    /// # Shapes
+    ///
+    /// - returns `[.., K, d]`
+    ///
     /// # Errors
     ///
     /// If candle cannot reshape them.
@@ -169,6 +173,10 @@ impl Mixture {
     }
 
     /// The log-priors, `[.., K]`, in f32 (f64 for f64): the log-probability of each component at each position.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[.., K]`
     ///
     /// # Errors
     ///
@@ -257,6 +265,10 @@ impl Mixture {
 
     /// Log-probabilities `[.., vocab]`, in the dtype of the contexts. Differentiable.
     ///
+    /// # Shapes
+    ///
+    /// - returns `[.., vocab]`
+    ///
     /// # Errors
     ///
     /// If there are no kernels for the device.
@@ -266,6 +278,10 @@ impl Mixture {
 
     /// Log-probabilities `[.., vocab]` in another dtype: those of a half-precision mixture are not rounded if it is
     /// f32. Differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[.., vocab]`
     ///
     /// # Errors
     ///

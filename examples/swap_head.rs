@@ -1,0 +1,56 @@
+//! A candle-nn model that ends in `Linear` and `cross_entropy`, and the same model with `SoftmaxHead`: equal losses, seconds and
+//! peak memory of a training step.
+//!
+//!     cargo run --release --example swap_head
+
+#[path = "step_time/memory.rs"]
+mod memory;
+
+use std::time::Instant;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{
+    embedding, linear, linear_no_bias, loss::cross_entropy, Embedding, Linear, Module, VarBuilder, VarMap,
+};
+use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+
+const VOCAB: usize = 32_000;
+const HIDDEN: usize = 256;
+const POSITIONS: usize = 1024;
+
+/// The body of a model: embedding and one layer. (Any model of yours.)
+fn hidden(body: &(Embedding, Linear), tokens: &Tensor) -> Result<Tensor> {
+    body.1.forward(&body.0.forward(tokens)?)?.gelu()
+}
+
+/// Runs a training step twice; prints the loss, and seconds and peak memory of the second.
+fn measure(name: &str, step: impl Fn() -> Result<f32>) -> Result<()> {
+    step()?;
+    let (memory, start) = (memory::Peak::watch(&Device::Cpu), Instant::now());
+    let loss = step()?;
+    let (seconds, mib) = (start.elapsed().as_secs_f64(), memory.extra_mib().unwrap_or(f64::NAN));
+    println!("{name:26} loss {loss:.5}   {seconds:6.3} s   {mib:6.0} MiB");
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let body = (embedding(VOCAB, HIDDEN, vb.pp("embedding"))?, linear(HIDDEN, HIDDEN, vb.pp("layer"))?);
+    let lm_head = linear_no_bias(HIDDEN, VOCAB, vb.pp("lm_head"))?;
+    let ids = |factor: usize| (0..POSITIONS).map(|i| (i * factor % VOCAB) as u32).collect::<Vec<_>>();
+    let (tokens, targets) = (Tensor::new(ids(7919), &Device::Cpu)?, Tensor::new(ids(104_729), &Device::Cpu)?);
+
+    measure("Linear and cross_entropy", || {
+        let logits = lm_head.forward(&hidden(&body, &tokens)?)?; // [positions, vocab]
+        let loss = cross_entropy(&logits, &targets)?;
+        loss.backward()?;
+        loss.to_scalar()
+    })?;
+    let head = SoftmaxHead::from(lm_head.clone());
+    measure("SoftmaxHead", || {
+        let loss = head.loss(&hidden(&body, &tokens)?, &targets, &LossOptions::default())?;
+        loss.backward()?;
+        loss.value.to_scalar()
+    })
+}

@@ -62,7 +62,7 @@ pub(super) struct Chunks<'a, T: Element> {
 /// The rows of a chunk that take part in the second and third product.
 enum LiveRows {
     All(usize),
-    /// Indices of rows of the chunk, ascending.
+    /// Indices of rows of the chunk, in the order in which they now lie in front.
     Some(Vec<usize>),
 }
 
@@ -222,23 +222,28 @@ impl<'a, T: Element> Chunks<'a, T> {
             );
     }
 
-    /// Moves the live rows of the logits' gradient to the front, and copies their contexts to `chunk_contexts`.
+    /// Moves the live rows of the logits' gradient to the front, each dead row there being replaced by a live one from
+    /// behind, and copies their contexts to `chunk_contexts`.
     fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
-        if live.iter().all(|&live| live) {
-            self.live_rows = LiveRows::All(live.len());
+        let count = live.iter().filter(|&&live| live).count();
+        if count == live.len() {
+            self.live_rows = LiveRows::All(count);
             return;
         }
-        let d = self.sizes.context;
-        let live: Vec<usize> = (0..live.len()).filter(|&row| live[row]).collect();
+        let (d, stride) = (self.sizes.context, self.stride);
+        let mut behind = (count..live.len()).filter(|&row| live[row]);
+        // As many rows are dead in front as are live behind.
+        let order: Vec<usize> =
+            (0..count).filter_map(|row| if live[row] { Some(row) } else { behind.next() }).collect();
         self.chunk_contexts.clear();
-        for (to, &from) in live.iter().enumerate() {
+        for (to, &from) in order.iter().enumerate() {
             if to != from {
-                self.logits.copy_within(from * self.stride..(from + 1) * self.stride, to * self.stride);
+                self.logits.copy_within(from * stride..(from + 1) * stride, to * stride);
             }
             let context = &self.contexts[(rows.start + from) * d..][..d];
             self.chunk_contexts.extend(context.iter().map(|x| x.widen()));
         }
-        self.live_rows = LiveRows::Some(live);
+        self.live_rows = LiveRows::Some(order);
     }
 
     fn rows(&self, positions: Range<usize>) -> Range<usize> {

@@ -1,0 +1,230 @@
+//! The pictures, as SVG: bars of a training step beside other implementations, and the heads' validation curves.
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use crate::results::{Line, Result, Results};
+use crate::tables::{beside, count, digits, head_name, need, softmaxes};
+
+const WIDTH: i32 = 800;
+/// The height of a bar and the space below it.
+const ROW: i32 = 27;
+const INK: RGBColor = RGBColor(31, 35, 40);
+const GREY: RGBColor = RGBColor(89, 99, 110);
+const PALE: RGBColor = RGBColor(225, 228, 232);
+/// Of Okabe and Ito's colours, which colour-blind readers tell apart.
+const BLUE: RGBColor = RGBColor(0, 114, 178);
+const OTHERS: RGBColor = RGBColor(160, 169, 179);
+const HEADS: [(&str, RGBColor); 3] =
+    [("softmax", RGBColor(213, 94, 0)), ("moc", RGBColor(0, 158, 115)), ("mos", RGBColor(0, 114, 178))];
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// Pixels of a font, its weight, and the side of the text where its anchor lies.
+#[derive(Clone, Copy)]
+struct Font(f64, FontStyle, HPos);
+
+const TITLE: Font = Font(18.0, FontStyle::Bold, HPos::Left);
+const HEADING: Font = Font(14.0, FontStyle::Bold, HPos::Left);
+const SMALL: Font = Font(12.0, FontStyle::Normal, HPos::Left);
+const TEXT: Font = Font(13.0, FontStyle::Normal, HPos::Left);
+
+fn text(area: &Area, text: &str, at: (i32, i32), font: Font, color: RGBColor) -> Result<()> {
+    // plotters divides sizes by this.
+    const SCALE: f64 = 1.24;
+    let style = TextStyle::from(("sans-serif", font.0 * SCALE, font.1).into_font());
+    area.draw(&Text::new(text.to_owned(), at, style.color(&color).pos(Pos::new(font.2, VPos::Center))))?;
+    Ok(())
+}
+
+/// Draws on a white ground of the given height.
+fn svg(height: i32, draw: impl FnOnce(&Area) -> Result<()>) -> Result<String> {
+    let mut output = String::new();
+    {
+        let area = SVGBackend::with_string(&mut output, (WIDTH as u32, height as u32)).into_drawing_area();
+        area.fill(&WHITE)?;
+        draw(&area)?;
+        area.present()?;
+    }
+    Ok(output)
+}
+
+/// Time and memory of a training step, mos-head beside the others, at two shapes.
+pub(crate) fn step(results: &Results) -> Result<String> {
+    let panels = [
+        ("Penn Treebank model", beside(results, "ptb", 840.0)?),
+        ("Large language model", beside(results, "llm", 128.0)?),
+    ];
+    let processor = panels[0].1[0].text("processor");
+    let library = panels[0].1.iter().map(|line| line.text("library")).find(|library| !library.is_empty()).unwrap_or("");
+    let rows = panels.iter().map(|(_, lines)| lines.len() as i32).sum::<i32>();
+    let height = 84 + panels.len() as i32 * 76 + rows * ROW + 10;
+    svg(height, |area| {
+        text(area, "One training step of the output layer: loss and all gradients, f32", (20, 26), TITLE, INK)?;
+        text(area, &format!("on {processor}; {library}; shorter is better"), (20, 50), TEXT, GREY)?;
+        let mut top = 84;
+        for (name, lines) in &panels {
+            let (positions, vocab) = (need(lines[0], "positions")?, count(need(lines[0], "vocab")?));
+            let sizes = format!("{} over {vocab} ids, d = {}", softmaxes(lines[0])?, need(lines[0], "context")?);
+            text(area, &format!("{name}: {positions} positions, {sizes}"), (20, top), HEADING, INK)?;
+            text(area, "time", (TIME.left, top + 23), SMALL, GREY)?;
+            text(area, "memory beyond parameters and inputs", (MEMORY.left, top + 23), SMALL, GREY)?;
+            let first = top + 36;
+            for (i, line) in lines.iter().enumerate() {
+                let middle = first + i as i32 * ROW + ROW / 2;
+                let font = Font(13.0, weight(i), HPos::Right);
+                text(area, &implementation(line), (TIME.left - 10, middle), font, INK)?;
+            }
+            TIME.bars(area, lines, "seconds", first, |seconds| digits(seconds) + " s")?;
+            MEMORY.bars(area, lines, "extra_mib", first, |mib| format!("{mib:.0} MiB"))?;
+            top = first + lines.len() as i32 * ROW + 40;
+        }
+        if let Some(mib) = panels[1].1.iter().find_map(|line| line.number("decoder_gradient_mib")) {
+            let note = format!("Of this memory, {mib:.0} MiB (up to the white line) are the decoder's gradient.");
+            text(area, &note, (20, top - 12), SMALL, GREY)?;
+        }
+        Ok(())
+    })
+}
+
+/// A column of bars.
+struct Column {
+    left: i32,
+    /// The length of the longest bar.
+    length: i32,
+}
+
+const TIME: Column = Column { left: 226, length: 160 };
+const MEMORY: Column = Column { left: 510, length: 150 };
+
+impl Column {
+    /// Bars from `top` on, each with its value and its ratio to the first; a white line ends the decoder's gradient.
+    fn bars(&self, area: &Area, lines: &[&Line], key: &str, top: i32, label: fn(f64) -> String) -> Result<()> {
+        let values: Vec<f64> = lines.iter().filter_map(|line| line.number(key)).collect();
+        if values.len() < lines.len() {
+            return Err(format!("a line without a number under \"{key}\"").into());
+        }
+        let part = lines.iter().find_map(|line| line.number("decoder_gradient_mib")).filter(|_| key == "extra_mib");
+        let most = values.iter().copied().fold(0.0, f64::max);
+        for (i, &value) in values.iter().enumerate() {
+            let middle = top + i as i32 * ROW + ROW / 2;
+            let end = self.left + (f64::from(self.length) * value / most).round().max(2.0) as i32;
+            let color = if i == 0 { BLUE } else { OTHERS };
+            area.draw(&Rectangle::new([(self.left, middle - 9), (end, middle + 9)], color.filled()))?;
+            if let Some(part) = part {
+                let x = self.left + (f64::from(self.length) * part / most).round() as i32;
+                area.draw(&PathElement::new([(x, middle - 9), (x, middle + 9)], WHITE.stroke_width(2)))?;
+            }
+            let ratio = value / values[0];
+            let label = match i {
+                0 => label(value),
+                _ if ratio < 9.95 => format!("{} ({ratio:.1}×)", label(value)),
+                _ => format!("{} ({ratio:.0}×)", label(value)),
+            };
+            text(area, &label, (end + 6, middle), Font(13.0, weight(i), HPos::Left), INK)?;
+        }
+        let bottom = top + lines.len() as i32 * ROW;
+        area.draw(&PathElement::new([(self.left, top), (self.left, bottom)], GREY))?;
+        Ok(())
+    }
+}
+
+/// The first row is mos-head's.
+fn weight(row: usize) -> FontStyle {
+    if row == 0 {
+        FontStyle::Bold
+    } else {
+        FontStyle::Normal
+    }
+}
+
+fn implementation(line: &Line) -> String {
+    match line.text("implementation") {
+        "composed of candle operations" => "candle, composed operations".into(),
+        other => other.into(),
+    }
+}
+
+/// The validation NLL of the three heads after each epoch, above the entropy of the language.
+pub(crate) fn curves(results: &Results) -> Result<String> {
+    const HEIGHT: i32 = 430;
+    const LEFT: i32 = 70;
+    const RIGHT: i32 = WIDTH - 234;
+    const TOP: i32 = 102;
+    const BOTTOM: i32 = HEIGHT - 58;
+    let lines = results.of("curves");
+    let entropy = lines.iter().find_map(|line| line.number("entropy_nats")).ok_or("no entropy of the language")?;
+    let mut curves = vec![];
+    for (head, color) in HEADS {
+        let mut points = vec![];
+        for line in lines.iter().filter(|line| line.is("head", head)) {
+            points.push(line.number("epoch").zip(line.number("valid_nll")).ok_or("no epoch or no NLL")?);
+        }
+        curves.push((head, color, points));
+    }
+    let all = || curves.iter().flat_map(|(_, _, points)| points.iter().copied());
+    let epochs = all().map(|(epoch, _)| epoch).fold(1.0, f64::max);
+    let highest = all().map(|(_, nll)| nll).fold(entropy, f64::max);
+    // Fifths of a nat around all values.
+    let (low, high) = ((entropy * 5.0).floor() as i32, (highest * 5.0).ceil() as i32);
+    let (bottom, top) = (f64::from(low) / 5.0, f64::from(high) / 5.0);
+    let x = |epoch: f64| {
+        LEFT + 24 + (f64::from(RIGHT - LEFT - 24) * (epoch - 1.0) / (epochs - 1.0).max(1.0)).round() as i32
+    };
+    let y = |nll: f64| BOTTOM - (f64::from(BOTTOM - TOP) * (nll - bottom) / (top - bottom)).round() as i32;
+
+    svg(HEIGHT, |area| {
+        text(area, "Three output layers at equal size", (20, 26), TITLE, INK)?;
+        let vocab = count(need(lines[0], "vocab")?);
+        let subtitle = format!("LSTM language model on the built-in language of {vocab} ids, whose entropy is known");
+        text(area, &subtitle, (20, 50), TEXT, GREY)?;
+        for tick in low..=high {
+            let value = f64::from(tick) / 5.0;
+            area.draw(&PathElement::new([(LEFT, y(value)), (RIGHT, y(value))], PALE))?;
+            text(area, &format!("{value:.1}"), (LEFT - 8, y(value)), Font(12.0, FontStyle::Normal, HPos::Right), GREY)?;
+        }
+        for epoch in 1..=epochs as i32 {
+            let center = Font(12.0, FontStyle::Normal, HPos::Center);
+            text(area, &epoch.to_string(), (x(f64::from(epoch)), BOTTOM + 16), center, GREY)?;
+        }
+        text(area, "validation NLL (nats per position)", (20, TOP - 20), SMALL, GREY)?;
+        let center = Font(12.0, FontStyle::Normal, HPos::Center);
+        text(area, "epoch", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+
+        let mut start = LEFT;
+        while start < RIGHT {
+            let end = (start + 7).min(RIGHT);
+            area.draw(&PathElement::new([(start, y(entropy)), (end, y(entropy))], INK.stroke_width(1)))?;
+            start += 12;
+        }
+        text(area, &format!("entropy of the language {entropy:.3}"), (RIGHT + 12, y(entropy)), TEXT, INK)?;
+        let mut above = i32::MIN;
+        let mut ends: Vec<_> = curves.iter().filter(|(_, _, points)| !points.is_empty()).collect();
+        ends.sort_by(|(_, _, a), (_, _, b)| b[b.len() - 1].1.total_cmp(&a[a.len() - 1].1));
+        for (head, color, points) in ends {
+            let pixels: Vec<_> = points.iter().map(|&(epoch, nll)| (x(epoch), y(nll))).collect();
+            area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
+            for &at in &pixels {
+                marker(area, head, at, *color)?;
+            }
+            let (_, nll) = points[points.len() - 1];
+            // Labels stand at least a line apart.
+            let label = y(nll).max(above.saturating_add(18));
+            above = label;
+            let font = Font(13.0, FontStyle::Bold, HPos::Left);
+            text(area, &format!("{} {nll:.3}", head_name(head)), (RIGHT + 12, label), font, *color)?;
+        }
+        Ok(())
+    })
+}
+
+/// Another shape for each head, for readers who see no colours.
+fn marker(area: &Area, head: &str, (x, y): (i32, i32), color: RGBColor) -> Result<()> {
+    match head {
+        "softmax" => area.draw(&Rectangle::new([(x - 5, y - 5), (x + 5, y + 5)], color.filled()))?,
+        "moc" => area.draw(&Polygon::new([(x, y - 7), (x + 7, y + 5), (x - 7, y + 5)], color.filled()))?,
+        _ => area.draw(&Circle::new((x, y), 5, color.filled()))?,
+    }
+    Ok(())
+}

@@ -1,0 +1,471 @@
+//! The tables of README.md and benches/RESULTS.md, in markdown.
+
+use std::collections::BTreeSet;
+
+use crate::results::{Line, Result, Results};
+
+type Generator = fn(&Results) -> Result<String>;
+
+/// By the name in the marker.
+pub(crate) const TABLES: [(&str, Generator); 17] = [
+    ("step-ptb", |results| step(results, "ptb", 840.0)),
+    ("step-llm", |results| step(results, "llm", 128.0)),
+    ("decoding", decoding),
+    ("examples", examples),
+    ("steps", steps),
+    ("steps-elsewhere", steps_elsewhere),
+    ("dtypes", dtypes),
+    ("without-gradients", without_gradients),
+    ("instruction-sets", instruction_sets),
+    ("positions", positions),
+    ("decoding-all", decoding_all),
+    ("decoding-heads", decoding_heads),
+    ("penn-treebank", penn_treebank),
+    ("built-in-language", built_in_language),
+    ("translation", translation),
+    ("dialogue", dialogue),
+    ("characters", characters),
+];
+
+/// `text` with every table between markers made anew.
+pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
+    let mut output = String::new();
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        output += line;
+        output.push('\n');
+        let name = line.strip_prefix("<!-- figures: ").and_then(|rest| rest.strip_suffix(" -->"));
+        let Some(name) = name else { continue };
+        let (_, table) = TABLES.iter().find(|(known, _)| *known == name).ok_or(format!("no table named {name}"))?;
+        let table = table(results).map_err(|error| format!("table {name}: {error}"))?;
+        lines.find(|line| *line == "<!-- /figures -->").ok_or(format!("no end of table {name}"))?;
+        output += &format!("{table}<!-- /figures -->\n");
+    }
+    Ok(output)
+}
+
+/// One shape of a training step beside other implementations.
+fn step(results: &Results, shape: &str, positions: f64) -> Result<String> {
+    let lines = beside(results, shape, positions)?;
+    let row = |line: &&Line| {
+        let gradient = line.number("decoder_gradient_mib");
+        let gradient = gradient.map_or(String::new(), |mib| format!(", of which {mib:.0} are the decoder's gradient"));
+        Ok(vec![label(line), digits(need(line, "seconds")?), format!("{:.0} MiB{gradient}", need(line, "extra_mib")?)])
+    };
+    let mut rows = lines.iter().map(row).collect::<Result<Vec<_>>>()?;
+    if let Some(seconds) = lines.iter().find_map(|line| line.number("products_seconds")) {
+        rows.push(vec!["the three matrix products alone".into(), digits(seconds), String::new()]);
+    }
+    Ok(markdown("| | seconds | memory beyond parameters and inputs |", rows) + &source(&lines, true))
+}
+
+/// The implementations of the whole step at one shape, mos-head first.
+pub(crate) fn beside<'a>(results: &'a Results, shape: &str, positions: f64) -> Result<Vec<&'a Line>> {
+    let mut lines = results.of("step");
+    lines.retain(|line| line.is("shape", shape) && line.number("positions") == Some(positions));
+    lines.retain(|line| !line.text("implementation").ends_with("products alone"));
+    match lines.first() {
+        Some(first) if first.is("implementation", "mos-head") => Ok(lines),
+        _ => Err(format!("mos-head is not the first implementation of {shape} with {positions} positions").into()),
+    }
+}
+
+fn steps(results: &Results) -> Result<String> {
+    let lines = results.of("step");
+    let optional = |line: &Line, key| line.number(key).map_or(String::new(), |seconds| digits(seconds) + " s");
+    let mut rows = vec![];
+    for (i, line) in lines.iter().enumerate() {
+        let is_new = i == 0 || sizes_key(lines[i - 1]) != sizes_key(line);
+        let full = lines[..i].iter().all(|earlier| earlier.text("shape") != line.text("shape"));
+        rows.push(vec![
+            if is_new { sizes(line, full)? } else { String::new() },
+            label(line),
+            digits(need(line, "seconds")?) + " s",
+            format!("{:.0} MiB", need(line, "extra_mib")?),
+            optional(line, "mixture_seconds"),
+            optional(line, "products_seconds"),
+            line.number("mixture_over_products").map_or(String::new(), |ratio| format!("{ratio:.2}")),
+        ]);
+    }
+    let header = "| shape | implementation | step | extra | mixture | products | mixture / products |";
+    Ok(markdown(header, rows) + &source(&lines, true))
+}
+
+fn steps_elsewhere(results: &Results) -> Result<String> {
+    let lines = results.steps_elsewhere();
+    let mut rows = vec![];
+    for (i, line) in lines.iter().enumerate() {
+        let same = |key| i > 0 && lines[i - 1].text(key) == line.text(key);
+        let same_sizes = same("processor") && sizes_key(lines[i - 1]) == sizes_key(line);
+        rows.push(vec![
+            if same("processor") { String::new() } else { line.text("processor").into() },
+            if same_sizes { String::new() } else { sizes(line, true)? },
+            label(line),
+            short(need(line, "seconds")?) + " s",
+            line.number("extra_mib").map_or(String::new(), |mib| format!("{mib:.0} MiB")),
+        ]);
+    }
+    Ok(markdown("| processor | shape | implementation | step | extra |", rows) + &source(&lines, false))
+}
+
+fn dtypes(results: &Results) -> Result<String> {
+    let lines = results.of("dtypes");
+    let row =
+        |line: &&Line| Ok(vec![line.text("dtype").into(), format!("{:.2}", need(line, "mixture_over_products")?)]);
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| ptb in | mixture / products in f32 |", rows) + &source(&lines, true))
+}
+
+fn without_gradients(results: &Results) -> Result<String> {
+    let lines = results.of("without-gradients");
+    let row = |line: &&Line| {
+        Ok(vec![
+            sizes(line, false)?,
+            digits(need(line, "seconds")?) + " s",
+            format!("{:.0} MiB", need(line, "extra_mib")?),
+            digits(need(line, "mixture_seconds")?) + " s",
+            digits(need(line, "product_seconds")?) + " s",
+            format!("{:.2}", need(line, "mixture_over_product")?),
+        ])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| shape | step | extra | mixture | one product | ratio |", rows) + &source(&lines, true))
+}
+
+fn instruction_sets(results: &Results) -> Result<String> {
+    let lines = results.of("instruction-sets");
+    let row = |line: &&Line| {
+        Ok(vec![
+            line.text("row_kernels").into(),
+            digits(need(line, "mixture_seconds")?) + " s",
+            digits(need(line, "products_seconds")?) + " s",
+            format!("{:.2}", need(line, "mixture_over_products")?),
+        ])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| row kernels | mixture | products | ratio |", rows) + &source(&lines, true))
+}
+
+fn positions(results: &Results) -> Result<String> {
+    let lines = results.of("positions");
+    let row = |line: &&Line| {
+        Ok(vec![
+            count(need(line, "positions")?) + " positions",
+            short(need(line, "workspace_mib")?) + " MiB",
+            format!("{:.0} MiB", need(line, "extra_mib")?),
+        ])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| ptb with | workspace | extra |", rows) + &source(&lines, true))
+}
+
+/// The ten most probable ids after one position.
+fn decoding(results: &Results) -> Result<String> {
+    const SHAPES: [&str; 3] = ["v128256-k1-b1", "v10000-k15-b1", "v33278-k15-b1"];
+    let lines = results.of("decoding");
+    let mut header = "| |".to_owned();
+    let mut used = vec![];
+    let mut rows = vec![];
+    for implementation in ["mos-head", "PyTorch", "composed of candle operations", "read of the decoder"] {
+        let read = implementation == "read of the decoder";
+        let mut row = vec![];
+        for shape in SHAPES {
+            let shape = if read { shape.split('-').next().unwrap_or("") } else { shape };
+            let line = lines.iter().find(|line| line.is("shape", shape) && line.is("implementation", implementation));
+            let line = *line.ok_or(format!("no line of {implementation} at {shape}"))?;
+            if row.is_empty() {
+                row.push(label(line));
+            }
+            row.push(milliseconds(need(line, if read { "read_ms" } else { "top_10_ms" })?) + " ms");
+            if implementation == "mos-head" {
+                let components = need(line, "components")?;
+                let softmaxes =
+                    if components == 1.0 { "one softmax".into() } else { format!("{components} softmaxes") };
+                let (vocab, d) = (count(need(line, "vocab")?), need(line, "context")?);
+                header += &format!(" {softmaxes}, {vocab} ids (d = {d}) |");
+            }
+            used.push(line);
+        }
+        rows.push(row);
+    }
+    Ok(markdown(&header, rows) + &source(&used, true))
+}
+
+/// The number of components in words.
+pub(crate) fn softmaxes(line: &Line) -> Result<String> {
+    let components = need(line, "components")?;
+    Ok(if components == 1.0 { "one softmax".into() } else { format!("{components} softmaxes") })
+}
+
+fn decoding_all(results: &Results) -> Result<String> {
+    let lines = results.of("decoding");
+    let find = |shape: &str, implementation: &str| {
+        let mut lines = lines.iter();
+        lines.find(|line| line.is("shape", shape) && line.is("implementation", implementation)).copied()
+    };
+    let mut rows = vec![];
+    for line in lines.iter().filter(|line| line.is("implementation", "mos-head")) {
+        let shape = line.text("shape");
+        let (components, batch) = (need(line, "components")?, need(line, "positions")?);
+        let cell =
+            |line: Option<&Line>, key| line.and_then(|line| line.number(key)).map_or(String::new(), milliseconds);
+        let decoder = shape.split('-').next().filter(|_| batch == 1.0).unwrap_or("");
+        let mut row = vec![format!("{}, {components}, {batch}", count(need(line, "vocab")?))];
+        row.push(cell(find(decoder, "read of the decoder"), "read_ms"));
+        for key in ["top_1_ms", "top_10_ms", "top_50_ms", "sample_ms", "ancestral_ms", "log_probs_ms"] {
+            row.push(cell(Some(line), key));
+        }
+        row.push(cell(find(shape, "composed of candle operations"), "top_10_ms"));
+        row.push(cell(find(shape, "PyTorch"), "top_10_ms"));
+        row.push(cell(find(shape, "PyTorch"), "sample_ms"));
+        rows.push(row);
+    }
+    let header = "| V, K, batch | read | top-1 | top-10 | top-50 | sample | ancestral | log-probs | composed top-10 \
+                  | PyTorch top-10 | PyTorch sample |";
+    Ok(markdown(header, rows) + &source(&lines, true))
+}
+
+fn decoding_heads(results: &Results) -> Result<String> {
+    let lines = results.of("decoding-heads");
+    let mut rows = vec![];
+    for (head, name) in [
+        ("softmax", "softmax of width 280"),
+        ("mos", "mixture of softmaxes, K = 15"),
+        ("mos-ancestral", "the same, ancestral"),
+    ] {
+        let batches = ["ptb-b1", "ptb-b8", "ptb-b32"].map(|shape| {
+            let line = lines.iter().find(|line| line.is("head", head) && line.is("shape", shape));
+            line.and_then(|line| line.number("sample_ms")).map_or(String::new(), milliseconds)
+        });
+        rows.push([vec![name.into()], batches.to_vec()].concat());
+    }
+    Ok(markdown("| | batch 1 | 8 | 32 |", rows) + &source(&lines, true))
+}
+
+/// What all three heads reach with equal numbers of parameters.
+fn examples(results: &Results) -> Result<String> {
+    type Value = fn(&Line) -> Result<String>;
+    const PERPLEXITY: &str = "valid_perplexity_by_epoch";
+    const BITS: &str = "valid_bits_per_character_by_epoch";
+    let table: [(&str, &str, &str, Value); 4] = [
+        ("built-in-language", "built-in language of `lstm_lm`, nats above its entropy", "", |line| {
+            Ok(format!("{:.3}", above_entropy(line)?))
+        }),
+        ("penn-treebank", "Penn Treebank, validation perplexity", PERPLEXITY, |line| {
+            Ok(perplexity(last(line, PERPLEXITY)?))
+        }),
+        ("translation", "Multi30k, German to English, validation BLEU (beam 5)", PERPLEXITY, |line| {
+            Ok(format!("{:.1}", need(line, "bleu")?))
+        }),
+        ("characters", "tiny Shakespeare, validation bits per character", BITS, |line| {
+            Ok(format!("{:.3}", last(line, BITS)?))
+        }),
+    ];
+    let mut used = vec![];
+    let mut rows = vec![];
+    for (figure, name, epochs, value) in table {
+        let lines = results.of(figure);
+        let epochs = lines.first().map_or(0, |line| line.numbers(epochs).len());
+        let epochs = if epochs > 0 { format!(" after {epochs} epochs") } else { String::new() };
+        let mut row = vec![name.to_owned() + &epochs];
+        for head in ["softmax", "moc", "mos"] {
+            let line = *lines.iter().find(|line| line.is("head", head)).ok_or(format!("no {head} of {figure}"))?;
+            row.push(value(line)?);
+            used.push(line);
+        }
+        rows.push(row);
+    }
+    Ok(markdown("| | softmax | mixture of contexts | mixture of softmaxes |", rows) + &source(&used, false))
+}
+
+fn penn_treebank(results: &Results) -> Result<String> {
+    by_head(results, "penn-treebank", "| head | parameters | validation perplexity, epochs 1, 2, 3 |", |line| {
+        Ok(vec![count(need(line, "parameters")?), each(line, "valid_perplexity_by_epoch", perplexity)])
+    })
+}
+
+fn built_in_language(results: &Results) -> Result<String> {
+    let header = "| head | parameters | validation NLL | nats above the entropy |";
+    by_head(results, "built-in-language", header, |line| {
+        let nll = need(line, "valid_nll")?;
+        Ok(vec![count(need(line, "parameters")?), format!("{nll:.4}"), format!("{:.3}", above_entropy(line)?)])
+    })
+}
+
+fn translation(results: &Results) -> Result<String> {
+    let header = "| head | parameters | validation perplexity, epochs 1 to 4 | BLEU | minutes |";
+    by_head(results, "translation", header, |line| {
+        Ok(vec![
+            count(need(line, "parameters")?),
+            each(line, "valid_perplexity_by_epoch", perplexity),
+            format!("{:.1}", need(line, "bleu")?),
+            short(need(line, "minutes")?),
+        ])
+    })
+}
+
+fn dialogue(results: &Results) -> Result<String> {
+    let header = "| head | parameters | validation perplexity | BLEU-1 P / R | BLEU-2 P / R | BLEU-3 P / R \
+                  | BLEU-4 P / R |";
+    by_head(results, "dialogue", header, |line| {
+        let mut row = vec![count(need(line, "parameters")?), perplexity(need(line, "valid_perplexity")?)];
+        let (precision, recall) = (line.numbers("bleu_1_to_4_precision"), line.numbers("bleu_1_to_4_recall"));
+        row.extend(precision.iter().zip(recall).map(|(p, r)| format!("{} / {}", digits(*p), digits(r))));
+        Ok(row)
+    })
+}
+
+fn characters(results: &Results) -> Result<String> {
+    let header = "| head | LSTM units | parameters | validation BPC, epochs 1 to 3 | test BPC | CPU minutes |";
+    by_head(results, "characters", header, |line| {
+        Ok(vec![
+            count(need(line, "units")?),
+            count(need(line, "parameters")?),
+            each(line, "valid_bits_per_character_by_epoch", |bits| format!("{bits:.3}")),
+            format!("{:.3}", need(line, "test_bits_per_character")?),
+            short(need(line, "cpu_minutes")?),
+        ])
+    })
+}
+
+/// A table with one row per line, which starts with the head.
+fn by_head(
+    results: &Results,
+    figure: &str,
+    header: &str,
+    cells: impl Fn(&Line) -> Result<Vec<String>>,
+) -> Result<String> {
+    let lines = results.of(figure);
+    let row = |line: &&Line| {
+        let components = line.number("components").filter(|&components| components > 1.0);
+        let components = components.map_or(String::new(), |components| format!(", K = {components}"));
+        Ok([vec![head_name(line.text("head")).to_owned() + &components], cells(line)?].concat())
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown(header, rows) + &source(&lines, false))
+}
+
+pub(crate) fn head_name(head: &str) -> &str {
+    match head {
+        "moc" => "mixture of contexts",
+        "mos" => "mixture of softmaxes",
+        head => head,
+    }
+}
+
+fn label(line: &Line) -> String {
+    match line.text("implementation") {
+        "composed of candle operations" => "the formula composed of candle operations".into(),
+        "read of the decoder" => "reading the decoder once".into(),
+        "PyTorch, three products alone" => "PyTorch, its three products alone".into(),
+        other => other.replace("linear_cross_entropy", "`linear_cross_entropy`"),
+    }
+}
+
+fn sizes_key(line: &Line) -> (&str, Option<f64>) {
+    (line.text("shape"), line.number("positions"))
+}
+
+/// The shape, with all sizes or with the positions only if they are not the shape's own.
+fn sizes(line: &Line, full: bool) -> Result<String> {
+    let (shape, positions) = (line.text("shape"), need(line, "positions")?);
+    if full {
+        let (components, d) = (need(line, "components")?, need(line, "context")?);
+        let vocab = count(need(line, "vocab")?);
+        let positions = plain(positions);
+        return Ok(format!("{shape} ({positions} positions, K = {components}, d = {d}, V = {vocab})"));
+    }
+    Ok(if shape == "ptb" { shape.into() } else { format!("{shape}, {} positions", plain(positions)) })
+}
+
+fn above_entropy(line: &Line) -> Result<f64> {
+    Ok(need(line, "valid_nll")? - need(line, "entropy_nats")?)
+}
+
+pub(crate) fn need(line: &Line, key: &str) -> Result<f64> {
+    line.number(key).ok_or_else(|| {
+        let [figure, shape, implementation] = ["figure", "shape", "implementation"].map(|key| line.text(key));
+        format!("no number under \"{key}\" of {figure}, {shape}, {implementation}").into()
+    })
+}
+
+fn last(line: &Line, key: &str) -> Result<f64> {
+    line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
+}
+
+fn each(line: &Line, key: &str, format: fn(f64) -> String) -> String {
+    line.numbers(key).into_iter().map(format).collect::<Vec<_>>().join(", ")
+}
+
+fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
+    let mut text = format!("{header}\n|{}\n", "---|".repeat(header.matches('|').count() - 1));
+    for row in rows {
+        // An empty cell is one space wide.
+        text += &format!("| {} |\n", row.join(" | ")).replace("|  |", "| |").replace("|  |", "| |");
+    }
+    text
+}
+
+/// Where the numbers of a table come from: dates and commits, and the processors of timings.
+fn source(lines: &[&Line], processors: bool) -> String {
+    let all = |key| lines.iter().map(|line| line.text(key)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
+    let processors = if processors { all("processor").join("; ") + "; " } else { String::new() };
+    let commits = all("commit");
+    let noun = if commits.len() == 1 { "commit" } else { "commits" };
+    format!("\n*{processors}{}, {noun} {}*\n", all("date").join(", "), commits.join(", "))
+}
+
+/// 10000 as "10 000"; four digits stay together.
+pub(crate) fn count(number: f64) -> String {
+    let digits = plain(number);
+    let mut text = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) && digits.len() > 4 {
+            text.push(' ');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+fn plain(number: f64) -> String {
+    format!("{number:.0}")
+}
+
+/// Three significant digits.
+pub(crate) fn digits(number: f64) -> String {
+    let decimals = match number {
+        x if x < 1.0 => 3,
+        x if x < 10.0 => 2,
+        x if x < 100.0 => 1,
+        _ => 0,
+    };
+    format!("{number:.decimals$}")
+}
+
+/// At most three significant digits, without zeros at the end.
+fn short(number: f64) -> String {
+    let text = digits(number);
+    if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.').into()
+    } else {
+        text
+    }
+}
+
+/// Three significant digits, but none below a hundredth of a millisecond.
+fn milliseconds(number: f64) -> String {
+    if number < 1.0 {
+        format!("{number:.2}")
+    } else {
+        digits(number)
+    }
+}
+
+fn perplexity(number: f64) -> String {
+    if number < 10.0 {
+        format!("{number:.2}")
+    } else {
+        format!("{number:.1}")
+    }
+}

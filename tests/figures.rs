@@ -1,0 +1,122 @@
+//! Pictures and tables show the measurements in `benches/results`, and nothing else.
+
+#[path = "../examples/figures/outputs.rs"]
+mod outputs;
+#[path = "../examples/figures/pictures.rs"]
+mod pictures;
+#[path = "../examples/figures/results.rs"]
+mod results;
+#[path = "../examples/figures/tables.rs"]
+mod tables;
+
+use std::path::Path;
+
+use results::{parse, read, Results, FILES};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// What makes a whole line.
+const LINE: &str = r#"{"figure": "step", "shape": "ptb", "implementation": "mos-head", "command": "c",
+    "processor": "p", "date": "2026-11-21", "commit": "0123abc", "seconds": 1.5}"#;
+
+fn line() -> String {
+    LINE.replace('\n', " ")
+}
+
+/// Names the first line that differs.
+#[track_caller]
+fn assert_same(path: &str, found: &str, expected: &str) {
+    let mut pairs = found.lines().zip(expected.lines()).enumerate();
+    if let Some((i, (found, expected))) = pairs.find(|(_, (found, expected))| found != expected) {
+        panic!(
+            "{path}, line {}: not what `cargo run --release --example figures` makes of benches/results:\n  {found}\n  \
+             {expected}",
+            i + 1
+        );
+    }
+    assert_eq!(found.len(), expected.len(), "{path} is shorter or longer than the figures");
+}
+
+#[test]
+fn pictures_and_tables_are_made_of_the_measurements() {
+    for (path, expected) in outputs::outputs(root()).expect("valid measurements") {
+        assert_same(path, &read(root(), path).expect("a text"), &expected);
+    }
+}
+
+/// The first four tables are README.md's to choose from.
+#[test]
+fn no_table_of_results_is_written_by_hand() {
+    let text = read(root(), "benches/RESULTS.md").expect("a text");
+    for (name, _) in &tables::TABLES[4..] {
+        assert!(text.contains(&format!("\n<!-- figures: {name} -->\n")), "{name}");
+    }
+}
+
+#[test]
+fn every_measurement_says_where_it_comes_from() {
+    for file in FILES {
+        let path = format!("benches/results/{file}.jsonl");
+        let lines = parse(&read(root(), &path).expect("a text")).unwrap_or_else(|error| panic!("{path}, {error}"));
+        assert!(!lines.is_empty(), "{path} is empty");
+    }
+    let files = std::fs::read_dir(root().join("benches/results")).expect("a folder");
+    let names = files.map(|file| file.expect("a file").file_name().into_string().expect("a name"));
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    let mut known = FILES.map(|file| format!("{file}.jsonl"));
+    known.sort();
+    assert_eq!(names, known);
+}
+
+#[test]
+fn a_line_without_its_origin_is_an_error_that_names_it() {
+    assert_eq!(parse(&line()).expect("a whole line").len(), 1);
+    for key in ["figure", "shape", "implementation", "command", "processor", "date", "commit"] {
+        let without = line().replace(&format!("\"{key}\""), "\"other\"");
+        let error = parse(&[line(), without].join("\n")).expect_err(key).to_string();
+        assert!(error.contains("line 2") && error.contains(key), "{error}");
+    }
+    for (value, wrong) in [("2026-11-21", "21.11.2026"), ("0123abc", "main"), ("0123abc", "0123")] {
+        let error = parse(&line().replace(value, wrong)).expect_err(wrong).to_string();
+        assert!(error.contains(wrong), "{error}");
+    }
+    assert!(parse("{\"figure\": \"step\"").is_err());
+}
+
+#[test]
+fn a_later_line_replaces_an_earlier_one_of_the_same_measurement() {
+    let later = line().replace("1.5", "2.5").replace("0123abc", "89abcde");
+    let elsewhere = line().replace("\"p\"", "\"q\"");
+    let lines = parse(&[line(), later, elsewhere].join("\n")).expect("three lines");
+    let results = Results::new(lines);
+    let seconds = |lines: Vec<&results::Line>| lines.iter().map(|line| line.number("seconds")).collect::<Vec<_>>();
+    assert_eq!(seconds(results.of("step")), [Some(2.5)]);
+    assert_eq!(seconds(results.steps_elsewhere()), [Some(1.5)]);
+}
+
+#[test]
+fn a_number_edited_by_hand_is_found() {
+    let results = Results::load(root()).expect("valid measurements");
+    for (name, _) in tables::TABLES {
+        let empty = format!("before\n<!-- figures: {name} -->\n<!-- /figures -->\nafter\n");
+        let made = tables::rewrite(&empty, &results).expect(name);
+        assert_eq!(tables::rewrite(&made, &results).expect(name), made, "{name}");
+        let row = made.lines().filter(|line| line.starts_with('|')).nth(2).expect("a row");
+        let digit = row.rfind(|c: char| c.is_ascii_digit()).unwrap_or_else(|| panic!("no number in {row}"));
+        let other = if &row[digit..=digit] == "7" { "3" } else { "7" };
+        let edited = made.replace(row, &format!("{}{other}{}", &row[..digit], &row[digit + 1..]));
+        assert_ne!(edited, made);
+        assert_eq!(tables::rewrite(&edited, &results).expect(name), made, "{name}");
+    }
+}
+
+#[test]
+fn markers_without_a_table_or_an_end_are_errors() {
+    let results = Results::load(root()).expect("valid measurements");
+    let error = |text: &str| tables::rewrite(text, &results).expect_err(text).to_string();
+    assert!(error("<!-- figures: speed -->\n<!-- /figures -->\n").contains("no table named speed"));
+    assert!(error("<!-- figures: steps -->\n| 1 |\n").contains("no end of table steps"));
+}

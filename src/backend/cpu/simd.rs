@@ -148,8 +148,10 @@ impl Isa {
 }
 
 /// A kernel with its instruction set, which `pulp` compiles with the right target features.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 struct Call<K, F, V>(K, V, std::marker::PhantomData<F>);
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 impl<F, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for Call<K, F, V> {
     type Output = K::Output;
 

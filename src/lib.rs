@@ -149,3 +149,8 @@ pub use mixture_of_contexts::MixtureOfContexts;
 pub use mixture_of_softmaxes::MixtureOfSoftmaxes;
 pub use output_layer::{MixtureLayer, OutputLayer};
 pub use softmax_head::{SoftmaxConfig, SoftmaxHead};
+
+/// The examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

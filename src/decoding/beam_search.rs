@@ -1,6 +1,6 @@
 //! Beam search for the most probable sequences.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::top_k::TopK;
 use super::transfer;
@@ -244,7 +244,8 @@ impl BeamSearch {
 
 /// The start tokens as u32.
 fn read_start(start: &Tensor) -> Result<Vec<u32>> {
-    let tokens = start.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    // Converted on the host: candle's GPU backends do not convert empty tensors.
+    let tokens = start.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
     let read = |got: i64| u32::try_from(got).map_err(|_| Error::config("start", "token ids, which fit u32", got));
     tokens.into_iter().map(read).collect()
 }

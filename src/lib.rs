@@ -71,8 +71,8 @@
 //! | [`with_hits`](LossOptions::with_hits) | also counts correct top-1 predictions |
 //! | [`evaluation`](LossOptions::evaluation) | no gradients (one product instead of three), no dropout |
 //!
-//! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit scale,
-//! softcap ([`SoftmaxConfig`], [`MixtureConfig`]).
+//! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit
+//! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]).
 //!
 //! # Decoding
 //!
@@ -85,8 +85,8 @@
 //! | [`BeamSearch`] | the most probable sequences of a batch, n-best, with length penalty; the model is a closure |
 //! | [`prune`](MixtureLayer::prune) | removes components whose priors sum to at most m, with a bound of the total variation |
 //!
-//! The log-sum-exps need all logits of a position once; beyond them, distributions are read in tiles. A NaN distribution is an
-//! error that names its position.
+//! The log-sum-exps need all logits of a position once; beyond them, distributions are read in tiles. A NaN
+//! distribution is an error that names its position.
 //!
 //! # Features
 //!

@@ -246,7 +246,8 @@ pub trait OutputLayer: Debug + Send + Sync {
 /// # }
 /// ```
 pub trait MixtureLayer: OutputLayer {
-    /// The number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which mixes contexts.
+    /// The number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which mixes
+    /// contexts.
     fn components(&self) -> usize;
 
     /// The mixture of these hidden states `[.., hidden]`; `train` enables dropout.
@@ -287,8 +288,8 @@ pub trait MixtureLayer: OutputLayer {
     }
 }
 
-/// [`OutputLayer::loss`] of a head with a projection: arguments are checked before it is computed, and ignored positions are
-/// masked.
+/// [`OutputLayer::loss`] of a head with a projection: arguments are checked before it is computed, and ignored
+/// positions are masked.
 pub(crate) fn projected_loss(
     layer: &impl MixtureLayer,
     hidden: &Tensor,

@@ -133,8 +133,8 @@ impl Mixture {
         transfer::to_device(ids, self.leading(), operands.contexts.device())
     }
 
-    /// The mixture with the logits of its components divided by `temperature`: their scale, and their softcap if there is one.
-    /// The priors do not change.
+    /// The mixture with the logits of its components divided by `temperature`: their scale, and their softcap if there
+    /// is one. The priors do not change.
     ///
     /// # Errors
     ///

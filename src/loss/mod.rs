@@ -102,6 +102,7 @@ impl Loss {
     ///
     /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`], which names
     /// `head`, for options that need more than this: label smoothing, z-loss, responsibility filter, hits.
+    /// Whether targets are in the vocabulary is for the head to check.
     pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         options.validate()?;
         let Terms { label_smoothing, z_loss, responsibility_filter, hits } = options.terms;
@@ -172,8 +173,8 @@ impl Loss {
     }
 }
 
-/// `values` `[.., n]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns `values` unchanged
-/// if no position is ignored; on a GPU, where reading the targets would wait, if no index is ignored.
+/// `values` `[.., n]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns `values`
+/// unchanged if no position is ignored; on a GPU, where reading the targets would wait, if no index is ignored.
 pub(crate) fn mask_ignored(values: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Tensor> {
     let Some(ignored) = options.ignored(targets)? else { return Ok(values.clone()) };
     if values.elem_count() == 0 {

@@ -103,9 +103,9 @@ impl LossOptions {
         LossOptions { reduction, ..self }
     }
 
-    /// Ignores positions with this target: no loss and no gradient, whatever their hidden state holds, NaN included. The
-    /// index need not be in the vocabulary. (A weight of zero removes a position from the loss, but not a NaN from the
-    /// gradient of a projection.)
+    /// Ignores positions with this target: no loss and no gradient, whatever their hidden state holds, NaN included.
+    /// The index need not be in the vocabulary. (A weight of zero removes a position from the loss, but not a NaN from
+    /// the gradient of a projection.)
     pub fn with_ignore_index(self, index: i64) -> Self {
         LossOptions { ignore_index: Some(index), ..self }
     }
@@ -216,9 +216,9 @@ impl LossOptions {
         self.terms.hits
     }
 
-    /// Hidden states `[.., hidden]` with zeros at ignored positions, and targets `[..]` (i64) with id 0 there: what a head of
-    /// your own computes its loss from, so that nothing at an ignored position, NaN included, reaches a gradient. Pass the
-    /// original targets to [`Loss::from_nll`](crate::Loss::from_nll).
+    /// Hidden states `[.., hidden]` with zeros at ignored positions, and targets `[..]` (i64) with id 0 there: what a
+    /// head of your own computes its loss from, so that nothing at an ignored position, NaN included, reaches a
+    /// gradient. Pass the original targets to [`Loss::from_nll`](crate::Loss::from_nll).
     ///
     /// # Shapes
     ///

@@ -81,8 +81,8 @@ use crate::validate::{check_targets, leading};
 ///     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
 ///         // Ignored targets need not be token ids.
 ///         let (hidden, ids) = options.mask_ignored(hidden, targets)?;
-///         let nll = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?.squeeze(D::Minus1)?.neg()?;
-///         Loss::from_nll("Floored", &nll, targets, options)
+///         let of_ids = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
+///         Loss::from_nll("Floored", &of_ids.squeeze(D::Minus1)?.neg()?, targets, options)
 ///     }
 /// }
 ///

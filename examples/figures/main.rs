@@ -1,4 +1,4 @@
-//! Draws the pictures in `docs` and rewrites the tables of README.md and benches/RESULTS.md, from the measurements in
+//! Draws the pictures in `docs` and rewrites the tables of the READMEs and of benches/RESULTS.md, from the measurements in
 //! `benches/results`.
 //!
 //!     cargo run --release --example figures

@@ -1,4 +1,4 @@
-//! The tables of README.md and benches/RESULTS.md, in markdown.
+//! The tables of the READMEs and of benches/RESULTS.md, in markdown.
 
 use std::collections::BTreeSet;
 

@@ -1,6 +1,6 @@
 //! A checkpoint: one safetensors file with named f32 tensors and a few strings in its header.
 
-use super::{init::sorted, optimizer::Optimizer, Result};
+use super::{flags::beside, init::sorted, optimizer::Optimizer, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarMap;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -31,7 +31,7 @@ impl Checkpoint {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(failed)?;
         }
-        let partial = path.with_extension("partial");
+        let partial = beside(path);
         std::fs::write(&partial, file).map_err(failed)?;
         std::fs::rename(&partial, path).map_err(failed)?;
         Ok(())
@@ -82,12 +82,24 @@ impl Checkpoint {
         value.parse().map_err(|_| format!("the checkpoint's {key} is {value:?}, which is not a valid value").into())
     }
 
-    /// Fails unless the checkpoint was written with this value of `key`.
-    pub(crate) fn require(&self, key: &str, wanted: impl ToString) -> Result<()> {
-        let stored: String = self.get(key)?;
-        let wanted = wanted.to_string();
+    /// Fails unless the model was made with this value of a flag.
+    pub(crate) fn require_flag(&self, flag: &str, wanted: &str) -> Result<()> {
+        let stored: String = self.get(flag)?;
         if stored != wanted {
-            return Err(format!("the checkpoint has {key} {stored}, but this run asks for {key} {wanted}").into());
+            return Err(format!("the checkpoint has --{flag} {stored}, but this run has --{flag} {wanted}").into());
+        }
+        Ok(())
+    }
+
+    /// Fails unless the checkpoint was made on this corpus.
+    pub(crate) fn require_corpus(&self, name: &str, digest: &str) -> Result<()> {
+        let (stored, stored_digest): (String, String) = (self.get("corpus")?, self.get("digest")?);
+        if stored_digest != digest {
+            return Err(format!(
+                "the checkpoint was made on {stored} (digest {stored_digest}), but the corpus of this run is {name} \
+                 (digest {digest}): resume with the same data and --seed"
+            )
+            .into());
         }
         Ok(())
     }

@@ -115,18 +115,17 @@ impl HeadSizes {
         })
     }
 
-    /// The settings that a checkpoint must match.
-    pub(crate) fn describe(self, kind: HeadKind) -> Vec<(&'static str, String)> {
-        let mut shape = vec![
-            ("head", kind.name().to_owned()),
-            ("vocab", self.vocab.to_string()),
-            ("hidden", self.hidden.to_string()),
-        ];
+    /// The settings that a checkpoint must match, by the names of their flags; derived ones last.
+    pub(crate) fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
+        let mut settings = vec![("head", kind.name().to_owned())];
         if kind != HeadKind::Softmax {
-            shape.push(("context", self.context.to_string()));
-            shape.push(("components", self.components.to_string()));
-            shape.push(("activation", self.activation.name().to_owned()));
+            settings.push(("components", self.components.to_string()));
+            settings.push(("activation", self.activation.name().to_owned()));
         }
-        shape
+        settings.push(("hidden", self.hidden.to_string()));
+        if kind != HeadKind::Softmax {
+            settings.push(("context", self.context.to_string()));
+        }
+        settings
     }
 }

@@ -9,9 +9,13 @@
 #[path = "../../tests/common/mod.rs"]
 mod common;
 #[path = "../common/device.rs"]
+#[allow(dead_code)] // the GPUs of the tests
 mod device;
 mod floor;
 mod memory;
+#[path = "../common/values.rs"]
+#[allow(dead_code)] // the parsers of the other examples
+mod values;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -23,6 +27,7 @@ use device::DeviceKind;
 use memory::Peak;
 use mos_head::{Activation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
 use serde_json::json;
+use values::{not_negative, positive};
 
 #[derive(Parser)]
 #[command(about = "Times one training step of the output layer")]
@@ -38,25 +43,25 @@ struct Args {
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceKind,
     /// Number of timed steps
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = positive)]
     reps: usize,
     /// Number of steps before the timed ones
     #[arg(long, default_value_t = 2)]
     warmup: usize,
     /// Number of positions [default: that of the shape]
-    #[arg(long)]
+    #[arg(long, value_parser = positive)]
     tokens: Option<usize>,
     /// Number of components [default: that of the shape]
-    #[arg(long)]
+    #[arg(long, value_parser = positive)]
     components: Option<usize>,
     /// Time the loss without gradients, as in an evaluation
     #[arg(long)]
     forward_only: bool,
     /// Components with less responsibility than this get no gradient
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
     filter: f64,
     /// Budget of the workspace, in MiB
-    #[arg(long)]
+    #[arg(long, value_parser = positive)]
     workspace_mib: Option<usize>,
 }
 
@@ -201,7 +206,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
 fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
     let mut times = Vec::new();
     let mut loss = None;
-    for rep in 0..args.warmup + args.reps.max(1) {
+    for rep in 0..args.warmup + args.reps {
         let start = Instant::now();
         let value = step()?;
         if let Some(value) = &value {
@@ -281,4 +286,17 @@ fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
 
 fn median(times: &[f64]) -> f64 {
     times[times.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_of_zero_are_errors_that_name_the_flag() {
+        for flag in ["--tokens", "--components", "--reps", "--workspace-mib"] {
+            let error = Args::try_parse_from(["step_time", flag, "0"]).err().expect("must fail").to_string();
+            assert!(error.contains(flag) && error.contains("at least 1"), "{error}");
+        }
+    }
 }

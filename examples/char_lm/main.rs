@@ -7,8 +7,8 @@
 //! have as many parameters as the softmax's. The mixtures' contexts are as wide as the alphabet, so that their
 //! softmaxes have no bottleneck either; their larger projection (K d (hidden + 1) parameters, several times the
 //! decoder's) is compensated by fewer LSTM units, as in the paper's table. With the softmax's LSTM, their contexts
-//! would be far narrower than the alphabet. Without data it trains on `built_in.txt`, 150,000 characters of Rust and English,
-//! for about a minute on 2 cores.
+//! would be far narrower than the alphabet. Without data it trains on `built_in.txt`, 150,000 characters of Rust and
+//! English, for about a minute on 2 cores.
 //!
 //!     cargo run --release --example char_lm -- --data FILE --generate 500 --temperature 0.8
 //!

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
+    #[derive(Debug, Parser)]
     struct Args {
         #[command(flatten)]
         flags: TrainingFlags,
@@ -113,7 +113,7 @@ mod tests {
         std::fs::write(&file, "content").expect("writes");
         let check = |flag: &str, path: &Path| {
             let args = [flag.as_ref(), path.as_os_str()];
-            let flags = Args::try_parse_from(["example".as_ref()].into_iter().chain(args)).ok().expect("valid").flags;
+            let flags = Args::try_parse_from(["example".as_ref()].into_iter().chain(args)).expect("valid").flags;
             flags.check_outputs().map_err(|error| error.to_string())
         };
         for flag in ["--save", "--plot", "--results"] {

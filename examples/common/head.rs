@@ -33,12 +33,9 @@ pub(crate) enum ActivationKind {
     Identity,
 }
 
-impl ActivationKind {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            ActivationKind::Tanh => "tanh",
-            ActivationKind::Identity => "identity",
-        }
+impl std::fmt::Display for ActivationKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(if *self == ActivationKind::Tanh { "tanh" } else { "identity" })
     }
 }
 
@@ -120,7 +117,7 @@ impl HeadSizes {
         let mut settings = vec![("head", kind.name().to_owned())];
         if kind != HeadKind::Softmax {
             settings.push(("components", self.components.to_string()));
-            settings.push(("activation", self.activation.name().to_owned()));
+            settings.push(("activation", self.activation.to_string()));
         }
         settings.push(("hidden", self.hidden.to_string()));
         if kind != HeadKind::Softmax {

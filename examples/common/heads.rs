@@ -90,3 +90,44 @@ pub(crate) fn finish<T>(
         diverged => Err(format!("{}: try a lower --lr or --clip", diverged.join(", ")).into()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::language_model::{InitialValues, LanguageModel, Sizes};
+    use super::super::{model::Data, optimizer::OptimizerKind, recipe::Recipe};
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Args {
+        #[command(flatten)]
+        flags: TrainingFlags,
+    }
+
+    #[test]
+    fn a_head_that_diverges_does_not_lose_the_results_of_the_others() {
+        let plot = std::env::temp_dir().join(format!("heads_{}.svg", std::process::id()));
+        let args = ["example".as_ref(), "--json".as_ref(), "--plot".as_ref(), plot.as_os_str()];
+        let flags = Args::try_parse_from(args).expect("valid flags").flags;
+        let text: Vec<u32> = (0..500).map(|i| i * i % 7).collect();
+        let data = Data::new("squares".into(), ["a"], text.clone(), text);
+        let build = |kind, _: Option<&_>| {
+            let lr = if kind == HeadKind::Moc { 1e30 } else { 0.1 };
+            let optimizer = OptimizerKind::Sgd;
+            let recipe = Recipe { hidden: 4, context: Some(3), clip: 0.0, epochs: 2, lr, optimizer, ..Recipe::BASE };
+            let (sizes, values) = (Sizes::new(&recipe, 7), InitialValues::Even);
+            Session::new(kind, LanguageModel::new(kind, sizes, values, &recipe, &Device::Cpu)?, data.clone(), &recipe)
+        };
+        let rows = train(&flags, &Device::Cpu, build, |session| session.valid_nll()).expect("divergence is no error");
+        assert_eq!(rows.iter().map(|row| row.diverged).collect::<Vec<_>>(), [None, Some(1), None]);
+        assert!(rows[0].more.is_some() && rows[1].more.is_none() && rows[2].valid_nll.is_finite());
+        assert!(rows[1].valid_nll.is_nan());
+
+        let axes = Axes { title: "", x: "epoch", y: "NLL", floor: None };
+        let error = finish(&flags, &rows, &axes, |nll| nll, |row| json!({ "head": row.kind.name() })).expect_err("moc");
+        assert!(error.to_string().contains("moc diverged in epoch 1"), "{error}");
+        let drawn = std::fs::read_to_string(&plot).expect("the plot is drawn");
+        assert!(drawn.contains("softmax") && drawn.contains("mos"));
+        std::fs::remove_file(plot).expect("was just written");
+    }
+}

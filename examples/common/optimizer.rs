@@ -15,10 +15,7 @@ pub(crate) enum OptimizerKind {
 
 impl std::fmt::Display for OptimizerKind {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.write_str(match self {
-            OptimizerKind::Adam => "adam",
-            OptimizerKind::Sgd => "sgd",
-        })
+        f.write_str(if *self == OptimizerKind::Adam { "adam" } else { "sgd" })
     }
 }
 
@@ -45,8 +42,8 @@ impl Optimizer {
         Ok(Self { vars, moments, steps: 0 })
     }
 
-    /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns `false`,
-    /// without a step, if the norm is not finite.
+    /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns
+    /// `false`, without a step, if the norm is not finite.
     pub(crate) fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<bool> {
         let norm = self.norm(grads)?;
         if !norm.is_finite() {

@@ -57,14 +57,6 @@ struct Node {
 }
 
 impl Node {
-    fn zeros<S: BackendStorage<Device: BackendDevice<Storage = S>>>(
-        &self,
-        operand: &S,
-    ) -> candle_core::Result<(S, Shape)> {
-        let shape = self.value.shape();
-        Ok((operand.device().zeros_impl(shape, operand.dtype())?, shape.clone()))
-    }
-
     fn gradients(&self, weight: &Tensor, start: &Tensor, upstream: &Tensor) -> candle_core::Result<[Tensor; 3]> {
         let (hiddens, cells) = (self.value.get(0)?, self.value.get(1)?);
         let (up_hidden, up_cell) = (upstream.get(0)?, upstream.get(1)?);
@@ -102,46 +94,32 @@ fn through_sigmoid(upstream: &Tensor, value: &Tensor) -> candle_core::Result<Ten
     upstream * (value - value.sqr()?)?
 }
 
+/// The forward pass of one backend, which returns zeros.
+macro_rules! forward {
+    ($name:ident, $storage:ty) => {
+        fn $name(
+            &self,
+            inputs: &$storage,
+            _: &Layout,
+            _: &$storage,
+            _: &Layout,
+            _: &$storage,
+            _: &Layout,
+        ) -> candle_core::Result<($storage, Shape)> {
+            let shape = self.value.shape();
+            Ok((inputs.device().zeros_impl(shape, inputs.dtype())?, shape.clone()))
+        }
+    };
+}
+
 impl CustomOp3 for Node {
     fn name(&self) -> &'static str {
         "lstm"
     }
 
-    fn cpu_fwd(
-        &self,
-        inputs: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.zeros(inputs)
-    }
-
-    fn cuda_fwd(
-        &self,
-        inputs: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.zeros(inputs)
-    }
-
-    fn metal_fwd(
-        &self,
-        inputs: &MetalStorage,
-        _: &Layout,
-        _: &MetalStorage,
-        _: &Layout,
-        _: &MetalStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.zeros(inputs)
-    }
+    forward!(cpu_fwd, CpuStorage);
+    forward!(cuda_fwd, CudaStorage);
+    forward!(metal_fwd, MetalStorage);
 
     fn bwd(
         &self,

@@ -15,11 +15,11 @@ pub(crate) fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
     lines.join("\n")
 }
 
-/// "-" for nothing, "diverged" for a number that is not finite.
+/// "-" for nothing, "diverged" for NaN.
 pub(crate) fn number(value: impl Into<Option<f64>>, digits: usize) -> String {
     match value.into() {
         None => "-".into(),
-        Some(value) if !value.is_finite() => "diverged".into(),
+        Some(value) if value.is_nan() => "diverged".into(),
         Some(value) => format!("{value:.digits$}"),
     }
 }

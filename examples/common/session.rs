@@ -12,7 +12,7 @@ pub(crate) struct Session<M: Model> {
     pub(crate) data: Data<M::Item>,
     /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
     pub(crate) history: Vec<[f64; 2]>,
-    /// The epoch in which training diverged: the loss or a gradient was not finite.
+    /// The epoch in which training diverged: the perplexity or a gradient was not finite.
     pub(crate) diverged: Option<usize>,
     recipe: Recipe,
     optimizer: Optimizer,
@@ -53,7 +53,7 @@ impl<M: Model> Session<M> {
                 results::append(path, name, epoch, [train_nll, valid_nll], seconds, self.model.parameters())?;
             }
             if self.diverged.is_some() {
-                println!("{name:<7}  epoch {epoch:>2}  diverged: the loss or a gradient is not finite");
+                println!("{name:<7}  epoch {epoch:>2}  diverged: the perplexity or a gradient is not finite");
                 break;
             }
             println!(
@@ -82,10 +82,11 @@ impl<M: Model> Session<M> {
         self.targets += targets;
         bar.finish_and_clear();
         let valid_nll = if train_nll.is_finite() { self.evaluate(&self.data.valid)? } else { f64::NAN };
+        let valid_nll = if valid_nll.exp().is_finite() { valid_nll } else { f64::NAN };
         self.valid_nll = Some(valid_nll);
-        match valid_nll.is_finite() {
-            true => self.history.push([train_nll, valid_nll]),
-            false => self.diverged = Some(epoch + 1),
+        match valid_nll.is_nan() {
+            true => self.diverged = Some(epoch + 1),
+            false => self.history.push([train_nll, valid_nll]),
         }
         Ok((train_nll, valid_nll))
     }

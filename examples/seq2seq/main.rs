@@ -65,8 +65,7 @@ fn run(args: &Args) -> Result<()> {
         let (source, target) = (&setting.source, &setting.target);
         println!("{} with vocabularies of {} and {}", kind.name(), source.len(), target.len());
         let data = corpus::encode(&corpus, source, target)?;
-        let sizes = setting.sizes(&recipe);
-        Session::new(kind, Seq2Seq::new(kind, setting, sizes, &recipe, &device)?, data, &recipe)
+        Session::new(kind, Seq2Seq::new(kind, setting, &recipe, &device)?, data, &recipe)
     };
     let beam = task.beam(args, task.n_best());
     let rows = heads::train(&args.common, &device, build, |session| {

@@ -15,19 +15,10 @@ use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
 use mos_head::OutputLayer;
 use rand::{rngs::StdRng, SeedableRng};
 
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Sizes {
-    /// Sizes of the decoder.
-    pub(crate) head: HeadSizes,
-    pub(crate) source_vocab: usize,
-    pub(crate) embedding: usize,
-    pub(crate) layers: usize,
-}
-
 pub(crate) struct Seq2Seq {
     pub(crate) setting: Setting,
     kind: HeadKind,
-    sizes: Sizes,
+    sizes: HeadSizes,
     source_embedding: Embedding,
     forwards: Lstm,
     backwards: Lstm,
@@ -57,15 +48,10 @@ impl State {
 }
 
 impl Seq2Seq {
-    pub(crate) fn new(
-        kind: HeadKind,
-        setting: Setting,
-        sizes: Sizes,
-        recipe: &Recipe,
-        device: &Device,
-    ) -> Result<Self> {
-        let (dropout, seed) = (recipe.dropout, recipe.seed);
-        let Sizes { head: HeadSizes { vocab, hidden, .. }, source_vocab, embedding, layers } = sizes;
+    pub(crate) fn new(kind: HeadKind, setting: Setting, recipe: &Recipe, device: &Device) -> Result<Self> {
+        let sizes = recipe.head(setting.target.len());
+        let (HeadSizes { vocab, hidden, .. }, embedding) = (sizes, recipe.embedding());
+        let Recipe { layers, dropout, seed, .. } = *recipe;
         if hidden % 2 != 0 {
             return Err(format!("--hidden is {hidden}, expected an even number: half for each direction").into());
         }
@@ -74,24 +60,24 @@ impl Seq2Seq {
         let encoder = |name| Lstm::new(embedding, hidden / 2, layers, dropout, vb.pp(name));
         let (forwards, backwards) = (encoder("forwards")?, encoder("backwards")?);
         let model = Self {
-            setting,
             kind,
             sizes,
-            source_embedding: candle_nn::embedding(source_vocab, embedding, vb.pp("source"))?,
+            source_embedding: candle_nn::embedding(setting.source.len(), embedding, vb.pp("source"))?,
             forwards,
             backwards,
             bridge: candle_nn::linear(hidden, layers * hidden, vb.pp("bridge"))?,
             target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
             decoder: Lstm::new(embedding, hidden, layers, dropout, vb.pp("decoder"))?,
             attention: Attention::new(hidden, vb.pp("attention"))?,
-            head: sizes.head.build(kind, 0.0, vb.pp("head"))?,
+            head: sizes.build(kind, 0.0, vb.pp("head"))?,
             dropout,
             device: device.clone(),
             varmap,
+            setting,
         };
         // Values keep their scale from the embeddings to the logits. With smaller initial values all positions of the
         // source look alike, and attention takes epochs to form, more of them the smaller the contexts are.
-        let width = if kind == HeadKind::Softmax { hidden } else { sizes.head.context };
+        let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
         let linear = 1.0 / (hidden as f64).sqrt();
         init::uniform(&model.varmap, seed, |name| match name {
             "source.weight" | "target.weight" => 1.0,
@@ -156,9 +142,9 @@ impl Model for Seq2Seq {
     }
 
     fn settings(&self) -> Vec<(&'static str, String)> {
-        let mut settings = self.sizes.head.settings(self.kind);
-        settings.push(("embedding", self.sizes.embedding.to_string()));
-        settings.push(("layers", self.sizes.layers.to_string()));
+        let mut settings = self.sizes.settings(self.kind);
+        settings.push(("embedding", self.target_embedding.hidden_size().to_string()));
+        settings.push(("layers", self.decoder.layers().to_string()));
         settings
     }
 
@@ -193,8 +179,7 @@ mod tests {
         let words: String = (0..46).map(|i| format!("word{i} ")).collect();
         let vocabulary = Vocabulary::words([words.as_str()].into_iter(), 1, &[]);
         let setting = Setting { task: Task::Toy, source: vocabulary.clone(), target: vocabulary, turns: 1 };
-        let sizes = setting.sizes(&recipe);
-        Seq2Seq::new(kind, setting, sizes, &recipe, &Device::Cpu).unwrap()
+        Seq2Seq::new(kind, setting, &recipe, &Device::Cpu).unwrap()
     }
 
     #[test]

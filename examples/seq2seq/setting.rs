@@ -1,8 +1,8 @@
 //! The task and vocabularies of a model. Every checkpoint has them, so that it is enough to use the model.
 
-use crate::common::head::{ActivationKind, HeadKind, HeadSizes};
+use crate::common::head::{ActivationKind, HeadKind};
 use crate::common::{checkpoint::Checkpoint, model::Model, recipe::Recipe, Result};
-use crate::model::{Seq2Seq, Sizes};
+use crate::model::Seq2Seq;
 use crate::task::Task;
 use crate::vocabulary::Vocabulary;
 use candle_core::Device;
@@ -31,16 +31,11 @@ impl Setting {
     /// The metadata of a checkpoint.
     pub(crate) fn notes(&self) -> Result<Vec<(&'static str, String)>> {
         Ok(vec![
-            ("task", self.task.name().to_owned()),
+            ("task", self.task.name()),
             ("source_vocabulary", self.source.to_json()?),
             ("target_vocabulary", self.target.to_json()?),
             ("turns", self.turns.to_string()),
         ])
-    }
-
-    pub(crate) fn sizes(&self, recipe: &Recipe) -> Sizes {
-        let head = recipe.head(self.target.len());
-        Sizes { head, source_vocab: self.source.len(), embedding: recipe.embedding(), layers: recipe.layers }
     }
 }
 
@@ -49,22 +44,18 @@ pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq
     let setting = Setting::from_checkpoint(checkpoint)?;
     let name: String = checkpoint.get("head")?;
     let kind = HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?;
-    let mut head = HeadSizes {
-        vocab: setting.target.len(),
+    let mut recipe = Recipe {
         hidden: checkpoint.get("hidden")?,
-        context: 1,
-        components: 1,
-        activation: ActivationKind::Tanh,
+        embedding: Some(checkpoint.get("embedding")?),
+        layers: checkpoint.get("layers")?,
+        ..Recipe::BASE
     };
     if kind != HeadKind::Softmax {
-        head.context = checkpoint.get("context")?;
-        head.components = checkpoint.get("components")?;
-        let activation: String = checkpoint.get("activation")?;
-        head.activation = ActivationKind::from_str(&activation, false)?;
+        recipe.context = Some(checkpoint.get("context")?);
+        recipe.components = checkpoint.get("components")?;
+        recipe.activation = ActivationKind::from_str(&checkpoint.get::<String>("activation")?, false)?;
     }
-    let (embedding, layers) = (checkpoint.get("embedding")?, checkpoint.get("layers")?);
-    let sizes = Sizes { head, source_vocab: setting.source.len(), embedding, layers };
-    let model = Seq2Seq::new(kind, setting, sizes, &Recipe::BASE, device)?;
+    let model = Seq2Seq::new(kind, setting, &recipe, device)?;
     checkpoint.restore_variables(model.varmap())?;
     Ok(model)
 }
@@ -107,7 +98,7 @@ mod tests {
             seed: 3,
             ..Recipe::BASE
         };
-        let model = Seq2Seq::new(kind, setting.clone(), setting.sizes(&recipe), &recipe, &Device::Cpu).unwrap();
+        let model = Seq2Seq::new(kind, setting.clone(), &recipe, &Device::Cpu).unwrap();
         Session::new(kind, model, data(corpus, setting), &recipe).unwrap()
     }
 

@@ -88,7 +88,7 @@ mod tests {
         let args = args.expect("valid flags");
         let (vocab, device) = (corpus.alphabet.len(), candle_core::Device::Cpu);
         let recipe = args.recipe(vocab);
-        for kind in args.common.head.kinds() {
+        for kind in args.common.heads() {
             let model = LanguageModel::new(kind, sizes(&recipe, kind, vocab), InitialValues::Even, &recipe, &device);
             let model = model.expect("valid sizes");
             let mut session = Session::new(kind, model, corpus.data.clone(), &recipe).expect("valid sizes");

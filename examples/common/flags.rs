@@ -1,15 +1,15 @@
 //! Flags that the training examples share, and the checks of their paths.
 
 use super::device::DeviceKind;
-use super::head::{HeadChoice, HeadKind};
+use super::head::HeadKind;
 use super::Result;
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TrainingFlags {
-    #[arg(long, value_enum, default_value = "all")]
-    pub(crate) head: HeadChoice,
+    #[arg(long, default_value = "all", value_parser = ["softmax", "moc", "mos", "all"])]
+    head: String,
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors
@@ -32,14 +32,30 @@ pub(crate) struct TrainingFlags {
 }
 
 impl TrainingFlags {
+    pub(crate) fn heads(&self) -> Vec<HeadKind> {
+        HeadKind::ALL.into_iter().filter(|kind| self.head == "all" || self.head == kind.name()).collect()
+    }
+
+    /// The path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors. `flag` is
+    /// for the error message.
+    fn checkpoint_path(&self, path: &Path, flag: &str, kind: HeadKind) -> Result<PathBuf> {
+        if path.extension().is_none_or(|extension| extension != "safetensors") {
+            return Ok(path.join(format!("{}.safetensors", kind.name())));
+        }
+        if self.head == "all" {
+            return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
+        }
+        Ok(path.to_owned())
+    }
+
     pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
-        self.save.as_deref().map(|path| checkpoint_path(path, "--save", self.head, kind)).transpose()
+        self.save.as_deref().map(|path| self.checkpoint_path(path, "--save", kind)).transpose()
     }
 
     pub(crate) fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         match &self.resume {
             None => Ok(None),
-            Some(Some(path)) => Ok(Some(checkpoint_path(path, "--resume", self.head, kind)?)),
+            Some(Some(path)) => Ok(Some(self.checkpoint_path(path, "--resume", kind)?)),
             Some(None) if self.save.is_none() => Err("--resume without a path needs --save".into()),
             Some(None) => self.save_path(kind),
         }
@@ -47,7 +63,7 @@ impl TrainingFlags {
 
     /// Fails if a file that the flags name cannot be written.
     pub(crate) fn check_outputs(&self) -> Result<()> {
-        for kind in self.head.kinds() {
+        for kind in self.heads() {
             if let Some(path) = self.save_path(kind)? {
                 if let Some(folder) = path.parent() {
                     std::fs::create_dir_all(folder).map_err(|error| unwritable("--save", &path, error))?;
@@ -80,18 +96,6 @@ fn check_writable(flag: &str, path: &Path) -> Result<()> {
 
 fn unwritable(flag: &str, path: &Path, error: std::io::Error) -> String {
     format!("{flag} {} cannot be written: {error}", path.display())
-}
-
-/// The path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors. `flag` is for
-/// the error message.
-fn checkpoint_path(path: &Path, flag: &str, choice: HeadChoice, kind: HeadKind) -> Result<PathBuf> {
-    if path.extension().is_none_or(|extension| extension != "safetensors") {
-        return Ok(path.join(format!("{}.safetensors", kind.name())));
-    }
-    if choice == HeadChoice::All {
-        return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
-    }
-    Ok(path.to_owned())
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ pub(crate) fn train<M: Model, T>(
 ) -> Result<Vec<Outcome<T>>> {
     flags.check_outputs()?;
     let mut sessions = vec![];
-    for kind in flags.head.kinds() {
+    for kind in flags.heads() {
         let (resume, save) = (flags.resume_path(kind)?, flags.save_path(kind)?);
         let checkpoint = resume.as_deref().map(|path| Checkpoint::load(path, device)).transpose()?;
         let mut session = build(kind, checkpoint.as_ref())?;

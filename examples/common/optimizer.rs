@@ -13,12 +13,6 @@ pub(crate) enum OptimizerKind {
     Sgd,
 }
 
-impl std::fmt::Display for OptimizerKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.write_str(if *self == OptimizerKind::Adam { "adam" } else { "sgd" })
-    }
-}
-
 const BETA1: f64 = 0.9;
 const BETA2: f64 = 0.999;
 const EPSILON: f64 = 1e-8;

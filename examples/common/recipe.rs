@@ -1,8 +1,9 @@
 //! The sizes of a model and how to train it, by flags over the defaults of an example.
 
-use super::head::{ActivationKind, HeadSizes};
+use super::head::{activation, HeadSizes};
 use super::values::{above_zero, below_one, not_negative, positive};
 use super::{measure::Measure, optimizer::OptimizerKind};
+use mos_head::Activation;
 
 /// Declares each setting once: its flag and its most common default.
 macro_rules! recipe {
@@ -31,7 +32,7 @@ macro_rules! recipe {
             };
 
             fn flags(&self) -> Vec<String> {
-                vec![$(format!("--{} {}", stringify!($name).replace('_', "-"), self.$name)),*]
+                vec![$(format!("--{} {:?}", stringify!($name).replace('_', "-"), self.$name).to_lowercase()),*]
             }
         }
 
@@ -72,8 +73,8 @@ recipe! {
     #[arg(long, value_parser = positive)]
     hidden: usize = 256,
     /// Activation of the contexts
-    #[arg(long, value_enum)]
-    activation: ActivationKind = ActivationKind::Tanh,
+    #[arg(long, value_parser = activation())]
+    activation: Activation = Activation::Tanh,
     /// Number of LSTM layers
     #[arg(long, value_parser = positive)]
     layers: usize = 1,

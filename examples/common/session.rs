@@ -108,7 +108,7 @@ impl<M: Model> Session<M> {
 
     fn settings(&self) -> Vec<(&'static str, String)> {
         let mut settings = self.model.settings();
-        settings.push(("optimizer", self.recipe.optimizer.to_string()));
+        settings.push(("optimizer", format!("{:?}", self.recipe.optimizer).to_lowercase()));
         settings
     }
 
@@ -205,13 +205,13 @@ mod tests {
             let mut whole = session(2, optimizer, 2);
             whole.run(None, None).expect("trains");
 
-            let path = temporary(&optimizer.to_string());
+            let path = temporary(&format!("{optimizer:?}"));
             session(1, optimizer, 2).run(Some(&path), None).expect("trains and saves");
             let mut second = session(2, optimizer, 2);
             second.restore(&load(&path)).expect("fits");
             assert_eq!(second.history.len(), 1);
             second.run(None, None).expect("trains");
-            assert_eq!(second.history, whole.history, "{optimizer}");
+            assert_eq!(second.history, whole.history, "{optimizer:?}");
             std::fs::remove_file(path).expect("was just written");
         }
     }

@@ -2,18 +2,18 @@
 
 use crate::common::flags::TrainingFlags;
 use crate::common::generate::SamplingFlags;
-use crate::common::head::ActivationKind;
 use crate::common::optimizer::OptimizerKind;
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
 use crate::common::values::positive;
 use clap::Parser;
+use mos_head::Activation;
 use std::path::PathBuf;
 
 const BUILT_IN: Recipe = Recipe {
     components: 8,
     hidden: 6,
     embedding: Some(32),
-    activation: ActivationKind::Identity,
+    activation: Activation::Identity,
     epochs: 6,
     batch: 128,
     bptt: 4,

@@ -1,12 +1,13 @@
 //! The task and vocabularies of a model. Every checkpoint has them, so that it is enough to use the model.
 
-use crate::common::head::{ActivationKind, HeadKind};
+use crate::common::head::HeadKind;
 use crate::common::{checkpoint::Checkpoint, model::Model, recipe::Recipe, Result};
 use crate::model::Seq2Seq;
 use crate::task::Task;
 use crate::vocabulary::Vocabulary;
 use candle_core::Device;
 use clap::ValueEnum;
+use mos_head::Activation;
 
 #[derive(Clone)]
 pub(crate) struct Setting {
@@ -53,7 +54,8 @@ pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq
     if kind != HeadKind::Softmax {
         recipe.context = Some(checkpoint.get("context")?);
         recipe.components = checkpoint.get("components")?;
-        recipe.activation = ActivationKind::from_str(&checkpoint.get::<String>("activation")?, false)?;
+        let tanh = checkpoint.get::<String>("activation")? == "tanh";
+        recipe.activation = if tanh { Activation::Tanh } else { Activation::Identity };
     }
     let model = Seq2Seq::new(kind, setting, &recipe, device)?;
     checkpoint.restore_variables(model.varmap())?;

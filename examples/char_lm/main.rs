@@ -8,7 +8,7 @@
 //! softmaxes have no bottleneck either; their larger projection (K d (hidden + 1) parameters, several times the
 //! decoder's) is compensated by fewer LSTM units, as in the paper's table. With the softmax's LSTM, their contexts
 //! would be far narrower than the alphabet. Without data it trains on `built_in.txt`, 150,000 characters of Rust and
-//! English, for about a minute on 2 cores.
+//! English, for a minute or two on 2 cores.
 //!
 //!     cargo run --release --example char_lm -- --data FILE --generate 500 --temperature 0.8
 //!
@@ -29,7 +29,7 @@ use common::{heads, plot::Axes, session::Session, Result};
 use corpus::Corpus;
 use std::process::ExitCode;
 
-/// Documentation and sources of this crate as they once were. It stays as it is, so that results can be compared.
+/// Documentation and sources of this crate at one commit, frozen so that results stay comparable.
 const BUILT_IN: &str = include_str!("built_in.txt");
 
 fn main() -> ExitCode {
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_built_in_text_stays_as_it_is() {
+    fn the_built_in_text_is_frozen() {
         let corpus = Corpus::new("the built-in text".into(), BUILT_IN).expect("long enough");
         assert_eq!(corpus.data.digest, "c467f8654cd4d4c1");
     }

@@ -128,9 +128,9 @@ mod tests {
                 assert!(check(flag, &folder).expect_err("a folder").contains(flag));
                 let new = folder.join("new");
                 assert_eq!(check(flag, &new), Ok(()));
-                assert!(!new.exists(), "a check leaves nothing");
+                assert!(!new.exists(), "the check removes a new file");
                 assert_eq!(check(flag, &file), Ok(()));
-                assert_eq!(std::fs::read_to_string(&file).expect("is still there"), "content");
+                assert_eq!(std::fs::read_to_string(&file).expect("still exists"), "content");
             }
         }
         assert_eq!(check("--save", &folder.join("new")), Ok(()));

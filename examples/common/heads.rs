@@ -6,7 +6,7 @@ use super::{checkpoint::Checkpoint, flags::TrainingFlags, head::HeadKind, sessio
 use candle_core::Device;
 use serde_json::{json, Value};
 
-/// What the training of a head came to, with what the example adds.
+/// The result of the training of one head, with what the example adds.
 pub(crate) struct Outcome<T> {
     pub(crate) kind: HeadKind,
     pub(crate) parameters: usize,
@@ -59,8 +59,8 @@ pub(crate) fn train<M: Model, T>(
     Ok(outcomes)
 }
 
-/// Prints the JSON line and draws the curves, with NLLs converted by `value`, as the flags ask for. Fails if a head
-/// diverged, after the results of the others.
+/// Prints the JSON line and draws the curves, with NLLs converted by `value`, as the flags ask for. Fails at the
+/// end if a head diverged.
 pub(crate) fn finish<T>(
     flags: &TrainingFlags,
     outcomes: &[Outcome<T>],

@@ -130,8 +130,8 @@ impl Model for LanguageModel {
 
     fn settings(&self) -> Vec<(&'static str, String)> {
         let mut settings = self.sizes.head.settings(self.kind);
-        settings.push(("embedding", self.sizes.embedding.to_string()));
-        settings.push(("layers", self.sizes.layers.to_string()));
+        let Sizes { embedding, layers, .. } = self.sizes;
+        settings.extend([("embedding", embedding.to_string()), ("layers", layers.to_string())]);
         settings
     }
 

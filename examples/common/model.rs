@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use mos_head::OutputLayer;
 
-/// Hidden states and targets of one batch after the other; each is computed when it is asked for.
+/// Hidden states and targets of one batch after the other; each is computed on request.
 pub(crate) type Batches<'a> = Box<dyn ExactSizeIterator<Item = Result<(Tensor, Tensor)>> + 'a>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

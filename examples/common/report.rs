@@ -15,7 +15,7 @@ pub(crate) fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
     lines.join("\n")
 }
 
-/// "-" for nothing, "diverged" for NaN.
+/// "-" without a value, "diverged" for NaN.
 pub(crate) fn number(value: impl Into<Option<f64>>, digits: usize) -> String {
     match value.into() {
         None => "-".into(),

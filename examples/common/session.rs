@@ -254,7 +254,7 @@ mod tests {
         session.run(Some(&path), None).expect("divergence is no error here");
         assert_eq!((session.diverged, session.history.len()), (Some(2), 1));
         assert!(session.valid_nll().expect("known").is_nan());
-        assert_eq!(std::fs::read(&path).expect("is still there"), good);
+        assert_eq!(std::fs::read(&path).expect("still exists"), good);
         std::fs::remove_file(path).expect("was just written");
     }
 
@@ -269,7 +269,7 @@ mod tests {
         session.run(Some(&path), None).expect("trains");
         assert_eq!(session.history.len(), 4);
         assert!(session.history[3][1] > session.history[2][1], "{:?}", session.history);
-        assert_eq!(std::fs::read(&path).expect("is still there"), good);
+        assert_eq!(std::fs::read(&path).expect("still exists"), good);
         std::fs::remove_file(path).expect("was just written");
     }
 

@@ -3,9 +3,9 @@
 use crate::common::flags::TrainingFlags;
 use crate::common::generate::SamplingFlags;
 use crate::common::head::HeadKind;
-use crate::common::language_model::Sizes;
 use crate::common::measure::Measure;
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
+use crate::common::sizes::Sizes;
 use crate::common::values::positive;
 use clap::Parser;
 use std::path::PathBuf;

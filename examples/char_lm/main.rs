@@ -24,8 +24,8 @@ mod report;
 
 use args::{sizes, Args};
 use common::generate::generate;
-use common::language_model::{InitialValues, LanguageModel};
-use common::{heads, plot::Axes, session::Session, Result};
+use common::sizes::InitialValues;
+use common::{heads, language_model::LanguageModel, plot::Axes, session::Session, Result};
 use corpus::Corpus;
 use std::process::ExitCode;
 

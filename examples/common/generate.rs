@@ -44,7 +44,7 @@ pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler:
 
 #[cfg(test)]
 mod tests {
-    use super::super::language_model::{InitialValues, Sizes};
+    use super::super::sizes::{InitialValues, Sizes};
     use super::super::{head::HeadKind, recipe::Recipe};
     use super::*;
     use candle_core::Device;

@@ -93,7 +93,8 @@ pub(crate) fn finish<T>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::language_model::{InitialValues, LanguageModel, Sizes};
+    use super::super::language_model::LanguageModel;
+    use super::super::sizes::{InitialValues, Sizes};
     use super::super::{model::Data, optimizer::OptimizerKind, recipe::Recipe};
     use super::*;
     use clap::Parser;

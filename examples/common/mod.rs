@@ -24,6 +24,7 @@ pub(crate) mod recurrent;
 pub(crate) mod report;
 pub(crate) mod results;
 pub(crate) mod session;
+pub(crate) mod sizes;
 pub(crate) mod train;
 pub(crate) mod values;
 

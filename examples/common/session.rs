@@ -152,8 +152,9 @@ impl<M: Model> Session<M> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::language_model::{InitialValues, LanguageModel, Sizes};
+    use super::super::language_model::LanguageModel;
     use super::super::optimizer::OptimizerKind;
+    use super::super::sizes::{InitialValues, Sizes};
     use super::*;
     use candle_core::Device;
     use std::path::PathBuf;

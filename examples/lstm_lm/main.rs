@@ -10,6 +10,9 @@
 //! With a folder of train.txt and valid.txt (one sentence per line): a model of 4.8 million parameters for a vocabulary
 //! of 10,000. On Penn Treebank, the validation perplexity after 3 epochs is 135 with the softmax, 129 with the mixture
 //! of contexts and 126 with the mixture of softmaxes; an epoch takes minutes.
+//!
+//! To read from here to the head: `heads::train` trains the heads one by one, `session` one head epoch by epoch,
+//! `train` one epoch batch by batch; `language_model` is the LSTM, and `head` builds the output layer of this crate.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -21,8 +24,8 @@ mod report;
 
 use args::Args;
 use common::generate::generate;
-use common::language_model::{InitialValues, LanguageModel, Sizes};
-use common::{heads, plot::Axes, session::Session, Result};
+use common::sizes::{InitialValues, Sizes};
+use common::{heads, language_model::LanguageModel, plot::Axes, session::Session, Result};
 use corpus::Corpus;
 use language::Teacher;
 use std::process::ExitCode;

@@ -1,6 +1,6 @@
 //! A text as character ids, split into three parts.
 
-use crate::common::Result;
+use crate::common::{model::Data, Result};
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -8,11 +8,9 @@ use std::path::Path;
 /// as an input only; all other characters are targets, so that only the first character of the text is not one.
 #[derive(Debug)]
 pub(crate) struct Corpus {
-    pub(crate) name: String,
+    pub(crate) data: Data<u32>,
     /// All characters of the text, of every part, in the order of their code points.
     pub(crate) alphabet: Vec<char>,
-    pub(crate) train: Vec<u32>,
-    pub(crate) valid: Vec<u32>,
     pub(crate) test: Vec<u32>,
 }
 
@@ -34,7 +32,8 @@ impl Corpus {
         let (valid, test) = (ids.len() * 90 / 100, ids.len() * 95 / 100);
         let part = |from: usize, to: usize| ids[from..to].to_vec();
         let (train, valid, test) = (part(0, valid), part(valid - 1, test), part(test - 1, ids.len()));
-        Ok(Self { name, alphabet, train, valid, test })
+        let data = Data::new(name, alphabet.iter().map(char::to_string), train, valid);
+        Ok(Self { data, alphabet, test })
     }
 
     /// The character that sampled text continues: a newline, if the alphabet has one.
@@ -56,7 +55,7 @@ mod tests {
         for length in [SHORTEST, 41, 99, 1000, 1234] {
             let text: String = (0..length).map(|i| ['a', 'é', '\n', ' ', '水'][i * i % 23 % 5]).collect();
             let corpus = Corpus::new("test".into(), &text).expect("long enough");
-            let (train, valid, test) = (&corpus.train, &corpus.valid, &corpus.test);
+            let (train, valid, test) = (&corpus.data.train, &corpus.data.valid, &corpus.test);
             assert_eq!((train.last(), valid.last()), (valid.first(), test.first()), "each continues the part before");
             assert!(valid.len() > 1 && test.len() > 1);
             let whole = [&train[..], &valid[1..], &test[1..]].concat();

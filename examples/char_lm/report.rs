@@ -1,69 +1,53 @@
 //! The final output: the table, a summary of one sentence, and the JSON line.
 
-use crate::common::{head::HeadKind, language_model::Sizes};
+use crate::common::heads::Outcome;
+use crate::common::measure::Measure;
+use crate::common::report::{self, number};
+use crate::common::{head::HeadKind, head::HeadSizes};
 use serde_json::{json, Value};
 
-pub(crate) struct Row {
-    pub(crate) kind: HeadKind,
-    pub(crate) sizes: Sizes,
-    pub(crate) valid_bpc: f64,
-    pub(crate) test_bpc: f64,
-    pub(crate) characters_per_second: Option<f64>,
+/// With the NLL on the test text.
+pub(crate) type Row = Outcome<f64>;
+
+pub(crate) fn bits(nll: f64) -> f64 {
+    Measure::BitsPerCharacter.of(nll)
 }
 
-impl Row {
-    fn parameters(&self) -> usize {
-        self.sizes.parameters(self.kind)
-    }
-}
-
-pub(crate) fn table(rows: &[Row]) -> String {
-    let mut lines = vec![format!(
-        "{:<8} {:>10} {:>10} {:>10} {:>10} {:>9}",
-        "head", "LSTM units", "parameters", "valid BPC", "test BPC", "chars/s"
-    )];
-    for row in rows {
-        let speed = row.characters_per_second.map_or("-".into(), |speed| format!("{speed:.0}"));
-        lines.push(format!(
-            "{:<8} {:>10} {:>10} {:>10.4} {:>10.4} {:>9}",
-            row.kind.name(),
-            row.sizes.head.hidden,
-            row.parameters(),
-            row.valid_bpc,
-            row.test_bpc,
-            speed,
-        ));
-    }
-    lines.join("\n")
+pub(crate) fn table(rows: &[Row], sizes: impl Fn(HeadKind) -> HeadSizes) -> String {
+    let columns = ["head", "LSTM units", "parameters", "valid BPC", "test BPC", "chars/s"];
+    let cells = |row: &Row| {
+        vec![
+            row.kind.name().into(),
+            sizes(row.kind).hidden.to_string(),
+            row.parameters.to_string(),
+            number(bits(row.valid_nll), 4),
+            number(row.more.map(bits), 4),
+            number(row.tokens_per_second, 0),
+        ]
+    };
+    report::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
 /// How the mixture of softmaxes compares with the softmax, if both were trained.
-pub(crate) fn summary(rows: &[Row]) -> Option<String> {
-    let find = |kind| rows.iter().find(|row| row.kind == kind);
-    let (softmax, mos) = (find(HeadKind::Softmax)?, find(HeadKind::Mos)?);
-    let difference = mos.valid_bpc - softmax.valid_bpc;
-    let (vocab, hidden) = (softmax.sizes.head.vocab, softmax.sizes.head.hidden);
-    let expected = match vocab <= hidden {
-        true => "has no bottleneck",
-        false => "has a bottleneck",
-    };
+pub(crate) fn summary(rows: &[Row], sizes: impl Fn(HeadKind) -> HeadSizes) -> Option<String> {
+    let find = |kind| rows.iter().find(|row| row.kind == kind && row.diverged.is_none());
+    let difference = bits(find(HeadKind::Mos)?.valid_nll - find(HeadKind::Softmax)?.valid_nll);
+    let HeadSizes { vocab, hidden, .. } = sizes(HeadKind::Softmax);
+    let bottleneck = if vocab <= hidden { "no bottleneck" } else { "a bottleneck" };
     Some(format!(
-        "With {vocab} characters and {hidden} dimensions the softmax {expected}; the mixture of softmaxes differs by \
-         {difference:+.4} bits per character."
+        "With {vocab} characters and {hidden} dimensions the softmax has {bottleneck}; the mixture of softmaxes \
+         differs by {difference:+.4} bits per character."
     ))
 }
 
-pub(crate) fn json(rows: &[Row]) -> Value {
-    let row = |row: &Row| {
-        json!({
-            "head": row.kind.name(),
-            "vocab": row.sizes.head.vocab,
-            "hidden": row.sizes.head.hidden,
-            "parameters": row.parameters(),
-            "valid_bpc": row.valid_bpc,
-            "test_bpc": row.test_bpc,
-            "characters_per_second": row.characters_per_second,
-        })
-    };
-    rows.iter().map(row).collect()
+pub(crate) fn json(row: &Row, sizes: HeadSizes) -> Value {
+    json!({
+        "head": row.kind.name(),
+        "vocab": sizes.vocab,
+        "hidden": sizes.hidden,
+        "parameters": row.parameters,
+        "valid_bpc": bits(row.valid_nll),
+        "test_bpc": row.more.map(bits),
+        "characters_per_second": row.tokens_per_second,
+    })
 }

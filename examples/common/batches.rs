@@ -28,11 +28,6 @@ impl<'a> Batches<'a> {
         let stream = (text.len() - 1).div_ceil(batch);
         Self { text, batch, stream, bptt, at: 0 }
     }
-
-    /// Number of windows.
-    pub(crate) fn windows(&self) -> usize {
-        self.stream.div_ceil(self.bptt)
-    }
 }
 
 impl Iterator for Batches<'_> {
@@ -54,7 +49,14 @@ impl Iterator for Batches<'_> {
         self.at += steps;
         Some(Window { inputs, targets, batch: self.batch, steps })
     }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let windows = (self.stream - self.at).div_ceil(self.bptt);
+        (windows, Some(windows))
+    }
 }
+
+impl ExactSizeIterator for Batches<'_> {}
 
 impl Window {
     pub(crate) fn tensors(&self, device: &Device) -> Result<(Tensor, Tensor)> {
@@ -72,7 +74,7 @@ mod tests {
         for (targets, batch, bptt) in [(1, 1, 1), (7, 3, 2), (100, 7, 9), (101, 10, 35), (5, 8, 3), (64, 4, 16)] {
             let text: Vec<u32> = (100..101 + targets).collect();
             let batches = Batches::new(&text, batch, bptt);
-            let windows = batches.windows();
+            let windows = batches.len();
             let mut seen = Vec::new();
             let mut count = 0;
             for window in batches {

@@ -1,9 +1,9 @@
 //! A checkpoint: one safetensors file with named f32 tensors and a few strings in its header.
 
-use super::{init::sorted, optimizer::Optimizer, Result};
-use candle_core::{DType, Device, Tensor};
+use super::{flags::beside, init::sorted, optimizer::Optimizer, Result};
+use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::tensor::SafeTensors;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -16,22 +16,12 @@ pub(crate) struct Checkpoint {
 impl Checkpoint {
     /// Writes a file beside `path` and renames it, so that an interrupted save leaves the last checkpoint intact.
     pub(crate) fn save(&self, path: &Path) -> Result<()> {
-        let mut stored = Vec::new();
-        for (name, tensor) in &self.tensors {
-            let values = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            stored.push((name, tensor.dims().to_vec(), bytes));
-        }
-        let mut views = Vec::new();
-        for (name, shape, bytes) in &stored {
-            views.push((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?));
-        }
-        let file = safetensors::serialize(views, Some(self.metadata.clone()))?;
+        let file = safetensors::serialize(&self.tensors, Some(self.metadata.clone()))?;
         let failed = |error| format!("cannot write the checkpoint {}: {error}", path.display());
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(failed)?;
         }
-        let partial = path.with_extension("partial");
+        let partial = beside(path);
         std::fs::write(&partial, file).map_err(failed)?;
         std::fs::rename(&partial, path).map_err(failed)?;
         Ok(())
@@ -41,14 +31,7 @@ impl Checkpoint {
         let failed = |error: &dyn std::fmt::Display| format!("cannot read the checkpoint {}: {error}", path.display());
         let file = std::fs::read(path).map_err(|error| failed(&error))?;
         let (_, header) = SafeTensors::read_metadata(&file).map_err(|error| failed(&error))?;
-        let mut tensors = HashMap::new();
-        for (name, view) in SafeTensors::deserialize(&file).map_err(|error| failed(&error))?.tensors() {
-            if view.dtype() != Dtype::F32 {
-                return Err(failed(&format!("{name} is {:?}, expected F32", view.dtype())).into());
-            }
-            let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-            tensors.insert(name, Tensor::from_vec::<_, f32>(values, view.shape(), device)?);
-        }
+        let tensors = candle_core::safetensors::load_buffer(&file, device).map_err(|error| failed(&error))?;
         Ok(Self { tensors, metadata: header.metadata().clone().unwrap_or_default() })
     }
 
@@ -82,12 +65,24 @@ impl Checkpoint {
         value.parse().map_err(|_| format!("the checkpoint's {key} is {value:?}, which is not a valid value").into())
     }
 
-    /// Fails unless the checkpoint was written with this value of `key`.
-    pub(crate) fn require(&self, key: &str, wanted: impl ToString) -> Result<()> {
-        let stored: String = self.get(key)?;
-        let wanted = wanted.to_string();
+    /// Fails unless the model was made with this value of a flag.
+    pub(crate) fn require_flag(&self, flag: &str, wanted: &str) -> Result<()> {
+        let stored: String = self.get(flag)?;
         if stored != wanted {
-            return Err(format!("the checkpoint has {key} {stored}, but this run asks for {key} {wanted}").into());
+            return Err(format!("the checkpoint has --{flag} {stored}, but this run has --{flag} {wanted}").into());
+        }
+        Ok(())
+    }
+
+    /// Fails unless the checkpoint was made on this corpus.
+    pub(crate) fn require_corpus(&self, name: &str, digest: &str) -> Result<()> {
+        let (stored, stored_digest): (String, String) = (self.get("corpus")?, self.get("digest")?);
+        if stored_digest != digest {
+            return Err(format!(
+                "the checkpoint was made on {stored} (digest {stored_digest}), but the corpus of this run is {name} \
+                 (digest {digest}): resume with the same data and --seed"
+            )
+            .into());
         }
         Ok(())
     }

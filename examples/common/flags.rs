@@ -1,17 +1,18 @@
-//! Flags that the training examples share, and the checks of their values.
+//! Flags that the training examples share, and the checks of their paths.
 
 use super::device::DeviceKind;
-use super::head::{HeadChoice, HeadKind};
+use super::head::HeadKind;
 use super::Result;
+use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TrainingFlags {
-    #[arg(long, value_enum, default_value = "all")]
-    pub(crate) head: HeadChoice,
+    #[arg(long, default_value = "all", value_parser = ["softmax", "moc", "mos", "all"])]
+    head: String,
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// After every epoch, write DIR/HEAD.safetensors, or this file if it ends in .safetensors
+    /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors
     #[arg(long, value_name = "FILE_OR_DIR")]
     pub(crate) save: Option<PathBuf>,
     /// Resume from a checkpoint [without a value: from the path of --save]
@@ -20,6 +21,9 @@ pub(crate) struct TrainingFlags {
     /// Write the learning curves to this SVG file
     #[arg(long, value_name = "FILE")]
     pub(crate) plot: Option<PathBuf>,
+    /// Append a JSON line per head and epoch to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) results: Option<PathBuf>,
     /// Print one line of JSON at the end
     #[arg(long)]
     pub(crate) json: bool,
@@ -28,52 +32,108 @@ pub(crate) struct TrainingFlags {
 }
 
 impl TrainingFlags {
+    pub(crate) fn heads(&self) -> Vec<HeadKind> {
+        HeadKind::ALL.into_iter().filter(|kind| self.head == "all" || self.head == kind.name()).collect()
+    }
+
+    /// The path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors. `flag` is
+    /// for the error message.
+    fn checkpoint_path(&self, path: &Path, flag: &str, kind: HeadKind) -> Result<PathBuf> {
+        if path.extension().is_none_or(|extension| extension != "safetensors") {
+            return Ok(path.join(format!("{}.safetensors", kind.name())));
+        }
+        if self.head == "all" {
+            return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
+        }
+        Ok(path.to_owned())
+    }
+
     pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
-        self.save.as_deref().map(|path| checkpoint_path(path, "--save", self.head, kind)).transpose()
+        self.save.as_deref().map(|path| self.checkpoint_path(path, "--save", kind)).transpose()
     }
 
     pub(crate) fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         match &self.resume {
             None => Ok(None),
-            Some(Some(path)) => Ok(Some(checkpoint_path(path, "--resume", self.head, kind)?)),
+            Some(Some(path)) => Ok(Some(self.checkpoint_path(path, "--resume", kind)?)),
             Some(None) if self.save.is_none() => Err("--resume without a path needs --save".into()),
             Some(None) => self.save_path(kind),
         }
     }
-}
 
-/// The path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors. `flag` is for
-/// the error message.
-fn checkpoint_path(path: &Path, flag: &str, choice: HeadChoice, kind: HeadKind) -> Result<PathBuf> {
-    if path.extension().is_none_or(|extension| extension != "safetensors") {
-        return Ok(path.join(format!("{}.safetensors", kind.name())));
+    /// Fails if a file that the flags name cannot be written.
+    pub(crate) fn check_outputs(&self) -> Result<()> {
+        for kind in self.heads() {
+            if let Some(path) = self.save_path(kind)? {
+                if let Some(folder) = path.parent() {
+                    std::fs::create_dir_all(folder).map_err(|error| unwritable("--save", &path, error))?;
+                }
+                check_writable("--save", &path)?;
+                check_writable("--save", &beside(&path))?;
+            }
+        }
+        for (flag, path) in [("--plot", &self.plot), ("--results", &self.results)] {
+            path.iter().try_for_each(|path| check_writable(flag, path))?;
+        }
+        Ok(())
     }
-    if choice == HeadChoice::All {
-        return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
+}
+
+/// The file that a checkpoint is written to before it is renamed.
+pub(crate) fn beside(path: &Path) -> PathBuf {
+    path.with_extension("partial")
+}
+
+/// Opens the file for writing, and removes it again if it is new.
+fn check_writable(flag: &str, path: &Path) -> Result<()> {
+    let is_new = !path.exists();
+    OpenOptions::new().create(true).append(true).open(path).map_err(|error| unwritable(flag, path, error))?;
+    if is_new {
+        std::fs::remove_file(path).map_err(|error| unwritable(flag, path, error))?;
     }
-    Ok(path.to_owned())
+    Ok(())
 }
 
-fn parse<T: std::str::FromStr>(
-    value: &str,
-    wanted: &str,
-    valid: impl Fn(&T) -> bool,
-) -> std::result::Result<T, String> {
-    value.parse().ok().filter(valid).ok_or_else(|| format!("expected {wanted}"))
+fn unwritable(flag: &str, path: &Path, error: std::io::Error) -> String {
+    format!("{flag} {} cannot be written: {error}", path.display())
 }
 
-pub(crate) fn positive(value: &str) -> std::result::Result<usize, String> {
-    parse(value, "a whole number of at least 1", |&x| x > 0)
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
 
-pub(crate) fn above_zero(value: &str) -> std::result::Result<f64, String> {
-    parse(value, "a number above 0", |&x: &f64| x > 0.0 && x.is_finite())
-}
+    #[derive(Debug, Parser)]
+    struct Args {
+        #[command(flatten)]
+        flags: TrainingFlags,
+    }
 
-pub(crate) fn not_negative(value: &str) -> std::result::Result<f64, String> {
-    parse(value, "a number of at least 0", |&x: &f64| x >= 0.0 && x.is_finite())
-}
-
-pub(crate) fn below_one(value: &str) -> std::result::Result<f64, String> {
-    parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))
+    #[test]
+    fn a_path_that_cannot_be_written_is_an_error_that_names_flag_and_path() {
+        let folder = std::env::temp_dir().join(format!("flags_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("creates");
+        let file = folder.join("file");
+        std::fs::write(&file, "content").expect("writes");
+        let check = |flag: &str, path: &Path| {
+            let args = [flag.as_ref(), path.as_os_str()];
+            let flags = Args::try_parse_from(["example".as_ref()].into_iter().chain(args)).expect("valid").flags;
+            flags.check_outputs().map_err(|error| error.to_string())
+        };
+        for flag in ["--save", "--plot", "--results"] {
+            let below = file.join("x.svg"); // below a file
+            let error = check(flag, &below).expect_err("must fail");
+            assert!(error.contains(flag) && error.contains("file"), "{error}");
+            if flag != "--save" {
+                assert!(check(flag, &folder).expect_err("a folder").contains(flag));
+                let new = folder.join("new");
+                assert_eq!(check(flag, &new), Ok(()));
+                assert!(!new.exists(), "the check removes a new file");
+                assert_eq!(check(flag, &file), Ok(()));
+                assert_eq!(std::fs::read_to_string(&file).expect("still exists"), "content");
+            }
+        }
+        assert_eq!(check("--save", &folder.join("new")), Ok(()));
+        std::fs::remove_dir_all(folder).expect("was just written");
+    }
 }

@@ -1,8 +1,7 @@
 //! Text sampled from a language model, token by token.
 
-use super::flags::positive;
 use super::language_model::LanguageModel;
-use super::Result;
+use super::{model::Model, values::positive, Result};
 use candle_core::Tensor;
 use mos_head::{Sampler, Sampling};
 
@@ -45,17 +44,16 @@ pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler:
 
 #[cfg(test)]
 mod tests {
-    use super::super::head::{ActivationKind, HeadKind, HeadSizes};
-    use super::super::language_model::{InitialValues, Sizes, Start};
+    use super::super::sizes::{InitialValues, Sizes};
+    use super::super::{head::HeadKind, recipe::Recipe};
     use super::*;
     use candle_core::Device;
 
     #[test]
     fn a_seed_fixes_the_text() {
-        let head = HeadSizes { vocab: 11, hidden: 4, context: 5, components: 2, activation: ActivationKind::Tanh };
-        let sizes = Sizes { head, embedding: 3, layers: 1 };
-        let start = Start { seed: 1, values: InitialValues::Even };
-        let model = LanguageModel::new(HeadKind::Mos, sizes, 0.0, start, &Device::Cpu).expect("valid sizes");
+        let recipe = Recipe { hidden: 4, embedding: Some(3), context: Some(5), ..Recipe::BASE };
+        let (sizes, values) = (Sizes::new(&recipe, 11), InitialValues::Even);
+        let model = LanguageModel::new(HeadKind::Mos, sizes, values, &recipe, &Device::Cpu).expect("valid sizes");
         let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
         let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range")).expect("samples");
         assert_eq!(text(1).len(), 20);

@@ -2,6 +2,7 @@
 
 use super::Result;
 use candle_nn::VarBuilder;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::ValueEnum;
 use mos_head::{
     Activation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
@@ -26,49 +27,15 @@ impl HeadKind {
     }
 }
 
-/// The activation of the contexts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ActivationKind {
-    Tanh,
-    Identity,
-}
-
-impl ActivationKind {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            ActivationKind::Tanh => "tanh",
-            ActivationKind::Identity => "identity",
+/// The parser of an activation's name.
+pub(crate) fn activation() -> impl TypedValueParser<Value = Activation> {
+    PossibleValuesParser::new(["tanh", "identity"]).map(|name| {
+        if name == "tanh" {
+            Activation::Tanh
+        } else {
+            Activation::Identity
         }
-    }
-}
-
-impl From<ActivationKind> for Activation {
-    fn from(kind: ActivationKind) -> Self {
-        match kind {
-            ActivationKind::Tanh => Activation::Tanh,
-            ActivationKind::Identity => Activation::Identity,
-        }
-    }
-}
-
-/// The heads that a flag names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum HeadChoice {
-    Softmax,
-    Moc,
-    Mos,
-    All,
-}
-
-impl HeadChoice {
-    pub(crate) fn kinds(self) -> Vec<HeadKind> {
-        match self {
-            HeadChoice::Softmax => vec![HeadKind::Softmax],
-            HeadChoice::Moc => vec![HeadKind::Moc],
-            HeadChoice::Mos => vec![HeadKind::Mos],
-            HeadChoice::All => HeadKind::ALL.to_vec(),
-        }
-    }
+    })
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -78,7 +45,7 @@ pub(crate) struct HeadSizes {
     /// Size of the mixtures' contexts; the softmax's context is the hidden state.
     pub(crate) context: usize,
     pub(crate) components: usize,
-    pub(crate) activation: ActivationKind,
+    pub(crate) activation: Activation,
 }
 
 impl HeadSizes {
@@ -107,7 +74,7 @@ impl HeadSizes {
         let mixture = MixtureConfig::new(hidden, vocab, components)
             .with_context(context)
             .with_dropout(dropout)
-            .with_activation(activation.into());
+            .with_activation(activation);
         Ok(match kind {
             HeadKind::Softmax => Box::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb)?),
             HeadKind::Moc => Box::new(MixtureOfContexts::new(&mixture, vb)?),
@@ -115,18 +82,17 @@ impl HeadSizes {
         })
     }
 
-    /// The settings that a checkpoint must match.
-    pub(crate) fn describe(self, kind: HeadKind) -> Vec<(&'static str, String)> {
-        let mut shape = vec![
-            ("head", kind.name().to_owned()),
-            ("vocab", self.vocab.to_string()),
-            ("hidden", self.hidden.to_string()),
-        ];
+    /// The settings that a checkpoint must match, by the names of their flags; derived ones last.
+    pub(crate) fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
+        let mut settings = vec![("head", kind.name().to_owned())];
         if kind != HeadKind::Softmax {
-            shape.push(("context", self.context.to_string()));
-            shape.push(("components", self.components.to_string()));
-            shape.push(("activation", self.activation.name().to_owned()));
+            settings.push(("components", self.components.to_string()));
+            settings.push(("activation", format!("{:?}", self.activation).to_lowercase()));
         }
-        shape
+        settings.push(("hidden", self.hidden.to_string()));
+        if kind != HeadKind::Softmax {
+            settings.push(("context", self.context.to_string()));
+        }
+        settings
     }
 }

@@ -1,24 +1,32 @@
-//! Shared by the training examples: flags, device, head, LSTM, optimizer, checkpoints, progress bars, learning curves;
-//! and the language model with its batches, training and sampling.
+//! Shared by the training examples. `heads` is the loop over the output layers, `session` the training of one of them,
+//! `train` one epoch of it, for any `model`; `language_model` is the one of `lstm_lm` and `char_lm`.
 #![allow(dead_code)] // each example includes this module and uses only some of it
 
 pub(crate) mod batches;
 pub(crate) mod checkpoint;
 pub(crate) mod device;
+pub(crate) mod digest;
 pub(crate) mod flags;
 pub(crate) mod generate;
 pub(crate) mod head;
+pub(crate) mod heads;
 pub(crate) mod init;
 pub(crate) mod inplace;
 pub(crate) mod language_model;
 pub(crate) mod measure;
+pub(crate) mod model;
 pub(crate) mod optimizer;
 pub(crate) mod plot;
 pub(crate) mod progress;
+pub(crate) mod recipe;
 pub(crate) mod recurrence;
 pub(crate) mod recurrent;
+pub(crate) mod report;
+pub(crate) mod results;
 pub(crate) mod session;
+pub(crate) mod sizes;
 pub(crate) mod train;
+pub(crate) mod values;
 
 use std::process::ExitCode;
 

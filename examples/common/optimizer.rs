@@ -13,15 +13,6 @@ pub(crate) enum OptimizerKind {
     Sgd,
 }
 
-impl std::fmt::Display for OptimizerKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.write_str(match self {
-            OptimizerKind::Adam => "adam",
-            OptimizerKind::Sgd => "sgd",
-        })
-    }
-}
-
 const BETA1: f64 = 0.9;
 const BETA2: f64 = 0.999;
 const EPSILON: f64 = 1e-8;
@@ -45,11 +36,12 @@ impl Optimizer {
         Ok(Self { vars, moments, steps: 0 })
     }
 
-    /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping).
-    pub(crate) fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<()> {
+    /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns
+    /// `false`, without a step, if the norm is not finite.
+    pub(crate) fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<bool> {
         let norm = self.norm(grads)?;
         if !norm.is_finite() {
-            return Err(format!("the gradient's norm is {norm}: try a lower --lr or --clip").into());
+            return Ok(false);
         }
         let scale = if clip > 0.0 { (clip / norm.max(1e-12)).min(1.0) } else { 1.0 };
         self.steps += 1;
@@ -80,7 +72,7 @@ impl Optimizer {
             };
             var.set(&(var.as_tensor() - update)?)?;
         }
-        Ok(())
+        Ok(true)
     }
 
     fn norm(&self, grads: &GradStore) -> Result<f64> {

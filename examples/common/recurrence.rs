@@ -2,10 +2,9 @@
 //! dozen tensors and add its own gradient of the weights; here that gradient is one product over all steps.
 
 use super::Result;
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Storage, Tensor, D};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Tensor, D};
 use candle_nn::ops::sigmoid;
-use std::sync::Mutex;
 
 /// Hidden states and cells [2, steps, batch, hidden] from the contributions of the inputs to the gates,
 /// [steps, batch, 4 hidden], the recurrent weight [4 hidden, hidden] and the initial hidden state and cell
@@ -30,8 +29,8 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
     if !tracked {
         return Ok(value);
     }
-    let shape = value.shape().clone();
-    Ok(inputs.apply_op3(weight, start, Node { shape, value: Mutex::new(Some(value)), gates })?)
+    let node = inputs.apply_op3(weight, start, Node { value: value.clone(), gates })?;
+    Ok((value + node)?)
 }
 
 /// Each [batch, hidden].
@@ -50,36 +49,16 @@ impl Gates {
     }
 }
 
+/// The gradients of the recurrence. Its value is added to the node's own, which is zero.
 struct Node {
-    shape: Shape,
-    /// The value, computed before the node; the forward pass takes it.
-    value: Mutex<Option<Tensor>>,
+    value: Tensor,
     /// The gates of every step, with tanh of the cell.
     gates: Vec<(Gates, Tensor)>,
 }
 
 impl Node {
-    fn take_value<S>(
-        &self,
-        clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>,
-    ) -> candle_core::Result<(S, Shape)> {
-        let value = self.value.lock().ok().and_then(|mut value| value.take());
-        let Some(value) = value else { candle_core::bail!("the LSTM's value was already taken") };
-        let (storage, layout) = value.storage_and_layout();
-        match clone(&storage, layout) {
-            Some(storage) => Ok((storage?, self.shape.clone())),
-            None => candle_core::bail!("the LSTM's value is on another device than its operands"),
-        }
-    }
-
-    fn gradients(
-        &self,
-        weight: &Tensor,
-        start: &Tensor,
-        value: &Tensor,
-        upstream: &Tensor,
-    ) -> candle_core::Result<[Tensor; 3]> {
-        let (hiddens, cells) = (value.get(0)?, value.get(1)?);
+    fn gradients(&self, weight: &Tensor, start: &Tensor, upstream: &Tensor) -> candle_core::Result<[Tensor; 3]> {
+        let (hiddens, cells) = (self.value.get(0)?, self.value.get(1)?);
         let (up_hidden, up_cell) = (upstream.get(0)?, upstream.get(1)?);
         let (mut back_hidden, mut back_cell) = (start.get(0)?.zeros_like()?, start.get(1)?.zeros_like()?);
         let steps = self.gates.len();
@@ -115,66 +94,42 @@ fn through_sigmoid(upstream: &Tensor, value: &Tensor) -> candle_core::Result<Ten
     upstream * (value - value.sqr()?)?
 }
 
+/// The forward pass of one backend, which returns zeros.
+macro_rules! forward {
+    ($name:ident, $storage:ty) => {
+        fn $name(
+            &self,
+            inputs: &$storage,
+            _: &Layout,
+            _: &$storage,
+            _: &Layout,
+            _: &$storage,
+            _: &Layout,
+        ) -> candle_core::Result<($storage, Shape)> {
+            let shape = self.value.shape();
+            Ok((inputs.device().zeros_impl(shape, inputs.dtype())?, shape.clone()))
+        }
+    };
+}
+
 impl CustomOp3 for Node {
     fn name(&self) -> &'static str {
         "lstm"
     }
 
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.take_value(|storage, layout| match storage {
-            Storage::Cpu(storage) => Some(storage.try_clone(layout)),
-            _ => None,
-        })
-    }
-
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.take_value(|storage, layout| match storage {
-            Storage::Cuda(storage) => Some(storage.try_clone(layout)),
-            _ => None,
-        })
-    }
-
-    fn metal_fwd(
-        &self,
-        _: &MetalStorage,
-        _: &Layout,
-        _: &MetalStorage,
-        _: &Layout,
-        _: &MetalStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.take_value(|storage, layout| match storage {
-            Storage::Metal(storage) => Some(storage.try_clone(layout)),
-            _ => None,
-        })
-    }
+    forward!(cpu_fwd, CpuStorage);
+    forward!(cuda_fwd, CudaStorage);
+    forward!(metal_fwd, MetalStorage);
 
     fn bwd(
         &self,
         _: &Tensor,
         weight: &Tensor,
         start: &Tensor,
-        value: &Tensor,
+        _: &Tensor,
         upstream: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (weight, start, upstream) = (weight.detach(), start.detach(), upstream.detach());
-        let [inputs, weight, start] = self.gradients(&weight, &start, &value.detach(), &upstream)?;
+        let [inputs, weight, start] = self.gradients(&weight.detach(), &start.detach(), &upstream.detach())?;
         Ok((Some(inputs), Some(weight), Some(start)))
     }
 }

@@ -1,73 +1,53 @@
-//! One epoch of training of a language model, and the evaluation that counts every target once.
+//! One epoch of training, and the evaluation that counts every target once.
 
-use super::batches::{Batches, IGNORED};
-use super::language_model::{LanguageModel, Start};
-use super::optimizer::{Optimizer, OptimizerKind};
-use super::{measure::Measure, Result};
+use super::model::{Model, Pass};
+use super::{optimizer::Optimizer, recipe::Recipe, Result};
 use indicatif::ProgressBar;
 use mos_head::LossOptions;
-use rand::{rngs::StdRng, SeedableRng};
 
-/// How to train: `lr` rises for `warmup` steps and falls by the factor `decay` per epoch, smoothly over its steps.
-#[derive(Clone, Debug)]
-pub(crate) struct Recipe {
-    pub(crate) epochs: usize,
-    pub(crate) batch: usize,
-    pub(crate) bptt: usize,
-    pub(crate) lr: f64,
-    pub(crate) warmup: usize,
-    pub(crate) decay: f64,
-    pub(crate) clip: f64,
-    pub(crate) optimizer: OptimizerKind,
-    pub(crate) measure: Measure,
-    pub(crate) dropout: f64,
-    pub(crate) start: Start,
-}
-
-/// Trains on all of `text`, passing the state from window to window, and returns the mean NLL of the epoch.
-pub(crate) fn train_epoch(
-    model: &LanguageModel,
+/// Trains on all of `items` and returns the mean NLL during the epoch, without label smoothing, and the number of
+/// targets. The NLL is not finite if training diverged; the epoch ends there.
+pub(crate) fn train_epoch<M: Model>(
+    model: &M,
     optimizer: &mut Optimizer,
-    text: &[u32],
+    items: &[M::Item],
     epoch: usize,
     recipe: &Recipe,
     bar: &ProgressBar,
-) -> Result<f64> {
-    let options = LossOptions::new().with_ignore_index(IGNORED);
-    let mut rng = StdRng::seed_from_u64(recipe.start.seed ^ (epoch as u64) << 32);
-    let mut states = model.start(recipe.batch)?;
-    let batches = Batches::new(text, recipe.batch, recipe.bptt);
-    let windows = batches.windows();
+) -> Result<(f64, f64)> {
+    let options = LossOptions::new().with_ignore_index(M::IGNORED).with_label_smoothing(recipe.label_smoothing);
+    let batches = model.batches(items, recipe, Pass::Training { epoch })?;
+    let steps = batches.len();
+    bar.set_length(steps as u64);
     let (mut sum, mut count) = (0.0, 0.0);
-    for (i, window) in batches.enumerate() {
-        let (inputs, targets) = window.tensors(model.device())?;
-        let hidden = model.hidden(&inputs, &mut states, Some(&mut rng))?;
+    for (i, batch) in batches.enumerate() {
+        let (hidden, targets) = batch?;
         let loss = model.head().loss(&hidden, &targets, &options)?;
-        let rise = ((optimizer.steps() + 1) as f64 / recipe.warmup.max(1) as f64).min(1.0);
-        let lr = rise * recipe.lr * recipe.decay.powf(epoch as f64 + i as f64 / windows as f64);
-        optimizer.step(&loss.backward()?, lr, recipe.clip)?;
-        let (sum_of_window, count_of_window) = loss.sum_and_count()?;
-        sum += sum_of_window;
-        count += count_of_window;
+        let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
+        sum += match recipe.label_smoothing > 0.0 {
+            true => f64::from(loss.nll.sum_all()?.to_scalar::<f32>()?),
+            false => sum_of_batch,
+        };
+        count += count_of_batch;
+        let lr = recipe.lr_at(optimizer.steps(), epoch as f64 + i as f64 / steps as f64);
+        if !sum.is_finite() || !optimizer.step(&loss.backward()?, lr, recipe.clip)? {
+            return Ok((f64::NAN, count));
+        }
         bar.set_message(format!("{} {:.2}", recipe.measure, recipe.measure.of(sum / count)));
         bar.inc(1);
     }
-    Ok(sum / count)
+    Ok((sum / count, count))
 }
 
-/// Mean NLL of the targets of `text`, in 10 parallel streams.
-pub(crate) fn evaluate(model: &LanguageModel, text: &[u32], bptt: usize) -> Result<f64> {
-    const STREAMS: usize = 10;
-    let options = LossOptions::evaluation().with_ignore_index(IGNORED);
-    let mut states = model.start(STREAMS)?;
+/// Mean NLL of all targets of `items`.
+pub(crate) fn evaluate<M: Model>(model: &M, items: &[M::Item], recipe: &Recipe) -> Result<f64> {
+    let options = LossOptions::evaluation().with_ignore_index(M::IGNORED);
     let (mut sum, mut count) = (0.0, 0.0);
-    for window in Batches::new(text, STREAMS, bptt) {
-        let (inputs, targets) = window.tensors(model.device())?;
-        let hidden = model.hidden(&inputs, &mut states, None)?;
-        let loss = model.head().loss(&hidden, &targets, &options)?;
-        let (sum_of_window, count_of_window) = loss.sum_and_count()?;
-        sum += sum_of_window;
-        count += count_of_window;
+    for batch in model.batches(items, recipe, Pass::Evaluation)? {
+        let (hidden, targets) = batch?;
+        let (sum_of_batch, count_of_batch) = model.head().loss(&hidden, &targets, &options)?.sum_and_count()?;
+        sum += sum_of_batch;
+        count += count_of_batch;
     }
     Ok(sum / count)
 }

@@ -1,6 +1,6 @@
 //! Texts as token ids: whitespace-separated files, their vocabulary, and their entropy if it is known.
 
-use crate::common::Result;
+use crate::common::{model::Data, Result};
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -9,10 +9,8 @@ const UNKNOWN: &str = "<unk>";
 
 /// The first token of every text is an input only; all others are targets.
 pub(crate) struct Corpus {
-    pub(crate) name: String,
+    pub(crate) data: Data<u32>,
     pub(crate) words: Vec<String>,
-    pub(crate) train: Vec<u32>,
-    pub(crate) valid: Vec<u32>,
     pub(crate) test: Option<Vec<u32>>,
     /// Mean entropy of the true next-token distribution over the targets of `valid`, in nats.
     pub(crate) entropy: Option<f64>,
@@ -35,7 +33,8 @@ impl Corpus {
             }
         }
         let name = folder.display().to_string();
-        Ok(Self { name, words: vocabulary.words, train, valid, test, entropy: None })
+        let words = vocabulary.words;
+        Ok(Self { data: Data::new(name, &words, train, valid), words, test, entropy: None })
     }
 
     /// Token ids as readable text, one sentence per line.

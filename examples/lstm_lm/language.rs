@@ -3,6 +3,7 @@
 //! P(next | current) = sum_k pi_k(current) softmax(E c_k(current)) with 4 components, d = 8 and a vocabulary of 512.
 //! The logarithm of a mixture is not a low-rank matrix, so one softmax over few dimensions cannot reach its entropy.
 
+use crate::common::model::Data;
 use crate::corpus::Corpus;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
@@ -56,8 +57,9 @@ impl Teacher {
         let train = self.text(train, &mut rng);
         let valid = self.text(valid, &mut rng);
         let entropy = Some(self.entropy(&valid[..valid.len() - 1]));
-        let words = (0..VOCAB).map(word).collect();
-        Corpus { name: "the built-in language".into(), words, train, valid, test: None, entropy }
+        let words: Vec<String> = (0..VOCAB).map(word).collect();
+        let data = Data::new("the built-in language".into(), &words, train, valid);
+        Corpus { data, words, test: None, entropy }
     }
 
     /// A start token and `targets` more.
@@ -151,8 +153,8 @@ mod tests {
     fn a_text_has_the_likelihood_of_its_entropy() {
         let teacher = Teacher::new();
         let corpus = teacher.corpus(10, 200_000, 3);
-        let nll =
-            corpus.valid.windows(2).map(|pair| -teacher.row(pair[0])[pair[1] as usize].ln()).sum::<f64>() / 200_000.0;
+        let nll = corpus.data.valid.windows(2).map(|pair| -teacher.row(pair[0])[pair[1] as usize].ln()).sum::<f64>()
+            / 200_000.0;
         let entropy = corpus.entropy.expect("known");
         assert!((nll - entropy).abs() < 0.02, "{nll} against {entropy}");
     }

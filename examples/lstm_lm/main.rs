@@ -10,6 +10,9 @@
 //! With a folder of train.txt and valid.txt (one sentence per line): a model of 4.8 million parameters for a vocabulary
 //! of 10,000. On Penn Treebank, the validation perplexity after 3 epochs is 135 with the softmax, 129 with the mixture
 //! of contexts and 126 with the mixture of softmaxes; an epoch takes minutes.
+//!
+//! To read from here to the head: `heads::train` trains the heads one by one, `session` one head epoch by epoch,
+//! `train` one epoch batch by batch; `language_model` is the LSTM, and `head` builds the output layer of this crate.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -20,12 +23,11 @@ mod language;
 mod report;
 
 use args::Args;
-use common::checkpoint::Checkpoint;
-use common::plot::{self, Axes};
-use common::{generate::generate, session::Session, Result};
+use common::generate::generate;
+use common::sizes::{InitialValues, Sizes};
+use common::{heads, language_model::LanguageModel, plot::Axes, session::Session, Result};
 use corpus::Corpus;
 use language::Teacher;
-use report::Row;
 use std::process::ExitCode;
 
 /// Targets of the built-in language's texts.
@@ -42,50 +44,34 @@ fn run(args: &Args) -> Result<()> {
         Some(folder) => Corpus::from_folder(folder)?,
         None => Teacher::new().corpus(TRAIN_TOKENS, VALID_TOKENS, args.common.seed),
     };
-    let sizes = args.sizes(corpus.words.len());
-    let recipe = args.recipe();
+    let (data, recipe) = (&corpus.data, args.recipe());
+    let sizes = Sizes::new(&recipe, corpus.words.len());
     println!(
         "Training on {}: {} tokens, vocabulary {}, validation {} tokens.",
-        corpus.name,
-        corpus.train.len() - 1,
+        data.name,
+        data.train.len() - 1,
         sizes.head.vocab,
-        corpus.valid.len() - 1
+        data.valid.len() - 1
     );
 
-    let mut rows = vec![];
-    let mut curves = vec![];
-    for kind in args.common.head.kinds() {
-        let mut session = Session::new(kind, sizes, &recipe, &device)?;
-        if let Some(path) = args.common.resume_path(kind)? {
-            session.restore(&Checkpoint::load(&path, &device)?)?;
-        }
-        session.run(&corpus.train, &corpus.valid, args.common.save_path(kind)?.as_deref())?;
+    let build = |kind, _: Option<&_>| {
+        let model = LanguageModel::new(kind, sizes, InitialValues::Small, &recipe, &device)?;
+        Session::new(kind, model, data.clone(), &recipe)
+    };
+    let rows = heads::train(&args.common, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(args.common.seed)?;
-            let text = generate(&session.model, corpus.train[0], args.generate, &mut sampler)?;
-            println!("{} writes: {}", kind.name(), corpus.decode(&text));
+            let text = generate(&session.model, data.train[0], args.generate, &mut sampler)?;
+            println!("{} writes: {}", session.kind.name(), corpus.decode(&text));
         }
-        curves.push(session.curve(|nll| nll));
-        rows.push(Row {
-            kind,
-            parameters: session.model.parameters(),
-            valid_nll: session.valid_nll(&corpus.valid)?,
-            test_nll: corpus.test.as_ref().map(|text| session.evaluate(text)).transpose()?,
-            tokens_per_second: session.tokens_per_second(),
-        });
-    }
+        corpus.test.as_ref().map(|text| session.evaluate(text)).transpose()
+    })?;
 
     println!("\n{}", report::table(&rows, corpus.entropy));
     if let Some(summary) = report::summary(&rows, corpus.entropy) {
         println!("{summary}");
     }
-    if let Some(path) = &args.common.plot {
-        let title = format!("Learning {}", corpus.name);
-        let floor = corpus.entropy.map(|entropy| ("entropy", entropy));
-        plot::curves(path, &Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor }, &curves)?;
-    }
-    if args.common.json {
-        println!("{}", report::json(&rows, corpus.entropy));
-    }
-    Ok(())
+    let floor = corpus.entropy.map(|entropy| ("entropy", entropy));
+    let axes = Axes { title: &format!("Learning {}", data.name), x: "epoch", y: "validation NLL (nats)", floor };
+    heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, corpus.entropy))
 }

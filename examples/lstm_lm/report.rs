@@ -1,46 +1,36 @@
 //! The final output: the table, a summary of one sentence, and the JSON line.
 
 use crate::common::head::HeadKind;
+use crate::common::heads::Outcome;
+use crate::common::report::{self, number};
 use serde_json::{json, Value};
 
-pub(crate) struct Row {
-    pub(crate) kind: HeadKind,
-    pub(crate) parameters: usize,
-    pub(crate) valid_nll: f64,
-    pub(crate) test_nll: Option<f64>,
-    pub(crate) tokens_per_second: Option<f64>,
-}
-
-fn or_dash(value: Option<f64>, digits: usize) -> String {
-    value.map_or("-".into(), |value| format!("{value:.digits$}"))
-}
+/// With the NLL on the test text, if there is one.
+pub(crate) type Row = Outcome<Option<f64>>;
 
 pub(crate) fn table(rows: &[Row], entropy: Option<f64>) -> String {
-    let mut lines = vec![format!(
-        "{:<8} {:>10} {:>10} {:>11} {:>11} {:>13} {:>9}",
-        "head", "parameters", "valid NLL", "valid ppl", "test ppl", "above entropy", "tokens/s"
-    )];
-    for row in rows {
-        lines.push(format!(
-            "{:<8} {:>10} {:>10.4} {:>11.3} {:>11} {:>13} {:>9}",
-            row.kind.name(),
-            row.parameters,
-            row.valid_nll,
-            row.valid_nll.exp(),
-            or_dash(row.test_nll.map(f64::exp), 3),
-            or_dash(entropy.map(|entropy| row.valid_nll - entropy), 4),
-            or_dash(row.tokens_per_second, 0),
-        ));
-    }
+    let columns = ["head", "parameters", "valid NLL", "valid ppl", "test ppl", "above entropy", "tokens/s"];
+    let cells = |row: &Row| {
+        vec![
+            row.kind.name().into(),
+            row.parameters.to_string(),
+            number(row.valid_nll, 4),
+            number(row.valid_nll.exp(), 3),
+            number(row.more.flatten().map(f64::exp), 3),
+            number(entropy.map(|entropy| row.valid_nll - entropy), 4),
+            number(row.tokens_per_second, 0),
+        ]
+    };
+    let mut table = report::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>());
     if let Some(entropy) = entropy {
-        lines.push(format!("True entropy: {entropy:.4} nats, perplexity {:.3}.", entropy.exp()));
+        table += &format!("\nTrue entropy: {entropy:.4} nats, perplexity {:.3}.", entropy.exp());
     }
-    lines.join("\n")
+    table
 }
 
 /// How the mixture of softmaxes compares with the softmax, if both were trained.
 pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
-    let find = |kind| rows.iter().find(|row| row.kind == kind);
+    let find = |kind| rows.iter().find(|row| row.kind == kind && row.diverged.is_none());
     let (softmax, mos) = (find(HeadKind::Softmax)?, find(HeadKind::Mos)?);
     let size = 100.0 * (mos.parameters as f64 / softmax.parameters as f64 - 1.0);
     let size = match size.abs() < 1.0 {
@@ -69,18 +59,15 @@ pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
     })
 }
 
-pub(crate) fn json(rows: &[Row], entropy: Option<f64>) -> Value {
-    let row = |row: &Row| {
-        json!({
-            "head": row.kind.name(),
-            "name": row.kind.name(),
-            "parameters": row.parameters,
-            "valid_nll": row.valid_nll,
-            "valid_perplexity": row.valid_nll.exp(),
-            "test_perplexity": row.test_nll.map(f64::exp),
-            "tokens_per_second": row.tokens_per_second,
-            "nats_above_entropy": entropy.map(|entropy| row.valid_nll - entropy),
-        })
-    };
-    rows.iter().map(row).collect()
+pub(crate) fn json(row: &Row, entropy: Option<f64>) -> Value {
+    json!({
+        "head": row.kind.name(),
+        "name": row.kind.name(),
+        "parameters": row.parameters,
+        "valid_nll": row.valid_nll,
+        "valid_perplexity": row.valid_nll.exp(),
+        "test_perplexity": row.more.flatten().map(f64::exp),
+        "tokens_per_second": row.tokens_per_second,
+        "nats_above_entropy": entropy.map(|entropy| row.valid_nll - entropy),
+    })
 }

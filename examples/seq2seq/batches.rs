@@ -87,6 +87,11 @@ pub(crate) fn shuffled(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<us
     batches
 }
 
+/// The pairs in batches of similar length, in their order.
+pub(crate) fn sorted(pairs: &[Encoded], batch: usize) -> Vec<Vec<usize>> {
+    by_length((0..pairs.len()).collect(), batch, |i| (pairs[i].target.len(), pairs[i].source.len()))
+}
+
 /// `order` split into batches of similar `length`; the sort is stable.
 pub(crate) fn by_length<K: Ord>(mut order: Vec<usize>, batch: usize, length: impl Fn(usize) -> K) -> Vec<Vec<usize>> {
     order.sort_by_key(|&i| length(i));

@@ -1,6 +1,6 @@
 //! Pairs of texts, read from two parallel files, and their token ids.
 
-use crate::common::Result;
+use crate::common::{digest::Digest, model::Data, Result};
 use crate::vocabulary::Vocabulary;
 use std::path::Path;
 
@@ -34,10 +34,16 @@ impl Corpus {
     }
 }
 
-pub(crate) fn encode(pairs: &[Pair], source: &Vocabulary, target: &Vocabulary) -> Result<Vec<Encoded>> {
-    let encode =
-        |pair: &Pair| Ok(Encoded { source: source.encode(&pair.source)?, target: target.encode(&pair.target)? });
-    pairs.iter().map(encode).collect()
+/// The digest is that of the texts; the vocabulary comes from them, or from a checkpoint.
+pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) -> Result<Data<Encoded>> {
+    let encode = |pairs: &[Pair]| -> Result<Vec<Encoded>> {
+        let encode =
+            |pair: &Pair| Ok(Encoded { source: source.encode(&pair.source)?, target: target.encode(&pair.target)? });
+        pairs.iter().map(encode).collect()
+    };
+    let texts = corpus.train.iter().chain(&corpus.valid).flat_map(|pair| [&pair.source, &pair.target]);
+    let digest = Digest::new().texts(texts).to_string();
+    Ok(Data { name: corpus.name.clone(), digest, train: encode(&corpus.train)?, valid: encode(&corpus.valid)? })
 }
 
 fn pairs(source: &Path, target: &Path) -> Result<Vec<Pair>> {

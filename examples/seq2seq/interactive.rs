@@ -5,7 +5,7 @@ use crate::common::{checkpoint::Checkpoint, Result};
 use crate::dialogue::context;
 use crate::model::Seq2Seq;
 use crate::search::{draw, search, Beam};
-use crate::session::{load_model, Setting};
+use crate::setting::load_model;
 use crate::task::Task;
 use candle_core::Device;
 use mos_head::{Sampler, Sampling};
@@ -17,11 +17,11 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
     let flag = if args.chat { "--chat" } else { "--translate" };
     let Some(Some(path)) = &args.common.resume else { return Err(format!("{flag} needs --resume FILE").into()) };
     let checkpoint = Checkpoint::load(path, device)?;
-    let setting = Setting::from_checkpoint(&checkpoint)?;
+    let model = load_model(&checkpoint, device)?;
+    let setting = &model.setting;
     if args.chat != (setting.task == Task::Dialogue) {
         return Err(format!("{flag} does not fit a checkpoint of the task {}", setting.task.name()).into());
     }
-    let model = load_model(&checkpoint, device)?;
     let beam = setting.task.beam(args, if args.chat { REPLIES } else { 1 });
     let sampling = args.temperature.map(|temperature| Sampling::new().with_temperature(temperature));
     let mut sampler = sampling.map(|sampling| Sampler::new(sampling, args.common.seed)).transpose()?;
@@ -29,13 +29,13 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         if !args.chat {
-            println!("{}", answers(&model, &setting, beam, sampler.as_mut(), &line)?.join("\n"));
+            println!("{}", answers(&model, beam, sampler.as_mut(), &line)?.join("\n"));
             continue;
         }
         said.push((false, line));
         let recent = &said[said.len().saturating_sub(setting.turns)..];
         let context = context(recent.iter().map(|(mine, text)| (*mine, text.as_str())));
-        let replies = answers(&model, &setting, beam, sampler.as_mut(), &context)?;
+        let replies = answers(&model, beam, sampler.as_mut(), &context)?;
         for (i, reply) in replies.iter().enumerate() {
             println!("{}. {reply}", i + 1);
         }
@@ -45,17 +45,11 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
 }
 
 /// Samples if there is a sampler, otherwise the results of the beam search.
-fn answers(
-    model: &Seq2Seq,
-    setting: &Setting,
-    beam: Beam,
-    sampler: Option<&mut Sampler>,
-    text: &str,
-) -> Result<Vec<String>> {
-    let source = setting.source.encode(text)?;
+fn answers(model: &Seq2Seq, beam: Beam, sampler: Option<&mut Sampler>, text: &str) -> Result<Vec<String>> {
+    let source = model.setting.source.encode(text)?;
     let found = match sampler {
         Some(sampler) => draw(model, &source, beam.n_best, beam.max_length, sampler)?,
         None => search(model, &[&source], beam)?.concat(),
     };
-    found.iter().map(|ids| setting.target.decode(ids)).collect()
+    found.iter().map(|ids| model.setting.target.decode(ids)).collect()
 }

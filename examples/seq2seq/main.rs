@@ -31,18 +31,16 @@ mod model;
 mod report;
 mod score;
 mod search;
-mod session;
+mod setting;
 mod task;
 mod toy;
-mod train;
 mod vocabulary;
 
 use args::Args;
-use common::checkpoint::Checkpoint;
-use common::plot::{self, Axes, Curve};
-use common::Result;
-use report::Row;
-use session::{Session, Setting};
+use common::head::HeadKind;
+use common::{heads, plot::Axes, session::Session, Result};
+use model::Seq2Seq;
+use setting::Setting;
 use std::process::ExitCode;
 use task::Task;
 
@@ -60,52 +58,24 @@ fn run(args: &Args) -> Result<()> {
     let corpus = task::corpus(args)?;
     println!("Training on {}: {} pairs, validation {} pairs.", corpus.name, corpus.train.len(), corpus.valid.len());
 
-    let mut rows = vec![];
-    let mut curves = vec![];
-    for kind in args.common.head.kinds() {
-        let resumed = args.common.resume_path(kind)?.map(|path| Checkpoint::load(&path, &device)).transpose()?;
-        let setting = match &resumed {
-            Some(checkpoint) => Setting::from_checkpoint(checkpoint)?,
-            None => {
-                let [source, target] = task::vocabularies(args, &corpus.train)?;
-                Setting { task, source, target, turns: args.turns }
-            }
-        };
+    let [source, target] = task::vocabularies(args, &corpus.train)?;
+    let setting = Setting { task, source, target, turns: args.turns };
+    let build = |kind: HeadKind, checkpoint: Option<&_>| {
+        let setting = checkpoint.map_or_else(|| Ok(setting.clone()), Setting::from_checkpoint)?;
         let (source, target) = (&setting.source, &setting.target);
         println!("{} with vocabularies of {} and {}", kind.name(), source.len(), target.len());
-        let train = corpus::encode(&corpus.train, source, target)?;
-        let valid = corpus::encode(&corpus.valid, source, target)?;
-        let mut session = Session::new(kind, args.sizes(source.len(), target.len()), &setting, &recipe, &device)?;
-        if let Some(checkpoint) = &resumed {
-            session.restore(checkpoint)?;
-        }
-        session.run(&train, &valid, args.common.save_path(kind)?.as_deref())?;
-
-        let beam = task.beam(args, task.n_best());
-        let scores = score::score(task, &session.model, target, &corpus.valid, &valid, beam)?;
+        let data = corpus::encode(&corpus, source, target)?;
+        Session::new(kind, Seq2Seq::new(kind, setting, &recipe, &device)?, data, &recipe)
+    };
+    let beam = task.beam(args, task.n_best());
+    let rows = heads::train(&args.common, &device, build, |session| {
+        let scores = score::score(task, &session.model, &corpus.valid, &session.data.valid, beam)?;
         println!("\n{}", report::samples(&corpus.valid, &scores, args.samples));
-        let points = session.history.iter().enumerate();
-        curves.push(Curve {
-            name: kind.name().into(),
-            points: points.map(|(i, [_, valid])| ((i + 1) as f64, *valid)).collect(),
-        });
-        rows.push(Row {
-            kind,
-            parameters: session.model.parameters(),
-            epochs: session.history.len(),
-            valid_nll: session.valid_nll(&valid)?,
-            measures: scores.measures,
-            tokens_per_second: session.tokens_per_second(),
-        });
-    }
+        Ok(scores.measures)
+    })?;
 
     println!("{}", report::table(&rows));
-    if let Some(path) = &args.common.plot {
-        let title = format!("Learning {}", corpus.name);
-        plot::curves(path, &Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor: None }, &curves)?;
-    }
-    if args.common.json {
-        println!("{}", report::json(&rows));
-    }
-    Ok(())
+    let title = format!("Learning {}", corpus.name);
+    let axes = Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor: None };
+    heads::finish(&args.common, &rows, &axes, |nll| nll, report::json)
 }

@@ -1,26 +1,24 @@
 //! The encoder-decoder: a bidirectional LSTM over the source, an LSTM over the target, attention, and an output layer.
 
 use crate::attention::{Attention, Memory};
-use crate::batches::{Batch, Sources};
+use crate::batches::{shuffled, sorted, Batch, Sources};
 use crate::common::head::{HeadKind, HeadSizes};
+use crate::common::model::{Batches, Model, Pass};
 use crate::common::recurrent::{locked_dropout, Lstm};
-use crate::common::{init, Result};
+use crate::common::{init, recipe::Recipe, Result};
+use crate::corpus::Encoded;
+use crate::setting::Setting;
+use crate::vocabulary::PAD;
 use candle_core::{DType, Device, Module, Tensor, D};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
 use mos_head::OutputLayer;
-use rand::rngs::StdRng;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Sizes {
-    /// Sizes of the decoder.
-    pub(crate) head: HeadSizes,
-    pub(crate) source_vocab: usize,
-    pub(crate) embedding: usize,
-    pub(crate) layers: usize,
-}
+use rand::{rngs::StdRng, SeedableRng};
 
 pub(crate) struct Seq2Seq {
+    pub(crate) setting: Setting,
+    kind: HeadKind,
+    sizes: HeadSizes,
     source_embedding: Embedding,
     forwards: Lstm,
     backwards: Lstm,
@@ -50,8 +48,10 @@ impl State {
 }
 
 impl Seq2Seq {
-    pub(crate) fn new(kind: HeadKind, sizes: Sizes, dropout: f64, seed: u64, device: &Device) -> Result<Self> {
-        let Sizes { head: HeadSizes { vocab, hidden, .. }, source_vocab, embedding, layers } = sizes;
+    pub(crate) fn new(kind: HeadKind, setting: Setting, recipe: &Recipe, device: &Device) -> Result<Self> {
+        let sizes = recipe.head(setting.target.len());
+        let (HeadSizes { vocab, hidden, .. }, embedding) = (sizes, recipe.embedding());
+        let Recipe { layers, dropout, seed, .. } = *recipe;
         if hidden % 2 != 0 {
             return Err(format!("--hidden is {hidden}, expected an even number: half for each direction").into());
         }
@@ -60,21 +60,24 @@ impl Seq2Seq {
         let encoder = |name| Lstm::new(embedding, hidden / 2, layers, dropout, vb.pp(name));
         let (forwards, backwards) = (encoder("forwards")?, encoder("backwards")?);
         let model = Self {
-            source_embedding: candle_nn::embedding(source_vocab, embedding, vb.pp("source"))?,
+            kind,
+            sizes,
+            source_embedding: candle_nn::embedding(setting.source.len(), embedding, vb.pp("source"))?,
             forwards,
             backwards,
             bridge: candle_nn::linear(hidden, layers * hidden, vb.pp("bridge"))?,
             target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
             decoder: Lstm::new(embedding, hidden, layers, dropout, vb.pp("decoder"))?,
             attention: Attention::new(hidden, vb.pp("attention"))?,
-            head: sizes.head.build(kind, 0.0, vb.pp("head"))?,
+            head: sizes.build(kind, 0.0, vb.pp("head"))?,
             dropout,
             device: device.clone(),
             varmap,
+            setting,
         };
         // Values keep their scale from the embeddings to the logits. With smaller initial values all positions of the
         // source look alike, and attention takes epochs to form, more of them the smaller the contexts are.
-        let width = if kind == HeadKind::Softmax { hidden } else { sizes.head.context };
+        let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
         let linear = 1.0 / (hidden as f64).sqrt();
         init::uniform(&model.varmap, seed, |name| match name {
             "source.weight" | "target.weight" => 1.0,
@@ -84,22 +87,6 @@ impl Seq2Seq {
             _ => linear,
         })?;
         Ok(model)
-    }
-
-    pub(crate) fn head(&self) -> &dyn OutputLayer {
-        self.head.as_ref()
-    }
-
-    pub(crate) fn varmap(&self) -> &VarMap {
-        &self.varmap
-    }
-
-    pub(crate) fn device(&self) -> &Device {
-        &self.device
-    }
-
-    pub(crate) fn parameters(&self) -> usize {
-        self.varmap.all_vars().iter().map(|var| var.elem_count()).sum()
     }
 
     /// The decoder's initial state, from the mean of the encoder's outputs without the padding.
@@ -135,15 +122,64 @@ impl Seq2Seq {
     }
 }
 
+/// Pairs per batch of an evaluation.
+const EVALUATION_BATCH: usize = 64;
+
+impl Model for Seq2Seq {
+    type Item = Encoded;
+    const IGNORED: i64 = PAD as i64;
+
+    fn head(&self) -> &dyn OutputLayer {
+        self.head.as_ref()
+    }
+
+    fn varmap(&self) -> &VarMap {
+        &self.varmap
+    }
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        let mut settings = self.sizes.settings(self.kind);
+        settings.push(("embedding", self.target_embedding.hidden_size().to_string()));
+        settings.push(("layers", self.decoder.layers().to_string()));
+        settings
+    }
+
+    fn notes(&self) -> Result<Vec<(&'static str, String)>> {
+        self.setting.notes()
+    }
+
+    fn batches<'a>(&'a self, pairs: &'a [Encoded], recipe: &'a Recipe, pass: Pass) -> Result<Batches<'a>> {
+        let (batches, mut rng) = match pass {
+            Pass::Training { epoch } => {
+                let seed = recipe.seed ^ (epoch as u64) << 32;
+                (shuffled(pairs, recipe.batch, seed), Some(StdRng::seed_from_u64(seed)))
+            }
+            Pass::Evaluation => (sorted(pairs, EVALUATION_BATCH), None),
+        };
+        Ok(Box::new(batches.into_iter().map(move |chosen| {
+            let batch = Batch::new(pairs, &chosen, &self.device)?;
+            Ok((self.hidden(&batch, rng.as_mut())?, batch.targets))
+        })))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::common::head::ActivationKind;
+    use crate::task::Task;
+    use crate::vocabulary::Vocabulary;
 
     fn model(kind: HeadKind) -> Seq2Seq {
-        let head = HeadSizes { vocab: 50, hidden: 16, context: 12, components: 3, activation: ActivationKind::Tanh };
-        let sizes = Sizes { head, source_vocab: 40, embedding: 8, layers: 2 };
-        Seq2Seq::new(kind, sizes, 0.3, 1, &Device::Cpu).unwrap()
+        let (embedding, context) = (Some(8), Some(12));
+        let recipe = Recipe { hidden: 16, embedding, context, layers: 2, dropout: 0.3, ..Recipe::BASE };
+        let words: String = (0..46).map(|i| format!("word{i} ")).collect();
+        let vocabulary = Vocabulary::words([words.as_str()].into_iter(), 1, &[]);
+        let setting = Setting { task: Task::Toy, source: vocabulary.clone(), target: vocabulary, turns: 1 };
+        Seq2Seq::new(kind, setting, &recipe, &Device::Cpu).unwrap()
     }
 
     #[test]
@@ -184,7 +220,6 @@ mod tests {
 
     #[test]
     fn every_variable_gets_a_gradient() {
-        use crate::corpus::Encoded;
         use mos_head::LossOptions;
         for kind in HeadKind::ALL {
             let model = model(kind);

@@ -1,18 +1,12 @@
 //! The final output: results with their references, the table, and the JSON line.
 
-use crate::common::head::HeadKind;
+use crate::common::heads::Outcome;
+use crate::common::report::{self, number};
 use crate::corpus::Pair;
-use crate::score::Scores;
+use crate::score::{Measures, Scores};
 use serde_json::{json, Map, Value};
 
-pub(crate) struct Row {
-    pub(crate) kind: HeadKind,
-    pub(crate) parameters: usize,
-    pub(crate) epochs: usize,
-    pub(crate) valid_nll: f64,
-    pub(crate) measures: Vec<(&'static str, f64)>,
-    pub(crate) tokens_per_second: Option<f64>,
-}
+pub(crate) type Row = Outcome<Measures>;
 
 /// `count` evenly spaced pairs with their best results.
 pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
@@ -28,41 +22,34 @@ pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
 }
 
 pub(crate) fn table(rows: &[Row]) -> String {
-    let mut head = format!("{:<8} {:>10} {:>10} {:>10}", "head", "parameters", "valid NLL", "valid ppl");
-    for (name, _) in rows.first().map_or(&[][..], |row| &row.measures) {
-        head.push_str(&format!(" {name:>11}"));
-    }
-    head.push_str(&format!(" {:>9}", "tokens/s"));
-    let mut lines = vec![head];
-    for row in rows {
-        let nll = row.valid_nll;
-        let mut line = format!("{:<8} {:>10} {nll:>10.4} {:>10.3}", row.kind.name(), row.parameters, nll.exp());
-        for (_, value) in &row.measures {
-            line.push_str(&format!(" {value:>11.2}"));
-        }
-        let speed = row.tokens_per_second.map_or("-".into(), |speed| format!("{speed:.0}"));
-        lines.push(format!("{line} {speed:>9}"));
-    }
-    lines.join("\n")
+    let names = rows
+        .iter()
+        .find_map(|row| row.more.as_ref())
+        .map_or(vec![], |measures| measures.iter().map(|(name, _)| *name).collect());
+    let columns = [&["head", "parameters", "valid NLL", "valid ppl"][..], &names, &["tokens/s"]].concat();
+    let cells = |row: &Row| {
+        let mut cells = vec![row.kind.name().to_owned(), row.parameters.to_string()];
+        cells.extend([number(row.valid_nll, 4), number(row.valid_nll.exp(), 3)]);
+        let value = |i: usize| row.more.as_ref().map(|measures| measures[i].1);
+        cells.extend((0..names.len()).map(|i| number(value(i), 2)));
+        cells.push(number(row.tokens_per_second, 0));
+        cells
+    };
+    report::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
-pub(crate) fn json(rows: &[Row]) -> Value {
-    let row = |row: &Row| {
-        let measures: Map<String, Value> = row
-            .measures
-            .iter()
-            .map(|(name, value)| (name.to_lowercase().replace([' ', '-'], "_"), json!(value)))
-            .collect();
-        json!({
-            "head": row.kind.name(),
-            "name": row.kind.name(),
-            "parameters": row.parameters,
-            "epochs": row.epochs,
-            "valid_nll": row.valid_nll,
-            "valid_perplexity": row.valid_nll.exp(),
-            "tokens_per_second": row.tokens_per_second,
-            "scores": measures,
-        })
-    };
-    rows.iter().map(row).collect()
+pub(crate) fn json(row: &Row) -> Value {
+    let measures = row.more.iter().flatten();
+    let scores: Map<String, Value> =
+        measures.map(|(name, value)| (name.to_lowercase().replace([' ', '-'], "_"), json!(value))).collect();
+    json!({
+        "head": row.kind.name(),
+        "name": row.kind.name(),
+        "parameters": row.parameters,
+        "epochs": row.history.len(),
+        "valid_nll": row.valid_nll,
+        "valid_perplexity": row.valid_nll.exp(),
+        "tokens_per_second": row.tokens_per_second,
+        "scores": scores,
+    })
 }

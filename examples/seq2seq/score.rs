@@ -6,25 +6,19 @@ use crate::corpus::{Encoded, Pair};
 use crate::model::Seq2Seq;
 use crate::search::{search, Beam};
 use crate::task::Task;
-use crate::vocabulary::Vocabulary;
+
+/// Names with values, in percent.
+pub(crate) type Measures = Vec<(&'static str, f64)>;
 
 pub(crate) struct Scores {
-    /// Names with values, in percent.
-    pub(crate) measures: Vec<(&'static str, f64)>,
+    pub(crate) measures: Measures,
     /// The best texts found for each pair, the best first.
     pub(crate) found: Vec<Vec<String>>,
 }
 
-pub(crate) fn score(
-    task: Task,
-    model: &Seq2Seq,
-    target: &Vocabulary,
-    pairs: &[Pair],
-    encoded: &[Encoded],
-    beam: Beam,
-) -> Result<Scores> {
+pub(crate) fn score(task: Task, model: &Seq2Seq, pairs: &[Pair], encoded: &[Encoded], beam: Beam) -> Result<Scores> {
     let sources: Vec<&[u32]> = encoded.iter().map(|pair| pair.source.as_slice()).collect();
-    let decode = |ids: &Vec<u32>| target.decode(ids);
+    let decode = |ids: &Vec<u32>| model.setting.target.decode(ids);
     let found = search(model, &sources, beam)?;
     let found: Vec<Vec<String>> =
         found.iter().map(|texts| texts.iter().map(decode).collect()).collect::<Result<_>>()?;
@@ -51,7 +45,7 @@ fn bleu(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
 
 /// Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the mean over the references
 /// of the best BLEU with a hypothesis. Here every context has one reference.
-fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Vec<(&'static str, f64)> {
+fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Measures {
     const NAMES: [[&str; 2]; 4] =
         [["BLEU-1 P", "BLEU-1 R"], ["BLEU-2 P", "BLEU-2 R"], ["BLEU-3 P", "BLEU-3 R"], ["BLEU-4 P", "BLEU-4 R"]];
     let mut sums = [[0.0; 2]; 4];

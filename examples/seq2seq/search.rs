@@ -1,7 +1,7 @@
 //! Beam search for many sentences, in batches of similar length; and sampling for one.
 
 use crate::batches::{by_length, Sources};
-use crate::common::{progress, Result};
+use crate::common::{model::Model, progress, Result};
 use crate::model::Seq2Seq;
 use crate::vocabulary::{END, START};
 use candle_core::Tensor;

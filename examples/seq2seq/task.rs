@@ -9,7 +9,7 @@ use crate::toy;
 use crate::vocabulary::Vocabulary;
 use clap::ValueEnum;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Task {
     Toy,
     Translation,
@@ -34,20 +34,12 @@ impl Task {
         }
     }
 
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Task::Toy => "toy",
-            Task::Translation => "translation",
-            Task::Dialogue => "dialogue",
-        }
+    pub(crate) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 
     pub(crate) fn from_name(name: &str) -> Result<Self> {
-        let all = [Task::Toy, Task::Translation, Task::Dialogue];
-        let found = all.into_iter().find(|task| task.name() == name);
-        found.ok_or_else(|| {
-            format!("the checkpoint's task is {name:?}, which is none of {:?}", all.map(Task::name)).into()
-        })
+        Task::from_str(name, false).map_err(|_| format!("the checkpoint's task {name:?} is unknown").into())
     }
 
     pub(crate) fn beam(self, args: &Args, n_best: usize) -> Beam {

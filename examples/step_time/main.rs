@@ -6,116 +6,29 @@
 //!
 //! A few seconds for `small`, half a minute for `ptb` on 2 cores, some minutes for `1b` and `llm`.
 
+mod args;
 #[path = "../../tests/common/mod.rs"]
 mod common;
 #[path = "../common/device.rs"]
+#[allow(dead_code)] // the GPUs of the tests
 mod device;
 mod floor;
 mod memory;
+mod steps;
+#[path = "../common/values.rs"]
+#[allow(dead_code)] // the parsers of the other examples
+mod values;
 
 use std::process::ExitCode;
 use std::time::Instant;
 
-use candle_core::{DType, Device, Result, Tensor, Var};
-use clap::{Parser, ValueEnum};
-use common::composed::Operands;
-use device::DeviceKind;
+use args::{name, Args, Implementation};
+use candle_core::{DType, Device, Result, Tensor};
+use clap::Parser;
 use memory::Peak;
-use mos_head::{Activation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
+use mos_head::LossOptions;
 use serde_json::json;
-
-#[derive(Parser)]
-#[command(about = "Times one training step of the output layer")]
-struct Args {
-    /// The sizes of a published model
-    #[arg(long, value_enum, default_value = "small")]
-    shape: Shape,
-    /// What to time
-    #[arg(long = "impl", value_enum, default_value = "fused")]
-    implementation: Implementation,
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: Dtype,
-    #[arg(long, value_enum, default_value = "cpu")]
-    device: DeviceKind,
-    /// Number of timed steps
-    #[arg(long, default_value_t = 5)]
-    reps: usize,
-    /// Number of steps before the timed ones
-    #[arg(long, default_value_t = 2)]
-    warmup: usize,
-    /// Number of positions [default: that of the shape]
-    #[arg(long)]
-    tokens: Option<usize>,
-    /// Number of components [default: that of the shape]
-    #[arg(long)]
-    components: Option<usize>,
-    /// Time the loss without gradients, as in an evaluation
-    #[arg(long)]
-    forward_only: bool,
-    /// Components with less responsibility than this get no gradient
-    #[arg(long, default_value_t = 0.0)]
-    filter: f64,
-    /// Budget of the workspace, in MiB
-    #[arg(long)]
-    workspace_mib: Option<usize>,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Shape {
-    /// Penn Treebank, Yang et al. 2018: batch 12 x 70, K = 15
-    Ptb,
-    /// WikiText-2, Yang et al. 2018: batch 15 x 70, K = 15
-    Wt2,
-    /// One Billion Word, Yang et al. 2018: batch 60 x 35, K = 7
-    #[value(name = "1b")]
-    OneBillion,
-    /// The softmax of a language model of a billion parameters: 2048 positions
-    Llm,
-    /// Small sizes to try a script on
-    Small,
-}
-
-impl Shape {
-    /// (positions, K, d, vocab, hidden)
-    fn sizes(self) -> (usize, usize, usize, usize, usize) {
-        match self {
-            Shape::Ptb => (840, 15, 280, 10_000, 620),
-            Shape::Wt2 => (1050, 15, 300, 33_278, 650),
-            Shape::OneBillion => (2100, 7, 900, 100_000, 1024),
-            Shape::Llm => (2048, 1, 2048, 128_256, 2048),
-            Shape::Small => (256, 4, 64, 2000, 96),
-        }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Implementation {
-    /// This crate
-    Fused,
-    /// The same formula from ordinary candle operations
-    Composed,
-    /// The three matrix products alone
-    Gemm3,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Dtype {
-    F32,
-    F64,
-    F16,
-    Bf16,
-}
-
-/// The leaves of the computation.
-struct Leaves {
-    hidden: Var,
-    prior_weight: Var,
-    latent_weight: Var,
-    latent_bias: Var,
-    weight: Var,
-    bias: Var,
-    targets: Tensor,
-}
+use steps::{composed_step, detached_mixture, fused_step, Leaves};
 
 fn main() -> ExitCode {
     match run(&Args::parse()) {
@@ -129,28 +42,9 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let device = args.device.open()?;
-    let dtype = match args.dtype {
-        Dtype::F32 => DType::F32,
-        Dtype::F64 => DType::F64,
-        Dtype::F16 => DType::F16,
-        Dtype::Bf16 => DType::BF16,
-    };
     let (positions, components, context, vocab, hidden) = args.shape.sizes();
     let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
-    let leaf = |dims: &[usize], scale: f64| {
-        Var::from_tensor(&(Tensor::randn(0f32, 1., dims, &device)? * scale)?.to_dtype(dtype)?)
-    };
-    let ids: Vec<u32> = (0..positions).map(|i| (i * 7919 % vocab) as u32).collect();
-    let rows = components * context;
-    let leaves = Leaves {
-        hidden: leaf(&[positions, hidden], 1.0)?,
-        prior_weight: leaf(&[components, hidden], 0.05)?,
-        latent_weight: leaf(&[if components > 1 { rows } else { 1 }, hidden], 0.05)?,
-        latent_bias: leaf(&[rows], 0.05)?,
-        weight: leaf(&[vocab, context], 0.06)?,
-        bias: leaf(&[vocab], 0.01)?,
-        targets: Tensor::from_vec(ids, positions, &device)?,
-    };
+    let leaves = Leaves::new((positions, components, context, vocab, hidden), args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
     options = options.with_responsibility_filter(args.filter);
     if let Some(mib) = args.workspace_mib {
@@ -171,11 +65,11 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     let mut line = json!({
         "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")),
-        "impl": args.implementation.to_possible_value().map(|v| v.get_name().to_owned()),
-        "shape": args.shape.to_possible_value().map(|v| v.get_name().to_owned()),
+        "impl": name(&args.implementation),
+        "shape": name(&args.shape),
         "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
-        "dtype": args.dtype.to_possible_value().map(|v| v.get_name().to_owned()),
+        "dtype": args.dtype.as_str(),
         "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
@@ -201,7 +95,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
 fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
     let mut times = Vec::new();
     let mut loss = None;
-    for rep in 0..args.warmup + args.reps.max(1) {
+    for rep in 0..args.warmup + args.reps {
         let start = Instant::now();
         let value = step()?;
         if let Some(value) = &value {
@@ -215,68 +109,6 @@ fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result
     }
     times.sort_by(f64::total_cmp);
     Ok((times, loss))
-}
-
-fn fused_step(leaves: &Leaves, components: usize, options: &LossOptions) -> Result<Option<Tensor>> {
-    let weight = leaves.weight.as_tensor().clone();
-    let head: Box<dyn OutputLayer> = match components {
-        1 => Box::new(SoftmaxHead::from_tensors(weight, None)?),
-        _ => {
-            let tensors = MixtureTensors {
-                prior_weight: leaves.prior_weight.as_tensor().clone(),
-                prior_bias: None,
-                latent_weight: leaves.latent_weight.as_tensor().clone(),
-                latent_bias: leaves.latent_bias.as_tensor().clone(),
-                decoder_weight: weight,
-                decoder_bias: Some(leaves.bias.as_tensor().clone()),
-            };
-            Box::new(MixtureOfSoftmaxes::from_tensors(tensors, Activation::Tanh)?)
-        }
-    };
-    let loss = head.loss(&leaves.hidden, &leaves.targets, options)?;
-    if loss.value.track_op() {
-        loss.backward()?;
-    }
-    Ok(Some(loss.value.detach()))
-}
-
-fn composed_step(leaves: &Leaves, components: usize, forward_only: bool) -> Result<Option<Tensor>> {
-    let positions = leaves.hidden.dim(0)?;
-    let var = |var: &Var| if forward_only { var.detach() } else { var.as_tensor().clone() };
-    let hidden = var(&leaves.hidden);
-    let operands = match components {
-        1 => Operands { contexts: hidden.unsqueeze(1)?, log_priors: None, weight: var(&leaves.weight), bias: None },
-        _ => {
-            let contexts = hidden.matmul(&var(&leaves.latent_weight).t()?)?;
-            let contexts = contexts.broadcast_add(&var(&leaves.latent_bias))?.tanh()?;
-            let prior_logits = hidden.matmul(&var(&leaves.prior_weight).t()?)?;
-            Operands {
-                contexts: contexts.reshape((positions, components, ()))?,
-                log_priors: Some(candle_nn::ops::log_softmax(&prior_logits, 1)?),
-                weight: var(&leaves.weight),
-                bias: Some(var(&leaves.bias)),
-            }
-        }
-    };
-    let (log_probs, _) = operands.log_probs(common::case::Logits::PLAIN)?;
-    let nll = log_probs.gather(&leaves.targets.unsqueeze(1)?, 1)?.mean_all()?.neg()?;
-    if !forward_only {
-        nll.backward()?;
-    }
-    Ok(Some(nll.detach()))
-}
-
-/// The mixture of the leaves, with contexts and log-priors that are variables themselves.
-fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
-    let positions = leaves.hidden.dim(0)?;
-    if components == 1 {
-        let contexts = Var::from_tensor(&leaves.hidden.unsqueeze(1)?)?;
-        return Ok(Mixture::new(&contexts, None, &leaves.weight, None)?);
-    }
-    let contexts = leaves.hidden.matmul(&leaves.latent_weight.t()?)?.tanh()?.reshape((positions, components, ()))?;
-    let log_priors = candle_nn::ops::log_softmax(&leaves.hidden.matmul(&leaves.prior_weight.t()?)?, 1)?;
-    let (contexts, log_priors) = (Var::from_tensor(&contexts)?, Var::from_tensor(&log_priors)?);
-    Ok(Mixture::new(&contexts, Some(&log_priors), &leaves.weight, Some(&leaves.bias))?)
 }
 
 fn median(times: &[f64]) -> f64 {

@@ -1,0 +1,134 @@
+//! The loop over the heads of `--head`, from the checks of the paths to the plot.
+
+use super::model::Model;
+use super::plot::{self, Axes, Curve};
+use super::{checkpoint::Checkpoint, flags::TrainingFlags, head::HeadKind, session::Session, Result};
+use candle_core::Device;
+use serde_json::{json, Value};
+
+/// The result of the training of one head, with what the example adds.
+pub(crate) struct Outcome<T> {
+    pub(crate) kind: HeadKind,
+    pub(crate) parameters: usize,
+    /// Mean NLL of each epoch on the training and the validation data.
+    pub(crate) history: Vec<[f64; 2]>,
+    /// NaN if training diverged.
+    pub(crate) valid_nll: f64,
+    pub(crate) diverged: Option<usize>,
+    pub(crate) tokens_per_second: Option<f64>,
+    /// `None` if training diverged.
+    pub(crate) more: Option<T>,
+}
+
+/// Trains every head of `--head`: `build` makes its session, `finish` uses the trained model. All paths and checkpoints
+/// are checked before the first is trained.
+pub(crate) fn train<M: Model, T>(
+    flags: &TrainingFlags,
+    device: &Device,
+    build: impl Fn(HeadKind, Option<&Checkpoint>) -> Result<Session<M>>,
+    finish: impl Fn(&Session<M>) -> Result<T>,
+) -> Result<Vec<Outcome<T>>> {
+    flags.check_outputs()?;
+    let mut sessions = vec![];
+    for kind in flags.heads() {
+        let (resume, save) = (flags.resume_path(kind)?, flags.save_path(kind)?);
+        let checkpoint = resume.as_deref().map(|path| Checkpoint::load(path, device)).transpose()?;
+        let mut session = build(kind, checkpoint.as_ref())?;
+        if let Some(checkpoint) = &checkpoint {
+            session.restore(checkpoint)?;
+        }
+        sessions.push((session, resume, save));
+    }
+    let mut outcomes = vec![];
+    for (mut session, resume, save) in sessions {
+        // The resumed model is the best so far.
+        if let Some(path) = save.as_ref().filter(|_| resume.is_some() && resume != save) {
+            session.checkpoint()?.save(path)?;
+        }
+        session.run(save.as_deref(), flags.results.as_deref())?;
+        outcomes.push(Outcome {
+            kind: session.kind,
+            parameters: session.model.parameters(),
+            valid_nll: session.valid_nll()?,
+            diverged: session.diverged,
+            tokens_per_second: session.tokens_per_second(),
+            more: if session.diverged.is_none() { Some(finish(&session)?) } else { None },
+            history: session.history,
+        });
+    }
+    Ok(outcomes)
+}
+
+/// Prints the JSON line and draws the curves, with NLLs converted by `value`, as the flags ask for. Fails at the
+/// end if a head diverged.
+pub(crate) fn finish<T>(
+    flags: &TrainingFlags,
+    outcomes: &[Outcome<T>],
+    axes: &Axes,
+    value: impl Fn(f64) -> f64,
+    json: impl Fn(&Outcome<T>) -> Value,
+) -> Result<()> {
+    if flags.json {
+        let line = |outcome: &Outcome<T>| {
+            let mut line = json(outcome);
+            line["diverged"] = json!(outcome.diverged);
+            line
+        };
+        println!("{}", outcomes.iter().map(line).collect::<Value>());
+    }
+    if let Some(path) = &flags.plot {
+        let curve = |outcome: &Outcome<T>| {
+            let points = outcome.history.iter().enumerate();
+            let points = points.map(|(i, [_, valid])| (i as i32 + 1, value(*valid))).collect();
+            Curve { name: outcome.kind.name().into(), points }
+        };
+        plot::curves(path, axes, &outcomes.iter().map(curve).collect::<Vec<_>>())?;
+    }
+    let diverged = outcomes.iter().filter_map(|outcome| Some((outcome.kind.name(), outcome.diverged?)));
+    match diverged.map(|(name, epoch)| format!("{name} diverged in epoch {epoch}")).collect::<Vec<_>>() {
+        diverged if diverged.is_empty() => Ok(()),
+        diverged => Err(format!("{}: try a lower --lr or --clip", diverged.join(", ")).into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::language_model::LanguageModel;
+    use super::super::sizes::{InitialValues, Sizes};
+    use super::super::{model::Data, optimizer::OptimizerKind, recipe::Recipe};
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Args {
+        #[command(flatten)]
+        flags: TrainingFlags,
+    }
+
+    #[test]
+    fn a_head_that_diverges_does_not_lose_the_results_of_the_others() {
+        let plot = std::env::temp_dir().join(format!("heads_{}.svg", std::process::id()));
+        let args = ["example".as_ref(), "--json".as_ref(), "--plot".as_ref(), plot.as_os_str()];
+        let flags = Args::try_parse_from(args).expect("valid flags").flags;
+        let text: Vec<u32> = (0..500).map(|i| i * i % 7).collect();
+        let data = Data::new("squares".into(), ["a"], text.clone(), text);
+        let build = |kind, _: Option<&_>| {
+            let lr = if kind == HeadKind::Moc { 1e30 } else { 0.1 };
+            let optimizer = OptimizerKind::Sgd;
+            let recipe = Recipe { hidden: 4, context: Some(3), clip: 0.0, epochs: 2, lr, optimizer, ..Recipe::BASE };
+            let (sizes, values) = (Sizes::new(&recipe, 7), InitialValues::Even);
+            Session::new(kind, LanguageModel::new(kind, sizes, values, &recipe, &Device::Cpu)?, data.clone(), &recipe)
+        };
+        let rows = train(&flags, &Device::Cpu, build, |session| session.valid_nll()).expect("divergence is no error");
+        assert_eq!(rows.iter().map(|row| row.diverged).collect::<Vec<_>>(), [None, Some(1), None]);
+        assert!(rows[0].more.is_some() && rows[1].more.is_none() && rows[2].valid_nll.is_finite());
+        assert!(rows[1].valid_nll.is_nan());
+
+        let axes = Axes { title: "", x: "epoch", y: "NLL", floor: None };
+        let error = finish(&flags, &rows, &axes, |nll| nll, |row| json!({ "head": row.kind.name() })).expect_err("moc");
+        assert!(error.to_string().contains("moc diverged in epoch 1"), "{error}");
+        let drawn = std::fs::read_to_string(&plot).expect("the plot is drawn");
+        assert!(drawn.contains("softmax") && drawn.contains("mos"));
+        std::fs::remove_file(plot).expect("was just written");
+    }
+}

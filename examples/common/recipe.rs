@@ -1,0 +1,133 @@
+//! The sizes of a model and how to train it, by flags over the defaults of an example.
+
+use super::head::{activation, HeadSizes};
+use super::values::{above_zero, below_one, not_negative, positive};
+use super::{measure::Measure, optimizer::OptimizerKind};
+use mos_head::Activation;
+
+/// Declares each setting once: its flag and its most common default.
+macro_rules! recipe {
+    ($($(#[$attribute:meta])* $name:ident: $type:ty = $default:expr,)*) => {
+        #[derive(Clone, Copy, Debug)]
+        pub(crate) struct Recipe {
+            $(pub(crate) $name: $type,)*
+            /// `None`: as `hidden`.
+            pub(crate) embedding: Option<usize>,
+            /// `None`: the size that gives a mixture the softmax's number of parameters.
+            pub(crate) context: Option<usize>,
+            /// Steps of backpropagation through time, for language models.
+            pub(crate) bptt: usize,
+            pub(crate) measure: Measure,
+            pub(crate) seed: u64,
+        }
+
+        impl Recipe {
+            pub(crate) const BASE: Recipe = Recipe {
+                $($name: $default,)*
+                embedding: None,
+                context: None,
+                bptt: 32,
+                measure: Measure::Perplexity,
+                seed: 1,
+            };
+
+            fn flags(&self) -> Vec<String> {
+                vec![$(format!("--{} {:?}", stringify!($name).replace('_', "-"), self.$name).to_lowercase()),*]
+            }
+        }
+
+        /// Flags without a value keep the default of the example, listed at the end of --help.
+        #[derive(Debug, clap::Args)]
+        pub(crate) struct RecipeFlags {
+            $($(#[$attribute])* pub(crate) $name: Option<$type>,)*
+            /// Embedding size
+            #[arg(long, value_parser = positive)]
+            embedding: Option<usize>,
+            /// Context size of the mixtures [default: at equal numbers of parameters]
+            #[arg(long, value_parser = positive)]
+            context: Option<usize>,
+        }
+
+        impl RecipeFlags {
+            pub(crate) fn over(&self, defaults: Recipe, seed: u64) -> Recipe {
+                Recipe {
+                    $($name: self.$name.unwrap_or(defaults.$name),)*
+                    embedding: self.embedding.or(defaults.embedding),
+                    context: self.context.or(defaults.context),
+                    seed,
+                    ..defaults
+                }
+            }
+        }
+    };
+}
+
+recipe! {
+    /// Total number of epochs, including those of a resumed checkpoint
+    #[arg(long)]
+    epochs: usize = 3,
+    /// Mixture components K
+    #[arg(long, value_parser = positive)]
+    components: usize = 3,
+    /// LSTM units per layer
+    #[arg(long, value_parser = positive)]
+    hidden: usize = 256,
+    /// Activation of the contexts
+    #[arg(long, value_parser = activation())]
+    activation: Activation = Activation::Tanh,
+    /// Number of LSTM layers
+    #[arg(long, value_parser = positive)]
+    layers: usize = 1,
+    /// Parallel streams of a text, or pairs of sentences per batch
+    #[arg(long, value_parser = positive)]
+    batch: usize = 32,
+    /// Initial learning rate
+    #[arg(long, value_parser = above_zero)]
+    lr: f64 = 0.01,
+    /// Steps of linear warm-up of the learning rate
+    #[arg(long, value_name = "STEPS")]
+    warmup: usize = 0,
+    /// Factor of the learning rate per epoch, applied smoothly
+    #[arg(long, value_parser = above_zero)]
+    decay: f64 = 0.5,
+    #[arg(long, value_enum)]
+    optimizer: OptimizerKind = OptimizerKind::Adam,
+    /// Largest global gradient norm, 0 for no clipping
+    #[arg(long, value_parser = not_negative)]
+    clip: f64 = 1.0,
+    /// Locked dropout on LSTM inputs and hidden states, and on contexts, whose masks are not seeded on the CPU
+    #[arg(long, value_parser = below_one)]
+    dropout: f64 = 0.0,
+    /// Share of the target distribution that is spread over the vocabulary
+    #[arg(long, value_parser = below_one)]
+    label_smoothing: f64 = 0.0,
+}
+
+impl Recipe {
+    pub(crate) fn head(&self, vocab: usize) -> HeadSizes {
+        let Recipe { hidden, components, activation, .. } = *self;
+        let context = self.context.unwrap_or_else(|| HeadSizes::equal_context(vocab, hidden, components));
+        HeadSizes { vocab, hidden, context, components, activation }
+    }
+
+    pub(crate) fn embedding(&self) -> usize {
+        self.embedding.unwrap_or(self.hidden)
+    }
+
+    /// The learning rate after `steps` steps and `epochs` epochs, counted with fractions: it rises for `warmup` steps
+    /// and falls by the factor `decay` per epoch.
+    pub(crate) fn lr_at(&self, steps: usize, epochs: f64) -> f64 {
+        let rise = ((steps + 1) as f64 / self.warmup.max(1) as f64).min(1.0);
+        rise * self.lr * self.decay.powf(epochs)
+    }
+}
+
+/// The end of `--help`: the defaults of an example.
+pub(crate) fn describe(defaults: &[(&str, Recipe)]) -> String {
+    let lines = defaults.iter().map(|(data, recipe)| {
+        let embedding = format!("--embedding {}", recipe.embedding());
+        let flags = [recipe.flags(), vec![embedding]].concat();
+        format!("{data}:\n  {}", flags.chunks(7).map(|flags| flags.join(" ")).collect::<Vec<_>>().join("\n  "))
+    });
+    format!("Defaults of the flags of sizes and training.\n{}", lines.collect::<Vec<_>>().join("\n"))
+}

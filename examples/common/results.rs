@@ -1,0 +1,46 @@
+//! One JSON line per head and epoch, appended to a file, so that curves can be drawn from it.
+
+use super::Result;
+use serde_json::json;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::Path;
+
+/// `nlls` are those of training and validation; numbers that are not finite become `null`.
+pub(crate) fn append(
+    path: &Path,
+    head: &str,
+    epoch: usize,
+    nlls: [f64; 2],
+    seconds: f64,
+    parameters: usize,
+) -> Result<()> {
+    let line = json!({
+        "example": env!("CARGO_CRATE_NAME"), "head": head, "epoch": epoch, "train_nll": nlls[0],
+        "valid_nll": nlls[1], "valid_ppl": nlls[1].exp(), "seconds": seconds, "parameters": parameters,
+    });
+    let failed = |error| format!("cannot write {}: {error}", path.display());
+    let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
+    Ok(writeln!(file, "{line}").map_err(failed)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    #[test]
+    fn lines_are_appended() {
+        let path = std::env::temp_dir().join(format!("results_{}.jsonl", std::process::id()));
+        append(&path, "moc", 1, [2.0, 1.0], 3.5, 12).expect("writes");
+        append(&path, "mos", 2, [f64::NAN; 2], 3.5, 13).expect("writes");
+        let text = std::fs::read_to_string(&path).expect("was just written");
+        let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        assert_eq!(lines.len(), 2);
+        assert_eq!(lines[0]["example"], env!("CARGO_CRATE_NAME"));
+        assert_eq!(lines[0]["valid_ppl"], 1f64.exp());
+        assert_eq!((&lines[1]["head"], &lines[1]["epoch"]), (&json!("mos"), &json!(2)));
+        assert_eq!((&lines[1]["train_nll"], &lines[1]["parameters"]), (&Value::Null, &json!(13)));
+        std::fs::remove_file(path).expect("was just written");
+    }
+}

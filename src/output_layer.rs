@@ -297,7 +297,7 @@ pub(crate) fn projected_loss(
     options: &LossOptions,
 ) -> Result<Loss> {
     options.validate()?;
-    let (hidden, _) = options.mask_ignored(hidden, targets)?;
+    let hidden = options.mask_hidden(hidden, targets)?;
     layer.mixture(&hidden, options.train)?.loss_of_masked(targets, options)
 }
 

@@ -230,9 +230,14 @@ impl LossOptions {
     ///
     /// If `targets` do not have the leading dimensions of `hidden`, an integer dtype and its device.
     pub fn mask_ignored(&self, hidden: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
+        Ok((self.mask_hidden(hidden, targets)?, self.target_ids(targets)?))
+    }
+
+    /// The hidden states of [`LossOptions::mask_ignored`], with its checks.
+    pub(crate) fn mask_hidden(&self, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
         check_targets("targets", targets, leading(hidden)?)?;
         check_device("targets", targets, hidden)?;
-        Ok((super::mask_ignored(hidden, targets, self)?, self.target_ids(targets)?))
+        super::mask_ignored(hidden, targets, self)
     }
 
     /// Where targets are ignored (u8); `None` if none is, or, on a GPU, where reading them would wait, if no index is.

@@ -2,8 +2,8 @@
 
 use candle_core::Tensor;
 
-use crate::error::Result;
-use crate::validate::{check_dropout, check_logits, check_sizes};
+use crate::error::{Error, Result};
+use crate::validate::{check_dropout, check_logits, check_number, check_sizes};
 
 /// The activation of the contexts.
 ///
@@ -118,6 +118,58 @@ impl MixtureConfig {
     /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma 2, 2024).
     pub fn with_softcap(self, cap: f64) -> Self {
         MixtureConfig { softcap: Some(cap), ..self }
+    }
+
+    /// Initial values of `latent.weight` with components that start alike: `W_k` becomes
+    /// `sqrt(1 - spread^2) W_1 + spread W_k` for k > 1. The scale of the values is kept; spread 1 changes nothing, and
+    /// with spread 0 all components are equal and stay equal.
+    ///
+    /// All components share the decoder. If their projections start as K independent ones, the decoder serves K
+    /// unrelated contexts at once, and a deep model with saturated hidden states learns slowly. Components that start
+    /// alike begin as one softmax and separate as their responsibilities do: see [`Activation`] for what that is worth.
+    ///
+    /// # Shapes
+    ///
+    /// - latent_weight: `[K * d, hidden]`
+    /// - returns `[K * d, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// If the shape does not match the configuration, or the spread is not from 0 to 1.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use mos_head::{MixtureConfig, MixtureOfSoftmaxes};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let mut vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let config = MixtureConfig::new(64, 1000, 5).with_context(32);
+    /// let head = MixtureOfSoftmaxes::new(&config, vb.pp("head"))?;
+    /// let alike = config.similar_components(&head.tensors().latent_weight, 0.3)?;
+    /// vars.set_one("head.latent.weight", alike)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn similar_components(&self, latent_weight: &Tensor, spread: f64) -> Result<Tensor> {
+        self.validate()?;
+        check_number((0.0..=1.0).contains(&spread), "spread", "from 0 to 1", spread)?;
+        let &MixtureConfig { hidden, context, components, .. } = self;
+        if latent_weight.dims() != [components * context, hidden] {
+            let expected = format!("{:?}", [components * context, hidden]);
+            return Err(Error::shape("latent_weight", expected, latent_weight.dims()));
+        }
+        let weight = latent_weight.detach();
+        let first = weight.narrow(0, 0, context)?;
+        let shared = (&first * (1.0 - spread * spread).sqrt())?;
+        let component = |k| match k {
+            0 => Ok(first.clone()),
+            k => &shared + (weight.narrow(0, k * context, context)? * spread)?,
+        };
+        Ok(Tensor::cat(&(0..components).map(component).collect::<candle_core::Result<Vec<_>>>()?, 0)?)
     }
 
     pub(crate) fn validate(&self) -> Result<()> {

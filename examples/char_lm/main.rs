@@ -25,7 +25,7 @@ mod report;
 use args::{sizes, Args};
 use common::generate::generate;
 use common::sizes::InitialValues;
-use common::{heads, language_model::LanguageModel, plot::Axes, session::Session, Result};
+use common::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
 use corpus::Corpus;
 use std::process::ExitCode;
 
@@ -52,11 +52,16 @@ fn run(args: &Args) -> Result<()> {
     );
 
     let recipe = args.recipe(vocab);
-    let sizes = |kind| sizes(&recipe, kind, vocab);
-    let build = |kind, _: Option<&_>| {
-        let model = LanguageModel::new(kind, sizes(kind), InitialValues::Even, &recipe, &device)?;
-        Session::new(kind, model, data.clone(), &recipe)
+    let build = |kind, recipe: &Recipe| {
+        let sizes = sizes(recipe, kind, vocab);
+        let model = LanguageModel::new(kind, sizes, InitialValues::Even, recipe, &device)?;
+        Session::new(kind, model, data.clone(), recipe)
     };
+    if let Some(trials) = args.common.search {
+        return heads::search(&args.common, trials, &recipe, build);
+    }
+    let sizes = |kind| sizes(&recipe, kind, vocab);
+    let build = |kind, _: Option<&_>| build(kind, &recipe);
     let rows = heads::train(&args.common, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(args.common.seed)?;

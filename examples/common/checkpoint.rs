@@ -80,7 +80,7 @@ impl Checkpoint {
         if stored_digest != digest {
             return Err(format!(
                 "the checkpoint was made on {stored} (digest {stored_digest}), but the corpus of this run is {name} \
-                 (digest {digest}): resume with the same data and --seed"
+                 (digest {digest}): take the same data and --seed"
             )
             .into());
         }

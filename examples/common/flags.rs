@@ -2,6 +2,7 @@
 
 use super::device::DeviceKind;
 use super::head::HeadKind;
+use super::values::positive;
 use super::Result;
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
@@ -24,6 +25,9 @@ pub(crate) struct TrainingFlags {
     /// Append a JSON line per head and epoch to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) results: Option<PathBuf>,
+    /// Only compare N trials of each head: the defaults, and N - 1 with other learning rates, dropouts and activations
+    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["save", "resume", "plot", "json"])]
+    pub(crate) search: Option<usize>,
     /// Print one line of JSON at the end
     #[arg(long)]
     pub(crate) json: bool,

@@ -1,7 +1,7 @@
 //! The choice of an output layer by flags, at equal numbers of parameters.
 
-use super::Result;
-use candle_nn::VarBuilder;
+use super::{checkpoint::Checkpoint, Result};
+use candle_nn::{VarBuilder, VarMap};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::ValueEnum;
 use mos_head::{
@@ -17,6 +17,11 @@ pub(crate) enum HeadKind {
 
 impl HeadKind {
     pub(crate) const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
+
+    pub(crate) fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+        let name: String = checkpoint.get("head")?;
+        Ok(HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?)
+    }
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -68,13 +73,24 @@ impl HeadSizes {
         }
     }
 
+    fn mixture(self) -> MixtureConfig {
+        let HeadSizes { vocab, hidden, context, components, activation } = self;
+        MixtureConfig::new(hidden, vocab, components).with_context(context).with_activation(activation)
+    }
+
+    /// Lets the components of `head.latent.weight` start alike; nothing if there are none.
+    pub(crate) fn start_alike(self, varmap: &VarMap, spread: f64) -> Result<()> {
+        let variables = varmap.data().lock().expect("no thread panicked while it held the variables");
+        if let Some(latent) = variables.get("head.latent.weight") {
+            latent.set(&self.mixture().similar_components(latent, spread)?)?;
+        }
+        Ok(())
+    }
+
     /// A head with these sizes and variables `prior.weight`, `latent.weight`, ..; `dropout` is that of the contexts.
     pub(crate) fn build(self, kind: HeadKind, dropout: f64, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
-        let HeadSizes { vocab, hidden, context, components, activation } = self;
-        let mixture = MixtureConfig::new(hidden, vocab, components)
-            .with_context(context)
-            .with_dropout(dropout)
-            .with_activation(activation);
+        let HeadSizes { vocab, hidden, .. } = self;
+        let mixture = self.mixture().with_dropout(dropout);
         Ok(match kind {
             HeadKind::Softmax => Box::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb)?),
             HeadKind::Moc => Box::new(MixtureOfContexts::new(&mixture, vb)?),

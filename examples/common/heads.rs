@@ -2,6 +2,8 @@
 
 use super::model::Model;
 use super::plot::{self, Axes, Curve};
+use super::recipe::Recipe;
+use super::report::{self, number};
 use super::{checkpoint::Checkpoint, flags::TrainingFlags, head::HeadKind, session::Session, Result};
 use candle_core::Device;
 use serde_json::{json, Value};
@@ -57,6 +59,40 @@ pub(crate) fn train<M: Model, T>(
         });
     }
     Ok(outcomes)
+}
+
+/// Trains every head of `--head` once for each trial of `recipe`, and prints the flags of its best.
+pub(crate) fn search<M: Model>(
+    flags: &TrainingFlags,
+    trials: usize,
+    recipe: &Recipe,
+    build: impl Fn(HeadKind, &Recipe) -> Result<Session<M>>,
+) -> Result<()> {
+    flags.check_outputs()?;
+    let mut rows = vec![];
+    let mut best = vec![];
+    for kind in flags.heads() {
+        let mut lowest = f64::INFINITY;
+        for trial in 0..trials {
+            let recipe = recipe.trial(trial);
+            let settings = recipe.tried(kind);
+            println!("{} trial {}: {settings}", kind.name(), trial + 1);
+            let mut session = build(kind, &recipe)?;
+            session.run(None, flags.results.as_deref())?;
+            let nll = session.valid_nll()?;
+            rows.push(vec![kind.name().into(), settings.clone(), number(recipe.measure.of(nll), 3)]);
+            if nll < lowest {
+                lowest = nll;
+                best.retain(|(other, _)| *other != kind);
+                best.push((kind, settings));
+            }
+        }
+    }
+    println!("\n{}\n", report::table(&["head", "flags", &format!("valid {}", recipe.measure)], &rows));
+    for (kind, settings) in best {
+        println!("best: --head {} {settings}", kind.name());
+    }
+    Ok(())
 }
 
 /// Prints the JSON line and draws the curves, with NLLs converted by `value`, as the flags ask for. Fails at the

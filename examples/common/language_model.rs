@@ -4,7 +4,7 @@ use super::batches::{Batches, IGNORED};
 use super::head::HeadKind;
 use super::model::{self, Model, Pass};
 use super::sizes::{InitialValues, Sizes};
-use super::{init, recipe::Recipe, recurrent, recurrent::Lstm, Result};
+use super::{checkpoint::Checkpoint, init, recipe::Recipe, recurrent, recurrent::Lstm, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
@@ -36,7 +36,17 @@ impl LanguageModel {
         let embedding = candle_nn::embedding(head.vocab, embedding, vb.pp("embedding"))?;
         let head = head.build(kind, recipe.dropout, vb.pp("head"))?;
         init::uniform(&varmap, recipe.seed, |name| values.bound(name, kind, sizes))?;
+        sizes.head.start_alike(&varmap, recipe.spread)?;
         Ok(Self { kind, sizes, embedding, lstm, head, varmap, device: device.clone() })
+    }
+
+    /// The model of a checkpoint, without the state of training.
+    pub(crate) fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
+        let kind = HeadKind::of_checkpoint(checkpoint)?;
+        let recipe = Recipe::of_checkpoint(kind, checkpoint)?;
+        let model = Self::new(kind, Sizes::new(&recipe, vocab), InitialValues::Small, &recipe, device)?;
+        checkpoint.restore_variables(model.varmap())?;
+        Ok((kind, model))
     }
 
     /// The state before the first id of a text.

@@ -18,7 +18,7 @@ pub(crate) struct Axes<'a> {
     pub(crate) floor: Option<(&'a str, f64)>,
 }
 
-const COLORS: [RGBColor; 4] =
+pub(crate) const COLORS: [RGBColor; 4] =
     [RGBColor(31, 119, 180), RGBColor(255, 127, 14), RGBColor(44, 160, 44), RGBColor(148, 103, 189)];
 
 pub(crate) fn curves(path: &Path, axes: &Axes, curves: &[Curve]) -> Result<()> {

@@ -1,9 +1,10 @@
 //! The sizes of a model and how to train it, by flags over the defaults of an example.
 
-use super::head::{activation, HeadSizes};
-use super::values::{above_zero, below_one, not_negative, positive};
-use super::{measure::Measure, optimizer::OptimizerKind};
+use super::head::{activation, HeadKind, HeadSizes};
+use super::values::{above_zero, below_one, not_negative, positive, up_to_one};
+use super::{checkpoint::Checkpoint, measure::Measure, optimizer::OptimizerKind, Result};
 use mos_head::Activation;
+use rand::{rngs::StdRng, Rng, SeedableRng};
 
 /// Declares each setting once: its flag and its most common default.
 macro_rules! recipe {
@@ -101,6 +102,9 @@ recipe! {
     /// Share of the target distribution that is spread over the vocabulary
     #[arg(long, value_parser = below_one)]
     label_smoothing: f64 = 0.0,
+    /// How far apart the mixture's components start: 0 all alike, 1 independent of each other
+    #[arg(long, value_parser = up_to_one)]
+    spread: f64 = 1.0,
 }
 
 impl Recipe {
@@ -108,6 +112,53 @@ impl Recipe {
         let Recipe { hidden, components, activation, .. } = *self;
         let context = self.context.unwrap_or_else(|| HeadSizes::equal_context(vocab, hidden, components));
         HeadSizes { vocab, hidden, context, components, activation }
+    }
+
+    /// The sizes of a checkpoint's model; all else is as in `BASE`.
+    pub(crate) fn of_checkpoint(kind: HeadKind, checkpoint: &Checkpoint) -> Result<Recipe> {
+        let mut recipe = Recipe {
+            hidden: checkpoint.get("hidden")?,
+            embedding: Some(checkpoint.get("embedding")?),
+            layers: checkpoint.get("layers")?,
+            ..Recipe::BASE
+        };
+        if kind != HeadKind::Softmax {
+            recipe.context = Some(checkpoint.get("context")?);
+            recipe.components = checkpoint.get("components")?;
+            let tanh = checkpoint.get::<String>("activation")? == "tanh";
+            recipe.activation = if tanh { Activation::Tanh } else { Activation::Identity };
+        }
+        Ok(recipe)
+    }
+
+    /// Trial number `trial` of a random search: 0 is the recipe itself; the others have a learning rate from half to
+    /// twice its own, a dropout from 0 to 0.4, and in turn one and the other activation. Every head gets the same trials.
+    pub(crate) fn trial(&self, trial: usize) -> Recipe {
+        if trial == 0 {
+            return *self;
+        }
+        let mut rng = StdRng::seed_from_u64(self.seed << 32 | trial as u64);
+        // Two digits, to be typed as flags.
+        let two_digits = |x: f64| {
+            let unit = 10f64.powf(x.log10().floor() - 1.0);
+            (x / unit).round() * unit
+        };
+        let lr = two_digits(self.lr * 2f64.powf(rng.random_range(-1.0..=1.0)));
+        let dropout = (100.0 * rng.random_range(0.0..=0.4f64)).round() / 100.0;
+        let activation = match (self.activation, trial % 2) {
+            (Activation::Tanh, 1) | (Activation::Identity, 0) => Activation::Identity,
+            _ => Activation::Tanh,
+        };
+        Recipe { lr, dropout, activation, ..*self }
+    }
+
+    /// The flags that trials differ in; a softmax has no activation.
+    pub(crate) fn tried(&self, kind: HeadKind) -> String {
+        let mut flags = format!("--lr {} --dropout {}", self.lr, self.dropout);
+        if kind != HeadKind::Softmax {
+            flags += &format!(" --activation {:?}", self.activation).to_lowercase();
+        }
+        flags
     }
 
     pub(crate) fn embedding(&self) -> usize {
@@ -130,4 +181,22 @@ pub(crate) fn describe(defaults: &[(&str, Recipe)]) -> String {
         format!("{data}:\n  {}", flags.chunks(7).map(|flags| flags.join(" ")).collect::<Vec<_>>().join("\n  "))
     });
     format!("Defaults of the flags of sizes and training.\n{}", lines.collect::<Vec<_>>().join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trials_are_the_recipe_and_others_near_it() {
+        let trials: Vec<Recipe> = (0..6).map(|trial| Recipe::BASE.trial(trial)).collect();
+        assert_eq!((trials[0].lr, trials[0].activation), (Recipe::BASE.lr, Recipe::BASE.activation));
+        for (i, trial) in trials.iter().enumerate() {
+            assert!((0.005..=0.02).contains(&trial.lr) && (0.0..=0.4).contains(&trial.dropout), "{trial:?}");
+            assert_eq!(trial.lr, Recipe::BASE.trial(i).lr);
+            assert!(trials[..i].iter().all(|earlier| earlier.lr != trial.lr), "{trial:?}");
+        }
+        let tanh = trials.iter().filter(|trial| trial.activation == Activation::Tanh).count();
+        assert_eq!(tanh, 3);
+    }
 }

@@ -1,6 +1,6 @@
 //! One JSON line per head and epoch, appended to a file, so that curves can be drawn from it.
 
-use super::Result;
+use super::{recipe::Recipe, Result};
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -14,10 +14,14 @@ pub(crate) fn append(
     nlls: [f64; 2],
     seconds: f64,
     parameters: usize,
+    recipe: &Recipe,
 ) -> Result<()> {
+    let Recipe { seed, lr, dropout, spread, .. } = *recipe;
+    let activation = format!("{:?}", recipe.activation).to_lowercase();
     let line = json!({
         "example": env!("CARGO_CRATE_NAME"), "head": head, "epoch": epoch, "train_nll": nlls[0],
         "valid_nll": nlls[1], "valid_ppl": nlls[1].exp(), "seconds": seconds, "parameters": parameters,
+        "seed": seed, "lr": lr, "dropout": dropout, "activation": activation, "spread": spread,
     });
     let failed = |error| format!("cannot write {}: {error}", path.display());
     let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
@@ -32,8 +36,8 @@ mod tests {
     #[test]
     fn lines_are_appended() {
         let path = std::env::temp_dir().join(format!("results_{}.jsonl", std::process::id()));
-        append(&path, "moc", 1, [2.0, 1.0], 3.5, 12).expect("writes");
-        append(&path, "mos", 2, [f64::NAN; 2], 3.5, 13).expect("writes");
+        append(&path, "moc", 1, [2.0, 1.0], 3.5, 12, &Recipe::BASE).expect("writes");
+        append(&path, "mos", 2, [f64::NAN; 2], 3.5, 13, &Recipe::BASE).expect("writes");
         let text = std::fs::read_to_string(&path).expect("was just written");
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
         assert_eq!(lines.len(), 2);

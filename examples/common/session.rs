@@ -50,7 +50,8 @@ impl<M: Model> Session<M> {
             let seconds = self.seconds - before;
             let (name, measure) = (self.kind.name(), self.recipe.measure);
             if let Some(path) = results {
-                results::append(path, name, epoch, [train_nll, valid_nll], seconds, self.model.parameters())?;
+                let nlls = [train_nll, valid_nll];
+                results::append(path, name, epoch, nlls, seconds, self.model.parameters(), &self.recipe)?;
             }
             if self.diverged.is_some() {
                 println!("{name:<7}  epoch {epoch:>2}  diverged: the perplexity or a gradient is not finite");

@@ -16,6 +16,10 @@ pub(crate) fn not_negative(value: &str) -> Result<f64, String> {
     parse(value, "a number of at least 0", |&x: &f64| x >= 0.0 && x.is_finite())
 }
 
+pub(crate) fn up_to_one(value: &str) -> Result<f64, String> {
+    parse(value, "a number from 0 to 1", |x| (0.0..=1.0).contains(x))
+}
+
 pub(crate) fn below_one(value: &str) -> Result<f64, String> {
     parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))
 }

@@ -7,6 +7,12 @@ use crate::common::model::Data;
 use crate::corpus::Corpus;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
+pub(crate) const NAME: &str = "the built-in language";
+
+/// Targets of the texts.
+const TRAIN_TOKENS: usize = 256_000;
+const VALID_TOKENS: usize = 50_000;
+
 const VOCAB: usize = 512;
 const COMPONENTS: usize = 4;
 const CONTEXT: usize = 8;
@@ -51,6 +57,11 @@ impl Teacher {
         &self.probabilities[current as usize * VOCAB..][..VOCAB]
     }
 
+    /// The corpus of the example.
+    pub(crate) fn built_in(&self, seed: u64) -> Corpus {
+        self.corpus(TRAIN_TOKENS, VALID_TOKENS, seed)
+    }
+
     /// Texts of this language with the given numbers of targets, and the exact entropy of the second.
     pub(crate) fn corpus(&self, train: usize, valid: usize, seed: u64) -> Corpus {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -58,7 +69,7 @@ impl Teacher {
         let valid = self.text(valid, &mut rng);
         let entropy = Some(self.entropy(&valid[..valid.len() - 1]));
         let words: Vec<String> = (0..VOCAB).map(word).collect();
-        let data = Data::new("the built-in language".into(), &words, train, valid);
+        let data = Data::new(NAME.into(), &words, train, valid);
         Corpus { data, words, test: None, entropy }
     }
 

@@ -25,14 +25,10 @@ mod report;
 use args::Args;
 use common::generate::generate;
 use common::sizes::{InitialValues, Sizes};
-use common::{heads, language_model::LanguageModel, plot::Axes, session::Session, Result};
+use common::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
 use corpus::Corpus;
 use language::Teacher;
 use std::process::ExitCode;
-
-/// Targets of the built-in language's texts.
-const TRAIN_TOKENS: usize = 256_000;
-const VALID_TOKENS: usize = 50_000;
 
 fn main() -> ExitCode {
     common::start(run)
@@ -42,22 +38,26 @@ fn run(args: &Args) -> Result<()> {
     let device = args.common.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder)?,
-        None => Teacher::new().corpus(TRAIN_TOKENS, VALID_TOKENS, args.common.seed),
+        None => Teacher::new().built_in(args.common.seed),
     };
     let (data, recipe) = (&corpus.data, args.recipe());
-    let sizes = Sizes::new(&recipe, corpus.words.len());
     println!(
         "Training on {}: {} tokens, vocabulary {}, validation {} tokens.",
         data.name,
         data.train.len() - 1,
-        sizes.head.vocab,
+        corpus.words.len(),
         data.valid.len() - 1
     );
 
-    let build = |kind, _: Option<&_>| {
-        let model = LanguageModel::new(kind, sizes, InitialValues::Small, &recipe, &device)?;
-        Session::new(kind, model, data.clone(), &recipe)
+    let build = |kind, recipe: &Recipe| {
+        let sizes = Sizes::new(recipe, corpus.words.len());
+        let model = LanguageModel::new(kind, sizes, InitialValues::Small, recipe, &device)?;
+        Session::new(kind, model, data.clone(), recipe)
     };
+    if let Some(trials) = args.common.search {
+        return heads::search(&args.common, trials, &recipe, build);
+    }
+    let build = |kind, _: Option<&_>| build(kind, &recipe);
     let rows = heads::train(&args.common, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(args.common.seed)?;

@@ -38,7 +38,7 @@ mod vocabulary;
 
 use args::Args;
 use common::head::HeadKind;
-use common::{heads, plot::Axes, session::Session, Result};
+use common::{heads, plot::Axes, recipe::Recipe, session::Session, Result};
 use model::Seq2Seq;
 use setting::Setting;
 use std::process::ExitCode;
@@ -60,14 +60,18 @@ fn run(args: &Args) -> Result<()> {
 
     let [source, target] = task::vocabularies(args, &corpus.train)?;
     let setting = Setting { task, source, target, turns: args.turns };
-    let build = |kind: HeadKind, checkpoint: Option<&_>| {
+    let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
         let setting = checkpoint.map_or_else(|| Ok(setting.clone()), Setting::from_checkpoint)?;
         let (source, target) = (&setting.source, &setting.target);
         println!("{} with vocabularies of {} and {}", kind.name(), source.len(), target.len());
         let data = corpus::encode(&corpus, source, target)?;
-        Session::new(kind, Seq2Seq::new(kind, setting, &recipe, &device)?, data, &recipe)
+        Session::new(kind, Seq2Seq::new(kind, setting, recipe, &device)?, data, recipe)
     };
+    if let Some(trials) = args.common.search {
+        return heads::search(&args.common, trials, &recipe, |kind, recipe| build(kind, recipe, None));
+    }
     let beam = task.beam(args, task.n_best());
+    let build = |kind, checkpoint: Option<&_>| build(kind, &recipe, checkpoint);
     let rows = heads::train(&args.common, &device, build, |session| {
         let scores = score::score(task, &session.model, &corpus.valid, &session.data.valid, beam)?;
         println!("\n{}", report::samples(&corpus.valid, &scores, args.samples));

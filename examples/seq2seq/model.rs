@@ -86,6 +86,7 @@ impl Seq2Seq {
             "head.decoder.bias" => 0.0,
             _ => linear,
         })?;
+        sizes.start_alike(&model.varmap, recipe.spread)?;
         Ok(model)
     }
 

@@ -6,8 +6,6 @@ use crate::model::Seq2Seq;
 use crate::task::Task;
 use crate::vocabulary::Vocabulary;
 use candle_core::Device;
-use clap::ValueEnum;
-use mos_head::Activation;
 
 #[derive(Clone)]
 pub(crate) struct Setting {
@@ -43,20 +41,8 @@ impl Setting {
 /// The model of a checkpoint, without the state of training.
 pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
     let setting = Setting::from_checkpoint(checkpoint)?;
-    let name: String = checkpoint.get("head")?;
-    let kind = HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?;
-    let mut recipe = Recipe {
-        hidden: checkpoint.get("hidden")?,
-        embedding: Some(checkpoint.get("embedding")?),
-        layers: checkpoint.get("layers")?,
-        ..Recipe::BASE
-    };
-    if kind != HeadKind::Softmax {
-        recipe.context = Some(checkpoint.get("context")?);
-        recipe.components = checkpoint.get("components")?;
-        let tanh = checkpoint.get::<String>("activation")? == "tanh";
-        recipe.activation = if tanh { Activation::Tanh } else { Activation::Identity };
-    }
+    let kind = HeadKind::of_checkpoint(checkpoint)?;
+    let recipe = Recipe::of_checkpoint(kind, checkpoint)?;
     let model = Seq2Seq::new(kind, setting, &recipe, device)?;
     checkpoint.restore_variables(model.varmap())?;
     Ok(model)

@@ -1,0 +1,88 @@
+//! Components that start alike.
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use mos_head::{Error, MixtureConfig, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Result};
+
+const HIDDEN: usize = 60;
+const CONTEXT: usize = 50;
+const COMPONENTS: usize = 4;
+
+fn config() -> MixtureConfig {
+    MixtureConfig::new(HIDDEN, 30, COMPONENTS).with_context(CONTEXT)
+}
+
+fn latent_weight() -> Result<Tensor> {
+    Ok(Tensor::randn(0f32, 1.0, (COMPONENTS * CONTEXT, HIDDEN), &Device::Cpu)?)
+}
+
+/// The mean product of the values of two components.
+fn correlation(weight: &Tensor, i: usize, j: usize) -> Result<f32> {
+    let component = |k| weight.narrow(0, k * CONTEXT, CONTEXT);
+    Ok((component(i)? * component(j)?)?.mean_all()?.to_scalar()?)
+}
+
+#[test]
+fn components_are_as_alike_as_the_spread_says_and_keep_their_scale() -> Result<()> {
+    let weight = latent_weight()?;
+    for spread in [0.0, 0.3, 0.8, 1.0] {
+        let alike = config().similar_components(&weight, spread)?;
+        let shared = (1.0 - spread * spread) as f32;
+        for i in 0..COMPONENTS {
+            assert!((correlation(&alike, i, i)? - 1.0).abs() < 0.1, "spread {spread}, component {i}");
+            for j in 0..i {
+                let expected = if j == 0 { shared.sqrt() } else { shared };
+                let found = correlation(&alike, i, j)?;
+                assert!((found - expected).abs() < 0.1, "spread {spread}, components {i} and {j}: {found}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_spread_of_one_changes_nothing() -> Result<()> {
+    let weight = latent_weight()?;
+    let same = config().similar_components(&weight, 1.0)?;
+    assert_eq!(same.to_vec2::<f32>()?, weight.to_vec2::<f32>()?);
+    let one = MixtureConfig::new(HIDDEN, 30, 1).with_context(COMPONENTS * CONTEXT);
+    assert_eq!(one.similar_components(&weight, 0.5)?.to_vec2::<f32>()?, weight.to_vec2::<f32>()?);
+    Ok(())
+}
+
+#[test]
+fn components_without_spread_are_one_softmax() -> Result<()> {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let tensors = MixtureOfSoftmaxes::new(&config(), vb)?.tensors();
+    let latent_weight = config().similar_components(&tensors.latent_weight, 0.0)?;
+    let latent_bias = tensors.latent_bias.zeros_like()?;
+    let alike = MixtureTensors { latent_weight, latent_bias, ..tensors };
+    let narrow = |tensor: &Tensor| tensor.narrow(0, 0, CONTEXT);
+    let one = MixtureTensors {
+        prior_weight: alike.prior_weight.narrow(0, 0, 1)?,
+        latent_weight: narrow(&alike.latent_weight)?,
+        latent_bias: narrow(&alike.latent_bias)?,
+        ..alike.clone()
+    };
+    let hidden = Tensor::randn(0f32, 1.0, (5, HIDDEN), &Device::Cpu)?;
+    let log_probs = |tensors| -> Result<Vec<f32>> {
+        let head = MixtureOfSoftmaxes::from_tensors(tensors, config().activation)?;
+        Ok(head.log_probs(&hidden)?.flatten_all()?.to_vec1()?)
+    };
+    for (found, expected) in log_probs(alike)?.iter().zip(log_probs(one)?) {
+        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_wrong_shape_or_spread_is_an_error_that_names_it() -> Result<()> {
+    let weight = latent_weight()?;
+    let error = config().similar_components(&weight, 1.5).expect_err("above 1");
+    assert!(matches!(error, Error::Config { argument: "spread", .. }), "{error}");
+    let error = config().with_context(CONTEXT + 1).similar_components(&weight, 0.5).expect_err("another context");
+    assert!(matches!(error, Error::Shape { argument: "latent_weight", .. }), "{error}");
+    assert!(error.to_string().contains("[204, 60]") && error.to_string().contains("[200, 60]"), "{error}");
+    Ok(())
+}

@@ -4,6 +4,8 @@
 mod outputs;
 #[path = "../examples/figures/pictures.rs"]
 mod pictures;
+#[path = "../examples/figures/quality.rs"]
+mod quality;
 #[path = "../examples/figures/results.rs"]
 mod results;
 #[path = "../examples/figures/tables.rs"]

@@ -22,6 +22,13 @@ pub(crate) struct Outcome<T> {
     pub(crate) more: Option<T>,
 }
 
+/// How many times as long as the softmax's a training step of this head takes, if both were trained (Yang et al., 2018,
+/// table 13).
+pub(crate) fn slowdown<T>(outcome: &Outcome<T>, all: &[Outcome<T>]) -> Option<f64> {
+    let softmax = all.iter().find(|other| other.kind == HeadKind::Softmax)?;
+    Some(softmax.tokens_per_second? / outcome.tokens_per_second?)
+}
+
 /// Trains every head of `--head`: `build` makes its session, `finish` uses the trained model. All paths and checkpoints
 /// are checked before the first is trained.
 pub(crate) fn train<M: Model, T>(

@@ -8,6 +8,7 @@
 
 mod outputs;
 mod pictures;
+mod quality;
 mod results;
 mod tables;
 

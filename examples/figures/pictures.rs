@@ -4,8 +4,9 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use crate::quality::head_name;
 use crate::results::{Line, Result, Results};
-use crate::tables::{beside, count, digits, head_name, need, softmaxes};
+use crate::tables::{beside, count, digits, need, softmaxes};
 
 const WIDTH: i32 = 800;
 /// The height of a bar and the space below it.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::quality;
 use crate::results::{Line, Result, Results};
 
 type Generator = fn(&Results) -> Result<String>;
@@ -11,7 +12,7 @@ pub(crate) const TABLES: [(&str, Generator); 17] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
-    ("examples", examples),
+    ("examples", quality::examples),
     ("steps", steps),
     ("steps-elsewhere", steps_elsewhere),
     ("dtypes", dtypes),
@@ -20,11 +21,11 @@ pub(crate) const TABLES: [(&str, Generator); 17] = [
     ("positions", positions),
     ("decoding-all", decoding_all),
     ("decoding-heads", decoding_heads),
-    ("penn-treebank", penn_treebank),
-    ("built-in-language", built_in_language),
-    ("translation", translation),
-    ("dialogue", dialogue),
-    ("characters", characters),
+    ("penn-treebank", quality::penn_treebank),
+    ("built-in-language", quality::built_in_language),
+    ("translation", quality::translation),
+    ("dialogue", quality::dialogue),
+    ("characters", quality::characters),
 ];
 
 /// `text` with every table between markers made anew.
@@ -242,117 +243,6 @@ fn decoding_heads(results: &Results) -> Result<String> {
     Ok(markdown("| | batch 1 | 8 | 32 |", rows) + &source(&lines, true))
 }
 
-/// What all three heads reach with equal numbers of parameters.
-fn examples(results: &Results) -> Result<String> {
-    type Value = fn(&Line) -> Result<String>;
-    const PERPLEXITY: &str = "valid_perplexity_by_epoch";
-    const BITS: &str = "valid_bits_per_character_by_epoch";
-    let table: [(&str, &str, &str, Value); 4] = [
-        ("built-in-language", "built-in language of `lstm_lm`, nats above its entropy", "", |line| {
-            Ok(format!("{:.3}", above_entropy(line)?))
-        }),
-        ("penn-treebank", "Penn Treebank, validation perplexity", PERPLEXITY, |line| {
-            Ok(perplexity(last(line, PERPLEXITY)?))
-        }),
-        ("translation", "Multi30k, German to English, validation BLEU (beam 5)", PERPLEXITY, |line| {
-            Ok(format!("{:.1}", need(line, "bleu")?))
-        }),
-        ("characters", "tiny Shakespeare, validation bits per character", BITS, |line| {
-            Ok(format!("{:.3}", last(line, BITS)?))
-        }),
-    ];
-    let mut used = vec![];
-    let mut rows = vec![];
-    for (figure, name, epochs, value) in table {
-        let lines = results.of(figure);
-        let epochs = lines.first().map_or(0, |line| line.numbers(epochs).len());
-        let epochs = if epochs > 0 { format!(" after {epochs} epochs") } else { String::new() };
-        let mut row = vec![name.to_owned() + &epochs];
-        for head in ["softmax", "moc", "mos"] {
-            let line = *lines.iter().find(|line| line.is("head", head)).ok_or(format!("no {head} of {figure}"))?;
-            row.push(value(line)?);
-            used.push(line);
-        }
-        rows.push(row);
-    }
-    Ok(markdown("| | softmax | mixture of contexts | mixture of softmaxes |", rows) + &source(&used, false))
-}
-
-fn penn_treebank(results: &Results) -> Result<String> {
-    by_head(results, "penn-treebank", "| head | parameters | validation perplexity, epochs 1, 2, 3 |", |line| {
-        Ok(vec![count(need(line, "parameters")?), each(line, "valid_perplexity_by_epoch", perplexity)])
-    })
-}
-
-fn built_in_language(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation NLL | nats above the entropy |";
-    by_head(results, "built-in-language", header, |line| {
-        let nll = need(line, "valid_nll")?;
-        Ok(vec![count(need(line, "parameters")?), format!("{nll:.4}"), format!("{:.3}", above_entropy(line)?)])
-    })
-}
-
-fn translation(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation perplexity, epochs 1 to 4 | BLEU | minutes |";
-    by_head(results, "translation", header, |line| {
-        Ok(vec![
-            count(need(line, "parameters")?),
-            each(line, "valid_perplexity_by_epoch", perplexity),
-            format!("{:.1}", need(line, "bleu")?),
-            short(need(line, "minutes")?),
-        ])
-    })
-}
-
-fn dialogue(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation perplexity | BLEU-1 P / R | BLEU-2 P / R | BLEU-3 P / R \
-                  | BLEU-4 P / R |";
-    by_head(results, "dialogue", header, |line| {
-        let mut row = vec![count(need(line, "parameters")?), perplexity(need(line, "valid_perplexity")?)];
-        let (precision, recall) = (line.numbers("bleu_1_to_4_precision"), line.numbers("bleu_1_to_4_recall"));
-        row.extend(precision.iter().zip(recall).map(|(p, r)| format!("{} / {}", digits(*p), digits(r))));
-        Ok(row)
-    })
-}
-
-fn characters(results: &Results) -> Result<String> {
-    let header = "| head | LSTM units | parameters | validation BPC, epochs 1 to 3 | test BPC | CPU minutes |";
-    by_head(results, "characters", header, |line| {
-        Ok(vec![
-            count(need(line, "units")?),
-            count(need(line, "parameters")?),
-            each(line, "valid_bits_per_character_by_epoch", |bits| format!("{bits:.3}")),
-            format!("{:.3}", need(line, "test_bits_per_character")?),
-            short(need(line, "cpu_minutes")?),
-        ])
-    })
-}
-
-/// A table with one row per line, which starts with the head.
-fn by_head(
-    results: &Results,
-    figure: &str,
-    header: &str,
-    cells: impl Fn(&Line) -> Result<Vec<String>>,
-) -> Result<String> {
-    let lines = results.of(figure);
-    let row = |line: &&Line| {
-        let components = line.number("components").filter(|&components| components > 1.0);
-        let components = components.map_or(String::new(), |components| format!(", K = {components}"));
-        Ok([vec![head_name(line.text("head")).to_owned() + &components], cells(line)?].concat())
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown(header, rows) + &source(&lines, false))
-}
-
-pub(crate) fn head_name(head: &str) -> &str {
-    match head {
-        "moc" => "mixture of contexts",
-        "mos" => "mixture of softmaxes",
-        head => head,
-    }
-}
-
 fn label(line: &Line) -> String {
     match line.text("implementation") {
         "composed of candle operations" => "the formula composed of candle operations".into(),
@@ -378,10 +268,6 @@ fn sizes(line: &Line, full: bool) -> Result<String> {
     Ok(if shape == "ptb" { shape.into() } else { format!("{shape}, {} positions", plain(positions)) })
 }
 
-fn above_entropy(line: &Line) -> Result<f64> {
-    Ok(need(line, "valid_nll")? - need(line, "entropy_nats")?)
-}
-
 pub(crate) fn need(line: &Line, key: &str) -> Result<f64> {
     line.number(key).ok_or_else(|| {
         let [figure, shape, implementation] = ["figure", "shape", "implementation"].map(|key| line.text(key));
@@ -389,15 +275,7 @@ pub(crate) fn need(line: &Line, key: &str) -> Result<f64> {
     })
 }
 
-fn last(line: &Line, key: &str) -> Result<f64> {
-    line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
-}
-
-fn each(line: &Line, key: &str, format: fn(f64) -> String) -> String {
-    line.numbers(key).into_iter().map(format).collect::<Vec<_>>().join(", ")
-}
-
-fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
+pub(crate) fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
     let mut text = format!("{header}\n|{}\n", "---|".repeat(header.matches('|').count() - 1));
     for row in rows {
         // An empty cell is one space wide.
@@ -407,7 +285,7 @@ fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
 }
 
 /// Where the numbers of a table come from: dates and commits, and the processors of timings.
-fn source(lines: &[&Line], processors: bool) -> String {
+pub(crate) fn source(lines: &[&Line], processors: bool) -> String {
     let all = |key| lines.iter().map(|line| line.text(key)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
     let processors = if processors { all("processor").join("; ") + "; " } else { String::new() };
     let commits = all("commit");
@@ -444,7 +322,7 @@ pub(crate) fn digits(number: f64) -> String {
 }
 
 /// At most three significant digits, without zeros at the end.
-fn short(number: f64) -> String {
+pub(crate) fn short(number: f64) -> String {
     let text = digits(number);
     if text.contains('.') {
         text.trim_end_matches('0').trim_end_matches('.').into()
@@ -459,13 +337,5 @@ fn milliseconds(number: f64) -> String {
         format!("{number:.2}")
     } else {
         digits(number)
-    }
-}
-
-fn perplexity(number: f64) -> String {
-    if number < 10.0 {
-        format!("{number:.2}")
-    } else {
-        format!("{number:.1}")
     }
 }

@@ -73,5 +73,5 @@ fn run(args: &Args) -> Result<()> {
     }
     let floor = corpus.entropy.map(|entropy| ("entropy", entropy));
     let axes = Axes { title: &format!("Learning {}", data.name), x: "epoch", y: "validation NLL (nats)", floor };
-    heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, corpus.entropy))
+    heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows, corpus.entropy))
 }

@@ -1,7 +1,7 @@
 //! The final output: the table, a summary of one sentence, and the JSON line.
 
 use crate::common::head::HeadKind;
-use crate::common::heads::Outcome;
+use crate::common::heads::{slowdown, Outcome};
 use crate::common::report::{self, number};
 use serde_json::{json, Value};
 
@@ -9,7 +9,7 @@ use serde_json::{json, Value};
 pub(crate) type Row = Outcome<Option<f64>>;
 
 pub(crate) fn table(rows: &[Row], entropy: Option<f64>) -> String {
-    let columns = ["head", "parameters", "valid NLL", "valid ppl", "test ppl", "above entropy", "tokens/s"];
+    let columns = ["head", "parameters", "valid NLL", "valid ppl", "test ppl", "above entropy", "tokens/s", "slowdown"];
     let cells = |row: &Row| {
         vec![
             row.kind.name().into(),
@@ -19,6 +19,7 @@ pub(crate) fn table(rows: &[Row], entropy: Option<f64>) -> String {
             number(row.more.flatten().map(f64::exp), 3),
             number(entropy.map(|entropy| row.valid_nll - entropy), 4),
             number(row.tokens_per_second, 0),
+            number(slowdown(row, rows), 2),
         ]
     };
     let mut table = report::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>());
@@ -59,7 +60,7 @@ pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
     })
 }
 
-pub(crate) fn json(row: &Row, entropy: Option<f64>) -> Value {
+pub(crate) fn json(row: &Row, rows: &[Row], entropy: Option<f64>) -> Value {
     json!({
         "head": row.kind.name(),
         "name": row.kind.name(),
@@ -68,6 +69,7 @@ pub(crate) fn json(row: &Row, entropy: Option<f64>) -> Value {
         "valid_perplexity": row.valid_nll.exp(),
         "test_perplexity": row.more.flatten().map(f64::exp),
         "tokens_per_second": row.tokens_per_second,
+        "slowdown": slowdown(row, rows),
         "nats_above_entropy": entropy.map(|entropy| row.valid_nll - entropy),
     })
 }

@@ -81,5 +81,5 @@ fn run(args: &Args) -> Result<()> {
     println!("{}", report::table(&rows));
     let title = format!("Learning {}", corpus.name);
     let axes = Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor: None };
-    heads::finish(&args.common, &rows, &axes, |nll| nll, report::json)
+    heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows))
 }

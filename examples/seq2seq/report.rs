@@ -1,6 +1,6 @@
 //! The final output: results with their references, the table, and the JSON line.
 
-use crate::common::heads::Outcome;
+use crate::common::heads::{slowdown, Outcome};
 use crate::common::report::{self, number};
 use crate::corpus::Pair;
 use crate::score::{Measures, Scores};
@@ -26,19 +26,19 @@ pub(crate) fn table(rows: &[Row]) -> String {
         .iter()
         .find_map(|row| row.more.as_ref())
         .map_or(vec![], |measures| measures.iter().map(|(name, _)| *name).collect());
-    let columns = [&["head", "parameters", "valid NLL", "valid ppl"][..], &names, &["tokens/s"]].concat();
+    let columns = [&["head", "parameters", "valid NLL", "valid ppl"][..], &names, &["tokens/s", "slowdown"]].concat();
     let cells = |row: &Row| {
         let mut cells = vec![row.kind.name().to_owned(), row.parameters.to_string()];
         cells.extend([number(row.valid_nll, 4), number(row.valid_nll.exp(), 3)]);
         let value = |i: usize| row.more.as_ref().map(|measures| measures[i].1);
         cells.extend((0..names.len()).map(|i| number(value(i), 2)));
-        cells.push(number(row.tokens_per_second, 0));
+        cells.extend([number(row.tokens_per_second, 0), number(slowdown(row, rows), 2)]);
         cells
     };
     report::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
-pub(crate) fn json(row: &Row) -> Value {
+pub(crate) fn json(row: &Row, rows: &[Row]) -> Value {
     let measures = row.more.iter().flatten();
     let scores: Map<String, Value> =
         measures.map(|(name, value)| (name.to_lowercase().replace([' ', '-'], "_"), json!(value))).collect();
@@ -50,6 +50,7 @@ pub(crate) fn json(row: &Row) -> Value {
         "valid_nll": row.valid_nll,
         "valid_perplexity": row.valid_nll.exp(),
         "tokens_per_second": row.tokens_per_second,
+        "slowdown": slowdown(row, rows),
         "scores": scores,
     })
 }

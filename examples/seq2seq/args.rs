@@ -56,9 +56,13 @@ pub(crate) struct Args {
     /// Maximum length of a target in the search [default: 60; dialogue: 30]
     #[arg(long, value_parser = positive)]
     pub(crate) max_length: Option<usize>,
-    /// Exponent of the beam search's length penalty [default: 0.6; dialogue: 0]
-    #[arg(long, value_parser = not_negative)]
-    pub(crate) length_penalty: Option<f64>,
+    /// Exponent of the beam search's length penalty
+    #[arg(long, default_value_t = 0.6, value_parser = not_negative)]
+    pub(crate) length_penalty: f64,
+    /// Subtract so much of the log-probability without a source from that of a target's first tokens, so that the
+    /// beam search does not give the same answer to every source [default: 0; dialogue: 0.7]
+    #[arg(long, value_name = "WEIGHT", value_parser = not_negative)]
+    pub(crate) diversity: Option<f64>,
     /// Number of results to print
     #[arg(long, default_value_t = 3)]
     pub(crate) samples: usize,

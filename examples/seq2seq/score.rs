@@ -6,6 +6,7 @@ use crate::corpus::{Encoded, Pair};
 use crate::model::Seq2Seq;
 use crate::search::{search, Beam};
 use crate::task::Task;
+use std::collections::HashSet;
 
 /// Names with values, in percent.
 pub(crate) type Measures = Vec<(&'static str, f64)>;
@@ -25,7 +26,11 @@ pub(crate) fn score(task: Task, model: &Seq2Seq, pairs: &[Pair], encoded: &[Enco
     let measures = match task {
         Task::Toy => vec![("exact match", exact_match(pairs, &found)), ("BLEU", bleu(pairs, &found))],
         Task::Translation => vec![("BLEU", bleu(pairs, &found))],
-        Task::Dialogue => precision_and_recall(pairs, &found),
+        Task::Dialogue => {
+            let mut measures = precision_and_recall(pairs, &found);
+            measures.push(("distinct", distinct(&found)));
+            measures
+        }
     };
     Ok(Scores { measures, found })
 }
@@ -62,6 +67,12 @@ fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Measures {
     named.flat_map(|(names, sums)| [(names[0], percent(sums[0])), (names[1], percent(sums[1]))]).collect()
 }
 
+/// The share of different texts among the best of all pairs.
+fn distinct(found: &[Vec<String>]) -> f64 {
+    let different: HashSet<&str> = found.iter().map(|texts| best(texts)).collect();
+    100.0 * different.len() as f64 / found.len() as f64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -74,5 +85,12 @@ mod tests {
         assert_eq!(measures[0], ("BLEU-1 P", 50.0));
         assert_eq!(measures[1], ("BLEU-1 R", 100.0));
         assert_eq!(exact_match(&pairs, &found), 100.0);
+    }
+
+    #[test]
+    fn replies_that_are_all_the_same_are_not_distinct() {
+        let found = |texts: [&str; 4]| texts.map(|text| vec![text.to_owned(), "other".into()]);
+        assert_eq!(distinct(&found(["yeah"; 4])), 25.0);
+        assert_eq!(distinct(&found(["a", "b", "c", "a"])), 75.0);
     }
 }

@@ -2,10 +2,10 @@
 
 use crate::batches::{by_length, Sources};
 use crate::common::{model::Model, progress, Result};
-use crate::model::Seq2Seq;
+use crate::model::{Seq2Seq, State};
 use crate::vocabulary::{END, START};
 use candle_core::Tensor;
-use mos_head::{BeamSearch, Hypothesis, Sampler};
+use mos_head::{BeamSearch, Hypothesis, Sampler, TopK};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beam {
@@ -13,10 +13,14 @@ pub(crate) struct Beam {
     pub(crate) n_best: usize,
     pub(crate) max_length: usize,
     pub(crate) length_penalty: f64,
+    /// How much of what the model says without a source is subtracted from the log-probabilities of the first tokens.
+    pub(crate) diversity: f64,
 }
 
 /// Number of sentences decoded together.
 const BATCH: usize = 32;
+/// Number of tokens at the start of a target that `diversity` applies to.
+const FIRST: usize = 5;
 
 /// The best targets of each source, the best first.
 pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<Vec<Vec<Vec<u32>>>> {
@@ -29,7 +33,7 @@ pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<
     let mut found = vec![vec![]; sources.len()];
     for chosen in by_length((0..sources.len()).collect(), BATCH, |i| sources[i].len()) {
         let batch: Vec<&[u32]> = chosen.iter().map(|&i| sources[i]).collect();
-        for (&i, hypotheses) in chosen.iter().zip(search_batch(model, &batch, &search)?) {
+        for (&i, hypotheses) in chosen.iter().zip(search_batch(model, &batch, &search, beam.diversity)?) {
             found[i] = hypotheses.into_iter().map(|hypothesis| hypothesis.tokens).collect();
         }
         bar.inc(chosen.len() as u64);
@@ -38,13 +42,34 @@ pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<
     Ok(found)
 }
 
-fn search_batch(model: &Seq2Seq, sources: &[&[u32]], search: &BeamSearch) -> Result<Vec<Vec<Hypothesis>>> {
+fn search_batch(
+    model: &Seq2Seq,
+    sources: &[&[u32]],
+    search: &BeamSearch,
+    diversity: f64,
+) -> Result<Vec<Vec<Hypothesis>>> {
     let device = model.device();
-    let mut state = model.encode(&Sources::new(sources, 0, device)?, None)?;
+    let encode = |sources: &[&[u32]]| model.encode(&Sources::new(sources, 0, device)?, None);
+    let step = |state: &mut State, tokens: &Tensor, parents: &Tensor| -> Result<Tensor> {
+        *state = state.select(parents)?;
+        Ok(model.decode(&tokens.unsqueeze(1)?, state, None)?.squeeze(1)?)
+    };
+    let mut state = encode(sources)?;
     let start = Tensor::full(START, sources.len(), device)?;
-    search.run(model.head(), &start, |tokens, parents| {
-        state = state.select(parents)?;
-        Ok(model.decode(&tokens.unsqueeze(1)?, &mut state, None)?.squeeze(1)?)
+    if diversity == 0.0 {
+        return search.run(model.head(), &start, |tokens, parents| step(&mut state, tokens, parents));
+    }
+    // log P(target | source) - diversity log P(target) (Li et al., 2016, MMI-antiLM), the latter from an empty source.
+    let mut without = encode(&vec![[].as_slice(); sources.len()])?;
+    let mut length = 0;
+    search.search(model.head().vocab_size(), &start, |tokens, parents, k| -> Result<TopK> {
+        let hidden = step(&mut state, tokens, parents)?;
+        length += 1;
+        if length > FIRST {
+            return Ok(model.head().top_k(&hidden, k)?);
+        }
+        let usual = model.head().log_probs(&step(&mut without, tokens, parents)?)?;
+        Ok(TopK::of_log_probs(&(model.head().log_probs(&hidden)? - (usual * diversity)?)?, k)?)
     })
 }
 

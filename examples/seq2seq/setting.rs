@@ -134,7 +134,7 @@ mod tests {
         for kind in HeadKind::ALL {
             let mut session = session(kind, &corpus, &setting, (4, 48, 0.0));
             session.run(None, None).unwrap();
-            let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0 };
+            let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0, diversity: 0.0 };
             let valid = &session.data.valid;
             let scores = score(Task::Toy, &session.model, &corpus.valid, valid, beam).unwrap();
             let (name, exact) = scores.measures[0];

@@ -43,15 +43,16 @@ impl Task {
     }
 
     pub(crate) fn beam(self, args: &Args, n_best: usize) -> Beam {
-        let (width, max_length, length_penalty) = match self {
-            Task::Toy | Task::Translation => (5, 60, 0.6),
-            Task::Dialogue => (10, 30, 0.0), // Yang et al. (2018), section 3.3
+        let (width, max_length, diversity) = match self {
+            Task::Toy | Task::Translation => (5, 60, 0.0),
+            Task::Dialogue => (10, 30, 0.7), // width: Yang et al. (2018), section 3.3
         };
         Beam {
             width: args.beam.unwrap_or(width).max(n_best),
             n_best,
             max_length: args.max_length.unwrap_or(max_length),
-            length_penalty: args.length_penalty.unwrap_or(length_penalty),
+            length_penalty: args.length_penalty,
+            diversity: args.diversity.unwrap_or(diversity),
         }
     }
 

@@ -3,21 +3,24 @@
 use crate::results::{Line, Result, Results};
 use crate::tables::{count, digits, markdown, need, short, source};
 
+const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
+
 /// What all three heads reach with equal numbers of parameters.
 pub(crate) fn examples(results: &Results) -> Result<String> {
     type Value = fn(&Line) -> Result<String>;
     const PERPLEXITY: &str = "valid_perplexity_by_epoch";
     const BITS: &str = "valid_bits_per_character_by_epoch";
-    let table: [(&str, &str, &str, Value); 4] = [
+    let table: [(&str, &str, &str, Value); 5] = [
         ("built-in-language", "built-in language of `lstm_lm`, nats above its entropy", "", |line| {
             Ok(format!("{:.3}", above_entropy(line)?))
         }),
         ("penn-treebank", "Penn Treebank, validation perplexity", PERPLEXITY, |line| {
             Ok(perplexity(last(line, PERPLEXITY)?))
         }),
-        ("translation", "Multi30k, German to English, validation BLEU (beam 5)", PERPLEXITY, |line| {
-            Ok(format!("{:.1}", need(line, "bleu")?))
+        ("translation", "Multi30k, German to English, validation perplexity", PERPLEXITY, |line| {
+            spread(line, "valid_perplexity", 2)
         }),
+        ("translation", "the same, BLEU (beam 5)", "", |line| spread(line, "bleu", 1)),
         ("characters", "tiny Shakespeare, validation bits per character", BITS, |line| {
             Ok(format!("{:.3}", last(line, BITS)?))
         }),
@@ -29,7 +32,7 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
         let epochs = lines.first().map_or(0, |line| line.numbers(epochs).len());
         let epochs = if epochs > 0 { format!(" after {epochs} epochs") } else { String::new() };
         let mut row = vec![name.to_owned() + &epochs];
-        for head in ["softmax", "moc", "mos"] {
+        for head in HEADS {
             let line = *lines.iter().find(|line| line.is("head", head)).ok_or(format!("no {head} of {figure}"))?;
             row.push(value(line)?);
             used.push(line);
@@ -53,16 +56,80 @@ pub(crate) fn built_in_language(results: &Results) -> Result<String> {
     })
 }
 
+/// Means over the seeds.
 pub(crate) fn translation(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation perplexity, epochs 1 to 4 | BLEU | minutes |";
+    let header = "| head | learning rate | dropout | validation perplexity, epochs 1 to 4 | after 4 epochs | BLEU |";
     by_head(results, "translation", header, |line| {
         Ok(vec![
-            count(need(line, "parameters")?),
+            need(line, "lr")?.to_string(),
+            need(line, "dropout")?.to_string(),
             each(line, "valid_perplexity_by_epoch", perplexity),
-            format!("{:.1}", need(line, "bleu")?),
-            short(need(line, "minutes")?),
+            spread(line, "valid_perplexity", 2)?,
+            spread(line, "bleu", 1)?,
         ])
     })
+}
+
+/// The same trials of every head, after one epoch each.
+pub(crate) fn translation_trials(results: &Results) -> Result<String> {
+    let lines = results.of("translation-trials");
+    let mut rows = vec![];
+    for trial in 1.. {
+        let of_trial: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();
+        let Some(mixture) = of_trial.iter().find(|line| !line.is("head", "softmax")) else { break };
+        let mut row = vec![need(mixture, "lr")?.to_string(), need(mixture, "dropout")?.to_string()];
+        row.push(mixture.text("activation").into());
+        for head in HEADS {
+            let line = of_trial.iter().find(|line| line.is("head", head));
+            let line = line.ok_or_else(|| format!("no trial {trial} of {head}"))?;
+            row.push(perplexity(need(line, "valid_perplexity")?));
+        }
+        rows.push(row);
+    }
+    let header = "| learning rate | dropout | contexts | softmax | mixture of contexts | mixture of softmaxes |";
+    Ok(markdown(header, rows) + &source(&lines, false))
+}
+
+/// A mixture of softmaxes with the same recipe from other initial values.
+pub(crate) fn initial_values(results: &Results) -> Result<String> {
+    let lines = results.of("initial-values");
+    let mut rows = vec![];
+    for (activation, name) in [("tanh", "tanh"), ("identity", "linear")] {
+        let mut row = vec![name.to_owned()];
+        for spread in [1.0, 0.3] {
+            let found =
+                lines.iter().find(|line| line.is("activation", activation) && line.number("spread") == Some(spread));
+            let line = found.ok_or_else(|| format!("no {activation} with a spread of {spread}"))?;
+            row.push(perplexity(need(line, "valid_perplexity")?));
+        }
+        rows.push(row);
+    }
+    let header = "| contexts | independent components (spread 1) | components that start alike (spread 0.3) |";
+    Ok(markdown(header, rows) + &source(&lines, false))
+}
+
+/// The rank of the log-probabilities of trained models.
+pub(crate) fn bottleneck(results: &Results) -> Result<String> {
+    let lines = results.of("bottleneck");
+    let mut rows = vec![];
+    for (i, line) in lines.iter().enumerate() {
+        let same = i > 0 && lines[i - 1].text("shape") == line.text("shape");
+        let optional = |key| line.number(key).map_or(String::new(), |value| format!("{value:.2}"));
+        let (rank, most) = (need(line, "rank")?, need(line, "contexts")?.min(need(line, "vocab")?));
+        rows.push(vec![
+            if same { String::new() } else { line.text("shape").into() },
+            head_name(line.text("head")).into(),
+            count(need(line, "context")?),
+            if rank == most { format!("{} (full)", count(rank)) } else { count(rank) },
+            format!("{:.2}", need(line, "pairwise_kl_nats")?),
+            optional("effective_priors"),
+            optional("effective_posteriors"),
+            perplexity(need(line, "valid_perplexity")?),
+            perplexity(need(line, "valid_perplexity_at_softmax_rank")?),
+        ]);
+    }
+    let header = "| | head | d | rank | pairwise KL, nats | priors | posteriors | perplexity | at rank d + 2 |";
+    Ok(markdown(header, rows) + &source(&lines, false))
 }
 
 pub(crate) fn dialogue(results: &Results) -> Result<String> {
@@ -120,6 +187,18 @@ fn above_entropy(line: &Line) -> Result<f64> {
 
 fn last(line: &Line, key: &str) -> Result<f64> {
     line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
+}
+
+/// The mean over the seeds and its standard deviation.
+fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
+    let values = line.numbers(key);
+    let count = values.len() as f64;
+    if values.len() < 2 {
+        return Err(format!("fewer than two numbers under \"{key}\"").into());
+    }
+    let mean = values.iter().sum::<f64>() / count;
+    let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0);
+    Ok(format!("{mean:.decimals$} ± {:.decimals$}", variance.sqrt()))
 }
 
 fn each(line: &Line, key: &str, format: fn(f64) -> String) -> String {

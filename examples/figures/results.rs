@@ -8,11 +8,22 @@ use serde_json::{Map, Value};
 /// Errors name the file, and the line where one is at fault.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const FILES: [&str; 4] = ["steps", "decoding", "examples", "curves"];
+pub(crate) const FILES: [&str; 6] = ["steps", "decoding", "examples", "curves", "trials", "bottleneck"];
 const REQUIRED: [&str; 7] = ["figure", "shape", "implementation", "command", "processor", "date", "commit"];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
-const IDENTITY: [&str; 9] =
-    ["figure", "shape", "positions", "implementation", "head", "epoch", "dtype", "row_kernels", "processor"];
+const IDENTITY: [&str; 11] = [
+    "figure",
+    "shape",
+    "positions",
+    "implementation",
+    "head",
+    "epoch",
+    "trial",
+    "spread",
+    "dtype",
+    "row_kernels",
+    "processor",
+];
 
 /// One measurement.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use crate::results::{Line, Result, Results};
 type Generator = fn(&Results) -> Result<String>;
 
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 17] = [
+pub(crate) const TABLES: [(&str, Generator); 20] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
@@ -24,6 +24,9 @@ pub(crate) const TABLES: [(&str, Generator); 17] = [
     ("penn-treebank", quality::penn_treebank),
     ("built-in-language", quality::built_in_language),
     ("translation", quality::translation),
+    ("translation-trials", quality::translation_trials),
+    ("initial-values", quality::initial_values),
+    ("bottleneck", quality::bottleneck),
     ("dialogue", quality::dialogue),
     ("characters", quality::characters),
 ];

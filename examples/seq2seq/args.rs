@@ -15,8 +15,8 @@ const TRANSLATION: Recipe = Recipe {
     activation: Activation::Identity,
     spread: 0.3,
     batch: 64,
-    lr: 0.002,
-    dropout: 0.3,
+    lr: 0.0037,
+    dropout: 0.16,
     ..TOY
 };
 const DIALOGUE: Recipe = Recipe { epochs: 5, ..TRANSLATION };

@@ -220,6 +220,51 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
     })
 }
 
+/// The distribution of the singular values of the log-probabilities (Yang et al., 2018, figure 1), of the models that
+/// are measured first.
+pub(crate) fn rank(results: &Results) -> Result<String> {
+    const HEIGHT: i32 = 400;
+    const LEFT: i32 = 70;
+    const RIGHT: i32 = WIDTH - 250;
+    const TOP: i32 = 102;
+    const BOTTOM: i32 = HEIGHT - 58;
+    let mut lines = results.of("bottleneck");
+    let shape = lines.first().map_or("", |line| line.text("shape"));
+    lines.retain(|line| line.is("shape", shape));
+    let (contexts, vocab) = match lines.first() {
+        Some(line) => (count(need(line, "contexts")?), count(need(line, "vocab")?)),
+        None => return Err("no bottleneck was measured".into()),
+    };
+    let x = |part: f64| LEFT + (f64::from(RIGHT - LEFT) * part).round() as i32;
+    let y = |percent: f64| BOTTOM - (f64::from(BOTTOM - TOP) * percent / 100.0).round() as i32;
+    svg(HEIGHT, |area| {
+        text(area, "Singular values of the log-probabilities", (20, 26), TITLE, INK)?;
+        text(area, &format!("{shape}: {contexts} contexts, {vocab} ids"), (20, 50), TEXT, GREY)?;
+        text(area, "singular values below, %", (20, TOP - 20), SMALL, GREY)?;
+        let (right, center) = ([HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side))).into();
+        for percent in [0.0, 25.0, 50.0, 75.0, 100.0] {
+            area.draw(&PathElement::new([(LEFT, y(percent)), (RIGHT, y(percent))], PALE))?;
+            text(area, &format!("{percent}"), (LEFT - 8, y(percent)), right, GREY)?;
+        }
+        for decade in [16, 12, 8, 4, 0] {
+            let label = if decade == 0 { "1".into() } else { format!("1e-{decade}") };
+            text(area, &label, (x(1.0 - f64::from(decade) / 16.0), BOTTOM + 16), center, GREY)?;
+        }
+        text(area, "singular value / the largest one", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        for (i, line) in lines.iter().enumerate() {
+            let color = HEADS.iter().find(|(head, _)| line.is("head", head)).map_or(INK, |(_, color)| *color);
+            let percents = line.numbers("singular_values_below_percent");
+            let last = percents.len().max(2) - 1;
+            let points = percents.iter().enumerate().map(|(i, &percent)| (x(i as f64 / last as f64), y(percent)));
+            area.draw(&PathElement::new(points.collect::<Vec<_>>(), color.stroke_width(3)))?;
+            let (d, rank) = (need(line, "context")?, count(need(line, "rank")?));
+            let label = format!("{}, d = {d}: rank {rank}", head_name(line.text("head")));
+            text(area, &label, (RIGHT + 12, TOP + 8 + 22 * i as i32), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
+        }
+        Ok(())
+    })
+}
+
 /// Another shape for each head, for readers who see no colours.
 fn marker(area: &Area, head: &str, (x, y): (i32, i32), color: RGBColor) -> Result<()> {
     match head {

@@ -89,3 +89,56 @@ fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
     let pair = |(id, log_prob): (u32, f64)| format!("{} {:.2}", word(corpus, id), log_prob.exp());
     Ok(ids.into_iter().zip(log_probs).map(pair).collect::<Vec<_>>().join(", "))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::head::HeadKind;
+    use crate::language::Teacher;
+    use crate::source::tests::{args, folder, saved};
+    use crate::source::{open, Source};
+
+    fn sources(args: &Args) -> Vec<Source> {
+        open(args).expect("opens")
+    }
+
+    #[test]
+    fn models_of_other_vocabularies_or_texts_are_errors_that_name_them() {
+        let corpus = |folder| Corpus::from_folder(folder).expect("a corpus");
+        let folders = [folder("three", "a b a b a\n"), folder("same_three", "b a b\n")];
+        let paths = [
+            saved("built_in", HeadKind::Softmax, Teacher::new().built_in(1)),
+            saved("three", HeadKind::Mos, corpus(&folders[0])),
+            saved("same_three", HeadKind::Mos, corpus(&folders[1])),
+        ];
+        let error = |a: usize, b: usize| {
+            let args = args(&["--compare"], &[&paths[a], &paths[b]]);
+            run(&args, &sources(&args)).expect_err("must fail").to_string()
+        };
+        let sizes = error(0, 1);
+        assert!(sizes.contains("has 512 token ids") && sizes.contains("has 3 token ids"), "{sizes}");
+        let texts = error(1, 2);
+        assert!(texts.contains("bottleneck_three") && texts.contains("bottleneck_same_three"), "{texts}");
+        let one = open(&args(&["--compare"], &[&paths[0]])).err().expect("must fail").to_string();
+        assert!(one.contains("--compare needs two checkpoints, got 1"), "{one}");
+        let same = args(&["--compare"], &[&paths[1], &paths[1]]);
+        run(&same, &sources(&same)).expect("a model can be compared with itself");
+        paths.iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
+        folders.iter().for_each(|folder| std::fs::remove_dir_all(folder).expect("was just written"));
+    }
+
+    #[test]
+    fn a_context_is_the_sentence_so_far_and_the_one_before() {
+        let folder = folder("context", "a b\nc d\ne f g\n");
+        let path = saved("context", HeadKind::Softmax, Corpus::from_folder(&folder).expect("a corpus"));
+        let source = sources(&args(&[], &[&path])).remove(0);
+        let text = source.text.as_ref().expect("a text");
+        let of = |place| context(text, text.places.iter().position(|&other| other == place).expect("all places"));
+        assert_eq!(of(8), "  .. c d <eos> e ___");
+        assert_eq!(of(1), "  .. <eos> ___");
+        let all = best(&source, &text.corpus, 0).expect("a ranking");
+        assert_eq!(all.split(", ").count(), 5);
+        std::fs::remove_file(path).expect("was just written");
+        std::fs::remove_dir_all(folder).expect("was just written");
+    }
+}

@@ -198,3 +198,82 @@ fn named<'a>(file: &'a Checkpoint, path: &Path, key: &str) -> Result<&'a Tensor>
         format!("{} has no tensor {key}; its tensors: {names}{more}", path.display()).into()
     })
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::common::session::Session;
+    use crate::common::sizes::{InitialValues, Sizes};
+    use clap::Parser;
+    use std::path::PathBuf;
+
+    /// An untrained model of six units, whose mixtures have contexts of size 5.
+    pub(crate) fn saved(name: &str, kind: HeadKind, corpus: Corpus) -> PathBuf {
+        let recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
+        let sizes = Sizes::new(&recipe, corpus.words.len());
+        let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu).expect("valid sizes");
+        let session = Session::new(kind, model, corpus.data, &recipe).expect("valid sizes");
+        let path = std::env::temp_dir().join(format!("bottleneck_{name}_{}.safetensors", std::process::id()));
+        session.checkpoint().expect("copies").save(&path).expect("writes");
+        path
+    }
+
+    /// A folder with this text for training and validation.
+    pub(crate) fn folder(name: &str, text: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("bottleneck_{name}_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("creates");
+        for file in ["train.txt", "valid.txt"] {
+            std::fs::write(folder.join(file), text).expect("writes");
+        }
+        folder
+    }
+
+    pub(crate) fn args(flags: &[&str], paths: &[&Path]) -> Args {
+        let paths = paths.iter().map(|path| path.to_str().expect("a text"));
+        Args::try_parse_from(["bottleneck"].into_iter().chain(flags.iter().copied()).chain(paths)).expect("valid flags")
+    }
+
+    #[test]
+    fn contexts_are_spread_over_the_text_and_belong_to_their_targets() {
+        let text = "a b c d e f g h\n".repeat(40);
+        let folder = folder("spread", &text);
+        let path = saved("spread", HeadKind::Mos, Corpus::from_folder(&folder).expect("a corpus"));
+        let open = |contexts: &str| open(&args(&["--contexts", contexts], &[&path])).expect("opens").remove(0);
+        let (all, few) = (open("100000"), open("40"));
+        let places = |source: &Source| source.text.as_ref().expect("a text").places.clone();
+        let mut every = places(&all);
+        every.sort_unstable();
+        assert_eq!(every, (1..=360).collect::<Vec<_>>());
+        let mut some = places(&few);
+        some.sort_unstable();
+        assert_eq!(some, (1..=40).map(|i| 9 * i).collect::<Vec<_>>());
+        // The same position has the same hidden state and target.
+        for (i, place) in places(&few).into_iter().enumerate() {
+            let same = places(&all).iter().position(|&other| other == place).expect("all places");
+            let row = |source: &Source, i: usize| source.hidden.get(i).and_then(|row| row.to_vec1::<f64>());
+            assert_eq!(row(&few, i).expect("a row"), row(&all, same).expect("a row"));
+            assert_eq!(few.targets.as_ref().expect("known")[i], all.targets.as_ref().expect("known")[same]);
+        }
+        std::fs::remove_file(path).expect("was just written");
+        std::fs::remove_dir_all(folder).expect("was just written");
+    }
+
+    #[test]
+    fn another_corpus_than_the_checkpoints_is_an_error_that_names_both() {
+        let (own, other) = (folder("own", "a b a b a\n"), folder("other", "b a b\n"));
+        let path = saved("own", HeadKind::Softmax, Corpus::from_folder(&own).expect("a corpus"));
+        let error = match open(&args(&["--data", other.to_str().expect("a text")], &[&path])) {
+            Ok(_) => panic!("must fail"),
+            Err(error) => error.to_string(),
+        };
+        assert!(error.contains("bottleneck_own") && error.contains("bottleneck_other"), "{error}");
+        std::fs::remove_dir_all(&own).expect("was just written");
+        let error = match open(&args(&[], &[&path])) {
+            Ok(_) => panic!("must fail"),
+            Err(error) => error.to_string(),
+        };
+        assert!(error.contains("train.txt") && error.contains("--data DIR"), "{error}");
+        std::fs::remove_file(path).expect("was just written");
+        std::fs::remove_dir_all(other).expect("was just written");
+    }
+}

@@ -150,12 +150,8 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::common::language_model::LanguageModel;
-    use crate::common::recipe::Recipe;
-    use crate::common::session::Session;
-    use crate::common::sizes::{InitialValues, Sizes};
     use crate::language::Teacher;
-    use crate::source;
+    use crate::source::{self, tests::saved};
     use candle_core::{DType, Device};
     use clap::Parser;
     use std::collections::HashMap;
@@ -177,13 +173,7 @@ mod tests {
     #[test]
     fn a_softmax_has_the_rank_of_its_width_and_a_mixture_exceeds_it() {
         for (kind, exceeds) in [(HeadKind::Softmax, false), (HeadKind::Moc, false), (HeadKind::Mos, true)] {
-            let recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
-            let corpus = Teacher::new().built_in(1);
-            let sizes = Sizes::new(&recipe, corpus.words.len());
-            let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu);
-            let session = Session::new(kind, model.expect("valid sizes"), corpus.data, &recipe).expect("valid sizes");
-            let path = temporary(kind.name());
-            session.checkpoint().expect("copies").save(&path).expect("writes");
+            let path = saved(kind.name(), kind, Teacher::new().built_in(1));
             let found = study_of(&args(&path, &["--contexts", "300"])).expect("a checkpoint of the example");
             std::fs::remove_file(path).expect("was just written");
 

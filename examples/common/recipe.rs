@@ -138,13 +138,10 @@ impl Recipe {
             return *self;
         }
         let mut rng = StdRng::seed_from_u64(self.seed << 32 | trial as u64);
-        // Two digits, to be typed as flags.
-        let two_digits = |x: f64| {
-            let unit = 10f64.powf(x.log10().floor() - 1.0);
-            (x / unit).round() * unit
-        };
-        let lr = two_digits(self.lr * 2f64.powf(rng.random_range(-1.0..=1.0)));
-        let dropout = (100.0 * rng.random_range(0.0..=0.4f64)).round() / 100.0;
+        // Few digits, to be typed as flags.
+        let rounded = |text: String| text.parse().expect("a number as text is a number");
+        let lr = rounded(format!("{:.1e}", self.lr * 2f64.powf(rng.random_range(-1.0..=1.0))));
+        let dropout = rounded(format!("{:.2}", rng.random_range(0.0..=0.4f64)));
         let activation = match (self.activation, trial % 2) {
             (Activation::Tanh, 1) | (Activation::Identity, 0) => Activation::Identity,
             _ => Activation::Tanh,
@@ -194,6 +191,7 @@ mod tests {
         for (i, trial) in trials.iter().enumerate() {
             assert!((0.005..=0.02).contains(&trial.lr) && (0.0..=0.4).contains(&trial.dropout), "{trial:?}");
             assert_eq!(trial.lr, Recipe::BASE.trial(i).lr);
+            assert!(trial.tried(HeadKind::Softmax).len() <= "--lr 0.0012 --dropout 0.12".len(), "{trial:?}");
             assert!(trials[..i].iter().all(|earlier| earlier.lr != trial.lr), "{trial:?}");
         }
         let tanh = trials.iter().filter(|trial| trial.activation == Activation::Tanh).count();

@@ -56,9 +56,12 @@ pub(crate) fn built_in_language(results: &Results) -> Result<String> {
     })
 }
 
-/// Means over the seeds.
+/// Means over the seeds; the slowdown is that of the fastest run.
 pub(crate) fn translation(results: &Results) -> Result<String> {
-    let header = "| head | learning rate | dropout | validation perplexity, epochs 1 to 4 | after 4 epochs | BLEU |";
+    let header =
+        "| head | learning rate | dropout | validation perplexity, epochs 1 to 4 | after 4 epochs | BLEU | slowdown |";
+    let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
+    let softmax = results.of("translation").first().map_or(0.0, |line| speed(line));
     by_head(results, "translation", header, |line| {
         Ok(vec![
             need(line, "lr")?.to_string(),
@@ -66,13 +69,14 @@ pub(crate) fn translation(results: &Results) -> Result<String> {
             each(line, "valid_perplexity_by_epoch", perplexity),
             spread(line, "valid_perplexity", 2)?,
             spread(line, "bleu", 1)?,
+            format!("{:.1}", softmax / speed(line)),
         ])
     })
 }
 
-/// The same trials of every head, after one epoch each.
-pub(crate) fn translation_trials(results: &Results) -> Result<String> {
-    let lines = results.of("translation-trials");
+/// The same trials of every head.
+pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
+    let lines = results.of(figure);
     let mut rows = vec![];
     for trial in 1.. {
         let of_trial: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();

@@ -11,7 +11,7 @@ pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 pub(crate) const FILES: [&str; 6] = ["steps", "decoding", "examples", "curves", "trials", "bottleneck"];
 const REQUIRED: [&str; 7] = ["figure", "shape", "implementation", "command", "processor", "date", "commit"];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
-const IDENTITY: [&str; 11] = [
+const IDENTITY: [&str; 12] = [
     "figure",
     "shape",
     "positions",
@@ -19,6 +19,7 @@ const IDENTITY: [&str; 11] = [
     "head",
     "epoch",
     "trial",
+    "activation",
     "spread",
     "dtype",
     "row_kernels",

@@ -8,7 +8,7 @@ use crate::results::{Line, Result, Results};
 type Generator = fn(&Results) -> Result<String>;
 
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 20] = [
+pub(crate) const TABLES: [(&str, Generator); 21] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
@@ -24,7 +24,8 @@ pub(crate) const TABLES: [(&str, Generator); 20] = [
     ("penn-treebank", quality::penn_treebank),
     ("built-in-language", quality::built_in_language),
     ("translation", quality::translation),
-    ("translation-trials", quality::translation_trials),
+    ("translation-trials", |results| quality::trials(results, "translation-trials")),
+    ("built-in-trials", |results| quality::trials(results, "built-in-trials")),
     ("initial-values", quality::initial_values),
     ("bottleneck", quality::bottleneck),
     ("dialogue", quality::dialogue),

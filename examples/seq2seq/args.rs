@@ -8,17 +8,17 @@ use clap::Parser;
 use mos_head::Activation;
 use std::path::PathBuf;
 
-const TOY: Recipe = Recipe { hidden: 64, epochs: 4, batch: 32, lr: 0.005, decay: 0.6, ..Recipe::BASE };
-const TRANSLATION: Recipe = Recipe {
-    components: 5,
-    hidden: 256,
+const TOY: Recipe = Recipe {
+    hidden: 64,
     activation: Activation::Identity,
     spread: 0.3,
-    batch: 64,
-    lr: 0.0037,
-    dropout: 0.16,
-    ..TOY
+    epochs: 4,
+    batch: 32,
+    lr: 0.005,
+    decay: 0.6,
+    ..Recipe::BASE
 };
+const TRANSLATION: Recipe = Recipe { components: 5, hidden: 256, batch: 64, lr: 0.0037, dropout: 0.16, ..TOY };
 const DIALOGUE: Recipe = Recipe { epochs: 5, ..TRANSLATION };
 
 /// Trains an LSTM encoder-decoder with attention for translation or dialogue, with any of the output layers.

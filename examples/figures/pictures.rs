@@ -257,8 +257,7 @@ pub(crate) fn rank(results: &Results) -> Result<String> {
             let last = percents.len().max(2) - 1;
             let points = percents.iter().enumerate().map(|(i, &percent)| (x(i as f64 / last as f64), y(percent)));
             area.draw(&PathElement::new(points.collect::<Vec<_>>(), color.stroke_width(3)))?;
-            let (d, rank) = (need(line, "context")?, count(need(line, "rank")?));
-            let label = format!("{}, d = {d}: rank {rank}", head_name(line.text("head")));
+            let label = format!("{}: rank {}", head_name(line.text("head")), count(need(line, "rank")?));
             text(area, &label, (RIGHT + 12, TOP + 8 + 22 * i as i32), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
         }
         Ok(())

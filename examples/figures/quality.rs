@@ -138,11 +138,12 @@ pub(crate) fn bottleneck(results: &Results) -> Result<String> {
 
 pub(crate) fn dialogue(results: &Results) -> Result<String> {
     let header = "| head | parameters | validation perplexity | BLEU-1 P / R | BLEU-2 P / R | BLEU-3 P / R \
-                  | BLEU-4 P / R |";
+                  | BLEU-4 P / R | distinct replies |";
     by_head(results, "dialogue", header, |line| {
         let mut row = vec![count(need(line, "parameters")?), perplexity(need(line, "valid_perplexity")?)];
         let (precision, recall) = (line.numbers("bleu_1_to_4_precision"), line.numbers("bleu_1_to_4_recall"));
         row.extend(precision.iter().zip(recall).map(|(p, r)| format!("{} / {}", digits(*p), digits(r))));
+        row.push(format!("{:.1}%", need(line, "distinct_percent")?));
         Ok(row)
     })
 }

@@ -8,7 +8,7 @@ use crate::results::{Line, Result, Results};
 type Generator = fn(&Results) -> Result<String>;
 
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 21] = [
+pub(crate) const TABLES: [(&str, Generator); 22] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
@@ -25,6 +25,7 @@ pub(crate) const TABLES: [(&str, Generator); 21] = [
     ("built-in-language", quality::built_in_language),
     ("translation", quality::translation),
     ("translation-trials", |results| quality::trials(results, "translation-trials")),
+    ("dialogue-trials", |results| quality::trials(results, "dialogue-trials")),
     ("built-in-trials", |results| quality::trials(results, "built-in-trials")),
     ("initial-values", quality::initial_values),
     ("bottleneck", quality::bottleneck),

@@ -19,7 +19,7 @@ const TOY: Recipe = Recipe {
     ..Recipe::BASE
 };
 const TRANSLATION: Recipe = Recipe { components: 5, hidden: 256, batch: 64, lr: 0.0037, dropout: 0.16, ..TOY };
-const DIALOGUE: Recipe = Recipe { epochs: 5, ..TRANSLATION };
+const DIALOGUE: Recipe = Recipe { lr: 0.0069, ..TRANSLATION };
 
 /// Trains an LSTM encoder-decoder with attention for translation or dialogue, with any of the output layers.
 ///
@@ -60,7 +60,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 0.6, value_parser = not_negative)]
     pub(crate) length_penalty: f64,
     /// Subtract so much of the log-probability without a source from that of a target's first tokens, so that the
-    /// beam search does not give the same answer to every source [default: 0; dialogue: 0.7]
+    /// beam search does not give the same answer to every source [default: 0; dialogue: 0.5]
     #[arg(long, value_name = "WEIGHT", value_parser = not_negative)]
     pub(crate) diversity: Option<f64>,
     /// Number of results to print

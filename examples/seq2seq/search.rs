@@ -19,8 +19,9 @@ pub(crate) struct Beam {
 
 /// Number of sentences decoded together.
 const BATCH: usize = 32;
-/// Number of tokens at the start of a target that `diversity` applies to.
+/// Number of tokens at the start of a target that `diversity` applies to, and of candidates for each.
 const FIRST: usize = 5;
+const CANDIDATES: usize = 20;
 
 /// The best targets of each source, the best first.
 pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<Vec<Vec<Vec<u32>>>> {
@@ -68,8 +69,14 @@ fn search_batch(
         if length > FIRST {
             return Ok(model.head().top_k(&hidden, k)?);
         }
+        let log_probs = model.head().log_probs(&hidden)?;
         let usual = model.head().log_probs(&step(&mut without, tokens, parents)?)?;
-        Ok(TopK::of_log_probs(&(model.head().log_probs(&hidden)? - (usual * diversity)?)?, k)?)
+        // Of the rarest tokens the difference is largest: only the most probable ones are candidates.
+        let candidates = CANDIDATES.min(model.head().vocab_size());
+        let least = TopK::of_log_probs(&log_probs, candidates)?.log_probs.narrow(1, candidates - 1, 1)?;
+        let other = Tensor::full(f32::NEG_INFINITY, log_probs.shape(), device)?;
+        let changed = log_probs.broadcast_ge(&least)?.where_cond(&(&log_probs - (usual * diversity)?)?, &other)?;
+        Ok(TopK::of_log_probs(&changed, k)?)
     })
 }
 

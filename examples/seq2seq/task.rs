@@ -45,7 +45,7 @@ impl Task {
     pub(crate) fn beam(self, args: &Args, n_best: usize) -> Beam {
         let (width, max_length, diversity) = match self {
             Task::Toy | Task::Translation => (5, 60, 0.0),
-            Task::Dialogue => (10, 30, 0.7), // width: Yang et al. (2018), section 3.3
+            Task::Dialogue => (10, 30, 0.5), // width: Yang et al. (2018), section 3.3
         };
         Beam {
             width: args.beam.unwrap_or(width).max(n_best),

@@ -36,7 +36,6 @@ impl PairwiseDivergence {
 }
 
 /// The effective number of components: the perplexity of a distribution over them.
-#[derive(Clone)]
 pub(crate) struct Components {
     /// Sums over the contexts.
     entropy: f64,

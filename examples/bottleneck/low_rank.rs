@@ -7,7 +7,7 @@ use faer::{Mat, MatRef};
 /// of rank r with the least squared error (their truncated singular value decomposition), normalised anew.
 pub(crate) struct LowRank<'a> {
     spectrum: &'a Spectrum,
-    pub(crate) ranks: Vec<usize>,
+    ranks: Vec<usize>,
     sums: Vec<f64>,
     count: f64,
 }

@@ -207,13 +207,17 @@ pub(crate) mod tests {
     use clap::Parser;
     use std::path::PathBuf;
 
+    pub(crate) fn temporary(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("bottleneck_{name}_{}.safetensors", std::process::id()))
+    }
+
     /// An untrained model of six units, whose mixtures have contexts of size 5.
     pub(crate) fn saved(name: &str, kind: HeadKind, corpus: Corpus) -> PathBuf {
         let recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
         let sizes = Sizes::new(&recipe, corpus.words.len());
         let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu).expect("valid sizes");
         let session = Session::new(kind, model, corpus.data, &recipe).expect("valid sizes");
-        let path = std::env::temp_dir().join(format!("bottleneck_{name}_{}.safetensors", std::process::id()));
+        let path = temporary(name);
         session.checkpoint().expect("copies").save(&path).expect("writes");
         path
     }

@@ -151,20 +151,10 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
 mod tests {
     use super::*;
     use crate::language::Teacher;
-    use crate::source::{self, tests::saved};
+    use crate::source::{self, tests::args, tests::saved, tests::temporary};
     use candle_core::{DType, Device};
-    use clap::Parser;
     use std::collections::HashMap;
     use std::path::{Path, PathBuf};
-
-    fn temporary(name: &str) -> PathBuf {
-        std::env::temp_dir().join(format!("bottleneck_{name}_{}.safetensors", std::process::id()))
-    }
-
-    fn args(path: &Path, more: &[&str]) -> Args {
-        let all = ["bottleneck", path.to_str().expect("a text")].into_iter().chain(more.iter().copied());
-        Args::try_parse_from(all).expect("valid flags")
-    }
 
     fn study_of(args: &Args) -> Result<Study> {
         study(&source::open(args)?[0], args)
@@ -174,7 +164,7 @@ mod tests {
     fn a_softmax_has_the_rank_of_its_width_and_a_mixture_exceeds_it() {
         for (kind, exceeds) in [(HeadKind::Softmax, false), (HeadKind::Moc, false), (HeadKind::Mos, true)] {
             let path = saved(kind.name(), kind, Teacher::new().built_in(1));
-            let found = study_of(&args(&path, &["--contexts", "300"])).expect("a checkpoint of the example");
+            let found = study_of(&args(&["--contexts", "300"], &[&path])).expect("a checkpoint of the example");
             std::fs::remove_file(path).expect("was just written");
 
             let width = if kind == HeadKind::Softmax { 6 } else { 5 };
@@ -212,7 +202,7 @@ mod tests {
 
     fn study_of_files([head, states]: &[PathBuf; 2], key: &str, more: &[&str]) -> Result<Study> {
         let states = states.to_str().expect("a text");
-        study_of(&args(head, &[&["--weight", key, "--hidden", states], more].concat()))
+        study_of(&args(&[&["--weight", key, "--hidden", states], more].concat(), &[head]))
     }
 
     fn remove(paths: &[PathBuf; 2]) {

@@ -48,11 +48,11 @@ fn low_rank(study: &Study) -> String {
 fn verdict(study: &Study) -> String {
     let Study { name, rank, width, contexts, vocab, .. } = study;
     let most = contexts.min(vocab);
-    if rank == most {
-        return format!("{name}: full rank, {rank} of {most}. No softmax of width {width} can express it.");
-    }
     if *rank <= width + 2 {
         return format!("{name}: rank {rank} of {most}, within the {} of a softmax of width {width}.", width + 2);
+    }
+    if rank == most {
+        return format!("{name}: full rank, {rank} of {most}. No softmax of width {width} can express it.");
     }
     format!("{name}: rank {rank} of {most}, above the {} of a softmax of width {width}.", width + 2)
 }

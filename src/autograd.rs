@@ -187,10 +187,11 @@ thread_local! {
     static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
 }
 
-/// The gradients of `value`, as from `value.backward()`. candle adds every gradient to zeros, which is a second copy;
-/// the gradient of `leaf`, a variable, bypasses that sum if it comes from the node of `value` itself. Other nodes are
-/// not affected: the backward pass of another loss may run on this thread meanwhile, if both are rayon jobs.
-pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStore> {
+/// The gradients of `value + penalty`, two scalars, as from candle's `backward`. candle adds every gradient to zeros,
+/// which is a second copy; the gradient of `leaf`, a variable, bypasses that sum if it comes from the node of `value`
+/// itself. Other nodes are not affected: the backward pass of another loss may run on this thread meanwhile, if both are
+/// rayon jobs.
+pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaf: Option<&Tensor>) -> Result<GradStore> {
     /// Restores the outer pass, also on a panic.
     struct End(Option<Pass>);
     impl Drop for End {
@@ -199,7 +200,10 @@ pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStor
         }
     }
     let _end = End(PASS.replace(Some(Pass { root: value.id(), leaf: leaf.map(Tensor::id), gradient: None })));
-    let mut gradients = value.backward()?;
+    let mut gradients = match penalty {
+        Some(penalty) => (value + penalty)?.backward()?,
+        None => value.backward()?,
+    };
     let aside = PASS.with_borrow_mut(|pass| pass.as_mut().and_then(|pass| pass.gradient.take()));
     if let Some((leaf, gradient)) = leaf.zip(aside) {
         let gradient = match gradients.remove(leaf) {
@@ -211,7 +215,7 @@ pub(crate) fn backward(value: &Tensor, leaf: Option<&Tensor>) -> Result<GradStor
     Ok(gradients)
 }
 
-/// Whether `value` is where the backward pass began, so that its gradient is one.
+/// Whether `value` is the loss of this backward pass, so that its gradient is one.
 pub(crate) fn is_root(value: &Tensor) -> bool {
     PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
 }

@@ -133,6 +133,7 @@ mod loss;
 
 mod autograd;
 mod backend;
+mod dropout;
 
 mod validate;
 
@@ -140,6 +141,7 @@ mod error;
 
 pub use backend::plan::Plan;
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
+pub use dropout::Dropout;
 pub use error::{Error, Result};
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use loss::{Loss, LossOptions, Reduction};

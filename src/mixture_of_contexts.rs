@@ -4,6 +4,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
 use crate::decoding::{Sampler, TopK};
+use crate::dropout::Dropout;
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
@@ -63,7 +64,7 @@ impl OutputLayer for MixtureOfContexts {
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-        self.mixture(hidden, false)?.sample(sampler)
+        self.mixture(hidden, Dropout::Off)?.sample(sampler)
     }
 
     delegate_to_mixture!();
@@ -74,8 +75,8 @@ impl MixtureLayer for MixtureOfContexts {
         1
     }
 
-    fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture> {
-        let (contexts, log_priors) = self.0.projection.forward(hidden, train)?;
+    fn mixture(&self, hidden: &Tensor, dropout: Dropout) -> Result<Mixture> {
+        let (contexts, log_priors) = self.0.projection.forward(hidden, dropout)?;
         let priors = log_priors.exp()?.to_dtype(contexts.dtype())?;
         let (leading, components, context) = match contexts.dims() {
             [leading @ .., components, context] => (leading, *components, *context),

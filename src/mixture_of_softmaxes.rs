@@ -4,6 +4,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
 use crate::decoding::{Sampler, TopK};
+use crate::dropout::Dropout;
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
@@ -63,7 +64,7 @@ impl OutputLayer for MixtureOfSoftmaxes {
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         if !sampler.is_ancestral() {
-            return self.mixture(hidden, false)?.sample(sampler);
+            return self.mixture(hidden, Dropout::Off)?.sample(sampler);
         }
         // Only the drawn contexts are computed.
         let Parameters { projection, decoder } = &self.0;
@@ -79,8 +80,8 @@ impl MixtureLayer for MixtureOfSoftmaxes {
         self.0.projection.components()
     }
 
-    fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture> {
-        let (contexts, log_priors) = self.0.projection.forward(hidden, train)?;
+    fn mixture(&self, hidden: &Tensor, dropout: Dropout) -> Result<Mixture> {
+        let (contexts, log_priors) = self.0.projection.forward(hidden, dropout)?;
         self.0.decoder.mixture(&contexts, Some(&log_priors))
     }
 }

@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor, D};
 
 use crate::backend::plan::Plan;
 use crate::decoding::{BeamSearch, Hypothesis, Pruned, Sampler, TopK};
+use crate::dropout::Dropout;
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::mixture::Mixture;
@@ -225,7 +226,7 @@ pub trait OutputLayer: Debug + Send + Sync {
 /// An output layer that reduces to one [`Mixture`] of softmaxes.
 ///
 /// Your own implements `mixture`, and the methods of [`OutputLayer`] by it, such as
-/// `self.mixture(hidden, options.is_training())?.loss(targets, options)`.
+/// `self.mixture(hidden, options.dropout())?.loss(targets, options)`.
 ///
 /// # Examples
 ///
@@ -234,13 +235,13 @@ pub trait OutputLayer: Debug + Send + Sync {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{MixtureConfig, MixtureLayer, MixtureOfSoftmaxes};
+/// use mos_head::{Dropout, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
 /// let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 500, 4), vb)?;
 /// let hidden = Tensor::zeros((2, 7, 32), DType::F32, &Device::Cpu)?;
-/// let log_priors = head.mixture(&hidden, false)?.log_priors()?; // [batch, seq, K]
+/// let log_priors = head.mixture(&hidden, Dropout::Off)?.log_priors()?; // [batch, seq, K]
 /// assert_eq!((head.components(), log_priors.dims()), (4, &[2, 7, 4][..]));
 /// # Ok(())
 /// # }
@@ -250,7 +251,7 @@ pub trait MixtureLayer: OutputLayer {
     /// contexts.
     fn components(&self) -> usize;
 
-    /// The mixture of these hidden states `[.., hidden]`; `train` enables dropout.
+    /// The mixture of these hidden states `[.., hidden]`; see [`LossOptions::dropout`].
     ///
     /// # Shapes
     ///
@@ -259,7 +260,7 @@ pub trait MixtureLayer: OutputLayer {
     /// # Errors
     ///
     /// If the last dimension, dtype or device of the hidden states does not match the head.
-    fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture>;
+    fn mixture(&self, hidden: &Tensor, dropout: Dropout) -> Result<Mixture>;
 
     /// How [`OutputLayer::loss`] would split the work into chunks.
     ///
@@ -271,7 +272,7 @@ pub trait MixtureLayer: OutputLayer {
     ///
     /// As for [`OutputLayer::loss`], or if the budget cannot hold one position.
     fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
-        self.mixture(hidden, false)?.plan(options)
+        self.mixture(hidden, Dropout::Off)?.plan(options)
     }
 
     /// The mixture without its least probable components, see [`Mixture::prune`].
@@ -284,7 +285,7 @@ pub trait MixtureLayer: OutputLayer {
     ///
     /// As for [`Mixture::prune`].
     fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
-        self.mixture(hidden, false)?.prune(mass)
+        self.mixture(hidden, Dropout::Off)?.prune(mass)
     }
 }
 
@@ -298,22 +299,22 @@ pub(crate) fn projected_loss(
 ) -> Result<Loss> {
     options.validate()?;
     let hidden = options.mask_hidden(hidden, targets)?;
-    layer.mixture(&hidden, options.train)?.loss_of_masked(targets, options)
+    layer.mixture(&hidden, options.dropout())?.loss_of_masked(targets, options)
 }
 
 /// The methods of [`OutputLayer`] that a [`MixtureLayer`] delegates to its mixture.
 macro_rules! delegate_to_mixture {
     () => {
         fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-            self.mixture(hidden, false)?.log_probs()
+            self.mixture(hidden, Dropout::Off)?.log_probs()
         }
 
         fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-            self.mixture(hidden, false)?.log_probs_as(dtype)
+            self.mixture(hidden, Dropout::Off)?.log_probs_as(dtype)
         }
 
         fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-            self.mixture(hidden, false)?.top_k(k)
+            self.mixture(hidden, Dropout::Off)?.top_k(k)
         }
     };
 }
@@ -355,8 +356,8 @@ macro_rules! delegate_to_pointee {
             fn components(&self) -> usize {
                 (**self).components()
             }
-            fn mixture(&self, hidden: &Tensor, train: bool) -> Result<Mixture> {
-                (**self).mixture(hidden, train)
+            fn mixture(&self, hidden: &Tensor, dropout: Dropout) -> Result<Mixture> {
+                (**self).mixture(hidden, dropout)
             }
             fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
                 (**self).plan(hidden, options)

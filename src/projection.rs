@@ -10,6 +10,7 @@ use candle_nn::{Init, VarBuilder};
 use crate::autograd;
 use crate::backend;
 use crate::backend::contract::accumulation_dtype;
+use crate::dropout::Dropout;
 use crate::error::{Error, Result};
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::validate::{check_alike, check_dropout, check_float, check_hidden, check_sizes};
@@ -124,14 +125,14 @@ impl Projection {
     }
 
     /// hidden `[.., H]` -> contexts `[.., K, d]` and log-priors `[.., K]`, the latter in f32 for half-precision states.
-    pub(crate) fn forward(&self, hidden: &Tensor, train: bool) -> Result<(Tensor, Tensor)> {
+    pub(crate) fn forward(&self, hidden: &Tensor, dropout: Dropout) -> Result<(Tensor, Tensor)> {
         check_hidden(hidden, self.hidden, &self.latent_weight)?;
         let leading = &hidden.dims()[..hidden.rank() - 1];
         let rows = hidden.reshape(((), self.hidden))?;
         let log_priors = self.log_priors(&rows)?;
         let mut contexts = self.contexts(&rows)?.reshape([leading, &[self.components, self.context]].concat())?;
-        if train && self.dropout > 0.0 {
-            contexts = contexts.broadcast_mul(&locked_mask(&contexts, self.dropout)?)?;
+        if let Some(mask) = dropout.locked_mask(&contexts, self.dropout)? {
+            contexts = contexts.broadcast_mul(&mask)?;
         }
         let log_priors = log_priors.reshape([leading, &[self.components]].concat())?;
         Ok((contexts, log_priors))
@@ -235,17 +236,4 @@ fn layer(
             bias.track_op().then(|| ones.matmul(&dz)?.squeeze(0)).transpose()?,
         ])
     })
-}
-
-/// One Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for `[.., seq, K, d]`, the same at all
-/// steps (Gal & Ghahramani, 2016).
-fn locked_mask(contexts: &Tensor, dropout: f64) -> Result<Tensor> {
-    let mut dims = contexts.dims().to_vec();
-    if let [_, .., seq, _, _] = dims.as_mut_slice() {
-        *seq = 1;
-    }
-    let keep = 1.0 - dropout;
-    let uniform = Tensor::rand(0f32, 1f32, dims, contexts.device())?;
-    let mask = uniform.lt(keep)?.to_dtype(contexts.dtype())?;
-    Ok((mask / keep)?)
 }

@@ -5,6 +5,7 @@ use candle_nn::{Embedding, Linear, VarBuilder};
 
 use crate::decoder::Decoder;
 use crate::decoding::{Sampler, TopK};
+use crate::dropout::Dropout;
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
@@ -263,11 +264,11 @@ impl OutputLayer for SoftmaxHead {
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         check_targets("targets", targets, leading(hidden)?)?;
-        self.mixture(hidden, options.train)?.loss(targets, options)
+        self.mixture(hidden, options.dropout())?.loss(targets, options)
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-        self.mixture(hidden, false)?.sample(sampler)
+        self.mixture(hidden, Dropout::Off)?.sample(sampler)
     }
 
     delegate_to_mixture!();
@@ -278,7 +279,7 @@ impl MixtureLayer for SoftmaxHead {
         1
     }
 
-    fn mixture(&self, hidden: &Tensor, _train: bool) -> Result<Mixture> {
+    fn mixture(&self, hidden: &Tensor, _: Dropout) -> Result<Mixture> {
         self.decoder.check()?;
         check_hidden(hidden, self.hidden_size(), &self.decoder.weight)?;
         self.decoder.mixture(&hidden.unsqueeze(hidden.rank() - 1)?, None)

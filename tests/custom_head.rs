@@ -12,10 +12,7 @@ use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::reference::truth;
 use common::{exact, on_each_device};
-use mos_head::{
-    Activation, BeamSearch, Error, Loss, LossOptions, MixtureLayer, OutputLayer, Reduction, Result, Sampler, Sampling,
-    SoftmaxHead, TopK,
-};
+use mos_head::{Activation, BeamSearch, Dropout, Error, Loss, LossOptions, MixtureLayer, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxHead, TopK};
 
 /// An ordinary softmax of candle's operations.
 #[derive(Debug)]
@@ -233,7 +230,7 @@ on_each_device! {
                 let rows = truth.argmax.iter().zip(truth.log_probs.chunks(23));
                 let best: Vec<f64> = rows.map(|(&id, row)| row[id as usize]).collect();
                 close("top_k", &head.top_k(hidden, 1)?.log_probs, &best);
-                close("mixture", &head.mixture(hidden, false)?.log_probs()?, &truth.log_probs);
+                close("mixture", &head.mixture(hidden, Dropout::Off)?.log_probs()?, &truth.log_probs);
                 // An end that is never among the best: one step gives the most probable id of each position.
                 let end = (0..23).find(|id| !truth.argmax.contains(id)).expect("an id that is never the best");
                 let start = Tensor::zeros(8, DType::U32, device)?;

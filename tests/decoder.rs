@@ -8,10 +8,7 @@ use common::case::{upstream, Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{backward, build, gradients, numbers, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::{dtypes, exact, on_each_device};
-use mos_head::{
-    linear_cross_entropy, Activation, Error, LossOptions, Mixture, MixtureLayer, MixtureOfSoftmaxes, MixtureTensors,
-    OutputLayer, Reduction, Result, SoftmaxHead,
-};
+use mos_head::{Activation, Dropout, Error, LossOptions, Mixture, MixtureLayer, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, SoftmaxHead, linear_cross_entropy};
 
 on_each_device! {
     fn a_transposed_view_equals_its_copy(device: &Device) -> Result<()> {
@@ -111,7 +108,7 @@ on_each_device! {
             assert!(matches!(error, Error::Config { argument: "softcap", .. }), "{error:?}");
             let error = head.clone().with_logit_scale(bad).expect_err("out of range");
             assert!(matches!(error, Error::Config { argument: "logit_scale", .. }), "{error:?}");
-            let error = head.mixture(&hidden, false)?.with_component_temperature(bad).expect_err("out of range");
+            let error = head.mixture(&hidden, Dropout::Off)?.with_component_temperature(bad).expect_err("out of range");
             assert!(matches!(error, Error::Config { argument: "component_temperature", .. }), "{error:?}");
         }
         Ok(())

@@ -6,7 +6,9 @@ use candle_core::{DType, Device, Tensor};
 use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
-use mos_head::{Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead};
+use mos_head::{
+    Dropout, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead,
+};
 
 const SIZES: Sizes = Sizes::new(5, 3, 4, 30);
 
@@ -196,13 +198,13 @@ on_each_device! {
             let draws = ids(&layer.sample(&hidden, &mut sampler(ancestral.clone(), 12))?)?;
             assert_drawn_from(&draws, &probabilities);
             // The head computes only the contexts of the drawn components, the mixture has all: the draws agree.
-            let of_mixture = layer.mixture(&hidden, false)?.sample(&mut sampler(ancestral, 12))?;
+            let of_mixture = layer.mixture(&hidden, Dropout::Off)?.sample(&mut sampler(ancestral, 12))?;
             let differing = ids(&of_mixture)?.iter().zip(&draws).filter(|(a, b)| a != b).count();
             assert!(differing <= positions / 1000, "{differing} draws differ by more than rounding");
 
             let sampling = Sampling::new().with_component_temperature(0.5);
             let draws = ids(&layer.sample(&hidden, &mut sampler(sampling, 13))?)?;
-            let tempered = layer.mixture(&tensors["hidden"], false)?.with_component_temperature(0.5)?;
+            let tempered = layer.mixture(&tensors["hidden"], Dropout::Off)?.with_component_temperature(0.5)?;
             let probabilities: Vec<f64> = numbers(&tempered.log_probs()?).iter().map(|x| x.exp()).collect();
             assert_drawn_from(&draws, &probabilities);
         }
@@ -323,7 +325,7 @@ on_each_device! {
             for sampling in [Sampling::new(), Sampling::new().with_ancestral(true)] {
                 assert_eq!(layer.sample(hidden, &mut sampler(sampling, 1))?.dims(), [0, 3]);
             }
-            let pruned = layer.mixture(hidden, false)?.prune(0.1)?;
+            let pruned = layer.mixture(hidden, Dropout::Off)?.prune(0.1)?;
             assert_eq!(pruned.total_variation.dims(), [0, 3]);
             assert_eq!(pruned.mixture.log_probs()?.dims(), [0, 3, 30]);
         }

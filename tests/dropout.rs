@@ -6,10 +6,7 @@ mod common;
 use candle_core::{DType, Device, Tensor, Var};
 use common::check::numbers;
 use common::on_each_device;
-use mos_head::{
-    Activation, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
-    OutputLayer, Reduction, Result,
-};
+use mos_head::{Activation, Dropout, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result};
 
 /// The only context before dropout, and so the logit of id 0 relative to id 1.
 const CONTEXT: f64 = 1.25;
@@ -63,8 +60,9 @@ on_each_device! {
     fn one_mask_is_shared_over_time_but_not_between_sequences(device: &Device) -> Result<()> {
         const DROPOUT: f64 = 0.3;
         let (batch, seq) = (4000, 5);
-        for head in heads(DROPOUT, device)? {
-            let seen = contexts(head.as_ref(), (batch, seq), &LossOptions::new(), device)?;
+        let options = [LossOptions::new(), LossOptions::new().with_dropout_seed(7)];
+        for (head, options) in heads(DROPOUT, device)?.iter().flat_map(|head| options.iter().map(move |o| (head, o))) {
+            let seen = contexts(head.as_ref(), (batch, seq), options, device)?;
             let mut dropped = 0;
             for sequence in &seen {
                 let is_shared = sequence.iter().all(|&c| c == sequence[0]);
@@ -90,6 +88,18 @@ on_each_device! {
         Ok(())
     }
 
+    fn a_seed_draws_the_same_mask_on_every_device(device: &Device) -> Result<()> {
+        for (head, on_cpu) in heads(0.5, device)?.iter().zip(heads(0.5, &Device::Cpu)?) {
+            let ask = |head: &dyn OutputLayer, seed, device: &Device| {
+                let seen = contexts(head, (200, 2), &LossOptions::new().with_dropout_seed(seed), device)?;
+                Ok::<_, mos_head::Error>(seen.into_iter().map(|c| c.iter().map(|c| *c > 1.0).collect::<Vec<_>>()).collect::<Vec<_>>())
+            };
+            assert_eq!(ask(head.as_ref(), 7, device)?, ask(on_cpu.as_ref(), 7, &Device::Cpu)?, "{head:?}");
+            assert_ne!(ask(head.as_ref(), 7, device)?, ask(head.as_ref(), 8, device)?, "{head:?}");
+        }
+        Ok(())
+    }
+
     fn elements_of_a_context_are_dropped_independently(device: &Device) -> Result<()> {
         // 2 components of width 3 with every context 1: the logits of one-hot decoder rows show the masks.
         let config = MixtureConfig::new(1, 4, 2).with_context(3);
@@ -105,7 +115,7 @@ on_each_device! {
         };
         let head = MixtureOfSoftmaxes::from_tensors(tensors, Activation::Identity)?.with_dropout(0.5)?;
         let (batch, hidden) = (500, Tensor::ones((500, 2, 1), DType::F32, device)?);
-        let log_probs = head.mixture(&hidden, true)?.log_probs()?;
+        let log_probs = head.mixture(&hidden, Dropout::Random)?.log_probs()?;
         let rows: Vec<Vec<f32>> = log_probs.narrow(1, 0, 1)?.squeeze(1)?.to_vec2()?;
         // Ids 0, 1, 2 depend on one element each, id 3 on none: those above id 3 are the mask of component 0.
         let mask = |row: &Vec<f32>| (0..3).map(|v| u8::from(row[v] > row[3] + 1.0) << v).sum::<u8>();

@@ -155,6 +155,28 @@ on_each_device! {
         Ok(())
     }
 
+    fn backward_with_a_penalty_gives_the_gradients_of_the_sum(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        for head in ENTRIES {
+            let case = Case::random(head, SIZES, &[6], 15);
+            let tensors = case.variables(dtype, device)?;
+            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &LossOptions::new())?;
+            let input = if tensors.contains_key("hidden") { "hidden" } else { "contexts" };
+            let penalty = (tensors["decoder.weight"].sqr()?.mean_all()? + (tensors[input].sqr()?.mean_all()? * 2.0)?)?;
+            let got = gradients(&loss.backward_with(&penalty)?, &tensors);
+            let expected = gradients(&(&loss.value + &penalty)?.backward()?, &tensors);
+            let plain = gradients(&loss.backward()?, &tensors);
+            assert_eq!(got.len(), case.values.len(), "{head:?}: every operand has a gradient");
+            for (name, gradient) in got {
+                assert_close(name, &gradient, &expected[name], None, Tolerance::gradient(dtype));
+                assert_eq!(gradient != plain[name], ["decoder.weight", input].contains(&name), "{head:?} {name}");
+            }
+            let error = loss.backward_with(&tensors["decoder.weight"]).expect_err("not a scalar");
+            assert!(error.to_string().contains("penalty"), "{error}");
+        }
+        Ok(())
+    }
+
     fn backward_twice_gives_the_same(device: &Device) -> Result<()> {
         for head in ENTRIES {
             for reduction in REDUCTIONS {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::autograd;
 use crate::backend::contract::Terms;
 use crate::error::{Error, Result};
-use crate::validate::{check_device, check_float, check_targets, check_weights, read_ids};
+use crate::validate::{check_alike, check_device, check_float, check_targets, check_weights, read_ids};
 pub use options::{LossOptions, Reduction};
 
 /// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or
@@ -153,7 +153,44 @@ impl Loss {
     ///
     /// If candle's backward pass fails.
     pub fn backward(&self) -> Result<GradStore> {
-        autograd::backward(&self.value, self.decoder.as_ref())
+        autograd::backward(&self.value, None, self.decoder.as_ref())
+    }
+
+    /// The gradients of the value plus a penalty, another differentiable scalar, such as a regulariser of the hidden
+    /// states or the loss of another head: as [`Loss::backward`], in one pass over the graph that they share.
+    ///
+    /// # Shapes
+    ///
+    /// - penalty: a scalar, of the dtype of the value
+    ///
+    /// # Errors
+    ///
+    /// If the value or the penalty is not a scalar, their dtypes or devices differ, or candle's backward pass fails.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor, Var};
+    /// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+    /// let hidden = Var::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+    /// let loss = head.loss(&hidden, &Tensor::new(&[1u32, 2, 3], &Device::Cpu)?, &LossOptions::default())?;
+    /// let activation_regularization = (hidden.sqr()?.mean_all()? * 2.0)?;
+    /// let gradients = loss.backward_with(&activation_regularization)?;
+    /// # assert!(gradients.get(&hidden).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn backward_with(&self, penalty: &Tensor) -> Result<GradStore> {
+        for (argument, tensor) in [("value", &self.value), ("penalty", penalty)] {
+            if tensor.rank() != 0 {
+                return Err(Error::shape(argument, "a scalar", tensor.dims()));
+            }
+        }
+        check_alike("penalty", penalty, "value", &self.value)?;
+        autograd::backward(&self.value, Some(penalty), self.decoder.as_ref())
     }
 
     /// `sum` and `count` as numbers, in one transfer; waits for the device.

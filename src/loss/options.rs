@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::backend::contract::Terms;
+use crate::dropout::Dropout;
 use crate::error::Result;
 use crate::validate::{check_device, check_number, check_targets, leading};
 
@@ -64,6 +65,7 @@ pub enum Reduction {
 #[derive(Clone, Debug)]
 pub struct LossOptions {
     pub(crate) train: bool,
+    dropout_seed: Option<u64>,
     pub(crate) reduction: Reduction,
     pub(crate) ignore_index: Option<i64>,
     pub(crate) position_weights: Option<Tensor>,
@@ -83,6 +85,7 @@ impl LossOptions {
     pub fn new() -> Self {
         LossOptions {
             train: true,
+            dropout_seed: None,
             reduction: Reduction::Mean,
             ignore_index: None,
             position_weights: None,
@@ -96,6 +99,12 @@ impl LossOptions {
     /// detached.
     pub fn evaluation() -> Self {
         LossOptions { train: false, ..Self::new() }
+    }
+
+    /// Draws the masks of the head's dropout from this seed, so that a step can be repeated; give every step another.
+    /// Without it they come from candle's generator, which on the CPU cannot be seeded.
+    pub fn with_dropout_seed(self, seed: u64) -> Self {
+        LossOptions { dropout_seed: Some(seed), ..self }
     }
 
     /// Sets the reduction. The default is the mean.
@@ -169,6 +178,15 @@ impl LossOptions {
     /// Whether these are the options of a training step: with gradients and dropout.
     pub fn is_training(&self) -> bool {
         self.train
+    }
+
+    /// The dropout of this step: the argument of [`MixtureLayer::mixture`](crate::MixtureLayer::mixture).
+    pub fn dropout(&self) -> Dropout {
+        match (self.train, self.dropout_seed) {
+            (false, _) => Dropout::Off,
+            (true, None) => Dropout::Random,
+            (true, Some(seed)) => Dropout::Seeded(seed),
+        }
     }
 
     /// The reduction.

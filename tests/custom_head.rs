@@ -12,7 +12,10 @@ use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::reference::truth;
 use common::{exact, on_each_device};
-use mos_head::{Activation, BeamSearch, Dropout, Error, Loss, LossOptions, MixtureLayer, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxHead, TopK};
+use mos_head::{
+    Activation, BeamSearch, Dropout, Error, Loss, LossOptions, MixtureLayer, OutputLayer, Reduction, Result, Sampler,
+    Sampling, SoftmaxHead, TopK,
+};
 
 /// An ordinary softmax of candle's operations.
 #[derive(Debug)]

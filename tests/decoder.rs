@@ -8,7 +8,10 @@ use common::case::{upstream, Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{backward, build, gradients, numbers, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::{dtypes, exact, on_each_device};
-use mos_head::{Activation, Dropout, Error, LossOptions, Mixture, MixtureLayer, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, SoftmaxHead, linear_cross_entropy};
+use mos_head::{
+    linear_cross_entropy, Activation, Dropout, Error, LossOptions, Mixture, MixtureLayer, MixtureOfSoftmaxes,
+    MixtureTensors, OutputLayer, Reduction, Result, SoftmaxHead,
+};
 
 on_each_device! {
     fn a_transposed_view_equals_its_copy(device: &Device) -> Result<()> {

@@ -6,7 +6,10 @@ mod common;
 use candle_core::{DType, Device, Tensor, Var};
 use common::check::numbers;
 use common::on_each_device;
-use mos_head::{Activation, Dropout, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result};
+use mos_head::{
+    Activation, Dropout, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
+    MixtureTensors, OutputLayer, Reduction, Result,
+};
 
 /// The only context before dropout, and so the logit of id 0 relative to id 1.
 const CONTEXT: f64 = 1.25;
@@ -60,7 +63,7 @@ on_each_device! {
     fn one_mask_is_shared_over_time_but_not_between_sequences(device: &Device) -> Result<()> {
         const DROPOUT: f64 = 0.3;
         let (batch, seq) = (4000, 5);
-        let options = [LossOptions::new(), LossOptions::new().with_dropout_seed(7)];
+        let options = [LossOptions::new(), LossOptions::new().with_dropout(Dropout::Seeded(7))];
         for (head, options) in heads(DROPOUT, device)?.iter().flat_map(|head| options.iter().map(move |o| (head, o))) {
             let seen = contexts(head.as_ref(), (batch, seq), options, device)?;
             let mut dropped = 0;
@@ -91,7 +94,7 @@ on_each_device! {
     fn a_seed_draws_the_same_mask_on_every_device(device: &Device) -> Result<()> {
         for (head, on_cpu) in heads(0.5, device)?.iter().zip(heads(0.5, &Device::Cpu)?) {
             let ask = |head: &dyn OutputLayer, seed, device: &Device| {
-                let seen = contexts(head, (200, 2), &LossOptions::new().with_dropout_seed(seed), device)?;
+                let seen = contexts(head, (200, 2), &LossOptions::new().with_dropout(Dropout::Seeded(seed)), device)?;
                 Ok::<_, mos_head::Error>(seen.into_iter().map(|c| c.iter().map(|c| *c > 1.0).collect::<Vec<_>>()).collect::<Vec<_>>())
             };
             assert_eq!(ask(head.as_ref(), 7, device)?, ask(on_cpu.as_ref(), 7, &Device::Cpu)?, "{head:?}");
@@ -150,6 +153,8 @@ on_each_device! {
         for head in heads(0.5, device)? {
             let seen = contexts(head.as_ref(), (50, 2), &LossOptions::evaluation(), device)?;
             assert!(seen.iter().flatten().all(|c| (c - CONTEXT).abs() < 1e-5), "{head:?}");
+            let gradients_alone = LossOptions::new().with_dropout(Dropout::Off);
+            assert_eq!(contexts(head.as_ref(), (50, 2), &gradients_alone, device)?, seen, "{head:?}");
             let log_probs = head.log_probs(&Tensor::ones((50, 2, 1), DType::F32, device)?)?;
             let expected = -(1.0 + (-CONTEXT).exp()).ln();
             let first = numbers(&log_probs.narrow(2, 0, 1)?);

@@ -1,7 +1,7 @@
 //! Where log-probabilities come from: the head and the hidden states of a language model's checkpoint, or of two files.
 
 use crate::args::Args;
-use crate::common::batches::{Batches, IGNORED};
+use crate::common::batches::{Streams, IGNORED};
 use crate::common::checkpoint::Checkpoint;
 use crate::common::head::HeadKind;
 use crate::common::language_model::LanguageModel;
@@ -9,7 +9,7 @@ use crate::common::{model::Model, progress, recipe::Recipe, Result};
 use crate::corpus::Corpus;
 use crate::language;
 use candle_core::{DType, Device, Tensor};
-use mos_head::{Mixture, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, SoftmaxHead};
+use mos_head::{Dropout, Mixture, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, SoftmaxHead};
 use std::path::Path;
 
 pub(crate) struct Source {
@@ -51,7 +51,7 @@ pub(crate) fn open(args: &Args) -> Result<Vec<Source>> {
 impl Source {
     /// The mixture of some contexts.
     pub(crate) fn mixture(&self, start: usize, count: usize) -> Result<Mixture> {
-        Ok(self.head.mixture(&self.hidden.narrow(0, start, count)?, false)?)
+        Ok(self.head.mixture(&self.hidden.narrow(0, start, count)?, Dropout::Off)?)
     }
 
     pub(crate) fn contexts(&self) -> usize {
@@ -117,24 +117,24 @@ fn hidden_states(model: &LanguageModel, text: &[u32], count: usize) -> Result<(T
     let targets = text.len() - 1;
     let count = count.min(targets);
     let wanted = |place: usize| (place * count) / targets != ((place - 1) * count) / targets;
-    let windows = Batches::new(text, STREAMS, STEPS);
+    let streams = Streams::new(text, STREAMS);
     let stream = targets.div_ceil(STREAMS);
+    let windows = streams.windows(STEPS);
     let bar = progress::bar(windows.len(), "hidden states".into());
-    let mut states = model.start(STREAMS)?;
+    let mut states = model.state(STREAMS)?;
     let (mut found, mut places) = (vec![], vec![]);
-    let mut before = 0;
     for window in windows {
-        let (ids, _) = window.tensors(model.device())?;
+        let (ids, targets) = streams.tensors(text, &window, model.device())?;
+        let targets = targets.flatten_all()?.to_vec1::<i64>()?;
         let hidden = model.hidden(&ids, &mut states, None)?.flatten_to(1)?;
-        let place = |row: usize| (row / window.steps) * stream + before + row % window.steps + 1;
-        let rows = 0..window.targets.len();
-        let rows: Vec<usize> = rows.filter(|&row| window.targets[row] != IGNORED && wanted(place(row))).collect();
+        let place = |row: usize| (row / window.steps) * stream + window.at + row % window.steps + 1;
+        let rows = 0..targets.len();
+        let rows: Vec<usize> = rows.filter(|&row| targets[row] != IGNORED && wanted(place(row))).collect();
         if !rows.is_empty() {
             let chosen: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
             found.push(hidden.index_select(&Tensor::new(chosen, model.device())?, 0)?);
             places.extend(rows.into_iter().map(place));
         }
-        before += window.steps;
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -214,7 +214,7 @@ pub(crate) mod tests {
     /// An untrained model of six units, whose mixtures have contexts of size 5.
     pub(crate) fn saved(name: &str, kind: HeadKind, corpus: Corpus) -> PathBuf {
         let recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
-        let sizes = Sizes::new(&recipe, corpus.words.len());
+        let sizes = Sizes::new(kind, &recipe, corpus.words.len());
         let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu).expect("valid sizes");
         let session = Session::new(kind, model, corpus.data, &recipe).expect("valid sizes");
         let path = temporary(name);

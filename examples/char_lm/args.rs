@@ -55,7 +55,7 @@ impl Args {
 
 /// The sizes of this head's model; all models have as many parameters as the softmax's.
 pub(crate) fn sizes(recipe: &Recipe, kind: HeadKind, vocab: usize) -> Sizes {
-    let softmax = Sizes::new(recipe, vocab);
+    let softmax = Sizes::new(HeadKind::Softmax, recipe, vocab);
     softmax.with_parameters(kind, softmax.parameters(HeadKind::Softmax))
 }
 

@@ -98,7 +98,7 @@ mod tests {
             let model = model.expect("valid sizes");
             let mut session = Session::new(kind, model, corpus.data.clone(), &recipe).expect("valid sizes");
             let before = session.evaluate(&corpus.test).expect("evaluates");
-            session.run(None, None).expect("trains");
+            session.run(None, None, None).expect("trains");
             let after = session.evaluate(&corpus.test).expect("evaluates");
             assert!(before > 2.5 && after < 1.5, "{kind:?}: {before} -> {after} nats per character");
         }

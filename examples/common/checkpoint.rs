@@ -30,6 +30,12 @@ impl Checkpoint {
     pub(crate) fn load(path: &Path, device: &Device) -> Result<Self> {
         let failed = |error: &dyn std::fmt::Display| format!("cannot read the checkpoint {}: {error}", path.display());
         let file = std::fs::read(path).map_err(|error| failed(&error))?;
+        // PyTorch's files are zip archives, or, before version 1.6, bare pickles.
+        if file.starts_with(b"PK") || file.starts_with(&[0x80]) && !file.get(8).is_some_and(|byte| *byte == b'{') {
+            return Err(
+                failed(&"it is a PyTorch pickle, not safetensors: scripts/resave-released.py converts it").into()
+            );
+        }
         let (_, header) = SafeTensors::read_metadata(&file).map_err(|error| failed(&error))?;
         let tensors = candle_core::safetensors::load_buffer(&file, device).map_err(|error| failed(&error))?;
         Ok(Self { tensors, metadata: header.metadata().clone().unwrap_or_default() })
@@ -39,7 +45,7 @@ impl Checkpoint {
     pub(crate) fn insert_variables(&mut self, varmap: &VarMap, optimizer: &Optimizer) {
         self.tensors.extend(optimizer.state());
         self.tensors.extend(sorted(varmap).into_iter().map(|(name, var)| (name, var.as_tensor().clone())));
-        self.metadata.insert("steps".into(), optimizer.steps().to_string());
+        self.metadata.extend(optimizer.counters());
     }
 
     /// Sets the variables, which must have the stored shapes.
@@ -56,7 +62,7 @@ impl Checkpoint {
     }
 
     pub(crate) fn restore_optimizer(&self, optimizer: &mut Optimizer) -> Result<()> {
-        optimizer.load_state(&self.tensors, self.get("steps")?)
+        optimizer.load_state(self)
     }
 
     /// The parsed value of `key`.

@@ -2,15 +2,18 @@
 
 use super::device::DeviceKind;
 use super::head::HeadKind;
-use super::values::positive;
+use super::session::Leg;
+use super::values::{above_zero, positive};
 use super::Result;
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TrainingFlags {
-    #[arg(long, default_value = "all", value_parser = ["softmax", "moc", "mos", "all"])]
-    head: String,
+    /// Which heads to train [default: all]
+    #[arg(long, value_parser = ["softmax", "moc", "mos", "all"])]
+    head: Option<String>,
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors
@@ -19,6 +22,9 @@ pub(crate) struct TrainingFlags {
     /// Resume from a checkpoint [without a value: from the path of --save]
     #[arg(long, value_name = "FILE_OR_DIR", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
+    /// Stop after about N minutes, and write the state of training beside --save: the same command continues from it
+    #[arg(long, value_name = "N", value_parser = above_zero, requires = "save")]
+    minutes: Option<f64>,
     /// Write the learning curves to this SVG file
     #[arg(long, value_name = "FILE")]
     pub(crate) plot: Option<PathBuf>,
@@ -26,18 +32,30 @@ pub(crate) struct TrainingFlags {
     #[arg(long, value_name = "FILE")]
     pub(crate) results: Option<PathBuf>,
     /// Only compare N trials of each head: the defaults, and N - 1 with other learning rates, dropouts and activations
-    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["save", "resume", "plot", "json"])]
+    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["save", "resume", "minutes", "plot", "json"])]
     pub(crate) search: Option<usize>,
     /// Print one line of JSON at the end
     #[arg(long)]
     pub(crate) json: bool,
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) device: DeviceKind,
+    /// When the flags were read.
+    #[arg(skip = Instant::now())]
+    start: Instant,
 }
 
 impl TrainingFlags {
     pub(crate) fn heads(&self) -> Vec<HeadKind> {
-        HeadKind::ALL.into_iter().filter(|kind| self.head == "all" || self.head == kind.name()).collect()
+        HeadKind::ALL.into_iter().filter(|kind| [None, Some("all"), Some(kind.name())].contains(&self.head())).collect()
+    }
+
+    fn head(&self) -> Option<&str> {
+        self.head.as_deref()
+    }
+
+    /// These flags, with this head if they have none.
+    pub(crate) fn or_head(&self, head: &str) -> Self {
+        Self { head: self.head.clone().or(Some(head.into())), ..self.clone() }
     }
 
     /// The path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors. `flag` is
@@ -46,7 +64,7 @@ impl TrainingFlags {
         if path.extension().is_none_or(|extension| extension != "safetensors") {
             return Ok(path.join(format!("{}.safetensors", kind.name())));
         }
-        if self.head == "all" {
+        if [None, Some("all")].contains(&self.head()) {
             return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
         }
         Ok(path.to_owned())
@@ -63,6 +81,13 @@ impl TrainingFlags {
             Some(None) if self.save.is_none() => Err("--resume without a path needs --save".into()),
             Some(None) => self.save_path(kind),
         }
+    }
+
+    /// With --minutes: DIR/HEAD.leg.safetensors, beside the checkpoint of --save.
+    pub(crate) fn leg(&self, kind: HeadKind) -> Result<Option<Leg>> {
+        let Some((minutes, save)) = self.minutes.zip(self.save_path(kind)?) else { return Ok(None) };
+        let until = self.start + Duration::from_secs_f64(60.0 * minutes);
+        Ok(Some(Leg { path: save.with_extension("leg.safetensors"), until }))
     }
 
     /// Fails if a file that the flags name cannot be written.

@@ -31,7 +31,7 @@ impl SamplingFlags {
 
 /// `count` token ids after `start`.
 pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
-    let mut states = model.start(1)?;
+    let mut states = model.state(1)?;
     let mut last = Tensor::new(&[[start]], model.device())?;
     let mut text = Vec::with_capacity(count);
     for _ in 0..count {
@@ -52,7 +52,7 @@ mod tests {
     #[test]
     fn a_seed_fixes_the_text() {
         let recipe = Recipe { hidden: 4, embedding: Some(3), context: Some(5), ..Recipe::BASE };
-        let (sizes, values) = (Sizes::new(&recipe, 11), InitialValues::Even);
+        let (sizes, values) = (Sizes::new(HeadKind::Mos, &recipe, 11), InitialValues::Even);
         let model = LanguageModel::new(HeadKind::Mos, sizes, values, &recipe, &Device::Cpu).expect("valid sizes");
         let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
         let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range")).expect("samples");

@@ -1,7 +1,7 @@
 //! The choice of an output layer by flags, at equal numbers of parameters.
 
 use super::{checkpoint::Checkpoint, Result};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::{Embedding, VarBuilder, VarMap};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::ValueEnum;
 use mos_head::{
@@ -88,13 +88,23 @@ impl HeadSizes {
     }
 
     /// A head with these sizes and variables `prior.weight`, `latent.weight`, ..; `dropout` is that of the contexts.
-    pub(crate) fn build(self, kind: HeadKind, dropout: f64, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
-        let HeadSizes { vocab, hidden, .. } = self;
+    /// The decoder's weight is that of the embedding, if one is given.
+    pub(crate) fn build(
+        self,
+        kind: HeadKind,
+        dropout: f64,
+        tied: Option<&Embedding>,
+        vb: VarBuilder,
+    ) -> Result<Box<dyn OutputLayer>> {
+        let softmax = SoftmaxConfig::new(self.hidden, self.vocab);
         let mixture = self.mixture().with_dropout(dropout);
-        Ok(match kind {
-            HeadKind::Softmax => Box::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb)?),
-            HeadKind::Moc => Box::new(MixtureOfContexts::new(&mixture, vb)?),
-            HeadKind::Mos => Box::new(MixtureOfSoftmaxes::new(&mixture, vb)?),
+        Ok(match (kind, tied) {
+            (HeadKind::Softmax, None) => Box::new(SoftmaxHead::new(&softmax, vb)?),
+            (HeadKind::Softmax, Some(embedding)) => Box::new(SoftmaxHead::tied(&softmax, embedding, vb)?),
+            (HeadKind::Moc, None) => Box::new(MixtureOfContexts::new(&mixture, vb)?),
+            (HeadKind::Moc, Some(embedding)) => Box::new(MixtureOfContexts::tied(&mixture, embedding, vb)?),
+            (HeadKind::Mos, None) => Box::new(MixtureOfSoftmaxes::new(&mixture, vb)?),
+            (HeadKind::Mos, Some(embedding)) => Box::new(MixtureOfSoftmaxes::tied(&mixture, embedding, vb)?),
         })
     }
 

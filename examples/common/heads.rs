@@ -40,21 +40,26 @@ pub(crate) fn train<M: Model, T>(
     flags.check_outputs()?;
     let mut sessions = vec![];
     for kind in flags.heads() {
-        let (resume, save) = (flags.resume_path(kind)?, flags.save_path(kind)?);
+        let (resume, save, leg) = (flags.resume_path(kind)?, flags.save_path(kind)?, flags.leg(kind)?);
+        // A leg continues the one before.
+        let resume = leg.as_ref().map(|leg| leg.path.clone()).filter(|path| path.exists()).or(resume);
         let checkpoint = resume.as_deref().map(|path| Checkpoint::load(path, device)).transpose()?;
         let mut session = build(kind, checkpoint.as_ref())?;
         if let Some(checkpoint) = &checkpoint {
             session.restore(checkpoint)?;
         }
-        sessions.push((session, resume, save));
+        sessions.push((session, resume, save, leg));
     }
     let mut outcomes = vec![];
-    for (mut session, resume, save) in sessions {
+    for (mut session, resume, save, leg) in sessions {
         // The resumed model is the best so far.
-        if let Some(path) = save.as_ref().filter(|_| resume.is_some() && resume != save) {
+        if let Some(path) = save.as_ref().filter(|_| resume.is_some() && resume != save && leg.is_none()) {
             session.checkpoint()?.save(path)?;
         }
-        session.run(save.as_deref(), flags.results.as_deref())?;
+        if !session.run(save.as_deref(), flags.results.as_deref(), leg.as_ref())? {
+            println!("The time is up: the same command continues.");
+            break;
+        }
         outcomes.push(Outcome {
             kind: session.kind,
             parameters: session.model.parameters(),
@@ -85,7 +90,7 @@ pub(crate) fn search<M: Model>(
             let settings = recipe.tried(kind);
             println!("{} trial {}: {settings}", kind.name(), trial + 1);
             let mut session = build(kind, &recipe)?;
-            session.run(None, flags.results.as_deref())?;
+            session.run(None, flags.results.as_deref(), None)?;
             let nll = session.valid_nll()?;
             rows.push(vec![kind.name().into(), settings.clone(), number(recipe.measure.of(nll), 3)]);
             if nll < lowest {
@@ -159,7 +164,7 @@ mod tests {
             let lr = if kind == HeadKind::Moc { 1e30 } else { 0.1 };
             let optimizer = OptimizerKind::Sgd;
             let recipe = Recipe { hidden: 4, context: Some(3), clip: 0.0, epochs: 2, lr, optimizer, ..Recipe::BASE };
-            let (sizes, values) = (Sizes::new(&recipe, 7), InitialValues::Even);
+            let (sizes, values) = (Sizes::new(kind, &recipe, 7), InitialValues::Even);
             Session::new(kind, LanguageModel::new(kind, sizes, values, &recipe, &Device::Cpu)?, data.clone(), &recipe)
         };
         let rows = train(&flags, &Device::Cpu, build, |session| session.valid_nll()).expect("divergence is no error");

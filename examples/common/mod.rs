@@ -2,6 +2,7 @@
 //! `train` one epoch of it, for any `model`; `language_model` is the one of `lstm_lm` and `char_lm`.
 #![allow(dead_code)] // each example includes this module and uses only some of it
 
+pub(crate) mod awd;
 pub(crate) mod batches;
 pub(crate) mod checkpoint;
 pub(crate) mod device;

@@ -4,9 +4,27 @@ use super::{digest::Digest, recipe::Recipe, Result};
 use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use mos_head::OutputLayer;
+use rand::rngs::StdRng;
+use std::collections::HashMap;
 
-/// Hidden states and targets of one batch after the other; each is computed on request.
-pub(crate) type Batches<'a> = Box<dyn ExactSizeIterator<Item = Result<(Tensor, Tensor)>> + 'a>;
+/// What the loss of a batch is computed from.
+pub(crate) struct Forward {
+    pub(crate) hidden: Tensor,
+    pub(crate) targets: Tensor,
+    /// A scalar that is added to the loss in training: a regulariser of the hidden states.
+    pub(crate) penalty: Option<Tensor>,
+}
+
+/// How a batch takes part in the steps of the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Part {
+    /// Its targets as a share of those of the step.
+    pub(crate) share: f64,
+    /// Whether the optimizer takes a step after it.
+    pub(crate) is_last: bool,
+    /// Factor of the learning rate of the step.
+    pub(crate) lr_factor: f64,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pass {
@@ -20,6 +38,10 @@ pub(crate) enum Pass {
 pub(crate) trait Model {
     /// An element of the data: a token id of a text, or a pair of sentences.
     type Item: Clone;
+    /// One batch, before anything is computed.
+    type Batch;
+    /// What passes from one batch to the next.
+    type State;
     /// The target of positions that the loss ignores.
     const IGNORED: i64;
 
@@ -38,7 +60,34 @@ pub(crate) trait Model {
     }
 
     /// One pass over `items`, in which every target occurs once.
-    fn batches<'a>(&'a self, items: &'a [Self::Item], recipe: &'a Recipe, pass: Pass) -> Result<Batches<'a>>;
+    fn batches(&self, items: &[Self::Item], recipe: &Recipe, pass: Pass) -> Vec<Self::Batch>;
+
+    /// By default every batch is a step.
+    fn part(&self, _: &Self::Batch) -> Part {
+        Part { share: 1.0, is_last: true, lr_factor: 1.0 }
+    }
+
+    /// The state before the first batch.
+    fn start(&self, recipe: &Recipe, pass: Pass) -> Result<Self::State>;
+
+    /// The hidden states and targets of a batch; dropout is applied if a generator for its masks is given.
+    fn forward(
+        &self,
+        items: &[Self::Item],
+        batch: &Self::Batch,
+        state: &mut Self::State,
+        rng: Option<&mut StdRng>,
+    ) -> Result<Forward>;
+
+    /// The tensors of a state, by name.
+    fn save_state(&self, _: &Self::State) -> Vec<(String, Tensor)> {
+        vec![]
+    }
+
+    /// Sets the tensors of a state from these, by name.
+    fn load_state(&self, _: &mut Self::State, _: &HashMap<String, Tensor>) -> Result<()> {
+        Ok(())
+    }
 
     fn parameters(&self) -> usize {
         self.varmap().all_vars().iter().map(|var| var.elem_count()).sum()

@@ -2,7 +2,7 @@
 
 use super::head::{activation, HeadKind, HeadSizes};
 use super::values::{above_zero, below_one, not_negative, positive, up_to_one};
-use super::{checkpoint::Checkpoint, measure::Measure, optimizer::OptimizerKind, Result};
+use super::{awd::Awd, checkpoint::Checkpoint, measure::Measure, optimizer::OptimizerKind, Result};
 use mos_head::Activation;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
@@ -20,6 +20,10 @@ macro_rules! recipe {
             pub(crate) bptt: usize,
             pub(crate) measure: Measure,
             pub(crate) seed: u64,
+            /// For language models.
+            pub(crate) awd: Awd,
+            /// Average from the start, until the validation loss no longer improves.
+            pub(crate) finetune: bool,
         }
 
         impl Recipe {
@@ -30,6 +34,8 @@ macro_rules! recipe {
                 bptt: 32,
                 measure: Measure::Perplexity,
                 seed: 1,
+                awd: Awd::NONE,
+                finetune: false,
             };
 
             fn flags(&self) -> Vec<String> {
@@ -120,6 +126,7 @@ impl Recipe {
             hidden: checkpoint.get("hidden")?,
             embedding: Some(checkpoint.get("embedding")?),
             layers: checkpoint.get("layers")?,
+            awd: Awd { inner: Some(checkpoint.get("inner")?), tied: Some(checkpoint.get("tied")?), ..Awd::NONE },
             ..Recipe::BASE
         };
         if kind != HeadKind::Softmax {

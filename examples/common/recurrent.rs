@@ -2,21 +2,48 @@
 
 use super::recurrence::recurrence;
 use super::Result;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::VarBuilder;
 use rand::{rngs::StdRng, Rng};
 
+/// The dropout of stacked LSTM layers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LstmDropout {
+    /// Locked dropout of the inputs of the first layer.
+    pub(crate) input: f64,
+    /// Locked dropout between layers.
+    pub(crate) between: f64,
+    /// Locked dropout of the outputs of the last layer.
+    pub(crate) output: f64,
+    /// Dropout of the recurrent weights, with one mask for all steps (Wan et al., 2013; Merity et al., 2018).
+    pub(crate) weight: f64,
+}
+
+impl LstmDropout {
+    pub(crate) fn locked(dropout: f64) -> Self {
+        Self { input: dropout, between: dropout, output: dropout, weight: 0.0 }
+    }
+}
+
 pub(crate) struct Lstm {
     layers: Vec<Layer>,
-    dropout: f64,
+    dropout: LstmDropout,
+}
+
+/// The hidden states of the last layer, [batch, seq, hidden], before and after dropout.
+pub(crate) struct Outputs {
+    pub(crate) raw: Tensor,
+    pub(crate) dropped: Tensor,
 }
 
 impl Lstm {
-    /// Variables `0.weight_ih_l0`, .., `1.weight_ih_l0`, ..: names and shapes of candle_nn's LSTM.
-    pub(crate) fn new(inputs: usize, hidden: usize, layers: usize, dropout: f64, vb: VarBuilder) -> Result<Self> {
-        let layer = |i: usize| Layer::new(if i == 0 { inputs } else { hidden }, hidden, vb.pp(i));
-        Ok(Self { layers: (0..layers).map(layer).collect::<Result<_>>()?, dropout })
+    /// Layers with these numbers of units, and variables `0.weight_ih_l0`, .., `1.weight_ih_l0`, ..: names and shapes
+    /// of candle_nn's LSTM.
+    pub(crate) fn new(inputs: usize, units: &[usize], dropout: LstmDropout, vb: VarBuilder) -> Result<Self> {
+        let widths = [&[inputs], units].concat();
+        let layer = |i: usize| Layer::new(widths[i], widths[i + 1], vb.pp(i));
+        Ok(Self { layers: (0..units.len()).map(layer).collect::<Result<_>>()?, dropout })
     }
 
     pub(crate) fn layers(&self) -> usize {
@@ -28,20 +55,32 @@ impl Lstm {
         self.layers.iter().map(|layer| layer.start(batch)).collect()
     }
 
-    /// inputs [batch, seq, width] -> hidden states [batch, seq, hidden]; advances `states`. Dropout is applied to the
-    /// inputs and outputs of every layer if a generator for its masks is given.
+    /// inputs [batch, seq, width] -> hidden states [batch, seq, hidden]; advances `states`. Dropout is applied if a
+    /// generator for its masks is given.
     pub(crate) fn forward(
         &self,
         inputs: &Tensor,
         states: &mut [LSTMState],
-        mut rng: Option<&mut StdRng>,
+        rng: Option<&mut StdRng>,
     ) -> Result<Tensor> {
-        let mut outputs = inputs.clone();
-        for (layer, state) in self.layers.iter().zip(states) {
-            outputs = locked_dropout(outputs, self.dropout, rng.as_deref_mut())?;
-            outputs = layer.forward(&outputs, state)?;
+        Ok(self.outputs(inputs, states, rng)?.dropped)
+    }
+
+    /// As `forward`, with the hidden states before the last dropout.
+    pub(crate) fn outputs(
+        &self,
+        inputs: &Tensor,
+        states: &mut [LSTMState],
+        mut rng: Option<&mut StdRng>,
+    ) -> Result<Outputs> {
+        let LstmDropout { input, between, output, weight } = self.dropout;
+        let mut raw = inputs.clone();
+        for (i, (layer, state)) in self.layers.iter().zip(states).enumerate() {
+            let dropout = if i == 0 { input } else { between };
+            raw = locked_dropout(raw, dropout, rng.as_deref_mut())?;
+            raw = layer.forward(&raw, state, weight, rng.as_deref_mut())?;
         }
-        locked_dropout(outputs, self.dropout, rng)
+        Ok(Outputs { dropped: locked_dropout(raw.clone(), output, rng)?, raw })
     }
 }
 
@@ -68,13 +107,24 @@ impl Layer {
         Ok(LSTMState::new(zeros.clone(), zeros))
     }
 
-    /// One product for the inputs of all steps; each step adds only the recurrent one.
-    fn forward(&self, inputs: &Tensor, state: &mut LSTMState) -> Result<Tensor> {
+    /// One product for the inputs of all steps; each step adds only the recurrent one. `dropout` is that of the
+    /// recurrent weights.
+    fn forward(
+        &self,
+        inputs: &Tensor,
+        state: &mut LSTMState,
+        dropout: f64,
+        rng: Option<&mut StdRng>,
+    ) -> Result<Tensor> {
         let (batch, steps, _) = inputs.dims3()?;
         let inputs = inputs.transpose(0, 1)?.contiguous()?.flatten_to(1)?;
         let sums = inputs.matmul(&self.weight_ih.t()?)?.broadcast_add(&(&self.bias_ih + &self.bias_hh)?)?;
         let start = Tensor::stack(&[&state.h, &state.c], 0)?;
-        let both = recurrence(&sums.reshape((steps, batch, ()))?, &self.weight_hh, &start)?;
+        let weight_hh = match mask(self.weight_hh.dims(), dropout, self.weight_hh.device(), rng)? {
+            Some(mask) => (&self.weight_hh * mask)?,
+            None => self.weight_hh.clone(),
+        };
+        let both = recurrence(&sums.reshape((steps, batch, ()))?, &weight_hh, &start)?;
         let (hidden, cells) = (both.get(0)?, both.get(1)?);
         *state = LSTMState::new(hidden.get(steps - 1)?, cells.get(steps - 1)?);
         Ok(hidden.transpose(0, 1)?.contiguous()?)
@@ -83,12 +133,21 @@ impl Layer {
 
 /// One mask per sequence, shared by its time steps; none without a generator.
 pub(crate) fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdRng>) -> Result<Tensor> {
-    let Some(rng) = rng.filter(|_| dropout > 0.0) else { return Ok(values) };
     let (batch, _, width) = values.dims3()?;
+    match mask(&[batch, 1, width], dropout, values.device(), rng)? {
+        Some(mask) => Ok(values.broadcast_mul(&mask)?),
+        None => Ok(values),
+    }
+}
+
+/// Zeros with probability `dropout`, else the number that keeps the mean; `None` without dropout or a generator.
+pub(crate) fn mask(dims: &[usize], dropout: f64, device: &Device, rng: Option<&mut StdRng>) -> Result<Option<Tensor>> {
+    let Some(rng) = rng.filter(|_| dropout > 0.0) else { return Ok(None) };
     let keep = 1.0 - dropout;
-    let mask: Vec<f32> =
-        (0..batch * width).map(|_| if rng.random::<f64>() < keep { 1.0 / keep as f32 } else { 0.0 }).collect();
-    Ok(values.broadcast_mul(&Tensor::from_vec(mask, (batch, 1, width), values.device())?)?)
+    let (limit, kept) = ((keep * f64::from(u32::MAX)) as u32, (1.0 / keep) as f32);
+    let count: usize = dims.iter().product();
+    let mask: Vec<f32> = (0..count).map(|_| if rng.random::<u32>() < limit { kept } else { 0.0 }).collect();
+    Ok(Some(Tensor::from_vec(mask, dims, device)?))
 }
 
 /// Detaches the states from the graph.
@@ -102,9 +161,10 @@ pub(crate) fn detach(states: &mut [LSTMState]) {
 mod tests {
     use super::*;
     use crate::common::{device::DeviceKind, init};
-    use candle_core::{DType, Device};
+    use candle_core::DType;
     use candle_nn::rnn::{LSTMConfig, RNN};
     use candle_nn::VarMap;
+    use rand::SeedableRng;
 
     #[test]
     fn values_and_gradients_equal_those_of_candles_lstm() {
@@ -118,7 +178,7 @@ mod tests {
         let (batch, steps, width, hidden) = (3, 5, 4, 6);
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        let ours = Lstm::new(width, hidden, 1, 0.0, vb.clone()).unwrap();
+        let ours = Lstm::new(width, &[hidden], LstmDropout::default(), vb.clone()).unwrap();
         let theirs = candle_nn::lstm(width, hidden, LSTMConfig::default(), vb.pp("0")).unwrap();
         init::uniform(&varmap, 1, |_| 0.7).unwrap();
         let random = |shape: (usize, usize, usize)| candle_core::Var::randn(0f32, 1.0, shape, device).unwrap();
@@ -150,5 +210,60 @@ mod tests {
         for (name, var) in init::sorted(&varmap) {
             same(found.get(&var).unwrap(), wanted.get(&var).unwrap(), &name);
         }
+    }
+
+    /// The outputs of two layers of ones and the inputs' dropout, in training with this seed or in evaluation.
+    fn outputs(dropout: LstmDropout, seed: Option<u64>) -> Outputs {
+        let varmap = VarMap::new();
+        let lstm = Lstm::new(40, &[30, 50], dropout, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu));
+        init::uniform(&varmap, 1, |_| 0.7).unwrap();
+        let (lstm, inputs) = (lstm.unwrap(), Tensor::ones((60, 4, 40), DType::F32, &Device::Cpu).unwrap());
+        let mut rng = seed.map(StdRng::seed_from_u64);
+        lstm.outputs(&inputs, &mut lstm.start(60).unwrap(), rng.as_mut()).unwrap()
+    }
+
+    fn numbers(tensor: &Tensor) -> Vec<f32> {
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn a_locked_mask_is_shared_over_time_and_keeps_the_mean() {
+        let ones = Tensor::ones((60, 4, 40), DType::F32, &Device::Cpu).unwrap();
+        let dropped = locked_dropout(ones.clone(), 0.3, Some(&mut StdRng::seed_from_u64(1))).unwrap();
+        for step in 1..4 {
+            assert_eq!(numbers(&dropped.narrow(1, step, 1).unwrap()), numbers(&dropped.narrow(1, 0, 1).unwrap()));
+        }
+        let values = numbers(&dropped.narrow(1, 0, 1).unwrap());
+        assert!(values.iter().all(|&value| value == 0.0 || (value - 1.0 / 0.7).abs() < 1e-6));
+        // Six standard deviations of the mean of 2400 elements.
+        let mean = values.iter().sum::<f32>() / 2400.0;
+        assert!((mean - 1.0).abs() < 6.0 * (0.3f32 / 0.7 / 2400.0).sqrt(), "{mean}");
+        assert_ne!(values[..40], values[40..80], "every sequence has its own mask");
+        assert_eq!(numbers(&locked_dropout(ones, 0.3, None).unwrap()), vec![1.0; 60 * 4 * 40]);
+    }
+
+    #[test]
+    fn every_dropout_acts_in_training_alone_and_where_it_says() {
+        let none = outputs(LstmDropout::default(), Some(1));
+        for (name, dropout) in [
+            ("input", LstmDropout { input: 0.5, ..LstmDropout::default() }),
+            ("between", LstmDropout { between: 0.5, ..LstmDropout::default() }),
+            ("weight", LstmDropout { weight: 0.5, ..LstmDropout::default() }),
+            ("output", LstmDropout { output: 0.5, ..LstmDropout::default() }),
+        ] {
+            let (training, again, other) =
+                (outputs(dropout, Some(1)), outputs(dropout, Some(1)), outputs(dropout, Some(2)));
+            assert_eq!(numbers(&training.dropped), numbers(&again.dropped), "{name}: a seed fixes the masks");
+            assert_ne!(numbers(&training.dropped), numbers(&other.dropped), "{name}");
+            assert_eq!(numbers(&training.raw) == numbers(&none.raw), name == "output", "{name}");
+            assert_eq!(numbers(&outputs(dropout, None).dropped), numbers(&none.dropped), "{name} is off in evaluation");
+        }
+        // Inputs are ones: a locked mask of the output has its zeros in the same places at every step.
+        let masked = outputs(LstmDropout { output: 0.5, ..LstmDropout::default() }, Some(1)).dropped;
+        let zeros = |step| numbers(&masked.narrow(1, step, 1).unwrap()).iter().map(|x| *x == 0.0).collect::<Vec<_>>();
+        assert!(zeros(0) == zeros(3) && zeros(0).contains(&true));
+        // One mask of the recurrent weights for all sequences and steps: equal sequences stay equal.
+        let equal = outputs(LstmDropout { weight: 0.5, ..LstmDropout::default() }, Some(1)).raw;
+        assert_eq!(numbers(&equal.narrow(0, 0, 1).unwrap()), numbers(&equal.narrow(0, 59, 1).unwrap()));
     }
 }

@@ -1,13 +1,15 @@
 //! The training of one head, from the start or a checkpoint to the last epoch.
 
-use super::model::{Data, Model};
-use super::train::{evaluate, train_epoch};
-use super::{checkpoint::Checkpoint, head::HeadKind, optimizer::Optimizer, progress, recipe::Recipe, results, Result};
-use std::path::Path;
+use super::model::{Data, Model, Pass};
+use super::optimizer::{Optimizer, OptimizerKind};
+use super::train::{evaluate, train_epoch, End, Progress};
+use super::{checkpoint::Checkpoint, head::HeadKind, progress, recipe::Recipe, results, Result};
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 pub(crate) struct Session<M: Model> {
     pub(crate) kind: HeadKind,
+    /// Its variables are the average of the last ones, once the optimizer averages.
     pub(crate) model: M,
     pub(crate) data: Data<M::Item>,
     /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
@@ -16,15 +18,30 @@ pub(crate) struct Session<M: Model> {
     pub(crate) diverged: Option<usize>,
     recipe: Recipe,
     optimizer: Optimizer,
+    /// The epoch that is begun.
+    progress: Option<Progress<M::State>>,
     /// Mean NLL on the validation data with the current variables, once it is known.
     valid_nll: Option<f64>,
+    /// Whether finetuning has come to its end.
+    is_finetuned: bool,
     targets: f64,
     seconds: f64,
 }
 
+/// The end of a leg of a training that is longer than the time that a machine is there for.
+pub(crate) struct Leg {
+    /// Where the state of training is written.
+    pub(crate) path: PathBuf,
+    pub(crate) until: Instant,
+}
+
 impl<M: Model> Session<M> {
     pub(crate) fn new(kind: HeadKind, model: M, data: Data<M::Item>, recipe: &Recipe) -> Result<Self> {
-        let optimizer = Optimizer::new(recipe.optimizer, model.varmap())?;
+        let weight_decay = recipe.awd.weight_decay.unwrap_or(0.0);
+        let mut optimizer = Optimizer::new(recipe.optimizer, weight_decay, model.varmap())?;
+        if recipe.finetune {
+            optimizer.start_averaging()?;
+        }
         Ok(Self {
             kind,
             model,
@@ -33,22 +50,32 @@ impl<M: Model> Session<M> {
             diverged: None,
             recipe: *recipe,
             optimizer,
+            progress: None,
             valid_nll: None,
+            is_finetuned: false,
             targets: 0.0,
             seconds: 0.0,
         })
     }
 
     /// Trains the remaining epochs; prints a line for each and appends it to `results`. The file `save` has the epoch
-    /// with the lowest validation NLL.
-    pub(crate) fn run(&mut self, save: Option<&Path>, results: Option<&Path>) -> Result<()> {
+    /// with the lowest validation NLL, the file of `leg` the state after each epoch, and when its time is up. Returns
+    /// whether training has come to its end.
+    pub(crate) fn run(&mut self, save: Option<&Path>, results: Option<&Path>, leg: Option<&Leg>) -> Result<bool> {
         let mut best = self.history.iter().map(|[_, valid]| *valid).fold(f64::INFINITY, f64::min);
-        while self.history.len() < self.recipe.epochs && self.diverged.is_none() {
+        while self.history.len() < self.recipe.epochs && self.diverged.is_none() && !self.is_finetuned {
             let epoch = self.history.len() + 1;
             let before = self.seconds;
-            let (train_nll, valid_nll) = self.epoch()?;
-            let seconds = self.seconds - before;
             let (name, measure) = (self.kind.name(), self.recipe.measure);
+            let nlls = self.epoch(leg.map(|leg| leg.until))?;
+            if let Some(leg) = leg.filter(|_| self.diverged.is_none()) {
+                self.checkpoint()?.save(&leg.path)?;
+            }
+            let Some([train_nll, valid_nll]) = nlls else {
+                println!("{name:<7}  epoch {epoch:>2}  paused");
+                return Ok(false);
+            };
+            let seconds = self.seconds - before;
             if let Some(path) = results {
                 let nlls = [train_nll, valid_nll];
                 results::append(path, name, epoch, nlls, seconds, self.model.parameters(), &self.recipe)?;
@@ -69,27 +96,67 @@ impl<M: Model> Session<M> {
                 }
             }
         }
-        Ok(())
+        Ok(true)
     }
 
-    /// Trains one epoch and returns its NLLs on the training and the validation data.
-    fn epoch(&mut self) -> Result<(f64, f64)> {
+    /// Trains the rest of an epoch and returns its NLLs on the training and the validation data, or `None` if the time
+    /// is up.
+    fn epoch(&mut self, until: Option<Instant>) -> Result<Option<[f64; 2]>> {
         let epoch = self.history.len();
         let bar = progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1));
-        let start = Instant::now();
+        let mut progress = match self.progress.take() {
+            Some(progress) => progress,
+            None => self.begin(epoch)?,
+        };
+        let (start, targets_before) = (Instant::now(), progress.count);
         let (model, recipe) = (&self.model, &self.recipe);
-        let (train_nll, targets) = train_epoch(model, &mut self.optimizer, &self.data.train, epoch, recipe, &bar)?;
+        self.optimizer.swap()?;
+        let (items, of_epoch) = (&self.data.train, (epoch, recipe));
+        let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
+        self.optimizer.swap()?;
         self.seconds += start.elapsed().as_secs_f64();
-        self.targets += targets;
+        self.targets += progress.count - targets_before;
+        self.valid_nll = None;
         bar.finish_and_clear();
-        let valid_nll = if train_nll.is_finite() { self.evaluate(&self.data.valid)? } else { f64::NAN };
+        let train_nll = progress.sum / progress.count;
+        let valid_nll = match end {
+            End::Paused => {
+                self.progress = Some(progress);
+                return Ok(None);
+            }
+            End::Epoch => self.evaluate(&self.data.valid)?,
+            End::Diverged => f64::NAN,
+        };
         let valid_nll = if valid_nll.exp().is_finite() { valid_nll } else { f64::NAN };
         self.valid_nll = Some(valid_nll);
-        match valid_nll.is_nan() {
-            true => self.diverged = Some(epoch + 1),
-            false => self.history.push([train_nll, valid_nll]),
+        if valid_nll.is_nan() {
+            self.diverged = Some(epoch + 1);
+            return Ok(Some([f64::NAN; 2]));
         }
-        Ok((train_nll, valid_nll))
+        if self.no_longer_improves(valid_nll) {
+            if self.recipe.finetune {
+                self.is_finetuned = true;
+            } else if !self.optimizer.is_averaging() {
+                self.optimizer.start_averaging()?;
+                println!("{:<7}  the parameters are averaged from epoch {} on", self.kind.name(), epoch + 2);
+            }
+        }
+        self.history.push([train_nll, valid_nll]);
+        Ok(Some([train_nll, valid_nll]))
+    }
+
+    /// An epoch before its first batch.
+    fn begin(&self, epoch: usize) -> Result<Progress<M::State>> {
+        let state = self.model.start(&self.recipe, Pass::Training { epoch })?;
+        Ok(Progress { batches: 0, sum: 0.0, count: 0.0, state })
+    }
+
+    /// The non-monotonic criterion (Merity et al., 2018): the NLL is above the lowest of `nonmono` or more epochs
+    /// before.
+    fn no_longer_improves(&self, valid_nll: f64) -> bool {
+        let Some(nonmono) = self.recipe.awd.nonmono else { return false };
+        let before = self.history.len().saturating_sub(nonmono);
+        self.recipe.optimizer == OptimizerKind::Sgd && self.history[..before].iter().any(|[_, v]| valid_nll > *v)
     }
 
     /// NLL on the validation data with the current variables; NaN after divergence.
@@ -129,6 +196,15 @@ impl<M: Model> Session<M> {
             ("history", serde_json::to_string(&self.history)?),
         ]);
         checkpoint.metadata.extend(metadata.into_iter().map(|(key, value)| (key.to_owned(), value)));
+        if self.is_finetuned {
+            checkpoint.metadata.insert("finetuned".into(), "true".into());
+        }
+        if let Some(Progress { batches, sum, count, state }) = &self.progress {
+            let numbers = [("batches", batches.to_string()), ("sum", sum.to_string()), ("count", count.to_string())];
+            let numbers = numbers.map(|(key, value)| (format!("progress.{key}"), value));
+            checkpoint.metadata.extend(numbers);
+            checkpoint.tensors.extend(self.model.save_state(state));
+        }
         Ok(checkpoint)
     }
 
@@ -142,19 +218,29 @@ impl<M: Model> Session<M> {
         checkpoint.restore_variables(self.model.varmap())?;
         checkpoint.restore_optimizer(&mut self.optimizer)?;
         self.history = serde_json::from_str(&checkpoint.get::<String>("history")?)?;
+        self.is_finetuned = checkpoint.metadata.contains_key("finetuned");
+        let epoch = self.history.len();
+        self.progress = None;
+        if checkpoint.metadata.contains_key("progress.batches") {
+            let mut progress = self.begin(epoch)?;
+            progress.batches = checkpoint.get("progress.batches")?;
+            (progress.sum, progress.count) = (checkpoint.get("progress.sum")?, checkpoint.get("progress.count")?);
+            self.model.load_state(&mut progress.state, &checkpoint.tensors)?;
+            self.progress = Some(progress);
+        }
         let valid_nll = self.evaluate(&self.data.valid)?;
         self.valid_nll = Some(valid_nll);
         let (name, measure) = (self.kind.name(), self.recipe.measure);
-        let epoch = self.history.len();
-        println!("{name:<7}  resumed after epoch {epoch}  {measure}: valid {:8.3}", measure.of(valid_nll));
+        let within = if self.progress.is_some() { format!(", in epoch {}", epoch + 1) } else { String::new() };
+        println!("{name:<7}  resumed after epoch {epoch}{within}  {measure}: valid {:8.3}", measure.of(valid_nll));
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::awd::Awd;
     use super::super::language_model::LanguageModel;
-    use super::super::optimizer::OptimizerKind;
     use super::super::sizes::{InitialValues, Sizes};
     use super::*;
     use candle_core::Device;
@@ -188,7 +274,7 @@ mod tests {
     }
 
     fn with_recipe(recipe: Recipe) -> Session<LanguageModel> {
-        let (sizes, values) = (Sizes::new(&recipe, 23), InitialValues::Small);
+        let (sizes, values) = (Sizes::new(HeadKind::Mos, &recipe, 23), InitialValues::Small);
         let model = LanguageModel::new(HeadKind::Mos, sizes, values, &recipe, &Device::Cpu).expect("valid sizes");
         Session::new(HeadKind::Mos, model, data(999), &recipe).expect("valid sizes")
     }
@@ -205,14 +291,14 @@ mod tests {
     fn resumed_training_equals_uninterrupted_training() {
         for optimizer in [OptimizerKind::Sgd, OptimizerKind::Adam] {
             let mut whole = session(2, optimizer, 2);
-            whole.run(None, None).expect("trains");
+            whole.run(None, None, None).expect("trains");
 
             let path = temporary(&format!("{optimizer:?}"));
-            session(1, optimizer, 2).run(Some(&path), None).expect("trains and saves");
+            session(1, optimizer, 2).run(Some(&path), None, None).expect("trains and saves");
             let mut second = session(2, optimizer, 2);
             second.restore(&load(&path)).expect("fits");
             assert_eq!(second.history.len(), 1);
-            second.run(None, None).expect("trains");
+            second.run(None, None, None).expect("trains");
             assert_eq!(second.history, whole.history, "{optimizer:?}");
             std::fs::remove_file(path).expect("was just written");
         }
@@ -237,12 +323,12 @@ mod tests {
     #[test]
     fn a_resumed_model_is_evaluated_anew() {
         let mut first = session(1, OptimizerKind::Adam, 2);
-        first.run(None, None).expect("trains");
+        first.run(None, None, None).expect("trains");
         let mut checkpoint = first.checkpoint().expect("copies");
         checkpoint.metadata.insert("history".into(), "[[0.1, 0.1]]".into());
         let mut second = session(1, OptimizerKind::Adam, 2);
         second.restore(&checkpoint).expect("fits");
-        second.run(None, None).expect("nothing to train");
+        second.run(None, None, None).expect("nothing to train");
         assert_eq!(second.valid_nll().expect("known"), first.valid_nll().expect("known"));
     }
 
@@ -250,10 +336,10 @@ mod tests {
     fn a_diverged_model_leaves_the_last_good_checkpoint() {
         let path = temporary("diverged");
         let mut session = session(1, OptimizerKind::Sgd, 2);
-        session.run(Some(&path), None).expect("trains and saves");
+        session.run(Some(&path), None, None).expect("trains and saves");
         let good = std::fs::read(&path).expect("was just written");
         session.recipe = Recipe { epochs: 5, lr: 1e30, clip: 0.0, ..session.recipe };
-        session.run(Some(&path), None).expect("divergence is no error here");
+        session.run(Some(&path), None, None).expect("divergence is no error here");
         assert_eq!((session.diverged, session.history.len()), (Some(2), 1));
         assert!(session.valid_nll().expect("known").is_nan());
         assert_eq!(std::fs::read(&path).expect("still exists"), good);
@@ -264,11 +350,11 @@ mod tests {
     fn a_worse_epoch_leaves_the_best_checkpoint() {
         let path = temporary("worse");
         let mut session = session(3, OptimizerKind::Adam, 2);
-        session.run(Some(&path), None).expect("trains and saves");
+        session.run(Some(&path), None, None).expect("trains and saves");
         let good = std::fs::read(&path).expect("was just written");
         // Steps that are far too long, but finite.
         session.recipe = Recipe { epochs: 4, lr: 3.0, decay: 1.0, ..session.recipe };
-        session.run(Some(&path), None).expect("trains");
+        session.run(Some(&path), None, None).expect("trains");
         assert_eq!(session.history.len(), 4);
         assert!(session.history[3][1] > session.history[2][1], "{:?}", session.history);
         assert_eq!(std::fs::read(&path).expect("still exists"), good);
@@ -280,8 +366,102 @@ mod tests {
         let mut session = session(2, OptimizerKind::Adam, 2);
         session.data = data(9999);
         let before = session.valid_nll().expect("evaluates");
-        session.run(None, None).expect("trains");
+        session.run(None, None, None).expect("trains");
         let after = session.valid_nll().expect("evaluates");
         assert!(after < before - 0.3, "{before} -> {after}");
+    }
+
+    /// Everything that is random, in parts, averaged.
+    fn regularized(epochs: usize) -> Recipe {
+        let rate = Some(0.2);
+        let awd = Awd {
+            inner: Some(7),
+            tied: Some(true),
+            embedding_dropout: rate,
+            input_dropout: rate,
+            hidden_dropout: rate,
+            output_dropout: rate,
+            context_dropout: rate,
+            weight_dropout: rate,
+            ar: Some(2.0),
+            tar: Some(1.0),
+            weight_decay: Some(1e-4),
+            random_bptt: Some(2),
+            small_batch: Some(3),
+            nonmono: Some(1),
+        };
+        let optimizer = OptimizerKind::Sgd;
+        let (hidden, context, batch, bptt, layers) = (6, Some(5), 4, 8, 2);
+        Recipe { awd, epochs, optimizer, hidden, context, batch, bptt, layers, lr: 1.0, seed: 3, ..Recipe::BASE }
+    }
+
+    #[test]
+    fn training_in_legs_equals_training_at_once() {
+        for finetune in [false, true] {
+            let recipe = Recipe { finetune, ..regularized(2) };
+            let mut whole = with_recipe(recipe);
+            assert!(whole.run(None, None, None).expect("trains"));
+            let path = temporary(&format!("leg_{finetune}"));
+            let mut legs = 0;
+            loop {
+                legs += 1;
+                let mut session = with_recipe(recipe);
+                if legs > 1 {
+                    session.restore(&load(&path)).expect("fits");
+                }
+                // The time is up after one step.
+                let leg = Leg { path: path.clone(), until: Instant::now() };
+                if session.run(None, None, Some(&leg)).expect("trains") {
+                    assert_eq!(session.history, whole.history, "finetune {finetune}");
+                    let sum = |session: &Session<LanguageModel>| session.checkpoint().expect("copies").tensors;
+                    for (name, tensor) in sum(&whole) {
+                        let difference =
+                            (&tensor - &sum(&session)[&name]).and_then(|d| d.abs()?.sum_all()?.to_scalar());
+                        assert_eq!(difference.ok(), Some(0f32), "{name}");
+                    }
+                    break;
+                }
+            }
+            assert!(legs > 20, "{legs} legs");
+            std::fs::remove_file(path).expect("was just written");
+        }
+    }
+
+    #[test]
+    fn small_batches_change_nothing_but_rounding() {
+        let train = |small_batch| {
+            let awd = Awd { small_batch, ar: Some(2.0), tar: Some(1.0), ..Awd::NONE };
+            let mut session = with_recipe(Recipe { awd, ..regularized(1) });
+            // 999 targets in 4 streams: the last one is padded, and the parts have different numbers of targets.
+            session.run(None, None, None).expect("trains");
+            session.history[0]
+        };
+        let (whole, parts) = (train(None), train(Some(3)));
+        assert!((whole[0] - parts[0]).abs() < 1e-4 && (whole[1] - parts[1]).abs() < 1e-4, "{whole:?} {parts:?}");
+    }
+
+    #[test]
+    fn averaging_starts_when_the_validation_loss_no_longer_improves() {
+        let recipe = Recipe { awd: Awd { nonmono: Some(2), ..Awd::NONE }, ..regularized(9) };
+        let with_history = |valid: &[f64]| {
+            let mut session = with_recipe(recipe);
+            session.history = valid.iter().map(|&valid| [valid, valid]).collect();
+            session
+        };
+        // The last two epochs do not count.
+        assert!(!with_history(&[1.0, 1.0]).no_longer_improves(2.0));
+        assert!(!with_history(&[3.0, 1.0, 1.0]).no_longer_improves(2.0));
+        assert!(with_history(&[1.0, 3.0, 3.0]).no_longer_improves(2.0));
+        let never = Recipe { awd: Awd::NONE, ..recipe };
+        assert!(!Session { recipe: never, ..with_history(&[1.0; 5]) }.no_longer_improves(2.0));
+
+        let mut session = with_history(&[0.1, 3.0, 3.0]);
+        session.recipe.epochs = 4;
+        session.run(None, None, None).expect("trains");
+        assert!(session.optimizer.is_averaging());
+        // Finetuning averages from the start and ends where the criterion holds.
+        let mut session = with_history(&[0.1, 3.0, 3.0]);
+        session.recipe.finetune = true;
+        assert!(session.run(None, None, None).expect("trains") && session.history.len() == 4);
     }
 }

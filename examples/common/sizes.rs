@@ -8,35 +8,77 @@ pub(crate) struct Sizes {
     pub(crate) head: HeadSizes,
     pub(crate) embedding: usize,
     pub(crate) layers: usize,
+    /// LSTM units of the layers below the last, which has `head.hidden`.
+    pub(crate) inner: usize,
+    /// Whether the decoder is the embedding, whose width is then that of the contexts.
+    pub(crate) tied: bool,
 }
 
 impl Sizes {
-    pub(crate) fn new(recipe: &Recipe, vocab: usize) -> Self {
-        Self { head: recipe.head(vocab), embedding: recipe.embedding(), layers: recipe.layers }
+    /// The sizes of this head's model. The contexts of a mixture have the size that gives it as many parameters as the
+    /// softmax has, unless the recipe has another.
+    pub(crate) fn new(kind: HeadKind, recipe: &Recipe, vocab: usize) -> Self {
+        let (head, inner) = (recipe.head(vocab), recipe.awd.inner.unwrap_or(recipe.hidden));
+        let (embedding, layers, tied) = (recipe.embedding(), recipe.layers, recipe.awd.tied());
+        let sizes = Sizes { head, embedding, layers, inner, tied };
+        let with_context = |context| Sizes { head: HeadSizes { context, ..head }, embedding: context, ..sizes };
+        match (tied, kind, recipe.context) {
+            (false, ..) => sizes,
+            // The softmax's context is its hidden state.
+            (true, HeadKind::Softmax, _) => {
+                let context = recipe.embedding.unwrap_or(head.hidden);
+                let sizes = with_context(context);
+                Sizes { head: HeadSizes { hidden: context, ..sizes.head }, ..sizes }
+            }
+            (true, _, Some(context)) => with_context(context),
+            (true, _, None) => {
+                let wanted = Sizes::new(HeadKind::Softmax, recipe, vocab).parameters(HeadKind::Softmax);
+                let distance = |context: &usize| with_context(*context).parameters(kind).abs_diff(wanted);
+                with_context((1..=2 * sizes.embedding).min_by_key(distance).unwrap_or(1))
+            }
+        }
+    }
+
+    /// The units of every layer.
+    pub(crate) fn units(self) -> Vec<usize> {
+        let mut units = vec![self.inner; self.layers];
+        units[self.layers - 1] = self.head.hidden;
+        units
     }
 
     /// The number of parameters of a model with these sizes.
     pub(crate) fn parameters(self, kind: HeadKind) -> usize {
-        let Sizes { head, embedding, layers } = self;
-        let layer = |inputs: usize| 4 * head.hidden * (inputs + head.hidden + 2);
-        let lstm = layer(embedding) + (layers - 1) * layer(head.hidden);
-        head.vocab * embedding + lstm + head.parameters(kind)
+        let Sizes { head, embedding, .. } = self;
+        let widths = [vec![embedding], self.units()].concat();
+        let lstm: usize = widths.windows(2).map(|pair| 4 * pair[1] * (pair[0] + pair[1] + 2)).sum();
+        let shared = if self.tied { head.vocab * embedding } else { 0 };
+        head.vocab * embedding + lstm + head.parameters(kind) - shared
     }
 
-    /// These sizes with as many LSTM units as bring the parameters closest to `parameters`.
+    /// These sizes with as many LSTM units, the same in all layers, as bring the parameters closest to `parameters`.
     pub(crate) fn with_parameters(self, kind: HeadKind, parameters: usize) -> Self {
-        let with = |hidden| Sizes { head: HeadSizes { hidden, ..self.head }, ..self };
+        let with = |hidden| Sizes { head: HeadSizes { hidden, ..self.head }, inner: hidden, ..self };
         let above = (1..=parameters).find(|&hidden| with(hidden).parameters(kind) >= parameters).unwrap_or(1);
         let below = with((above - 1).max(1));
         let distance = |sizes: &Sizes| sizes.parameters(kind).abs_diff(parameters);
         [below, with(above)].into_iter().min_by_key(distance).unwrap_or(below)
+    }
+
+    /// The settings that a checkpoint must match, by the names of their flags.
+    pub(crate) fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
+        let mut settings = self.head.settings(kind);
+        let Sizes { embedding, layers, inner, tied, .. } = self;
+        settings.extend([("embedding", embedding.to_string()), ("layers", layers.to_string())]);
+        settings.extend([("inner", inner.to_string()), ("tied", tied.to_string())]);
+        settings
     }
 }
 
 /// The bounds of the uniform distributions that the initial values are drawn from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InitialValues {
-    /// Those of the released MoS code: embedding and decoder 0.1, all else 1/sqrt(hidden).
+    /// Those of the released MoS code: embedding and decoder 0.1, an LSTM layer 1/sqrt(its units), all else
+    /// 1/sqrt(hidden).
     Small,
     /// Embedding 1, all else sqrt(3/inputs), biases 0: every layer preserves the variance of its inputs. Mixtures,
     /// which have one more layer, then start to learn as fast as the softmax.
@@ -47,15 +89,17 @@ impl InitialValues {
     pub(crate) fn bound(self, name: &str, kind: HeadKind, sizes: Sizes) -> f64 {
         let Sizes { head, embedding, .. } = sizes;
         let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        let layer = name.strip_prefix("lstm.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        let units = layer.map_or(head.hidden, |layer| sizes.units()[layer]);
         match (self, name) {
             (_, "head.decoder.bias") => 0.0,
             (InitialValues::Small, "embedding.weight" | "head.decoder.weight") => 0.1,
-            (InitialValues::Small, _) => 1.0 / (head.hidden as f64).sqrt(),
+            (InitialValues::Small, _) => 1.0 / (units as f64).sqrt(),
             (InitialValues::Even, "embedding.weight") => 1.0,
             (InitialValues::Even, "lstm.0.weight_ih_l0") => of(embedding),
             (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => of(head.context),
             (InitialValues::Even, name) if name.contains("bias") => 0.0,
-            (InitialValues::Even, _) => of(head.hidden),
+            (InitialValues::Even, _) => of(units),
         }
     }
 }

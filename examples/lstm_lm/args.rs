@@ -1,10 +1,15 @@
 //! The flags, with one set of defaults for the built-in language and one for real text.
 
+use crate::cache::CacheSettings;
+use crate::common::awd::Awd;
 use crate::common::flags::TrainingFlags;
 use crate::common::generate::SamplingFlags;
 use crate::common::optimizer::OptimizerKind;
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
-use crate::common::values::positive;
+use crate::common::values::{above_zero, below_one, not_negative, positive};
+use crate::dynamic::DynamicSettings;
+use crate::evaluate::Evaluation;
+use crate::presets::Preset;
 use clap::Parser;
 use mos_head::Activation;
 use std::path::PathBuf;
@@ -41,6 +46,14 @@ pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens); without it, a built-in language
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
+    /// The sizes and the recipe of a paper, AWD-LSTM included; other flags change them
+    #[arg(long, value_enum, requires = "data")]
+    preset: Option<Preset>,
+    /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search"])]
+    pub(crate) finetune: Option<PathBuf>,
+    #[command(flatten)]
+    evaluation: EvaluationFlags,
     /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     bptt: Option<usize>,
@@ -52,18 +65,153 @@ pub(crate) struct Args {
     #[command(flatten)]
     recipe: RecipeFlags,
     #[command(flatten)]
-    pub(crate) common: TrainingFlags,
+    awd: Awd,
+    #[command(flatten)]
+    common: TrainingFlags,
+}
+
+/// Of a trained model.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Evaluation")]
+struct EvaluationFlags {
+    /// Evaluate a checkpoint of this example, or a released one, instead of training
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["save", "resume", "finetune", "search", "plot"])]
+    evaluate: Option<PathBuf>,
+    /// Also with dynamic evaluation
+    #[arg(long, requires = "evaluate")]
+    dynamic_evaluation: bool,
+    /// Learning rate of dynamic evaluation [default: that of the preset, or of ptb-mos, as all below]
+    #[arg(long, value_name = "ETA", value_parser = not_negative)]
+    dynamic_lr: Option<f64>,
+    /// How fast parameters return to those of training
+    #[arg(long, value_name = "LAMBDA", value_parser = not_negative)]
+    dynamic_decay: Option<f64>,
+    #[arg(long, value_name = "EPSILON", value_parser = above_zero)]
+    dynamic_epsilon: Option<f64>,
+    /// Steps of a segment of dynamic evaluation
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = positive)]
+    dynamic_steps: usize,
+    /// Also with a continuous cache
+    #[arg(long, requires = "evaluate")]
+    cache: bool,
+    /// Positions in the cache
+    #[arg(long, value_name = "N")]
+    cache_window: Option<usize>,
+    /// Factor of the inner products of hidden states
+    #[arg(long, value_name = "THETA", value_parser = not_negative)]
+    cache_theta: Option<f64>,
+    /// Weight of the cache in the mixture with the model
+    #[arg(long, value_name = "LAMBDA", value_parser = below_one)]
+    cache_lambda: Option<f64>,
+    /// Add this to every probability; the released code adds 1e-8
+    #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
+    floor: f64,
+    /// Write the checkpoint with the names of the released code to this file
+    #[arg(long, value_name = "FILE", requires = "evaluate")]
+    export: Option<PathBuf>,
 }
 
 impl Args {
+    /// What --evaluate asks for.
+    pub(crate) fn evaluation(&self) -> Option<Evaluation> {
+        let flags = &self.evaluation;
+        let (dynamic, cache) = self.preset.unwrap_or(Preset::PtbMos).adaptation();
+        let dynamic = DynamicSettings {
+            lr: flags.dynamic_lr.unwrap_or(dynamic.lr),
+            decay: flags.dynamic_decay.unwrap_or(dynamic.decay),
+            epsilon: flags.dynamic_epsilon.unwrap_or(dynamic.epsilon),
+        };
+        let cache = CacheSettings {
+            window: flags.cache_window.unwrap_or(cache.window),
+            theta: flags.cache_theta.unwrap_or(cache.theta),
+            lambda: flags.cache_lambda.unwrap_or(cache.lambda),
+        };
+        Some(Evaluation {
+            file: flags.evaluate.clone()?,
+            export: flags.export.clone(),
+            steps: flags.dynamic_steps,
+            dynamic: flags.dynamic_evaluation.then_some(dynamic),
+            cache: flags.cache.then_some(cache),
+            floor: flags.floor,
+            json: self.common.json,
+        })
+    }
+
+    /// The flags of training, with the head of the preset.
+    pub(crate) fn training(&self) -> TrainingFlags {
+        self.common.or_head(self.preset.map_or("all", Preset::head))
+    }
+
     pub(crate) fn recipe(&self) -> Recipe {
-        let defaults = if self.data.is_some() { TEXT } else { BUILT_IN };
+        let defaults = match (self.preset, &self.data) {
+            (Some(preset), _) => preset.recipe(),
+            (None, Some(_)) => TEXT,
+            (None, None) => BUILT_IN,
+        };
         let lr = match (self.recipe.optimizer.unwrap_or(defaults.optimizer), self.data.is_some()) {
+            (OptimizerKind::Sgd, true) if defaults.optimizer == OptimizerKind::Sgd => defaults.lr,
             (OptimizerKind::Sgd, _) => 20.0,
             (OptimizerKind::Adam, true) => 0.001,
             (OptimizerKind::Adam, false) => 0.03,
         };
+        // --dropout replaces the locked dropouts of a preset.
+        let preset = match self.recipe.dropout {
+            None => defaults.awd,
+            Some(_) => Awd {
+                input_dropout: None,
+                hidden_dropout: None,
+                output_dropout: None,
+                context_dropout: None,
+                ..defaults.awd
+            },
+        };
         let bptt = self.bptt.unwrap_or(defaults.bptt);
-        self.recipe.over(Recipe { lr, bptt, ..defaults }, self.common.seed)
+        let mut defaults = Recipe { lr, bptt, awd: self.awd.over(preset), ..defaults };
+        if self.finetune.is_some() {
+            defaults.lr = self.preset.map_or(lr, Preset::finetuning_lr);
+            defaults.awd.nonmono = defaults.awd.nonmono.or(Some(5));
+            defaults.finetune = true;
+        }
+        self.recipe.over(defaults, self.common.seed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::head::HeadKind;
+
+    fn recipe(flags: &[&str]) -> Recipe {
+        Args::try_parse_from([&["lstm_lm", "--data", "DIR"], flags].concat()).expect("valid flags").recipe()
+    }
+
+    #[test]
+    fn flags_change_a_preset() {
+        let plain = recipe(&["--preset", "ptb-mos"]);
+        assert_eq!((plain.hidden, plain.lr, plain.awd.ar), (620, 20.0, Some(2.0)));
+        let changed = recipe(&["--preset", "ptb-mos", "--hidden", "64", "--ar", "0", "--dropout", "0.2"]);
+        assert_eq!((changed.hidden, changed.awd.ar, changed.awd.inner), (64, Some(0.0), Some(960)));
+        assert_eq!((changed.dropout, changed.awd.input_dropout, changed.awd.weight_dropout), (0.2, None, Some(0.5)));
+        assert!(recipe(&["--tied"]).awd.tied() && !recipe(&["--preset", "small", "--tied", "false"]).awd.tied());
+        assert_eq!(recipe(&[]).awd, Awd::NONE);
+    }
+
+    #[test]
+    fn the_learning_rate_fits_the_optimizer() {
+        assert_eq!(recipe(&[]).lr, 20.0);
+        assert_eq!(recipe(&["--optimizer", "adam"]).lr, 0.001);
+        assert_eq!(recipe(&["--preset", "wt2-mos"]).lr, 15.0);
+        assert_eq!(recipe(&["--preset", "wt2-mos", "--lr", "3"]).lr, 3.0);
+    }
+
+    #[test]
+    fn a_preset_has_its_head() {
+        let heads = |flags: &[&str]| {
+            let flags = [&["lstm_lm", "--data", "DIR"], flags].concat();
+            Args::try_parse_from(flags).expect("valid flags").training().heads()
+        };
+        assert_eq!(heads(&["--preset", "ptb-mos"]), [HeadKind::Mos]);
+        assert_eq!(heads(&["--preset", "ptb-mos", "--head", "softmax"]), [HeadKind::Softmax]);
+        assert_eq!(heads(&["--preset", "small"]), HeadKind::ALL);
     }
 }

@@ -49,7 +49,7 @@ fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()).into())
 }
 
-/// Words in the order of their first occurrence.
+/// Words in the order of their first occurrence, as in the released code of the mixture of softmaxes.
 #[derive(Default)]
 struct Vocabulary {
     words: Vec<String>,
@@ -57,17 +57,14 @@ struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// `<eos>`, then the words of each line followed by `<eos>`. With `grow`, new words are added; without, they become
-    /// `<unk>` if the vocabulary has it, and are added if not.
+    /// The words of each line followed by `<eos>`, after one `<eos>` at the start. With `grow`, new words are added;
+    /// without, they become `<unk>` if the vocabulary has it, and are added if not.
     fn encode(&mut self, text: &str, grow: bool) -> Vec<u32> {
         let unknown = if grow { None } else { self.ids.get(UNKNOWN).copied() };
-        let mut ids = vec![self.id(END_OF_SENTENCE, None)];
-        for line in text.lines() {
-            for word in line.split_whitespace().chain([END_OF_SENTENCE]) {
-                ids.push(self.id(word, unknown));
-            }
-        }
-        ids
+        let words = text.lines().flat_map(|line| line.split_whitespace().chain([END_OF_SENTENCE]));
+        let ids: Vec<u32> = words.map(|word| self.id(word, unknown)).collect();
+        let start = self.ids.get(END_OF_SENTENCE).copied();
+        start.into_iter().chain(ids).collect()
     }
 
     fn id(&mut self, word: &str, unknown: Option<u32>) -> u32 {
@@ -88,16 +85,16 @@ mod tests {
     #[test]
     fn unseen_words_become_unk_where_train_has_it() {
         let mut vocabulary = Vocabulary::default();
-        assert_eq!(vocabulary.encode("a <unk> a\nb", true), [0, 1, 2, 1, 0, 3, 0]);
-        assert_eq!(vocabulary.encode("b c", false), [0, 3, 2, 0]);
+        assert_eq!(vocabulary.encode("a <unk> a\nb", true), [2, 0, 1, 0, 2, 3, 2]);
+        assert_eq!(vocabulary.encode("b c", false), [2, 3, 1, 2]);
     }
 
     #[test]
     fn unseen_words_are_added_where_train_has_no_unk() {
         let mut vocabulary = Vocabulary::default();
         vocabulary.encode("a b", true);
-        assert_eq!(vocabulary.encode("b c", false), [0, 2, 3, 0]);
-        assert_eq!(vocabulary.words, ["<eos>", "a", "b", "c"]);
+        assert_eq!(vocabulary.encode("b c", false), [2, 1, 3, 2]);
+        assert_eq!(vocabulary.words, ["a", "b", "<eos>", "c"]);
     }
 
     #[test]

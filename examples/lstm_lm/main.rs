@@ -18,8 +18,13 @@
 mod common;
 
 mod args;
+mod cache;
 mod corpus;
+mod dynamic;
+mod evaluate;
 mod language;
+mod presets;
+mod released;
 mod report;
 
 use args::Args;
@@ -35,12 +40,16 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let device = args.common.device.open()?;
+    let flags = args.training();
+    let device = flags.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder)?,
-        None => Teacher::new().built_in(args.common.seed),
+        None => Teacher::new().built_in(flags.seed),
     };
     let (data, recipe) = (&corpus.data, args.recipe());
+    if let Some(evaluation) = args.evaluation() {
+        return evaluate::run(&evaluation, &corpus, &device);
+    }
     println!(
         "Training on {}: {} tokens, vocabulary {}, validation {} tokens.",
         data.name,
@@ -49,18 +58,22 @@ fn run(args: &Args) -> Result<()> {
         data.valid.len() - 1
     );
 
+    let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
     let build = |kind, recipe: &Recipe| {
-        let sizes = Sizes::new(recipe, corpus.words.len());
+        let sizes = Sizes::new(kind, recipe, corpus.words.len());
         let model = LanguageModel::new(kind, sizes, InitialValues::Small, recipe, &device)?;
+        if let Some(start) = &start {
+            model.restore(start)?;
+        }
         Session::new(kind, model, data.clone(), recipe)
     };
-    if let Some(trials) = args.common.search {
-        return heads::search(&args.common, trials, &recipe, build);
+    if let Some(trials) = flags.search {
+        return heads::search(&flags, trials, &recipe, build);
     }
     let build = |kind, _: Option<&_>| build(kind, &recipe);
-    let rows = heads::train(&args.common, &device, build, |session| {
+    let rows = heads::train(&flags, &device, build, |session| {
         if args.generate > 0 {
-            let mut sampler = args.sampling.sampler(args.common.seed)?;
+            let mut sampler = args.sampling.sampler(flags.seed)?;
             let text = generate(&session.model, data.train[0], args.generate, &mut sampler)?;
             println!("{} writes: {}", session.kind.name(), corpus.decode(&text));
         }
@@ -73,5 +86,5 @@ fn run(args: &Args) -> Result<()> {
     }
     let floor = corpus.entropy.map(|entropy| ("entropy", entropy));
     let axes = Axes { title: &format!("Learning {}", data.name), x: "epoch", y: "validation NLL (nats)", floor };
-    heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows, corpus.entropy))
+    heads::finish(&flags, &rows, &axes, |nll| nll, |row| report::json(row, &rows, corpus.entropy))
 }

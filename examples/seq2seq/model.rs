@@ -3,8 +3,8 @@
 use crate::attention::{Attention, Memory};
 use crate::batches::{shuffled, sorted, Batch, Sources};
 use crate::common::head::{HeadKind, HeadSizes};
-use crate::common::model::{Batches, Model, Pass};
-use crate::common::recurrent::{locked_dropout, Lstm};
+use crate::common::model::{Forward, Model, Pass};
+use crate::common::recurrent::{locked_dropout, Lstm, LstmDropout};
 use crate::common::{init, recipe::Recipe, Result};
 use crate::corpus::Encoded;
 use crate::setting::Setting;
@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Module, Tensor, D};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
 use mos_head::OutputLayer;
-use rand::{rngs::StdRng, SeedableRng};
+use rand::rngs::StdRng;
 
 pub(crate) struct Seq2Seq {
     pub(crate) setting: Setting,
@@ -57,7 +57,8 @@ impl Seq2Seq {
         }
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        let encoder = |name| Lstm::new(embedding, hidden / 2, layers, dropout, vb.pp(name));
+        let lstm = |units, name| Lstm::new(embedding, &vec![units; layers], LstmDropout::locked(dropout), vb.pp(name));
+        let encoder = |name| lstm(hidden / 2, name);
         let (forwards, backwards) = (encoder("forwards")?, encoder("backwards")?);
         let model = Self {
             kind,
@@ -67,9 +68,9 @@ impl Seq2Seq {
             backwards,
             bridge: candle_nn::linear(hidden, layers * hidden, vb.pp("bridge"))?,
             target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
-            decoder: Lstm::new(embedding, hidden, layers, dropout, vb.pp("decoder"))?,
+            decoder: lstm(hidden, "decoder")?,
             attention: Attention::new(hidden, vb.pp("attention"))?,
-            head: sizes.build(kind, 0.0, vb.pp("head"))?,
+            head: sizes.build(kind, 0.0, None, vb.pp("head"))?,
             dropout,
             device: device.clone(),
             varmap,
@@ -128,6 +129,8 @@ const EVALUATION_BATCH: usize = 64;
 
 impl Model for Seq2Seq {
     type Item = Encoded;
+    type Batch = Vec<usize>;
+    type State = ();
     const IGNORED: i64 = PAD as i64;
 
     fn head(&self) -> &dyn OutputLayer {
@@ -153,18 +156,20 @@ impl Model for Seq2Seq {
         self.setting.notes()
     }
 
-    fn batches<'a>(&'a self, pairs: &'a [Encoded], recipe: &'a Recipe, pass: Pass) -> Result<Batches<'a>> {
-        let (batches, mut rng) = match pass {
-            Pass::Training { epoch } => {
-                let seed = recipe.seed ^ (epoch as u64) << 32;
-                (shuffled(pairs, recipe.batch, seed), Some(StdRng::seed_from_u64(seed)))
-            }
-            Pass::Evaluation => (sorted(pairs, EVALUATION_BATCH), None),
-        };
-        Ok(Box::new(batches.into_iter().map(move |chosen| {
-            let batch = Batch::new(pairs, &chosen, &self.device)?;
-            Ok((self.hidden(&batch, rng.as_mut())?, batch.targets))
-        })))
+    fn batches(&self, pairs: &[Encoded], recipe: &Recipe, pass: Pass) -> Vec<Vec<usize>> {
+        match pass {
+            Pass::Training { epoch } => shuffled(pairs, recipe.batch, recipe.seed ^ (epoch as u64) << 32),
+            Pass::Evaluation => sorted(pairs, EVALUATION_BATCH),
+        }
+    }
+
+    fn start(&self, _: &Recipe, _: Pass) -> Result<()> {
+        Ok(())
+    }
+
+    fn forward(&self, pairs: &[Encoded], chosen: &Vec<usize>, _: &mut (), rng: Option<&mut StdRng>) -> Result<Forward> {
+        let batch = Batch::new(pairs, chosen, &self.device)?;
+        Ok(Forward { hidden: self.hidden(&batch, rng)?, targets: batch.targets, penalty: None })
     }
 }
 

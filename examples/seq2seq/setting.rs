@@ -95,16 +95,16 @@ mod tests {
         let corpus = toy::corpus(300, 40, 7);
         let setting = setting(&corpus);
         let mut whole = session(HeadKind::Mos, &corpus, &setting, (2, 16, 0.2));
-        whole.run(None, None).unwrap();
+        whole.run(None, None, None).unwrap();
 
         let path = std::env::temp_dir().join(format!("seq2seq_{}.safetensors", std::process::id()));
-        session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.2)).run(Some(&path), None).unwrap();
+        session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.2)).run(Some(&path), None, None).unwrap();
         let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
         let again = Setting::from_checkpoint(&checkpoint).unwrap();
         let mut second = session(HeadKind::Mos, &corpus, &again, (2, 16, 0.2));
         second.restore(&checkpoint).unwrap();
         assert_eq!(second.history.len(), 1);
-        second.run(Some(&path), None).unwrap();
+        second.run(Some(&path), None, None).unwrap();
         assert_eq!(second.history, whole.history);
 
         let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
@@ -133,7 +133,7 @@ mod tests {
         let setting = setting(&corpus);
         for kind in HeadKind::ALL {
             let mut session = session(kind, &corpus, &setting, (4, 48, 0.0));
-            session.run(None, None).unwrap();
+            session.run(None, None, None).unwrap();
             let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0, diversity: 0.0 };
             let valid = &session.data.valid;
             let scores = score(Task::Toy, &session.model, &corpus.valid, valid, beam).unwrap();

@@ -65,7 +65,7 @@ pub enum Reduction {
 #[derive(Clone, Debug)]
 pub struct LossOptions {
     pub(crate) train: bool,
-    dropout_seed: Option<u64>,
+    dropout: Dropout,
     pub(crate) reduction: Reduction,
     pub(crate) ignore_index: Option<i64>,
     pub(crate) position_weights: Option<Tensor>,
@@ -85,7 +85,7 @@ impl LossOptions {
     pub fn new() -> Self {
         LossOptions {
             train: true,
-            dropout_seed: None,
+            dropout: Dropout::Random,
             reduction: Reduction::Mean,
             ignore_index: None,
             position_weights: None,
@@ -98,13 +98,13 @@ impl LossOptions {
     /// The options of an evaluation: no gradients, which saves two of the three products, and no dropout. The value is
     /// detached.
     pub fn evaluation() -> Self {
-        LossOptions { train: false, ..Self::new() }
+        LossOptions { train: false, dropout: Dropout::Off, ..Self::new() }
     }
 
-    /// Draws the masks of the head's dropout from this seed, so that a step can be repeated; give every step another.
-    /// Without it they come from candle's generator, which on the CPU cannot be seeded.
-    pub fn with_dropout_seed(self, seed: u64) -> Self {
-        LossOptions { dropout_seed: Some(seed), ..self }
+    /// Sets the dropout of the head: with masks from a seed, so that the step can be repeated (give every step another),
+    /// or none, for gradients without it.
+    pub fn with_dropout(self, dropout: Dropout) -> Self {
+        LossOptions { dropout, ..self }
     }
 
     /// Sets the reduction. The default is the mean.
@@ -175,18 +175,14 @@ impl LossOptions {
         LossOptions { terms: Terms { hits, ..self.terms }, ..self }
     }
 
-    /// Whether these are the options of a training step: with gradients and dropout.
+    /// Whether these are the options of a training step, with gradients.
     pub fn is_training(&self) -> bool {
         self.train
     }
 
-    /// The dropout of this step: the argument of [`MixtureLayer::mixture`](crate::MixtureLayer::mixture).
+    /// The dropout of the head: the argument of [`MixtureLayer::mixture`](crate::MixtureLayer::mixture).
     pub fn dropout(&self) -> Dropout {
-        match (self.train, self.dropout_seed) {
-            (false, _) => Dropout::Off,
-            (true, None) => Dropout::Random,
-            (true, Some(seed)) => Dropout::Seeded(seed),
-        }
+        self.dropout
     }
 
     /// The reduction.

@@ -1,0 +1,94 @@
+//! What AWD-LSTM (Merity et al., 2018) and the released mixture of softmaxes add to the training of a language model.
+
+use super::values::{below_one, not_negative, positive};
+
+/// Settings and their flags; what is not set is off, or as the recipe has it.
+#[derive(Clone, Copy, Debug, PartialEq, clap::Args)]
+#[command(next_help_heading = "AWD-LSTM")]
+pub(crate) struct Awd {
+    /// LSTM units of the layers below the last [default: as --hidden]
+    #[arg(long, value_parser = positive)]
+    pub(crate) inner: Option<usize>,
+    /// Tie the decoder to the embedding
+    #[arg(long, num_args = 0..=1, default_missing_value = "true")]
+    pub(crate) tied: Option<bool>,
+    /// Dropout of whole rows of the embedding
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub(crate) embedding_dropout: Option<f64>,
+    /// Locked dropout of the first layer's inputs [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub(crate) input_dropout: Option<f64>,
+    /// Locked dropout between layers [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub(crate) hidden_dropout: Option<f64>,
+    /// Locked dropout of the last layer's outputs [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub(crate) output_dropout: Option<f64>,
+    /// Locked dropout of the contexts [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub(crate) context_dropout: Option<f64>,
+    /// Dropout of the recurrent weights (DropConnect), one mask per window
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub(crate) weight_dropout: Option<f64>,
+    /// Activation regularisation: factor of the mean square of the last layer's outputs
+    #[arg(long, value_name = "ALPHA", value_parser = not_negative)]
+    pub(crate) ar: Option<f64>,
+    /// Temporal activation regularisation: factor of the mean square of their differences
+    #[arg(long, value_name = "BETA", value_parser = not_negative)]
+    pub(crate) tar: Option<f64>,
+    /// Factor of the parameters that is added to their gradients
+    #[arg(long, value_parser = not_negative)]
+    pub(crate) weight_decay: Option<f64>,
+    /// Draw the length of every window around --bptt, at most N above it
+    #[arg(long, value_name = "N")]
+    pub(crate) random_bptt: Option<usize>,
+    /// Compute the gradients of N streams at a time
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(crate) small_batch: Option<usize>,
+    /// Average the parameters (ASGD) once the validation loss is not below its minimum N epochs before
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(crate) nonmono: Option<usize>,
+}
+
+impl Awd {
+    pub(crate) const NONE: Awd = Awd {
+        inner: None,
+        tied: None,
+        embedding_dropout: None,
+        input_dropout: None,
+        hidden_dropout: None,
+        output_dropout: None,
+        context_dropout: None,
+        weight_dropout: None,
+        ar: None,
+        tar: None,
+        weight_decay: None,
+        random_bptt: None,
+        small_batch: None,
+        nonmono: None,
+    };
+
+    /// These settings, and those of `defaults` where none is given.
+    pub(crate) fn over(self, defaults: Awd) -> Awd {
+        Awd {
+            inner: self.inner.or(defaults.inner),
+            tied: self.tied.or(defaults.tied),
+            embedding_dropout: self.embedding_dropout.or(defaults.embedding_dropout),
+            input_dropout: self.input_dropout.or(defaults.input_dropout),
+            hidden_dropout: self.hidden_dropout.or(defaults.hidden_dropout),
+            output_dropout: self.output_dropout.or(defaults.output_dropout),
+            context_dropout: self.context_dropout.or(defaults.context_dropout),
+            weight_dropout: self.weight_dropout.or(defaults.weight_dropout),
+            ar: self.ar.or(defaults.ar),
+            tar: self.tar.or(defaults.tar),
+            weight_decay: self.weight_decay.or(defaults.weight_decay),
+            random_bptt: self.random_bptt.or(defaults.random_bptt),
+            small_batch: self.small_batch.or(defaults.small_batch),
+            nonmono: self.nonmono.or(defaults.nonmono),
+        }
+    }
+
+    pub(crate) fn tied(&self) -> bool {
+        self.tied.unwrap_or(false)
+    }
+}

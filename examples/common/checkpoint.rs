@@ -31,7 +31,7 @@ impl Checkpoint {
         let failed = |error: &dyn std::fmt::Display| format!("cannot read the checkpoint {}: {error}", path.display());
         let file = std::fs::read(path).map_err(|error| failed(&error))?;
         // PyTorch's files are zip archives, or, before version 1.6, bare pickles.
-        if file.starts_with(b"PK") || file.starts_with(&[0x80]) && !file.get(8).is_some_and(|byte| *byte == b'{') {
+        if file.starts_with(b"PK") || file.starts_with(&[0x80]) && file.get(8).is_none_or(|byte| *byte != b'{') {
             return Err(
                 failed(&"it is a PyTorch pickle, not safetensors: scripts/resave-released.py converts it").into()
             );

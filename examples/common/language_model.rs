@@ -68,7 +68,8 @@ impl LanguageModel {
     /// The model of a checkpoint, without the state of training.
     pub(crate) fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
         let kind = HeadKind::of_checkpoint(checkpoint)?;
-        let recipe = Recipe::of_checkpoint(kind, checkpoint)?;
+        let awd = Awd { inner: Some(checkpoint.get("inner")?), tied: Some(checkpoint.get("tied")?), ..Awd::NONE };
+        let recipe = Recipe { awd, ..Recipe::of_checkpoint(kind, checkpoint)? };
         let model = Self::new(kind, Sizes::new(kind, &recipe, vocab), InitialValues::Small, &recipe, device)?;
         checkpoint.restore_variables(model.varmap())?;
         Ok((kind, model))

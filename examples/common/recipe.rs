@@ -102,7 +102,7 @@ recipe! {
     /// Largest global gradient norm, 0 for no clipping
     #[arg(long, value_parser = not_negative)]
     clip: f64 = 1.0,
-    /// Locked dropout on LSTM inputs and hidden states, and on contexts, whose masks are not seeded on the CPU
+    /// Locked dropout of LSTM inputs, hidden states and contexts
     #[arg(long, value_parser = below_one)]
     dropout: f64 = 0.0,
     /// Share of the target distribution that is spread over the vocabulary
@@ -126,7 +126,6 @@ impl Recipe {
             hidden: checkpoint.get("hidden")?,
             embedding: Some(checkpoint.get("embedding")?),
             layers: checkpoint.get("layers")?,
-            awd: Awd { inner: Some(checkpoint.get("inner")?), tied: Some(checkpoint.get("tied")?), ..Awd::NONE },
             ..Recipe::BASE
         };
         if kind != HeadKind::Softmax {

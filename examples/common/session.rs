@@ -169,7 +169,7 @@ impl<M: Model> Session<M> {
         evaluate(&self.model, items, &self.recipe)
     }
 
-    /// Targets per second of training; `None` if this run trained no epoch.
+    /// Targets per second of training, also before it was resumed; `None` if there was none.
     pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         (self.targets > 0.0).then(|| self.targets / self.seconds)
     }
@@ -194,6 +194,8 @@ impl<M: Model> Session<M> {
             ("lr", self.recipe.lr.to_string()),
             ("decay", self.recipe.decay.to_string()),
             ("history", serde_json::to_string(&self.history)?),
+            ("targets", self.targets.to_string()),
+            ("seconds", self.seconds.to_string()),
         ]);
         checkpoint.metadata.extend(metadata.into_iter().map(|(key, value)| (key.to_owned(), value)));
         if self.is_finetuned {
@@ -218,6 +220,7 @@ impl<M: Model> Session<M> {
         checkpoint.restore_variables(self.model.varmap())?;
         checkpoint.restore_optimizer(&mut self.optimizer)?;
         self.history = serde_json::from_str(&checkpoint.get::<String>("history")?)?;
+        (self.targets, self.seconds) = (checkpoint.get("targets")?, checkpoint.get("seconds")?);
         self.is_finetuned = checkpoint.metadata.contains_key("finetuned");
         let epoch = self.history.len();
         self.progress = None;

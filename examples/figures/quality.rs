@@ -15,7 +15,7 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
             Ok(format!("{:.3}", above_entropy(line)?))
         }),
         ("penn-treebank", "Penn Treebank, validation perplexity", PERPLEXITY, |line| {
-            Ok(perplexity(last(line, PERPLEXITY)?))
+            spread(line, "valid_perplexity", 1)
         }),
         ("translation", "Multi30k, German to English, validation perplexity", PERPLEXITY, |line| {
             spread(line, "valid_perplexity", 2)
@@ -42,12 +42,6 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
     Ok(markdown("| | softmax | mixture of contexts | mixture of softmaxes |", rows) + &source(&used, false))
 }
 
-pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
-    by_head(results, "penn-treebank", "| head | parameters | validation perplexity, epochs 1, 2, 3 |", |line| {
-        Ok(vec![count(need(line, "parameters")?), each(line, "valid_perplexity_by_epoch", perplexity)])
-    })
-}
-
 pub(crate) fn built_in_language(results: &Results) -> Result<String> {
     let header = "| head | parameters | validation NLL | nats above the entropy |";
     by_head(results, "built-in-language", header, |line| {
@@ -56,22 +50,45 @@ pub(crate) fn built_in_language(results: &Results) -> Result<String> {
     })
 }
 
-/// Means over the seeds; the slowdown is that of the fastest run.
+pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
+    let header =
+        "| head | learning rate | dropout | contexts | validation perplexity, by epoch | at the end | slowdown |";
+    let slowdown = slowdown(results, "penn-treebank");
+    by_head(results, "penn-treebank", header, |line| {
+        let contexts = if line.is("head", "softmax") { "" } else { line.text("activation") };
+        let mut row = seeds(line, 1)?;
+        row.insert(2, contexts.into());
+        row.push(slowdown(line));
+        Ok(row)
+    })
+}
+
 pub(crate) fn translation(results: &Results) -> Result<String> {
     let header =
         "| head | learning rate | dropout | validation perplexity, epochs 1 to 4 | after 4 epochs | BLEU | slowdown |";
-    let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
-    let softmax = results.of("translation").first().map_or(0.0, |line| speed(line));
+    let slowdown = slowdown(results, "translation");
     by_head(results, "translation", header, |line| {
-        Ok(vec![
-            need(line, "lr")?.to_string(),
-            need(line, "dropout")?.to_string(),
-            each(line, "valid_perplexity_by_epoch", perplexity),
-            spread(line, "valid_perplexity", 2)?,
-            spread(line, "bleu", 1)?,
-            format!("{:.1}", softmax / speed(line)),
-        ])
+        let mut row = seeds(line, 2)?;
+        row.extend([spread(line, "bleu", 1)?, slowdown(line)]);
+        Ok(row)
     })
+}
+
+/// The recipe, and means over the seeds.
+fn seeds(line: &Line, decimals: usize) -> Result<Vec<String>> {
+    Ok(vec![
+        need(line, "lr")?.to_string(),
+        need(line, "dropout")?.to_string(),
+        each(line, "valid_perplexity_by_epoch", perplexity),
+        spread(line, "valid_perplexity", decimals)?,
+    ])
+}
+
+/// The time of a step over that of the softmax, each that of its fastest run.
+fn slowdown(results: &Results, figure: &str) -> impl Fn(&Line) -> String {
+    let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
+    let softmax = results.of(figure).first().map_or(0.0, |line| speed(line));
+    move |line| format!("{:.1}", softmax / speed(line))
 }
 
 /// The same trials of every head.

@@ -8,7 +8,7 @@ use crate::results::{Line, Result, Results};
 type Generator = fn(&Results) -> Result<String>;
 
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 22] = [
+pub(crate) const TABLES: [(&str, Generator); 23] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
@@ -21,6 +21,7 @@ pub(crate) const TABLES: [(&str, Generator); 22] = [
     ("positions", positions),
     ("decoding-all", decoding_all),
     ("decoding-heads", decoding_heads),
+    ("penn-treebank-trials", |results| quality::trials(results, "penn-treebank-trials")),
     ("penn-treebank", quality::penn_treebank),
     ("built-in-language", quality::built_in_language),
     ("translation", quality::translation),

@@ -52,8 +52,6 @@ pub(crate) struct Args {
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves
     #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search"])]
     pub(crate) finetune: Option<PathBuf>,
-    #[command(flatten)]
-    evaluation: EvaluationFlags,
     /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     bptt: Option<usize>,
@@ -65,9 +63,11 @@ pub(crate) struct Args {
     #[command(flatten)]
     recipe: RecipeFlags,
     #[command(flatten)]
+    common: TrainingFlags,
+    #[command(flatten)]
     awd: Awd,
     #[command(flatten)]
-    common: TrainingFlags,
+    evaluation: EvaluationFlags,
 }
 
 /// Of a trained model.
@@ -86,6 +86,7 @@ struct EvaluationFlags {
     /// How fast parameters return to those of training
     #[arg(long, value_name = "LAMBDA", value_parser = not_negative)]
     dynamic_decay: Option<f64>,
+    /// Added to the root mean square of gradients
     #[arg(long, value_name = "EPSILON", value_parser = above_zero)]
     dynamic_epsilon: Option<f64>,
     /// Steps of a segment of dynamic evaluation

@@ -11,6 +11,11 @@
 //! of 10,000. On Penn Treebank, the validation perplexity after 3 epochs is 135 with the softmax, 129 with the mixture
 //! of contexts and 126 with the mixture of softmaxes; an epoch takes minutes.
 //!
+//!     cargo run --release --example lstm_lm -- --data DIR --preset ptb-mos --save mos.safetensors --minutes 60
+//!
+//! The model of the paper with its recipe, in legs of an hour (`presets`); `--evaluate` a checkpoint, also a released
+//! one (`released`), with dynamic evaluation (`dynamic`) and a continuous cache (`cache`).
+//!
 //! To read from here to the head: `heads::train` trains the heads one by one, `session` one head epoch by epoch,
 //! `train` one epoch batch by batch; `language_model` is the LSTM, and `head` builds the output layer of this crate.
 

@@ -192,6 +192,10 @@ thread_local! {
 /// itself. Other nodes are not affected: the backward pass of another loss may run on this thread meanwhile, if both are
 /// rayon jobs.
 pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaf: Option<&Tensor>) -> Result<GradStore> {
+    if let Some(penalty) = penalty.filter(|penalty| penalty.sorted_nodes().iter().any(|node| node.id() == value.id())) {
+        // The gradient of the value is not one.
+        return Ok((value + penalty)?.backward()?);
+    }
     /// Restores the outer pass, also on a panic.
     struct End(Option<Pass>);
     impl Drop for End {

@@ -35,7 +35,7 @@ impl Dropout {
     /// One Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for contexts `[.., seq, K, d]`, the
     /// same at all steps (Gal & Ghahramani, 2016). `None` without dropout.
     pub(crate) fn locked_mask(self, contexts: &Tensor, probability: f64) -> Result<Option<Tensor>> {
-        if self == Dropout::Off || probability == 0.0 {
+        if probability == 0.0 {
             return Ok(None);
         }
         let mut dims = contexts.dims().to_vec();
@@ -44,13 +44,14 @@ impl Dropout {
         }
         let keep = 1.0 - probability;
         let uniform = match self {
+            Dropout::Off => return Ok(None),
             Dropout::Seeded(seed) => {
                 let mut rng = StdRng::seed_from_u64(seed);
                 let count: usize = dims.iter().product();
                 let values: Vec<f32> = (0..count).map(|_| rng.random()).collect();
                 Tensor::from_vec(values, dims, contexts.device())?
             }
-            Dropout::Off | Dropout::Random => Tensor::rand(0f32, 1f32, dims, contexts.device())?,
+            Dropout::Random => Tensor::rand(0f32, 1f32, dims, contexts.device())?,
         };
         let mask = uniform.lt(keep)?.to_dtype(contexts.dtype())?;
         Ok(Some((mask / keep)?))

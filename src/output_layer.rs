@@ -251,7 +251,8 @@ pub trait MixtureLayer: OutputLayer {
     /// contexts.
     fn components(&self) -> usize;
 
-    /// The mixture of these hidden states `[.., hidden]`; see [`LossOptions::dropout`].
+    /// The mixture of these hidden states `[.., hidden]`; with this dropout: that of the options
+    /// ([`LossOptions::dropout`]) for a loss, [`Dropout::Off`] to decode.
     ///
     /// # Shapes
     ///

@@ -171,6 +171,13 @@ on_each_device! {
                 assert_close(name, &gradient, &expected[name], None, Tolerance::gradient(dtype));
                 assert_eq!(gradient != plain[name], ["decoder.weight", input].contains(&name), "{head:?} {name}");
             }
+            // A penalty of the loss itself.
+            let of_value = (loss.value.sqr()? * 0.5)?;
+            let expected = gradients(&(&loss.value + &of_value)?.backward()?, &tensors);
+            for (name, gradient) in gradients(&loss.backward_with(&of_value)?, &tensors) {
+                assert_close(name, &gradient, &expected[name], None, Tolerance::gradient(dtype));
+                assert_ne!(gradient, plain[name], "{head:?} {name}");
+            }
             let error = loss.backward_with(&tensors["decoder.weight"]).expect_err("not a scalar");
             assert!(error.to_string().contains("penalty"), "{error}");
         }

@@ -69,7 +69,9 @@ fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
     let (hidden, places) = hidden_states(&model, &corpus.data.valid, args.contexts)?;
     let dtype = args.dtype.dtype();
     let tensor = |name: &str| -> Result<Tensor> { Ok(named(&checkpoint, path, name)?.to_dtype(dtype)?) };
-    let (weight, bias) = (tensor("head.decoder.weight")?, Some(tensor("head.decoder.bias")?));
+    let tied = checkpoint.optional("tied")?.unwrap_or(false);
+    let decoder = if tied { "embedding.weight" } else { "head.decoder.weight" };
+    let (weight, bias) = (tensor(decoder)?, Some(tensor("head.decoder.bias")?));
     let (head, prior_weight): (Box<dyn MixtureLayer>, _) = match kind {
         HeadKind::Softmax => (Box::new(SoftmaxHead::from_tensors(weight.clone(), bias.clone())?), None),
         HeadKind::Moc | HeadKind::Mos => {
@@ -126,7 +128,7 @@ fn hidden_states(model: &LanguageModel, text: &[u32], count: usize) -> Result<(T
     for window in windows {
         let (ids, targets) = streams.tensors(text, &window, model.device())?;
         let targets = targets.flatten_all()?.to_vec1::<i64>()?;
-        let hidden = model.hidden(&ids, &mut states, None)?.flatten_to(1)?;
+        let hidden = model.hidden(&ids, &mut states)?.flatten_to(1)?;
         let place = |row: usize| (row / window.steps) * stream + window.at + row % window.steps + 1;
         let rows = 0..targets.len();
         let rows: Vec<usize> = rows.filter(|&row| targets[row] != IGNORED && wanted(place(row))).collect();
@@ -202,6 +204,7 @@ fn named<'a>(file: &'a Checkpoint, path: &Path, key: &str) -> Result<&'a Tensor>
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::common::awd::Awd;
     use crate::common::session::Session;
     use crate::common::sizes::{InitialValues, Sizes};
     use clap::Parser;
@@ -214,9 +217,13 @@ pub(crate) mod tests {
     /// An untrained model of six units, whose mixtures have contexts of size 5.
     pub(crate) fn saved(name: &str, kind: HeadKind, corpus: Corpus) -> PathBuf {
         let recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
-        let sizes = Sizes::new(kind, &recipe, corpus.words.len());
-        let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu).expect("valid sizes");
-        let session = Session::new(kind, model, corpus.data, &recipe).expect("valid sizes");
+        saved_with(name, kind, corpus, &recipe)
+    }
+
+    fn saved_with(name: &str, kind: HeadKind, corpus: Corpus, recipe: &Recipe) -> PathBuf {
+        let sizes = Sizes::new(kind, recipe, corpus.words.len());
+        let model = LanguageModel::new(kind, sizes, InitialValues::Even, recipe, &Device::Cpu).expect("valid sizes");
+        let session = Session::new(kind, model, corpus.data, recipe).expect("valid sizes");
         let path = temporary(name);
         session.checkpoint().expect("copies").save(&path).expect("writes");
         path
@@ -259,6 +266,21 @@ pub(crate) mod tests {
             assert_eq!(few.targets.as_ref().expect("known")[i], all.targets.as_ref().expect("known")[same]);
         }
         std::fs::remove_file(path).expect("was just written");
+        std::fs::remove_dir_all(folder).expect("was just written");
+    }
+
+    #[test]
+    fn a_tied_decoder_is_the_embedding() {
+        let folder = folder("tied", &"a b c d e f g h\n".repeat(40));
+        let awd = Awd { tied: Some(true), inner: Some(7), ..Awd::NONE };
+        for kind in HeadKind::ALL {
+            let recipe = Recipe { hidden: 6, context: Some(5), layers: 2, awd, ..Recipe::BASE };
+            let path = saved_with("tied", kind, Corpus::from_folder(&folder).expect("a corpus"), &recipe);
+            let source = open(&args(&["--contexts", "20"], &[&path])).expect("opens").remove(0);
+            let width = if kind == HeadKind::Softmax { 6 } else { 5 };
+            assert_eq!((source.weight.dims(), source.contexts()), (&[9, width][..], 20), "{kind:?}");
+            std::fs::remove_file(path).expect("was just written");
+        }
         std::fs::remove_dir_all(folder).expect("was just written");
     }
 

@@ -62,14 +62,17 @@ fn run(args: &Args) -> Result<()> {
     }
     let sizes = |kind| sizes(&recipe, kind, vocab);
     let build = |kind, _: Option<&_>| build(kind, &recipe);
-    let rows = heads::train(&args.common, &device, build, |session| {
+    let Some(rows) = heads::train(&args.common, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(args.common.seed)?;
             let text = generate(&session.model, corpus.start(), args.generate, &mut sampler)?;
             println!("{} writes:\n{}\n", session.kind.name(), corpus.decode(&text).trim());
         }
         session.evaluate(&corpus.test)
-    })?;
+    })?
+    else {
+        return Ok(());
+    };
 
     println!("\n{}", report::table(&rows, |kind| sizes(kind).head));
     if let Some(summary) = report::summary(&rows, |kind| sizes(kind).head) {

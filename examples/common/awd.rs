@@ -27,7 +27,7 @@ pub(crate) struct Awd {
     /// Locked dropout of the contexts [default: --dropout]
     #[arg(long, value_name = "P", value_parser = below_one)]
     pub(crate) context_dropout: Option<f64>,
-    /// Dropout of the recurrent weights (DropConnect), one mask per window
+    /// Dropout of the recurrent weights (DropConnect), one mask for all steps and streams of a backward pass
     #[arg(long, value_name = "P", value_parser = below_one)]
     pub(crate) weight_dropout: Option<f64>,
     /// Activation regularisation: factor of the mean square of the last layer's outputs
@@ -36,7 +36,7 @@ pub(crate) struct Awd {
     /// Temporal activation regularisation: factor of the mean square of their differences
     #[arg(long, value_name = "BETA", value_parser = not_negative)]
     pub(crate) tar: Option<f64>,
-    /// Factor of the parameters that is added to their gradients
+    /// Factor of the parameters that is added to their gradients; with Adam decoupled, as in AdamW
     #[arg(long, value_parser = not_negative)]
     pub(crate) weight_decay: Option<f64>,
     /// Draw the length of every window around --bptt, at most N above it
@@ -45,7 +45,7 @@ pub(crate) struct Awd {
     /// Compute the gradients of N streams at a time
     #[arg(long, value_name = "N", value_parser = positive)]
     pub(crate) small_batch: Option<usize>,
-    /// Average the parameters (ASGD) once the validation loss is not below its minimum N epochs before
+    /// Average the parameters (ASGD) once the validation loss is above the lowest of those more than N epochs before
     #[arg(long, value_name = "N", value_parser = positive)]
     pub(crate) nonmono: Option<usize>,
 }
@@ -86,6 +86,15 @@ impl Awd {
             small_batch: self.small_batch.or(defaults.small_batch),
             nonmono: self.nonmono.or(defaults.nonmono),
         }
+    }
+
+    /// Without the four locked dropouts, so that `Recipe::dropout` holds.
+    pub(crate) fn without_locked_dropout(self) -> Awd {
+        Awd { input_dropout: None, hidden_dropout: None, output_dropout: None, context_dropout: None, ..self }
+    }
+
+    pub(crate) fn has_locked_dropout(&self) -> bool {
+        *self != self.without_locked_dropout()
     }
 
     pub(crate) fn tied(&self) -> bool {

@@ -71,6 +71,11 @@ impl Checkpoint {
         value.parse().map_err(|_| format!("the checkpoint's {key} is {value:?}, which is not a valid value").into())
     }
 
+    /// The parsed value of `key`, if there is one.
+    pub(crate) fn optional<T: std::str::FromStr>(&self, key: &str) -> Result<Option<T>> {
+        self.metadata.contains_key(key).then(|| self.get(key)).transpose()
+    }
+
     /// Fails unless the model was made with this value of a flag.
     pub(crate) fn require_flag(&self, flag: &str, wanted: &str) -> Result<()> {
         let stored: String = self.get(flag)?;

@@ -16,7 +16,8 @@ pub(crate) struct TrainingFlags {
     head: Option<String>,
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors
+    /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors; the
+    /// results at the end are those of this model
     #[arg(long, value_name = "FILE_OR_DIR")]
     pub(crate) save: Option<PathBuf>,
     /// Resume from a checkpoint [without a value: from the path of --save]
@@ -86,7 +87,8 @@ impl TrainingFlags {
     /// With --minutes: DIR/HEAD.leg.safetensors, beside the checkpoint of --save.
     pub(crate) fn leg(&self, kind: HeadKind) -> Result<Option<Leg>> {
         let Some((minutes, save)) = self.minutes.zip(self.save_path(kind)?) else { return Ok(None) };
-        let until = self.start + Duration::from_secs_f64(60.0 * minutes);
+        let until = Duration::try_from_secs_f64(60.0 * minutes).ok().and_then(|time| self.start.checked_add(time));
+        let until = until.ok_or_else(|| format!("--minutes is {minutes}, expected a time that comes"))?;
         Ok(Some(Leg { path: save.with_extension("leg.safetensors"), until }))
     }
 

@@ -35,7 +35,7 @@ pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler:
     let mut last = Tensor::new(&[[start]], model.device())?;
     let mut text = Vec::with_capacity(count);
     for _ in 0..count {
-        let hidden = model.hidden(&last, &mut states, None)?;
+        let hidden = model.hidden(&last, &mut states)?;
         last = model.head().sample(&hidden, sampler)?;
         text.extend(last.flatten_all()?.to_vec1::<u32>()?);
     }

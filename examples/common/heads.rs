@@ -30,19 +30,25 @@ pub(crate) fn slowdown<T>(outcome: &Outcome<T>, all: &[Outcome<T>]) -> Option<f6
 }
 
 /// Trains every head of `--head`: `build` makes its session, `finish` uses the trained model. All paths and checkpoints
-/// are checked before the first is trained.
+/// are checked before the first is trained. `None` if the time of `--minutes` is up.
 pub(crate) fn train<M: Model, T>(
     flags: &TrainingFlags,
     device: &Device,
     build: impl Fn(HeadKind, Option<&Checkpoint>) -> Result<Session<M>>,
     finish: impl Fn(&Session<M>) -> Result<T>,
-) -> Result<Vec<Outcome<T>>> {
+) -> Result<Option<Vec<Outcome<T>>>> {
     flags.check_outputs()?;
     let mut sessions = vec![];
     for kind in flags.heads() {
         let (resume, save, leg) = (flags.resume_path(kind)?, flags.save_path(kind)?, flags.leg(kind)?);
-        // A leg continues the one before.
-        let resume = leg.as_ref().map(|leg| leg.path.clone()).filter(|path| path.exists()).or(resume);
+        let resume = match leg.as_ref().filter(|leg| leg.path.exists()) {
+            None => resume,
+            Some(leg) if resume.as_ref().is_some_and(|path| Some(path) != save.as_ref()) => {
+                let path = leg.path.display();
+                return Err(format!("--resume, but {path} has the state of a training: remove one of them").into());
+            }
+            Some(leg) => Some(leg.path.clone()),
+        };
         let checkpoint = resume.as_deref().map(|path| Checkpoint::load(path, device)).transpose()?;
         let mut session = build(kind, checkpoint.as_ref())?;
         if let Some(checkpoint) = &checkpoint {
@@ -52,13 +58,14 @@ pub(crate) fn train<M: Model, T>(
     }
     let mut outcomes = vec![];
     for (mut session, resume, save, leg) in sessions {
-        // The resumed model is the best so far.
-        if let Some(path) = save.as_ref().filter(|_| resume.is_some() && resume != save && leg.is_none()) {
+        // The resumed model is the best so far; that of a leg is in the file of --save.
+        let is_leg = leg.as_ref().is_some_and(|leg| Some(&leg.path) == resume.as_ref());
+        if let Some(path) = save.as_ref().filter(|_| resume.is_some() && resume != save && !is_leg) {
             session.checkpoint()?.save(path)?;
         }
         if !session.run(save.as_deref(), flags.results.as_deref(), leg.as_ref())? {
             println!("The time is up: the same command continues.");
-            break;
+            return Ok(None);
         }
         outcomes.push(Outcome {
             kind: session.kind,
@@ -70,7 +77,7 @@ pub(crate) fn train<M: Model, T>(
             history: session.history,
         });
     }
-    Ok(outcomes)
+    Ok(Some(outcomes))
 }
 
 /// Trains every head of `--head` once for each trial of `recipe`, and prints the flags of its best.
@@ -168,6 +175,7 @@ mod tests {
             Session::new(kind, LanguageModel::new(kind, sizes, values, &recipe, &Device::Cpu)?, data.clone(), &recipe)
         };
         let rows = train(&flags, &Device::Cpu, build, |session| session.valid_nll()).expect("divergence is no error");
+        let rows = rows.expect("no leg");
         assert_eq!(rows.iter().map(|row| row.diverged).collect::<Vec<_>>(), [None, Some(1), None]);
         assert!(rows[0].more.is_some() && rows[1].more.is_none() && rows[2].valid_nll.is_finite());
         assert!(rows[1].valid_nll.is_nan());

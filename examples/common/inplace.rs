@@ -1,6 +1,6 @@
-//! Adam's update in place on the CPU. Ordinary candle operations make a dozen passes over new memory per variable.
+//! Updates of parameters in place on the CPU. Ordinary candle operations make up to a dozen passes over new memory.
 
-use candle_core::{CpuStorage, InplaceOp2, InplaceOp3, Layout, Result, Storage, Tensor};
+use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result, Storage, Tensor};
 use rayon::prelude::*;
 
 const BLOCK: usize = 1 << 14;
@@ -60,6 +60,38 @@ impl InplaceOp3 for Descend {
         values_mut(target, at)?.par_chunks_mut(BLOCK).zip(moments).for_each(|(target, (first, second))| {
             for ((target, &first), &second) in target.iter_mut().zip(first).zip(second) {
                 *target -= self.rate * first / ((self.correction * second).sqrt() + self.epsilon);
+            }
+        });
+        Ok(())
+    }
+}
+
+/// `target <- target + decay (start - target) - rate gradient`, each by element.
+pub(crate) struct Adapt<'a> {
+    pub(crate) start: &'a Tensor,
+    pub(crate) decay: &'a Tensor,
+    pub(crate) rate: &'a Tensor,
+    pub(crate) gradient: &'a Tensor,
+}
+
+impl InplaceOp1 for Adapt<'_> {
+    fn name(&self) -> &'static str {
+        "adapt"
+    }
+
+    fn cpu_fwd(&self, target: &mut CpuStorage, at: &Layout) -> Result<()> {
+        let guards = [self.start, self.decay, self.rate, self.gradient].map(Tensor::storage_and_layout);
+        let mut slices = vec![];
+        for (storage, layout) in &guards {
+            let Storage::Cpu(storage) = &**storage else { candle_core::bail!("expected a tensor on the CPU") };
+            slices.push(values(storage, layout)?);
+        }
+        values_mut(target, at)?.par_chunks_mut(BLOCK).enumerate().for_each(|(block, target)| {
+            let first = block * BLOCK;
+            let of = |i: usize| &slices[i][first..first + target.len()];
+            let others = of(0).iter().zip(of(1)).zip(of(2)).zip(of(3));
+            for (target, (((start, decay), rate), gradient)) in target.iter_mut().zip(others) {
+                *target += decay * (start - *target) - rate * gradient;
             }
         });
         Ok(())

@@ -68,7 +68,7 @@ impl LanguageModel {
     /// The model of a checkpoint, without the state of training.
     pub(crate) fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
         let kind = HeadKind::of_checkpoint(checkpoint)?;
-        let awd = Awd { inner: Some(checkpoint.get("inner")?), tied: Some(checkpoint.get("tied")?), ..Awd::NONE };
+        let awd = Awd { inner: checkpoint.optional("inner")?, tied: checkpoint.optional("tied")?, ..Awd::NONE };
         let recipe = Recipe { awd, ..Recipe::of_checkpoint(kind, checkpoint)? };
         let model = Self::new(kind, Sizes::new(kind, &recipe, vocab), InitialValues::Small, &recipe, device)?;
         checkpoint.restore_variables(model.varmap())?;
@@ -95,13 +95,13 @@ impl LanguageModel {
         self.lstm.start(batch)
     }
 
-    /// Token ids [batch, seq] -> hidden states [batch, seq, hidden]; advances `states`, detached from the graph.
-    /// Dropout is applied if a generator for its masks is given.
-    pub(crate) fn hidden(&self, ids: &Tensor, states: &mut [LSTMState], rng: Option<&mut StdRng>) -> Result<Tensor> {
-        Ok(self.outputs(ids, states, rng)?.dropped)
+    /// Token ids [batch, seq] -> hidden states [batch, seq, hidden] without dropout; advances `states`, detached from
+    /// the graph.
+    pub(crate) fn hidden(&self, ids: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
+        Ok(self.outputs(ids, states, None)?.dropped)
     }
 
-    /// As `hidden`, with the hidden states before the last dropout.
+    /// As `hidden`, before and after the last dropout. Dropout is applied if a generator for its masks is given.
     fn outputs(&self, ids: &Tensor, states: &mut [LSTMState], mut rng: Option<&mut StdRng>) -> Result<Outputs> {
         let mut inputs = self.embedding.forward(ids)?;
         // The mask of the vocabulary's rows, at the rows that occur.
@@ -281,7 +281,7 @@ mod tests {
         let sum = |seed| -> f32 {
             let model = model(HeadKind::Mos, Sizes::new(HeadKind::Mos, &recipe(2), 11), seed);
             let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("ids");
-            let hidden = model.hidden(&ids, &mut model.state(1).expect("state"), None).expect("hidden");
+            let hidden = model.hidden(&ids, &mut model.state(1).expect("state")).expect("hidden");
             hidden.sum_all().and_then(|sum| sum.to_scalar()).expect("sum")
         };
         assert_eq!(sum(1), sum(1));

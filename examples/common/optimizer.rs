@@ -49,8 +49,8 @@ impl Optimizer {
         Ok(Self { vars, moments, average: None, weight_decay, steps: 0 })
     }
 
-    /// From now on the variables are the average of the parameters after each step, except between `swap` and `swap`,
-    /// where training goes on.
+    /// From now on the variables hold the average of the parameters after each step. To train, exchange the two by
+    /// `swap` before the first step and after the last.
     pub(crate) fn start_averaging(&mut self) -> Result<()> {
         let other = self.vars.iter().map(|(_, var)| Ok(var.copy()?)).collect::<Result<_>>()?;
         self.average = Some(Average { other, steps: 0, lr: None });
@@ -208,13 +208,13 @@ impl Optimizer {
         for ((name, _), moments) in self.vars.iter().zip(self.moments.iter_mut().flatten()) {
             *moments = [get(format!("adam.first.{name}"))?, get(format!("adam.second.{name}"))?];
         }
-        self.average = match checkpoint.metadata.contains_key("asgd.steps") {
-            true => Some(Average {
+        self.average = match checkpoint.optional("asgd.steps")? {
+            Some(steps) => Some(Average {
                 other: self.vars.iter().map(|(name, _)| get(format!("asgd.last.{name}"))).collect::<Result<_>>()?,
-                steps: checkpoint.get("asgd.steps")?,
-                lr: checkpoint.metadata.contains_key("asgd.lr").then(|| checkpoint.get("asgd.lr")).transpose()?,
+                steps,
+                lr: checkpoint.optional("asgd.lr")?,
             }),
-            false => None,
+            None => None,
         };
         self.steps = checkpoint.get("steps")?;
         Ok(())
@@ -271,7 +271,7 @@ mod tests {
             rows.map(|number| number.as_f64().unwrap()).collect()
         };
         let number = |key: &str| golden[key].as_f64().unwrap();
-        // PyTorch adds 1e-6 to the norm.
+        // To clip, PyTorch divides by the norm plus 1e-6.
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-8)] {
             let start = Tensor::from_vec(numbers(&golden["start"]), (2, 3), &Device::Cpu).unwrap();
             let var = Var::from_tensor(&start.to_dtype(dtype).unwrap()).unwrap();

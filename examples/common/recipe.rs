@@ -56,6 +56,14 @@ macro_rules! recipe {
         }
 
         impl RecipeFlags {
+            pub(crate) fn embedding(&self) -> Option<usize> {
+                self.embedding
+            }
+
+            pub(crate) fn context(&self) -> Option<usize> {
+                self.context
+            }
+
             pub(crate) fn over(&self, defaults: Recipe, seed: u64) -> Recipe {
                 Recipe {
                     $($name: self.$name.unwrap_or(defaults.$name),)*
@@ -102,7 +110,7 @@ recipe! {
     /// Largest global gradient norm, 0 for no clipping
     #[arg(long, value_parser = not_negative)]
     clip: f64 = 1.0,
-    /// Locked dropout of LSTM inputs, hidden states and contexts
+    /// Locked dropout of LSTM inputs, hidden states and contexts; replaces those of a preset
     #[arg(long, value_parser = below_one)]
     dropout: f64 = 0.0,
     /// Share of the target distribution that is spread over the vocabulary
@@ -137,6 +145,17 @@ impl Recipe {
         Ok(recipe)
     }
 
+    /// The flags that the rest of a paused epoch must have.
+    pub(crate) fn course(&self) -> String {
+        let Recipe { batch, bptt, seed, finetune, awd: Awd { random_bptt, small_batch, .. }, .. } = *self;
+        let optional =
+            |flag: &str, value: Option<usize>| value.map_or(String::new(), |value| format!(" {flag} {value}"));
+        let (random_bptt, small_batch) =
+            (optional("--random-bptt", random_bptt), optional("--small-batch", small_batch));
+        let finetune = if finetune { " --finetune" } else { "" };
+        format!("--batch {batch} --bptt {bptt} --seed {seed}{random_bptt}{small_batch}{finetune}")
+    }
+
     /// Trial number `trial` of a random search: 0 is the recipe itself; the others have a learning rate from half to
     /// twice its own, a dropout from 0 to 0.4, and in turn one and the other activation. Every head gets the same trials.
     pub(crate) fn trial(&self, trial: usize) -> Recipe {
@@ -152,12 +171,15 @@ impl Recipe {
             (Activation::Tanh, 1) | (Activation::Identity, 0) => Activation::Identity,
             _ => Activation::Tanh,
         };
-        Recipe { lr, dropout, activation, ..*self }
+        Recipe { lr, dropout, activation, awd: self.awd.without_locked_dropout(), ..*self }
     }
 
     /// The flags that trials differ in; a softmax has no activation.
     pub(crate) fn tried(&self, kind: HeadKind) -> String {
-        let mut flags = format!("--lr {} --dropout {}", self.lr, self.dropout);
+        let mut flags = format!("--lr {}", self.lr);
+        if !self.awd.has_locked_dropout() {
+            flags += &format!(" --dropout {}", self.dropout);
+        }
         if kind != HeadKind::Softmax {
             flags += &format!(" --activation {:?}", self.activation).to_lowercase();
         }

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 pub(crate) struct Session<M: Model> {
     pub(crate) kind: HeadKind,
-    /// Its variables are the average of the last ones, once the optimizer averages.
+    /// Its variables are the average of the optimizer, once it has one.
     pub(crate) model: M,
     pub(crate) data: Data<M::Item>,
     /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
@@ -18,25 +18,39 @@ pub(crate) struct Session<M: Model> {
     pub(crate) diverged: Option<usize>,
     recipe: Recipe,
     optimizer: Optimizer,
-    /// The epoch that is begun.
+    /// An epoch that is not over.
     progress: Option<Progress<M::State>>,
     /// Mean NLL on the validation data with the current variables, once it is known.
     valid_nll: Option<f64>,
+    /// With finetuning: that of the model at the start.
+    start_nll: Option<f64>,
     /// Whether finetuning has come to its end.
     is_finetuned: bool,
     targets: f64,
     seconds: f64,
 }
 
-/// The end of a leg of a training that is longer than the time that a machine is there for.
+/// One leg of a training that takes longer than a machine is available.
 pub(crate) struct Leg {
     /// Where the state of training is written.
     pub(crate) path: PathBuf,
     pub(crate) until: Instant,
 }
 
+/// The results of one epoch.
+struct Epoch {
+    train_nll: f64,
+    valid_nll: f64,
+    seconds: f64,
+}
+
 impl<M: Model> Session<M> {
     pub(crate) fn new(kind: HeadKind, model: M, data: Data<M::Item>, recipe: &Recipe) -> Result<Self> {
+        for (flag, is_set) in [("--finetune", recipe.finetune), ("--nonmono", recipe.awd.nonmono.is_some())] {
+            if is_set && recipe.optimizer != OptimizerKind::Sgd {
+                return Err(format!("{flag} averages the parameters of SGD: it needs --optimizer sgd").into());
+            }
+        }
         let weight_decay = recipe.awd.weight_decay.unwrap_or(0.0);
         let mut optimizer = Optimizer::new(recipe.optimizer, weight_decay, model.varmap())?;
         if recipe.finetune {
@@ -52,6 +66,7 @@ impl<M: Model> Session<M> {
             optimizer,
             progress: None,
             valid_nll: None,
+            start_nll: None,
             is_finetuned: false,
             targets: 0.0,
             seconds: 0.0,
@@ -59,30 +74,29 @@ impl<M: Model> Session<M> {
     }
 
     /// Trains the remaining epochs; prints a line for each and appends it to `results`. The file `save` has the epoch
-    /// with the lowest validation NLL, the file of `leg` the state after each epoch, and when its time is up. Returns
-    /// whether training has come to its end.
+    /// with the lowest validation NLL, whose model this is in the end; the file of `leg` has the state after each epoch,
+    /// and when its time is up. Returns whether training has come to its end.
     pub(crate) fn run(&mut self, save: Option<&Path>, results: Option<&Path>, leg: Option<&Leg>) -> Result<bool> {
-        let mut best = self.history.iter().map(|[_, valid]| *valid).fold(f64::INFINITY, f64::min);
+        if self.recipe.finetune && self.start_nll.is_none() {
+            self.start_nll = Some(self.valid_nll()?);
+        }
+        let earlier = self.history.iter().map(|[_, valid]| *valid).chain(self.start_nll);
+        let mut best = earlier.fold(f64::INFINITY, f64::min);
         while self.history.len() < self.recipe.epochs && self.diverged.is_none() && !self.is_finetuned {
             let epoch = self.history.len() + 1;
-            let before = self.seconds;
             let (name, measure) = (self.kind.name(), self.recipe.measure);
-            let nlls = self.epoch(leg.map(|leg| leg.until))?;
-            if let Some(leg) = leg.filter(|_| self.diverged.is_none()) {
-                self.checkpoint()?.save(&leg.path)?;
-            }
-            let Some([train_nll, valid_nll]) = nlls else {
+            let Some(Epoch { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until))? else {
+                self.checkpoint()?.save(&leg.ok_or("a pause without a leg")?.path)?;
                 println!("{name:<7}  epoch {epoch:>2}  paused");
                 return Ok(false);
             };
-            let seconds = self.seconds - before;
             if let Some(path) = results {
                 let nlls = [train_nll, valid_nll];
                 results::append(path, name, epoch, nlls, seconds, self.model.parameters(), &self.recipe)?;
             }
             if self.diverged.is_some() {
                 println!("{name:<7}  epoch {epoch:>2}  diverged: the perplexity or a gradient is not finite");
-                break;
+                return Ok(true);
             }
             println!(
                 "{name:<7}  epoch {epoch:>2}  {measure}: train {:8.3}  valid {:8.3}  ({seconds:.1} s)",
@@ -95,43 +109,49 @@ impl<M: Model> Session<M> {
                     self.checkpoint()?.save(path)?;
                 }
             }
+            // After all else that belongs to the epoch.
+            if let Some(leg) = leg {
+                self.checkpoint()?.save(&leg.path)?;
+            }
+        }
+        let is_best = self.diverged.is_some() || self.valid_nll()? <= best;
+        if let Some(path) = save.filter(|path| !is_best && path.exists()) {
+            Checkpoint::load(path, self.model.device())?.restore_variables(self.model.varmap())?;
+            self.valid_nll = None;
         }
         Ok(true)
     }
 
-    /// Trains the rest of an epoch and returns its NLLs on the training and the validation data, or `None` if the time
-    /// is up.
-    fn epoch(&mut self, until: Option<Instant>) -> Result<Option<[f64; 2]>> {
+    /// Trains the rest of an epoch, or `None` if the time is up.
+    fn epoch(&mut self, until: Option<Instant>) -> Result<Option<Epoch>> {
         let epoch = self.history.len();
         let bar = progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1));
         let mut progress = match self.progress.take() {
             Some(progress) => progress,
             None => self.begin(epoch)?,
         };
-        let (start, targets_before) = (Instant::now(), progress.count);
+        let start = Instant::now();
         let (model, recipe) = (&self.model, &self.recipe);
         self.optimizer.swap()?;
         let (items, of_epoch) = (&self.data.train, (epoch, recipe));
         let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
         self.optimizer.swap()?;
-        self.seconds += start.elapsed().as_secs_f64();
-        self.targets += progress.count - targets_before;
+        progress.seconds += start.elapsed().as_secs_f64();
         self.valid_nll = None;
         bar.finish_and_clear();
-        let train_nll = progress.sum / progress.count;
-        let valid_nll = match end {
-            End::Paused => {
-                self.progress = Some(progress);
-                return Ok(None);
-            }
-            End::Epoch => self.evaluate(&self.data.valid)?,
-            End::Diverged => f64::NAN,
-        };
+        if end == End::Paused {
+            self.progress = Some(progress);
+            return Ok(None);
+        }
+        let Progress { sum, count, seconds, .. } = progress;
+        self.seconds += seconds;
+        self.targets += count;
+        let valid_nll = if end == End::Epoch { self.evaluate(&self.data.valid)? } else { f64::NAN };
         let valid_nll = if valid_nll.exp().is_finite() { valid_nll } else { f64::NAN };
         self.valid_nll = Some(valid_nll);
         if valid_nll.is_nan() {
             self.diverged = Some(epoch + 1);
-            return Ok(Some([f64::NAN; 2]));
+            return Ok(Some(Epoch { train_nll: f64::NAN, valid_nll, seconds }));
         }
         if self.no_longer_improves(valid_nll) {
             if self.recipe.finetune {
@@ -141,18 +161,19 @@ impl<M: Model> Session<M> {
                 println!("{:<7}  the parameters are averaged from epoch {} on", self.kind.name(), epoch + 2);
             }
         }
+        let train_nll = sum / count;
         self.history.push([train_nll, valid_nll]);
-        Ok(Some([train_nll, valid_nll]))
+        Ok(Some(Epoch { train_nll, valid_nll, seconds }))
     }
 
     /// An epoch before its first batch.
     fn begin(&self, epoch: usize) -> Result<Progress<M::State>> {
         let state = self.model.start(&self.recipe, Pass::Training { epoch })?;
-        Ok(Progress { batches: 0, sum: 0.0, count: 0.0, state })
+        Ok(Progress { batches: 0, sum: 0.0, count: 0.0, seconds: 0.0, state })
     }
 
-    /// The non-monotonic criterion (Merity et al., 2018): the NLL is above the lowest of `nonmono` or more epochs
-    /// before.
+    /// The non-monotonic criterion (Merity et al., 2018): the NLL is above the lowest of those more than `nonmono`
+    /// epochs before.
     fn no_longer_improves(&self, valid_nll: f64) -> bool {
         let Some(nonmono) = self.recipe.awd.nonmono else { return false };
         let before = self.history.len().saturating_sub(nonmono);
@@ -198,13 +219,16 @@ impl<M: Model> Session<M> {
             ("seconds", self.seconds.to_string()),
         ]);
         checkpoint.metadata.extend(metadata.into_iter().map(|(key, value)| (key.to_owned(), value)));
-        if self.is_finetuned {
-            checkpoint.metadata.insert("finetuned".into(), "true".into());
+        if let Some(nll) = self.start_nll {
+            checkpoint.metadata.insert("start_nll".into(), nll.to_string());
+            checkpoint.metadata.insert("finetuned".into(), self.is_finetuned.to_string());
         }
-        if let Some(Progress { batches, sum, count, state }) = &self.progress {
-            let numbers = [("batches", batches.to_string()), ("sum", sum.to_string()), ("count", count.to_string())];
-            let numbers = numbers.map(|(key, value)| (format!("progress.{key}"), value));
+        if let Some(Progress { batches, sum, count, seconds, state }) = &self.progress {
+            let numbers = [("sum", sum), ("count", count), ("seconds", seconds)];
+            let numbers = numbers.map(|(key, value)| (format!("progress.{key}"), value.to_string()));
             checkpoint.metadata.extend(numbers);
+            checkpoint.metadata.insert("progress.batches".into(), batches.to_string());
+            checkpoint.metadata.insert("progress.recipe".into(), self.recipe.course());
             checkpoint.tensors.extend(self.model.save_state(state));
         }
         Ok(checkpoint)
@@ -220,14 +244,26 @@ impl<M: Model> Session<M> {
         checkpoint.restore_variables(self.model.varmap())?;
         checkpoint.restore_optimizer(&mut self.optimizer)?;
         self.history = serde_json::from_str(&checkpoint.get::<String>("history")?)?;
-        (self.targets, self.seconds) = (checkpoint.get("targets")?, checkpoint.get("seconds")?);
-        self.is_finetuned = checkpoint.metadata.contains_key("finetuned");
+        self.targets = checkpoint.optional("targets")?.unwrap_or(0.0);
+        self.seconds = checkpoint.optional("seconds")?.unwrap_or(0.0);
+        self.start_nll = checkpoint.optional("start_nll")?;
+        if self.start_nll.is_some() != self.recipe.finetune {
+            let with = |finetune| if finetune { "with" } else { "without" };
+            let (stored, here) = (with(!self.recipe.finetune), with(self.recipe.finetune));
+            return Err(format!("the checkpoint was trained {stored} --finetune, but this run is {here} it").into());
+        }
+        self.is_finetuned = checkpoint.optional("finetuned")?.unwrap_or(false);
         let epoch = self.history.len();
         self.progress = None;
-        if checkpoint.metadata.contains_key("progress.batches") {
+        if let Some(batches) = checkpoint.optional("progress.batches")? {
+            let (stored, course) = (checkpoint.get::<String>("progress.recipe")?, self.recipe.course());
+            if stored != course {
+                return Err(format!("the checkpoint was paused with {stored}, but this run has {course}").into());
+            }
             let mut progress = self.begin(epoch)?;
-            progress.batches = checkpoint.get("progress.batches")?;
+            progress.batches = batches;
             (progress.sum, progress.count) = (checkpoint.get("progress.sum")?, checkpoint.get("progress.count")?);
+            progress.seconds = checkpoint.get("progress.seconds")?;
             self.model.load_state(&mut progress.state, &checkpoint.tensors)?;
             self.progress = Some(progress);
         }
@@ -400,15 +436,23 @@ mod tests {
 
     #[test]
     fn training_in_legs_equals_training_at_once() {
-        for finetune in [false, true] {
-            let recipe = Recipe { finetune, ..regularized(2) };
-            let mut whole = with_recipe(recipe);
+        // As it is; with a switch to averaging after the first epoch; finetuning that ends there.
+        for (history, finetune) in [(vec![], false), (vec![[0.1; 2]; 2], false), (vec![[0.1; 2]; 2], true)] {
+            let recipe = Recipe { finetune, ..regularized(history.len() + 2) };
+            let start = || {
+                let mut session = with_recipe(recipe);
+                session.history = history.clone();
+                session
+            };
+            let mut whole = start();
             assert!(whole.run(None, None, None).expect("trains"));
-            let path = temporary(&format!("leg_{finetune}"));
+            assert_eq!(whole.optimizer.is_averaging(), !history.is_empty());
+            assert_eq!(whole.history.len(), history.len() + if finetune { 1 } else { 2 });
+            let path = temporary(&format!("leg_{}_{finetune}", history.len()));
             let mut legs = 0;
             loop {
                 legs += 1;
-                let mut session = with_recipe(recipe);
+                let mut session = start();
                 if legs > 1 {
                     session.restore(&load(&path)).expect("fits");
                 }
@@ -416,10 +460,10 @@ mod tests {
                 let leg = Leg { path: path.clone(), until: Instant::now() };
                 if session.run(None, None, Some(&leg)).expect("trains") {
                     assert_eq!(session.history, whole.history, "finetune {finetune}");
-                    let sum = |session: &Session<LanguageModel>| session.checkpoint().expect("copies").tensors;
-                    for (name, tensor) in sum(&whole) {
-                        let difference =
-                            (&tensor - &sum(&session)[&name]).and_then(|d| d.abs()?.sum_all()?.to_scalar());
+                    let tensors = |session: &Session<LanguageModel>| session.checkpoint().expect("copies").tensors;
+                    for (name, tensor) in tensors(&whole) {
+                        let other = &tensors(&session)[&name];
+                        let difference = (&tensor - other).and_then(|d| d.abs()?.sum_all()?.to_scalar());
                         assert_eq!(difference.ok(), Some(0f32), "{name}");
                     }
                     break;
@@ -427,6 +471,58 @@ mod tests {
             }
             assert!(legs > 20, "{legs} legs");
             std::fs::remove_file(path).expect("was just written");
+        }
+    }
+
+    #[test]
+    fn a_leg_of_another_training_is_an_error_that_names_the_difference() {
+        let path = temporary("other_leg");
+        let leg = Leg { path: path.clone(), until: Instant::now() };
+        assert!(!with_recipe(regularized(2)).run(None, None, Some(&leg)).expect("pauses"));
+        let restore = |recipe| with_recipe(recipe).restore(&load(&path)).expect_err("must fail").to_string();
+        let error = restore(Recipe { bptt: 9, ..regularized(2) });
+        assert!(error.contains("--bptt 8") && error.contains("--bptt 9"), "{error}");
+        let error = restore(Recipe { finetune: true, ..regularized(2) });
+        assert!(error.contains("without --finetune"), "{error}");
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn finetuning_leaves_a_model_that_is_better_than_it_gets() {
+        let path = temporary("finetuning");
+        let mut first = with_recipe(regularized(3));
+        first.run(Some(&path), None, None).expect("trains");
+        let good = std::fs::read(&path).expect("was just written");
+        // Steps that are far too long.
+        let recipe = Recipe {
+            finetune: true,
+            lr: 300.0,
+            clip: 0.0,
+            awd: Awd { weight_decay: None, ..regularized(2).awd },
+            ..regularized(2)
+        };
+        let mut session = with_recipe(recipe);
+        session.model.restore(&load(&path)).expect("the same sizes");
+        let before = session.valid_nll().expect("evaluates");
+        session.run(Some(&path), None, None).expect("trains");
+        assert!(session.history.iter().all(|[_, valid]| *valid > before), "{before} {:?}", session.history);
+        assert_eq!(std::fs::read(&path).expect("still exists"), good);
+        assert_eq!(session.valid_nll().expect("evaluates"), before, "the saved model");
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn averaging_needs_sgd() {
+        for recipe in [Recipe { finetune: true, ..Recipe::BASE }, Recipe { awd: regularized(1).awd, ..Recipe::BASE }] {
+            let model = LanguageModel::new(
+                HeadKind::Softmax,
+                Sizes::new(HeadKind::Softmax, &recipe, 23),
+                InitialValues::Small,
+                &recipe,
+                &Device::Cpu,
+            );
+            let session = Session::new(HeadKind::Softmax, model.expect("valid sizes"), data(99), &recipe);
+            assert!(session.err().expect("Adam").to_string().contains("--optimizer sgd"));
         }
     }
 

@@ -69,7 +69,12 @@ impl Sizes {
         let mut settings = self.head.settings(kind);
         let Sizes { embedding, layers, inner, tied, .. } = self;
         settings.extend([("embedding", embedding.to_string()), ("layers", layers.to_string())]);
-        settings.extend([("inner", inner.to_string()), ("tied", tied.to_string())]);
+        if layers > 1 && inner != self.head.hidden {
+            settings.push(("inner", inner.to_string()));
+        }
+        if tied {
+            settings.push(("tied", "true".into()));
+        }
         settings
     }
 }
@@ -96,9 +101,12 @@ impl InitialValues {
             (InitialValues::Small, "embedding.weight" | "head.decoder.weight") => 0.1,
             (InitialValues::Small, _) => 1.0 / (units as f64).sqrt(),
             (InitialValues::Even, "embedding.weight") => 1.0,
-            (InitialValues::Even, "lstm.0.weight_ih_l0") => of(embedding),
             (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => of(head.context),
             (InitialValues::Even, name) if name.contains("bias") => 0.0,
+            (InitialValues::Even, name) if name.ends_with("weight_ih_l0") => match layer {
+                Some(0) | None => of(embedding),
+                Some(layer) => of(sizes.units()[layer - 1]),
+            },
             (InitialValues::Even, _) => of(units),
         }
     }

@@ -14,6 +14,8 @@ pub(crate) struct Progress<S> {
     /// Sum of the NLLs of their targets, and the number of these.
     pub(crate) sum: f64,
     pub(crate) count: f64,
+    /// Of training.
+    pub(crate) seconds: f64,
     /// What passes to the next batch.
     pub(crate) state: S,
 }

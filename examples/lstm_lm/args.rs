@@ -4,9 +4,11 @@ use crate::cache::CacheSettings;
 use crate::common::awd::Awd;
 use crate::common::flags::TrainingFlags;
 use crate::common::generate::SamplingFlags;
+use crate::common::head::HeadKind;
 use crate::common::optimizer::OptimizerKind;
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
 use crate::common::values::{above_zero, below_one, not_negative, positive};
+use crate::common::Result;
 use crate::dynamic::DynamicSettings;
 use crate::evaluate::Evaluation;
 use crate::presets::Preset;
@@ -70,43 +72,45 @@ pub(crate) struct Args {
     evaluation: EvaluationFlags,
 }
 
-/// Of a trained model.
+/// The flags of `--evaluate`.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Evaluation")]
 struct EvaluationFlags {
     /// Evaluate a checkpoint of this example, or a released one, instead of training
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["save", "resume", "finetune", "search", "plot"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = [
+        "RecipeFlags", "Awd", "bptt", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
+    ])]
     evaluate: Option<PathBuf>,
     /// Also with dynamic evaluation
     #[arg(long, requires = "evaluate")]
     dynamic_evaluation: bool,
     /// Learning rate of dynamic evaluation [default: that of the preset, or of ptb-mos, as all below]
-    #[arg(long, value_name = "ETA", value_parser = not_negative)]
+    #[arg(long, value_name = "ETA", value_parser = not_negative, requires = "dynamic_evaluation")]
     dynamic_lr: Option<f64>,
     /// How fast parameters return to those of training
-    #[arg(long, value_name = "LAMBDA", value_parser = not_negative)]
+    #[arg(long, value_name = "LAMBDA", value_parser = not_negative, requires = "dynamic_evaluation")]
     dynamic_decay: Option<f64>,
     /// Added to the root mean square of gradients
-    #[arg(long, value_name = "EPSILON", value_parser = above_zero)]
+    #[arg(long, value_name = "EPSILON", value_parser = above_zero, requires = "dynamic_evaluation")]
     dynamic_epsilon: Option<f64>,
-    /// Steps of a segment of dynamic evaluation
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = positive)]
-    dynamic_steps: usize,
+    /// Steps of a segment of dynamic evaluation [default: 5]
+    #[arg(long, value_name = "N", value_parser = positive, requires = "dynamic_evaluation")]
+    dynamic_steps: Option<usize>,
     /// Also with a continuous cache
     #[arg(long, requires = "evaluate")]
     cache: bool,
     /// Positions in the cache
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive, requires = "cache")]
     cache_window: Option<usize>,
     /// Factor of the inner products of hidden states
-    #[arg(long, value_name = "THETA", value_parser = not_negative)]
+    #[arg(long, value_name = "THETA", value_parser = not_negative, requires = "cache")]
     cache_theta: Option<f64>,
     /// Weight of the cache in the mixture with the model
-    #[arg(long, value_name = "LAMBDA", value_parser = below_one)]
+    #[arg(long, value_name = "LAMBDA", value_parser = below_one, requires = "cache")]
     cache_lambda: Option<f64>,
     /// Add this to every probability; the released code adds 1e-8
-    #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
-    floor: f64,
+    #[arg(long, value_parser = not_negative, requires = "evaluate")]
+    floor: Option<f64>,
     /// Write the checkpoint with the names of the released code to this file
     #[arg(long, value_name = "FILE", requires = "evaluate")]
     export: Option<PathBuf>,
@@ -130,10 +134,10 @@ impl Args {
         Some(Evaluation {
             file: flags.evaluate.clone()?,
             export: flags.export.clone(),
-            steps: flags.dynamic_steps,
+            steps: flags.dynamic_steps.unwrap_or(5),
             dynamic: flags.dynamic_evaluation.then_some(dynamic),
             cache: flags.cache.then_some(cache),
-            floor: flags.floor,
+            floor: flags.floor.unwrap_or(0.0),
             json: self.common.json,
         })
     }
@@ -143,47 +147,80 @@ impl Args {
         self.common.or_head(self.preset.map_or("all", Preset::head))
     }
 
-    pub(crate) fn recipe(&self) -> Recipe {
-        let defaults = match (self.preset, &self.data) {
+    /// Fails if the preset is for another head.
+    pub(crate) fn check_head(&self) -> Result<()> {
+        let Some(preset) = self.preset.filter(|preset| preset.head() != "all") else { return Ok(()) };
+        let heads = self.training().heads();
+        if heads.iter().any(|kind| kind.name() != preset.head()) {
+            let names: Vec<_> = heads.iter().map(|kind| kind.name()).collect();
+            let names = names.join(", ");
+            return Err(format!("the preset is for --head {}, not {names}: see --preset small", preset.head()).into());
+        }
+        Ok(())
+    }
+
+    /// Fails if flags contradict each other.
+    pub(crate) fn recipe(&self) -> Result<Recipe> {
+        let mut defaults = match (self.preset, &self.data) {
             (Some(preset), _) => preset.recipe(),
             (None, Some(_)) => TEXT,
             (None, None) => BUILT_IN,
         };
-        let lr = match (self.recipe.optimizer.unwrap_or(defaults.optimizer), self.data.is_some()) {
-            (OptimizerKind::Sgd, true) if defaults.optimizer == OptimizerKind::Sgd => defaults.lr,
-            (OptimizerKind::Sgd, _) => 20.0,
-            (OptimizerKind::Adam, true) => 0.001,
-            (OptimizerKind::Adam, false) => 0.03,
-        };
         // --dropout replaces the locked dropouts of a preset.
-        let preset = match self.recipe.dropout {
-            None => defaults.awd,
-            Some(_) => Awd {
-                input_dropout: None,
-                hidden_dropout: None,
-                output_dropout: None,
-                context_dropout: None,
-                ..defaults.awd
-            },
-        };
-        let bptt = self.bptt.unwrap_or(defaults.bptt);
-        let mut defaults = Recipe { lr, bptt, awd: self.awd.over(preset), ..defaults };
-        if self.finetune.is_some() {
-            defaults.lr = self.preset.map_or(lr, Preset::finetuning_lr);
-            defaults.awd.nonmono = defaults.awd.nonmono.or(Some(5));
-            defaults.finetune = true;
+        if self.recipe.dropout.is_some() {
+            defaults.awd = defaults.awd.without_locked_dropout();
         }
-        self.recipe.over(defaults, self.common.seed)
+        defaults.bptt = self.bptt.unwrap_or(defaults.bptt);
+        if self.finetune.is_some() {
+            defaults.lr = self.preset.map_or(20.0, Preset::finetuning_lr);
+            defaults.awd.nonmono = defaults.awd.nonmono.or(Some(5));
+            (defaults.optimizer, defaults.decay, defaults.epochs, defaults.finetune) =
+                (OptimizerKind::Sgd, 1.0, 1000, true);
+        }
+        let optimizer = self.recipe.optimizer.unwrap_or(defaults.optimizer);
+        if optimizer != defaults.optimizer {
+            defaults.lr = match (optimizer, self.data.is_some()) {
+                (OptimizerKind::Sgd, _) => 20.0,
+                (OptimizerKind::Adam, true) => 0.001,
+                (OptimizerKind::Adam, false) => 0.03,
+            };
+            defaults.awd.nonmono = None;
+        }
+        defaults.awd = self.awd.over(defaults.awd);
+        let mut recipe = self.recipe.over(defaults, self.common.seed);
+        if recipe.awd.tied() {
+            recipe = self.tied(recipe)?;
+        }
+        Ok(recipe)
+    }
+
+    /// With a tied decoder the width of the embedding is that of what the decoder multiplies: contexts, or the softmax's
+    /// hidden state.
+    fn tied(&self, recipe: Recipe) -> Result<Recipe> {
+        let (embedding, context) = (self.recipe.embedding(), self.recipe.context());
+        if let Some((embedding, context)) = embedding.zip(context).filter(|(embedding, context)| embedding != context) {
+            let message = format!("--embedding is {embedding}, but --context is {context}: they are one with --tied");
+            return Err(message.into());
+        }
+        let of_softmax = self.training().heads() == [HeadKind::Softmax];
+        if let Some((embedding, hidden)) = embedding.zip(self.recipe.hidden).filter(|(e, h)| of_softmax && e != h) {
+            let message = format!("--embedding is {embedding}, but --hidden is {hidden}: they are one with --tied");
+            return Err(message.into());
+        }
+        let width = embedding.or(context);
+        Ok(Recipe { embedding: width.or(recipe.embedding), context: width.or(recipe.context), ..recipe })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::common::head::HeadKind;
 
     fn recipe(flags: &[&str]) -> Recipe {
-        Args::try_parse_from([&["lstm_lm", "--data", "DIR"], flags].concat()).expect("valid flags").recipe()
+        Args::try_parse_from([&["lstm_lm", "--data", "DIR"], flags].concat())
+            .expect("valid flags")
+            .recipe()
+            .expect("no contradiction")
     }
 
     #[test]
@@ -212,7 +249,45 @@ mod tests {
             Args::try_parse_from(flags).expect("valid flags").training().heads()
         };
         assert_eq!(heads(&["--preset", "ptb-mos"]), [HeadKind::Mos]);
-        assert_eq!(heads(&["--preset", "ptb-mos", "--head", "softmax"]), [HeadKind::Softmax]);
         assert_eq!(heads(&["--preset", "small"]), HeadKind::ALL);
+        assert_eq!(heads(&["--preset", "small", "--head", "moc"]), [HeadKind::Moc]);
+        let args = Args::try_parse_from(["lstm_lm", "--data", "DIR", "--preset", "ptb-mos", "--head", "softmax"]);
+        let error = args.expect("valid flags").check_head().expect_err("another head").to_string();
+        assert!(error.contains("--head mos") && error.contains("softmax"), "{error}");
+    }
+
+    #[test]
+    fn finetuning_averages_until_it_no_longer_improves() {
+        let plain = recipe(&["--finetune", "FILE"]);
+        assert!(plain.finetune && plain.optimizer == OptimizerKind::Sgd && plain.epochs == 1000);
+        assert_eq!((plain.lr, plain.decay, plain.awd.nonmono), (20.0, 1.0, Some(5)));
+        assert_eq!(recipe(&["--preset", "ptb-mos", "--finetune", "FILE"]).lr, 25.0);
+        assert_eq!(recipe(&["--preset", "ptb-mos", "--optimizer", "adam"]).awd.nonmono, None);
+    }
+
+    #[test]
+    fn sizes_that_contradict_a_tied_decoder_are_errors() {
+        assert_eq!(recipe(&["--preset", "ptb-mos", "--embedding", "300"]).context, Some(300));
+        for flags in [
+            &["--preset", "ptb-mos", "--embedding", "300", "--context", "200"][..],
+            &["--preset", "ptb-softmax", "--embedding", "300", "--hidden", "200"],
+        ] {
+            let args = Args::try_parse_from([&["lstm_lm", "--data", "DIR"], flags].concat()).expect("valid flags");
+            let error = args.recipe().expect_err("a contradiction").to_string();
+            assert!(error.contains("300") && error.contains("200"), "{error}");
+        }
+    }
+
+    #[test]
+    fn flags_without_effect_are_errors() {
+        for flags in ["--dynamic-lr 1", "--cache-window 5", "--floor 1e-8", "--export F", "--preset small"] {
+            let with = |start: &str| Args::try_parse_from(format!("lstm_lm {start} {flags}").split_whitespace());
+            assert!(with("").is_err(), "{flags}");
+        }
+        for flags in ["--lr 1", "--tied", "--bptt 3", "--head mos", "--generate 5", "--dynamic-lr 1"] {
+            let with = |start: &str| Args::try_parse_from(format!("lstm_lm {start} {flags}").split_whitespace());
+            assert!(with("--evaluate F").is_err(), "{flags}");
+        }
+        assert!(Args::try_parse_from("lstm_lm --evaluate F --cache --cache-window 5 --floor 1e-8".split(' ')).is_ok());
     }
 }

@@ -10,11 +10,12 @@
 //! eta and epsilon, divided by sqrt(n), are those here.
 
 use crate::common::init::sorted;
+use crate::common::inplace::{self, Adapt};
 use crate::common::language_model::LanguageModel;
 use crate::common::model::{Model, Pass};
 use crate::common::recipe::Recipe;
 use crate::common::{progress, Result};
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Storage, Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use mos_head::{Dropout, Loss, LossOptions};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,9 +91,8 @@ impl Adaptation {
         for Parameter { var, start, decay, rate } in &self.parameters {
             let zeros = || var.zeros_like();
             let gradient = gradients.get(var).map_or_else(zeros, |gradient| gradient.contiguous())?;
-            let tensors = [start, decay, rate, &gradient];
-            if var.device().is_cpu() && var.is_contiguous() && var.dtype() == DType::F32 {
-                var.inplace_op1(&Step(tensors))?;
+            if inplace::supports(var) {
+                var.inplace_op1(&Adapt { start, decay, rate, gradient: &gradient })?;
             } else {
                 let back = ((start - var.as_tensor())? * decay)?;
                 var.set(&((var.as_tensor() + back)? - (&gradient * rate)?)?)?;
@@ -109,33 +109,5 @@ impl Drop for Adaptation {
                 eprintln!("a parameter is not restored: {error}");
             }
         }
-    }
-}
-
-/// The step of one parameter in place, from its start, decay, rate and gradient. Ordinary operations make seven passes
-/// over the parameters for every few positions.
-struct Step<'a>([&'a Tensor; 4]);
-
-impl InplaceOp1 for Step<'_> {
-    fn name(&self) -> &'static str {
-        "dynamic_evaluation"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let guards = self.0.map(|tensor| tensor.storage_and_layout());
-        let mut slices = vec![];
-        for (storage, layout) in &guards {
-            let Storage::Cpu(storage) = &**storage else { candle_core::bail!("expected a tensor on the CPU") };
-            let start = layout.start_offset();
-            slices.push(&storage.as_slice::<f32>()?[start..start + layout.shape().elem_count()]);
-        }
-        let CpuStorage::F32(values) = storage else { candle_core::bail!("expected f32 values") };
-        let at = layout.start_offset();
-        let values = &mut values[at..at + layout.shape().elem_count()];
-        let ([start, decay], [rate, gradient]) = ([slices[0], slices[1]], [slices[2], slices[3]]);
-        for (i, value) in values.iter_mut().enumerate() {
-            *value += decay[i] * (start[i] - *value) - rate[i] * gradient[i];
-        }
-        Ok(())
     }
 }

@@ -10,7 +10,7 @@ use crate::common::{progress, Result};
 use crate::corpus::Corpus;
 use crate::dynamic::{gradient_rms, Adaptation, DynamicSettings};
 use crate::released;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use mos_head::{Dropout, LossOptions, Reduction};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -49,17 +49,11 @@ pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> 
     let (mut rows, mut lines) = (vec![], vec![]);
     let texts = [("valid", Some(&corpus.data.valid)), ("test", corpus.test.as_ref())];
     for (name, text) in texts.into_iter().filter_map(|(name, text)| Some((name, text?))) {
-        let all = [
-            ("as it is", None, None),
-            ("dynamic evaluation", *dynamic, None),
-            ("cache", None, *cache),
-            ("both", *dynamic, *cache),
-        ];
-        for (i, (method, dynamic, cache)) in all.into_iter().enumerate() {
-            let is_wanted = [true, dynamic.is_some(), cache.is_some(), dynamic.is_some() && cache.is_some()][i];
-            if !is_wanted {
-                continue;
-            }
+        let mut methods = vec![("as it is", None, None)];
+        methods.extend(dynamic.map(|dynamic| ("dynamic evaluation", Some(dynamic), None)));
+        methods.extend(cache.map(|cache| ("cache", None, Some(cache))));
+        methods.extend(dynamic.zip(*cache).map(|(dynamic, cache)| ("both", Some(dynamic), Some(cache))));
+        for (method, dynamic, cache) in methods {
             let start = Instant::now();
             let steps = if dynamic.is_some() { *steps } else { STEPS };
             let dynamic = dynamic.map(|settings| (settings, rms.as_slice()));
@@ -128,9 +122,9 @@ pub(crate) fn nlls(model: &LanguageModel, text: &[u32], method: Method, name: &s
         let inputs = &text[i * method.steps..i * method.steps + window.len()];
         let inputs = Tensor::from_slice(inputs, (1, window.len()), model.device())?;
         let ids = Tensor::from_slice(window, (1, window.len()), model.device())?;
-        let hidden = model.hidden(&inputs, &mut states, None)?;
+        let hidden = model.hidden(&inputs, &mut states)?;
         let loss = model.head().loss(&hidden, &ids, &options)?;
-        let mut nll = loss.nll.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        let mut nll = loss.nll.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f64::from).collect::<Vec<_>>();
         if method.floor > 0.0 {
             nll.iter_mut().for_each(|nll| *nll = -((-*nll).exp() + method.floor).ln());
         }
@@ -239,7 +233,7 @@ mod tests {
         let rms = gradient_rms(&model, &text(), 5).unwrap();
         let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).unwrap();
         let loss = || {
-            let hidden = model.hidden(&ids, &mut model.state(1).unwrap(), None).unwrap();
+            let hidden = model.hidden(&ids, &mut model.state(1).unwrap()).unwrap();
             model.head().loss(&hidden, &ids, &LossOptions::new().with_dropout(Dropout::Off)).unwrap()
         };
         let start = parameters(&model);

@@ -45,13 +45,14 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
+    args.check_head()?;
     let flags = args.training();
     let device = flags.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder)?,
         None => Teacher::new().built_in(flags.seed),
     };
-    let (data, recipe) = (&corpus.data, args.recipe());
+    let (data, recipe) = (&corpus.data, args.recipe()?);
     if let Some(evaluation) = args.evaluation() {
         return evaluate::run(&evaluation, &corpus, &device);
     }
@@ -76,14 +77,17 @@ fn run(args: &Args) -> Result<()> {
         return heads::search(&flags, trials, &recipe, build);
     }
     let build = |kind, _: Option<&_>| build(kind, &recipe);
-    let rows = heads::train(&flags, &device, build, |session| {
+    let Some(rows) = heads::train(&flags, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(flags.seed)?;
             let text = generate(&session.model, data.train[0], args.generate, &mut sampler)?;
             println!("{} writes: {}", session.kind.name(), corpus.decode(&text));
         }
         corpus.test.as_ref().map(|text| session.evaluate(text)).transpose()
-    })?;
+    })?
+    else {
+        return Ok(());
+    };
 
     println!("\n{}", report::table(&rows, corpus.entropy));
     if let Some(summary) = report::summary(&rows, corpus.entropy) {

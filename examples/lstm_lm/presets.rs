@@ -21,7 +21,7 @@ pub(crate) enum Preset {
     Small,
 }
 
-/// Settings that all presets share.
+/// What the presets start from.
 const AWD: Recipe = Recipe {
     epochs: 1000,
     components: 15,
@@ -104,6 +104,8 @@ impl Preset {
                     embedding_dropout: Some(0.05),
                     output_dropout: Some(0.2),
                     random_bptt: Some(10),
+                    // The learning rate falls instead.
+                    nonmono: None,
                     ..AWD.awd
                 },
                 ..AWD

@@ -100,6 +100,9 @@ pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
             "the released code has no mixture of contexts: --export needs a softmax or a mixture of softmaxes".into()
         );
     }
+    if checkpoint.optional::<String>("activation")?.is_some_and(|activation| activation != "tanh") {
+        return Err("the contexts of the released code are tanh: --export needs --activation tanh".into());
+    }
     let mut file = Checkpoint::default();
     for (name, tensor) in &checkpoint.tensors {
         let there = NAMES.iter().find(|(here, _)| here == name).map(|(_, there)| (*there).to_owned());
@@ -202,6 +205,13 @@ mod tests {
             assert_eq!(first.tensors.len(), second.tensors.len());
             for (name, tensor) in &first.tensors {
                 assert!(is_same(tensor, &second.tensors[name]), "{name}");
+            }
+            if name != "softmax" {
+                let mut linear = read(&file).expect("reads");
+                linear.metadata.insert("activation".into(), "identity".into());
+                assert!(write(&linear).err().expect("not the released architecture").to_string().contains("tanh"));
+                linear.metadata.insert("head".into(), "moc".into());
+                assert!(write(&linear).err().expect("not the released architecture").to_string().contains("contexts"));
             }
             // A model of this example has the same tensors.
             assert_eq!(sorted(model(&first).varmap()).len(), first.tensors.len());

@@ -72,11 +72,14 @@ fn run(args: &Args) -> Result<()> {
     }
     let beam = task.beam(args, task.n_best());
     let build = |kind, checkpoint: Option<&_>| build(kind, &recipe, checkpoint);
-    let rows = heads::train(&args.common, &device, build, |session| {
+    let Some(rows) = heads::train(&args.common, &device, build, |session| {
         let scores = score::score(task, &session.model, &corpus.valid, &session.data.valid, beam)?;
         println!("\n{}", report::samples(&corpus.valid, &scores, args.samples));
         Ok(scores.measures)
-    })?;
+    })?
+    else {
+        return Ok(());
+    };
 
     println!("{}", report::table(&rows));
     let title = format!("Learning {}", corpus.name);

@@ -101,8 +101,8 @@ impl LossOptions {
         LossOptions { train: false, dropout: Dropout::Off, ..Self::new() }
     }
 
-    /// Sets the dropout of the head: with masks from a seed, so that the step can be repeated (give every step another),
-    /// or none, for gradients without it.
+    /// Sets the dropout of the head. The default is [`Dropout::Random`] for a training step and [`Dropout::Off`] for an
+    /// evaluation. [`Dropout::Seeded`] makes a step repeatable; use a different seed for each step.
     pub fn with_dropout(self, dropout: Dropout) -> Self {
         LossOptions { dropout, ..self }
     }

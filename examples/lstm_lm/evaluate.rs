@@ -2,7 +2,6 @@
 
 use crate::cache::{Cache, CacheSettings};
 use crate::common::checkpoint::Checkpoint;
-use crate::common::head::HeadKind;
 use crate::common::language_model::LanguageModel;
 use crate::common::model::Model;
 use crate::common::report::{self, number};
@@ -36,10 +35,11 @@ const STEPS: usize = 70;
 /// Prints the perplexities of the corpus' validation and test texts.
 pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> Result<()> {
     let Evaluation { file, export, steps, dynamic, cache, floor, json } = evaluation;
-    let in_file = |error| format!("{}: {error}", file.display());
-    let (kind, model) = load(file, corpus, device).map_err(in_file)?;
+    let checkpoint = readable(file, corpus, device)?;
+    let model = LanguageModel::from_checkpoint(&checkpoint, corpus.words.len(), device);
+    let (kind, model) = model.map_err(|error| in_file(file, error))?;
     if let Some(path) = export {
-        released::write(&model.checkpoint()).map_err(in_file)?.save(path)?;
+        released::write(&model.checkpoint()).map_err(|error| in_file(file, error))?.save(path)?;
     }
     println!("{} of {} parameters: {}", kind.name(), model.parameters(), file.display());
     let rms = match dynamic {
@@ -71,26 +71,28 @@ pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> 
     Ok(())
 }
 
-/// The model of a checkpoint of this example or of the released code.
-fn load(file: &Path, corpus: &Corpus, device: &Device) -> Result<(HeadKind, LanguageModel)> {
-    let checkpoint = readable(file, corpus, device)?;
-    LanguageModel::from_checkpoint(&checkpoint, corpus.words.len(), device)
-}
-
 /// A checkpoint of this example or of the released code, if it is for the vocabulary of this corpus.
 pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::load(file, device)?;
-    if !released::is_released(&checkpoint) {
-        checkpoint.require_corpus(&corpus.data.name, &corpus.data.digest)?;
-        return Ok(checkpoint);
-    }
-    let checkpoint = released::read(&checkpoint)?;
-    let (vocab, words) = (checkpoint.get::<usize>("vocab")?, corpus.words.len());
-    if vocab != words {
-        let name = &corpus.data.name;
-        return Err(format!("the checkpoint has a vocabulary of {vocab}, but that of {name} is {words}").into());
-    }
-    Ok(checkpoint)
+    let of_corpus = || {
+        if !released::is_released(&checkpoint) {
+            checkpoint.require_corpus(&corpus.data.name, &corpus.data.digest)?;
+            return Ok(None);
+        }
+        let checkpoint = released::read(&checkpoint)?;
+        let (vocab, words) = (checkpoint.get::<usize>("vocab")?, corpus.words.len());
+        if vocab != words {
+            let name = &corpus.data.name;
+            return Err(format!("the checkpoint has a vocabulary of {vocab}, but that of {name} is {words}").into());
+        }
+        Ok(Some(checkpoint))
+    };
+    let released: Result<_> = of_corpus();
+    Ok(released.map_err(|error| in_file(file, error))?.unwrap_or(checkpoint))
+}
+
+fn in_file(file: &Path, error: Box<dyn std::error::Error>) -> String {
+    format!("{}: {error}", file.display())
 }
 
 /// How a model is evaluated.
@@ -149,6 +151,7 @@ pub(crate) fn perplexity(nlls: &[f64]) -> f64 {
 mod tests {
     use super::*;
     use crate::common::awd::Awd;
+    use crate::common::head::HeadKind;
     use crate::common::init::sorted;
     use crate::common::recipe::Recipe;
     use crate::common::sizes::{InitialValues, Sizes};

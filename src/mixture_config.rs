@@ -183,7 +183,8 @@ impl MixtureConfig {
             0 => Ok(first.clone()),
             k => &shared + (weight.narrow(0, k * context, context)? * spread)?,
         };
-        Ok(Tensor::cat(&(0..components).map(component).collect::<candle_core::Result<Vec<_>>>()?, 0)?)
+        // A copy: a variable cannot be set to its own storage, which the concatenation of one tensor is.
+        Ok(Tensor::cat(&(0..components).map(component).collect::<candle_core::Result<Vec<_>>>()?, 0)?.copy()?)
     }
 
     pub(crate) fn validate(&self) -> Result<()> {

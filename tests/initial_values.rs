@@ -50,6 +50,21 @@ fn a_spread_of_one_changes_nothing() -> Result<()> {
     Ok(())
 }
 
+/// The doc's two lines, for one component too.
+#[test]
+fn a_variable_can_be_set_to_the_result() -> Result<()> {
+    for components in [1, 2] {
+        let mut vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+        let config = MixtureConfig::new(HIDDEN, 30, components).with_context(CONTEXT);
+        let head = MixtureOfSoftmaxes::new(&config, vb)?;
+        for spread in [0.0, 1.0] {
+            vars.set_one("latent.weight", config.similar_components(&head.tensors().latent_weight, spread)?)?;
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn components_without_spread_are_one_softmax() -> Result<()> {
     let vars = VarMap::new();

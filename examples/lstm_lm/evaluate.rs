@@ -1,4 +1,5 @@
-//! The perplexity of a trained model on a text: as it is, with dynamic evaluation, with a cache, and with both.
+//! The perplexity of a trained model on a text: with its parameters fixed or adapted by dynamic evaluation, each with
+//! and without a continuous cache.
 
 use crate::cache::{Cache, CacheSettings};
 use crate::common::checkpoint::Checkpoint;
@@ -49,22 +50,22 @@ pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> 
     let (mut rows, mut lines) = (vec![], vec![]);
     let texts = [("valid", Some(&corpus.data.valid)), ("test", corpus.test.as_ref())];
     for (name, text) in texts.into_iter().filter_map(|(name, text)| Some((name, text?))) {
-        let mut methods = vec![("as it is", None, None)];
-        methods.extend(dynamic.map(|dynamic| ("dynamic evaluation", Some(dynamic), None)));
-        methods.extend(cache.map(|cache| ("cache", None, Some(cache))));
-        methods.extend(dynamic.zip(*cache).map(|(dynamic, cache)| ("both", Some(dynamic), Some(cache))));
-        for (method, dynamic, cache) in methods {
-            let start = Instant::now();
-            let steps = if dynamic.is_some() { *steps } else { STEPS };
+        for dynamic in [None].into_iter().chain(dynamic.map(Some)) {
+            let (method, steps) = if dynamic.is_some() { ("dynamic", *steps) } else { ("fixed", STEPS) };
             let dynamic = dynamic.map(|settings| (settings, rms.as_slice()));
-            let nlls =
-                nlls(&model, text, Method { steps, dynamic, cache, floor: *floor }, &format!("{name}, {method}"))?;
-            let (perplexity, seconds) = (perplexity(&nlls), start.elapsed().as_secs_f64());
-            rows.push(vec![name.into(), method.into(), number(perplexity, 2), number(seconds, 1)]);
-            lines.push(json!({ "text": name, "method": method, "perplexity": perplexity, "seconds": seconds }));
+            let start = Instant::now();
+            let method_of_pass = Method { steps, dynamic, cache: *cache, floor: *floor };
+            let Nlls { plain, cached } = nlls(&model, text, method_of_pass, &format!("{name}, {method}"))?;
+            let seconds = start.elapsed().as_secs_f64();
+            let (plain, cached) = (perplexity(&plain), cached.as_deref().map(perplexity));
+            rows.push(vec![name.into(), method.into(), number(plain, 2), number(cached, 2), number(seconds, 1)]);
+            lines.push(json!({
+                "text": name, "parameters": method, "perplexity": plain, "perplexity_with_cache": cached,
+                "seconds": seconds,
+            }));
         }
     }
-    println!("\n{}", report::table(&["text", "method", "perplexity", "seconds"], &rows));
+    println!("\n{}", report::table(&["text", "parameters", "perplexity", "with cache", "seconds"], &rows));
     if *json {
         println!("{}", json!({ "head": kind.name(), "parameters": model.parameters(), "evaluations": lines }));
     }
@@ -107,8 +108,15 @@ pub(crate) struct Method<'a> {
     pub(crate) floor: f64,
 }
 
-/// The negative log-likelihood of every target of a text, read as one stream.
-pub(crate) fn nlls(model: &LanguageModel, text: &[u32], method: Method, name: &str) -> Result<Vec<f64>> {
+/// The negative log-likelihood of every target of a text.
+pub(crate) struct Nlls {
+    pub(crate) plain: Vec<f64>,
+    /// In the mixture with the cache.
+    pub(crate) cached: Option<Vec<f64>>,
+}
+
+/// Reads a text as one stream. Dynamic evaluation learns from the loss without the cache.
+pub(crate) fn nlls(model: &LanguageModel, text: &[u32], method: Method, name: &str) -> Result<Nlls> {
     let adaptation = method.dynamic.map(|(settings, rms)| Adaptation::new(model, rms, settings)).transpose()?;
     let mut cache = method.cache.map(Cache::new);
     let options = match adaptation {
@@ -117,7 +125,8 @@ pub(crate) fn nlls(model: &LanguageModel, text: &[u32], method: Method, name: &s
         None => LossOptions::evaluation().with_reduction(Reduction::None),
     };
     let mut states = model.state(1)?;
-    let mut all = Vec::with_capacity(text.len());
+    let mut plain = Vec::with_capacity(text.len());
+    let mut cached = cache.is_some().then(Vec::new);
     let targets = &text[1..];
     let bar = progress::bar(targets.len(), name.to_owned());
     for (i, window) in targets.chunks(method.steps).enumerate() {
@@ -130,17 +139,17 @@ pub(crate) fn nlls(model: &LanguageModel, text: &[u32], method: Method, name: &s
         if method.floor > 0.0 {
             nll.iter_mut().for_each(|nll| *nll = -((-*nll).exp() + method.floor).ln());
         }
-        if let Some(cache) = &mut cache {
-            nll = cache.mix(&hidden.flatten_to(1)?.detach(), window, &nll)?;
+        if let Some((cache, cached)) = cache.as_mut().zip(cached.as_mut()) {
+            cached.extend(cache.mix(&hidden.flatten_to(1)?.detach(), window, &nll)?);
         }
         if let Some(adaptation) = &adaptation {
             adaptation.step(&loss)?;
         }
-        all.extend(nll);
+        plain.extend(nll);
         bar.inc(window.len() as u64);
     }
     bar.finish_and_clear();
-    Ok(all)
+    Ok(Nlls { plain, cached })
 }
 
 pub(crate) fn perplexity(nlls: &[f64]) -> f64 {
@@ -177,8 +186,8 @@ mod tests {
     #[test]
     fn windows_of_any_length_give_the_same() {
         let model = model(HeadKind::Mos);
-        let short = nlls(&model, &text(), STATIC, "").unwrap();
-        let long = nlls(&model, &text(), Method { steps: 70, ..STATIC }, "").unwrap();
+        let short = nlls(&model, &text(), STATIC, "").unwrap().plain;
+        let long = nlls(&model, &text(), Method { steps: 70, ..STATIC }, "").unwrap().plain;
         assert_eq!((short.len(), long.len()), (299, 299));
         assert!(short.iter().zip(&long).all(|(a, b)| (a - b).abs() < 1e-4));
     }
@@ -190,7 +199,7 @@ mod tests {
             let rms = gradient_rms(&model, &text(), 5).unwrap();
             let settings = DynamicSettings { lr: 0.0, ..DYNAMIC };
             let found = nlls(&model, &text(), Method { dynamic: Some((settings, &rms)), ..STATIC }, "").unwrap();
-            for (a, b) in found.iter().zip(nlls(&model, &text(), STATIC, "").unwrap()) {
+            for (a, b) in found.plain.iter().zip(nlls(&model, &text(), STATIC, "").unwrap().plain) {
                 assert!((a - b).abs() < 1e-5, "{kind:?}: {a} {b}");
             }
         }
@@ -213,20 +222,18 @@ mod tests {
         for kind in HeadKind::ALL {
             let model = model(kind);
             let rms = gradient_rms(&model, &text(), 5).unwrap();
-            let found = |dynamic, cache| {
-                let dynamic: Option<DynamicSettings> = dynamic;
+            let found = |dynamic: Option<DynamicSettings>, cache| {
                 let dynamic = dynamic.map(|settings| (settings, rms.as_slice()));
-                perplexity(&nlls(&model, &text(), Method { dynamic, cache, ..STATIC }, "").unwrap())
+                let Nlls { plain, cached } =
+                    nlls(&model, &text(), Method { dynamic, cache: Some(cache), ..STATIC }, "").unwrap();
+                (perplexity(&plain), perplexity(&cached.unwrap()))
             };
-            let plain = found(None, None);
-            let (dynamic, cached) = (found(Some(DYNAMIC), None), found(None, Some(CACHE)));
-            let both = found(Some(DYNAMIC), Some(CACHE));
-            assert!(
-                dynamic < 0.8 * plain && cached < 0.95 * plain && both < dynamic,
-                "{kind:?} {plain} {dynamic} {cached} {both}"
-            );
-            let nothing = CacheSettings { lambda: 0.0, ..CACHE };
-            assert_eq!(found(None, Some(nothing)), plain, "{kind:?}: a cache without weight changes nothing");
+            let (plain, cached) = found(None, CACHE);
+            let (dynamic, both) = found(Some(DYNAMIC), CACHE);
+            let all = [plain, cached, dynamic, both];
+            assert!(cached < 0.95 * plain && dynamic < 0.8 * plain && both < dynamic, "{kind:?} {all:?}");
+            let (same, without_weight) = found(None, CacheSettings { lambda: 0.0, ..CACHE });
+            assert_eq!([same, without_weight], [plain; 2], "{kind:?}: a cache without weight changes nothing");
         }
     }
 

@@ -181,7 +181,7 @@ mod tests {
             let file = folder().join(format!("{name}.safetensors"));
             let model = model(&readable(&file, &corpus, &Device::Cpu).expect("readable"));
             for (key, floor) in [("nll", 0.0), ("with_floor", 1e-8)] {
-                let found = nlls(&model, &corpus.data.valid, Method { floor, ..METHOD }, "").expect("evaluates");
+                let found = nlls(&model, &corpus.data.valid, Method { floor, ..METHOD }, "").expect("evaluates").plain;
                 let expected: Vec<f64> =
                     golden[name][key].as_array().unwrap().iter().filter_map(Value::as_f64).collect();
                 assert_eq!(found.len(), expected.len());

@@ -180,11 +180,11 @@ impl MixtureConfig {
         let first = weight.narrow(0, 0, context)?;
         let shared = (&first * (1.0 - spread * spread).sqrt())?;
         let component = |k| match k {
-            0 => Ok(first.clone()),
+            // A copy: a variable cannot be set to its own storage, which the concatenation of one tensor is.
+            0 => first.copy(),
             k => &shared + (weight.narrow(0, k * context, context)? * spread)?,
         };
-        // A copy: a variable cannot be set to its own storage, which the concatenation of one tensor is.
-        Ok(Tensor::cat(&(0..components).map(component).collect::<candle_core::Result<Vec<_>>>()?, 0)?.copy()?)
+        Ok(Tensor::cat(&(0..components).map(component).collect::<candle_core::Result<Vec<_>>>()?, 0)?)
     }
 
     pub(crate) fn validate(&self) -> Result<()> {

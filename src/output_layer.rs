@@ -251,8 +251,8 @@ pub trait MixtureLayer: OutputLayer {
     /// contexts.
     fn components(&self) -> usize;
 
-    /// The mixture of these hidden states `[.., hidden]`; with this dropout: that of the options
-    /// ([`LossOptions::dropout`]) for a loss, [`Dropout::Off`] to decode.
+    /// The mixture of these hidden states `[.., hidden]`. The dropout of a loss is that of its options,
+    /// [`LossOptions::dropout`]; decoding has none.
     ///
     /// # Shapes
     ///

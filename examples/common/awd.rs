@@ -97,6 +97,11 @@ impl Awd {
         *self != self.without_locked_dropout()
     }
 
+    /// The number of streams whose gradients are computed at a time, of this many.
+    pub(crate) fn part(&self, streams: usize) -> usize {
+        self.small_batch.unwrap_or(streams).min(streams)
+    }
+
     pub(crate) fn tied(&self) -> bool {
         self.tied.unwrap_or(false)
     }

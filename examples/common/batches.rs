@@ -1,6 +1,6 @@
 //! Splits a text into parallel streams, and these into windows for truncated backpropagation through time.
 
-use super::{awd::Awd, recipe::Recipe, Result};
+use super::{recipe::Recipe, Result};
 use candle_core::{Device, Tensor};
 use rand::{rngs::StdRng, Rng};
 use rand_distr::{Distribution, Normal};
@@ -49,9 +49,8 @@ impl Streams {
     /// The windows of an epoch of training: each in parts of at most `small_batch` streams, and with random lengths,
     /// if the recipe has them.
     pub(crate) fn training_windows(self, recipe: &Recipe, rng: &mut StdRng) -> Vec<Window> {
-        let Awd { small_batch, random_bptt, .. } = recipe.awd;
-        let part = small_batch.unwrap_or(self.count).min(self.count);
-        match random_bptt {
+        let part = recipe.awd.part(self.count);
+        match recipe.awd.random_bptt {
             None => self.split(part, || (recipe.bptt, 1.0)),
             Some(most) => self.split(part, || {
                 let steps = random_length(recipe.bptt, most, rng);
@@ -109,6 +108,7 @@ fn random_length(bptt: usize, most: usize, rng: &mut StdRng) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use super::super::awd::Awd;
     use super::*;
     use rand::SeedableRng;
 

@@ -76,11 +76,13 @@ impl Checkpoint {
         self.metadata.contains_key(key).then(|| self.get(key)).transpose()
     }
 
-    /// Fails unless the model was made with this value of a flag.
-    pub(crate) fn require_flag(&self, flag: &str, wanted: &str) -> Result<()> {
-        let stored: String = self.get(flag)?;
-        if stored != wanted {
-            return Err(format!("the checkpoint has --{flag} {stored}, but this run has --{flag} {wanted}").into());
+    /// Fails unless the model was made with these values of flags.
+    pub(crate) fn require_flags(&self, settings: &[(&str, String)]) -> Result<()> {
+        for (flag, wanted) in settings {
+            let stored: String = self.get(flag)?;
+            if stored != *wanted {
+                return Err(format!("the checkpoint has --{flag} {stored}, but this run has --{flag} {wanted}").into());
+            }
         }
         Ok(())
     }

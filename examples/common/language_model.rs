@@ -84,9 +84,7 @@ impl LanguageModel {
 
     /// Sets the variables to those of a model with the same settings.
     pub(crate) fn restore(&self, checkpoint: &Checkpoint) -> Result<()> {
-        for (flag, value) in self.settings() {
-            checkpoint.require_flag(flag, &value)?;
-        }
+        checkpoint.require_flags(&self.settings())?;
         checkpoint.restore_variables(&self.varmap)
     }
 
@@ -188,13 +186,9 @@ impl Model for LanguageModel {
 
     /// The state of each part of the streams.
     fn start(&self, recipe: &Recipe, pass: Pass) -> Result<Vec<Vec<LSTMState>>> {
-        let streams = match pass {
-            Pass::Training { .. } => recipe.batch,
-            Pass::Evaluation => STREAMS,
-        };
-        let part = match pass {
-            Pass::Training { .. } => recipe.awd.small_batch.unwrap_or(streams).min(streams),
-            Pass::Evaluation => streams,
+        let (streams, part) = match pass {
+            Pass::Training { .. } => (recipe.batch, recipe.awd.part(recipe.batch)),
+            Pass::Evaluation => (STREAMS, STREAMS),
         };
         (0..streams).step_by(part).map(|first| self.lstm.start(part.min(streams - first))).collect()
     }

@@ -238,9 +238,7 @@ impl<M: Model> Session<M> {
     /// it.
     pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.require_corpus(&self.data.name, &self.data.digest)?;
-        for (flag, value) in self.settings() {
-            checkpoint.require_flag(flag, &value)?;
-        }
+        checkpoint.require_flags(&self.settings())?;
         checkpoint.restore_variables(self.model.varmap())?;
         checkpoint.restore_optimizer(&mut self.optimizer)?;
         self.history = serde_json::from_str(&checkpoint.get::<String>("history")?)?;

@@ -65,6 +65,19 @@ impl LanguageModel {
         })
     }
 
+    /// Sets the decoder's bias to the logarithm of each id's frequency in a text, with one more occurrence of each, so
+    /// that what is left to learn is how a context changes it.
+    pub(crate) fn start_at_frequencies(&self, text: &[u32]) -> Result<()> {
+        let vocab = self.sizes.head.vocab;
+        let mut counts = vec![1f64; vocab];
+        text.iter().for_each(|&id| counts[id as usize] += 1.0);
+        let total = (text.len() + vocab) as f64;
+        let bias: Vec<f32> = counts.iter().map(|count| (count / total).ln() as f32).collect();
+        let variables = self.varmap.data().lock().expect("no thread panicked while it held the variables");
+        let variable = variables.get("head.decoder.bias").ok_or("the head has no decoder.bias")?;
+        Ok(variable.set(&Tensor::from_vec(bias, vocab, &self.device)?)?)
+    }
+
     /// The model of a checkpoint, without the state of training.
     pub(crate) fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
         let kind = HeadKind::of_checkpoint(checkpoint)?;
@@ -280,6 +293,19 @@ mod tests {
         };
         assert_eq!(sum(1), sum(1));
         assert_ne!(sum(1), sum(2));
+    }
+
+    #[test]
+    fn a_bias_at_frequencies_is_a_unigram_model() {
+        for kind in HeadKind::ALL {
+            let model = model(kind, Sizes::new(kind, &recipe(2), 5), 1);
+            model.start_at_frequencies(&[0, 0, 3, 1, 3]).expect("every head has a bias");
+            let bias = init::sorted(model.varmap()).into_iter().find(|(name, _)| name == "head.decoder.bias");
+            let frequencies = bias.expect("found").1.exp().unwrap().to_vec1::<f32>().unwrap();
+            for (found, expected) in frequencies.into_iter().zip([0.3f32, 0.2, 0.1, 0.3, 0.1]) {
+                assert!((found - expected).abs() < 1e-6, "{kind:?}: {found} {expected}");
+            }
+        }
     }
 
     /// Hidden states, before and after dropout, of some ids with the embedding's mask of this seed.

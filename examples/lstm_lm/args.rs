@@ -52,8 +52,11 @@ pub(crate) struct Args {
     #[arg(long, value_enum, requires = "data")]
     preset: Option<Preset>,
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search", "unigram_bias"])]
     pub(crate) finetune: Option<PathBuf>,
+    /// Start the decoder's bias at the logarithms of the ids' frequencies in the training text
+    #[arg(long)]
+    pub(crate) unigram_bias: bool,
     /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     bptt: Option<usize>,
@@ -78,7 +81,7 @@ pub(crate) struct Args {
 struct EvaluationFlags {
     /// Evaluate a checkpoint of this example, or a released one, instead of training
     #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "RecipeFlags", "Awd", "bptt", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
+        "RecipeFlags", "Awd", "bptt", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
     ])]
     evaluate: Option<PathBuf>,
     /// Also with dynamic evaluation

@@ -69,6 +69,9 @@ fn run(args: &Args) -> Result<()> {
     let build = |kind, recipe: &Recipe| {
         let sizes = Sizes::new(kind, recipe, corpus.words.len());
         let model = LanguageModel::new(kind, sizes, InitialValues::Small, recipe, &device)?;
+        if args.unigram_bias {
+            model.start_at_frequencies(&data.train)?;
+        }
         if let Some(start) = &start {
             model.restore(start)?;
         }

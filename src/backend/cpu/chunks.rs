@@ -8,35 +8,46 @@ use rayon::prelude::*;
 use super::distribution::PositionRows;
 use super::dtype::Element;
 use super::gemm::{self, LogitsTo};
+use super::inputs::Inputs;
 use super::log_sum_exp::{LogSumExp, TileLogSumExp};
-use super::matrix::DecoderMatrix;
-use super::memory::zeros;
+use super::memory::{zeros, Workspace};
 use super::results::BufferedGradients;
 use super::rows::{LogProbRows, Logits, LossRows, PositionLoss, RowGradients, Scratch};
-use super::simd::{Float, Isa, ROW_ALIGN};
+use super::simd::{Float, ROW_ALIGN};
 use super::targets::Targets;
-use crate::backend::contract::{NeedsGrad, Operands, Sizes, Visit};
+use crate::backend::contract::{NeedsGrad, Sizes, Task, Visit};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
 /// Maximum number of parts into which a chunk's positions are split if the bias needs a gradient. Each part accumulates
 /// its own gradient, and these are added in order, so that the sum does not depend on the number of threads.
-pub(super) const BIAS_PARTS: usize = 16;
+const BIAS_PARTS: usize = 16;
+
+/// The workspace of both paths that are served here.
+pub(super) fn workspace(sizes: Sizes, task: Task, threads: usize) -> Workspace {
+    let Sizes { context, vocab, .. } = sizes;
+    let stride = vocab.next_multiple_of(ROW_ALIGN);
+    let tile = gemm::VOCAB_TILE.min(stride);
+    // The log-sum-exp of each tile, in two parts.
+    let summaries = 2 * vocab.div_ceil(tile);
+    // Contexts and their gradient, where they are widened or only some rows are live.
+    let contexts = 2 * context;
+    let per_row = match task.keeps_logits {
+        true => stride + summaries + contexts,
+        // A tile of logits per thread.
+        false => (tile + ROW_ALIGN) * threads + summaries + contexts,
+    };
+    let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
+    let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
+    // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
+    let per_thread = scratch_rows * stride + gemm::buffered_tile(context, vocab);
+    Workspace { per_row, fixed: stride * (2 + bias_parts) + threads * per_thread }
+}
 
 /// The state of a computation on the CPU.
 pub(super) struct Chunks<'a, T: Element> {
-    sizes: Sizes,
-    isa: Isa,
-    logit_scale: T::Acc,
-    softcap: Option<T::Acc>,
-    /// `[positions, K, d]`
-    contexts: &'a [T],
-    decoder: DecoderMatrix<'a, T>,
-    /// `[positions, K]`
-    log_priors: Vec<T::Acc>,
-    /// `[stride]`: multiplied by the logit scale, padded with minus infinity
-    bias: Vec<T::Acc>,
+    inputs: Inputs<'a, T>,
     /// Distance between rows of the logits, in elements.
     stride: usize,
 
@@ -76,34 +87,11 @@ impl LiveRows {
 }
 
 impl<'a, T: Element> Chunks<'a, T> {
-    pub(super) fn new(
-        operands: &Operands,
-        contexts: &'a [T],
-        decoder: DecoderMatrix<'a, T>,
-        plan: &Plan,
-    ) -> Result<Self> {
-        let Sizes { positions, components, vocab, .. } = operands.sizes;
-        let stride = vocab.next_multiple_of(ROW_ALIGN);
-        let log_priors = match &operands.log_priors {
-            Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
-            None => zeros(positions * components),
-        };
-        let logit_scale = T::Acc::of(operands.logit_scale);
-        let mut bias = match &operands.bias {
-            Some(bias) => bias.to_vec1()?,
-            None => zeros(vocab),
-        };
-        bias.iter_mut().for_each(|b| *b *= logit_scale);
-        bias.resize(stride, num_traits::Float::neg_infinity());
-        Ok(Chunks {
-            sizes: operands.sizes,
-            isa: Isa::best()?,
-            logit_scale,
-            softcap: operands.softcap.map(T::Acc::of),
-            contexts,
-            decoder,
-            log_priors,
-            bias,
+    pub(super) fn new(inputs: Inputs<'a, T>, plan: &Plan) -> Self {
+        let sizes = inputs.sizes;
+        let stride = inputs.bias.len();
+        Chunks {
+            inputs,
             stride,
             logits: zeros(if plan.keeps_logits { plan.rows_per_chunk * stride } else { 0 }),
             lse: Vec::new(),
@@ -111,9 +99,9 @@ impl<'a, T: Element> Chunks<'a, T> {
             chunk_gradient: Vec::new(),
             live_rows: LiveRows::All(0),
             targets: None,
-            losses: vec![PositionLoss::default(); positions],
-            gradients: BufferedGradients::new(operands.sizes, NeedsGrad::default()),
-        })
+            losses: vec![PositionLoss::default(); sizes.positions],
+            gradients: BufferedGradients::new(sizes, NeedsGrad::default()),
+        }
     }
 
     /// Adds the targets of a loss, and its gradients.
@@ -124,18 +112,19 @@ impl<'a, T: Element> Chunks<'a, T> {
     /// First product and the log-sum-exp of each row, tile by tile. If the logits are not kept, returns those of the
     /// targets, `[positions][K]`.
     fn first_product(&mut self, positions: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
-        let Sizes { components, context: d, .. } = self.sizes;
-        let (isa, scale, softcap, bias) = (self.isa, self.logit_scale, self.softcap, &self.bias);
+        let Sizes { components, context: d, .. } = self.inputs.sizes;
+        let (isa, scale, softcap, bias) =
+            (self.inputs.isa, self.inputs.logit_scale, self.inputs.softcap, &self.inputs.bias);
         let rows = self.rows(positions.clone());
         let target_id = |t: usize| Some(self.targets.filter(|_| !keep)?.position(t)?.hard?.0);
         let target_ids: Vec<Option<usize>> = positions.map(target_id).collect();
-        let contexts = T::widen_slice(&self.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
         let to = match keep {
             true => LogitsTo::Kept(&mut self.logits[..rows.len() * self.stride], self.stride),
             false => LogitsTo::Discarded,
         };
         // Per tile: the log-sum-exp of every row, and the logits of the targets that the tile contains.
-        let tiles = gemm::logits(to, contexts, self.decoder, isa, |ids, tile| {
+        let tiles = gemm::logits(to, contexts, self.inputs.decoder, isa, |ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows());
             for r in 0..tile.rows() {
                 let row = tile.row_mut(r);
@@ -172,13 +161,16 @@ impl<'a, T: Element> Chunks<'a, T> {
 
     /// Runs a query on the distribution of each of the chunk's positions.
     pub(super) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
-        let Sizes { components, vocab, .. } = self.sizes;
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
         let first = positions.start;
         let visit_position = |position: usize| {
             let rows = (position - first) * components..(position - first + 1) * components;
-            let log_priors = &self.log_priors[position * components..][..components];
+            let log_priors = &self.inputs.log_priors[position * components..][..components];
             let logits = &self.logits[rows.start * self.stride..rows.end * self.stride];
-            visit.visit(position, &PositionRows::new(logits, self.stride, vocab, &self.lse[rows], log_priors, self.isa))
+            visit.visit(
+                position,
+                &PositionRows::new(logits, self.stride, vocab, &self.lse[rows], log_priors, self.inputs.isa),
+            )
         };
         positions.into_par_iter().map(visit_position).collect()
     }
@@ -188,11 +180,11 @@ impl<'a, T: Element> Chunks<'a, T> {
     pub(super) fn stream_loss(&mut self, positions: Range<usize>) {
         let target_logits = self.first_product(positions.clone(), false);
         let Some(targets) = self.targets else { return };
-        let components = self.sizes.components;
+        let components = self.inputs.sizes.components;
         let mut scratch = Scratch::new(components, 0, false, false);
         for (i, t) in positions.enumerate() {
             let Some(target) = targets.position(t) else { continue };
-            let log_priors = &self.log_priors[t * components..][..components];
+            let log_priors = &self.inputs.log_priors[t * components..][..components];
             scratch.set_components(&self.lse[i * components..][..components], log_priors);
             let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
             scratch.least_magnitude(&target, &mut loss);
@@ -202,9 +194,9 @@ impl<'a, T: Element> Chunks<'a, T> {
 
     /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.
     pub(super) fn log_prob_rows<O: Element<Acc = T::Acc>>(&mut self, positions: Range<usize>, to: &mut [O]) {
-        let Sizes { components, vocab, .. } = self.sizes;
-        let (isa, stride, softcap) = (self.isa, self.stride, self.softcap);
-        let log_priors = &self.log_priors[positions.start * components..];
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let log_priors = &self.inputs.log_priors[positions.start * components..];
         self.logits
             .par_chunks_exact_mut(components * stride)
             .zip(log_priors.par_chunks_exact(components))
@@ -230,7 +222,7 @@ impl<'a, T: Element> Chunks<'a, T> {
             self.live_rows = LiveRows::All(count);
             return;
         }
-        let (d, stride) = (self.sizes.context, self.stride);
+        let (d, stride) = (self.inputs.sizes.context, self.stride);
         let mut behind = (count..live.len()).filter(|&row| live[row]);
         // As many rows are dead in front as are live behind.
         let order: Vec<usize> =
@@ -240,14 +232,14 @@ impl<'a, T: Element> Chunks<'a, T> {
             if to != from {
                 self.logits.copy_within(from * stride..(from + 1) * stride, to * stride);
             }
-            let context = &self.contexts[(rows.start + from) * d..][..d];
+            let context = &self.inputs.contexts[(rows.start + from) * d..][..d];
             self.chunk_contexts.extend(context.iter().map(|x| x.widen()));
         }
         self.live_rows = LiveRows::Some(order);
     }
 
     fn rows(&self, positions: Range<usize>) -> Range<usize> {
-        positions.start * self.sizes.components..positions.end * self.sizes.components
+        positions.start * self.inputs.sizes.components..positions.end * self.inputs.sizes.components
     }
 }
 
@@ -259,9 +251,9 @@ impl<T: Element> Steps for Chunks<'_, T> {
 
     fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
         let Some(targets) = self.targets else { return Ok(()) };
-        let Sizes { components, vocab, .. } = self.sizes;
-        let (stride, isa, softcap, lse) = (self.stride, self.isa, self.softcap, &self.lse);
-        let logit_scale = self.logit_scale;
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let (stride, isa, softcap, lse) = (self.stride, self.inputs.isa, self.inputs.softcap, &self.lse);
+        let logit_scale = self.inputs.logit_scale;
         let rows = self.rows(positions.clone());
         let mut live = vec![false; rows.len()];
         let gradients = &mut self.gradients;
@@ -304,7 +296,7 @@ impl<T: Element> Steps for Chunks<'_, T> {
                                 stride,
                                 vocab,
                                 lse: &lse[(i * part + j) * components..][..components],
-                                log_priors: &self.log_priors[position * components..][..components],
+                                log_priors: &self.inputs.log_priors[position * components..][..components],
                                 softcap,
                             },
                             target,
@@ -336,13 +328,13 @@ impl<T: Element> Steps for Chunks<'_, T> {
     }
 
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
-        let (rows, d) = (self.rows(positions), self.sizes.context);
+        let (rows, d) = (self.rows(positions), self.inputs.sizes.context);
         let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
         match &self.live_rows {
-            LiveRows::All(_) => gemm::context_gradient(gradient, &self.logits, self.stride, self.decoder),
+            LiveRows::All(_) => gemm::context_gradient(gradient, &self.logits, self.stride, self.inputs.decoder),
             LiveRows::Some(rows) => {
                 self.chunk_gradient.resize(rows.len() * d, num_traits::Zero::zero());
-                gemm::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.decoder);
+                gemm::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.inputs.decoder);
                 for (&row, values) in rows.iter().zip(self.chunk_gradient.chunks_exact(d)) {
                     gradient[row * d..(row + 1) * d].copy_from_slice(values);
                 }
@@ -352,9 +344,9 @@ impl<T: Element> Steps for Chunks<'_, T> {
     }
 
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
-        let (rows, d) = (self.rows(positions), self.sizes.context);
+        let (rows, d) = (self.rows(positions), self.inputs.sizes.context);
         let live = self.live_rows.len();
-        let stored = T::as_acc(&self.contexts[rows.start * d..rows.end * d]);
+        let stored = T::as_acc(&self.inputs.contexts[rows.start * d..rows.end * d]);
         let contexts = match (&self.live_rows, stored) {
             (LiveRows::All(_), Some(stored)) => stored,
             _ => &self.chunk_contexts[..live * d],

@@ -7,13 +7,19 @@ use super::simd::{Float, Vector};
 /// NaN.
 #[inline(always)]
 pub(super) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
+    exp_or_zero(v, x, v.splat(F::EXP_UNDERFLOW))
+}
+
+/// As [`exp`]; zero also for `x` below `least`, which is no less than [`Float::EXP_UNDERFLOW`].
+#[inline(always)]
+pub(super) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg) -> V::Reg {
     // x = n ln 2 + r with |r| <= ln 2 / 2.
     let shifted = v.mul_add(x, v.splat(F::LOG2_E()), v.splat(F::ROUND));
     let n = v.sub(shifted, v.splat(F::ROUND));
     let r = v.mul_add(n, v.splat(-F::LN_2_HIGH), x);
     let r = v.mul_add(n, v.splat(-F::LN_2_LOW), r);
     let result = v.scale_by_power(polynomial(v, F::EXP_COEFFICIENTS, r), shifted);
-    let result = v.if_less(x, v.splat(F::EXP_UNDERFLOW), v.splat(F::zero()), result);
+    let result = v.if_less(x, least, v.splat(F::zero()), result);
     // The exponent arithmetic does not propagate NaN.
     v.if_equal(x, x, result, x)
 }

@@ -125,6 +125,30 @@ impl<T: Element> DecoderMatrix<'_, T> {
         }
     }
 
+    /// All columns of some ids, in the layout of the decoder: part of the decoder itself, or a copy in `buffer`.
+    pub(super) fn block<'b>(&'b self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc> {
+        let (d, vocab) = (self.context, self.vocab);
+        match self.transposed {
+            false => {
+                let (values, id) = widened_block(self.values, d, ids, 0..d, buffer);
+                Block { values, id, column: 1 }
+            }
+            true => {
+                let (values, column) = widened_block(self.values, vocab, 0..d, ids, buffer);
+                Block { values, id: 1, column }
+            }
+        }
+    }
+
+    /// The row of an id.
+    pub(super) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
+        to.clear();
+        match self.transposed {
+            false => to.extend(self.values[id * self.context..(id + 1) * self.context].iter().map(|x| x.widen())),
+            true => to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen())),
+        }
+    }
+
     /// The block `[columns, ids]`: the transpose of [`DecoderMatrix::rows`].
     pub(super) fn columns<'b>(
         &'b self,
@@ -137,6 +161,14 @@ impl<T: Element> DecoderMatrix<'_, T> {
             true => widened_block(self.values, self.vocab, columns, ids, buffer),
         }
     }
+}
+
+/// Some rows of the decoder: column j of id i at `values[i * id + j * column]`.
+#[derive(Clone, Copy)]
+pub(super) struct Block<'a, F> {
+    pub(super) values: &'a [F],
+    pub(super) id: usize,
+    pub(super) column: usize,
 }
 
 /// A block of a matrix with rows of `width` elements, and its row stride: part of the matrix itself, or a copy in
@@ -172,14 +204,28 @@ fn transposed_block<'a, T: Element>(
 ) -> (&'a [T::Acc], usize) {
     let stride = rows.len().next_multiple_of(ROW_ALIGN);
     buffer.resize(columns.len() * stride, T::Acc::zero());
+    transpose(matrix, width, rows, columns, buffer, stride, Element::widen);
+    (buffer, stride)
+}
+
+/// Writes a block of a matrix with rows of `width` elements, transposed and converted, to rows of `stride` elements.
+pub(super) fn transpose<T: Copy, F: Copy>(
+    matrix: &[T],
+    width: usize,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    to: &mut [F],
+    stride: usize,
+    convert: impl Fn(T) -> F + Copy,
+) {
     for (i, row) in rows.clone().step_by(IN_REGISTERS).enumerate() {
         let block = &matrix[row * width..rows.end.min(row + IN_REGISTERS) * width];
         for (j, column) in columns.clone().step_by(IN_REGISTERS).enumerate() {
-            let to = &mut buffer[j * IN_REGISTERS * stride + i * IN_REGISTERS..];
-            transpose_block(block, width, column..columns.end.min(column + IN_REGISTERS), to, stride);
+            let to = &mut to[j * IN_REGISTERS * stride + i * IN_REGISTERS..];
+            let columns = column..columns.end.min(column + IN_REGISTERS);
+            transpose_block(block, width, columns, to, stride, convert);
         }
     }
-    (buffer, stride)
 }
 
 /// Rows and columns of a block that is transposed in registers.
@@ -187,11 +233,18 @@ const IN_REGISTERS: usize = 8;
 
 /// Writes `columns` of `block` as rows of `to`.
 #[inline]
-fn transpose_block<T: Element>(block: &[T], width: usize, columns: Range<usize>, to: &mut [T::Acc], stride: usize) {
+fn transpose_block<T: Copy, F: Copy>(
+    block: &[T],
+    width: usize,
+    columns: Range<usize>,
+    to: &mut [F],
+    stride: usize,
+    convert: impl Fn(T) -> F,
+) {
     if block.len() < IN_REGISTERS * width || columns.len() < IN_REGISTERS {
         for (r, row) in block.chunks_exact(width).enumerate() {
-            for (c, x) in row[columns.clone()].iter().enumerate() {
-                to[c * stride + r] = x.widen();
+            for (c, &x) in row[columns.clone()].iter().enumerate() {
+                to[c * stride + r] = convert(x);
             }
         }
         return;
@@ -199,7 +252,7 @@ fn transpose_block<T: Element>(block: &[T], width: usize, columns: Range<usize>,
     // The compiler turns this form into shuffles.
     let rows: [&[T]; IN_REGISTERS] = std::array::from_fn(|r| &block[r * width..][columns.clone()][..IN_REGISTERS]);
     for c in 0..IN_REGISTERS {
-        let column: [T::Acc; IN_REGISTERS] = std::array::from_fn(|r| rows[r][c].widen());
+        let column: [F; IN_REGISTERS] = std::array::from_fn(|r| convert(rows[r][c]));
         to[c * stride..][..IN_REGISTERS].copy_from_slice(&column);
     }
 }

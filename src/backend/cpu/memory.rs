@@ -1,6 +1,16 @@
 //! Allocation of the large buffers: logits and gradients.
 
+use std::ops::{Deref, DerefMut};
+
 use super::simd::Float;
+
+/// The size of a workspace, in elements.
+pub(super) struct Workspace {
+    /// Per row of logits of a chunk.
+    pub(super) per_row: usize,
+    /// Independent of the size of a chunk.
+    pub(super) fixed: usize,
+}
 
 /// `n` zeros, in huge pages if the buffer is large. The system clears pages on first use; in pages of 4 KiB, a gradient
 /// of one gigabyte spends as much time there as in a matrix product.
@@ -8,6 +18,38 @@ pub(super) fn zeros<F: Float>(n: usize) -> Vec<F> {
     let mut zeros = vec![F::zero(); n];
     advise_huge_pages(&mut zeros);
     zeros
+}
+
+/// A buffer that starts at a cache line, so that no vector of it lies on two.
+pub(super) struct Aligned<F> {
+    values: Vec<F>,
+    first: usize,
+    len: usize,
+}
+
+impl<F: Float> Aligned<F> {
+    pub(super) fn zeros(len: usize) -> Self {
+        let values: Vec<F> = zeros(if len == 0 { 0 } else { len + LINE / size_of::<F>() });
+        let first = values.as_ptr().align_offset(LINE);
+        Aligned { first: if first < values.len() { first } else { 0 }, values, len }
+    }
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+impl<F> Deref for Aligned<F> {
+    type Target = [F];
+
+    fn deref(&self) -> &[F] {
+        &self.values[self.first..self.first + self.len]
+    }
+}
+
+impl<F> DerefMut for Aligned<F> {
+    fn deref_mut(&mut self) -> &mut [F] {
+        &mut self.values[self.first..self.first + self.len]
+    }
 }
 
 /// Minimum size in bytes of a buffer in huge pages.

@@ -7,10 +7,13 @@ mod distribution;
 mod dtype;
 mod gemm;
 mod gemv;
+mod inputs;
 mod log_sum_exp;
 mod math;
 mod matrix;
 mod memory;
+mod one_pass;
+mod path;
 mod results;
 mod rows;
 mod simd;
@@ -23,11 +26,14 @@ use crate::backend::plan::{default, Needs, Plan};
 use crate::backend::ranking::Best;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
-use chunks::{Chunks, BIAS_PARTS};
-use dtype::{with_slice, with_type, Element};
-use matrix::DecoderMatrix;
+use chunks::Chunks;
+use dtype::{with_type, Element};
+use inputs::Inputs;
+use memory::Workspace;
+use one_pass::OnePass;
+use path::Path;
 use results::{results, BufferedGradients};
-use simd::{Isa, ROW_ALIGN};
+use simd::Isa;
 use targets::Targets;
 
 /// The backend for f32, f64, and f16 and bf16 (computed in f32).
@@ -80,26 +86,14 @@ impl Backend for Cpu {
 }
 
 fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let Sizes { components, context, vocab, .. } = operands.sizes;
-    let size = size_of::<T::Acc>();
-    let stride = vocab.next_multiple_of(ROW_ALIGN);
-    let threads = rayon::current_num_threads();
-    let tile = gemm::VOCAB_TILE.min(stride);
-    // The log-sum-exp of each tile, in two parts.
-    let summaries = 2 * vocab.div_ceil(tile);
-    // Contexts and their gradient, where they are widened or only some rows are live.
-    let contexts = 2 * context;
-    let row = match task.keeps_logits {
-        true => stride + summaries + contexts,
-        // A tile of logits per thread.
-        false => (tile + ROW_ALIGN) * threads + summaries + contexts,
+    let Sizes { positions, components, .. } = operands.sizes;
+    let (size, threads, isa) = (size_of::<T::Acc>(), rayon::current_num_threads(), Isa::best()?);
+    let path = Path::of(&task);
+    let Workspace { per_row, fixed } = match path {
+        Path::OnePass => one_pass::workspace::<T>(operands.sizes, isa, threads),
+        _ => chunks::workspace(operands.sizes, task, threads),
     };
-    let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
-    let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
-    let per_position = components * row * size;
-    // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
-    let per_thread = scratch_rows * stride + gemm::buffered_tile(context, vocab);
-    let fixed = (stride * (2 + bias_parts) + threads * per_thread) * size;
+    let (per_position, fixed) = (components * per_row * size, fixed * size);
     // Where no gradient is accumulated, as many rows as `gemv` takes.
     let enough_rows = if task.few_rows { gemv::MOST_ROWS } else { default::CPU_ROWS };
     let needs = Needs {
@@ -108,10 +102,10 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
         default_budget: default::CPU_BYTES.max(fixed + enough_rows.div_ceil(components) * per_position),
         most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
-        kernels: Isa::best()?.name(),
+        kernels: isa.name(),
         threads,
     };
-    Plan::new(operands.sizes.positions, components, needs, budget)
+    Plan::new(positions, components, needs, budget)
 }
 
 fn loss<T: Element>(
@@ -120,22 +114,37 @@ fn loss<T: Element>(
     needs_grad: NeedsGrad,
     plan: &Plan,
 ) -> Result<LossResults> {
-    with_chunks(operands, plan, |chunks: Chunks<'_, T>| {
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let targets = Targets::new(objective, operands.sizes)?;
         let gradients = BufferedGradients::new(operands.sizes, needs_grad);
-        let mut chunks = chunks.with_targets(&targets, gradients);
-        match plan.keeps_logits {
-            true => chunks.run_loss(plan, needs_grad)?,
-            false => plan.chunks().for_each(|positions| chunks.stream_loss(positions)),
-        }
-        results(operands.sizes, needs_grad, &targets, &chunks.losses, chunks.gradients)
+        let task = match objective {
+            Objective::Targets(loss) => Task::loss(&loss.terms, needs_grad),
+            Objective::LogProbs { .. } => Task::log_probs(needs_grad),
+        };
+        let (losses, gradients) = match Path::of(&task) {
+            Path::OnePass => {
+                let mut pass = OnePass::new(inputs, &targets, gradients, needs_grad, plan);
+                pass.run(plan);
+                (pass.losses, pass.gradients)
+            }
+            path => {
+                let mut chunks = Chunks::new(inputs, plan).with_targets(&targets, gradients);
+                match path {
+                    Path::Streamed => plan.chunks().for_each(|positions| chunks.stream_loss(positions)),
+                    _ => chunks.run_loss(plan, needs_grad)?,
+                }
+                (chunks.losses, chunks.gradients)
+            }
+        };
+        results(operands.sizes, needs_grad, &targets, &losses, gradients)
     })
 }
 
 /// Log-probabilities in `O`, which is `T` or its accumulation type.
 fn log_probs<T: Element, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
-    with_chunks(operands, plan, |mut chunks: Chunks<'_, T>| {
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+        let mut chunks = Chunks::new(inputs, plan);
         let mut log_probs = vec![O::zero(); positions * vocab];
         for positions in plan.chunks() {
             chunks.logits(positions.clone())?;
@@ -147,27 +156,13 @@ fn log_probs<T: Element, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &P
 }
 
 fn visit_all<T: Element, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
-    with_chunks(operands, plan, |mut chunks: Chunks<'_, T>| {
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+        let mut chunks = Chunks::new(inputs, plan);
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
             chunks.logits(positions.clone())?;
             outputs.extend(chunks.visit_rows(positions, visit)?);
         }
         Ok(outputs)
-    })
-}
-
-/// Calls `f` with the state for these operands.
-fn with_chunks<T: Element, R>(
-    operands: &Operands,
-    plan: &Plan,
-    f: impl FnOnce(Chunks<'_, T>) -> Result<R>,
-) -> Result<R> {
-    let Sizes { context, vocab, .. } = operands.sizes;
-    let (weight, transposed) = operands.stored_weight()?;
-    with_slice("contexts", &operands.contexts, |contexts| {
-        with_slice("weight", &weight, |values| {
-            f(Chunks::new(operands, contexts, DecoderMatrix { values, vocab, context, transposed }, plan)?)
-        })
     })
 }

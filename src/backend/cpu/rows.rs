@@ -63,9 +63,9 @@ pub(super) struct Scratch<F> {
     /// `[K]`: log pi_k - log sum_v exp(z_kv - max_u z_ku), which is added to z_kv - max_u z_ku
     log_scale: Vec<F>,
     /// `[K]`: the target's part of R_k
-    hard_mass: Vec<F>,
+    pub(super) hard_mass: Vec<F>,
     /// `[K]`: R_k
-    mass: Vec<F>,
+    pub(super) mass: Vec<F>,
     /// `[K]`: `sum_v |q_v| r_k(v)`, which the filter compares: weights of both signs may cancel in the mass
     magnitude: Vec<F>,
 }
@@ -437,7 +437,7 @@ fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -
 }
 
 /// `x`, or zero if its absolute value is below [`Float::LEAST_GRADIENT`].
-fn flushed<F: Float>(x: F) -> F {
+pub(super) fn flushed<F: Float>(x: F) -> F {
     if x.abs() < F::LEAST_GRADIENT {
         F::zero()
     } else {

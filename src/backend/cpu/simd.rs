@@ -27,8 +27,11 @@ pub(crate) trait Vector<F>: Copy {
     fn registers_mut(row: &mut [F]) -> &mut [Self::Reg];
     /// Views a row of any length as registers and a remainder.
     fn split(row: &[F]) -> (&[Self::Reg], &[F]);
+    fn split_mut(row: &mut [F]) -> (&mut [Self::Reg], &mut [F]);
     /// Loads fewer elements than fill a register; the other lanes are zero.
     fn load_partial(self, values: &[F]) -> Self::Reg;
+    /// Stores as many elements as `to` has, at most a register.
+    fn store_partial(self, a: Self::Reg, to: &mut [F]);
     fn splat(self, value: F) -> Self::Reg;
     fn add(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
     fn sub(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
@@ -64,6 +67,11 @@ pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default
     const ROUND: Self;
     /// Below this the exponential is subnormal and is set to zero.
     const EXP_UNDERFLOW: Self;
+    /// Exponentials of smaller numbers, relative to a row's largest, are set to zero: they are far below the rounding of
+    /// the sum, and their products with factors no smaller are not subnormal.
+    const NEGLIGIBLE_EXPONENT: Self;
+    /// Factors of a row's exponentials below this absolute value are set to zero.
+    const NEGLIGIBLE: Self;
     /// Gradients of logits below this absolute value are stored as zero. Their products with the decoder and the
     /// contexts would be subnormal numbers, which some processors multiply twenty times slower.
     const LEAST_GRADIENT: Self;
@@ -184,6 +192,8 @@ macro_rules! impl_float {
 impl_float! { f32,
     const ROUND: f32 = 12_582_912.0;
     const EXP_UNDERFLOW: f32 = -87.336_55;
+    const NEGLIGIBLE_EXPONENT: f32 = -41.0;
+    const NEGLIGIBLE: f32 = 1e-18;
     const LEAST_GRADIENT: f32 = 1e-30;
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
@@ -194,6 +204,8 @@ impl_float! { f32,
 impl_float! { f64,
     const ROUND: f64 = 6_755_399_441_055_744.0;
     const EXP_UNDERFLOW: f64 = -708.396_418_532_264_1;
+    const NEGLIGIBLE_EXPONENT: f64 = -340.0;
+    const NEGLIGIBLE: f64 = 1e-148;
     const LEAST_GRADIENT: f64 = 1e-290;
     const LN_2_HIGH: f64 = 0.693_145_751_953_125;
     const LN_2_LOW: f64 = 1.428_606_820_309_417_2e-6;
@@ -231,6 +243,14 @@ macro_rules! impl_vector {
                 #[inline(always)]
                 fn split(row: &[$float]) -> (&[Self::Reg], &[$float]) {
                     <$simd as pulp::Simd>::[<as_simd_ $float s>](row)
+                }
+                #[inline(always)]
+                fn split_mut(row: &mut [$float]) -> (&mut [Self::Reg], &mut [$float]) {
+                    <$simd as pulp::Simd>::[<as_mut_simd_ $float s>](row)
+                }
+                #[inline(always)]
+                fn store_partial(self, a: Self::Reg, to: &mut [$float]) {
+                    self.[<partial_store_ $float s>](to, a)
                 }
                 #[inline(always)]
                 fn load_partial(self, values: &[$float]) -> Self::Reg {

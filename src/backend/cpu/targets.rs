@@ -114,6 +114,14 @@ impl<F: Float> Targets<F> {
         self.filter > F::zero()
     }
 
+    /// The target id of position `t`; `None` if it is ignored.
+    pub(super) fn id(&self, t: usize) -> Option<usize> {
+        match &self.kind {
+            Kind::Ids { ids, .. } => ids[t],
+            Kind::LogProbs { .. } => None,
+        }
+    }
+
     /// The target of position `t` for the row kernels; `None` if it is ignored.
     pub(super) fn position(&self, t: usize) -> Option<Target<'_, F>> {
         match &self.kind {

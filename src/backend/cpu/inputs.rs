@@ -1,0 +1,49 @@
+//! The operands of a computation as slices and numbers.
+
+use super::dtype::{with_slice, Element};
+use super::matrix::DecoderMatrix;
+use super::memory::zeros;
+use super::simd::{Isa, ROW_ALIGN};
+use crate::backend::contract::{Operands, Sizes};
+use crate::error::Result;
+
+pub(super) struct Inputs<'a, T: Element> {
+    pub(super) sizes: Sizes,
+    pub(super) isa: Isa,
+    pub(super) logit_scale: T::Acc,
+    pub(super) softcap: Option<T::Acc>,
+    /// `[positions, K, d]`
+    pub(super) contexts: &'a [T],
+    pub(super) decoder: DecoderMatrix<'a, T>,
+    /// `[positions, K]`
+    pub(super) log_priors: Vec<T::Acc>,
+    /// `[vocab]`, padded with minus infinity to a multiple of [`ROW_ALIGN`]: multiplied by the logit scale
+    pub(super) bias: Vec<T::Acc>,
+}
+
+impl<T: Element> Inputs<'_, T> {
+    /// Calls `f` with the inputs of these operands.
+    pub(super) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, T>) -> Result<R>) -> Result<R> {
+        let sizes @ Sizes { positions, components, context, vocab } = operands.sizes;
+        let log_priors = match &operands.log_priors {
+            Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
+            None => zeros(positions * components),
+        };
+        let logit_scale = <T::Acc as super::simd::Float>::of(operands.logit_scale);
+        let mut bias = match &operands.bias {
+            Some(bias) => bias.to_vec1()?,
+            None => zeros(vocab),
+        };
+        bias.iter_mut().for_each(|b| *b *= logit_scale);
+        bias.resize(vocab.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
+        let softcap = operands.softcap.map(<T::Acc as super::simd::Float>::of);
+        let isa = Isa::best()?;
+        let (weight, transposed) = operands.stored_weight()?;
+        with_slice("contexts", &operands.contexts, |contexts| {
+            with_slice("weight", &weight, |values| {
+                let decoder = DecoderMatrix { values, vocab, context, transposed };
+                f(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
+            })
+        })
+    }
+}

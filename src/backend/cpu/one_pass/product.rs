@@ -1,0 +1,285 @@
+//! The matrix products of a panel: the result of a few rows by a whole panel stays in registers.
+//!
+//! All three products have the form `to[rows, width] (+)= left[rows, depth] right[depth, width]`, where `right` and `to`
+//! are read and written as vectors, and `left` element by element from where it lies. So no operand is repacked.
+
+use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+
+/// Vectors in a row of a full panel.
+const VECTORS: usize = 3;
+
+/// Rows of the mixture in a full panel.
+pub(super) fn panel_width<F: Float>(isa: Isa) -> usize {
+    VECTORS * F::dispatch(isa, Lanes)
+}
+
+/// Number of elements of a vector.
+pub(super) struct Lanes;
+
+impl<F: Float> Kernel<F> for Lanes {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, _: V) -> usize {
+        lanes::<F, V>()
+    }
+}
+
+#[inline(always)]
+pub(super) fn lanes<F: Float, V: Vector<F>>() -> usize {
+    size_of::<V::Reg>() / size_of::<F>()
+}
+
+/// A part of the left operand: `depth` columns, with element `(i, k)` at `values[i * row + k * step]`. One of the
+/// strides is 1.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a, F> {
+    pub(super) values: &'a [F],
+    pub(super) row: usize,
+    pub(super) step: usize,
+    pub(super) depth: usize,
+}
+
+/// What the products are added to.
+#[derive(Clone, Copy)]
+pub(super) enum Start<'a, F> {
+    Zero,
+    /// The present values of the result.
+    Stored,
+    /// One value per row of the result.
+    Rows(&'a [F]),
+}
+
+/// `to[rows, columns] = start + left[rows, depth] right[depth, width]`
+pub(super) struct Product<'a, F> {
+    pub(super) start: Start<'a, F>,
+    pub(super) rows: usize,
+    /// Parts of the left operand, side by side.
+    pub(super) left: &'a [Left<'a, F>],
+    /// `[depth, width]`, the depth being that of all parts
+    pub(super) right: &'a [F],
+    /// At most three vectors, and a multiple of one.
+    pub(super) width: usize,
+    pub(super) to: &'a mut [F],
+    /// Distance between rows of `to`.
+    pub(super) to_row: usize,
+    /// The columns of the result that are kept: all, or all but some of the last vector.
+    pub(super) columns: usize,
+}
+
+impl<F: Float> Kernel<F> for Product<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) {
+        let (lanes, width) = (lanes::<F, V>(), self.width);
+        let depth: usize = self.left.iter().map(|left| left.depth).sum();
+        assert!(width > 0 && width.is_multiple_of(lanes) && width <= VECTORS * lanes);
+        assert!(self.columns <= width && self.columns + lanes > width);
+        assert!(depth * width <= self.right.len());
+        if self.rows == 0 {
+            return;
+        }
+        assert!((self.rows - 1) * self.to_row + self.columns <= self.to.len());
+        for left in self.left.iter().filter(|left| left.depth > 0) {
+            assert!(left.row == 1 || left.step == 1);
+            assert!((self.rows - 1) * left.row + (left.depth - 1) * left.step < left.values.len());
+        }
+        if let Start::Rows(values) = self.start {
+            assert!(self.rows <= values.len());
+        }
+        // As many rows as keep all sums, a row of `right` and an element of `left` in registers.
+        match (V::REGISTERS >= 32, width / lanes) {
+            (true, 3) => product::<8, 3, F, V>(v, self),
+            (true, 2) => product::<8, 2, F, V>(v, self),
+            (true, _) => product::<8, 1, F, V>(v, self),
+            (false, 3) => product::<4, 3, F, V>(v, self),
+            (false, 2) => product::<4, 2, F, V>(v, self),
+            (false, _) => product::<4, 1, F, V>(v, self),
+        }
+    }
+}
+
+/// `ROWS` rows at a time, and the last ones one by one.
+#[inline(always)]
+fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut product: Product<'_, F>) {
+    let across = product.left.iter().all(|left| left.row == 1);
+    let mut row = 0;
+    while row < product.rows {
+        row += match (product.rows - row >= ROWS, across) {
+            (true, true) => tile::<ROWS, N, true, F, V>(v, &mut product, row),
+            (true, false) => tile::<ROWS, N, false, F, V>(v, &mut product, row),
+            (false, true) => tile::<1, N, true, F, V>(v, &mut product, row),
+            (false, false) => tile::<1, N, false, F, V>(v, &mut product, row),
+        };
+    }
+}
+
+/// The result's rows from `row` on; returns `ROWS`. With `ACROSS`, the rows of the left operand are one element apart;
+/// otherwise its columns are.
+#[inline(always)]
+fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vector<F>>(
+    v: V,
+    product: &mut Product<'_, F>,
+    row: usize,
+) -> usize {
+    let (lanes, width) = (lanes::<F, V>(), product.width);
+    let last = product.columns - (N - 1) * lanes;
+    let mut sums = [[v.splat(F::zero()); N]; ROWS];
+    match product.start {
+        Start::Zero => {}
+        Start::Stored => {
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let stored = &product.to[(row + i) * product.to_row..][..product.columns];
+                let registers = V::split(stored).0;
+                for j in 0..N {
+                    prefetch(stored.as_ptr().wrapping_add(ROWS * product.to_row + j * lanes));
+                }
+                for (j, sum) in sums.iter_mut().enumerate() {
+                    *sum = match j + 1 < N || last == lanes {
+                        true => registers[j],
+                        false => v.load_partial(&stored[j * lanes..]),
+                    };
+                }
+            }
+        }
+        Start::Rows(values) => {
+            for (i, sums) in sums.iter_mut().enumerate() {
+                *sums = [v.splat(values[row + i]); N];
+            }
+        }
+    }
+
+    let mut right = product.right.as_ptr();
+    for left in product.left.iter().filter(|left| left.depth > 0) {
+        // SAFETY: `run` has checked that row `row + ROWS - 1` and column `depth - 1` of the left operand lie in its slice,
+        // and that `right` has as many rows of `width` elements as all parts have columns. A register has the size of its
+        // elements and no greater alignment. The prefetched address need not be valid.
+        unsafe {
+            let rows: [*const F; ROWS] = {
+                let first = left.values.as_ptr().add(row * left.row);
+                let mut rows = [first; ROWS];
+                for (i, pointer) in rows.iter_mut().enumerate() {
+                    *pointer = first.add(i * left.row);
+                }
+                rows
+            };
+            for k in 0..left.depth {
+                if !ACROSS && k.is_multiple_of(LINE) {
+                    for row in rows {
+                        prefetch(row.wrapping_add(k + ROWS * left.row));
+                    }
+                }
+                let mut vectors = [v.splat(F::zero()); N];
+                for (j, vector) in vectors.iter_mut().enumerate() {
+                    *vector = right.add(j * lanes).cast::<V::Reg>().read_unaligned();
+                    prefetch(right.wrapping_add(AHEAD * width + j * lanes));
+                }
+                let across = rows[0].wrapping_add(k * left.step);
+                if ACROSS {
+                    prefetch(across.wrapping_add(2 * ROWS));
+                }
+                for i in 0..ROWS {
+                    let x = v.splat(if ACROSS { *across.add(i) } else { *rows[i].add(k) });
+                    for j in 0..N {
+                        sums[i][j] = v.mul_add(x, vectors[j], sums[i][j]);
+                    }
+                }
+                right = right.add(width);
+            }
+        }
+    }
+
+    for (i, sums) in sums.iter().enumerate() {
+        let to = &mut product.to[(row + i) * product.to_row..][..product.columns];
+        for (j, &sum) in sums.iter().enumerate() {
+            match j + 1 < N || last == lanes {
+                true => V::split_mut(to).0[j] = sum,
+                false => v.store_partial(sum, &mut to[j * lanes..]),
+            }
+        }
+    }
+    ROWS
+}
+
+/// Elements of a row of the left operand after which its next rows are prefetched: those of a cache line, in f32.
+const LINE: usize = 16;
+/// Rows of the right operand that are prefetched ahead.
+const AHEAD: usize = 8;
+
+/// Prefetches the cache line of an address, which need not be valid.
+#[inline(always)]
+fn prefetch<F>(address: *const F) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        // SAFETY: a prefetch is a hint; it does not dereference the pointer.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values<F: Float>(n: usize, seed: usize) -> Vec<F> {
+        (0..n).map(|i| F::of(((i * 7 + seed * 13) % 19) as f64 - 9.0)).collect()
+    }
+
+    /// Both orders of the left operand, in one part and in two, at sizes that are no multiples of those in registers.
+    fn check<F: Float>() {
+        for isa in Isa::available() {
+            let lanes = F::dispatch(isa, Lanes);
+            for (rows, depth, vectors, missing) in [(1, 1, 1, 0), (8, 5, 3, 0), (19, 33, 2, lanes - 1), (12, 7, 3, 1)] {
+                let (width, missing) = (vectors * lanes, missing.min(lanes - 1));
+                let columns = width - missing;
+                let (left, right) = (values::<F>(rows * depth, 1), values::<F>(depth * width, 2));
+                let transposed: Vec<F> = (0..rows * depth).map(|i| left[i % rows * depth + i / rows]).collect();
+                let part = |values, row, step, depth| Left { values, row, step, depth };
+                let half = depth / 2;
+                let forms: [Vec<Left<F>>; 4] = [
+                    vec![part(&left, depth, 1, depth)],
+                    vec![part(&transposed, 1, rows, depth)],
+                    vec![part(&left, depth, 1, half), part(&left[half..], depth, 1, depth - half)],
+                    vec![part(&transposed, 1, rows, half), part(&transposed[half * rows..], 1, rows, depth - half)],
+                ];
+                let bias = values::<F>(rows, 3);
+                for left_parts in &forms {
+                    for start in [Start::Zero, Start::Stored, Start::Rows(&bias)] {
+                        let to_row = columns + 2;
+                        let before = values::<F>(rows * to_row, 4);
+                        let mut to = before.clone();
+                        let left = left_parts.as_slice();
+                        let right = &right[..];
+                        F::dispatch(isa, Product { start, rows, left, right, width, to: &mut to, to_row, columns });
+                        for (i, (found, &before)) in to.iter().zip(&before).enumerate() {
+                            let (row, column) = (i / to_row, i % to_row);
+                            let sum: F = (0..depth)
+                                .map(|k| self::at(&forms[0][0], row, k) * right[k * width + column % width])
+                                .sum();
+                            let expected = match start {
+                                _ if column >= columns => before,
+                                Start::Zero => sum,
+                                Start::Stored => before + sum,
+                                Start::Rows(bias) => bias[row] + sum,
+                            };
+                            assert_eq!(found.f64(), expected.f64(), "{} {rows} {depth} {width} {column}", isa.name());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn at<F: Float>(left: &Left<F>, row: usize, k: usize) -> F {
+        left.values[row * left.row + k * left.step]
+    }
+
+    #[test]
+    fn products_are_those_of_plain_loops() {
+        check::<f32>();
+        check::<f64>();
+    }
+}

@@ -7,7 +7,8 @@ use crate::backend::plan::Plan;
 use crate::error::Result;
 
 /// The steps of a loss on a device, each for the chunk that has the given `positions`. The implementation accumulates
-/// the results.
+/// the results. It may compute a product as soon as its operands are known: the CPU multiplies the exponentials of a
+/// tile by the decoder while both are in the cache, in `logits`.
 pub(super) trait Steps {
     /// First product: the logits of all rows of the chunk, and the log-sum-exp of each row.
     fn logits(&mut self, positions: Range<usize>) -> Result<()>;
@@ -15,7 +16,7 @@ pub(super) trait Steps {
     fn loss_rows(&mut self, positions: Range<usize>) -> Result<()>;
     /// Second product: the gradient of the chunk's contexts.
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()>;
-    /// Third product: the chunk's contribution to the gradient of the decoder's weight.
+    /// Third product: the chunk's contribution to the gradients of the decoder.
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()>;
 
     /// The loss and its gradients: three matrix products, the minimum of an exact method; one without gradients.
@@ -26,7 +27,7 @@ pub(super) trait Steps {
             if needs_grad.contexts {
                 self.context_gradient(positions.clone())?;
             }
-            if needs_grad.weight {
+            if needs_grad.weight || needs_grad.bias {
                 self.decoder_gradient(positions)?;
             }
         }

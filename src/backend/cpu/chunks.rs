@@ -345,6 +345,9 @@ impl<T: Element> Steps for Chunks<'_, T> {
 
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let (rows, d) = (self.rows(positions), self.inputs.sizes.context);
+        if self.gradients.weight.is_empty() {
+            return Ok(());
+        }
         let live = self.live_rows.len();
         let stored = T::as_acc(&self.inputs.contexts[rows.start * d..rows.end * d]);
         let contexts = match (&self.live_rows, stored) {

@@ -21,6 +21,7 @@ pub(super) fn zeros<F: Float>(n: usize) -> Vec<F> {
 }
 
 /// A buffer that starts at a cache line, so that no vector of it lies on two.
+#[derive(Default)]
 pub(super) struct Aligned<F> {
     values: Vec<F>,
     first: usize,

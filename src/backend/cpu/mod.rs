@@ -124,7 +124,7 @@ fn loss<T: Element>(
         let (losses, gradients) = match Path::of(&task) {
             Path::OnePass => {
                 let mut pass = OnePass::new(inputs, &targets, gradients, needs_grad, plan);
-                pass.run(plan);
+                pass.run_loss(plan, needs_grad)?;
                 (pass.losses, pass.gradients)
             }
             path => {

@@ -1,10 +1,33 @@
-//! How a chunk is cut: into panels of rows, tiles of ids, and segments of tiles. The cut depends on the sizes alone, so
-//! that sums do not depend on the number of threads.
+//! How a chunk is cut: into panels of rows, tiles of ids, and segments of tiles. The cut depends on sizes alone, so that
+//! sums do not depend on the number of threads.
 
 use std::ops::Range;
 
 use super::product::{panel_width, Lanes};
 use crate::backend::cpu::simd::{Float, Isa};
+
+/// Minimum number of pieces, pairs of a panel and a segment, where the vocabulary allows it: work for as many threads.
+const PIECES: usize = 64;
+/// Maximum number of ids of a tile.
+const MOST_IDS: usize = 256;
+/// Bytes of the decoder's rows of a tile, which stay in the second-level cache with the tile's logits.
+const TILE_BYTES: usize = 320 << 10;
+/// The number of ids in a tile is a multiple of this.
+const AT_A_TIME: usize = 8;
+
+/// The cut that all chunks share.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    pub(super) vocab: usize,
+    /// Ids of each tile but the last.
+    pub(super) tile_ids: usize,
+    /// Tiles of each segment but the last.
+    segment_tiles: usize,
+    /// Rows of each panel but the last.
+    pub(super) panel_rows: usize,
+    /// Elements of a vector.
+    pub(super) lanes: usize,
+}
 
 /// Rows that are computed together, as the columns of a tile.
 #[derive(Clone, Copy, Debug)]
@@ -16,71 +39,38 @@ pub(super) struct Panel {
     pub(super) width: usize,
 }
 
-/// Minimum number of pieces of the first pass where the vocabulary allows it, for so many threads.
-const PIECES: usize = 64;
-/// Maximum number of ids of a tile.
-const MOST_IDS: usize = 256;
-/// Bytes of the decoder's rows of a tile, which stay in the second-level cache with the tile's logits.
-const TILE_BYTES: usize = 320 << 10;
-/// The number of rows or ids that a product computes at a time, and whose number in a tile is a multiple of it.
-const AT_A_TIME: usize = 8;
-
-/// The cut of a chunk.
-#[derive(Clone, Debug)]
-pub(super) struct Layout {
-    pub(super) vocab: usize,
-    pub(super) panels: Vec<Panel>,
-    /// Columns of all panels.
-    pub(super) columns: usize,
-    /// Columns of a full panel.
-    pub(super) most_columns: usize,
-    /// Elements of a vector.
-    pub(super) lanes: usize,
-    /// Ids of each tile but the last.
-    pub(super) tile_ids: usize,
-    /// Tiles of each segment but the last.
-    segment_tiles: usize,
-}
-
 impl Layout {
+    /// For chunks of at most `rows` rows.
     pub(super) fn new<F: Float>(isa: Isa, rows: usize, context: usize, vocab: usize) -> Self {
-        let (full, lanes) = (panel_width::<F>(isa), F::dispatch(isa, Lanes));
-        let panel = |first| {
-            let rows = full.min(rows - first);
-            Panel { first, rows, width: rows.next_multiple_of(lanes) }
-        };
-        let panels: Vec<Panel> = (0..rows).step_by(full).map(panel).collect();
-        let tile_ids = Self::tile_ids::<F>(context, vocab);
-        let tiles = vocab.div_ceil(tile_ids);
-        let segments = PIECES.div_ceil(panels.len().max(1)).min(tiles).max(1);
-        Layout {
-            vocab,
-            columns: panels.last().map_or(0, |panel| panel.first + panel.width),
-            most_columns: full,
-            lanes,
-            panels,
-            tile_ids,
-            segment_tiles: tiles.div_ceil(segments),
-        }
-    }
-
-    fn tile_ids<F>(context: usize, vocab: usize) -> usize {
+        let (panel_rows, lanes) = (panel_width::<F>(isa), F::dispatch(isa, Lanes));
         let ids = TILE_BYTES / (context * size_of::<F>()).max(1);
-        (ids / AT_A_TIME * AT_A_TIME).clamp(4 * AT_A_TIME, MOST_IDS).min(vocab.max(1))
+        let tile_ids = (ids / AT_A_TIME * AT_A_TIME).clamp(4 * AT_A_TIME, MOST_IDS).min(vocab.max(1));
+        let tiles = vocab.div_ceil(tile_ids);
+        let segments = PIECES.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
+        Layout { vocab, tile_ids, segment_tiles: tiles.div_ceil(segments).max(1), panel_rows, lanes }
     }
 
-    pub(super) fn tiles(&self) -> usize {
-        self.vocab.div_ceil(self.tile_ids)
-    }
-
-    /// The pieces of the first pass: pairs of a segment and a panel.
-    pub(super) fn pieces(&self) -> usize {
-        self.segments() * self.panels.len()
+    /// The panels of a chunk of `rows` rows.
+    pub(super) fn panels(&self, rows: usize) -> Vec<Panel> {
+        let panel = |first| {
+            let rows = self.panel_rows.min(rows - first);
+            Panel { first, rows, width: rows.next_multiple_of(self.lanes) }
+        };
+        (0..rows).step_by(self.panel_rows).map(panel).collect()
     }
 
     /// The panel of a row.
     pub(super) fn panel_of(&self, row: usize) -> usize {
-        row / self.most_columns
+        row / self.panel_rows
+    }
+
+    /// Columns of all panels of `rows` rows.
+    pub(super) fn columns(&self, rows: usize) -> usize {
+        rows.next_multiple_of(self.lanes)
+    }
+
+    pub(super) fn tiles(&self) -> usize {
+        self.vocab.div_ceil(self.tile_ids)
     }
 
     /// The ids of a tile.
@@ -100,5 +90,29 @@ impl Layout {
     /// The segment of a tile.
     pub(super) fn segment_of(&self, tile: usize) -> usize {
         tile / self.segment_tiles
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_segments_and_panels_cover_everything_once() {
+        for isa in Isa::available() {
+            for (rows, context, vocab) in [(1, 1, 1), (47, 3, 257), (480, 280, 10_000), (129, 2048, 128_256)] {
+                let layout = Layout::new::<f32>(isa, rows, context, vocab);
+                let tiles: Vec<usize> = (0..layout.segments()).flat_map(|segment| layout.segment(segment)).collect();
+                assert_eq!(tiles, (0..layout.tiles()).collect::<Vec<_>>());
+                assert!((0..layout.segments()).all(|s| layout.segment(s).all(|tile| layout.segment_of(tile) == s)));
+                let ids: usize = tiles.iter().map(|&tile| layout.ids(tile).len()).sum();
+                assert_eq!(ids, vocab);
+                let panels = layout.panels(rows);
+                assert_eq!(panels.iter().map(|panel| panel.rows).sum::<usize>(), rows);
+                assert_eq!(panels.last().map(|panel| panel.first + panel.width), Some(layout.columns(rows)));
+                assert!((0..rows).all(|row| (row - panels[layout.panel_of(row)].first) < layout.panel_rows));
+                assert!(panels.len() * layout.segments() >= PIECES.min(panels.len() * layout.tiles()) / 2);
+            }
+        }
     }
 }

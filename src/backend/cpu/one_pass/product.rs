@@ -100,6 +100,22 @@ impl<F: Float> Kernel<F> for Product<'_, F> {
     }
 }
 
+/// Calls [`Product`].
+#[allow(clippy::too_many_arguments)]
+pub(super) fn multiply<F: Float>(
+    isa: Isa,
+    start: Start<'_, F>,
+    rows: usize,
+    left: &[Left<'_, F>],
+    right: &[F],
+    width: usize,
+    to: &mut [F],
+    to_row: usize,
+    columns: usize,
+) {
+    F::dispatch(isa, Product { start, rows, left, right, width, to, to_row, columns });
+}
+
 /// `ROWS` rows at a time, and the last ones one by one.
 #[inline(always)]
 fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut product: Product<'_, F>) {

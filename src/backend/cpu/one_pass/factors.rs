@@ -1,0 +1,152 @@
+//! Between the passes: the loss of each position, and the numbers that turn a row's exponentials into its gradient.
+
+use num_traits::{Float as _, Zero};
+use rayon::prelude::*;
+
+use super::first_pass::Part;
+use super::layout::{Layout, Panel};
+use crate::backend::contract::Real;
+use crate::backend::cpu::dtype::Element;
+use crate::backend::cpu::inputs::Inputs;
+use crate::backend::cpu::log_sum_exp::LogSumExp;
+use crate::backend::cpu::rows::{flushed, weighted, PositionLoss, Scratch};
+use crate::backend::cpu::simd::Float;
+use crate::backend::cpu::targets::Targets;
+
+/// A row once its log-sum-exp is known.
+#[derive(Clone, Copy)]
+pub(super) struct Row<F> {
+    pub(super) target: usize,
+    /// Factor of `exp(z - largest)` in the gradient, without `scale`.
+    factor: f64,
+    largest: F,
+    /// Factor of the objective and of the logits.
+    scale: f64,
+    /// The target's mass h.
+    pub(super) mass: F,
+    /// The gradient of the log-prior.
+    pub(super) log_prior: F,
+    /// Whether the row has no gradient, but a NaN or infinity among its exponentials, which must not spread.
+    pub(super) is_void: bool,
+}
+
+impl<F: Float> Row<F> {
+    /// The factor f of exponentials with this offset.
+    fn factor(&self, offset: F) -> F {
+        if self.is_void || offset == F::neg_infinity() {
+            return F::zero();
+        }
+        let relative = self.factor * (offset - self.largest).f64().exp();
+        match relative.abs() < F::NEGLIGIBLE.f64() {
+            true => F::zero(),
+            false => flushed(F::of(weighted(self.scale, relative))),
+        }
+    }
+}
+
+/// The loss of each position, and its rows.
+pub(super) fn rows<T: Element>(
+    inputs: &Inputs<'_, T>,
+    targets: &Targets<T::Acc>,
+    positions: &[usize],
+    layout: &Layout,
+    panels: &[Panel],
+    parts: &[Part<T::Acc>],
+) -> (Vec<PositionLoss>, Vec<Row<T::Acc>>) {
+    let components = inputs.sizes.components;
+    let mut target_logits = vec![T::Acc::zero(); positions.len() * components];
+    for &(row, z) in parts.iter().flat_map(|part| &part.target_logits) {
+        target_logits[row] = z;
+    }
+    let parts_of = |row: usize| {
+        let panel = layout.panel_of(row);
+        parts.iter().skip(panel).step_by(panels.len()).map(move |part| (part, row - panels[panel].first))
+    };
+    let position = |scratch: &mut Scratch<T::Acc>, (i, &t): (usize, &usize)| {
+        let rows = i * components..(i + 1) * components;
+        let lse: Vec<_> = rows.clone().map(|row| log_sum_exp(parts_of(row))).collect();
+        scratch.set_components(&lse, &inputs.log_priors[t * components..][..components]);
+        // Ignored positions take no part.
+        let Some(target) = targets.position(t) else { return (PositionLoss::default(), vec![]) };
+        let loss = scratch.hard_loss(&target, |k, _| target_logits[rows.start + k]);
+        let scale = targets.scale(t);
+        let logit_scale = scale.f64() * inputs.logit_scale.f64();
+        let z_loss = 2.0 * target.z_loss.f64() / components as f64;
+        let row = |(k, (row, lse)): (usize, (usize, LogSumExp<T::Acc>))| {
+            let factor = scratch.mass[k].f64() + weighted(z_loss, lse.value().f64());
+            let slope = match inputs.softcap {
+                Some(cap) => T::Acc::of(1.0) - (target_logits[row] / cap).powi(2),
+                None => T::Acc::of(1.0),
+            };
+            let has_gradient = logit_scale != 0.0 && (factor != 0.0 || !scratch.mass[k].is_zero());
+            Row {
+                target: target.hard.map_or(0, |(y, _)| y),
+                factor: weighted(factor, (-lse.log_sum.f64()).exp()),
+                largest: lse.largest,
+                scale: logit_scale,
+                mass: flushed(weighted(T::Acc::of(logit_scale), scratch.hard_mass[k] * slope)),
+                log_prior: flushed(weighted(scale, -scratch.mass[k])),
+                is_void: !has_gradient && parts_of(row).any(|(part, r)| !part.running.sum[r].is_finite()),
+            }
+        };
+        (loss, rows.zip(lse).enumerate().map(row).collect::<Vec<_>>())
+    };
+    let scratch = || Scratch::new(components, 0, false, false);
+    let found: Vec<_> = positions.par_iter().enumerate().map_init(scratch, position).collect();
+    let (losses, rows): (Vec<_>, Vec<_>) = found.into_iter().unzip();
+    (losses, rows.into_iter().flatten().collect())
+}
+
+/// The log-sum-exp of a row from its sums over the segments.
+fn log_sum_exp<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone) -> LogSumExp<F> {
+    let largest = parts.clone().map(|(part, r)| part.running.largest[r]).fold(F::neg_infinity(), num_traits::Float::max);
+    let largest = if largest == F::neg_infinity() { F::zero() } else { largest };
+    let sum = |(part, r): (&Part<F>, usize)| match part.running.sum[r] {
+        0.0 => 0.0,
+        sum => sum * (part.running.offset[r] - largest).f64().exp(),
+    };
+    LogSumExp { largest, log_sum: F::of(parts.map(sum).sum::<f64>().ln()) }
+}
+
+/// The factors of all rows, for the offsets of each segment and of each tile.
+pub(super) struct Factors<'p, F> {
+    parts: &'p [Part<F>],
+    rows: &'p [Row<F>],
+    layout: &'p Layout,
+    panels: &'p [Panel],
+    /// `[segment][column]`: for the offsets at the end of each segment, which are those of the sums
+    pub(super) of_segments: Vec<Vec<F>>,
+}
+
+impl<'p, F: Float> Factors<'p, F> {
+    pub(super) fn new(layout: &'p Layout, panels: &'p [Panel], parts: &'p [Part<F>], rows: &'p [Row<F>]) -> Self {
+        let of_segment = |segment: usize| {
+            let mut factors = vec![F::zero(); layout.columns(rows.len())];
+            for (panel, part) in panels.iter().zip(&parts[segment * panels.len()..]) {
+                let rows = &rows[panel.first..][..panel.rows];
+                for ((factor, row), &offset) in factors[panel.first..].iter_mut().zip(rows).zip(&part.running.offset) {
+                    *factor = row.factor(offset);
+                }
+            }
+            factors
+        };
+        let of_segments = (0..layout.segments()).into_par_iter().map(of_segment).collect();
+        Factors { parts, rows, layout, panels, of_segments }
+    }
+
+    /// `[column]`: for the exponentials of a tile, whose offsets may be earlier ones.
+    pub(super) fn of_tile(&self, tile: usize) -> Vec<F> {
+        let segment = self.layout.segment_of(tile);
+        let in_segment = tile - self.layout.segment(segment).start;
+        let mut factors = self.of_segments[segment].clone();
+        for (panel, part) in self.panels.iter().zip(&self.parts[segment * self.panels.len()..]) {
+            let offsets = &part.offsets[in_segment * panel.width..][..panel.rows];
+            for (r, (&offset, last)) in offsets.iter().zip(&part.running.offset).enumerate() {
+                if offset != *last {
+                    factors[panel.first + r] = self.rows[panel.first + r].factor(offset);
+                }
+            }
+        }
+        factors
+    }
+}

@@ -1,0 +1,145 @@
+//! The first pass over the vocabulary: logits, exponentials, their sums and their products with the decoder.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::exponentials::{Exponentials, Running, Softcap};
+use super::layout::{Layout, Panel};
+use super::product::{multiply, Left, Start};
+use super::scaling::Scaled;
+use crate::backend::cpu::dtype::Element;
+use crate::backend::cpu::inputs::Inputs;
+use crate::backend::cpu::matrix::{transpose, Block};
+use crate::backend::cpu::simd::Float;
+
+/// Columns of the decoder that the first product sums over at a time, so that the packed contexts stay in the cache.
+const MOST_DEPTH: usize = 320;
+
+/// What the first pass leaves of a panel and a segment.
+pub(super) struct Part<F> {
+    pub(super) running: Running<F>,
+    /// `[tiles, width]`: the offsets of each tile's exponentials
+    pub(super) offsets: Vec<F>,
+    /// The logits of the targets in this segment, with the rows that they belong to.
+    pub(super) target_logits: Vec<(usize, F)>,
+}
+
+/// Buffers of the first pass.
+pub(super) struct Buffers<'b, F> {
+    /// `[tile][panel][id][row]`
+    pub(super) exponentials: &'b mut [F],
+    /// `[segment][panel][d][row]`: the products O of exponentials and decoder; empty if not needed
+    pub(super) sums: &'b mut [F],
+    /// `[panel][d][row]`: contexts times the logit scale
+    pub(super) packed: &'b mut [F],
+}
+
+/// The parts, segment by segment; `target` is that of a row.
+pub(super) fn first_pass<T: Element>(
+    inputs: &Inputs<'_, T>,
+    layout: &Layout,
+    panels: &[Panel],
+    contexts: &[T::Acc],
+    target: impl Fn(usize) -> Option<usize> + Sync,
+    Buffers { exponentials, sums, packed }: Buffers<'_, T::Acc>,
+) -> Vec<Part<T::Acc>> {
+    let d = inputs.sizes.context;
+    split(packed, panels, d).into_par_iter().zip(panels).for_each(|(to, panel)| pack(inputs, contexts, *panel, to));
+    let packed = &*packed;
+
+    let pieces = layout.segments() * panels.len();
+    let mut tiles: Vec<Vec<&mut [T::Acc]>> = Vec::new();
+    tiles.resize_with(pieces, Vec::new);
+    let columns: usize = panels.iter().map(|panel| panel.width).sum();
+    for (tile, of_tile) in exponentials.chunks_mut(layout.tile_ids * columns).take(layout.tiles()).enumerate() {
+        let first = layout.segment_of(tile) * panels.len();
+        let of_panels = split(of_tile, panels, layout.ids(tile).len());
+        tiles[first..].iter_mut().zip(of_panels).for_each(|(tiles, of_panel)| tiles.push(of_panel));
+    }
+    let mut sums: Vec<&mut [T::Acc]> = sums.chunks_exact_mut(layout.panel_rows * d).take(pieces).collect();
+    sums.resize_with(pieces, Default::default);
+
+    let part = |buffer: &mut Vec<T::Acc>, (piece, (tiles, sums)): (usize, (Vec<&mut [T::Acc]>, &mut [T::Acc]))| {
+        let (segment, panel) = (piece / panels.len(), panels[piece % panels.len()]);
+        let Panel { first, rows, width } = panel;
+        let packed = &packed[first * d..][..width * d];
+        let running = Running::new(width);
+        let mut part = Part { running, offsets: Vec::with_capacity(tiles.len() * width), target_logits: vec![] };
+        for (i, (tile, to)) in layout.segment(segment).zip(tiles).enumerate() {
+            let ids = layout.ids(tile);
+            let decoder = inputs.decoder.block(ids.clone(), buffer);
+            logits(inputs, &decoder, ids.clone(), packed, width, to);
+            for row in 0..rows {
+                if let Some(y) = target(first + row).filter(|y| ids.contains(y)) {
+                    part.target_logits.push((first + row, to[(y - ids.start) * width + row]));
+                }
+            }
+            let kernel = Exponentials { tile: to, running: &mut part.running, softcap: inputs.softcap };
+            let has_moved = T::Acc::dispatch(inputs.isa, kernel);
+            part.offsets.extend_from_slice(&part.running.offset);
+            if sums.is_empty() {
+                continue;
+            }
+            let sums = &mut sums[..width * d];
+            if has_moved && i > 0 {
+                T::Acc::dispatch(inputs.isa, Scaled { values: sums, factors: &part.running.rescale });
+            }
+            let left = Left { values: decoder.values, row: decoder.column, step: decoder.id, depth: ids.len() };
+            let start = if i > 0 { Start::Stored } else { Start::Zero };
+            multiply(inputs.isa, start, d, &[left], to, width, sums, width, width);
+        }
+        part
+    };
+    tiles.into_par_iter().zip(sums).enumerate().map_init(Vec::new, part).collect()
+}
+
+/// A buffer with `rows` rows of each panel, panel by panel.
+fn split<'b, F>(mut buffer: &'b mut [F], panels: &[Panel], rows: usize) -> Vec<&'b mut [F]> {
+    let of_panel = |panel: &Panel| {
+        let (first, others) = std::mem::take(&mut buffer).split_at_mut(rows * panel.width);
+        buffer = others;
+        first
+    };
+    panels.iter().map(of_panel).collect()
+}
+
+/// A panel's contexts times the logit scale, `[d, width]`.
+fn pack<T: Element>(inputs: &Inputs<'_, T>, contexts: &[T::Acc], panel: Panel, to: &mut [T::Acc]) {
+    let d = inputs.sizes.context;
+    let Panel { first, rows, width } = panel;
+    if rows < width {
+        to.fill(num_traits::Zero::zero());
+    }
+    transpose(&contexts[first * d..], d, 0..rows, 0..d, to, width, |x| x);
+    if inputs.logit_scale != num_traits::One::one() {
+        to.iter_mut().for_each(|x| *x *= inputs.logit_scale);
+    }
+}
+
+/// The logits of a tile and a panel, `[ids, width]`.
+fn logits<T: Element>(
+    inputs: &Inputs<'_, T>,
+    decoder: &Block<'_, T::Acc>,
+    ids: Range<usize>,
+    packed: &[T::Acc],
+    width: usize,
+    to: &mut [T::Acc],
+) {
+    let d = inputs.sizes.context;
+    // Equal parts.
+    let depth = d.div_ceil(d.div_ceil(MOST_DEPTH));
+    for first in (0..d).step_by(depth) {
+        let left = Left {
+            values: &decoder.values[first * decoder.column..],
+            row: decoder.id,
+            step: decoder.column,
+            depth: depth.min(d - first),
+        };
+        let start = if first == 0 { Start::Rows(&inputs.bias[ids.clone()]) } else { Start::Stored };
+        multiply(inputs.isa, start, ids.len(), &[left], &packed[first * width..], width, to, width, width);
+    }
+    if let Some(cap) = inputs.softcap {
+        T::Acc::dispatch(inputs.isa, Softcap { tile: to, cap });
+    }
+}

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// The default budgets, in bytes or rows of logits, chosen by measurement (see `benches/RESULTS.md`).
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
 pub(super) mod default {
-    /// Minimum default budget on the CPU.
+    /// Minimum default budget on the CPU for what a chunk's rows need.
     pub(in crate::backend) const CPU_BYTES: usize = 32 << 20;
     /// The default budget on the CPU also holds chunks of this many rows. Each chunk reads the whole decoder and adds
     /// to its whole gradient, which is costly with fewer rows.

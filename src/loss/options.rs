@@ -151,7 +151,7 @@ impl LossOptions {
 
     /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it.
     ///
-    /// The default is 32 MiB, or the logits of 480 rows (positions times components), whichever is larger: with fewer
+    /// The default holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with fewer
     /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it is 512 rows,
     /// or 32 MiB of logits, and at most 256 MiB; on Metal twice that, because candle rounds allocations up to a power
     /// of two.

@@ -2,6 +2,8 @@
 //! rayon.
 
 mod activation;
+#[cfg(test)]
+mod both_paths;
 mod chunks;
 mod distribution;
 mod dtype;
@@ -99,7 +101,8 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
     let needs = Needs {
         per_position,
         fixed,
-        default_budget: default::CPU_BYTES.max(fixed + enough_rows.div_ceil(components) * per_position),
+        // The chunks do not depend on the number of threads.
+        default_budget: fixed + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
         most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
         kernels: isa.name(),

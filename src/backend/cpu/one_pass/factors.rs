@@ -99,7 +99,8 @@ pub(super) fn rows<T: Element>(
 
 /// The log-sum-exp of a row from its sums over the segments.
 fn log_sum_exp<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone) -> LogSumExp<F> {
-    let largest = parts.clone().map(|(part, r)| part.running.largest[r]).fold(F::neg_infinity(), num_traits::Float::max);
+    let largest =
+        parts.clone().map(|(part, r)| part.running.largest[r]).fold(F::neg_infinity(), num_traits::Float::max);
     let largest = if largest == F::neg_infinity() { F::zero() } else { largest };
     let sum = |(part, r): (&Part<F>, usize)| match part.running.sum[r] {
         0.0 => 0.0,

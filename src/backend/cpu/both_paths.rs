@@ -1,0 +1,210 @@
+//! Both ways to compute a loss agree wherever both can serve, and neither depends on the number of threads.
+
+use candle_core::{DType, Device, Tensor};
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+use super::chunks::Chunks;
+use super::dtype::{with_type, Element};
+use super::inputs::Inputs;
+use super::one_pass::OnePass;
+use super::path::Path;
+use super::results::{results, BufferedGradients};
+use super::targets::Targets;
+use super::{plan, Cpu};
+use crate::backend::contract::{
+    Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
+};
+use crate::backend::schedule::Steps;
+use crate::error::Result;
+
+const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, bias: true };
+
+/// A mixture whose logits have about this slope over the vocabulary, in all.
+struct Case {
+    sizes: Sizes,
+    slope: f64,
+    dtype: DType,
+    transposed: bool,
+    softcap: Option<f64>,
+    terms: Terms,
+    needs_grad: NeedsGrad,
+    /// Workspace, as a multiple of the least.
+    budget: Option<usize>,
+}
+
+impl Case {
+    fn new(positions: usize, components: usize, context: usize, vocab: usize) -> Self {
+        Case {
+            sizes: Sizes { positions, components, context, vocab },
+            slope: 0.0,
+            dtype: DType::F32,
+            transposed: false,
+            softcap: None,
+            terms: Terms::default(),
+            needs_grad: ALL,
+            budget: None,
+        }
+    }
+
+    fn operands(&self) -> Result<(Operands, Objective)> {
+        let Sizes { positions, components, context, vocab } = self.sizes;
+        let mut rng = StdRng::seed_from_u64(7);
+        let mut tensor = |shape: &[usize], bound: f64| -> Result<Tensor> {
+            let values = (0..shape.iter().product()).map(|_| bound * (2.0 * rng.random::<f64>() - 1.0)).collect();
+            Ok(Tensor::from_vec::<_, f64>(values, shape, &Device::Cpu)?)
+        };
+        let accumulation = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let contexts = tensor(&[positions, components, context], 1.0)?.to_dtype(self.dtype)?;
+        let weight = tensor(&[vocab, context], 2.0 / (context as f64).sqrt())?.to_dtype(self.dtype)?;
+        let weight = if self.transposed { weight.t()?.contiguous()?.t()? } else { weight };
+        let ramp: Vec<f64> = (0..vocab).map(|id| self.slope * id as f64 / vocab as f64).collect();
+        let bias = (tensor(&[vocab], 0.5)? + Tensor::from_vec(ramp, vocab, &Device::Cpu)?)?.to_dtype(accumulation)?;
+        let log_priors = tensor(&[positions, components], 3.0)?.to_dtype(accumulation)?;
+        let weights: Vec<f64> = (0..positions).map(|t| [1.0, 0.5, 0.0, 2.0][t % 4]).collect();
+        let targets: Vec<i64> =
+            (0..positions).map(|t| if t % 5 == 3 { -100 } else { (t * 37 % vocab) as i64 }).collect();
+        let loss = TargetLoss {
+            targets: Tensor::from_vec(targets, positions, &Device::Cpu)?,
+            ignore_index: Some(-100),
+            position_weights: Some(Tensor::from_vec(weights, positions, &Device::Cpu)?.to_dtype(accumulation)?),
+            class_weights: None,
+            terms: self.terms,
+            scale: GradScale::OneOverCount,
+        };
+        let (logit_scale, softcap) = (0.8, self.softcap);
+        let operands = Operands {
+            sizes: self.sizes,
+            contexts,
+            log_priors: Some(log_priors),
+            weight,
+            bias: Some(bias),
+            logit_scale,
+            softcap,
+        };
+        Ok((operands, Objective::Targets(loss)))
+    }
+
+    fn run<T: Element>(&self, path: Path) -> Result<LossResults> {
+        let (operands, objective) = self.operands()?;
+        let task = Task::loss(&self.terms, self.needs_grad);
+        assert_eq!(Path::of(&task), Path::OnePass);
+        let budget = self.budget.map(|factor| match plan::<T>(&operands, task, Some(0)) {
+            Err(crate::Error::Workspace { least, .. }) => factor * least,
+            other => panic!("a workspace of 0 bytes was accepted: {other:?}"),
+        });
+        let plan = plan::<T>(&operands, task, budget)?;
+        Inputs::with(&operands, |inputs: Inputs<'_, T>| {
+            let targets = Targets::new(&objective, operands.sizes)?;
+            let gradients = BufferedGradients::new(operands.sizes, self.needs_grad);
+            let (losses, gradients) = match path {
+                Path::OnePass => {
+                    let mut pass = OnePass::new(inputs, &targets, gradients, self.needs_grad, &plan);
+                    pass.run_loss(&plan, self.needs_grad)?;
+                    (pass.losses, pass.gradients)
+                }
+                _ => {
+                    let mut chunks = Chunks::new(inputs, &plan).with_targets(&targets, gradients);
+                    chunks.run_loss(&plan, self.needs_grad)?;
+                    (chunks.losses, chunks.gradients)
+                }
+            };
+            results(operands.sizes, self.needs_grad, &targets, &losses, gradients)
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        let run = |path| with_type!(self.dtype, T => self.run::<T>(path));
+        let (one, two) = (flat(&run(Path::OnePass)?)?, flat(&run(Path::TwoPasses)?)?);
+        let (tolerance, epsilon) = if self.dtype == DType::F64 { (1e-12, f64::EPSILON) } else { (1e-5, 1.2e-7) };
+        // An exponential is as precise as its logit.
+        let tolerance = tolerance + 2.0 * self.slope.abs() * epsilon;
+        for ((name, one), (_, two)) in one.into_iter().zip(two) {
+            let largest = two.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+            for (i, (one, two)) in one.iter().zip(&two).enumerate() {
+                let error = (one - two).abs() / largest.max(1e-30);
+                assert!(error < tolerance, "{name}[{i}] of {:?} {:?}: {one} {two}", self.sizes, self.dtype);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// All results, by name.
+fn flat(results: &LossResults) -> Result<Vec<(&'static str, Vec<f64>)>> {
+    let LossResults { nll, objective, gradients, .. } = results;
+    let gradients = [
+        ("contexts", &gradients.contexts),
+        ("log_priors", &gradients.log_priors),
+        ("weight", &gradients.weight),
+        ("bias", &gradients.bias),
+    ];
+    let gradients = gradients.into_iter().filter_map(|(name, gradient)| Some((name, gradient.as_ref()?)));
+    let all = [("nll", nll), ("objective", objective)].into_iter().chain(gradients);
+    let values = |tensor: &Tensor| tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1();
+    all.map(|(name, tensor)| Ok((name, values(tensor)?))).collect()
+}
+
+#[test]
+fn both_paths_agree_at_odd_sizes() -> Result<()> {
+    for (positions, components, context, vocab) in
+        [(1, 1, 1, 1), (2, 1, 3, 9), (7, 3, 5, 257), (40, 5, 33, 1000), (11, 15, 330, 1700), (130, 1, 17, 3001)]
+    {
+        for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+            for transposed in [false, true] {
+                Case { dtype, transposed, ..Case::new(positions, components, context, vocab) }.check()?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn both_paths_agree_whatever_the_order_of_the_logits() -> Result<()> {
+    // Offsets move in many tiles, or whole segments are negligible.
+    for slope in [-400.0, -60.0, 60.0, 400.0] {
+        for dtype in [DType::F32, DType::F64] {
+            Case { slope, dtype, ..Case::new(30, 4, 20, 2000) }.check()?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn both_paths_agree_with_options() -> Result<()> {
+    let z_loss = Terms { z_loss: 0.01, ..Terms::default() };
+    for (softcap, terms) in [(Some(2.0), Terms::default()), (None, z_loss), (Some(30.0), z_loss)] {
+        Case { softcap, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
+    }
+    let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, bias };
+    for needs_grad in [
+        some(true, false, false, false),
+        some(false, true, false, false),
+        some(false, false, true, false),
+        some(false, false, false, true),
+    ] {
+        Case { needs_grad, ..Case::new(30, 4, 20, 1200) }.check()?;
+    }
+    for budget in [1, 2, 5] {
+        Case { budget: Some(budget), ..Case::new(61, 3, 20, 900) }.check()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
+    let with_threads = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+        pool.install(|| {
+            // More than one chunk.
+            let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
+            let plan = Cpu.plan(&operands, Task::loss(&Terms::default(), ALL), None)?;
+            assert!(plan.chunks().count() > 1, "{plan}");
+            flat(&Cpu.loss(&operands, &objective, ALL, &plan)?)
+        })
+    };
+    let one = with_threads(1)?;
+    for threads in [2, 7, 16] {
+        assert!(with_threads(threads)? == one, "{threads} threads");
+    }
+    Ok(())
+}

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::product::{panel_width, Lanes};
+use super::product::Registers;
 use crate::backend::cpu::simd::{Float, Isa};
 
 /// Minimum number of pieces, pairs of a panel and a segment, where the vocabulary allows it: work for as many threads.
@@ -12,8 +12,8 @@ const PIECES: usize = 64;
 const MOST_IDS: usize = 256;
 /// Bytes of the decoder's rows of a tile, which stay in the second-level cache with the tile's logits.
 const TILE_BYTES: usize = 320 << 10;
-/// The number of ids in a tile is a multiple of this.
-const AT_A_TIME: usize = 8;
+/// Minimum number of ids of a tile.
+const LEAST_IDS: usize = 32;
 
 /// The cut that all chunks share.
 #[derive(Clone, Copy, Debug)]
@@ -42,9 +42,9 @@ pub(super) struct Panel {
 impl Layout {
     /// For chunks of at most `rows` rows.
     pub(super) fn new<F: Float>(isa: Isa, rows: usize, context: usize, vocab: usize) -> Self {
-        let (panel_rows, lanes) = (panel_width::<F>(isa), F::dispatch(isa, Lanes));
-        let ids = TILE_BYTES / (context * size_of::<F>()).max(1);
-        let tile_ids = (ids / AT_A_TIME * AT_A_TIME).clamp(4 * AT_A_TIME, MOST_IDS).min(vocab.max(1));
+        let Registers { rows: at_a_time, width: panel_rows, lanes } = Registers::of::<F>(isa);
+        let ids = (TILE_BYTES / (context * size_of::<F>()).max(1)).clamp(LEAST_IDS, MOST_IDS);
+        let tile_ids = (ids / at_a_time * at_a_time).min(vocab.max(1));
         let tiles = vocab.div_ceil(tile_ids);
         let segments = PIECES.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
         Layout { vocab, tile_ids, segment_tiles: tiles.div_ceil(segments).max(1), panel_rows, lanes }

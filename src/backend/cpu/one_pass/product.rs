@@ -5,23 +5,44 @@
 
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 
-/// Vectors in a row of a full panel.
-const VECTORS: usize = 3;
-
-/// Rows of the mixture in a full panel.
-pub(super) fn panel_width<F: Float>(isa: Isa) -> usize {
-    VECTORS * F::dispatch(isa, Lanes)
+/// The sizes of what is computed in registers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Registers {
+    /// Rows of the result.
+    pub(super) rows: usize,
+    /// Elements of a row: the width of a full panel.
+    pub(super) width: usize,
+    /// Elements of a vector.
+    pub(super) lanes: usize,
 }
 
-/// Number of elements of a vector.
-pub(super) struct Lanes;
+impl Registers {
+    pub(super) fn of<F: Float>(isa: Isa) -> Self {
+        F::dispatch(isa, RegistersOf)
+    }
+}
 
-impl<F: Float> Kernel<F> for Lanes {
-    type Output = usize;
+struct RegistersOf;
+
+impl<F: Float> Kernel<F> for RegistersOf {
+    type Output = Registers;
 
     #[inline(always)]
-    fn run<V: Vector<F>>(self, _: V) -> usize {
-        lanes::<F, V>()
+    fn run<V: Vector<F>>(self, _: V) -> Registers {
+        let (rows, vectors) = in_registers::<F, V>();
+        let lanes = lanes::<F, V>();
+        Registers { rows, width: vectors * lanes, lanes }
+    }
+}
+
+/// The rows of the result and the vectors of a row of which all sums, a row of `right` and an element of `left` fit the
+/// registers.
+#[inline(always)]
+fn in_registers<F: Float, V: Vector<F>>() -> (usize, usize) {
+    if V::REGISTERS >= 32 {
+        (8, 3)
+    } else {
+        (6, 2)
     }
 }
 
@@ -58,7 +79,7 @@ pub(super) struct Product<'a, F> {
     pub(super) left: &'a [Left<'a, F>],
     /// `[depth, width]`, the depth being that of all parts
     pub(super) right: &'a [F],
-    /// At most three vectors, and a multiple of one.
+    /// At most that of a full panel, and a multiple of a vector.
     pub(super) width: usize,
     pub(super) to: &'a mut [F],
     /// Distance between rows of `to`.
@@ -74,7 +95,7 @@ impl<F: Float> Kernel<F> for Product<'_, F> {
     fn run<V: Vector<F>>(self, v: V) {
         let (lanes, width) = (lanes::<F, V>(), self.width);
         let depth: usize = self.left.iter().map(|left| left.depth).sum();
-        assert!(width > 0 && width.is_multiple_of(lanes) && width <= VECTORS * lanes);
+        assert!(width > 0 && width.is_multiple_of(lanes) && width <= in_registers::<F, V>().1 * lanes);
         assert!(self.columns <= width && self.columns + lanes > width);
         assert!(depth * width <= self.right.len());
         if self.rows == 0 {
@@ -88,14 +109,12 @@ impl<F: Float> Kernel<F> for Product<'_, F> {
         if let Start::Rows(values) = self.start {
             assert!(self.rows <= values.len());
         }
-        // As many rows as keep all sums, a row of `right` and an element of `left` in registers.
         match (V::REGISTERS >= 32, width / lanes) {
             (true, 3) => product::<8, 3, F, V>(v, self),
             (true, 2) => product::<8, 2, F, V>(v, self),
             (true, _) => product::<8, 1, F, V>(v, self),
-            (false, 3) => product::<4, 3, F, V>(v, self),
-            (false, 2) => product::<4, 2, F, V>(v, self),
-            (false, _) => product::<4, 1, F, V>(v, self),
+            (false, 2) => product::<6, 2, F, V>(v, self),
+            (false, _) => product::<6, 1, F, V>(v, self),
         }
     }
 }
@@ -116,17 +135,20 @@ pub(super) fn multiply<F: Float>(
     F::dispatch(isa, Product { start, rows, left, right, width, to, to_row, columns });
 }
 
-/// `ROWS` rows at a time, and the last ones one by one.
+/// `ROWS` rows at a time, then four, then one.
 #[inline(always)]
 fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut product: Product<'_, F>) {
     let across = product.left.iter().all(|left| left.row == 1);
     let mut row = 0;
     while row < product.rows {
-        row += match (product.rows - row >= ROWS, across) {
-            (true, true) => tile::<ROWS, N, true, F, V>(v, &mut product, row),
-            (true, false) => tile::<ROWS, N, false, F, V>(v, &mut product, row),
-            (false, true) => tile::<1, N, true, F, V>(v, &mut product, row),
-            (false, false) => tile::<1, N, false, F, V>(v, &mut product, row),
+        let left = product.rows - row;
+        row += match (left >= ROWS, left >= 4, across) {
+            (true, _, true) => tile::<ROWS, N, true, F, V>(v, &mut product, row),
+            (true, _, false) => tile::<ROWS, N, false, F, V>(v, &mut product, row),
+            (_, true, true) => tile::<4, N, true, F, V>(v, &mut product, row),
+            (_, true, false) => tile::<4, N, false, F, V>(v, &mut product, row),
+            (_, _, true) => tile::<1, N, true, F, V>(v, &mut product, row),
+            (_, _, false) => tile::<1, N, false, F, V>(v, &mut product, row),
         };
     }
 }
@@ -189,7 +211,9 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
                 let mut vectors = [v.splat(F::zero()); N];
                 for (j, vector) in vectors.iter_mut().enumerate() {
                     *vector = right.add(j * lanes).cast::<V::Reg>().read_unaligned();
-                    prefetch(right.wrapping_add(AHEAD * width + j * lanes));
+                    if (j * lanes * size_of::<F>()).is_multiple_of(CACHE_LINE) {
+                        prefetch(right.wrapping_add(AHEAD * width + j * lanes));
+                    }
                 }
                 let across = rows[0].wrapping_add(k * left.step);
                 if ACROSS {
@@ -218,6 +242,8 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
     ROWS
 }
 
+/// Bytes of a cache line.
+const CACHE_LINE: usize = 64;
 /// Elements of a row of the left operand after which its next rows are prefetched: those of a cache line, in f32.
 const LINE: usize = 16;
 /// Rows of the right operand that are prefetched ahead.
@@ -247,9 +273,10 @@ mod tests {
     /// Both orders of the left operand, in one part and in two, at sizes that are no multiples of those in registers.
     fn check<F: Float>() {
         for isa in Isa::available() {
-            let lanes = F::dispatch(isa, Lanes);
+            let Registers { width, lanes, .. } = Registers::of::<F>(isa);
+            let most = width / lanes;
             for (rows, depth, vectors, missing) in [(1, 1, 1, 0), (8, 5, 3, 0), (19, 33, 2, lanes - 1), (12, 7, 3, 1)] {
-                let (width, missing) = (vectors * lanes, missing.min(lanes - 1));
+                let (width, missing) = (vectors.min(most) * lanes, missing.min(lanes - 1));
                 let columns = width - missing;
                 let (left, right) = (values::<F>(rows * depth, 1), values::<F>(depth * width, 2));
                 let transposed: Vec<F> = (0..rows * depth).map(|i| left[i % rows * depth + i / rows]).collect();
@@ -273,7 +300,7 @@ mod tests {
                         for (i, (found, &before)) in to.iter().zip(&before).enumerate() {
                             let (row, column) = (i / to_row, i % to_row);
                             let sum: F = (0..depth)
-                                .map(|k| self::at(&forms[0][0], row, k) * right[k * width + column % width])
+                                .map(|k| at(&forms[0][0], row, k) * right[k * width + column % width])
                                 .sum();
                             let expected = match start {
                                 _ if column >= columns => before,

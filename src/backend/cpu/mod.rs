@@ -2,8 +2,6 @@
 //! rayon.
 
 mod activation;
-#[cfg(test)]
-mod both_paths;
 mod chunks;
 mod distribution;
 mod dtype;
@@ -20,6 +18,8 @@ mod results;
 mod rows;
 mod simd;
 mod targets;
+#[cfg(test)]
+mod testing;
 
 use candle_core::{DType, Device, Tensor};
 

@@ -82,6 +82,20 @@ impl Layout {
         self.tiles().div_ceil(self.segment_tiles)
     }
 
+    /// The pieces of a chunk of `rows` rows.
+    pub(super) fn pieces(&self, rows: usize) -> usize {
+        self.segments() * rows.div_ceil(self.panel_rows)
+    }
+
+    /// By how many a chunk's pieces may exceed its panels.
+    pub(super) fn more_pieces(&self) -> usize {
+        if self.tiles() > 1 {
+            PIECES - 1
+        } else {
+            0
+        }
+    }
+
     /// The tiles of a segment.
     pub(super) fn segment(&self, segment: usize) -> Range<usize> {
         segment * self.segment_tiles..self.tiles().min((segment + 1) * self.segment_tiles)
@@ -111,7 +125,8 @@ mod tests {
                 assert_eq!(panels.iter().map(|panel| panel.rows).sum::<usize>(), rows);
                 assert_eq!(panels.last().map(|panel| panel.first + panel.width), Some(layout.columns(rows)));
                 assert!((0..rows).all(|row| (row - panels[layout.panel_of(row)].first) < layout.panel_rows));
-                assert!(panels.len() * layout.segments() >= PIECES.min(panels.len() * layout.tiles()) / 2);
+                assert!(layout.pieces(rows) >= PIECES.min(panels.len() * layout.tiles()) / 2);
+                assert!(layout.pieces(rows) <= panels.len() + layout.more_pieces());
             }
         }
     }

@@ -44,13 +44,13 @@ pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, threads: usize) -> W
     /// Numbers of a row, in elements.
     const ROW_NUMBERS: usize = 32;
     let Sizes { context: d, vocab, .. } = sizes;
-    // Chunks of more rows have no more segments.
     let layout = Layout::new::<T::Acc>(isa, 1, d, vocab);
     let panel = layout.panel_rows;
     // The exponentials, the offsets of each tile and factors of each segment, and three times contexts: packed, gathered
     // and the sums.
     let per_row = vocab + 2 * layout.tiles() + 3 * d + ROW_NUMBERS;
-    let sums = layout.segments() * panel * d;
+    // All panels but the last are full.
+    let sums = (layout.more_pieces() + 1) * panel * d;
     let widened = if T::IS_ACC { 0 } else { layout.tile_ids * d };
     let per_thread = BLOCK_ROWS.next_multiple_of(panel) * panel + panel * d + widened;
     Workspace {
@@ -100,7 +100,7 @@ impl<'a, T: Element> OnePass<'a, T> {
         let Sizes { positions, context: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
         let layout = Layout::new::<T::Acc>(inputs.isa, rows, d, vocab);
-        let pieces = if needs_grad.contexts { layout.segments() * layout.panels(rows).len() } else { 0 };
+        let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
         OnePass {
             inputs,
@@ -115,6 +115,12 @@ impl<'a, T: Element> OnePass<'a, T> {
             gathered: Vec::new(),
             chunk: Chunk { positions: vec![], panels: vec![], parts: vec![], rows: vec![] },
         }
+    }
+
+    /// Elements of the buffers that are large.
+    #[cfg(test)]
+    pub(super) fn allocated(&self) -> usize {
+        self.exponentials.len() + self.sums.len() + self.packed.len()
     }
 
     /// `[rows, d]`: the contexts of the chunk's rows.

@@ -299,9 +299,8 @@ mod tests {
                         F::dispatch(isa, Product { start, rows, left, right, width, to: &mut to, to_row, columns });
                         for (i, (found, &before)) in to.iter().zip(&before).enumerate() {
                             let (row, column) = (i / to_row, i % to_row);
-                            let sum: F = (0..depth)
-                                .map(|k| at(&forms[0][0], row, k) * right[k * width + column % width])
-                                .sum();
+                            let sum: F =
+                                (0..depth).map(|k| at(&forms[0][0], row, k) * right[k * width + column % width]).sum();
                             let expected = match start {
                                 _ if column >= columns => before,
                                 Start::Zero => sum,

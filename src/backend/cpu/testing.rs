@@ -1,4 +1,5 @@
-//! Both ways to compute a loss agree wherever both can serve, and neither depends on the number of threads.
+//! Both ways to compute a loss agree wherever both can serve, in the workspace of their plan and with any number of
+//! threads.
 
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
@@ -8,12 +9,14 @@ use super::dtype::{with_type, Element};
 use super::inputs::Inputs;
 use super::one_pass::OnePass;
 use super::path::Path;
+use super::plan;
 use super::results::{results, BufferedGradients};
 use super::targets::Targets;
-use super::{plan, Cpu};
+use super::Cpu;
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
 };
+use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
@@ -84,15 +87,19 @@ impl Case {
         Ok((operands, Objective::Targets(loss)))
     }
 
-    fn run<T: Element>(&self, path: Path) -> Result<LossResults> {
-        let (operands, objective) = self.operands()?;
+    fn plan<T: Element>(&self, operands: &Operands) -> Result<Plan> {
         let task = Task::loss(&self.terms, self.needs_grad);
         assert_eq!(Path::of(&task), Path::OnePass);
-        let budget = self.budget.map(|factor| match plan::<T>(&operands, task, Some(0)) {
+        let budget = self.budget.map(|factor| match plan::<T>(operands, task, Some(0)) {
             Err(crate::Error::Workspace { least, .. }) => factor * least,
             other => panic!("a workspace of 0 bytes was accepted: {other:?}"),
         });
-        let plan = plan::<T>(&operands, task, budget)?;
+        plan::<T>(operands, task, budget)
+    }
+
+    fn run<T: Element>(&self, path: Path) -> Result<LossResults> {
+        let (operands, objective) = self.operands()?;
+        let plan = self.plan::<T>(&operands)?;
         Inputs::with(&operands, |inputs: Inputs<'_, T>| {
             let targets = Targets::new(&objective, operands.sizes)?;
             let gradients = BufferedGradients::new(operands.sizes, self.needs_grad);
@@ -205,6 +212,32 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let one = with_threads(1)?;
     for threads in [2, 7, 16] {
         assert!(with_threads(threads)? == one, "{threads} threads");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_buffers_are_those_of_the_plan() -> Result<()> {
+    for (positions, components, context, vocab) in
+        [(700, 5, 40, 900), (400, 1, 300, 2000), (40, 15, 280, 3000), (7, 2, 600, 10_000), (1, 1, 64, 40)]
+    {
+        for budget in [None, Some(1), Some(3)] {
+            let case = Case { budget, ..Case::new(positions, components, context, vocab) };
+            let (operands, objective) = case.operands()?;
+            let plan = case.plan::<f32>(&operands)?;
+            Inputs::with(&operands, |inputs: Inputs<'_, f32>| {
+                let targets = Targets::new(&objective, operands.sizes)?;
+                let gradients = BufferedGradients::new(operands.sizes, ALL);
+                let allocated = 4 * OnePass::new(inputs, &targets, gradients, ALL, &plan).allocated();
+                assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
+                // The rest is what each thread and each row needs, and room for chunks with fewer panels.
+                assert!(
+                    budget.is_some() || 2 * allocated > plan.workspace_bytes || positions < 10,
+                    "{allocated}: {plan}"
+                );
+                Ok(())
+            })?;
+        }
     }
     Ok(())
 }

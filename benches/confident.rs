@@ -1,4 +1,5 @@
-//! A confident model must train as fast as a random one: logits of scale 15 and priors over 20 nats beside plain ones.
+//! A confident model must train as fast as a random one: logits of scale 15 and priors over 20 and 40 nats beside plain
+//! ones.
 //!
 //!     cargo bench --bench confident
 //!
@@ -22,8 +23,13 @@ const VOCAB: usize = 10_000;
 const POSITIONS: usize = 84;
 
 /// The scale of the logits, and the range of the log-priors in nats.
-const CASES: [(&str, f64, f64); 4] =
-    [("plain", 1.0, 0.0), ("logits", 15.0, 0.0), ("priors", 1.0, 20.0), ("confident", 15.0, 20.0)];
+const CASES: [(&str, f64, f64); 5] = [
+    ("plain", 1.0, 0.0),
+    ("logits", 15.0, 0.0),
+    ("priors", 1.0, 20.0),
+    ("wide-priors", 1.0, 40.0),
+    ("confident", 15.0, 20.0),
+];
 
 struct Case {
     contexts: Var,

@@ -48,50 +48,71 @@ pub(super) fn first_pass<T: Element>(
     split(packed, panels, d).into_par_iter().zip(panels).for_each(|(to, panel)| pack(inputs, contexts, *panel, to));
     let packed = &*packed;
 
-    let pieces = layout.segments() * panels.len();
-    let mut tiles: Vec<Vec<&mut [T::Acc]>> = Vec::new();
-    tiles.resize_with(pieces, Vec::new);
+    let mut sums = sums.chunks_exact_mut(layout.panel_rows * d);
+    let mut pieces: Vec<Piece<'_, T::Acc>> = (0..layout.segments())
+        .flat_map(|segment| panels.iter().map(move |&panel| (segment, panel)))
+        .map(|(segment, panel)| Piece { segment, panel, tiles: vec![], sums: sums.next().unwrap_or_default() })
+        .collect();
     let columns: usize = panels.iter().map(|panel| panel.width).sum();
     for (tile, of_tile) in exponentials.chunks_mut(layout.tile_ids * columns).take(layout.tiles()).enumerate() {
         let first = layout.segment_of(tile) * panels.len();
         let of_panels = split(of_tile, panels, layout.ids(tile).len());
-        tiles[first..].iter_mut().zip(of_panels).for_each(|(tiles, of_panel)| tiles.push(of_panel));
+        pieces[first..].iter_mut().zip(of_panels).for_each(|(piece, of_panel)| piece.tiles.push(of_panel));
     }
-    let mut sums: Vec<&mut [T::Acc]> = sums.chunks_exact_mut(layout.panel_rows * d).take(pieces).collect();
-    sums.resize_with(pieces, Default::default);
+    let run = |buffer: &mut _, piece: Piece<'_, _>| piece.run(inputs, layout, packed, &target, buffer);
+    pieces.into_par_iter().map_init(Vec::new, run).collect()
+}
 
-    let part = |buffer: &mut Vec<T::Acc>, (piece, (tiles, sums)): (usize, (Vec<&mut [T::Acc]>, &mut [T::Acc]))| {
-        let (segment, panel) = (piece / panels.len(), panels[piece % panels.len()]);
-        let Panel { first, rows, width } = panel;
+/// The part of one segment and panel that is computed on one thread.
+struct Piece<'b, F> {
+    segment: usize,
+    panel: Panel,
+    /// `[ids, width]` for each tile: its exponentials
+    tiles: Vec<&'b mut [F]>,
+    /// `[d, width]`, or empty if not needed
+    sums: &'b mut [F],
+}
+
+impl<F: Float> Piece<'_, F> {
+    /// `packed` has the contexts of all panels; `buffer` is for a tile of the decoder.
+    fn run<T: Element<Acc = F>>(
+        self,
+        inputs: &Inputs<'_, T>,
+        layout: &Layout,
+        packed: &[F],
+        target: impl Fn(usize) -> Option<usize>,
+        buffer: &mut Vec<F>,
+    ) -> Part<F> {
+        let d = inputs.sizes.context;
+        let Panel { first, rows, width } = self.panel;
         let packed = &packed[first * d..][..width * d];
         let running = Running::new(width);
-        let mut part = Part { running, offsets: Vec::with_capacity(tiles.len() * width), target_logits: vec![] };
-        for (i, (tile, to)) in layout.segment(segment).zip(tiles).enumerate() {
+        let mut part = Part { running, offsets: Vec::with_capacity(self.tiles.len() * width), target_logits: vec![] };
+        for (i, (tile, to)) in layout.segment(self.segment).zip(self.tiles).enumerate() {
             let ids = layout.ids(tile);
             let decoder = inputs.decoder.block(ids.clone(), buffer);
             logits(inputs, &decoder, ids.clone(), packed, width, to);
-            for row in 0..rows {
-                if let Some(y) = target(first + row).filter(|y| ids.contains(y)) {
-                    part.target_logits.push((first + row, to[(y - ids.start) * width + row]));
+            for row in first..first + rows {
+                if let Some(y) = target(row).filter(|y| ids.contains(y)) {
+                    part.target_logits.push((row, to[(y - ids.start) * width + row - first]));
                 }
             }
             let kernel = Exponentials { tile: to, running: &mut part.running, softcap: inputs.softcap };
-            let has_moved = T::Acc::dispatch(inputs.isa, kernel);
+            let has_moved = F::dispatch(inputs.isa, kernel);
             part.offsets.extend_from_slice(&part.running.offset);
-            if sums.is_empty() {
+            if self.sums.is_empty() {
                 continue;
             }
-            let sums = &mut sums[..width * d];
+            let sums = &mut self.sums[..width * d];
             if has_moved && i > 0 {
-                T::Acc::dispatch(inputs.isa, Scaled { values: sums, factors: &part.running.rescale });
+                F::dispatch(inputs.isa, Scaled { values: sums, factors: &part.running.rescale });
             }
             let left = Left { values: decoder.values, row: decoder.column, step: decoder.id, depth: ids.len() };
             let start = if i > 0 { Start::Stored } else { Start::Zero };
             multiply(inputs.isa, start, d, &[left], to, width, sums, width, width);
         }
         part
-    };
-    tiles.into_par_iter().zip(sums).enumerate().map_init(Vec::new, part).collect()
+    }
 }
 
 /// A buffer with `rows` rows of each panel, panel by panel.

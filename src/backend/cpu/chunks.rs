@@ -1,5 +1,5 @@
-//! The steps of a chunk: they call the products (`gemm`) and the row kernels (`rows`), and keep the state of a
-//! computation from chunk to chunk.
+//! The steps of a chunk in two passes over its logits: they call the products (`gemm`) and the row kernels (`rows`), and
+//! keep the state of a computation from chunk to chunk.
 
 use std::ops::Range;
 

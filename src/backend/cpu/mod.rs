@@ -1,5 +1,5 @@
-//! The CPU backend: matrix products by the `gemm` crate between row kernels in SIMD, both parallel over the threads of
-//! rayon.
+//! The CPU backend, parallel over the threads of rayon: training steps by kernels of its own in SIMD (`one_pass`); what
+//! needs every logit twice, or no gradients, by the `gemm` crate's products between row kernels (`chunks`).
 
 mod activation;
 mod chunks;

@@ -1,7 +1,8 @@
 //! The matrix products of a panel: the result of a few rows by a whole panel stays in registers.
 //!
 //! All three products have the form `to[rows, width] (+)= left[rows, depth] right[depth, width]`, where `right` and `to`
-//! are read and written as vectors, and `left` element by element from where it lies. So no operand is repacked.
+//! are read and written as vectors, and `left` element by element from where it lies. So the decoder and the
+//! exponentials are never repacked.
 
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 

@@ -53,7 +53,7 @@ pub(super) fn lanes<F: Float, V: Vector<F>>() -> usize {
 }
 
 /// A part of the left operand: `depth` columns, with element `(i, k)` at `values[i * row + k * step]`. One of the
-/// strides is 1.
+/// strides is 1, the same one in all parts.
 #[derive(Clone, Copy)]
 pub(super) struct Left<'a, F> {
     pub(super) values: &'a [F],
@@ -103,8 +103,8 @@ impl<F: Float> Kernel<F> for Product<'_, F> {
             return;
         }
         assert!((self.rows - 1) * self.to_row + self.columns <= self.to.len());
+        assert!(self.left.iter().all(|left| left.row == 1) || self.left.iter().all(|left| left.step == 1));
         for left in self.left.iter().filter(|left| left.depth > 0) {
-            assert!(left.row == 1 || left.step == 1);
             assert!((self.rows - 1) * left.row + (left.depth - 1) * left.step < left.values.len());
         }
         if let Start::Rows(values) = self.start {

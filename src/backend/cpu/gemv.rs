@@ -3,6 +3,7 @@
 //! several sums.
 
 use super::matrix::ViewMut;
+use super::memory::{prefetch, CACHE_LINE};
 use super::simd::{Float, Kernel, Vector};
 
 /// Maximum rows for this kernel. With more, the first product uses the `gemm` crate, which first packs and transposes
@@ -69,10 +70,10 @@ fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     for group in &mut groups {
         let (now, later) = next.split_at(per_group.min(next.len()));
         next = later;
-        prefetch(now);
+        prefetch_all(now);
         store(&dots::<6, IDS, F, V>(v, group, ids, d));
     }
-    prefetch(next);
+    prefetch_all(next);
     let rest = groups.remainder();
     match rest.len() / d {
         5 => store(&dots::<5, IDS, F, V>(v, rest, ids, d)),
@@ -131,13 +132,8 @@ fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
 
 /// Prefetches `values` into the cache.
 #[inline(always)]
-fn prefetch<F>(values: &[F]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in values.chunks((64 / size_of::<F>()).max(1)) {
-        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-        // SAFETY: a prefetch is a hint; it does not dereference the pointer.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+fn prefetch_all<F>(values: &[F]) {
+    for line in values.chunks((CACHE_LINE / size_of::<F>()).max(1)) {
+        prefetch(line.as_ptr());
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = values;
 }

@@ -142,7 +142,8 @@ fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, scale
     logit
 }
 
-fn finite_or_zero<F: Float>(x: F) -> F {
+/// `x`, or zero if it is minus infinity.
+pub(super) fn finite_or_zero<F: Float>(x: F) -> F {
     if x == F::neg_infinity() {
         F::zero()
     } else {

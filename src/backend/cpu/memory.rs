@@ -1,4 +1,4 @@
-//! Allocation of the large buffers: logits and gradients.
+//! Memory: allocation of the large buffers, logits and gradients, and prefetching.
 
 use std::ops::{Deref, DerefMut};
 
@@ -30,14 +30,27 @@ pub(super) struct Aligned<F> {
 
 impl<F: Float> Aligned<F> {
     pub(super) fn zeros(len: usize) -> Self {
-        let values: Vec<F> = zeros(if len == 0 { 0 } else { len + LINE / size_of::<F>() });
-        let first = values.as_ptr().align_offset(LINE);
+        let values: Vec<F> = zeros(if len == 0 { 0 } else { len + CACHE_LINE / size_of::<F>() });
+        let first = values.as_ptr().align_offset(CACHE_LINE);
         Aligned { first: if first < values.len() { first } else { 0 }, values, len }
     }
 }
 
 /// Bytes of a cache line.
-const LINE: usize = 64;
+pub(super) const CACHE_LINE: usize = 64;
+
+/// Prefetches the cache line of an address, which need not be valid.
+#[inline(always)]
+pub(super) fn prefetch<F>(address: *const F) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        // SAFETY: a prefetch is a hint; it does not dereference the pointer.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
 
 impl<F> Deref for Aligned<F> {
     type Target = [F];

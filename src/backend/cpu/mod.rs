@@ -35,6 +35,7 @@ use memory::Workspace;
 use one_pass::OnePass;
 use path::Path;
 use results::{results, BufferedGradients};
+use rows::PositionLoss;
 use simd::Isa;
 use targets::Targets;
 
@@ -101,7 +102,7 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
     let needs = Needs {
         per_position,
         fixed,
-        // The chunks do not depend on the number of threads.
+        // Where logits are kept, the chunks do not depend on the number of threads.
         default_budget: fixed + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
         most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
@@ -124,23 +125,31 @@ fn loss<T: Element>(
             Objective::Targets(loss) => Task::loss(&loss.terms, needs_grad),
             Objective::LogProbs { .. } => Task::log_probs(needs_grad),
         };
-        let (losses, gradients) = match Path::of(&task) {
-            Path::OnePass => {
-                let mut pass = OnePass::new(inputs, &targets, gradients, needs_grad, plan);
-                pass.run_loss(plan, needs_grad)?;
-                (pass.losses, pass.gradients)
-            }
-            path => {
-                let mut chunks = Chunks::new(inputs, plan).with_targets(&targets, gradients);
-                match path {
-                    Path::Streamed => plan.chunks().for_each(|positions| chunks.stream_loss(positions)),
-                    _ => chunks.run_loss(plan, needs_grad)?,
-                }
-                (chunks.losses, chunks.gradients)
-            }
-        };
+        let (losses, gradients) = run(Path::of(&task), inputs, &targets, gradients, needs_grad, plan)?;
         results(operands.sizes, needs_grad, &targets, &losses, gradients)
     })
+}
+
+/// The loss of each position, and the gradients.
+fn run<T: Element>(
+    path: Path,
+    inputs: Inputs<'_, T>,
+    targets: &Targets<T::Acc>,
+    gradients: BufferedGradients<T>,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<(Vec<PositionLoss>, BufferedGradients<T>)> {
+    if path == Path::OnePass {
+        let mut pass = OnePass::new(inputs, targets, gradients, needs_grad, plan);
+        pass.run_loss(plan, needs_grad)?;
+        return Ok((pass.losses, pass.gradients));
+    }
+    let mut chunks = Chunks::new(inputs, plan).with_targets(targets, gradients);
+    match path {
+        Path::Streamed => plan.chunks().for_each(|positions| chunks.stream_loss(positions)),
+        _ => chunks.run_loss(plan, needs_grad)?,
+    }
+    Ok((chunks.losses, chunks.gradients))
 }
 
 /// Log-probabilities in `O`, which is `T` or its accumulation type.

@@ -4,20 +4,18 @@
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-use super::chunks::Chunks;
 use super::dtype::{with_type, Element};
 use super::inputs::Inputs;
 use super::one_pass::OnePass;
 use super::path::Path;
-use super::plan;
 use super::results::{results, BufferedGradients};
 use super::targets::Targets;
 use super::Cpu;
+use super::{plan, run};
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
 };
 use crate::backend::plan::Plan;
-use crate::backend::schedule::Steps;
 use crate::error::Result;
 
 const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, bias: true };
@@ -103,25 +101,14 @@ impl Case {
         Inputs::with(&operands, |inputs: Inputs<'_, T>| {
             let targets = Targets::new(&objective, operands.sizes)?;
             let gradients = BufferedGradients::new(operands.sizes, self.needs_grad);
-            let (losses, gradients) = match path {
-                Path::OnePass => {
-                    let mut pass = OnePass::new(inputs, &targets, gradients, self.needs_grad, &plan);
-                    pass.run_loss(&plan, self.needs_grad)?;
-                    (pass.losses, pass.gradients)
-                }
-                _ => {
-                    let mut chunks = Chunks::new(inputs, &plan).with_targets(&targets, gradients);
-                    chunks.run_loss(&plan, self.needs_grad)?;
-                    (chunks.losses, chunks.gradients)
-                }
-            };
+            let (losses, gradients) = run(path, inputs, &targets, gradients, self.needs_grad, &plan)?;
             results(operands.sizes, self.needs_grad, &targets, &losses, gradients)
         })
     }
 
     fn check(&self) -> Result<()> {
-        let run = |path| with_type!(self.dtype, T => self.run::<T>(path));
-        let (one, two) = (flat(&run(Path::OnePass)?)?, flat(&run(Path::TwoPasses)?)?);
+        let found = |path| with_type!(self.dtype, T => self.run::<T>(path));
+        let (one, two) = (flat(&found(Path::OnePass)?)?, flat(&found(Path::TwoPasses)?)?);
         let (tolerance, epsilon) = if self.dtype == DType::F64 { (1e-12, f64::EPSILON) } else { (1e-5, 1.2e-7) };
         // An exponential is as precise as its logit.
         let tolerance = tolerance + 2.0 * self.slope.abs() * epsilon;

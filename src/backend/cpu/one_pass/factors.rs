@@ -8,7 +8,7 @@ use super::layout::{Layout, Panel};
 use crate::backend::contract::Real;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
-use crate::backend::cpu::log_sum_exp::LogSumExp;
+use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::rows::{flushed, weighted, PositionLoss, Scratch};
 use crate::backend::cpu::simd::Float;
 use crate::backend::cpu::targets::Targets;
@@ -101,7 +101,7 @@ pub(super) fn rows<T: Element>(
 fn log_sum_exp<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone) -> LogSumExp<F> {
     let largest =
         parts.clone().map(|(part, r)| part.running.largest[r]).fold(F::neg_infinity(), num_traits::Float::max);
-    let largest = if largest == F::neg_infinity() { F::zero() } else { largest };
+    let largest = finite_or_zero(largest);
     let sum = |(part, r): (&Part<F>, usize)| match part.running.sum[r] {
         0.0 => 0.0,
         sum => sum * (part.running.offset[r] - largest).f64().exp(),
@@ -110,31 +110,37 @@ fn log_sum_exp<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> +
 }
 
 /// The factors of all rows, for the offsets of each segment and of each tile.
+#[derive(Clone, Copy)]
 pub(super) struct Factors<'p, F> {
-    parts: &'p [Part<F>],
-    rows: &'p [Row<F>],
-    layout: &'p Layout,
-    panels: &'p [Panel],
+    pub(super) parts: &'p [Part<F>],
+    pub(super) rows: &'p [Row<F>],
+    pub(super) layout: &'p Layout,
+    pub(super) panels: &'p [Panel],
     /// `[segment][column]`: for the offsets at the end of each segment, which are those of the sums
-    pub(super) of_segments: Vec<Vec<F>>,
+    pub(super) of_segments: &'p [Vec<F>],
 }
 
-impl<'p, F: Float> Factors<'p, F> {
-    pub(super) fn new(layout: &'p Layout, panels: &'p [Panel], parts: &'p [Part<F>], rows: &'p [Row<F>]) -> Self {
-        let of_segment = |segment: usize| {
-            let mut factors = vec![F::zero(); layout.columns(rows.len())];
-            for (panel, part) in panels.iter().zip(&parts[segment * panels.len()..]) {
-                let rows = &rows[panel.first..][..panel.rows];
-                for ((factor, row), &offset) in factors[panel.first..].iter_mut().zip(rows).zip(&part.running.offset) {
-                    *factor = row.factor(offset);
-                }
+/// `[segment][column]`: the rows' factors for the offsets at the end of each segment.
+pub(super) fn of_segments<F: Float>(
+    layout: &Layout,
+    panels: &[Panel],
+    parts: &[Part<F>],
+    rows: &[Row<F>],
+) -> Vec<Vec<F>> {
+    let of_segment = |segment: usize| {
+        let mut factors = vec![F::zero(); layout.columns(rows.len())];
+        for (panel, part) in panels.iter().zip(&parts[segment * panels.len()..]) {
+            let rows = &rows[panel.first..][..panel.rows];
+            for ((factor, row), &offset) in factors[panel.first..].iter_mut().zip(rows).zip(&part.running.offset) {
+                *factor = row.factor(offset);
             }
-            factors
-        };
-        let of_segments = (0..layout.segments()).into_par_iter().map(of_segment).collect();
-        Factors { parts, rows, layout, panels, of_segments }
-    }
+        }
+        factors
+    };
+    (0..layout.segments()).into_par_iter().map(of_segment).collect()
+}
 
+impl<F: Float> Factors<'_, F> {
     /// `[column]`: for the exponentials of a tile, whose offsets may be earlier ones.
     pub(super) fn of_tile(&self, tile: usize) -> Vec<F> {
         let segment = self.layout.segment_of(tile);

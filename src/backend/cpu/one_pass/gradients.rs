@@ -20,7 +20,7 @@ pub(super) fn context_gradient<T: Element>(
     layout: &Layout,
     panels: &[Panel],
     rows: &[Row<T::Acc>],
-    factors: &Factors<'_, T::Acc>,
+    segment_factors: &[Vec<T::Acc>],
     sums: &mut [T::Acc],
     mut gradient: Vec<&mut [T::Acc]>,
 ) {
@@ -28,14 +28,14 @@ pub(super) fn context_gradient<T: Element>(
     // The sums of each panel, segment by segment.
     let mut of_panels: Vec<Vec<&mut [T::Acc]>> = Vec::new();
     of_panels.resize_with(panels.len(), Vec::new);
-    let pieces = layout.segments() * panels.len();
+    let pieces = layout.pieces(rows.len());
     for (piece, sums) in sums.chunks_exact_mut(layout.panel_rows * d).take(pieces).enumerate() {
         of_panels[piece % panels.len()].push(sums);
     }
     gradient.par_chunks_mut(layout.panel_rows).zip(of_panels).zip(panels).for_each_init(
         || (Vec::new(), Vec::new()),
         |(transposed, decoder_row), ((gradient, sums), &Panel { first, width, .. })| {
-            let factors = factors.of_segments.iter().map(|factors| &factors[first..][..width]);
+            let factors = segment_factors.iter().map(|factors| &factors[first..][..width]);
             let mut segments = sums.into_iter().zip(factors);
             let Some((total, factors)) = segments.next() else { return };
             let total = &mut total[..width * d];
@@ -61,10 +61,7 @@ pub(super) fn context_gradient<T: Element>(
 /// The gradients of the decoder, tile by tile.
 pub(super) struct DecoderGradient<'a, F> {
     pub(super) isa: Isa,
-    pub(super) layout: &'a Layout,
-    pub(super) panels: &'a [Panel],
-    pub(super) rows: &'a [Row<F>],
-    pub(super) factors: &'a Factors<'a, F>,
+    pub(super) factors: Factors<'a, F>,
     /// `[rows, d]`
     pub(super) contexts: &'a [F],
     pub(super) d: usize,
@@ -75,15 +72,15 @@ pub(super) struct DecoderGradient<'a, F> {
 impl<F: Float> DecoderGradient<'_, F> {
     /// The second pass over the vocabulary: `dW += E (f C) - h c [v = y]`, and the bias likewise, where they are needed.
     pub(super) fn run(&self, exponentials: &mut [F], weight: Option<&mut [F]>, bias: Option<&mut [F]>) {
-        let Layout { tile_ids, .. } = *self.layout;
-        let tiles = self.layout.tiles();
+        let Layout { tile_ids, .. } = *self.factors.layout;
+        let tiles = self.factors.layout.tiles();
         let mut weights: Vec<Option<&mut [F]>> =
             weight.map_or(vec![], |weight| weight.chunks_mut(tile_ids * self.d).map(Some).collect());
         weights.resize_with(tiles, || None);
         let mut biases: Vec<Option<&mut [F]>> =
             bias.map_or(vec![], |bias| bias.chunks_mut(tile_ids).map(Some).collect());
         biases.resize_with(tiles, || None);
-        let columns = self.layout.columns(self.rows.len());
+        let columns = self.factors.layout.columns(self.factors.rows.len());
         let exponentials = exponentials.par_chunks_mut(tile_ids * columns).take(tiles);
         exponentials
             .zip(weights)
@@ -102,11 +99,11 @@ impl<F: Float> DecoderGradient<'_, F> {
         mut bias: Option<&mut [F]>,
         scaled: &mut Vec<F>,
     ) {
-        let (d, ids) = (self.d, self.layout.ids(tile));
+        let (d, ids) = (self.d, self.factors.layout.ids(tile));
         self.clear_void_rows(ids.len(), exponentials);
         let factors = self.factors.of_tile(tile);
-        let panels_at_a_time = BLOCK_ROWS.div_ceil(self.layout.panel_rows);
-        for (i, panels) in self.panels.chunks(panels_at_a_time).enumerate() {
+        let panels_at_a_time = BLOCK_ROWS.div_ceil(self.factors.layout.panel_rows);
+        for (i, panels) in self.factors.panels.chunks(panels_at_a_time).enumerate() {
             let left = |panel: &Panel| Left {
                 values: &exponentials[ids.len() * panel.first..][..ids.len() * panel.width],
                 row: panel.width,
@@ -118,9 +115,9 @@ impl<F: Float> DecoderGradient<'_, F> {
             let rows: usize = panels.iter().map(|panel| panel.rows).sum();
             if let Some(weight) = &mut weight {
                 let start = if self.add || i > 0 { Start::Stored } else { Start::Zero };
-                for column in (0..d).step_by(self.layout.panel_rows) {
-                    let columns = self.layout.panel_rows.min(d - column);
-                    let width = columns.next_multiple_of(self.layout.lanes);
+                for column in (0..d).step_by(self.factors.layout.panel_rows) {
+                    let columns = self.factors.layout.panel_rows.min(d - column);
+                    let width = columns.next_multiple_of(self.factors.layout.lanes);
                     scaled.resize(rows * width, F::zero());
                     let contexts = &self.contexts[first * d + column..];
                     let factors = &factors[first..][..rows];
@@ -132,7 +129,7 @@ impl<F: Float> DecoderGradient<'_, F> {
                 F::dispatch(self.isa, WeightedSums { left: &left, factors: &factors[first..], to: bias });
             }
         }
-        for (row, context) in self.rows.iter().zip(self.contexts.chunks_exact(d)) {
+        for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(d)) {
             if !ids.contains(&row.target) || row.mass.is_zero() {
                 continue;
             }
@@ -148,8 +145,8 @@ impl<F: Float> DecoderGradient<'_, F> {
 
     /// Sets the exponentials of void rows to zero.
     fn clear_void_rows(&self, ids: usize, exponentials: &mut [F]) {
-        for (r, _) in self.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
-            let panel = self.panels[self.layout.panel_of(r)];
+        for (r, _) in self.factors.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
+            let panel = self.factors.panels[self.factors.layout.panel_of(r)];
             let tile = &mut exponentials[ids * panel.first..][..ids * panel.width];
             tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = F::zero());
         }

@@ -87,6 +87,8 @@ struct Chunk<F> {
     panels: Vec<Panel>,
     parts: Vec<Part<F>>,
     rows: Vec<Row<F>>,
+    /// `[segment][column]`
+    segment_factors: Vec<Vec<F>>,
 }
 
 impl<'a, T: Element> OnePass<'a, T> {
@@ -113,7 +115,7 @@ impl<'a, T: Element> OnePass<'a, T> {
             sums: Aligned::zeros(pieces * layout.panel_rows * d),
             packed: Aligned::zeros(columns * d),
             gathered: Vec::new(),
-            chunk: Chunk { positions: vec![], panels: vec![], parts: vec![], rows: vec![] },
+            chunk: Chunk { positions: vec![], panels: vec![], parts: vec![], rows: vec![], segment_factors: vec![] },
         }
     }
 
@@ -145,7 +147,7 @@ impl<T: Element> Steps for OnePass<'_, T> {
             }
         }
         let panels = self.layout.panels(positions.len() * components);
-        self.chunk = Chunk { positions, panels, parts: vec![], rows: vec![] };
+        self.chunk = Chunk { positions, panels, parts: vec![], rows: vec![], segment_factors: vec![] };
         if self.chunk.positions.is_empty() {
             return Ok(());
         }
@@ -162,9 +164,15 @@ impl<T: Element> Steps for OnePass<'_, T> {
 
     fn loss_rows(&mut self, _: Range<usize>) -> Result<()> {
         let components = self.inputs.sizes.components;
-        let Chunk { positions, panels, parts, rows } = &mut self.chunk;
+        let Chunk { positions, panels, parts, rows, segment_factors } = &mut self.chunk;
+        if positions.is_empty() {
+            return Ok(());
+        }
         let losses;
         (losses, *rows) = factors::rows(&self.inputs, self.targets, positions, &self.layout, panels, parts);
+        if self.gradients.needed {
+            *segment_factors = factors::of_segments(&self.layout, panels, parts, rows);
+        }
         for ((&t, loss), rows) in positions.iter().zip(losses).zip(rows.chunks_exact(components)) {
             self.losses[t] = loss;
             if self.gradients.needed {
@@ -177,14 +185,13 @@ impl<T: Element> Steps for OnePass<'_, T> {
 
     fn context_gradient(&mut self, _: Range<usize>) -> Result<()> {
         let Sizes { components, context: d, .. } = self.inputs.sizes;
-        let Chunk { positions, panels, parts, rows } = &self.chunk;
+        let Chunk { positions, panels, rows, segment_factors, .. } = &self.chunk;
         let Some(&first) = positions.first() else { return Ok(()) };
-        let factors = Factors::new(&self.layout, panels, parts, rows);
         let mut positions = positions.iter().copied().peekable();
         let of_positions = self.gradients.contexts[first * components * d..].chunks_exact_mut(components * d);
         let gradient = (first..).zip(of_positions).filter(|(t, _)| positions.next_if_eq(t).is_some());
         let gradient = gradient.flat_map(|(_, of_position)| of_position.chunks_exact_mut(d)).take(rows.len()).collect();
-        context_gradient(&self.inputs, &self.layout, panels, rows, &factors, &mut self.sums, gradient);
+        context_gradient(&self.inputs, &self.layout, panels, rows, segment_factors, &mut self.sums, gradient);
         Ok(())
     }
 
@@ -192,14 +199,11 @@ impl<T: Element> Steps for OnePass<'_, T> {
         let mut exponentials = std::mem::take(&mut self.exponentials);
         let mut weight = std::mem::take(&mut self.gradients.weight);
         let mut bias = self.gradients.bias.take();
-        let Chunk { panels, parts, rows, .. } = &self.chunk;
+        let Chunk { panels, parts, rows, segment_factors, .. } = &self.chunk;
         if !rows.is_empty() {
             let gradient = DecoderGradient {
                 isa: self.inputs.isa,
-                layout: &self.layout,
-                panels,
-                rows,
-                factors: &Factors::new(&self.layout, panels, parts, rows),
+                factors: Factors { layout: &self.layout, panels, parts, rows, of_segments: segment_factors },
                 contexts: self.contexts(positions),
                 d: self.inputs.sizes.context,
                 add: self.gradients.weight_started,

@@ -4,6 +4,7 @@
 //! are read and written as vectors, and `left` element by element from where it lies. So the decoder and the
 //! exponentials are never repacked.
 
+use crate::backend::cpu::memory::{prefetch, CACHE_LINE};
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 
 /// The sizes of what is computed in registers.
@@ -243,25 +244,10 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
     ROWS
 }
 
-/// Bytes of a cache line.
-const CACHE_LINE: usize = 64;
 /// Elements of a row of the left operand after which its next rows are prefetched: those of a cache line, in f32.
 const LINE: usize = 16;
 /// Rows of the right operand that are prefetched ahead.
 const AHEAD: usize = 8;
-
-/// Prefetches the cache line of an address, which need not be valid.
-#[inline(always)]
-fn prefetch<F>(address: *const F) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-        // SAFETY: a prefetch is a hint; it does not dereference the pointer.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
-}
 
 #[cfg(test)]
 mod tests {

@@ -21,6 +21,7 @@ pub(crate) mod plot;
 pub(crate) mod progress;
 pub(crate) mod recipe;
 pub(crate) mod recurrence;
+pub(crate) mod recurrence_cpu;
 pub(crate) mod recurrent;
 pub(crate) mod report;
 pub(crate) mod results;

@@ -1,35 +1,39 @@
 //! The time steps of an LSTM as one node of candle's graph. From ordinary candle operations, every step would keep a
 //! dozen tensors and add its own gradient of the weights; here that gradient is one product over all steps.
 
-use super::Result;
+use super::{recurrence_cpu, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Tensor, D};
 use candle_nn::ops::sigmoid;
 
-/// Hidden states and cells [2, steps, batch, hidden] from the contributions of the inputs to the gates,
-/// [steps, batch, 4 hidden], the recurrent weight [4 hidden, hidden] and the initial hidden state and cell
+/// The hidden states of all steps, then the last cell, [steps + 1, batch, hidden], from the contributions of the inputs
+/// to the gates, [steps, batch, 4 hidden], the recurrent weight [4 hidden, hidden] and the initial hidden state and cell
 /// [2, batch, hidden]. The gates are in candle_nn's order: input, forget, cell, output.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
+    if recurrence_cpu::supports([inputs, weight, start]) {
+        return Ok(recurrence_cpu::recurrence(inputs, weight, start)?);
+    }
     let tracked = [inputs, weight, start].iter().any(|operand| operand.track_op());
     let (inputs_alone, recurrent) = (inputs.detach(), weight.detach().t()?);
     let (mut hidden, mut cell) = (start.detach().get(0)?, start.detach().get(1)?);
-    let (mut hiddens, mut cells, mut gates) = (vec![], vec![], vec![]);
+    let (mut outputs, mut kept) = (vec![], vec![]);
     for step in 0..inputs.dim(0)? {
         let all = Gates::new(&(inputs_alone.get(step)? + hidden.matmul(&recurrent)?)?)?;
-        cell = ((&all.forget * &cell)? + (&all.input * &all.cell)?)?;
+        let before = cell;
+        cell = ((&all.forget * &before)? + (&all.input * &all.cell)?)?;
         let squashed = cell.tanh()?;
         hidden = (&all.output * &squashed)?;
-        hiddens.push(hidden.clone());
-        cells.push(cell.clone());
+        outputs.push(hidden.clone());
         if tracked {
-            gates.push((all, squashed));
+            kept.push(Kept { gates: all, before, squashed });
         }
     }
-    let value = Tensor::stack(&[Tensor::stack(&hiddens, 0)?, Tensor::stack(&cells, 0)?], 0)?;
+    outputs.push(cell);
+    let value = Tensor::stack(&outputs, 0)?;
     if !tracked {
         return Ok(value);
     }
-    let node = inputs.apply_op3(weight, start, Node { value: value.clone(), gates })?;
+    let node = inputs.apply_op3(weight, start, Node { value: value.clone(), kept })?;
     Ok((value + node)?)
 }
 
@@ -49,25 +53,30 @@ impl Gates {
     }
 }
 
+/// What a step keeps for the backward pass.
+struct Kept {
+    gates: Gates,
+    /// The cell before, [batch, hidden].
+    before: Tensor,
+    /// tanh of the cell after.
+    squashed: Tensor,
+}
+
 /// The gradients of the recurrence. Its value is added to the node's own, which is zero.
 struct Node {
     value: Tensor,
-    /// The gates of every step, with tanh of the cell.
-    gates: Vec<(Gates, Tensor)>,
+    kept: Vec<Kept>,
 }
 
 impl Node {
     fn gradients(&self, weight: &Tensor, start: &Tensor, upstream: &Tensor) -> candle_core::Result<[Tensor; 3]> {
-        let (hiddens, cells) = (self.value.get(0)?, self.value.get(1)?);
-        let (up_hidden, up_cell) = (upstream.get(0)?, upstream.get(1)?);
-        let (mut back_hidden, mut back_cell) = (start.get(0)?.zeros_like()?, start.get(1)?.zeros_like()?);
-        let steps = self.gates.len();
+        let steps = self.kept.len();
+        let (mut back_hidden, mut back_cell) = (start.get(0)?.zeros_like()?, upstream.get(steps)?);
         let mut sums = Vec::with_capacity(steps);
-        for (step, (gates, squashed)) in self.gates.iter().enumerate().rev() {
-            let before = if step == 0 { start.get(1)? } else { cells.get(step - 1)? };
-            let hidden = (up_hidden.get(step)? + back_hidden)?;
+        for (step, Kept { gates, before, squashed }) in self.kept.iter().enumerate().rev() {
+            let hidden = (upstream.get(step)? + back_hidden)?;
             let through = ((&hidden * &gates.output)? * (1.0 - squashed.sqr()?)?)?;
-            let cell = ((up_cell.get(step)? + back_cell)? + through)?;
+            let cell = (back_cell + through)?;
             let sum = Tensor::cat(
                 &[
                     through_sigmoid(&(&cell * &gates.cell)?, &gates.input)?,
@@ -84,7 +93,7 @@ impl Node {
         sums.reverse();
         let sums = Tensor::stack(&sums, 0)?;
         let first = start.narrow(0, 0, 1)?;
-        let before = Tensor::cat(&[&first, &hiddens.narrow(0, 0, steps - 1)?], 0)?;
+        let before = Tensor::cat(&[&first, &self.value.narrow(0, 0, steps - 1)?], 0)?;
         let by_weight = sums.flatten_to(1)?.t()?.matmul(&before.flatten_to(1)?)?;
         Ok([sums, by_weight, Tensor::stack(&[back_hidden, back_cell], 0)?])
     }

@@ -4,20 +4,20 @@ use crate::results::{Line, Result, Results};
 use crate::tables::{count, digits, markdown, need, short, source};
 
 const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
+const VALIDATION: &str = "valid_perplexity_by_epoch";
 
 /// What all three heads reach with equal numbers of parameters.
 pub(crate) fn examples(results: &Results) -> Result<String> {
     type Value = fn(&Line) -> Result<String>;
-    const PERPLEXITY: &str = "valid_perplexity_by_epoch";
     const BITS: &str = "valid_bits_per_character_by_epoch";
     let table: [(&str, &str, &str, Value); 5] = [
         ("built-in-language", "built-in language of `lstm_lm`, nats above its entropy", "", |line| {
             Ok(format!("{:.3}", above_entropy(line)?))
         }),
-        ("penn-treebank", "Penn Treebank, validation perplexity", PERPLEXITY, |line| {
+        ("penn-treebank", "Penn Treebank, validation perplexity", VALIDATION, |line| {
             spread(line, "valid_perplexity", 1)
         }),
-        ("translation", "Multi30k, German to English, validation perplexity", PERPLEXITY, |line| {
+        ("translation", "Multi30k, German to English, validation perplexity", VALIDATION, |line| {
             spread(line, "valid_perplexity", 2)
         }),
         ("translation", "the same, BLEU (beam 5)", "", |line| spread(line, "bleu", 1)),
@@ -79,7 +79,7 @@ fn seeds(line: &Line, decimals: usize) -> Result<Vec<String>> {
     Ok(vec![
         need(line, "lr")?.to_string(),
         need(line, "dropout")?.to_string(),
-        each(line, "valid_perplexity_by_epoch", perplexity),
+        each(line, VALIDATION, perplexity),
         spread(line, "valid_perplexity", decimals)?,
     ])
 }
@@ -89,6 +89,36 @@ fn slowdown(results: &Results, figure: &str) -> impl Fn(&Line) -> String {
     let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
     let softmax = results.of(figure).first().map_or(0.0, |line| speed(line));
     move |line| format!("{:.1}", softmax / speed(line))
+}
+
+/// Every head by the paper's recipe, and what adapting the trained model gains.
+pub(crate) fn recipe(results: &Results) -> Result<String> {
+    let header = "| head | parameters | validation perplexity, by epoch | dynamic evaluation | cache | both |";
+    by_head(results, "recipe", header, |line| {
+        let mut row = vec![count(need(line, "parameters")?), each(line, VALIDATION, perplexity)];
+        for key in ["dynamic_perplexity", "cache_perplexity", "dynamic_cache_perplexity"] {
+            row.push(perplexity(need(line, key)?));
+        }
+        Ok(row)
+    })
+}
+
+/// The paper's recipe without one of its parts, after the recipe itself.
+pub(crate) fn regularisers(results: &Results) -> Result<String> {
+    let lines = results.of("regularisers");
+    let whole = last(lines.first().ok_or("no line of the whole recipe")?, VALIDATION)?;
+    let row = |line: &&Line| {
+        let found = last(line, VALIDATION)?;
+        let lowest = line.numbers(VALIDATION).into_iter().fold(f64::INFINITY, f64::min);
+        let change = if line.text("without").is_empty() {
+            String::new()
+        } else {
+            format!("{:+.1}%", 100.0 * (found / whole - 1.0))
+        };
+        Ok(vec![line.text("recipe").into(), perplexity(found), change, perplexity(lowest)])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| recipe | after the last epoch | change | lowest |", rows) + &source(&lines, false))
 }
 
 /// The same trials of every head.

@@ -8,10 +8,10 @@ use serde_json::{Map, Value};
 /// Errors name the file, and the line where one is at fault.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const FILES: [&str; 6] = ["steps", "decoding", "examples", "curves", "trials", "bottleneck"];
+pub(crate) const FILES: [&str; 7] = ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck"];
 const REQUIRED: [&str; 7] = ["figure", "shape", "implementation", "command", "processor", "date", "commit"];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
-const IDENTITY: [&str; 12] = [
+const IDENTITY: [&str; 13] = [
     "figure",
     "shape",
     "positions",
@@ -19,6 +19,7 @@ const IDENTITY: [&str; 12] = [
     "head",
     "epoch",
     "trial",
+    "without",
     "activation",
     "spread",
     "dtype",

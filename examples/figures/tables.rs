@@ -8,7 +8,7 @@ use crate::results::{Line, Result, Results};
 type Generator = fn(&Results) -> Result<String>;
 
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 23] = [
+pub(crate) const TABLES: [(&str, Generator); 25] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
@@ -23,6 +23,8 @@ pub(crate) const TABLES: [(&str, Generator); 23] = [
     ("decoding-heads", decoding_heads),
     ("penn-treebank-trials", |results| quality::trials(results, "penn-treebank-trials")),
     ("penn-treebank", quality::penn_treebank),
+    ("recipe", quality::recipe),
+    ("regularisers", quality::regularisers),
     ("built-in-language", quality::built_in_language),
     ("translation", quality::translation),
     ("translation-trials", |results| quality::trials(results, "translation-trials")),

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::distribution::PositionRows;
 use super::dtype::Element;
-use super::gemm::{self, LogitsTo};
+use super::gemm;
 use super::inputs::Inputs;
 use super::log_sum_exp::{LogSumExp, TileLogSumExp};
 use super::memory::{zeros, Workspace};
@@ -24,7 +24,7 @@ use crate::error::Result;
 /// its own gradient, and these are added in order, so that the sum does not depend on the number of threads.
 const BIAS_PARTS: usize = 16;
 
-/// The workspace of both paths that are served here.
+/// The workspace.
 pub(super) fn workspace(sizes: Sizes, task: Task, threads: usize) -> Workspace {
     let Sizes { context, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
@@ -33,11 +33,7 @@ pub(super) fn workspace(sizes: Sizes, task: Task, threads: usize) -> Workspace {
     let summaries = 2 * vocab.div_ceil(tile);
     // Contexts and their gradient, where they are widened or only some rows are live.
     let contexts = 2 * context;
-    let per_row = match task.keeps_logits {
-        true => stride + summaries + contexts,
-        // A tile of logits per thread.
-        false => (tile + ROW_ALIGN) * threads + summaries + contexts,
-    };
+    let per_row = stride + summaries + contexts;
     let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
     // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
@@ -93,7 +89,7 @@ impl<'a, T: Element> Chunks<'a, T> {
         Chunks {
             inputs,
             stride,
-            logits: zeros(if plan.keeps_logits { plan.rows_per_chunk * stride } else { 0 }),
+            logits: zeros(plan.rows_per_chunk * stride),
             lse: Vec::new(),
             chunk_contexts: Vec::new(),
             chunk_gradient: Vec::new(),
@@ -107,56 +103,6 @@ impl<'a, T: Element> Chunks<'a, T> {
     /// Adds the targets of a loss, and its gradients.
     pub(super) fn with_targets(self, targets: &'a Targets<T::Acc>, gradients: BufferedGradients<T>) -> Self {
         Chunks { targets: Some(targets), gradients, ..self }
-    }
-
-    /// First product and the log-sum-exp of each row, tile by tile. If the logits are not kept, returns those of the
-    /// targets, `[positions][K]`.
-    fn first_product(&mut self, positions: Range<usize>, keep: bool) -> Vec<Vec<T::Acc>> {
-        let Sizes { components, context: d, .. } = self.inputs.sizes;
-        let (isa, scale, softcap, bias) =
-            (self.inputs.isa, self.inputs.logit_scale, self.inputs.softcap, &self.inputs.bias);
-        let rows = self.rows(positions.clone());
-        let target_id = |t: usize| Some(self.targets.filter(|_| !keep)?.position(t)?.hard?.0);
-        let target_ids: Vec<Option<usize>> = positions.map(target_id).collect();
-        let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
-        let to = match keep {
-            true => LogitsTo::Kept(&mut self.logits[..rows.len() * self.stride], self.stride),
-            false => LogitsTo::Discarded,
-        };
-        // Per tile: the log-sum-exp of every row, and the logits of the targets that the tile contains.
-        let tiles = gemm::logits(to, contexts, self.inputs.decoder, isa, |ids, tile| {
-            let mut lse = Vec::with_capacity(tile.rows());
-            for r in 0..tile.rows() {
-                let row = tile.row_mut(r);
-                let bias = &bias[ids.start..][..row.len()];
-                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap, keep }));
-            }
-            let mut target_logits = Vec::new();
-            for (i, &id) in target_ids.iter().enumerate() {
-                if let Some(id) = id.filter(|id| ids.contains(id)) {
-                    let rows = i * components..(i + 1) * components;
-                    let logits = rows.map(|r| {
-                        let z = tile.row_mut(r)[id - ids.start];
-                        // With a softcap, the logits in the tile are already final.
-                        if softcap.is_some() {
-                            z
-                        } else {
-                            num_traits::Float::mul_add(z, scale, bias[id])
-                        }
-                    });
-                    let logits = logits.collect();
-                    target_logits.push((i, logits));
-                }
-            }
-            (lse, target_logits)
-        });
-        let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|(lse, _)| lse[r]));
-        self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
-        let mut target_logits = vec![Vec::new(); target_ids.len()];
-        for (i, logits) in tiles.into_iter().flat_map(|(_, logits)| logits) {
-            target_logits[i] = logits;
-        }
-        target_logits
     }
 
     /// Runs a query on the distribution of each of the chunk's positions.
@@ -173,23 +119,6 @@ impl<'a, T: Element> Chunks<'a, T> {
             )
         };
         positions.into_par_iter().map(visit_position).collect()
-    }
-
-    /// First product and the loss of each position, for a loss that needs neither gradients nor all ids: the logits are
-    /// not kept.
-    pub(super) fn stream_loss(&mut self, positions: Range<usize>) {
-        let target_logits = self.first_product(positions.clone(), false);
-        let Some(targets) = self.targets else { return };
-        let components = self.inputs.sizes.components;
-        let mut scratch = Scratch::new(components, 0, false, false);
-        for (i, t) in positions.enumerate() {
-            let Some(target) = targets.position(t) else { continue };
-            let log_priors = &self.inputs.log_priors[t * components..][..components];
-            scratch.set_components(&self.lse[i * components..][..components], log_priors);
-            let mut loss = scratch.hard_loss(&target, |k, _| target_logits[i][k]);
-            scratch.least_magnitude(&target, &mut loss);
-            self.losses[t] = loss;
-        }
     }
 
     /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.
@@ -245,7 +174,24 @@ impl<'a, T: Element> Chunks<'a, T> {
 
 impl<T: Element> Steps for Chunks<'_, T> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
-        self.first_product(positions, true);
+        let d = self.inputs.sizes.context;
+        let Inputs { isa, logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
+        let (isa, scale, softcap) = (*isa, *scale, *softcap);
+        let rows = self.rows(positions);
+        let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let logits = &mut self.logits[..rows.len() * self.stride];
+        // Per tile: the log-sum-exp of every row.
+        let tiles = gemm::logits(logits, self.stride, contexts, *decoder, isa, |ids, tile| {
+            let mut lse = Vec::with_capacity(tile.rows());
+            for r in 0..tile.rows() {
+                let row = tile.row_mut(r);
+                let bias = &bias[ids.start..][..row.len()];
+                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap }));
+            }
+            lse
+        });
+        let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|tile| tile[r]));
+        self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
         Ok(())
     }
 

@@ -6,7 +6,6 @@
 
 use std::ops::Range;
 
-use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::dtype::Element;
@@ -55,19 +54,12 @@ fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, 
     }
 }
 
-/// The destination of the logits of the first product.
-pub(super) enum LogitsTo<'a, F> {
-    /// `[rows, stride]`
-    Kept(&'a mut [F], usize),
-    /// Each tile is overwritten after its summary.
-    Discarded,
-}
-
 /// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, tile by tile. Calls `summary` on each
 /// tile while it is in the cache, with its range of ids; the tile is padded to whole registers. Returns the summaries
 /// in order.
 pub(super) fn logits<T: Element, O: Send>(
-    to: LogitsTo<'_, T::Acc>,
+    to: &mut [T::Acc],
+    stride: usize,
     contexts: &[T::Acc],
     decoder: DecoderMatrix<'_, T>,
     isa: Isa,
@@ -99,29 +91,13 @@ pub(super) fn logits<T: Element, O: Send>(
         }
         summary(ids, tile)
     };
-    match to {
-        LogitsTo::Kept(logits, stride) => ViewMut::new(logits, rows, stride, stride)
-            .tiles(rows.max(1), VOCAB_TILE)
-            .into_par_iter()
-            .map_init(Vec::new, |buffer, (_, columns, mut tile)| {
-                fill(columns.start..columns.end.min(vocab), &mut tile, buffer)
-            })
-            .collect(),
-        LogitsTo::Discarded => {
-            let columns = VOCAB_TILE.min(vocab).next_multiple_of(ROW_ALIGN);
-            // Not a power of two, which would map a column of all rows to a few cache sets.
-            let stride = columns + ROW_ALIGN;
-            let buffers = || (Vec::new(), vec![T::Acc::zero(); rows * stride]);
-            (0..vocab.div_ceil(VOCAB_TILE))
-                .into_par_iter()
-                .map_init(buffers, |(buffer, tile), i| {
-                    let ids = i * VOCAB_TILE..vocab.min((i + 1) * VOCAB_TILE);
-                    let columns = ids.len().next_multiple_of(ROW_ALIGN);
-                    fill(ids, &mut ViewMut::new(tile, rows, columns, stride), buffer)
-                })
-                .collect()
-        }
-    }
+    ViewMut::new(to, rows, stride, stride)
+        .tiles(rows.max(1), VOCAB_TILE)
+        .into_par_iter()
+        .map_init(Vec::new, |buffer, (_, columns, mut tile)| {
+            fill(columns.start..columns.end.min(vocab), &mut tile, buffer)
+        })
+        .collect()
 }
 
 /// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.

@@ -34,7 +34,8 @@ impl<F: Float> LogSumExp<F> {
     }
 }
 
-/// The log-sum-exp of one row of a tile of logits.
+/// The log-sum-exp of one row of a tile of logits, which holds the final logits afterwards, with minus infinity in its
+/// padding.
 pub(super) struct TileLogSumExp<'a, F> {
     /// The logits of `ids` ids before scale, bias and softcap, and padding.
     pub(super) row: &'a mut [F],
@@ -43,8 +44,6 @@ pub(super) struct TileLogSumExp<'a, F> {
     /// As long as `row`, multiplied by the scale, with minus infinity for the padding.
     pub(super) bias: &'a [F],
     pub(super) softcap: Option<F>,
-    /// Whether the row must hold the final logits afterwards, with minus infinity in its padding.
-    pub(super) keep: bool,
 }
 
 impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
@@ -52,36 +51,26 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> LogSumExp<F> {
-        let TileLogSumExp { row, ids, scale, bias, softcap, keep } = self;
+        let TileLogSumExp { row, ids, scale, bias, softcap } = self;
         row[ids..].fill(F::zero());
         match softcap {
-            None if keep => log_sum_exp::<{ bias::APPLY }, F, V>(v, row, scale, bias),
-            None => log_sum_exp::<{ bias::ON_THE_FLY }, F, V>(v, row, scale, bias),
+            None => log_sum_exp::<true, F, V>(v, row, scale, bias),
             Some(cap) => {
                 soft_cap(v, row, scale, bias, cap);
                 row[ids..].fill(F::neg_infinity());
-                log_sum_exp::<{ bias::APPLIED }, F, V>(v, row, scale, bias)
+                log_sum_exp::<false, F, V>(v, row, scale, bias)
             }
         }
     }
 }
 
-/// How [`log_sum_exp`] treats scale and bias.
-mod bias {
-    /// Already applied.
-    pub(super) const APPLIED: u8 = 0;
-    /// Applied in place.
-    pub(super) const APPLY: u8 = 1;
-    /// Applied on the fly: the logits, which are not read again, are not written.
-    pub(super) const ON_THE_FLY: u8 = 2;
-}
-
-/// `log sum_v exp(scale z_v + bias_v)` of a row.
+/// `log sum_v exp(scale z_v + bias_v)` of a row; with `APPLY`, scale and bias are applied in place, else they are
+/// already.
 ///
 /// In one pass over memory: the running sum is rescaled whenever a block has a larger maximum. Minus infinity for a row
 /// of minus infinities; NaN if the row has a NaN or plus infinity.
 #[inline(always)]
-fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scale: F, bias: &[F]) -> LogSumExp<F> {
+fn log_sum_exp<const APPLY: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], scale: F, bias: &[F]) -> LogSumExp<F> {
     /// Registers per block, which stays in the first-level cache.
     const BLOCK: usize = 64;
     /// Independent accumulators, which hide the latency of the additions.
@@ -95,11 +84,11 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scal
         let (groups, rest) = block.as_chunks_mut::<LANES>();
         for (group, bias) in groups.iter_mut().zip(bias_groups) {
             for lane in 0..LANES {
-                maxima[lane] = v.max(maxima[lane], with_bias::<BIAS, F, V>(v, &mut group[lane], scale, bias[lane]));
+                maxima[lane] = v.max(maxima[lane], with_bias::<APPLY, F, V>(v, &mut group[lane], scale, bias[lane]));
             }
         }
         for (z, &b) in rest.iter_mut().zip(bias_rest) {
-            maxima[0] = v.max(maxima[0], with_bias::<BIAS, F, V>(v, z, scale, b));
+            maxima[0] = v.max(maxima[0], with_bias::<APPLY, F, V>(v, z, scale, b));
         }
         let block_largest = v.largest(v.max(v.max(maxima[0], maxima[1]), v.max(maxima[2], maxima[3])));
         if block_largest > largest {
@@ -111,35 +100,26 @@ fn log_sum_exp<const BIAS: u8, F: Float, V: Vector<F>>(v: V, row: &mut [F], scal
         let reference = v.splat(finite_or_zero(largest));
         let mut sums = [v.splat(F::zero()); LANES];
         let (groups, rest) = block.as_chunks::<LANES>();
-        for (group, bias) in groups.iter().zip(bias_groups) {
+        for group in groups {
             for lane in 0..LANES {
-                let logit = match BIAS == bias::ON_THE_FLY {
-                    true => v.mul_add(group[lane], scale, bias[lane]),
-                    false => group[lane],
-                };
-                sums[lane] = v.add(sums[lane], exp(v, v.sub(logit, reference)));
+                sums[lane] = v.add(sums[lane], exp(v, v.sub(group[lane], reference)));
             }
         }
-        for (&z, &b) in rest.iter().zip(bias_rest) {
-            let logit = if BIAS == bias::ON_THE_FLY { v.mul_add(z, scale, b) } else { z };
-            sums[0] = v.add(sums[0], exp(v, v.sub(logit, reference)));
+        for &z in rest {
+            sums[0] = v.add(sums[0], exp(v, v.sub(z, reference)));
         }
         sum += v.sum(v.add(v.add(sums[0], sums[1]), v.add(sums[2], sums[3])));
     }
     LogSumExp { largest: finite_or_zero(largest), log_sum: sum.ln() }
 }
 
-/// The logit after scale and bias, written back for `APPLY`.
+/// The logit after scale and bias.
 #[inline(always)]
-fn with_bias<const BIAS: u8, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, scale: V::Reg, bias: V::Reg) -> V::Reg {
-    if BIAS == bias::APPLIED {
-        return *z;
+fn with_bias<const APPLY: bool, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, scale: V::Reg, bias: V::Reg) -> V::Reg {
+    if APPLY {
+        *z = v.mul_add(*z, scale, bias);
     }
-    let logit = v.mul_add(*z, scale, bias);
-    if BIAS == bias::APPLY {
-        *z = logit;
-    }
-    logit
+    *z
 }
 
 /// `x`, or zero if it is minus infinity.

@@ -34,6 +34,14 @@ impl<F: Float> Aligned<F> {
         let first = values.as_ptr().align_offset(CACHE_LINE);
         Aligned { first: if first < values.len() { first } else { 0 }, values, len }
     }
+
+    /// The first `len` elements, in a larger buffer if there are fewer.
+    pub(super) fn first(&mut self, len: usize) -> &mut [F] {
+        if self.len < len {
+            *self = Self::zeros(len);
+        }
+        &mut self[..len]
+    }
 }
 
 /// Bytes of a cache line.

@@ -1,5 +1,5 @@
-//! The CPU backend, parallel over the threads of rayon: training steps by kernels of its own in SIMD (`one_pass`); what
-//! needs every logit twice, or no gradients, by the `gemm` crate's products between row kernels (`chunks`).
+//! The CPU backend, parallel over the threads of rayon: losses by kernels of its own in SIMD (`one_pass`); what needs
+//! every logit twice by the `gemm` crate's products between row kernels (`chunks`).
 
 mod activation;
 mod chunks;
@@ -93,8 +93,8 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
     let (size, threads, isa) = (size_of::<T::Acc>(), rayon::current_num_threads(), Isa::best()?);
     let path = Path::of(&task);
     let Workspace { per_row, fixed } = match path {
-        Path::OnePass => one_pass::workspace::<T>(operands.sizes, isa, threads),
-        _ => chunks::workspace(operands.sizes, task, threads),
+        Path::OnePass => one_pass::workspace::<T>(operands.sizes, isa, threads, task.keeps_logits),
+        Path::TwoPasses => chunks::workspace(operands.sizes, task, threads),
     };
     let (per_position, fixed) = (components * per_row * size, fixed * size);
     // Where no gradient is accumulated, as many rows as `gemv` takes.
@@ -102,7 +102,7 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
     let needs = Needs {
         per_position,
         fixed,
-        // Where logits are kept, the chunks do not depend on the number of threads.
+        // So that the chunks do not depend on the number of threads.
         default_budget: fixed + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
         most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_STREAMED_ROWS / components },
         keeps_logits: task.keeps_logits,
@@ -139,17 +139,18 @@ fn run<T: Element>(
     needs_grad: NeedsGrad,
     plan: &Plan,
 ) -> Result<(Vec<PositionLoss>, BufferedGradients<T>)> {
-    if path == Path::OnePass {
-        let mut pass = OnePass::new(inputs, targets, gradients, needs_grad, plan);
-        pass.run_loss(plan, needs_grad)?;
-        return Ok((pass.losses, pass.gradients));
-    }
-    let mut chunks = Chunks::new(inputs, plan).with_targets(targets, gradients);
     match path {
-        Path::Streamed => plan.chunks().for_each(|positions| chunks.stream_loss(positions)),
-        _ => chunks.run_loss(plan, needs_grad)?,
+        Path::OnePass => {
+            let mut pass = OnePass::new(inputs, targets, gradients, needs_grad, plan);
+            pass.run_loss(plan, needs_grad)?;
+            Ok((pass.losses, pass.gradients))
+        }
+        Path::TwoPasses => {
+            let mut chunks = Chunks::new(inputs, plan).with_targets(targets, gradients);
+            chunks.run_loss(plan, needs_grad)?;
+            Ok((chunks.losses, chunks.gradients))
+        }
     }
-    Ok((chunks.losses, chunks.gradients))
 }
 
 /// Log-probabilities in `O`, which is `T` or its accumulation type.

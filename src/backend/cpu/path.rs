@@ -4,9 +4,7 @@ use crate::backend::contract::Task;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Path {
-    /// The logits are not kept: the loss alone.
-    Streamed,
-    /// One exponential per logit (`one_pass`): a loss over hard targets with its gradients.
+    /// One exponential per logit (`one_pass`): a loss over hard targets, alone or with its gradients.
     OnePass,
     /// Logits, then their gradient in their place (`chunks`): whatever needs every logit again once the log-sum-exps
     /// of all components are known. These are the mixture's log-probabilities of all ids (label smoothing, hits,
@@ -17,7 +15,6 @@ pub(super) enum Path {
 impl Path {
     pub(super) fn of(task: &Task) -> Self {
         match task {
-            Task { keeps_logits: false, .. } => Path::Streamed,
             Task { all_ids: true, .. } | Task { soft_targets: true, .. } => Path::TwoPasses,
             Task { filters: true, .. } | Task { few_rows: true, .. } => Path::TwoPasses,
             _ => Path::OnePass,

@@ -144,8 +144,8 @@ fn both_paths_agree_at_odd_sizes() -> Result<()> {
         [(1, 1, 1, 1), (2, 1, 3, 9), (7, 3, 5, 257), (40, 5, 33, 1000), (11, 15, 330, 1700), (130, 1, 17, 3001)]
     {
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
-            for transposed in [false, true] {
-                Case { dtype, transposed, ..Case::new(positions, components, context, vocab) }.check()?;
+            for (transposed, needs_grad) in [(false, ALL), (true, ALL), (true, NeedsGrad::default())] {
+                Case { dtype, transposed, needs_grad, ..Case::new(positions, components, context, vocab) }.check()?;
             }
         }
     }
@@ -156,8 +156,8 @@ fn both_paths_agree_at_odd_sizes() -> Result<()> {
 fn both_paths_agree_whatever_the_order_of_the_logits() -> Result<()> {
     // Offsets move in many tiles, or whole segments are negligible.
     for slope in [-400.0, -60.0, 60.0, 400.0] {
-        for dtype in [DType::F32, DType::F64] {
-            Case { slope, dtype, ..Case::new(30, 4, 20, 2000) }.check()?;
+        for (dtype, needs_grad) in [(DType::F32, ALL), (DType::F64, ALL), (DType::F32, NeedsGrad::default())] {
+            Case { slope, dtype, needs_grad, ..Case::new(30, 4, 20, 2000) }.check()?;
         }
     }
     Ok(())
@@ -171,6 +171,7 @@ fn both_paths_agree_with_options() -> Result<()> {
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, bias };
     for needs_grad in [
+        NeedsGrad::default(),
         some(true, false, false, false),
         some(false, true, false, false),
         some(false, false, true, false),
@@ -179,26 +180,30 @@ fn both_paths_agree_with_options() -> Result<()> {
         Case { needs_grad, ..Case::new(30, 4, 20, 1200) }.check()?;
     }
     for budget in [1, 2, 5] {
-        Case { budget: Some(budget), ..Case::new(61, 3, 20, 900) }.check()?;
+        for needs_grad in [ALL, NeedsGrad::default()] {
+            Case { budget: Some(budget), needs_grad, ..Case::new(61, 3, 20, 900) }.check()?;
+        }
     }
     Ok(())
 }
 
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
-    let with_threads = |threads: usize| {
+    let with_threads = |threads: usize, needs_grad: NeedsGrad| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
         pool.install(|| {
             // More than one chunk.
             let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
-            let plan = Cpu.plan(&operands, Task::loss(&Terms::default(), ALL), None)?;
+            let plan = Cpu.plan(&operands, Task::loss(&Terms::default(), needs_grad), None)?;
             assert!(plan.chunks().count() > 1, "{plan}");
-            flat(&Cpu.loss(&operands, &objective, ALL, &plan)?)
+            flat(&Cpu.loss(&operands, &objective, needs_grad, &plan)?)
         })
     };
-    let one = with_threads(1)?;
-    for threads in [2, 7, 16] {
-        assert!(with_threads(threads)? == one, "{threads} threads");
+    for needs_grad in [ALL, NeedsGrad::default()] {
+        let one = with_threads(1, needs_grad)?;
+        for threads in [2, 7, 16] {
+            assert!(with_threads(threads, needs_grad)? == one, "{threads} threads");
+        }
     }
     Ok(())
 }
@@ -208,15 +213,19 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
     for (positions, components, context, vocab) in
         [(700, 5, 40, 900), (400, 1, 300, 2000), (40, 15, 280, 3000), (7, 2, 600, 10_000), (1, 1, 64, 40)]
     {
-        for budget in [None, Some(1), Some(3)] {
-            let case = Case { budget, ..Case::new(positions, components, context, vocab) };
+        let budgets = [None, Some(1), Some(3)].into_iter();
+        for (budget, needs_grad) in budgets.flat_map(|budget| [(budget, ALL), (budget, NeedsGrad::default())]) {
+            let case = Case { budget, needs_grad, ..Case::new(positions, components, context, vocab) };
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<f32>(&operands)?;
             Inputs::with(&operands, |inputs: Inputs<'_, f32>| {
                 let targets = Targets::new(&objective, operands.sizes)?;
-                let gradients = BufferedGradients::new(operands.sizes, ALL);
-                let allocated = 4 * OnePass::new(inputs, &targets, gradients, ALL, &plan).allocated();
+                let gradients = BufferedGradients::new(operands.sizes, needs_grad);
+                let allocated = 4 * OnePass::new(inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
+                if !needs_grad.any() {
+                    return Ok(());
+                }
                 // The rest is what each thread and each row needs, and room for chunks with fewer panels.
                 assert!(
                     budget.is_some() || 2 * allocated > plan.workspace_bytes || positions < 10,

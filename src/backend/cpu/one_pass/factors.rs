@@ -68,7 +68,8 @@ pub(super) fn rows<T: Element>(
         scratch.set_components(&lse, &inputs.log_priors[t * components..][..components]);
         // Ignored positions take no part.
         let Some(target) = targets.position(t) else { return (PositionLoss::default(), vec![]) };
-        let loss = scratch.hard_loss(&target, |k, _| target_logits[rows.start + k]);
+        let mut loss = scratch.hard_loss(&target, |k, _| target_logits[rows.start + k]);
+        scratch.least_magnitude(&target, &mut loss);
         let scale = targets.scale(t);
         let logit_scale = scale.f64() * inputs.logit_scale.f64();
         let z_loss = 2.0 * target.z_loss.f64() / components as f64;

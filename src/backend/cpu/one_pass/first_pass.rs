@@ -11,6 +11,7 @@ use super::scaling::Scaled;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::matrix::{transpose, Block};
+use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::Float;
 
 /// Columns of the decoder that the first product sums over at a time, so that the packed contexts stay in the cache.
@@ -19,7 +20,7 @@ const MOST_DEPTH: usize = 320;
 /// What the first pass leaves of a panel and a segment.
 pub(super) struct Part<F> {
     pub(super) running: Running<F>,
-    /// `[tiles, width]`: the offsets of each tile's exponentials
+    /// `[tiles, width]`: the offsets of each tile's exponentials, if these are kept
     pub(super) offsets: Vec<F>,
     /// The logits of the targets in this segment, with the rows that they belong to.
     pub(super) target_logits: Vec<(usize, F)>,
@@ -27,7 +28,7 @@ pub(super) struct Part<F> {
 
 /// Buffers of the first pass.
 pub(super) struct Buffers<'b, F> {
-    /// `[tile][panel][id][row]`
+    /// `[tile][panel][id][row]`; empty if they are not kept
     pub(super) exponentials: &'b mut [F],
     /// `[segment][panel][d][row]`: the products O of exponentials and decoder; empty if not needed
     pub(super) sums: &'b mut [F],
@@ -59,38 +60,51 @@ pub(super) fn first_pass<T: Element>(
         let of_panels = split(of_tile, panels, layout.ids(tile).len());
         pieces[first..].iter_mut().zip(of_panels).for_each(|(piece, of_panel)| piece.tiles.push(of_panel));
     }
-    let run = |buffer: &mut _, piece: Piece<'_, _>| piece.run(inputs, layout, packed, &target, buffer);
-    pieces.into_par_iter().map_init(Vec::new, run).collect()
+    let run = |buffers: &mut _, piece: Piece<'_, _>| piece.run(inputs, layout, packed, &target, buffers);
+    pieces.into_par_iter().map_init(Tiles::default, run).collect()
 }
 
 /// The part of one segment and panel that is computed on one thread.
 struct Piece<'b, F> {
     segment: usize,
     panel: Panel,
-    /// `[ids, width]` for each tile: its exponentials
+    /// `[ids, width]` for each tile: its exponentials, if they are kept
     tiles: Vec<&'b mut [F]>,
     /// `[d, width]`, or empty if not needed
     sums: &'b mut [F],
 }
 
+/// Tiles of a thread: that of a decoder which is not stored as it is read, and exponentials that are not kept.
+#[derive(Default)]
+struct Tiles<F> {
+    decoder: Vec<F>,
+    exponentials: Aligned<F>,
+}
+
 impl<F: Float> Piece<'_, F> {
-    /// `packed` has the contexts of all panels; `buffer` is for a tile of the decoder.
+    /// `packed` has the contexts of all panels.
     fn run<T: Element<Acc = F>>(
         self,
         inputs: &Inputs<'_, T>,
         layout: &Layout,
         packed: &[F],
         target: impl Fn(usize) -> Option<usize>,
-        buffer: &mut Vec<F>,
+        buffers: &mut Tiles<F>,
     ) -> Part<F> {
         let d = inputs.sizes.context;
         let Panel { first, rows, width } = self.panel;
         let packed = &packed[first * d..][..width * d];
         let running = Running::new(width);
         let mut part = Part { running, offsets: Vec::with_capacity(self.tiles.len() * width), target_logits: vec![] };
-        for (i, (tile, to)) in layout.segment(self.segment).zip(self.tiles).enumerate() {
+        let are_kept = !self.tiles.is_empty();
+        let mut tiles = self.tiles.into_iter();
+        for (i, tile) in layout.segment(self.segment).enumerate() {
             let ids = layout.ids(tile);
-            let decoder = inputs.decoder.block(ids.clone(), buffer);
+            let decoder = inputs.decoder.block(ids.clone(), &mut buffers.decoder);
+            let to = match tiles.next() {
+                Some(kept) => kept,
+                None => buffers.exponentials.first(ids.len() * width),
+            };
             logits(inputs, &decoder, ids.clone(), packed, width, to);
             for row in first..first + rows {
                 if let Some(y) = target(row).filter(|y| ids.contains(y)) {
@@ -99,7 +113,9 @@ impl<F: Float> Piece<'_, F> {
             }
             let kernel = Exponentials { tile: to, running: &mut part.running, softcap: inputs.softcap };
             let has_moved = F::dispatch(inputs.isa, kernel);
-            part.offsets.extend_from_slice(&part.running.offset);
+            if are_kept {
+                part.offsets.extend_from_slice(&part.running.offset);
+            }
             if self.sums.is_empty() {
                 continue;
             }

@@ -50,6 +50,13 @@ impl Layout {
         Layout { vocab, tile_ids, segment_tiles: tiles.div_ceil(segments).max(1), panel_rows, lanes }
     }
 
+    /// Segments of at most so many bytes of the decoder, where a tile is no larger: they stay in the last-level cache
+    /// while panel after panel reads them.
+    pub(super) fn with_segments_of<F>(self, bytes: usize, context: usize) -> Self {
+        let of_tile = (self.tile_ids * context * size_of::<F>()).max(1);
+        Layout { segment_tiles: self.segment_tiles.min((bytes / of_tile).max(1)), ..self }
+    }
+
     /// The panels of a chunk of `rows` rows.
     pub(super) fn panels(&self, rows: usize) -> Vec<Panel> {
         let panel = |first| {

@@ -1,4 +1,4 @@
-//! A loss with its gradients from one exponential per logit.
+//! A loss, alone or with its gradients, from one exponential per logit.
 //!
 //! With `E = exp(z - offset)` for an offset of each row, the gradient of row r of the logits is `f_r E_r - h_r [v = y]`,
 //! where the factor `f_r` and the target's mass `h_r` are numbers, known once the row's log-sum-exp is. So no gradient of
@@ -11,7 +11,8 @@
 //! ```
 //!
 //! Logits are kept as `[id][row]`: maxima and sums over ids add up whole vectors, and each result is the right operand
-//! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled.
+//! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. The loss
+//! alone ends after the rows, and keeps no exponentials.
 
 mod exponentials;
 mod factors;
@@ -28,7 +29,7 @@ use super::inputs::Inputs;
 use super::memory::{Aligned, Workspace};
 use super::results::BufferedGradients;
 use super::rows::PositionLoss;
-use super::simd::{Isa, ROW_ALIGN};
+use super::simd::{Float, Isa, ROW_ALIGN};
 use super::targets::Targets;
 use crate::backend::contract::{NeedsGrad, Sizes};
 use crate::backend::plan::Plan;
@@ -39,19 +40,39 @@ use first_pass::{first_pass, Buffers, Part};
 use gradients::{context_gradient, DecoderGradient, BLOCK_ROWS};
 use layout::{Layout, Panel};
 
+/// Numbers of a row in a segment, in elements.
+const SEGMENT_NUMBERS: usize = 8;
+/// Bytes of the decoder that the panels of a chunk read one after the other if exponentials are not kept.
+const SEGMENT_BYTES: usize = 4 << 20;
+
+/// How the chunks of a plan are cut.
+fn layout<F: Float>(isa: Isa, rows: usize, sizes: Sizes, keeps_exponentials: bool) -> Layout {
+    let layout = Layout::new::<F>(isa, rows, sizes.context, sizes.vocab);
+    match keeps_exponentials {
+        true => layout,
+        false => layout.with_segments_of::<F>(SEGMENT_BYTES, sizes.context),
+    }
+}
+
 /// The workspace.
-pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, threads: usize) -> Workspace {
+pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, threads: usize, keeps_exponentials: bool) -> Workspace {
     /// Numbers of a row, in elements.
     const ROW_NUMBERS: usize = 32;
     let Sizes { context: d, vocab, .. } = sizes;
-    let layout = Layout::new::<T::Acc>(isa, 1, d, vocab);
+    let layout = layout::<T::Acc>(isa, 1, sizes, keeps_exponentials);
     let panel = layout.panel_rows;
+    let widened = if T::IS_ACC { 0 } else { layout.tile_ids * d };
+    if !keeps_exponentials {
+        // Twice contexts, packed and gathered, and the numbers of each segment.
+        let per_row = 2 * d + SEGMENT_NUMBERS * layout.segments() + ROW_NUMBERS;
+        let fixed = layout.lanes * per_row + vocab.next_multiple_of(ROW_ALIGN);
+        return Workspace { per_row, fixed: fixed + threads * (layout.tile_ids * panel + widened) };
+    }
     // The exponentials, the offsets of each tile and factors of each segment, and three times contexts: packed, gathered
     // and the sums.
     let per_row = vocab + 2 * layout.tiles() + 3 * d + ROW_NUMBERS;
     // All panels but the last are full.
     let sums = (layout.more_pieces() + 1) * panel * d;
-    let widened = if T::IS_ACC { 0 } else { layout.tile_ids * d };
     let per_thread = BLOCK_ROWS.next_multiple_of(panel) * panel + panel * d + widened;
     Workspace {
         per_row,
@@ -69,7 +90,7 @@ pub(super) struct OnePass<'a, T: Element> {
     pub(super) losses: Vec<PositionLoss>,
     pub(super) gradients: BufferedGradients<T>,
 
-    /// `[tile][panel][id][row]`
+    /// `[tile][panel][id][row]`; empty if there are no gradients
     exponentials: Aligned<T::Acc>,
     /// `[segment][panel][d][row]`: O
     sums: Aligned<T::Acc>,
@@ -101,9 +122,10 @@ impl<'a, T: Element> OnePass<'a, T> {
     ) -> Self {
         let Sizes { positions, context: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
-        let layout = Layout::new::<T::Acc>(inputs.isa, rows, d, vocab);
+        let layout = layout::<T::Acc>(inputs.isa, rows, inputs.sizes, needs_grad.any());
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
+        let kept = if needs_grad.any() { columns * vocab } else { 0 };
         OnePass {
             inputs,
             targets,
@@ -111,7 +133,7 @@ impl<'a, T: Element> OnePass<'a, T> {
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
-            exponentials: Aligned::zeros(columns * vocab),
+            exponentials: Aligned::zeros(kept),
             sums: Aligned::zeros(pieces * layout.panel_rows * d),
             packed: Aligned::zeros(columns * d),
             gathered: Vec::new(),

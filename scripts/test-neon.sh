@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Runs the tests of the CPU's kernels with NEON on a machine that is not AArch64: compiled for Linux on AArch64, linked
-# statically, executed by QEMU's user-mode emulation. For Debian and Ubuntu; what is missing is installed by apt-get,
-# which needs root. Arguments go to the tests, instead of the names of the kernels' modules.
+# statically, executed by QEMU's user-mode emulation. For Debian; what is missing is installed by apt-get, which needs
+# root. Arguments go to the tests, instead of the names of the kernels' modules.
 #
-# The target's standard library comes from rustup. If rustup cannot download it, Debian's compiler has one.
+# The target's standard library comes from rustup. If rustup cannot download it, it is that of Debian's compiler, whose
+# version must be at least this crate's rust-version (bookworm with security updates, or later).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

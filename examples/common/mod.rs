@@ -37,6 +37,7 @@ pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Reads the flags and runs the example.
 pub(crate) fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
+    let_idle_threads_sleep();
     let args = match A::try_parse() {
         Ok(args) => args,
         Err(message) => {
@@ -50,5 +51,14 @@ pub(crate) fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> Exit
             eprintln!("error: {error}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// After each operation candle's threads spin until the next one; on few cores they keep rayon's from working. Called
+/// before any thread is started, as `set_var` requires.
+fn let_idle_threads_sleep() {
+    const LIMIT: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
+    if std::env::var_os(LIMIT).is_none() {
+        std::env::set_var(LIMIT, "100");
     }
 }

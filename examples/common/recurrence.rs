@@ -10,6 +10,11 @@ use candle_nn::ops::sigmoid;
 /// to the gates, [steps, batch, 4 hidden], the recurrent weight [4 hidden, hidden] and the initial hidden state and cell
 /// [2, batch, hidden]. The gates are in candle_nn's order: input, forget, cell, output.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
+    if inputs.elem_count() == 0 {
+        return Err(
+            format!("an LSTM needs at least one step, sequence and unit, got inputs {:?}", inputs.dims()).into()
+        );
+    }
     if recurrence_cpu::supports([inputs, weight, start]) {
         return Ok(recurrence_cpu::recurrence(inputs, weight, start)?);
     }

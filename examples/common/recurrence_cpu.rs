@@ -1,5 +1,6 @@
-//! The time steps of an LSTM on the CPU in f32: sequences are independent of each other, so each thread takes some of
-//! them through all steps, and no thread waits for another within a window.
+//! The time steps of an LSTM on the CPU in f32. Sequences are independent of each other, so each thread takes some of
+//! them through all steps without waiting for another; if the recurrent weight exceeds a core's cache, all threads take
+//! all sequences through each step.
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
 use gemm::Parallelism;
@@ -8,7 +9,8 @@ use std::sync::OnceLock;
 
 /// Sequences of a part; a product with fewer rows is bound by reading the weight.
 const PART: usize = 6;
-/// Elements of a weight that stays in a core's cache; with a larger one, all threads share each product.
+/// Maximum elements of a weight that a thread reads at every step for its own sequences alone: 4 MiB, which stay in the
+/// second- or third-level cache.
 const CACHED: usize = 1 << 20;
 
 /// Whether `recurrence` can take these operands.
@@ -16,7 +18,7 @@ pub(crate) fn supports(operands: [&Tensor; 3]) -> bool {
     operands.iter().all(|operand| operand.device().is_cpu() && operand.dtype() == DType::F32)
 }
 
-/// As `recurrence::recurrence`.
+/// As `recurrence::recurrence`, with at least one step.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
     inputs.contiguous()?.apply_op3(&weight.contiguous()?, &start.contiguous()?, Steps::default())
 }
@@ -65,6 +67,14 @@ impl Sizes {
         (0..batch).step_by(part.max(1)).map(|first| (first, part.min(batch - first))).collect()
     }
 
+    /// Sequences of a step that one thread computes.
+    fn rows_at_a_time(self) -> usize {
+        match self.parallelism {
+            Parallelism::None => self.part,
+            _ => 1,
+        }
+    }
+
     /// Copies rows [steps, sequences, width] of a part to those sequences of [.., batch, width].
     fn place(self, to: &mut [f32], from: &[f32], (first, sequences): (usize, usize), width: usize) {
         for (to, from) in to.chunks_exact_mut(self.batch * width).zip(from.chunks_exact(sequences * width)) {
@@ -98,7 +108,8 @@ impl CustomOp3 for Steps {
         let mut output = vec![0.0; (steps + 1) * batch * hidden];
         let (to_hiddens, to_cell) = output.split_at_mut(steps * batch * hidden);
         for (part, hiddens) in parts.iter().zip(&hiddens) {
-            let (which, size): (_, usize) = ((part.first, part.sequences), part.sequences * hidden);
+            let which = (part.first, part.sequences);
+            let size = part.sequences * hidden;
             sizes.place(to_hiddens, &hiddens[size..], which, hidden);
             sizes.place(to_cell, &part.cells[steps * size..], which, hidden);
         }
@@ -164,11 +175,11 @@ fn forward(
         let into = Rows { values: gates, stride: 5 * hidden };
         add_product(into, (sequences, hidden, 4 * hidden), before, weight, parallelism);
         let (cells_before, cells_after) = cells[step * size..].split_at_mut(size);
-        for (row, gates) in gates.chunks_exact_mut(5 * hidden).enumerate() {
-            let at = row * hidden..(row + 1) * hidden;
-            let states = (&cells_before[at.clone()], &mut cells_after[at.clone()], &mut after[at]);
-            activate(gates, states.0, states.1, states.2);
-        }
+        let cells_after = cells_after[..size].par_chunks_exact_mut(hidden);
+        let states =
+            cells_before.par_chunks_exact(hidden).zip(cells_after).zip(after[..size].par_chunks_exact_mut(hidden));
+        let rows = gates.par_chunks_exact_mut(5 * hidden).zip(states).with_min_len(sizes.rows_at_a_time());
+        rows.for_each(|(gates, ((before, cell), hidden))| activate(gates, before, cell, hidden));
     }
     (Part { first, sequences, gates, cells }, hiddens)
 }
@@ -208,17 +219,10 @@ fn backward(sizes: Sizes, part: &Part, upstream: &[f32], weight: &[f32]) -> (Vec
         let gates = &gates[step * sequences * 5 * hidden..][..sequences * 5 * hidden];
         let cells = &cells[step * size..][..size];
         back_hidden.iter_mut().zip(upstream(step)).for_each(|(back, upstream)| *back += upstream);
-        for row in 0..*sequences {
-            let at = row * hidden..(row + 1) * hidden;
-            let sums = &mut sums[row * 4 * hidden..][..4 * hidden];
-            through_gates(
-                sums,
-                &gates[row * 5 * hidden..][..5 * hidden],
-                &cells[at.clone()],
-                &back_hidden[at.clone()],
-                &mut back_cell[at],
-            );
-        }
+        let rows = sums.par_chunks_exact_mut(4 * hidden).zip(gates.par_chunks_exact(5 * hidden));
+        let states = cells.par_chunks_exact(hidden).zip(back_hidden.par_chunks_exact(hidden));
+        let rows = rows.zip(states).zip(back_cell.par_chunks_exact_mut(hidden)).with_min_len(sizes.rows_at_a_time());
+        rows.for_each(|(((sums, gates), (before, hidden)), cell)| through_gates(sums, gates, before, hidden, cell));
         back_hidden.fill(0.0);
         let into = Rows { values: back_hidden, stride: hidden };
         add_product(into, (*sequences, 4 * hidden, hidden), sums, weight, parallelism);
@@ -245,6 +249,7 @@ fn through_gates(sums: &mut [f32], gates: &[f32], before: &[f32], hidden: &[f32]
     }
 }
 
+/// To an absolute error of 1e-7, as `tanh`.
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
@@ -277,7 +282,8 @@ fn add_product(into: Rows, (m, k, n): (usize, usize, usize), lhs: &[f32], rhs: &
     assert!(lhs.len() == m * k && rhs.len() == k * n && n <= stride && values.len() + stride >= m * stride + n);
     let (lhs, rhs) = (lhs.as_ptr(), rhs.as_ptr());
     let (stride, k_stride, n_stride) = (stride as isize, k as isize, n as isize);
-    // SAFETY: the operands have the sizes above, and nothing else refers to the destination.
+    // SAFETY: the assertion checks that all elements lie within the slices and that the destination's rows do not overlap;
+    // the destination is a unique borrow.
     unsafe {
         gemm::gemm(
             m,

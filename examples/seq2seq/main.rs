@@ -13,9 +13,6 @@
 //!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors --temperature 0.7
 //!
 //! Responds to the utterances before, and ends with precision and recall of five responses to each held-out context.
-//!
-//! candle's threads busy-wait for each other. On a machine with other load, the environment variable
-//! CANDLE_NUM_THREADS=1 makes training twice as fast; the matrix products use RAYON_NUM_THREADS.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -13,8 +13,9 @@ pub(super) mod default {
     /// The default budget on the CPU also holds chunks of this many rows. Each chunk reads the whole decoder and adds
     /// to its whole gradient, which is costly with fewer rows.
     pub(in crate::backend) const CPU_ROWS: usize = 480;
-    /// Maximum rows of a chunk whose logits are not kept: a tile of logits stays in the second-level cache.
-    pub(in crate::backend) const CPU_STREAMED_ROWS: usize = 768;
+    /// Maximum rows of a chunk on the CPU if its logits are not kept: its contexts stay in a cache while the vocabulary
+    /// goes by.
+    pub(in crate::backend) const CPU_ROWS_WITHOUT_LOGITS: usize = 768;
     /// Bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.
     pub(in crate::backend) const GPU_LOGITS: usize = 32 << 20;
     /// Minimum rows of a chunk on a GPU: with fewer, the matrix products are inefficient.

@@ -64,8 +64,8 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
     }
 }
 
-/// `log sum_v exp(scale z_v + bias_v)` of a row; with `APPLY`, scale and bias are applied in place, else they are
-/// already.
+/// `log sum_v exp(scale z_v + bias_v)` of a row; with `APPLY`, scale and bias are applied in place, otherwise they
+/// have been applied.
 ///
 /// In one pass over memory: the running sum is rescaled whenever a block has a larger maximum. Minus infinity for a row
 /// of minus infinities; NaN if the row has a NaN or plus infinity.

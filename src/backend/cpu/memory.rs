@@ -35,8 +35,8 @@ impl<F: Float> Aligned<F> {
         Aligned { first: if first < values.len() { first } else { 0 }, values, len }
     }
 
-    /// The first `len` elements, in a larger buffer if there are fewer.
-    pub(super) fn first(&mut self, len: usize) -> &mut [F] {
+    /// The first `len` elements; a buffer that has fewer is replaced by a larger one, of zeros.
+    pub(super) fn at_least(&mut self, len: usize) -> &mut [F] {
         if self.len < len {
             *self = Self::zeros(len);
         }

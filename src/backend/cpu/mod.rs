@@ -1,5 +1,5 @@
-//! The CPU backend, parallel over the threads of rayon: losses by kernels of its own in SIMD (`one_pass`); what needs
-//! every logit twice by the `gemm` crate's products between row kernels (`chunks`).
+//! The CPU backend, parallel over the threads of rayon: losses over hard targets by kernels of its own in SIMD
+//! (`one_pass`); what needs every logit twice by the `gemm` crate's products between row kernels (`chunks`).
 
 mod activation;
 mod chunks;
@@ -102,9 +102,9 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
     let needs = Needs {
         per_position,
         fixed,
-        // So that the chunks do not depend on the number of threads.
+        // By this default the chunks do not depend on the number of threads.
         default_budget: fixed + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
-        most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_STREAMED_ROWS / components },
+        most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
         keeps_logits: task.keeps_logits,
         kernels: isa.name(),
         threads,

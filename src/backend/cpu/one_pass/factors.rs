@@ -22,7 +22,7 @@ pub(super) struct Row<F> {
     largest: F,
     /// Factor of the objective and of the logits.
     scale: f64,
-    /// The target's mass h.
+    /// The gradient of the target's logit, negated: h - f E.
     pub(super) mass: F,
     /// The gradient of the log-prior.
     pub(super) log_prior: F,
@@ -79,13 +79,21 @@ pub(super) fn rows<T: Element>(
                 Some(cap) => T::Acc::of(1.0) - (target_logits[row] / cap).powi(2),
                 None => T::Acc::of(1.0),
             };
+            let z = target_logits[row];
+            let at_target = match z == T::Acc::neg_infinity() {
+                true => 0.0,
+                false => weighted(factor, ((z - lse.largest).f64() - lse.log_sum.f64()).exp()),
+            };
             let has_gradient = logit_scale != 0.0 && (factor != 0.0 || !scratch.mass[k].is_zero());
             Row {
                 target: target.hard.map_or(0, |(y, _)| y),
                 factor: weighted(factor, (-lse.log_sum.f64()).exp()),
                 largest: lse.largest,
                 scale: logit_scale,
-                mass: flushed(weighted(T::Acc::of(logit_scale), scratch.hard_mass[k] * slope)),
+                mass: flushed(T::Acc::of(weighted(
+                    logit_scale,
+                    (scratch.hard_mass[k].f64() - at_target) * slope.f64(),
+                ))),
                 log_prior: flushed(weighted(scale, -scratch.mass[k])),
                 is_void: !has_gradient && parts_of(row).any(|(part, r)| !part.running.sum[r].is_finite()),
             }

@@ -26,6 +26,15 @@ pub(super) struct Part<F> {
     pub(super) target_logits: Vec<(usize, F)>,
 }
 
+impl<F: Float> Part<F> {
+    /// Elements of a part without offsets, and of the piece that it is computed from, per row of a panel of so many rows.
+    pub(super) fn elements_per_row(rows: usize) -> usize {
+        // An offset, the largest logit, a factor and the sum of each row.
+        let numbers = 3 + size_of::<f64>().div_ceil(size_of::<F>());
+        numbers + (size_of::<Self>() + size_of::<Piece<'_, F>>()).div_ceil(rows * size_of::<F>())
+    }
+}
+
 /// Buffers of the first pass.
 pub(super) struct Buffers<'b, F> {
     /// `[tile][panel][id][row]`; empty if they are not kept
@@ -74,7 +83,7 @@ struct Piece<'b, F> {
     sums: &'b mut [F],
 }
 
-/// Tiles of a thread: that of a decoder which is not stored as it is read, and exponentials that are not kept.
+/// Tiles of a thread: of a decoder in half precision, widened, and of exponentials that are not kept.
 #[derive(Default)]
 struct Tiles<F> {
     decoder: Vec<F>,
@@ -96,6 +105,7 @@ impl<F: Float> Piece<'_, F> {
         let packed = &packed[first * d..][..width * d];
         let running = Running::new(width);
         let mut part = Part { running, offsets: Vec::with_capacity(self.tiles.len() * width), target_logits: vec![] };
+        let mut targets = Vec::with_capacity(rows);
         let are_kept = !self.tiles.is_empty();
         let mut tiles = self.tiles.into_iter();
         for (i, tile) in layout.segment(self.segment).enumerate() {
@@ -103,16 +113,20 @@ impl<F: Float> Piece<'_, F> {
             let decoder = inputs.decoder.block(ids.clone(), &mut buffers.decoder);
             let to = match tiles.next() {
                 Some(kept) => kept,
-                None => buffers.exponentials.first(ids.len() * width),
+                None => buffers.exponentials.at_least(ids.len() * width),
             };
             logits(inputs, &decoder, ids.clone(), packed, width, to);
+            targets.clear();
             for row in first..first + rows {
                 if let Some(y) = target(row).filter(|y| ids.contains(y)) {
-                    part.target_logits.push((row, to[(y - ids.start) * width + row - first]));
+                    let at = (y - ids.start) * width + row - first;
+                    part.target_logits.push((row, to[at]));
+                    targets.push(at);
                 }
             }
             let kernel = Exponentials { tile: to, running: &mut part.running, softcap: inputs.softcap };
             let has_moved = F::dispatch(inputs.isa, kernel);
+            targets.iter().for_each(|&at| to[at] = F::zero());
             if are_kept {
                 part.offsets.extend_from_slice(&part.running.offset);
             }

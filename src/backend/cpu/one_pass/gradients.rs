@@ -14,7 +14,7 @@ use crate::backend::cpu::simd::{Float, Isa};
 /// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
 pub(super) const BLOCK_ROWS: usize = 240;
 
-/// `dC = f O - h W[y]` for each row of contexts; `sums` are the products O.
+/// `dC = f O - m W[y]` for each row of contexts; `sums` are the products O.
 pub(super) fn context_gradient<T: Element>(
     inputs: &Inputs<'_, T>,
     layout: &Layout,
@@ -70,7 +70,7 @@ pub(super) struct DecoderGradient<'a, F> {
 }
 
 impl<F: Float> DecoderGradient<'_, F> {
-    /// The second pass over the vocabulary: `dW += E (f C) - h c [v = y]`, and the bias likewise, where they are needed.
+    /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, and the bias likewise, where they are needed.
     pub(super) fn run(&self, exponentials: &mut [F], weight: Option<&mut [F]>, bias: Option<&mut [F]>) {
         let Layout { tile_ids, .. } = *self.factors.layout;
         let tiles = self.factors.layout.tiles();

@@ -6,7 +6,8 @@ use std::ops::Range;
 use super::product::Registers;
 use crate::backend::cpu::simd::{Float, Isa};
 
-/// Minimum number of pieces, pairs of a panel and a segment, where the vocabulary allows it: work for as many threads.
+/// Minimum number of pieces, pairs of a panel and a segment, and approximate minimum number of tiles, where the
+/// vocabulary is large enough: work for as many threads.
 const PIECES: usize = 64;
 /// Maximum number of ids of a tile.
 const MOST_IDS: usize = 256;
@@ -43,15 +44,16 @@ impl Layout {
     /// For chunks of at most `rows` rows.
     pub(super) fn new<F: Float>(isa: Isa, rows: usize, context: usize, vocab: usize) -> Self {
         let Registers { rows: at_a_time, width: panel_rows, lanes } = Registers::of::<F>(isa);
-        let ids = (TILE_BYTES / (context * size_of::<F>()).max(1)).clamp(LEAST_IDS, MOST_IDS);
+        let cached = TILE_BYTES / (context * size_of::<F>()).max(1);
+        let of_piece = vocab.div_ceil(PIECES).next_multiple_of(at_a_time);
+        let ids = cached.min(of_piece).clamp(LEAST_IDS, MOST_IDS);
         let tile_ids = (ids / at_a_time * at_a_time).min(vocab.max(1));
         let tiles = vocab.div_ceil(tile_ids);
         let segments = PIECES.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
         Layout { vocab, tile_ids, segment_tiles: tiles.div_ceil(segments).max(1), panel_rows, lanes }
     }
 
-    /// Segments of at most so many bytes of the decoder, where a tile is no larger: they stay in the last-level cache
-    /// while panel after panel reads them.
+    /// With segments of at most so many bytes of the decoder, or of one tile if that is larger.
     pub(super) fn with_segments_of<F>(self, bytes: usize, context: usize) -> Self {
         let of_tile = (self.tile_ids * context * size_of::<F>()).max(1);
         Layout { segment_tiles: self.segment_tiles.min((bytes / of_tile).max(1)), ..self }
@@ -134,6 +136,22 @@ mod tests {
                 assert!((0..rows).all(|row| (row - panels[layout.panel_of(row)].first) < layout.panel_rows));
                 assert!(layout.pieces(rows) >= PIECES.min(panels.len() * layout.tiles()) / 2);
                 assert!(layout.pieces(rows) <= panels.len() + layout.more_pieces());
+                assert!(layout.tiles() * LEAST_IDS >= vocab.min(PIECES * LEAST_IDS) * 9 / 10, "{layout:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn segments_have_at_most_the_given_bytes() {
+        for (rows, context, vocab, bytes) in [(768, 280, 33_278, 4 << 20), (768, 5, 1000, 4000), (768, 300, 900, 1)] {
+            let layout = Layout::new::<f32>(Isa::available()[0], rows, context, vocab);
+            let cut = layout.with_segments_of::<f32>(bytes, context);
+            assert!(cut.segments() > layout.segments(), "{cut:?}");
+            let tiles: Vec<usize> = (0..cut.segments()).flat_map(|segment| cut.segment(segment)).collect();
+            assert_eq!(tiles, (0..layout.tiles()).collect::<Vec<_>>());
+            for segment in 0..cut.segments() {
+                let ids: usize = cut.segment(segment).map(|tile| cut.ids(tile).len()).sum();
+                assert!(ids * context * 4 <= bytes.max(cut.tile_ids * context * 4), "{segment} of {cut:?}");
             }
         }
     }

@@ -5,10 +5,12 @@
 //! logits is ever written, and the second product does not wait for the log-sum-exp:
 //!
 //! ```text
-//! first pass, tile by tile:  z = W c^T + b,   E = exp(z - offset),   O += W^T E
-//! rows:                      lse, loss, f, h;   dC = f O - h W[y]
-//! second pass, tile by tile: dW += E (f C),   db += E f,   less the targets' h c and h
+//! first pass, tile by tile:  z = W c^T + b,   E = exp(z - offset) (0 for the target),   O += W^T E
+//! rows:                      lse, loss, f, m = h - f E of the target;   dC = f O - m W[y]
+//! second pass, tile by tile: dW += E (f C),   db += E f,   less the targets' m c and m
 //! ```
+//!
+//! The target is left out of the products because `h` and its `f E` nearly cancel where it is predicted well.
 //!
 //! Logits are kept as `[id][row]`: maxima and sums over ids add up whole vectors, and each result is the right operand
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. The loss
@@ -40,13 +42,11 @@ use first_pass::{first_pass, Buffers, Part};
 use gradients::{context_gradient, DecoderGradient, BLOCK_ROWS};
 use layout::{Layout, Panel};
 
-/// Numbers of a row in a segment, in elements.
-const SEGMENT_NUMBERS: usize = 8;
-/// Bytes of the decoder that the panels of a chunk read one after the other if exponentials are not kept.
+/// Bytes of the decoder that a thread reads again for each panel if exponentials are not kept.
 const SEGMENT_BYTES: usize = 4 << 20;
 
 /// How the chunks of a plan are cut.
-fn layout<F: Float>(isa: Isa, rows: usize, sizes: Sizes, keeps_exponentials: bool) -> Layout {
+fn cut<F: Float>(isa: Isa, rows: usize, sizes: Sizes, keeps_exponentials: bool) -> Layout {
     let layout = Layout::new::<F>(isa, rows, sizes.context, sizes.vocab);
     match keeps_exponentials {
         true => layout,
@@ -59,12 +59,12 @@ pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, threads: usize, keep
     /// Numbers of a row, in elements.
     const ROW_NUMBERS: usize = 32;
     let Sizes { context: d, vocab, .. } = sizes;
-    let layout = layout::<T::Acc>(isa, 1, sizes, keeps_exponentials);
+    let layout = cut::<T::Acc>(isa, 1, sizes, keeps_exponentials);
     let panel = layout.panel_rows;
     let widened = if T::IS_ACC { 0 } else { layout.tile_ids * d };
     if !keeps_exponentials {
-        // Twice contexts, packed and gathered, and the numbers of each segment.
-        let per_row = 2 * d + SEGMENT_NUMBERS * layout.segments() + ROW_NUMBERS;
+        // Twice contexts, packed and gathered, and the part of each segment.
+        let per_row = 2 * d + Part::<T::Acc>::elements_per_row(panel) * layout.segments() + ROW_NUMBERS;
         let fixed = layout.lanes * per_row + vocab.next_multiple_of(ROW_ALIGN);
         return Workspace { per_row, fixed: fixed + threads * (layout.tile_ids * panel + widened) };
     }
@@ -122,7 +122,7 @@ impl<'a, T: Element> OnePass<'a, T> {
     ) -> Self {
         let Sizes { positions, context: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
-        let layout = layout::<T::Acc>(inputs.isa, rows, inputs.sizes, needs_grad.any());
+        let layout = cut::<T::Acc>(inputs.isa, rows, inputs.sizes, needs_grad.any());
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
         let kept = if needs_grad.any() { columns * vocab } else { 0 };

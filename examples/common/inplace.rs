@@ -114,7 +114,8 @@ pub(crate) fn square_sum(tensor: &Tensor) -> Result<f64> {
     Ok(sums.collect::<Vec<f64>>().iter().sum())
 }
 
-fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+/// The elements of a contiguous tensor.
+pub(crate) fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(&storage.as_slice::<f32>()?[start..end]),
         None => candle_core::bail!("expected contiguous values"),

@@ -2,6 +2,7 @@
 //! them through all steps without waiting for another; if the recurrent weight exceeds a core's cache, all threads take
 //! all sequences through each step.
 
+use super::inplace::values;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
 use gemm::Parallelism;
 use rayon::prelude::*;
@@ -18,7 +19,7 @@ pub(crate) fn supports(operands: [&Tensor; 3]) -> bool {
     operands.iter().all(|operand| operand.device().is_cpu() && operand.dtype() == DType::F32)
 }
 
-/// As `recurrence::recurrence`, with at least one step.
+/// As `recurrence::recurrence`, which refuses empty operands.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
     inputs.contiguous()?.apply_op3(&weight.contiguous()?, &start.contiguous()?, Steps::default())
 }
@@ -56,7 +57,7 @@ impl Sizes {
         let (part, parallelism) = if 4 * hidden * hidden > CACHED {
             (batch, Parallelism::Rayon(0))
         } else {
-            (batch.div_ceil(batch.div_ceil(PART).max(1)), Parallelism::None)
+            (batch.div_ceil(batch.div_ceil(PART)), Parallelism::None)
         };
         Self { steps, batch, hidden, part, parallelism }
     }
@@ -64,7 +65,7 @@ impl Sizes {
     /// The first sequence and the number of sequences of each part.
     fn parts(self) -> Vec<(usize, usize)> {
         let Self { batch, part, .. } = self;
-        (0..batch).step_by(part.max(1)).map(|first| (first, part.min(batch - first))).collect()
+        (0..batch).step_by(part).map(|first| (first, part.min(batch - first))).collect()
     }
 
     /// Sequences of a step that one thread computes.
@@ -260,9 +261,9 @@ fn tanh(x: f32) -> f32 {
 
 /// [rows, width] to [width, rows].
 fn transpose(values: &[f32], width: usize) -> Vec<f32> {
-    let rows = values.len() / width.max(1);
+    let rows = values.len() / width;
     let mut transposed = vec![0.0; values.len()];
-    transposed.par_chunks_mut(rows.max(1)).enumerate().for_each(|(column, transposed)| {
+    transposed.par_chunks_mut(rows).enumerate().for_each(|(column, transposed)| {
         for (row, value) in transposed.iter_mut().enumerate() {
             *value = values[row * width + column];
         }
@@ -313,12 +314,5 @@ fn of_cpu<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
     match storage {
         Storage::Cpu(storage) => values(storage, layout),
         _ => candle_core::bail!("lstm: expected tensors on the CPU"),
-    }
-}
-
-fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
-    match layout.contiguous_offsets() {
-        Some((start, end)) => Ok(&storage.as_slice::<f32>()?[start..end]),
-        None => candle_core::bail!("lstm: expected contiguous tensors"),
     }
 }

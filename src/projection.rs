@@ -129,12 +129,11 @@ impl Projection {
         check_hidden(hidden, self.hidden, &self.latent_weight)?;
         let leading = &hidden.dims()[..hidden.rank() - 1];
         let rows = hidden.reshape(((), self.hidden))?;
-        let log_priors = self.log_priors(&rows)?;
-        let mut contexts = self.contexts(&rows)?.reshape([leading, &[self.components, self.context]].concat())?;
+        let log_priors = self.log_priors(&rows, &[leading, &[self.components]].concat())?;
+        let mut contexts = self.contexts(&rows, &[leading, &[self.components, self.context]].concat())?;
         if let Some(mask) = dropout.locked_mask(&contexts, self.dropout)? {
             contexts = contexts.broadcast_mul(&mask)?;
         }
-        let log_priors = log_priors.reshape([leading, &[self.components]].concat())?;
         Ok((contexts, log_priors))
     }
 
@@ -165,8 +164,8 @@ impl Projection {
         Ok(Tensor::cat(&contexts, 0)?.index_select(&index(&places)?, 0)?.reshape(shape)?)
     }
 
-    /// `activation(W h + b)` of all components, `[rows, K * d]`.
-    fn contexts(&self, rows: &Tensor) -> Result<Tensor> {
+    /// `activation(W h + b)` of all components, `[rows, K * d]` in another shape.
+    fn contexts(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let activation = self.activation;
         let forward = move |z: Tensor, bias: Option<&Tensor>| match (activation, bias) {
             (Activation::Tanh, Some(bias)) => backend::bias_tanh(&z, bias),
@@ -178,17 +177,18 @@ impl Projection {
             Activation::Tanh => backend::tanh_gradient(result, upstream),
             Activation::Identity => Ok(upstream.clone()),
         };
-        layer("contexts", rows, &self.latent_weight, Some(&self.latent_bias), forward, gradient)
+        layer("contexts", rows, &self.latent_weight, Some(&self.latent_bias), shape, forward, gradient)
     }
 
     /// hidden `[.., H]` -> log-priors `[positions, K]`. Not differentiable.
     pub(crate) fn detached_log_priors(&self, hidden: &Tensor) -> Result<Tensor> {
         check_hidden(hidden, self.hidden, &self.latent_weight)?;
-        Ok(self.log_priors(&hidden.reshape(((), self.hidden))?)?.detach())
+        let rows = hidden.reshape(((), self.hidden))?;
+        Ok(self.log_priors(&rows, &[rows.dim(0)?, self.components])?.detach())
     }
 
-    /// `log softmax(W h + b)`, `[rows, K]`.
-    fn log_priors(&self, rows: &Tensor) -> Result<Tensor> {
+    /// `log softmax(W h + b)`, `[rows, K]` in another shape.
+    fn log_priors(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let forward = |z: Tensor, bias: Option<&Tensor>| {
             let z = match bias {
                 Some(bias) => z.broadcast_add(bias)?,
@@ -203,22 +203,24 @@ impl Projection {
             let total = upstream.sum_keepdim(D::Minus1)?;
             Ok((upstream - log_priors.exp()?.broadcast_mul(&total)?)?)
         };
-        layer("priors", rows, &self.prior_weight, self.prior_bias.as_ref(), forward, gradient)
+        layer("priors", rows, &self.prior_weight, self.prior_bias.as_ref(), shape, forward, gradient)
     }
 }
 
-/// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`. The
-/// gradient of `W h + b` is `gradient(result, upstream)`.
+/// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`, in
+/// another shape, since candle would copy the gradient of a node for that. The gradient of `W h + b` is
+/// `gradient(result, upstream)`.
 fn layer(
     name: &'static str,
     rows: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
+    shape: &[usize],
     forward: impl Fn(Tensor, Option<&Tensor>) -> Result<Tensor>,
     gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let product = rows.detach().matmul(&weight.detach().t()?)?;
-    let result = forward(product, bias.map(Tensor::detach).as_ref())?;
+    let result = forward(product, bias.map(Tensor::detach).as_ref())?.reshape(shape)?;
     // A custom operation of candle has three operands.
     let no_bias = Tensor::zeros(1, rows.dtype(), rows.device())?;
     let operands = [rows, weight, bias.unwrap_or(&no_bias)];
@@ -228,7 +230,8 @@ fn layer(
             let zeros = |operand: &Tensor| operand.track_op().then(|| operand.zeros_like()).transpose();
             return Ok([zeros(rows)?, zeros(weight)?, zeros(bias)?]);
         }
-        let dz = gradient(result, upstream)?.to_dtype(rows.dtype())?;
+        let of_rows = |tensor: &Tensor| tensor.detach().reshape((rows.dim(0)?, ()));
+        let dz = gradient(&of_rows(result)?, &of_rows(upstream)?)?.to_dtype(rows.dtype())?;
         let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
         Ok([
             rows.track_op().then(|| dz.matmul(weight)).transpose()?,

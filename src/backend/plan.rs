@@ -70,7 +70,8 @@ pub struct Plan {
     pub positions_per_chunk: usize,
     /// Rows of logits per chunk: positions times components.
     pub rows_per_chunk: usize,
-    /// Whether the workspace holds a chunk's logits. On the CPU it does not if only the loss is computed.
+    /// Whether the workspace holds a chunk's logits. On the CPU it does not if only the loss is computed, of more than 4
+    /// rows.
     pub keeps_logits: bool,
     /// Bytes of workspace, allocated by the call and freed before it returns.
     pub workspace_bytes: usize,

@@ -118,7 +118,11 @@ impl Mixture {
             leading: leading.to_vec(),
             operands: Operands {
                 sizes: Sizes { positions, components, context, vocab },
-                contexts: contexts.reshape((positions, components, context))?.contiguous()?,
+                contexts: match contexts.rank() {
+                    // Not even a reshape: candle would copy its gradient.
+                    3 => contexts.contiguous()?,
+                    _ => contexts.reshape((positions, components, context))?.contiguous()?,
+                },
                 log_priors,
                 weight: match weight.is_contiguous() || weight.t()?.is_contiguous() {
                     true => weight.clone(),

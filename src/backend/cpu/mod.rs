@@ -91,7 +91,8 @@ impl Backend for Cpu {
 fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { positions, components, .. } = operands.sizes;
     let (size, threads, isa) = (size_of::<T::Acc>(), rayon::current_num_threads(), Isa::best()?);
-    let path = Path::of(&task);
+    let path = Path::of(&task, operands.sizes);
+    let keeps_logits = task.keeps_logits || path == Path::TwoPasses;
     let Workspace { per_row, fixed } = match path {
         Path::OnePass => one_pass::workspace::<T>(operands.sizes, isa, threads, task.keeps_logits),
         Path::TwoPasses => chunks::workspace(operands.sizes, task, threads),
@@ -104,8 +105,8 @@ fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> R
         fixed,
         // By this default the chunks do not depend on the number of threads.
         default_budget: fixed + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
-        most_positions: if task.keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
-        keeps_logits: task.keeps_logits,
+        most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
+        keeps_logits,
         kernels: isa.name(),
         threads,
     };
@@ -125,7 +126,7 @@ fn loss<T: Element>(
             Objective::Targets(loss) => Task::loss(&loss.terms, needs_grad),
             Objective::LogProbs { .. } => Task::log_probs(needs_grad),
         };
-        let (losses, gradients) = run(Path::of(&task), inputs, &targets, gradients, needs_grad, plan)?;
+        let (losses, gradients) = run(Path::of(&task, operands.sizes), inputs, &targets, gradients, needs_grad, plan)?;
         results(operands.sizes, needs_grad, &targets, &losses, gradients)
     })
 }

@@ -87,7 +87,8 @@ impl Case {
 
     fn plan<T: Element>(&self, operands: &Operands) -> Result<Plan> {
         let task = Task::loss(&self.terms, self.needs_grad);
-        assert_eq!(Path::of(&task), Path::OnePass);
+        let many_rows = Sizes { positions: 1000, ..operands.sizes };
+        assert_eq!(Path::of(&task, many_rows), Path::OnePass);
         let budget = self.budget.map(|factor| match plan::<T>(operands, task, Some(0)) {
             Err(crate::Error::Workspace { least, .. }) => factor * least,
             other => panic!("a workspace of 0 bytes was accepted: {other:?}"),

@@ -144,7 +144,7 @@ pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use dropout::Dropout;
 pub use error::{Error, Result};
 pub use linear_cross_entropy::linear_cross_entropy;
-pub use loss::{Loss, LossOptions, Reduction};
+pub use loss::{DecoderRows, Loss, LossOptions, Negatives, Proposal, Reduction};
 pub use mixture::Mixture;
 pub use mixture_config::{Activation, MixtureConfig, MixtureTensors};
 pub use mixture_of_contexts::MixtureOfContexts;

@@ -1,14 +1,16 @@
 //! The results of a loss, [`Loss`], and its options, [`LossOptions`]: the same for every head.
 
+mod negatives;
 mod options;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 
 use crate::autograd;
-use crate::backend::contract::Terms;
 use crate::error::{Error, Result};
 use crate::validate::{check_alike, check_device, check_float, check_targets, check_weights, read_ids};
+pub use negatives::{Negatives, Proposal};
+pub(crate) use options::Sampled;
 pub use options::{LossOptions, Reduction};
 
 /// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or
@@ -62,10 +64,53 @@ pub struct Loss {
     /// Scalar, from 0 to 1: the share of the gradient's mass (|responsibility x weight|) that the responsibility filter
     /// dropped, if it is on.
     pub dropped_mass: Option<Tensor>,
+    /// The decoder's rows that a sampled loss read, if requested ([`LossOptions::with_decoder_rows`]).
+    pub decoder_rows: Option<DecoderRows>,
     /// The decoder's weight, if it is a variable.
     pub(crate) decoder: Option<Tensor>,
     /// Targets on a GPU, which the loss does not check.
     pub(crate) unchecked: Option<Unchecked>,
+}
+
+/// The decoder's rows that a sampled loss read, as variables of their own: their gradients are those of the decoder,
+/// without the zeros of all other rows.
+///
+/// # Examples
+///
+/// A step of gradient descent that reads and writes these rows alone:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use mos_head::{LossOptions, OutputLayer, Proposal, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Var::randn(0f32, 1., (1000, 8), &Device::Cpu)?;
+/// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+/// let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+/// let negatives = Proposal::log_uniform(1000)?.draw(16, 42)?;
+/// let options = LossOptions::new().with_sampled_softmax(negatives).with_decoder_rows(true);
+/// let loss = head.loss(&hidden, &Tensor::new(&[1u32, 2, 3], &Device::Cpu)?, &options)?;
+/// let gradients = loss.backward()?;
+/// if let Some(rows) = &loss.decoder_rows {
+///     if let Some(gradient) = gradients.get(&rows.weight) {
+///         let updated = (rows.weight.as_tensor() - (gradient * 0.1)?)?;
+///         let index = rows.ids.unsqueeze(1)?.broadcast_as(updated.shape())?.contiguous()?;
+///         weight.as_tensor().scatter_set(&index, &updated, 0)?;
+///     }
+/// }
+/// # assert!(gradients.get(&weight).is_none());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct DecoderRows {
+    /// `[n]`, u32: the token ids, each once.
+    pub ids: Tensor,
+    /// `[n, d]`: their rows of the weight.
+    pub weight: Var,
+    /// `[n]`: their bias.
+    pub bias: Option<Var>,
 }
 
 /// Targets that were not checked, because reading them would wait for the GPU.
@@ -87,7 +132,17 @@ impl Loss {
     pub fn new(value: Tensor, sum: Tensor, count: Tensor, nll: Tensor) -> Self {
         let detached = |tensor: Tensor| tensor.detach();
         let (sum, count, nll) = (detached(sum), detached(count), detached(nll));
-        Loss { value, sum, count, nll, hits: None, dropped_mass: None, decoder: None, unchecked: None }
+        Loss {
+            value,
+            sum,
+            count,
+            nll,
+            hits: None,
+            dropped_mass: None,
+            decoder_rows: None,
+            decoder: None,
+            unchecked: None,
+        }
     }
 
     /// The loss of a head that computes the negative log-likelihood of each target itself. Ignored targets, weights of
@@ -101,20 +156,13 @@ impl Loss {
     /// # Errors
     ///
     /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`], which names
-    /// `head`, for options that need more than this: label smoothing, z-loss, responsibility filter, hits.
+    /// `head`, for options that need more than this: label smoothing, z-loss, responsibility filter, hits, sampled
+    /// losses.
     /// Whether targets are in the vocabulary is for the head to check.
     pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         options.validate()?;
-        let Terms { label_smoothing, z_loss, responsibility_filter, hits } = options.terms;
-        let requested = [
-            ("label_smoothing", label_smoothing > 0.0),
-            ("z_loss", z_loss > 0.0),
-            ("responsibility_filter", responsibility_filter > 0.0),
-            ("hits", hits),
-        ];
-        if let Some((option, _)) = requested.into_iter().find(|(_, is_set)| *is_set) {
-            return Err(Error::Unsupported { option, head });
-        }
+        options
+            .reject(head, &["label_smoothing", "z_loss", "responsibility_filter", "hits", "sampled_softmax", "nce"])?;
         check_targets("targets", targets, nll.dims())?;
         check_device("targets", targets, nll)?;
         check_float("nll", nll)?;

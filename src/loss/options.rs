@@ -2,9 +2,10 @@
 
 use candle_core::{DType, Tensor};
 
+use super::negatives::Negatives;
 use crate::backend::contract::Terms;
 use crate::dropout::Dropout;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::validate::{check_device, check_number, check_targets, leading};
 
 /// The reduction of the losses of the positions to one value.
@@ -72,6 +73,15 @@ pub struct LossOptions {
     pub(crate) class_weights: Option<Tensor>,
     pub(crate) workspace_bytes: Option<usize>,
     pub(crate) terms: Terms,
+    pub(crate) sampled: Option<Sampled>,
+    pub(crate) decoder_rows: bool,
+}
+
+/// A loss that looks at a sample of the vocabulary.
+#[derive(Clone, Debug)]
+pub(crate) enum Sampled {
+    Softmax(Negatives),
+    Nce(Negatives),
 }
 
 impl Default for LossOptions {
@@ -92,6 +102,8 @@ impl LossOptions {
             class_weights: None,
             workspace_bytes: None,
             terms: Terms::default(),
+            sampled: None,
+            decoder_rows: false,
         }
     }
 
@@ -175,6 +187,66 @@ impl LossOptions {
         LossOptions { terms: Terms { hits, ..self.terms }, ..self }
     }
 
+    /// Normalises over a sample of the vocabulary: the negatives, which all positions share, and the position's own
+    /// target (Jean et al., 2015). With the counts that are expected of an id y in the draws, `E[count]`, the loss is
+    ///
+    /// ```text
+    /// -log sum_k pi_k exp(z'_ky) / sum_{v in {y} + negatives other than y} exp(z'_kv),    z' = z - log E[count]
+    /// ```
+    ///
+    /// as in TensorFlow's `sampled_softmax_loss`, for every component of a mixture. Only the decoder's rows of negatives
+    /// and targets are read. Draw new negatives for each step.
+    ///
+    /// An evaluation is exact, whatever the negatives. [`Loss::nll`](crate::Loss::nll) of a training step is that of the
+    /// sample. It cannot be combined with label smoothing, z-loss, hits or a softcap. The targets are read on the host:
+    /// on a GPU this waits for the device.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{LossOptions, OutputLayer, Proposal, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Var::randn(0f32, 1., (1000, 8), &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    /// let proposal = Proposal::log_uniform(1000)?;
+    /// for step in 0..2 {
+    ///     let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+    ///     let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
+    ///     let options = LossOptions::new().with_sampled_softmax(proposal.draw(64, step)?);
+    ///     let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
+    ///     # assert!(gradients.get(&weight).is_some());
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_sampled_softmax(self, negatives: Negatives) -> Self {
+        LossOptions { sampled: Some(Sampled::Softmax(negatives)), ..self }
+    }
+
+    /// Noise-contrastive estimation (Mnih & Teh, 2012), with normalisers of one: tells the target from the negatives by
+    /// one logistic regression each, whatever the others are. With `z'` as above, the loss is
+    ///
+    /// ```text
+    /// -log sigmoid(z'_y) - sum_{v in negatives} log(1 - sigmoid(z'_v))
+    /// ```
+    ///
+    /// For one softmax; a mixture of several is [`Error::Unsupported`](crate::Error::Unsupported). An evaluation is
+    /// exact: its probabilities are normalised. [`Loss::nll`](crate::Loss::nll) of a training step is this loss. It
+    /// cannot be combined with label smoothing, z-loss, hits or a responsibility filter. The targets are read on the
+    /// host: on a GPU this waits for the device. Memory: a few tensors of `[positions, negatives]`.
+    pub fn with_nce(self, negatives: Negatives) -> Self {
+        LossOptions { sampled: Some(Sampled::Nce(negatives)), ..self }
+    }
+
+    /// Returns the decoder's rows that a sampled loss reads as variables,
+    /// [`Loss::decoder_rows`](crate::Loss::decoder_rows), in place of a gradient of the whole decoder, which is mostly
+    /// zeros. No gradient reaches the decoder's own variables then, nor those that it is computed from or tied to.
+    pub fn with_decoder_rows(self, decoder_rows: bool) -> Self {
+        LossOptions { decoder_rows, ..self }
+    }
+
     /// Whether these are the options of a training step, with gradients.
     pub fn is_training(&self) -> bool {
         self.train
@@ -225,6 +297,16 @@ impl LossOptions {
         self.terms.responsibility_filter
     }
 
+    /// The negatives of a sampled loss.
+    pub fn negatives(&self) -> Option<&Negatives> {
+        self.sampled.as_ref().map(|(Sampled::Softmax(negatives) | Sampled::Nce(negatives))| negatives)
+    }
+
+    /// Whether a sampled loss returns the decoder's rows.
+    pub fn decoder_rows(&self) -> bool {
+        self.decoder_rows
+    }
+
     /// Whether correct top-1 predictions are counted.
     pub fn hits(&self) -> bool {
         self.terms.hits
@@ -270,6 +352,34 @@ impl LossOptions {
         match self.ignored(targets)? {
             Some(ignored) => Ok(ignored.where_cond(&ids.zeros_like()?, &ids)?),
             None => Ok(ids),
+        }
+    }
+
+    /// The sampled loss of a training step; an evaluation is exact.
+    pub(crate) fn sampled_step(&self) -> Option<&Sampled> {
+        self.sampled.as_ref().filter(|_| self.train)
+    }
+
+    /// The options without a sample.
+    pub(crate) fn exact(&self) -> Self {
+        LossOptions { sampled: None, ..self.clone() }
+    }
+
+    /// An error if one of these options is set, which `head` does not support.
+    pub(crate) fn reject(&self, head: &'static str, options: &[&'static str]) -> Result<()> {
+        let Terms { label_smoothing, z_loss, responsibility_filter, hits } = self.terms;
+        let is_set = |option: &str| match option {
+            "label_smoothing" => label_smoothing > 0.0,
+            "z_loss" => z_loss > 0.0,
+            "responsibility_filter" => responsibility_filter > 0.0,
+            "hits" => hits,
+            "sampled_softmax" => matches!(self.sampled_step(), Some(Sampled::Softmax(_))),
+            "nce" => matches!(self.sampled_step(), Some(Sampled::Nce(_))),
+            _ => false,
+        };
+        match options.iter().find(|option| is_set(option)) {
+            Some(option) => Err(Error::Unsupported { option, head }),
+            None => Ok(()),
         }
     }
 

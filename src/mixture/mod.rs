@@ -5,6 +5,7 @@
 //! ```
 
 mod node;
+mod sampled;
 
 use candle_core::{DType, Tensor};
 
@@ -14,8 +15,9 @@ use crate::backend::contract::{
 };
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
-use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Unchecked};
+use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Sampled, Unchecked};
 use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets, check_weights};
+use sampled::{Sample, SmallLoss};
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -217,8 +219,9 @@ impl Mixture {
     /// are flushed to zero: products with subnormal numbers are up to 20 times slower on some processors.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let contexts = &self.operands.contexts;
-        // The products of the CPU skip ignored rows.
-        if contexts.device().is_cpu() || options.ignore_index.is_none() {
+        // The products of the CPU skip ignored rows, those of a sampled loss do not.
+        let skips = contexts.device().is_cpu() && options.sampled_step().is_none();
+        if skips || options.ignore_index.is_none() {
             return self.loss_of_masked(targets, options);
         }
         check_targets("targets", targets, &self.leading)?;
@@ -231,6 +234,9 @@ impl Mixture {
     /// The loss of a mixture whose contexts are masked at ignored positions, see [`mask_ignored`].
     pub(crate) fn loss_of_masked(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         options.validate()?;
+        if let Some(sampled) = options.sampled_step() {
+            return self.sampled_loss(sampled, targets, options);
+        }
         let operands = self.operands.clone();
         let objective = self.target_loss(targets, options)?;
         let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
@@ -265,6 +271,33 @@ impl Mixture {
             }),
             ..Loss::new(value, results.sum, results.count, nll)
         })
+    }
+
+    /// The loss of a training step over a sample of the vocabulary.
+    fn sampled_loss(&self, sampled: &Sampled, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        // All arguments are checked here.
+        self.target_loss(targets, options)?;
+        let exact = options.exact();
+        match sampled {
+            Sampled::Softmax(negatives) => {
+                options.reject("the sampled softmax", &["label_smoothing", "z_loss", "hits"])?;
+                let sample = Sample::new(&self.operands, negatives, targets, options)?;
+                let SmallLoss { operands, targets, options } = sample.softmax(&exact)?;
+                let small = Mixture { leading: vec![operands.sizes.positions], operands };
+                let loss = small.loss_of_masked(&targets, &options)?;
+                let value = match options.reduction {
+                    Reduction::None => loss.value.reshape(self.leading.as_slice())?,
+                    _ => loss.value,
+                };
+                let nll = loss.nll.reshape(self.leading.as_slice())?;
+                Ok(Loss { value, nll, decoder_rows: sample.leaves, ..loss })
+            }
+            Sampled::Nce(negatives) => {
+                let sample = Sample::new(&self.operands, negatives, targets, options)?;
+                let nll = sample.nce()?.reshape(self.leading.as_slice())?;
+                Ok(Loss { decoder_rows: sample.leaves, ..Loss::from_nll("NCE", &nll, targets, &exact)? })
+            }
+        }
     }
 
     /// Log-probabilities `[.., vocab]`, in the dtype of the contexts. Differentiable.

@@ -1,0 +1,203 @@
+//! Negatives of a sampled loss: token ids that stand for the rest of the vocabulary in a training step.
+
+use std::sync::Arc;
+
+use rand::distr::Distribution;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::weighted::WeightedAliasIndex;
+
+use crate::error::{Error, Result};
+use crate::validate::check_sizes;
+
+/// The distribution that negatives are drawn from.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::Proposal;
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let by_rank = Proposal::log_uniform(10_000)?;
+/// let by_count = Proposal::unigram(&[90.0, 9.0, 1.0])?;
+/// assert_eq!(by_count.probability(1), 0.09);
+/// let negatives = by_rank.draw(256, 42)?;
+/// assert_eq!(negatives.ids().len(), 256);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Proposal(Kind);
+
+#[derive(Clone, Debug)]
+enum Kind {
+    LogUniform { vocab: usize },
+    Unigram(Arc<Unigram>),
+}
+
+#[derive(Debug)]
+struct Unigram {
+    probabilities: Vec<f64>,
+    alias: WeightedAliasIndex<f64>,
+}
+
+impl Proposal {
+    /// `P(c) = log((c + 2) / (c + 1)) / log(vocab + 1)`: Zipf's law, for ids in the order of falling frequency.
+    ///
+    /// # Errors
+    ///
+    /// If `vocab` is zero.
+    pub fn log_uniform(vocab: usize) -> Result<Self> {
+        check_sizes(&[("vocab", vocab)])?;
+        Ok(Proposal(Kind::LogUniform { vocab }))
+    }
+
+    /// Probabilities in proportion to counts, one for each token id. Ids with a count of zero are never drawn, and must
+    /// not be targets.
+    ///
+    /// # Errors
+    ///
+    /// If a count is negative or not finite, or all are zero.
+    pub fn unigram(counts: &[f64]) -> Result<Self> {
+        let total: f64 = counts.iter().sum();
+        let error = || Error::config("counts", "finite numbers, at least 0, of a positive finite sum", total);
+        if counts.iter().any(|count| !(*count >= 0.0)) || !(total > 0.0 && total.is_finite()) {
+            return Err(error());
+        }
+        let probabilities: Vec<f64> = counts.iter().map(|count| count / total).collect();
+        let alias = WeightedAliasIndex::new(probabilities.clone()).map_err(|_| error())?;
+        Ok(Proposal(Kind::Unigram(Arc::new(Unigram { probabilities, alias }))))
+    }
+
+    /// The number of token ids.
+    pub fn vocab(&self) -> usize {
+        match &self.0 {
+            Kind::LogUniform { vocab } => *vocab,
+            Kind::Unigram(unigram) => unigram.probabilities.len(),
+        }
+    }
+
+    /// The probability of a token id in one draw; zero outside the vocabulary.
+    pub fn probability(&self, id: usize) -> f64 {
+        match &self.0 {
+            Kind::LogUniform { vocab } if id >= *vocab => 0.0,
+            Kind::LogUniform { vocab } => (1.0 / (id as f64 + 1.0)).ln_1p() / (*vocab as f64).ln_1p(),
+            Kind::Unigram(unigram) => unigram.probabilities.get(id).copied().unwrap_or(0.0),
+        }
+    }
+
+    /// Draws `samples` different ids: one after the other, each without those drawn before. Use another seed for each
+    /// step. Takes time in proportion to the vocabulary.
+    ///
+    /// # Errors
+    ///
+    /// If `samples` is zero, or there are not so many ids of positive probability.
+    pub fn draw(&self, samples: usize, seed: u64) -> Result<Negatives> {
+        check_sizes(&[("samples", samples)])?;
+        let mut rng = StdRng::seed_from_u64(seed);
+        // Each id arrives after an exponential time of its rate; the first to arrive are the draws.
+        let arrivals = (0..self.vocab()).filter_map(|id| {
+            let uniform: f64 = rng.random();
+            Some(self.probability(id)).filter(|rate| *rate > 0.0).map(|rate| (-(-uniform).ln_1p() / rate, id))
+        });
+        let mut arrivals: Vec<(f64, usize)> = arrivals.collect();
+        if samples > arrivals.len() {
+            let expected = format!("at most {}, the number of ids of positive probability", arrivals.len());
+            return Err(Error::config("samples", expected, samples));
+        }
+        let until = match samples == arrivals.len() {
+            true => f64::INFINITY,
+            false => arrivals.select_nth_unstable_by(samples, |a, b| a.0.total_cmp(&b.0)).1 .0,
+        };
+        let mut ids: Vec<usize> = arrivals[..samples].iter().map(|arrival| arrival.1).collect();
+        ids.sort_unstable();
+        let repeats = vec![1; ids.len()];
+        Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::Without { until } })
+    }
+
+    /// Draws `samples` ids, each from all of them. Use another seed for each step.
+    ///
+    /// # Errors
+    ///
+    /// If `samples` is zero.
+    pub fn draw_with_replacement(&self, samples: usize, seed: u64) -> Result<Negatives> {
+        check_sizes(&[("samples", samples)])?;
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut drawn: Vec<usize> = match &self.0 {
+            Kind::LogUniform { vocab } => {
+                let range = (*vocab as f64).ln_1p();
+                let mut draw = || ((rng.random::<f64>() * range).exp_m1() as usize).min(vocab - 1);
+                (0..samples).map(|_| draw()).collect()
+            }
+            Kind::Unigram(unigram) => (0..samples).map(|_| unigram.alias.sample(&mut rng)).collect(),
+        };
+        drawn.sort_unstable();
+        let runs = drawn.chunk_by(|a, b| a == b).map(|run| (run[0], run.len()));
+        let (ids, repeats) = runs.unzip();
+        Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::With { samples } })
+    }
+}
+
+/// Token ids that were drawn from a [`Proposal`]: the argument of
+/// [`LossOptions::with_sampled_softmax`](crate::LossOptions::with_sampled_softmax) and
+/// [`LossOptions::with_nce`](crate::LossOptions::with_nce).
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::Proposal;
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let negatives = Proposal::unigram(&[2.0, 1.0, 1.0])?.draw_with_replacement(8, 42)?;
+/// assert_eq!(negatives.expected_count(0), 4.0);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Negatives {
+    proposal: Proposal,
+    ids: Vec<usize>,
+    repeats: Vec<usize>,
+    scheme: Scheme,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Scheme {
+    With {
+        samples: usize,
+    },
+    Without {
+        /// The time of the first arrival that was not drawn.
+        until: f64,
+    },
+}
+
+impl Negatives {
+    /// The ids, ascending, each once.
+    pub fn ids(&self) -> &[usize] {
+        &self.ids
+    }
+
+    /// How often each of [`Negatives::ids`] was drawn.
+    pub fn repeats(&self) -> &[usize] {
+        &self.repeats
+    }
+
+    /// The distribution that they were drawn from.
+    pub fn proposal(&self) -> &Proposal {
+        &self.proposal
+    }
+
+    /// How often an id is expected among the draws: `S P(c)` with replacement. Without, the probability that it is
+    /// among them, `1 - exp(-t P(c))`, where t is a random time that makes it exact: given t, the ids are independent.
+    /// (TensorFlow has `1 - (1 - P(c))^t`, with the number of tries as t.)
+    pub fn expected_count(&self, id: usize) -> f64 {
+        let probability = self.proposal.probability(id);
+        match self.scheme {
+            Scheme::With { samples } => samples as f64 * probability,
+            // Infinity times zero is not a number.
+            Scheme::Without { .. } if probability == 0.0 => 0.0,
+            Scheme::Without { until } => -(-until * probability).exp_m1(),
+        }
+    }
+}

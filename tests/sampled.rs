@@ -1,0 +1,550 @@
+//! Losses over a sample of the vocabulary: against their formulas in candle's operations, against the exact loss where
+//! the sample is the vocabulary, and on average over many draws.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var, D};
+use candle_nn::ops::log_softmax;
+use common::{dtypes, exact, on_each_device};
+use mos_head::{
+    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, Negatives, OutputLayer, Proposal,
+    Reduction, Result, SoftmaxHead,
+};
+
+const VOCAB: usize = 40;
+
+/// Random operands of a mixture, all variables.
+struct Operands {
+    contexts: Var,
+    /// Before their softmax.
+    priors: Var,
+    weight: Var,
+    bias: Option<Var>,
+    scale: f64,
+}
+
+impl Operands {
+    fn random(positions: usize, components: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let mut state = 7u64;
+        let mut random = |shape: &[usize]| {
+            let values = (0..shape.iter().product()).map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (state >> 33) as f64 / (1u64 << 31) as f64 * 2.0 - 1.0
+            });
+            let tensor = Tensor::from_iter(values.collect::<Vec<f64>>(), &Device::Cpu)?.reshape(shape)?;
+            Ok::<_, Error>(Var::from_tensor(&tensor.to_dtype(dtype)?.to_device(device)?)?)
+        };
+        Ok(Operands {
+            contexts: random(&[positions, components, 6])?,
+            priors: random(&[positions, components])?,
+            weight: random(&[VOCAB, 6])?,
+            bias: Some(random(&[VOCAB])?),
+            scale: 1.0,
+        })
+    }
+
+    fn variables(&self) -> Vec<&Var> {
+        let always = [&self.contexts, &self.priors, &self.weight];
+        always.into_iter().chain(&self.bias).collect()
+    }
+
+    fn log_priors(&self) -> Result<Tensor> {
+        Ok(log_softmax(&self.priors.to_dtype(exact(self.priors.device()))?, D::Minus1)?)
+    }
+
+    fn mixture(&self) -> Result<Mixture> {
+        let bias = self.bias.as_deref();
+        Mixture::new(&self.contexts, Some(&self.log_priors()?), &self.weight, bias)?.with_logit_scale(self.scale)
+    }
+
+    /// Logits of some ids, `[positions, K, n]`.
+    fn logits(&self, ids: &[usize]) -> Result<Tensor> {
+        let exact = exact(self.weight.device());
+        let ids = Tensor::from_iter(ids.iter().map(|&id| id as u32), self.weight.device())?;
+        let rows = self.weight.to_dtype(exact)?.index_select(&ids, 0)?;
+        let logits = self.contexts.to_dtype(exact)?.broadcast_matmul(&rows.t()?)?;
+        let logits = match &self.bias {
+            Some(bias) => logits.broadcast_add(&bias.to_dtype(exact)?.index_select(&ids, 0)?)?,
+            None => logits,
+        };
+        Ok((logits * self.scale)?)
+    }
+
+    /// `z - log E[count]` of the negatives `[positions, K, S]`, minus infinity at the target, and of the target
+    /// `[positions, K]`.
+    fn shifted(&self, negatives: &Negatives, targets: &[usize]) -> Result<(Tensor, Tensor)> {
+        let (device, exact) = (self.weight.device(), exact(self.weight.device()));
+        let shift = |id: usize| -negatives.expected_count(id).ln();
+        let table = |of: &dyn Fn(usize) -> f64, ids: &[usize]| {
+            Tensor::from_iter(ids.iter().map(|&id| of(id)).collect::<Vec<_>>(), &Device::Cpu)?
+                .to_dtype(exact)?
+                .to_device(device)
+        };
+        let logits = self.logits(negatives.ids())?.broadcast_add(&table(&shift, negatives.ids())?)?;
+        let own: Vec<Tensor> = targets
+            .iter()
+            .enumerate()
+            .map(|(position, &id)| Ok((self.logits(&[id])?.get(position)?.squeeze(1)? + shift(id))?))
+            .collect::<Result<_>>()?;
+        Ok((logits, Tensor::stack(&own, 0)?))
+    }
+
+    /// The sampled softmax at each position, by its formula.
+    fn softmax(&self, negatives: &Negatives, targets: &[usize]) -> Result<Tensor> {
+        let (logits, own) = self.shifted(negatives, targets)?;
+        let counts = targets.iter().flat_map(|target| {
+            let ids = negatives.ids().iter().zip(negatives.repeats());
+            ids.map(move |(id, &repeats)| if id == target { -1e9 } else { (repeats as f64).ln() })
+        });
+        let counts = Tensor::from_iter(counts.collect::<Vec<f64>>(), &Device::Cpu)?;
+        let counts = counts.reshape((targets.len(), 1, ()))?.to_dtype(logits.dtype())?.to_device(logits.device())?;
+        let all = Tensor::cat(&[&logits.broadcast_add(&counts)?, &own.unsqueeze(2)?], 2)?;
+        let log_p = (own - all.log_sum_exp(2)?)?;
+        Ok((self.log_priors()? + log_p)?.log_sum_exp(1)?.neg()?)
+    }
+
+    /// NCE at each position, by its formula.
+    fn nce(&self, negatives: &Negatives, targets: &[usize]) -> Result<Tensor> {
+        let (logits, own) = self.shifted(negatives, targets)?;
+        let sigmoid = |x: &Tensor| (x.neg()?.exp()? + 1.0)?.recip();
+        let repeats = Tensor::from_iter(negatives.repeats().iter().map(|&n| n as f32), logits.device())?;
+        let noise = sigmoid(&logits.neg()?)?.log()?.broadcast_mul(&repeats.to_dtype(logits.dtype())?)?.sum(2)?;
+        Ok((sigmoid(&own)?.log()? + noise)?.neg()?.squeeze(1)?)
+    }
+}
+
+fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
+    Ok(tensor.to_dtype(DType::F32)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
+}
+
+fn numbers_of(tensor: &Tensor) -> Result<Vec<f64>> {
+    match tensor.dtype() {
+        DType::F64 => Ok(tensor.flatten_all()?.to_vec1()?),
+        _ => numbers(tensor),
+    }
+}
+
+#[track_caller]
+fn close(name: &str, found: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
+    assert_eq!(found.dims(), expected.dims(), "{name}");
+    let (found, expected) = (numbers_of(found)?, numbers_of(expected)?);
+    let largest = expected.iter().fold(1e-3f64, |largest, x| largest.max(x.abs()));
+    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        assert!((found - expected).abs() <= tolerance * largest, "{name}[{i}]: {found}, expected {expected}");
+    }
+    Ok(())
+}
+
+/// Of gradients and losses, relative to the largest.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-11,
+        DType::F32 => 1e-5,
+        DType::F16 => 2e-3,
+        _ => 1.5e-2,
+    }
+}
+
+const TARGETS: [u32; 7] = [3, 0, 39, 17, 3, 1, 20];
+
+fn targets(device: &Device) -> Result<(Tensor, Vec<usize>)> {
+    Ok((Tensor::new(&TARGETS, device)?, TARGETS.iter().map(|&id| id as usize).collect()))
+}
+
+fn draws() -> Result<[Negatives; 4]> {
+    let counts: Vec<f64> = (0..VOCAB).map(|id| 1.0 + (id % 5) as f64).collect();
+    let (log_uniform, unigram) = (Proposal::log_uniform(VOCAB)?, Proposal::unigram(&counts)?);
+    Ok([
+        log_uniform.draw(12, 1)?,
+        log_uniform.draw_with_replacement(12, 1)?,
+        unigram.draw(5, 2)?,
+        unigram.draw_with_replacement(30, 2)?,
+    ])
+}
+
+on_each_device! {
+    fn the_sampled_softmax_equals_its_formula(device: &Device) -> Result<()> {
+        let (tensor, ids) = targets(device)?;
+        let [first, second, ..] = draws()?;
+        // Targets are among the negatives, one of them more than once.
+        assert!(first.ids().contains(&3) && second.ids().iter().zip(second.repeats()).any(|(id, n)| *id < 2 && *n > 1));
+        for &dtype in dtypes(device) {
+            for negatives in draws()? {
+                for (components, scale, has_bias) in [(1, 1.0, true), (3, 1.0, true), (3, 2.5, false)] {
+                    let mut operands = Operands::random(7, components, dtype, device)?;
+                    operands.scale = scale;
+                    operands.bias = operands.bias.filter(|_| has_bias);
+                    let expected = operands.softmax(&negatives, &ids)?.mean_all()?;
+                    let options = LossOptions::new().with_sampled_softmax(negatives.clone());
+                    let loss = operands.mixture()?.loss(&tensor, &options)?;
+                    close("loss", &loss.value, &expected, tolerance(dtype))?;
+                    let (found, expected) = (loss.backward()?, expected.backward()?);
+                    for (i, variable) in operands.variables().into_iter().enumerate() {
+                        // Of one prior there is no gradient.
+                        if let Some(expected) = expected.get(variable).filter(|_| i != 1 || components > 1) {
+                            close(&format!("gradient {i} {dtype:?}"), found.get(variable).unwrap(), expected, tolerance(dtype))?;
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn nce_equals_its_formula(device: &Device) -> Result<()> {
+        let (tensor, ids) = targets(device)?;
+        for &dtype in dtypes(device) {
+            for negatives in draws()? {
+                let operands = Operands::random(7, 1, dtype, device)?;
+                let expected = operands.nce(&negatives, &ids)?;
+                let options = LossOptions::new().with_nce(negatives.clone()).with_reduction(Reduction::None);
+                let loss = operands.mixture()?.loss(&tensor, &options)?;
+                close("loss", &loss.value, &expected, tolerance(dtype))?;
+                let (found, expected) = (loss.value.sum_all()?.backward()?, expected.sum_all()?.backward()?);
+                for variable in [&operands.contexts, &operands.weight].into_iter().chain(&operands.bias) {
+                    close("gradient", found.get(variable).unwrap(), expected.get(variable).unwrap(), tolerance(dtype))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn a_sample_of_the_whole_vocabulary_is_the_exact_loss(device: &Device) -> Result<()> {
+        let (tensor, _) = targets(device)?;
+        let dtype = exact(device);
+        let operands = Operands::random(7, 3, dtype, device)?;
+        let mixture = operands.mixture()?;
+        let weights = Tensor::new(&[1f32, 2., 0., 0.5, 1., 3., 1.], device)?;
+        let class_weights = Tensor::from_iter((0..VOCAB).map(|id| 0.5 + (id % 3) as f32), device)?;
+        let negatives = Proposal::log_uniform(VOCAB)?.draw(VOCAB, 3)?;
+        for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+            let exact = LossOptions::new()
+                .with_reduction(reduction)
+                .with_ignore_index(17)
+                .with_position_weights(weights.clone())
+                .with_class_weights(class_weights.clone());
+            let losses = [exact.clone(), exact.with_sampled_softmax(negatives.clone())];
+            let [exact, sampled] = losses.map(|options| mixture.loss(&tensor, &options));
+            let (exact, sampled) = (exact?, sampled?);
+            for (name, found, expected) in [
+                ("value", &sampled.value, &exact.value),
+                ("sum", &sampled.sum, &exact.sum),
+                ("count", &sampled.count, &exact.count),
+                ("nll", &sampled.nll, &exact.nll),
+            ] {
+                close(name, found, expected, tolerance(dtype))?;
+            }
+            let gradients = |loss: &Loss| loss.value.sum_all()?.backward();
+            let (found, expected) = (gradients(&sampled)?, gradients(&exact)?);
+            for variable in operands.variables() {
+                close("gradient", found.get(variable).unwrap(), expected.get(variable).unwrap(), tolerance(dtype))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn rows_have_the_gradients_of_the_dense_decoder(device: &Device) -> Result<()> {
+        let (tensor, _) = targets(device)?;
+        let operands = Operands::random(7, 2, exact(device), device)?;
+        for negatives in draws()? {
+            let options = LossOptions::new().with_sampled_softmax(negatives);
+            let dense = operands.mixture()?.loss(&tensor, &options)?.backward()?;
+            let loss = operands.mixture()?.loss(&tensor, &options.with_decoder_rows(true))?;
+            let gradients = loss.backward()?;
+            let rows = loss.decoder_rows.unwrap();
+            let mut ids = rows.ids.to_vec1::<u32>()?;
+            let expected = dense.get(&operands.weight).unwrap();
+            close("rows", gradients.get(&rows.weight).unwrap(), &expected.index_select(&rows.ids, 0)?, 1e-12)?;
+            let bias = dense.get(operands.bias.as_ref().unwrap()).unwrap().index_select(&rows.ids, 0)?;
+            close("bias", gradients.get(rows.bias.as_ref().unwrap()).unwrap(), &bias, 1e-12)?;
+            assert!(gradients.get(&operands.weight).is_none() && gradients.get(&operands.contexts).is_some());
+            ids.sort_unstable();
+            ids.dedup();
+            assert_eq!(ids.len(), rows.weight.dim(0)?);
+            // All other rows have none.
+            let sum = |tensor: &Tensor| Ok::<_, Error>(numbers_of(&tensor.abs()?.sum_all()?)?[0]);
+            let (all, some) = (sum(expected)?, sum(gradients.get(&rows.weight).unwrap())?);
+            assert!((all - some).abs() < 1e-4 * all);
+        }
+        Ok(())
+    }
+
+    fn nothing_of_an_ignored_position_reaches_a_gradient(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let weight = Var::from_tensor(&Tensor::ones((VOCAB, 2), dtype, device)?)?;
+        let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+        let hidden = Tensor::new(&[[0.5f32, 1.0], [f32::NAN, f32::INFINITY]], device)?.to_dtype(dtype)?;
+        let targets = Tensor::new(&[3i64, -100], device)?;
+        let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+        let options = LossOptions::new().with_ignore_index(-100);
+        for options in [options.clone().with_sampled_softmax(negatives.clone()), options.with_nce(negatives)] {
+            let loss = head.loss(&hidden, &targets, &options)?;
+            let gradients = loss.backward()?;
+            assert!(numbers_of(gradients.get(&weight).unwrap())?.iter().all(|x| x.is_finite()));
+            assert_eq!(loss.sum_and_count()?.1, 1.0);
+            assert_eq!(numbers_of(&loss.nll)?[1], 0.0);
+            let none = Tensor::new(&[-100i64, -100], device)?;
+            let loss = head.loss(&hidden, &none, &options)?;
+            assert_eq!(numbers_of(&loss.value)?, [0.0]);
+            let gradients = loss.backward()?;
+            assert!(gradients.get(&weight).is_none_or(|g| numbers_of(g).unwrap().iter().all(|x| *x == 0.0)));
+        }
+        Ok(())
+    }
+
+    fn no_positions_are_no_loss(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let weight = Var::from_tensor(&Tensor::ones((VOCAB, 2), dtype, device)?)?;
+        let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+        let (hidden, targets) = (Tensor::zeros((0, 2), dtype, device)?, Tensor::zeros(0, DType::U32, device)?);
+        let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+        for options in [
+            LossOptions::new().with_sampled_softmax(negatives.clone()),
+            LossOptions::new().with_nce(negatives),
+        ] {
+            let loss = head.loss(&hidden, &targets, &options)?;
+            assert_eq!(loss.sum_and_count()?, (0.0, 0.0));
+            assert_eq!(numbers_of(&loss.value)?, [0.0]);
+            loss.backward()?;
+        }
+        Ok(())
+    }
+
+    fn an_evaluation_is_exact(device: &Device) -> Result<()> {
+        let (tensor, _) = targets(device)?;
+        let mixture = Operands::random(7, 3, exact(device), device)?.mixture()?;
+        let expected = mixture.loss(&tensor, &LossOptions::evaluation())?;
+        let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+        for options in [
+            LossOptions::evaluation().with_sampled_softmax(negatives.clone()),
+            LossOptions::evaluation().with_nce(negatives),
+        ] {
+            close("value", &mixture.loss(&tensor, &options)?.value, &expected.value, 0.0)?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn every_head_takes_a_sampled_loss() -> Result<()> {
+    let device = &Device::Cpu;
+    let vars = candle_nn::VarMap::new();
+    let vb = candle_nn::VarBuilder::from_varmap(&vars, DType::F64, device);
+    let config = MixtureConfig::new(6, VOCAB, 3).with_activation(Activation::Identity);
+    let head = MixtureOfSoftmaxes::new(&config, vb)?;
+    let hidden = Tensor::randn(0f64, 1., (2, 3, 6), device)?;
+    let targets = Tensor::new(&[[1u32, 2, 3], [4, 5, 6]], device)?;
+    let options = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(VOCAB)?.draw(9, 1)?);
+    let loss = head.loss(&hidden, &targets, &options.clone().with_reduction(Reduction::None))?;
+    assert_eq!((loss.value.dims(), loss.nll.dims()), (&[2, 3][..], &[2, 3][..]));
+    close("value", &loss.value, &loss.nll, 1e-12)?;
+    let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
+    assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
+    Ok(())
+}
+
+/// Mean and standard error of each entry.
+fn mean(draws: usize, mut draw: impl FnMut(u64) -> Result<Vec<f64>>) -> Result<Vec<(f64, f64)>> {
+    let first = draw(0)?;
+    let (mut sum, mut squares) = (vec![0.0; first.len()], vec![0.0; first.len()]);
+    for seed in 0..draws {
+        for ((sum, squares), x) in sum.iter_mut().zip(&mut squares).zip(draw(seed as u64)?) {
+            *sum += x;
+            *squares += x * x;
+        }
+    }
+    let n = draws as f64;
+    let statistics = |(sum, squares): (f64, f64)| (sum / n, ((squares / n - (sum / n).powi(2)).max(0.0) / n).sqrt());
+    Ok(sum.into_iter().zip(squares).map(statistics).collect())
+}
+
+#[track_caller]
+fn agrees(name: &str, found: &[(f64, f64)], expected: &[f64]) {
+    for (i, ((mean, error), expected)) in found.iter().zip(expected).enumerate() {
+        assert!((mean - expected).abs() <= 5.0 * error + 1e-9, "{name}[{i}]: {mean} +- {error}, expected {expected}");
+    }
+}
+
+type Draw = fn(&Proposal, usize, u64) -> Result<Negatives>;
+const SCHEMES: [Draw; 2] = [Proposal::draw, Proposal::draw_with_replacement];
+
+#[test]
+fn expected_counts_are_those_of_many_draws() -> Result<()> {
+    let counts: Vec<f64> = (0..12).map(|id| ((id * 5) % 7) as f64).collect();
+    for proposal in [Proposal::log_uniform(12)?, Proposal::unigram(&counts)?] {
+        for draw in SCHEMES {
+            // The ratio of an id's count to the count expected is one on average, whatever the random time.
+            let ratios = mean(20_000, |seed| {
+                let negatives = draw(&proposal, 5, seed)?;
+                assert_eq!(negatives.repeats().iter().sum::<usize>(), 5);
+                let mut ratios = vec![0.0; 12];
+                for (&id, &repeats) in negatives.ids().iter().zip(negatives.repeats()) {
+                    ratios[id] = repeats as f64 / negatives.expected_count(id);
+                }
+                Ok(ratios)
+            })?;
+            let expected: Vec<f64> = (0..12).map(|id| f64::from(proposal.probability(id) > 0.0)).collect();
+            agrees("count", &ratios, &expected);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_sum_over_the_negatives_is_unbiased() -> Result<()> {
+    let (tensor, ids) = targets(&Device::Cpu)?;
+    let operands = Operands::random(7, 1, DType::F64, &Device::Cpu)?;
+    let all: Vec<usize> = (0..VOCAB).collect();
+    let own = |negatives: &Negatives| operands.shifted(negatives, &ids).map(|(_, own)| own.squeeze(1));
+    let exact = {
+        let logits = operands.logits(&all)?.squeeze(1)?.exp()?;
+        let own = logits.gather(&tensor.unsqueeze(1)?, 1)?;
+        (logits.sum(1)? - own.squeeze(1)?)?
+    };
+    let gradient = exact.sum_all()?.backward()?;
+    let counts: Vec<f64> = (0..VOCAB).map(|id| 1.0 + (id % 5) as f64).collect();
+    for draw in SCHEMES {
+        let found = mean(1500, |seed| {
+            let negatives = draw(&Proposal::unigram(&counts)?, 12, seed)?;
+            let own = own(&negatives)??;
+            let options = LossOptions::new().with_sampled_softmax(negatives).with_reduction(Reduction::None);
+            let loss = operands.mixture()?.loss(&tensor, &options)?.value;
+            // Without the target: `exp(loss) = 1 + sum / exp(z'_y)`.
+            let sum = ((loss.exp()? - 1.0)? * own.exp()?)?;
+            let gradients = sum.sum_all()?.backward()?;
+            let mut all = numbers_of(&sum)?;
+            all.extend(numbers_of(gradients.get(&operands.contexts).unwrap())?);
+            all.extend(numbers_of(gradients.get(&operands.weight).unwrap())?);
+            Ok(all)
+        })?;
+        let mut expected = numbers_of(&exact)?;
+        expected.extend(numbers_of(gradient.get(&operands.contexts).unwrap())?);
+        expected.extend(numbers_of(gradient.get(&operands.weight).unwrap())?);
+        agrees("sum", &found, &expected);
+    }
+    Ok(())
+}
+
+#[test]
+fn nce_with_replacement_is_its_sum_over_the_vocabulary_on_average() -> Result<()> {
+    let (tensor, ids) = targets(&Device::Cpu)?;
+    let operands = Operands::random(7, 1, DType::F64, &Device::Cpu)?;
+    let proposal = Proposal::log_uniform(VOCAB)?;
+    let all: Vec<usize> = (0..VOCAB).collect();
+    let log_expected = |id: usize| (8.0 * proposal.probability(id)).ln();
+    let table = |of: &dyn Fn(usize) -> f64, ids: &[usize]| {
+        Tensor::from_iter(ids.iter().map(|&id| of(id)).collect::<Vec<_>>(), &Device::Cpu)
+    };
+    let logits = operands.logits(&all)?.squeeze(1)?;
+    let sigmoid = |x: Tensor| (x.neg()?.exp()? + 1.0)?.recip();
+    let own = (logits.gather(&tensor.unsqueeze(1)?, 1)?.squeeze(1)? - table(&log_expected, &ids)?)?;
+    let noise = sigmoid(logits.broadcast_sub(&table(&log_expected, &all)?)?.neg()?)?.log()?;
+    let noise = noise.broadcast_mul(&table(&|id| 8.0 * proposal.probability(id), &all)?)?.sum(1)?;
+    let exact = (sigmoid(own)?.log()? + noise)?.neg()?;
+    let gradient = exact.sum_all()?.backward()?;
+    let found = mean(1500, |seed| {
+        let negatives = proposal.draw_with_replacement(8, seed)?;
+        let options = LossOptions::new().with_nce(negatives).with_reduction(Reduction::Sum);
+        let loss = operands.mixture()?.loss(&tensor, &options)?;
+        let mut all = numbers_of(&loss.nll)?;
+        all.extend(numbers_of(loss.backward()?.get(&operands.weight).unwrap())?);
+        Ok(all)
+    })?;
+    let mut expected = numbers_of(&exact)?;
+    expected.extend(numbers_of(gradient.get(&operands.weight).unwrap())?);
+    agrees("nce", &found, &expected);
+    Ok(())
+}
+
+#[test]
+fn the_log_uniform_distribution_is_that_of_tensorflow() -> Result<()> {
+    let proposal = Proposal::log_uniform(10)?;
+    // (log(c + 2) - log(c + 1)) / log(11)
+    let expected = [0.2890648263178878, 0.1690920836734384, 0.11997274264444943, 0.09305808883546389];
+    for (id, expected) in expected.into_iter().enumerate() {
+        assert!((proposal.probability(id) - expected).abs() < 1e-15);
+    }
+    let total: f64 = (0..11).map(|id| proposal.probability(id)).sum();
+    assert!((total - 1.0).abs() < 1e-12);
+    Ok(())
+}
+
+#[test]
+fn losses_are_those_of_tensorflow_for_the_same_draws() -> Result<()> {
+    let device = &Device::Cpu;
+    let weight = Tensor::from_iter((0..20).map(|i| ((i * 7) % 11) as f64 / 5.0 - 1.0), device)?.reshape((10, 2))?;
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let hidden = Tensor::new(&[[0.5f64, -1.0], [1.5, 0.25]], device)?;
+    let targets = Tensor::new(&[1u32, 6], device)?;
+    let negatives = Proposal::log_uniform(10)?.draw_with_replacement(6, 19)?;
+    assert_eq!((negatives.ids(), negatives.repeats()), (&[0, 1, 3, 4, 9][..], &[1, 2, 1, 1, 1][..]));
+    // By its formulas in Python: `log_uniform_candidate_sampler` with `unique=False`, hits removed from the sampled
+    // softmax only; the first target is drawn twice.
+    let options = LossOptions::new().with_reduction(Reduction::None);
+    let softmax = head.loss(&hidden, &targets, &options.clone().with_sampled_softmax(negatives.clone()))?;
+    let nce = head.loss(&hidden, &targets, &options.with_nce(negatives))?;
+    for (found, expected) in
+        [(softmax.nll, [3.805330594161978, 1.2138911743448348]), (nce.nll, [6.432191203570607, 5.368961153432695])]
+    {
+        close("loss", &found, &Tensor::new(&expected, device)?, 1e-13)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn mistakes_are_errors_that_name_them() -> Result<()> {
+    let device = &Device::Cpu;
+    let message = |result: Result<Loss>| result.map(|_| ()).unwrap_err().to_string();
+    let draw = |vocab, samples| Proposal::log_uniform(vocab)?.draw(samples, 0);
+    assert_eq!(
+        draw(5, 6).unwrap_err().to_string(),
+        "samples: expected at most 5, the number of ids of positive probability, got 6"
+    );
+    assert_eq!(draw(5, 0).unwrap_err().to_string(), "samples: expected at least 1, got 0");
+    assert_eq!(draw(0, 1).unwrap_err().to_string(), "vocab: expected at least 1, got 0");
+    for counts in [&[][..], &[0.0], &[1.0, -1.0], &[f64::NAN, 1.0], &[f64::INFINITY]] {
+        assert!(matches!(Proposal::unigram(counts), Err(Error::Config { argument: "counts", .. })), "{counts:?}");
+    }
+    assert!(Proposal::unigram(&[1.0, 0.0])?.draw(2, 0).is_err());
+    assert!(Proposal::log_uniform(3)?.draw_with_replacement(0, 0).is_err());
+
+    let (tensor, _) = targets(device)?;
+    let operands = Operands::random(7, 3, DType::F32, device)?;
+    let mixture = operands.mixture()?;
+    let negatives = draw(VOCAB, 4)?;
+    let sampled = LossOptions::new().with_sampled_softmax(negatives.clone());
+    let nce = LossOptions::new().with_nce(negatives.clone());
+    assert_eq!(message(mixture.loss(&tensor, &nce)), "nce: not supported by a mixture of several softmaxes");
+    let softmax = Operands::random(7, 1, DType::F32, device)?.mixture()?;
+    for options in [&sampled, &nce] {
+        for (option, options) in [
+            ("hits", options.clone().with_hits(true)),
+            ("z_loss", options.clone().with_z_loss(0.1)),
+            ("label_smoothing", options.clone().with_label_smoothing(0.1)),
+        ] {
+            let error = softmax.loss(&tensor, &options).unwrap_err();
+            assert!(matches!(error, Error::Unsupported { option: got, .. } if got == option), "{error}");
+        }
+    }
+    assert_eq!(
+        message(mixture.clone().with_softcap(30.0)?.loss(&tensor, &sampled)),
+        "softcap: not supported by the sampled softmax"
+    );
+    let other = LossOptions::new().with_sampled_softmax(draw(VOCAB + 1, 4)?);
+    assert_eq!(
+        message(mixture.loss(&tensor, &other)),
+        "vocab of the negatives: expected 40, the size of the vocabulary, got 41"
+    );
+    let outside = Tensor::new(&[3u32, 0, 40, 17, 3, 1, 20], device)?;
+    assert_eq!(message(mixture.loss(&outside, &sampled)), "target 40 at position 2 is not below vocab_size 40");
+    let counts: Vec<f64> = (0..VOCAB).map(|id| f64::from(id != 17)).collect();
+    let never = LossOptions::new().with_sampled_softmax(Proposal::unigram(&counts)?.draw(4, 0)?);
+    assert_eq!(
+        message(mixture.loss(&tensor, &never)),
+        "proposal: expected a positive probability of the target 17, got 0"
+    );
+    // A head that computes its loss itself.
+    let nll = Tensor::zeros(7, DType::F32, device)?;
+    assert_eq!(message(Loss::from_nll("Mine", &nll, &tensor, &sampled)), "sampled_softmax: not supported by Mine");
+    Ok(())
+}

@@ -31,6 +31,15 @@ pub(crate) struct Args {
     /// Number of components [default: that of the shape]
     #[arg(long, value_parser = positive)]
     pub(crate) components: Option<usize>,
+    /// Size of the vocabulary [default: that of the shape]
+    #[arg(long, value_parser = positive)]
+    pub(crate) vocab: Option<usize>,
+    /// Normalise over a sample of so many negatives, drawn anew in each step
+    #[arg(long, value_parser = positive)]
+    pub(crate) sampled: Option<usize>,
+    /// The decoder's gradient as rows and ids, of a sample
+    #[arg(long, requires = "sampled")]
+    pub(crate) decoder_rows: bool,
     /// Time the loss without gradients, as in an evaluation
     #[arg(long)]
     pub(crate) forward_only: bool,
@@ -95,7 +104,7 @@ mod tests {
 
     #[test]
     fn sizes_of_zero_are_errors_that_name_the_flag() {
-        for flag in ["--tokens", "--components", "--reps", "--workspace-mib"] {
+        for flag in ["--tokens", "--components", "--vocab", "--sampled", "--reps", "--workspace-mib"] {
             let error = Args::try_parse_from(["step_time", flag, "0"]).err().expect("must fail").to_string();
             assert!(error.contains(flag) && error.contains("at least 1"), "{error}");
         }

@@ -26,7 +26,7 @@ use args::{name, Args, Implementation};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use memory::Peak;
-use mos_head::LossOptions;
+use mos_head::{LossOptions, Proposal};
 use serde_json::json;
 use steps::{composed_step, detached_mixture, fused_step, Leaves};
 
@@ -44,18 +44,33 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let device = args.device.open()?;
     let (positions, components, context, vocab, hidden) = args.shape.sizes();
     let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
+    let vocab = args.vocab.unwrap_or(vocab);
     let leaves = Leaves::new((positions, components, context, vocab, hidden), args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
     options = options.with_responsibility_filter(args.filter);
     if let Some(mib) = args.workspace_mib {
         options = options.with_workspace_bytes(mib << 20);
     }
-    let floor_sizes = floor::Sizes { rows: positions * components, context, vocab };
+    let proposal = Proposal::log_uniform(vocab)?;
+    let mut step = 0;
+    // Those of the next step.
+    let mut options = || match args.sampled {
+        Some(samples) => {
+            step += 1;
+            let negatives = proposal.draw(samples, step)?;
+            Ok::<_, candle_core::Error>(
+                options.clone().with_sampled_softmax(negatives).with_decoder_rows(args.decoder_rows),
+            )
+        }
+        None => Ok(options.clone()),
+    };
+    let floor_vocab = args.sampled.map_or(vocab, |samples| samples + 1);
+    let floor_sizes = floor::Sizes { rows: positions * components, context, vocab: floor_vocab };
     let floor = || if args.forward_only { floor::one_product(floor_sizes) } else { floor::three_products(floor_sizes) };
 
     let memory = Peak::watch(&device);
     let (times, loss) = match args.implementation {
-        Implementation::Fused => time(args, || fused_step(&leaves, components, &options))?,
+        Implementation::Fused => time(args, || fused_step(&leaves, components, &options()?))?,
         Implementation::Composed => time(args, || composed_step(&leaves, components, args.forward_only))?,
         Implementation::Gemm3 if device.is_cpu() => (floor(), None),
         Implementation::Gemm3 => return Err("--impl gemm3 measures the CPU only".into()),
@@ -70,14 +85,14 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.as_str(),
-        "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
+        "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });
     if args.implementation == Implementation::Fused {
         let mixture = detached_mixture(&leaves, components)?;
-        let plan = mixture.plan(&options)?;
-        let (mixture_times, _) = time(args, || Ok(Some(mixture.loss(&leaves.targets, &options)?.value)))?;
+        let plan = mixture.plan(&options()?)?;
+        let (mixture_times, _) = time(args, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
         line["mixture_seconds"] = json!(median(&mixture_times));
         if device.is_cpu() {
             let seconds = median(&floor());

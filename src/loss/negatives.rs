@@ -61,7 +61,7 @@ impl Proposal {
     pub fn unigram(counts: &[f64]) -> Result<Self> {
         let total: f64 = counts.iter().sum();
         let error = || Error::config("counts", "finite numbers, at least 0, of a positive finite sum", total);
-        if counts.iter().any(|count| !(*count >= 0.0)) || !(total > 0.0 && total.is_finite()) {
+        if counts.iter().any(|count| count.is_sign_negative() && *count != 0.0) || total <= 0.0 || !total.is_finite() {
             return Err(error());
         }
         let probabilities: Vec<f64> = counts.iter().map(|count| count / total).collect();

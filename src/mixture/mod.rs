@@ -17,7 +17,7 @@ use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Sampled, Unchecked};
 use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets, check_weights};
-use sampled::{Sample, SmallLoss};
+use sampled::{Sample, SampledSoftmax, SmallLoss};
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -254,8 +254,16 @@ impl Mixture {
         };
         let value = match needs_grad.any() {
             true => {
-                let gradients = now.any().then_some(results.gradients);
-                node::attach_loss(value, operands, objective, needs_grad, options, gradients)?
+                let known = now.any().then_some(results.gradients);
+                let budget = options.workspace_bytes;
+                node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
+                    let mut objective = objective.clone();
+                    if let Some(upstream) = upstream {
+                        objective.scale = GradScale::Upstream(upstream);
+                    }
+                    let plan = backend::plan(operands, Task::loss(&objective.terms, needs_grad), budget)?;
+                    Ok(backend::loss(operands, &Objective::Targets(objective), needs_grad, &plan)?.gradients)
+                })?
             }
             false => value,
         };
@@ -280,17 +288,31 @@ impl Mixture {
         let exact = options.exact();
         match sampled {
             Sampled::Softmax(negatives) => {
-                options.reject("the sampled softmax", &["label_smoothing", "z_loss", "hits"])?;
+                let unsupported = ["label_smoothing", "z_loss", "hits", "responsibility_filter"];
+                options.reject("the sampled softmax", &unsupported)?;
                 let sample = Sample::new(&self.operands, negatives, targets, options)?;
-                let SmallLoss { operands, targets, options } = sample.softmax(&exact)?;
-                let small = Mixture { leading: vec![operands.sizes.positions], operands };
-                let loss = small.loss_of_masked(&targets, &options)?;
-                let value = match options.reduction {
-                    Reduction::None => loss.value.reshape(self.leading.as_slice())?,
-                    _ => loss.value,
+                let (needs_grad, reduction) = (needs_grad(&sample.operands), options.reduction);
+                let small = SampledSoftmax::new(&sample, &exact)?;
+                // Without a reduction, the upstream gradient is known only in the backward pass.
+                let now = if reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
+                let (results, gradients) = small.run(&sample.operands, None, now, &small_loss)?;
+                let value = match reduction {
+                    Reduction::Mean => mean(&results.sum, &results.count)?,
+                    Reduction::Sum => results.sum.clone(),
+                    Reduction::None => results.objective.reshape(self.leading.as_slice())?,
                 };
-                let nll = loss.nll.reshape(self.leading.as_slice())?;
-                Ok(Loss { value, nll, decoder_rows: sample.leaves, ..loss })
+                let value = match needs_grad.any() {
+                    true => {
+                        let known = now.any().then_some(gradients);
+                        let operands = sample.operands.clone();
+                        node::attach_loss(value, operands, needs_grad, reduction, known, move |operands, upstream| {
+                            Ok(small.run(operands, upstream.as_ref(), needs_grad, &small_loss)?.1)
+                        })?
+                    }
+                    false => value,
+                };
+                let nll = results.nll.reshape(self.leading.as_slice())?;
+                Ok(Loss { decoder_rows: sample.leaves, ..Loss::new(value, results.sum, results.count, nll) })
             }
             Sampled::Nce(negatives) => {
                 let sample = Sample::new(&self.operands, negatives, targets, options)?;
@@ -404,6 +426,11 @@ impl Mixture {
             },
         })
     }
+}
+
+/// The loss of a sampled softmax over its small vocabulary.
+fn small_loss(SmallLoss { operands, targets, options }: SmallLoss) -> Result<Loss> {
+    Mixture { leading: vec![operands.sizes.positions], operands }.loss_of_masked(&targets, &options)
 }
 
 /// Which operands depend on a variable.

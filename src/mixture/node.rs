@@ -9,44 +9,36 @@ use candle_core::{DType, Tensor};
 
 use crate::autograd::{attach, is_root};
 use crate::backend;
-use crate::backend::contract::{
-    accumulation_dtype, GradScale, Gradients, NeedsGrad, Objective, Operands, TargetLoss, Task,
-};
+use crate::backend::contract::{accumulation_dtype, Gradients, NeedsGrad, Objective, Operands};
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
-use crate::loss::{LossOptions, Reduction};
+use crate::loss::Reduction;
 
-/// The `value` of a loss as a function of the operands. `gradients` are those of the value, if they are known already:
-/// the first backward pass takes them, a second one recomputes them.
+/// The `value` of a loss as a function of the operands. `known` are the gradients of the value, if they are known
+/// already: the first backward pass takes them, a second one computes them again. `compute` has the upstream gradient
+/// of each position, if there is no reduction.
 pub(super) fn attach_loss(
     value: Tensor,
     operands: Operands,
-    objective: TargetLoss,
     needs_grad: NeedsGrad,
-    options: &LossOptions,
-    gradients: Option<Gradients>,
+    reduction: Reduction,
+    known: Option<Gradients>,
+    compute: impl Fn(&Operands, Option<Tensor>) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let known = Mutex::new(gradients);
-    let (reduction, budget) = (options.reduction, options.workspace_bytes);
+    let known = Mutex::new(known);
     attach_mixture(value, operands, needs_grad, move |operands, value, upstream| {
         let known = known.lock().ok().and_then(|mut known| known.take());
-        let mut objective = objective.clone();
         // A gradient for each position becomes part of the objective; one for all remains a factor.
-        let factor = match reduction {
+        let (of_positions, factor) = match reduction {
             Reduction::None => {
                 let upstream = upstream.flatten_all()?;
-                objective.scale =
-                    GradScale::Upstream(upstream.to_dtype(accumulation_dtype("upstream", upstream.dtype())?)?);
-                None
+                (Some(upstream.to_dtype(accumulation_dtype("upstream", upstream.dtype())?)?), None)
             }
-            _ => Some(upstream.clone()).filter(|_| !is_root(value)),
+            _ => (None, Some(upstream.clone()).filter(|_| !is_root(value))),
         };
         let gradients = match known {
             Some(gradients) => gradients,
-            None => {
-                let plan = backend::plan(operands, Task::loss(&objective.terms, needs_grad), budget)?;
-                backend::loss(operands, &Objective::Targets(objective), needs_grad, &plan)?.gradients
-            }
+            None => compute(operands, of_positions)?,
         };
         gradients.scaled_by(factor)
     })

@@ -140,6 +140,7 @@ mod validate;
 mod error;
 
 pub use backend::plan::Plan;
+pub use decoder::{CharCnn, CharCnnConfig};
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use dropout::Dropout;
 pub use error::{Error, Result};

@@ -163,7 +163,7 @@ impl MixtureConfig {
     /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     /// let config = MixtureConfig::new(64, 1000, 5).with_context(32);
     /// let head = MixtureOfSoftmaxes::new(&config, vb.pp("head"))?;
-    /// let alike = config.similar_components(&head.tensors().latent_weight, 0.3)?;
+    /// let alike = config.similar_components(&head.tensors()?.latent_weight, 0.3)?;
     /// vars.set_one("head.latent.weight", alike)?;
     /// # Ok(())
     /// # }

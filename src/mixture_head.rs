@@ -1,10 +1,14 @@
 //! The parameters and constructors shared by the two heads with K contexts.
 
-use candle_core::Tensor;
-use candle_nn::VarBuilder;
+use std::sync::Arc;
 
-use crate::decoder::Decoder;
+use candle_core::Tensor;
+use candle_nn::{Embedding, VarBuilder};
+
+use crate::decoder::{CharCnn, Decoder, Rows};
+use crate::dropout::Dropout;
 use crate::error::Result;
+use crate::loss::{Loss, LossOptions};
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::projection::Projection;
 
@@ -16,11 +20,41 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
-    /// New variables; the decoder's weight may be tied.
-    pub(crate) fn new(config: &MixtureConfig, tied: Option<&Tensor>, vb: &VarBuilder) -> Result<Self> {
+    /// New variables, with a decoder tied to an embedding.
+    pub(crate) fn tied(config: &MixtureConfig, embedding: &Embedding, vb: &VarBuilder) -> Result<Self> {
+        Self::new(config, Some(Rows::Matrix(embedding.embeddings().clone())), vb)
+    }
+
+    /// New variables, with computed rows of the decoder.
+    pub(crate) fn computed(config: &MixtureConfig, rows: CharCnn, vb: &VarBuilder) -> Result<Self> {
+        Self::new(config, Some(Rows::Computed(Arc::new(rows))), vb)
+    }
+
+    /// The parameters with the decoder's present rows as a constant.
+    pub(crate) fn with_rows_computed(&self) -> Result<Self> {
+        Ok(Parameters { projection: self.projection.clone(), decoder: self.decoder.with_rows_computed()? })
+    }
+
+    /// The loss of a head with these `contexts` and log-priors of hidden states: arguments are checked before they are
+    /// computed, and ignored positions are masked.
+    pub(crate) fn loss(
+        &self,
+        hidden: &Tensor,
+        targets: &Tensor,
+        options: &LossOptions,
+        contexts: impl Fn(&Tensor, Dropout) -> Result<(Tensor, Option<Tensor>)>,
+    ) -> Result<Loss> {
+        options.validate()?;
+        let hidden = options.mask_hidden(hidden, targets)?;
+        let (contexts, log_priors) = contexts(&hidden, options.dropout())?;
+        self.decoder.loss_of_masked(&contexts, log_priors.as_ref(), targets, options)
+    }
+
+    /// New variables; the decoder's rows may be given.
+    pub(crate) fn new(config: &MixtureConfig, rows: Option<Rows>, vb: &VarBuilder) -> Result<Self> {
         config.validate()?;
         let projection = Projection::new(config, vb)?;
-        let decoder = Decoder::new(config.vocab, config.context, config.decoder_bias, tied, vb)?;
+        let decoder = Decoder::new(config.vocab, config.context, config.decoder_bias, rows, vb)?;
         Ok(Parameters {
             projection,
             decoder: decoder.with_logit_scale(config.logit_scale)?.with_softcap(config.softcap)?,
@@ -33,8 +67,8 @@ impl Parameters {
         Ok(Parameters { projection, decoder })
     }
 
-    pub(crate) fn tensors(&self) -> MixtureTensors {
-        self.projection.tensors(self.decoder.weight.clone(), self.decoder.bias.clone())
+    pub(crate) fn tensors(&self) -> Result<MixtureTensors> {
+        Ok(self.projection.tensors(self.decoder.weight()?, self.decoder.bias.clone()))
     }
 }
 
@@ -65,7 +99,27 @@ macro_rules! mixture_head {
             ///
             /// If the embedding is of another shape, or as for `new`.
             pub fn tied(config: &MixtureConfig, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
-                Ok($head(Parameters::new(config, Some(embedding.embeddings()), &vb)?))
+                Ok($head(Parameters::tied(config, embedding, &vb)?))
+            }
+
+            /// A head whose decoder's rows are computed, `[vocab, d]`. They are computed anew for each call: for
+            /// evaluation and decoding see `with_rows_computed`.
+            ///
+            /// # Errors
+            ///
+            /// If the rows are of another shape, or as for `new`.
+            pub fn computed(config: &MixtureConfig, rows: CharCnn, vb: VarBuilder) -> Result<Self> {
+                Ok($head(Parameters::computed(config, rows, &vb)?))
+            }
+
+            /// The head with the decoder's present rows as a constant matrix, if they are computed: for evaluation and
+            /// decoding.
+            ///
+            /// # Errors
+            ///
+            /// If candle fails.
+            pub fn with_rows_computed(&self) -> Result<Self> {
+                Ok($head(self.0.with_rows_computed()?))
             }
 
             /// A head from its parameters.
@@ -77,14 +131,23 @@ macro_rules! mixture_head {
                 Ok($head(Parameters::from_tensors(tensors, activation)?))
             }
 
-            /// The parameters, to export, freeze, tie or watch: tensors that share their storage with the head.
-            pub fn tensors(&self) -> MixtureTensors {
+            /// The parameters, to export, freeze, tie or watch: tensors that share their storage with the head, except
+            /// computed rows.
+            ///
+            /// # Errors
+            ///
+            /// If candle fails to compute the decoder's rows.
+            pub fn tensors(&self) -> Result<MixtureTensors> {
                 self.0.tensors()
             }
 
             /// The decoder's weight, `[vocab, d]`.
-            pub fn weight(&self) -> &Tensor {
-                &self.0.decoder.weight
+            ///
+            /// # Errors
+            ///
+            /// If candle fails to compute it.
+            pub fn weight(&self) -> Result<Tensor> {
+                self.0.decoder.weight()
             }
 
             /// The decoder's bias, `[vocab]`.

@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
+use crate::decoder::CharCnn;
 use crate::decoding::{Sampler, TopK};
 use crate::dropout::Dropout;
 use crate::error::{Error, Result};
@@ -10,7 +11,7 @@ use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::mixture_head::{mixture_head, Parameters};
-use crate::output_layer::{delegate_to_mixture, projected_loss, MixtureLayer, OutputLayer};
+use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 
 /// One softmax over a mixture of K contexts:
 ///
@@ -60,7 +61,7 @@ impl OutputLayer for MixtureOfContexts {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        projected_loss(self, hidden, targets, options)
+        self.0.loss(hidden, targets, options, |hidden, dropout| self.contexts(hidden, dropout))
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
@@ -76,6 +77,13 @@ impl MixtureLayer for MixtureOfContexts {
     }
 
     fn mixture(&self, hidden: &Tensor, dropout: Dropout) -> Result<Mixture> {
+        self.0.decoder.mixture(&self.contexts(hidden, dropout)?.0, None)
+    }
+}
+
+impl MixtureOfContexts {
+    /// The mixed context `[.., 1, d]` of hidden states.
+    fn contexts(&self, hidden: &Tensor, dropout: Dropout) -> Result<(Tensor, Option<Tensor>)> {
         let (contexts, log_priors) = self.0.projection.forward(hidden, dropout)?;
         let priors = log_priors.exp()?.to_dtype(contexts.dtype())?;
         let (leading, components, context) = match contexts.dims() {
@@ -86,6 +94,6 @@ impl MixtureLayer for MixtureOfContexts {
         let rows: usize = leading.iter().product();
         let priors = priors.reshape((rows, 1, components))?;
         let mixed = priors.matmul(&contexts.reshape((rows, components, context))?)?;
-        self.0.decoder.mixture(&mixed.reshape([leading, &[1, context]].concat())?, None)
+        Ok((mixed.reshape([leading, &[1, context]].concat())?, None))
     }
 }

@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
+use crate::decoder::CharCnn;
 use crate::decoding::{Sampler, TopK};
 use crate::dropout::Dropout;
 use crate::error::Result;
@@ -10,7 +11,7 @@ use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::mixture_head::{mixture_head, Parameters};
-use crate::output_layer::{delegate_to_mixture, projected_loss, MixtureLayer, OutputLayer};
+use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 
 /// A mixture of K softmaxes, each with its own context:
 ///
@@ -59,7 +60,7 @@ impl OutputLayer for MixtureOfSoftmaxes {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        projected_loss(self, hidden, targets, options)
+        self.0.loss(hidden, targets, options, |hidden, dropout| self.contexts(hidden, dropout))
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
@@ -81,7 +82,15 @@ impl MixtureLayer for MixtureOfSoftmaxes {
     }
 
     fn mixture(&self, hidden: &Tensor, dropout: Dropout) -> Result<Mixture> {
+        let (contexts, log_priors) = self.contexts(hidden, dropout)?;
+        self.0.decoder.mixture(&contexts, log_priors.as_ref())
+    }
+}
+
+impl MixtureOfSoftmaxes {
+    /// The contexts `[.., K, d]` and log-priors `[.., K]` of hidden states.
+    fn contexts(&self, hidden: &Tensor, dropout: Dropout) -> Result<(Tensor, Option<Tensor>)> {
         let (contexts, log_priors) = self.0.projection.forward(hidden, dropout)?;
-        self.0.decoder.mixture(&contexts, Some(&log_priors))
+        Ok((contexts, Some(log_priors)))
     }
 }

@@ -290,19 +290,6 @@ pub trait MixtureLayer: OutputLayer {
     }
 }
 
-/// [`OutputLayer::loss`] of a head with a projection: arguments are checked before it is computed, and ignored
-/// positions are masked.
-pub(crate) fn projected_loss(
-    layer: &impl MixtureLayer,
-    hidden: &Tensor,
-    targets: &Tensor,
-    options: &LossOptions,
-) -> Result<Loss> {
-    options.validate()?;
-    let hidden = options.mask_hidden(hidden, targets)?;
-    layer.mixture(&hidden, options.dropout())?.loss_of_masked(targets, options)
-}
-
 /// The methods of [`OutputLayer`] that a [`MixtureLayer`] delegates to its mixture.
 macro_rules! delegate_to_mixture {
     () => {

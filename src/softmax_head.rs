@@ -1,16 +1,18 @@
 //! The ordinary output layer: one softmax.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, Linear, VarBuilder};
 
-use crate::decoder::Decoder;
+use crate::decoder::{CharCnn, Decoder, Rows};
 use crate::decoding::{Sampler, TopK};
 use crate::dropout::Dropout;
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
-use crate::validate::{check_hidden, check_logits, check_sizes, check_targets, leading};
+use crate::validate::{check_logits, check_sizes, check_targets, leading};
 
 /// The sizes and options of a [`SoftmaxHead`].
 ///
@@ -179,7 +181,7 @@ impl SoftmaxHead {
     ///
     /// If a size is zero, or a variable is missing or of another shape.
     pub fn new(config: &SoftmaxConfig, vb: VarBuilder) -> Result<Self> {
-        Self::with_weight(config, None, &vb)
+        Self::with_rows(config, None, &vb)
     }
 
     /// A head tied to the matrix of an embedding, `[vocab, hidden]`; the gradients of both uses are summed.
@@ -192,7 +194,26 @@ impl SoftmaxHead {
     ///
     /// If the embedding is of another shape, a size is zero, or a variable is missing or of another shape.
     pub fn tied(config: &SoftmaxConfig, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
-        Self::with_weight(config, Some(embedding.embeddings()), &vb)
+        Self::with_rows(config, Some(Rows::Matrix(embedding.embeddings().clone())), &vb)
+    }
+
+    /// A head whose decoder's rows are computed, `[vocab, hidden]`. They are computed anew for each call: for evaluation
+    /// and decoding see [`SoftmaxHead::with_rows_computed`].
+    ///
+    /// # Errors
+    ///
+    /// If the rows are of another shape, a size is zero, or a variable is missing or of another shape.
+    pub fn computed(config: &SoftmaxConfig, rows: CharCnn, vb: VarBuilder) -> Result<Self> {
+        Self::with_rows(config, Some(Rows::Computed(Arc::new(rows))), &vb)
+    }
+
+    /// The head with the decoder's present rows as a constant matrix, if they are computed: for evaluation and decoding.
+    ///
+    /// # Errors
+    ///
+    /// If candle fails.
+    pub fn with_rows_computed(&self) -> Result<Self> {
+        Ok(SoftmaxHead { decoder: self.decoder.with_rows_computed()? })
     }
 
     /// A head from its weight `[vocab, hidden]` and bias `[vocab]`.
@@ -228,8 +249,12 @@ impl SoftmaxHead {
     }
 
     /// The weight, `[vocab, hidden]`.
-    pub fn weight(&self) -> &Tensor {
-        &self.decoder.weight
+    ///
+    /// # Errors
+    ///
+    /// If candle fails to compute it.
+    pub fn weight(&self) -> Result<Tensor> {
+        self.decoder.weight()
     }
 
     /// The bias, `[vocab]`.
@@ -237,11 +262,20 @@ impl SoftmaxHead {
         self.decoder.bias.as_ref()
     }
 
-    fn with_weight(config: &SoftmaxConfig, tied: Option<&Tensor>, vb: &VarBuilder) -> Result<Self> {
+    fn with_rows(config: &SoftmaxConfig, rows: Option<Rows>, vb: &VarBuilder) -> Result<Self> {
         config.validate()?;
         let &SoftmaxConfig { hidden, vocab, decoder_bias, logit_scale, softcap } = config;
-        let decoder = Decoder::new(vocab, hidden, decoder_bias, tied, vb)?;
+        let decoder = Decoder::new(vocab, hidden, decoder_bias, rows, vb)?;
         Ok(SoftmaxHead { decoder: decoder.with_logit_scale(logit_scale)?.with_softcap(softcap)? })
+    }
+}
+
+impl SoftmaxHead {
+    /// The hidden states, checked, as contexts `[.., 1, hidden]`.
+    fn contexts(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.decoder.check()?;
+        self.decoder.check_hidden(hidden)?;
+        Ok(hidden.unsqueeze(hidden.rank() - 1)?)
     }
 }
 
@@ -264,6 +298,10 @@ impl OutputLayer for SoftmaxHead {
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         check_targets("targets", targets, leading(hidden)?)?;
+        if options.sampled_step().is_some() {
+            let hidden = options.mask_hidden(hidden, targets)?;
+            return self.decoder.loss_of_masked(&self.contexts(&hidden)?, None, targets, options);
+        }
         self.mixture(hidden, options.dropout())?.loss(targets, options)
     }
 
@@ -280,8 +318,6 @@ impl MixtureLayer for SoftmaxHead {
     }
 
     fn mixture(&self, hidden: &Tensor, _: Dropout) -> Result<Mixture> {
-        self.decoder.check()?;
-        check_hidden(hidden, self.hidden_size(), &self.decoder.weight)?;
-        self.decoder.mixture(&hidden.unsqueeze(hidden.rank() - 1)?, None)
+        self.decoder.mixture(&self.contexts(hidden)?, None)
     }
 }

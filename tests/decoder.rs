@@ -66,7 +66,7 @@ on_each_device! {
             let bias = bias.map(Var::as_tensor);
             let of_function = linear_cross_entropy(&hidden, &weight, bias, &targets, &LossOptions::new())?;
             let head = SoftmaxHead::from(linear);
-            assert_eq!((head.weight().dims(), head.bias().is_some()), (&[31, 6][..], bias.is_some()));
+            assert_eq!((head.weight()?.dims(), head.bias().is_some()), (&[31, 6][..], bias.is_some()));
             let of_head = head.loss(&hidden, &targets, &LossOptions::new())?;
             for loss in [of_function, of_head] {
                 let (value, slope) = (Tolerance::value(DType::F32), Tolerance::gradient(DType::F32));

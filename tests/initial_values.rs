@@ -59,7 +59,7 @@ fn a_variable_can_be_set_to_the_result() -> Result<()> {
         let config = MixtureConfig::new(HIDDEN, 30, components).with_context(CONTEXT);
         let head = MixtureOfSoftmaxes::new(&config, vb)?;
         for spread in [0.0, 1.0] {
-            vars.set_one("latent.weight", config.similar_components(&head.tensors().latent_weight, spread)?)?;
+            vars.set_one("latent.weight", config.similar_components(&head.tensors()?.latent_weight, spread)?)?;
         }
     }
     Ok(())
@@ -69,7 +69,7 @@ fn a_variable_can_be_set_to_the_result() -> Result<()> {
 fn components_without_spread_are_one_softmax() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-    let tensors = MixtureOfSoftmaxes::new(&config(), vb)?.tensors();
+    let tensors = MixtureOfSoftmaxes::new(&config(), vb)?.tensors()?;
     let latent_weight = config().similar_components(&tensors.latent_weight, 0.0)?;
     let latent_bias = tensors.latent_bias.zeros_like()?;
     let alike = MixtureTensors { latent_weight, latent_bias, ..tensors };

@@ -17,7 +17,7 @@ use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Sampled, Unchecked};
 use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets, check_weights};
-use sampled::{Sample, SampledSoftmax, SmallLoss};
+use sampled::{rows_of, Sample, SampledSoftmax, SmallLoss};
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -78,6 +78,18 @@ impl Mixture {
     ///
     /// If shapes, dtypes or devices do not match, or a dimension other than the number of positions is zero.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
+        let is_read_in_place = weight.is_contiguous() || weight.rank() == 2 && weight.t()?.is_contiguous();
+        let weight = if is_read_in_place { weight.clone() } else { weight.contiguous()? };
+        Self::of_rows(contexts, log_priors, weight, bias)
+    }
+
+    /// As [`Mixture::new`], with a weight of any layout, which only a loss over a sample may read.
+    pub(crate) fn of_rows(
+        contexts: &Tensor,
+        log_priors: Option<&Tensor>,
+        weight: Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Self> {
         let [leading @ .., components, context] = contexts.dims() else {
             return Err(Error::shape("contexts", "[.., components, context]", contexts.dims()));
         };
@@ -90,7 +102,7 @@ impl Mixture {
         }
         check_sizes(&[("components", components), ("context", context), ("vocab", vocab)])?;
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
-        check_alike("weight", weight, "contexts", contexts)?;
+        check_alike("weight", &weight, "contexts", contexts)?;
         let positions = leading.iter().product();
         let log_priors = match log_priors {
             None if components == 1 => None,
@@ -126,10 +138,7 @@ impl Mixture {
                     _ => contexts.reshape((positions, components, context))?.contiguous()?,
                 },
                 log_priors,
-                weight: match weight.is_contiguous() || weight.t()?.is_contiguous() {
-                    true => weight.clone(),
-                    false => weight.contiguous()?,
-                },
+                weight,
                 bias,
                 logit_scale: 1.0,
                 softcap: None,
@@ -235,7 +244,7 @@ impl Mixture {
     pub(crate) fn loss_of_masked(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         options.validate()?;
         if let Some(sampled) = options.sampled_step() {
-            return self.sampled_loss(sampled, targets, options);
+            return self.sampled_loss(|ids| rows_of(&self.operands.weight, ids), sampled, targets, options);
         }
         let operands = self.operands.clone();
         let objective = self.target_loss(targets, options)?;
@@ -281,8 +290,15 @@ impl Mixture {
         })
     }
 
-    /// The loss of a training step over a sample of the vocabulary.
-    fn sampled_loss(&self, sampled: &Sampled, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+    /// The loss of a training step over a sample of the vocabulary, with contexts masked at ignored positions; `rows` are
+    /// those of the weight for some ids `[n]`.
+    pub(crate) fn sampled_loss(
+        &self,
+        rows: impl Fn(&Tensor) -> Result<Tensor>,
+        sampled: &Sampled,
+        targets: &Tensor,
+        options: &LossOptions,
+    ) -> Result<Loss> {
         // All arguments are checked here.
         self.target_loss(targets, options)?;
         let exact = options.exact();
@@ -290,7 +306,7 @@ impl Mixture {
             Sampled::Softmax(negatives) => {
                 let unsupported = ["label_smoothing", "z_loss", "hits", "responsibility_filter"];
                 options.reject("the sampled softmax", &unsupported)?;
-                let sample = Sample::new(&self.operands, negatives, targets, options)?;
+                let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
                 let (needs_grad, reduction) = (needs_grad(&sample.operands), options.reduction);
                 let small = SampledSoftmax::new(&sample, &exact)?;
                 // Without a reduction, the upstream gradient is known only in the backward pass.
@@ -315,7 +331,7 @@ impl Mixture {
                 Ok(Loss { decoder_rows: sample.leaves, ..Loss::new(value, results.sum, results.count, nll) })
             }
             Sampled::Nce(negatives) => {
-                let sample = Sample::new(&self.operands, negatives, targets, options)?;
+                let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
                 let nll = sample.nce()?.reshape(self.leading.as_slice())?;
                 Ok(Loss { decoder_rows: sample.leaves, ..Loss::from_nll("NCE", &nll, targets, &exact)? })
             }

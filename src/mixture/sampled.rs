@@ -29,9 +29,11 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// Reads the targets, which waits for their device.
+    /// `rows` are those of some ids `[n]`: the weight of the operands is not read. Reads the targets, which waits for
+    /// their device.
     pub(super) fn new(
         operands: &Operands,
+        rows: impl Fn(&Tensor) -> Result<Tensor>,
         negatives: &Negatives,
         targets: &Tensor,
         options: &LossOptions,
@@ -59,10 +61,10 @@ impl Sample {
         let sizes = Sizes { vocab: ids.len(), ..operands.sizes };
         let ids = Tensor::new(ids, operands.weight.device())?;
         let (weight, bias, leaves) = match options.decoder_rows {
-            false => (rows_of(&operands.weight, &ids)?, select(&operands.bias, &ids)?, None),
+            false => (rows(&ids)?, select(&operands.bias, &ids)?, None),
             true => {
                 let leaf = |tensor: Tensor| Ok::<_, Error>(Var::from_tensor(&tensor)?);
-                let weight = leaf(rows_of(&operands.weight.detach(), &ids)?)?;
+                let weight = leaf(rows(&ids)?.detach())?;
                 let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(leaf).transpose()?;
                 (weight.as_tensor().clone(), bias.as_deref().cloned(), Some(DecoderRows { ids, weight, bias }))
             }
@@ -330,7 +332,7 @@ impl SampledSoftmax {
 const IGNORED: i64 = -1;
 
 /// The rows of a matrix, which may be the transpose of a contiguous one.
-fn rows_of(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
+pub(super) fn rows_of(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     Ok(match weight.is_contiguous() {
         true => weight.index_select(ids, 0)?,
         false => weight.t()?.index_select(ids, 1)?.t()?.contiguous()?,

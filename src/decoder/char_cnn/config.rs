@@ -1,0 +1,130 @@
+//! The sizes of a [`CharCnn`](super::CharCnn).
+
+use crate::error::{Error, Result};
+use crate::validate::check_sizes;
+
+/// The sizes and options of a [`CharCnn`](crate::CharCnn).
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::CharCnnConfig;
+///
+/// let config = CharCnnConfig::new(280).with_filters(&[(1, 32), (2, 32), (3, 64), (4, 128)]).with_correction(128);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(from = "Read"))]
+#[non_exhaustive]
+pub struct CharCnnConfig {
+    /// Size of a row, d.
+    pub context: usize,
+    /// Size of a character's embedding. The default is 16.
+    pub embedding: usize,
+    /// The convolutions, (width, channels) each. The default is that of Kim et al. (2016) up to width 5: (1, 32), (2,
+    /// 64), (3, 96), (4, 128), (5, 160).
+    pub filters: Vec<(usize, usize)>,
+    /// Number of highway layers. The default is 2.
+    pub highway: usize,
+    /// Size of the correction of each entry; zero for none, the default.
+    pub correction: usize,
+    /// The characters that spellings may have. The default, none, are those that they have.
+    pub alphabet: Option<String>,
+    /// Limit on the memory of intermediate results, in bytes. The default is 64 MiB.
+    pub budget_bytes: usize,
+}
+
+impl CharCnnConfig {
+    /// Rows of this size.
+    pub fn new(context: usize) -> Self {
+        CharCnnConfig {
+            context,
+            embedding: 16,
+            filters: (1..=5).map(|width| (width, 32 * width)).collect(),
+            highway: 2,
+            correction: 0,
+            alphabet: None,
+            budget_bytes: 64 << 20,
+        }
+    }
+
+    /// Sets the size of a character's embedding.
+    pub fn with_embedding(self, embedding: usize) -> Self {
+        CharCnnConfig { embedding, ..self }
+    }
+
+    /// Sets the convolutions, (width, channels) each.
+    pub fn with_filters(self, filters: &[(usize, usize)]) -> Self {
+        CharCnnConfig { filters: filters.to_vec(), ..self }
+    }
+
+    /// Sets the number of highway layers.
+    pub fn with_highway(self, highway: usize) -> Self {
+        CharCnnConfig { highway, ..self }
+    }
+
+    /// Adds a vector of this size for each entry, times a matrix, to its row: it tells apart entries that are spelled
+    /// alike (Jozefowicz et al., 2016: 128).
+    pub fn with_correction(self, correction: usize) -> Self {
+        CharCnnConfig { correction, ..self }
+    }
+
+    /// Sets the characters that spellings may have: more than those of the vocabulary, for rows of other entries.
+    pub fn with_alphabet(self, alphabet: &str) -> Self {
+        CharCnnConfig { alphabet: Some(alphabet.into()), ..self }
+    }
+
+    /// Sets the limit on the memory of intermediate results, in bytes. Rows are computed in groups that fit, at least
+    /// one entry each.
+    pub fn with_budget_bytes(self, budget_bytes: usize) -> Self {
+        CharCnnConfig { budget_bytes, ..self }
+    }
+
+    pub(super) fn validate(&self) -> Result<()> {
+        check_sizes(&[("context", self.context), ("embedding", self.embedding), ("filters", self.filters.len())])?;
+        let is_wrong = |&(i, &(width, channels)): &(usize, &(usize, usize))| {
+            width == 0 || channels == 0 || self.filters[..i].iter().any(|filter| filter.0 == width)
+        };
+        match self.filters.iter().enumerate().find(is_wrong) {
+            Some((_, filter)) => {
+                let expected = "different widths of at least 1, and channels of at least 1";
+                Err(Error::config("filters", expected, format!("{filter:?}")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Number of channels of all convolutions.
+    pub(super) fn channels(&self) -> usize {
+        self.filters.iter().map(|(_, channels)| channels).sum()
+    }
+}
+
+/// The configuration as deserialized: the size is required, options default to those of `new`.
+#[cfg(feature = "serde")]
+#[derive(serde::Deserialize)]
+struct Read {
+    context: usize,
+    embedding: Option<usize>,
+    filters: Option<Vec<(usize, usize)>>,
+    highway: Option<usize>,
+    correction: Option<usize>,
+    alphabet: Option<String>,
+    budget_bytes: Option<usize>,
+}
+
+#[cfg(feature = "serde")]
+impl From<Read> for CharCnnConfig {
+    fn from(read: Read) -> Self {
+        let default = CharCnnConfig::new(read.context);
+        CharCnnConfig {
+            embedding: read.embedding.unwrap_or(default.embedding),
+            filters: read.filters.unwrap_or(default.filters.clone()),
+            highway: read.highway.unwrap_or(default.highway),
+            correction: read.correction.unwrap_or(default.correction),
+            alphabet: read.alphabet,
+            budget_bytes: read.budget_bytes.unwrap_or(default.budget_bytes),
+            ..default
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! Rows of a decoder that are computed from spellings.
+
+mod config;
+mod network;
+mod spelling;
+
+use candle_core::{DType, Tensor, Var};
+use candle_nn::{Init, VarBuilder};
+
+use crate::autograd;
+use crate::error::{Error, Result};
+use crate::validate::check_sizes;
+pub use config::CharCnnConfig;
+use network::Parameters;
+use spelling::Alphabet;
+
+/// The rows of a decoder, computed by a convolutional network from the spelling of each entry of the vocabulary, plus a
+/// correction of low dimension for each entry:
+///
+/// ```text
+/// W[v] = CNN(characters of v) + M corr[v]    (Jozefowicz et al., 2016, section 3.2)
+/// ```
+///
+/// The network has a character embedding, convolutions of several widths with the maximum over time, highway layers and
+/// a projection (Kim et al., 2016). Its intermediate results are computed in groups of entries, again in the backward
+/// pass, so that they stay within a budget: [`CharCnnConfig::budget_bytes`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{CharCnn, CharCnnConfig, LossOptions, OutputLayer, SoftmaxConfig, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let words = ["the", "cat", "sat", "on", "mat"];
+/// let config = CharCnnConfig::new(16).with_filters(&[(2, 8), (3, 8)]).with_correction(4);
+/// let cnn = CharCnn::new(&config, &words, vb.pp("rows"))?;
+/// let head = SoftmaxHead::computed(&SoftmaxConfig::new(16, words.len()), cnn, vb.pp("head"))?;
+///
+/// let hidden = Tensor::randn(0f32, 1., (3, 16), &Device::Cpu)?;
+/// let targets = Tensor::new(&[0u32, 1, 2], &Device::Cpu)?;
+/// let gradients = head.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
+/// assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
+///
+/// // Its rows are computed once for all that follows.
+/// let frozen = head.with_rows_computed()?;
+/// let best = frozen.top_k(&hidden, 2)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Kim, Jernite, Sontag, Rush: Character-Aware Neural Language Models. AAAI 2016. Jozefowicz, Vinyals, Schuster,
+/// Shazeer, Wu: Exploring the Limits of Language Modeling. 2016.
+#[derive(Clone, Debug)]
+pub struct CharCnn {
+    config: CharCnnConfig,
+    alphabet: Alphabet,
+    /// Of each entry.
+    spellings: Vec<Vec<u32>>,
+    parameters: Parameters,
+    /// `[vocab, c]` and `[d, c]`
+    correction: Option<(Tensor, Tensor)>,
+}
+
+impl CharCnn {
+    /// A network for these entries, with the variables `embedding.weight`, `convolution.{width}.weight` and `.bias`,
+    /// `highway.{layer}.value` and `.gate`, `projection.weight` and `.bias` and, if configured, `correction.weight`
+    /// `[vocab, c]` and `correction.projection` `[d, c]`. The correction is zero at first.
+    ///
+    /// # Errors
+    ///
+    /// If there are no spellings, a size is zero, two convolutions have the same width, a character is not in the
+    /// configured alphabet, or a variable is missing or of another shape.
+    pub fn new(config: &CharCnnConfig, spellings: &[impl AsRef<str>], vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        check_sizes(&[("spellings", spellings.len())])?;
+        let alphabet = match &config.alphabet {
+            Some(alphabet) => Alphabet::new(alphabet.chars()),
+            None => Alphabet::new(spellings.iter().flat_map(|spelling| spelling.as_ref().chars())),
+        };
+        let encoded = spellings.iter().map(|spelling| alphabet.encode(spelling.as_ref()));
+        let encoded = encoded.collect::<Result<Vec<_>>>()?;
+        let correction = (config.correction > 0).then(|| {
+            let (vb, size) = (vb.pp("correction"), config.correction);
+            let bound = 1.0 / (size as f64).sqrt();
+            let init = Init::Uniform { lo: -bound, up: bound };
+            Ok::<_, Error>((
+                vb.get_with_hints((spellings.len(), size), "weight", Init::Const(0.0))?,
+                vb.get_with_hints((config.context, size), "projection", init)?,
+            ))
+        });
+        Ok(CharCnn {
+            parameters: network::variables(config, alphabet.size(), &vb)?,
+            correction: correction.transpose()?,
+            config: config.clone(),
+            alphabet,
+            spellings: encoded,
+        })
+    }
+
+    /// The number of entries.
+    pub fn vocab(&self) -> usize {
+        self.spellings.len()
+    }
+
+    /// The size of a row, d.
+    pub fn context(&self) -> usize {
+        self.config.context
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &CharCnnConfig {
+        &self.config
+    }
+
+    /// The rows of all entries, `[vocab, d]`. Differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[vocab, d]`
+    ///
+    /// # Errors
+    ///
+    /// If candle fails.
+    pub fn rows(&self) -> Result<Tensor> {
+        let correction = self.correction.as_ref().map(|(correction, _)| correction.clone());
+        self.corrected(self.spellings.clone(), correction)
+    }
+
+    /// The rows of some entries, of which alone the network is computed. Differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[n]`; u32
+    /// - returns `[n, d]`
+    ///
+    /// # Errors
+    ///
+    /// If an id is not that of an entry.
+    pub fn rows_of(&self, ids: &Tensor) -> Result<Tensor> {
+        let vocab = self.vocab();
+        let spelling = |(position, &id): (usize, &u32)| {
+            let spelling = self.spellings.get(id as usize).cloned();
+            spelling.ok_or(Error::Target { position, got: i64::from(id), vocab })
+        };
+        let spellings = ids.to_vec1::<u32>()?.iter().enumerate().map(spelling).collect::<Result<Vec<_>>>()?;
+        let correction = self.correction.as_ref().map(|(correction, _)| correction.index_select(ids, 0));
+        self.corrected(spellings, correction.transpose()?)
+    }
+
+    /// The rows of other entries than those of the vocabulary, without a correction. Differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[spellings, d]`
+    ///
+    /// # Errors
+    ///
+    /// If a character is not in the alphabet.
+    pub fn rows_of_spellings(&self, spellings: &[impl AsRef<str>]) -> Result<Tensor> {
+        let spellings = spellings.iter().map(|spelling| self.alphabet.encode(spelling.as_ref()));
+        self.computed(spellings.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// One of the parameters, which share a dtype and a device.
+    pub(crate) fn parameter(&self) -> &Tensor {
+        &self.parameters[0]
+    }
+
+    fn corrected(&self, spellings: Vec<Vec<u32>>, correction: Option<Tensor>) -> Result<Tensor> {
+        let rows = self.computed(spellings)?;
+        match (correction, &self.correction) {
+            (Some(correction), Some((_, projection))) => Ok((rows + correction.matmul(&projection.t()?)?)?),
+            _ => Ok(rows),
+        }
+    }
+
+    /// The network's rows as one node of the graph, which keeps no intermediate results.
+    fn computed(&self, spellings: Vec<Vec<u32>>) -> Result<Tensor> {
+        if spellings.is_empty() {
+            return Ok(Tensor::zeros((0, self.context()), self.parameter().dtype(), self.parameter().device())?);
+        }
+        let groups = Groups::new(&self.config, &spellings, self.parameter().dtype());
+        let config = self.config.clone();
+        let values: Parameters = self.parameters.iter().map(Tensor::detach).collect();
+        let rows = groups.map(&spellings, |spellings| network::rows(&config, &values, spellings))?;
+        let rows = groups.in_order(&Tensor::cat(&rows, 0)?)?;
+
+        // A custom operation of candle has three operands.
+        let flat = self.parameters.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
+        let packed = Tensor::cat(&flat, 0)?;
+        let none = Tensor::zeros(1, packed.dtype(), packed.device())?;
+        autograd::attach("char-cnn", rows, [&packed, &none, &none], move |_, _, upstream| {
+            let leaf = |value: &Tensor| Ok::<_, Error>(Var::from_tensor(value)?.into_inner());
+            let leaves = values.iter().map(leaf).collect::<Result<Parameters>>()?;
+            let mut sums = values.iter().map(Tensor::zeros_like).collect::<candle_core::Result<Vec<_>>>()?;
+            let upstream = groups.sorted(upstream)?;
+            let mut first = 0;
+            groups.map(&spellings, |spellings| {
+                let rows = network::rows(&config, &leaves, spellings)?;
+                let gradients = (rows * upstream.narrow(0, first, spellings.len())?)?.sum_all()?.backward()?;
+                first += spellings.len();
+                for (sum, leaf) in sums.iter_mut().zip(&leaves) {
+                    if let Some(gradient) = gradients.get(leaf) {
+                        *sum = (&*sum + gradient)?;
+                    }
+                }
+                Ok(())
+            })?;
+            let flat = sums.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
+            Ok([Some(Tensor::cat(&flat, 0)?), None, None])
+        })
+    }
+}
+
+/// Entries in groups of similar length, each within the budget.
+struct Groups {
+    /// The entries from short to long.
+    order: Vec<u32>,
+    sizes: Vec<usize>,
+}
+
+impl Groups {
+    fn new(config: &CharCnnConfig, spellings: &[Vec<u32>], dtype: DType) -> Self {
+        let mut order: Vec<u32> = (0..spellings.len() as u32).collect();
+        order.sort_by_key(|&entry| spellings[entry as usize].len());
+        let (mut sizes, mut size) = (Vec::new(), 0);
+        for &entry in &order {
+            let bytes = network::bytes_per_entry(config, spellings[entry as usize].len(), dtype);
+            if size > 0 && (size + 1) * bytes > config.budget_bytes {
+                sizes.push(std::mem::take(&mut size));
+            }
+            size += 1;
+        }
+        sizes.push(size);
+        Groups { order, sizes }
+    }
+
+    /// A result for each group.
+    fn map<T>(&self, spellings: &[Vec<u32>], mut f: impl FnMut(&[&[u32]]) -> Result<T>) -> Result<Vec<T>> {
+        let mut rest = &self.order[..];
+        let group = |&size: &usize| {
+            let (group, others) = rest.split_at(size);
+            rest = others;
+            f(&group.iter().map(|&entry| &spellings[entry as usize][..]).collect::<Vec<_>>())
+        };
+        self.sizes.iter().map(group).collect()
+    }
+
+    /// Rows of the groups, in the order of the entries.
+    fn in_order(&self, rows: &Tensor) -> Result<Tensor> {
+        let mut places = vec![0u32; self.order.len()];
+        self.order.iter().zip(0..).for_each(|(&entry, place)| places[entry as usize] = place);
+        Ok(rows.index_select(&Tensor::new(places, rows.device())?, 0)?)
+    }
+
+    /// Rows of the entries, in the order of the groups.
+    fn sorted(&self, rows: &Tensor) -> Result<Tensor> {
+        Ok(rows.contiguous()?.index_select(&Tensor::new(&self.order[..], rows.device())?, 0)?)
+    }
+}

@@ -1,0 +1,94 @@
+//! The network from spellings to rows (Kim et al., 2016): character embedding, convolutions of several widths with the
+//! maximum over time, highway layers, projection.
+
+use candle_core::{DType, Tensor, D};
+use candle_nn::{Init, VarBuilder};
+
+use super::config::CharCnnConfig;
+use super::spelling::padded;
+use crate::error::Result;
+
+/// The parameters' values, in this order: the embedding `[alphabet, e]`; of each convolution `[width * e, channels]` and
+/// `[channels]`; of each highway layer the weights and biases of its value and of its gate; of the projection `[d,
+/// channels]` and `[d]`.
+pub(super) type Parameters = Vec<Tensor>;
+
+/// The variables of a network.
+pub(super) fn variables(config: &CharCnnConfig, alphabet: usize, vb: &VarBuilder) -> Result<Parameters> {
+    let uniform = |inputs: usize| {
+        let bound = 1.0 / (inputs as f64).sqrt();
+        Init::Uniform { lo: -bound, up: bound }
+    };
+    let channels = config.channels();
+    let mut parameters = vec![vb.get_with_hints((alphabet, config.embedding), "embedding.weight", uniform(1))?];
+    for &(width, channels) in &config.filters {
+        let vb = vb.pp(format!("convolution.{width}"));
+        let inputs = width * config.embedding;
+        parameters.push(vb.get_with_hints((inputs, channels), "weight", uniform(inputs))?);
+        parameters.push(vb.get_with_hints(channels, "bias", Init::Const(0.0))?);
+    }
+    for layer in 0..config.highway {
+        // At first the gates let most of the input through.
+        for (part, bias) in [("value", 0.0), ("gate", -2.0)] {
+            let vb = vb.pp(format!("highway.{layer}.{part}"));
+            parameters.push(vb.get_with_hints((channels, channels), "weight", uniform(channels))?);
+            parameters.push(vb.get_with_hints(channels, "bias", Init::Const(bias))?);
+        }
+    }
+    let vb = vb.pp("projection");
+    parameters.push(vb.get_with_hints((config.context, channels), "weight", uniform(channels))?);
+    parameters.push(vb.get_with_hints(config.context, "bias", Init::Const(0.0))?);
+    Ok(parameters)
+}
+
+/// Bytes of intermediate results, gradients included, per entry of `length` characters.
+pub(super) fn bytes_per_entry(config: &CharCnnConfig, length: usize, dtype: DType) -> usize {
+    let windows: usize = config.filters.iter().map(|(width, channels)| width * config.embedding + channels).sum();
+    let numbers = length * (config.embedding + windows) + (8 * config.highway + 6) * config.channels();
+    // Values and their gradients, which candle adds to zeros.
+    3 * numbers * dtype.size_in_bytes()
+}
+
+/// The rows of some spellings, `[spellings, d]`.
+pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &[&[u32]]) -> Result<Tensor> {
+    let mut parameters = parameters.iter();
+    // There are as many parameters as `variables` made.
+    let mut next = || parameters.next().ok_or_else(|| candle_core::Error::Msg("a parameter is missing".into()));
+    let embedding = next()?;
+    let (device, dtype) = (embedding.device(), embedding.dtype());
+    let count = spellings.len();
+    let widest = config.filters.iter().map(|(width, _)| *width).max().unwrap_or(1);
+    let longest = spellings.iter().map(|spelling| spelling.len()).max().unwrap_or(0).max(widest);
+
+    let numbers = Tensor::from_vec(padded(spellings, longest), count * longest, device)?;
+    let is_character = numbers.ne(0u32)?.to_dtype(dtype)?.unsqueeze(1)?;
+    // Padding is zero, so that it adds nothing.
+    let embedded = embedding.index_select(&numbers, 0)?.broadcast_mul(&is_character)?;
+    let embedded = embedded.reshape((count, longest, config.embedding))?;
+
+    let mut maxima = Vec::new();
+    for &(width, channels) in &config.filters {
+        let (weight, bias) = (next()?, next()?);
+        let windows = longest - width + 1;
+        let shifted = (0..width).map(|shift| embedded.narrow(1, shift, windows));
+        let unfolded = Tensor::cat(&shifted.collect::<candle_core::Result<Vec<_>>>()?, 2)?;
+        let unfolded = unfolded.reshape((count * windows, width * config.embedding))?;
+        let products = unfolded.matmul(weight)?.reshape((count, windows, channels))?;
+        // Windows past the end are as good as none, except the first.
+        let past = spellings.iter().flat_map(|spelling| {
+            let windows_inside = (spelling.len() + 1).saturating_sub(width).max(1);
+            (0..windows).map(move |window| if window < windows_inside { 0f32 } else { f32::NEG_INFINITY })
+        });
+        let past = Tensor::from_vec(past.collect::<Vec<_>>(), (count, windows, 1), device)?.to_dtype(dtype)?;
+        // Not `max`, which gives each of several equal windows the whole gradient.
+        let best = products.detach().broadcast_add(&past)?.argmax_keepdim(1)?;
+        maxima.push(products.gather(&best, 1)?.squeeze(1)?.broadcast_add(bias)?);
+    }
+    let mut x = Tensor::cat(&maxima, D::Minus1)?.relu()?;
+    for _ in 0..config.highway {
+        let mut linear = || x.matmul(&next()?.t()?)?.broadcast_add(next()?);
+        let (value, gate) = (linear()?.relu()?, candle_nn::ops::sigmoid(&linear()?)?);
+        x = (&x + ((value - &x)? * gate)?)?;
+    }
+    Ok(x.matmul(&next()?.t()?)?.broadcast_add(next()?)?)
+}

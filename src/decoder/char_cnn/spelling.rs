@@ -1,0 +1,40 @@
+//! Spellings as numbers.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::error::{Error, Result};
+
+/// The numbers of padding, and of the marks at both ends of a spelling.
+const PADDING: u32 = 0;
+const START: u32 = 1;
+const END: u32 = 2;
+
+/// The characters that spellings may have.
+#[derive(Clone, Debug)]
+pub(super) struct Alphabet(BTreeMap<char, u32>);
+
+impl Alphabet {
+    pub(super) fn new(characters: impl Iterator<Item = char>) -> Self {
+        let characters: BTreeSet<char> = characters.collect();
+        Alphabet(characters.into_iter().zip(END + 1..).collect())
+    }
+
+    /// The number of all numbers.
+    pub(super) fn size(&self) -> usize {
+        self.0.len() + END as usize + 1
+    }
+
+    /// A spelling between its marks, or an error that names the first character that is not in the alphabet.
+    pub(super) fn encode(&self, spelling: &str) -> Result<Vec<u32>> {
+        let unknown = |c| Error::config("spellings", "characters of the alphabet", format!("{c:?} in {spelling:?}"));
+        let number = |c: char| self.0.get(&c).copied().ok_or_else(|| unknown(c));
+        let marked = [Ok(START)].into_iter().chain(spelling.chars().map(number)).chain([Ok(END)]);
+        marked.collect()
+    }
+}
+
+/// Spellings of equal length, padded at the end.
+pub(super) fn padded(spellings: &[&[u32]], length: usize) -> Vec<u32> {
+    let padding = std::iter::repeat(PADDING);
+    spellings.iter().flat_map(|spelling| spelling.iter().copied().chain(padding.clone()).take(length)).collect()
+}

@@ -1,0 +1,286 @@
+//! Rows of a decoder computed from spellings: against plain loops, central differences, and a decoder that has them as
+//! a matrix.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use common::{dtypes, on_each_device};
+use mos_head::{
+    Activation, CharCnn, CharCnnConfig, Error, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes,
+    OutputLayer, Proposal, Result, SoftmaxConfig, SoftmaxHead,
+};
+
+/// Empty, short, with equal windows, longer than the rest.
+const WORDS: [&str; 9] = ["", "a", "aaaa", "ab", "banana", "bandana", "é", "cab", "abracadabra"];
+
+fn config() -> CharCnnConfig {
+    CharCnnConfig::new(5).with_embedding(3).with_filters(&[(1, 2), (3, 4), (4, 3)]).with_correction(2)
+}
+
+/// Variables by name, with a correction that is not zero.
+fn variables(config: &CharCnnConfig, dtype: DType, device: &Device) -> Result<(VarMap, CharCnn)> {
+    let vars = VarMap::new();
+    let cnn = CharCnn::new(config, &WORDS, VarBuilder::from_varmap(&vars, dtype, device))?;
+    let mut state = 3u64;
+    let mut all: Vec<(String, Var)> = vars.data().lock().unwrap().clone().into_iter().collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    for (_, var) in all {
+        let values = (0..var.elem_count()).map(|_| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) as f64 / (1u64 << 31) as f64 * 1.6 - 0.8
+        });
+        let values = Tensor::from_iter(values.collect::<Vec<f64>>(), &Device::Cpu)?.reshape(var.shape())?;
+        var.set(&values.to_dtype(dtype)?.to_device(device)?)?;
+    }
+    Ok((vars, cnn))
+}
+
+fn by_name(vars: &VarMap) -> BTreeMap<String, Var> {
+    vars.data().lock().unwrap().clone().into_iter().collect()
+}
+
+fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
+    let tensor = tensor.to_device(&Device::Cpu)?.flatten_all()?;
+    Ok(tensor.to_dtype(DType::F64)?.to_vec1()?)
+}
+
+#[track_caller]
+fn close(name: &str, found: &Tensor, expected: &[f64], tolerance: f64) {
+    let found = numbers(found).unwrap();
+    assert_eq!(found.len(), expected.len(), "{name}");
+    let largest = expected.iter().fold(1e-6f64, |largest, x| largest.max(x.abs()));
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!((found - expected).abs() <= tolerance * largest, "{name}[{i}]: {found}, expected {expected}");
+    }
+}
+
+/// A row by plain loops.
+fn row(config: &CharCnnConfig, vars: &BTreeMap<String, Var>, entry: usize) -> Vec<f64> {
+    let matrix = |name: &str| -> Vec<Vec<f64>> {
+        let tensor = vars[name].to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        tensor.to_vec2().unwrap()
+    };
+    let vector = |name: &str| numbers(vars[name].as_tensor()).unwrap();
+    let mut alphabet: Vec<char> = WORDS.concat().chars().collect();
+    alphabet.sort_unstable();
+    alphabet.dedup();
+    let embedding = matrix("embedding.weight");
+    // 0 is padding, 1 the start, 2 the end.
+    let middle = WORDS[entry].chars().map(|c| 3 + alphabet.iter().position(|a| *a == c).unwrap());
+    let mut characters: Vec<Vec<f64>> =
+        [1].into_iter().chain(middle).chain([2]).map(|i| embedding[i].clone()).collect();
+    let widest = config.filters.iter().map(|filter| filter.0).max().unwrap();
+    let length = characters.len();
+    characters.resize(length.max(widest), vec![0.0; config.embedding]);
+    let mut x = Vec::new();
+    for (width, channels) in &config.filters {
+        let (weight, bias) =
+            (matrix(&format!("convolution.{width}.weight")), vector(&format!("convolution.{width}.bias")));
+        let windows = if length < *width { 1 } else { length - width + 1 };
+        for channel in 0..*channels {
+            let at = |start: usize| -> f64 {
+                let inputs = characters[start..start + width].concat();
+                inputs.iter().zip(&weight).map(|(input, weight)| input * weight[channel]).sum()
+            };
+            let largest = (0..windows).map(at).fold(f64::NEG_INFINITY, f64::max);
+            x.push((largest + bias[channel]).max(0.0));
+        }
+    }
+    let linear = |x: &[f64], name: &str| -> Vec<f64> {
+        let rows = matrix(&format!("{name}.weight")).into_iter().zip(vector(&format!("{name}.bias")));
+        rows.map(|(row, bias)| row.iter().zip(x).map(|(a, b)| a * b).sum::<f64>() + bias).collect()
+    };
+    for layer in 0..config.highway {
+        let (value, gate) =
+            (linear(&x, &format!("highway.{layer}.value")), linear(&x, &format!("highway.{layer}.gate")));
+        for (x, (value, gate)) in x.iter_mut().zip(value.into_iter().zip(gate)) {
+            let gate = 1.0 / (1.0 + (-gate).exp());
+            *x = gate * value.max(0.0) + (1.0 - gate) * *x;
+        }
+    }
+    let mut row = linear(&x, "projection");
+    let correction = &matrix("correction.weight")[entry];
+    for (x, projection) in row.iter_mut().zip(matrix("correction.projection")) {
+        *x += correction.iter().zip(projection).map(|(a, b)| a * b).sum::<f64>();
+    }
+    row
+}
+
+on_each_device! {
+    fn rows_equal_plain_loops(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            let config = config();
+            let (vars, cnn) = variables(&config, dtype, device)?;
+            let vars = by_name(&vars);
+            let expected: Vec<f64> = (0..WORDS.len()).flat_map(|entry| row(&config, &vars, entry)).collect();
+            let tolerance = match dtype {
+                DType::F64 => 1e-13,
+                DType::F32 => 1e-5,
+                DType::F16 => 1e-2,
+                _ => 6e-2,
+            };
+            close("rows", &cnn.rows()?, &expected, tolerance);
+            let some = cnn.rows_of(&Tensor::new(&[4u32, 0, 4, 2], device)?)?;
+            let expected: Vec<f64> = [4, 0, 4, 2].into_iter().flat_map(|entry| row(&config, &vars, entry)).collect();
+            close("some rows", &some, &expected, tolerance);
+        }
+        Ok(())
+    }
+}
+
+/// The gradients by name, of a loss of each head.
+fn gradients(cnn: &CharCnn, vars: &VarMap, head: &str, options: &LossOptions) -> Result<BTreeMap<String, Tensor>> {
+    let vb = VarBuilder::from_varmap(vars, DType::F64, &Device::Cpu).pp("head");
+    let hidden =
+        Tensor::from_iter((0..20).map(|i| ((i * 7) % 13) as f64 / 6.0 - 1.0), &Device::Cpu)?.reshape((4, 5))?;
+    let targets = Tensor::new(&[0u32, 2, 4, 8], &Device::Cpu)?;
+    let config = MixtureConfig::new(5, WORDS.len(), 2).with_activation(Activation::Identity);
+    let head: Box<dyn OutputLayer> = match head {
+        "softmax" => Box::new(SoftmaxHead::computed(&SoftmaxConfig::new(5, WORDS.len()), cnn.clone(), vb)?),
+        "moc" => Box::new(MixtureOfContexts::computed(&config, cnn.clone(), vb)?),
+        _ => Box::new(MixtureOfSoftmaxes::computed(&config, cnn.clone(), vb)?),
+    };
+    let gradients = head.loss(&hidden, &targets, options)?.backward()?;
+    let of = |(name, var): (String, Var)| Some((name, gradients.get(&var)?.clone()));
+    Ok(by_name(vars).into_iter().filter_map(of).collect())
+}
+
+#[test]
+fn every_gradient_equals_central_differences() -> Result<()> {
+    let (vars, cnn) = variables(&config(), DType::F64, &Device::Cpu)?;
+    let upstream: Vec<f64> = (0..WORDS.len() * 5).map(|i| ((i * 5) % 11) as f64 / 5.0 - 1.0).collect();
+    let upstream = Tensor::new(upstream, &Device::Cpu)?.reshape((WORDS.len(), 5))?;
+    let value = || -> Result<Tensor> { Ok((cnn.rows()? * &upstream)?.sum_all()?) };
+    let found = value()?.backward()?;
+    for (name, var) in by_name(&vars) {
+        let values = numbers(var.as_tensor())?;
+        let set = |values: &[f64]| var.set(&Tensor::new(values, &Device::Cpu)?.reshape(var.shape())?);
+        let mut expected = Vec::new();
+        for i in 0..values.len() {
+            let mut ends = [0.0; 2];
+            for (end, step) in ends.iter_mut().zip([1e-6, -1e-6]) {
+                let mut moved = values.clone();
+                moved[i] += step;
+                set(&moved)?;
+                *end = value()?.to_scalar::<f64>()?;
+            }
+            expected.push((ends[0] - ends[1]) / 2e-6);
+        }
+        set(&values)?;
+        close(&name, found.get(&var).unwrap(), &expected, 1e-7);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_small_budget_changes_nothing_but_rounding() -> Result<()> {
+    let (vars, cnn) = variables(&config(), DType::F64, &Device::Cpu)?;
+    let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
+    let small = CharCnn::new(&config().with_budget_bytes(1), &WORDS, vb)?;
+    close("rows", &small.rows()?, &numbers(&cnn.rows()?)?, 1e-14);
+    let options = LossOptions::default();
+    let (one, other) = (gradients(&cnn, &vars, "mos", &options)?, gradients(&small, &vars, "mos", &options)?);
+    for (name, gradient) in one {
+        close(&name, &other[&name], &numbers(&gradient)?, 1e-12);
+    }
+    Ok(())
+}
+
+#[test]
+fn every_head_has_the_gradients_of_a_matrix_of_these_rows() -> Result<()> {
+    let (vars, cnn) = variables(&config(), DType::F64, &Device::Cpu)?;
+    let negatives = Proposal::log_uniform(WORDS.len())?.draw(3, 1)?;
+    for options in [LossOptions::default(), LossOptions::default().with_sampled_softmax(negatives)] {
+        for head in ["softmax", "moc", "mos"] {
+            let found = gradients(&cnn, &vars, head, &options)?;
+            assert!(by_name(&vars).keys().all(|name| name.starts_with("head") || found.contains_key(name)), "{head}");
+        }
+        // By the chain rule: the gradient of the rows, from a head that has them as a variable.
+        let rows = cnn.rows()?;
+        let leaf = Var::from_tensor(&rows.detach())?;
+        let bias = by_name(&vars)["head.decoder.bias"].as_tensor().clone();
+        let head = SoftmaxHead::from_tensors(leaf.as_tensor().clone(), Some(bias))?;
+        let hidden = Tensor::from_iter((0..20).map(|i| ((i * 7) % 13) as f64 / 6.0 - 1.0), &Device::Cpu)?;
+        let targets = Tensor::new(&[0u32, 2, 4, 8], &Device::Cpu)?;
+        let of_rows = head.loss(&hidden.reshape((4, 5))?, &targets, &options)?.backward()?;
+        let expected = (&rows * of_rows.get(&leaf).unwrap())?.sum_all()?.backward()?;
+        let found = gradients(&cnn, &vars, "softmax", &options)?;
+        for (name, var) in by_name(&vars).into_iter().filter(|(name, _)| !name.starts_with("head")) {
+            close(&name, &found[&name], &numbers(expected.get(&var).unwrap())?, 1e-12);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn computed_rows_decode_like_the_matrix() -> Result<()> {
+    let (vars, cnn) = variables(&config(), DType::F32, &Device::Cpu)?;
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu).pp("head");
+    let mixture = MixtureConfig::new(5, WORDS.len(), 2);
+    let heads: [(Box<dyn OutputLayer>, Box<dyn OutputLayer>); 2] = {
+        let softmax = SoftmaxHead::computed(&SoftmaxConfig::new(5, WORDS.len()), cnn.clone(), vb.clone())?;
+        let mos = MixtureOfSoftmaxes::computed(&mixture, cnn, vb)?;
+        assert_eq!(softmax.weight()?.dims(), [WORDS.len(), 5]);
+        [
+            (Box::new(softmax.with_rows_computed()?), Box::new(softmax)),
+            (Box::new(mos.with_rows_computed()?), Box::new(mos)),
+        ]
+    };
+    let hidden = Tensor::randn(0f32, 1., (3, 5), &Device::Cpu)?;
+    for (frozen, head) in heads {
+        close("log_probs", &frozen.log_probs(&hidden)?, &numbers(&head.log_probs(&hidden)?)?, 1e-6);
+        assert_eq!(
+            frozen.top_k(&hidden, 3)?.tokens.to_vec2::<u32>()?,
+            head.top_k(&hidden, 3)?.tokens.to_vec2::<u32>()?
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn other_spellings_have_rows_too() -> Result<()> {
+    let (vars, _) = variables(&config(), DType::F64, &Device::Cpu)?;
+    let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
+    let uncorrected = config().with_correction(0);
+    let cnn = CharCnn::new(&uncorrected, &WORDS, vb)?;
+    let rows = cnn.rows_of_spellings(&["banana", "nab"])?;
+    close("rows", &rows.narrow(0, 0, 1)?, &numbers(&cnn.rows()?.narrow(0, 4, 1)?)?, 1e-14);
+    assert_eq!(cnn.rows_of_spellings(&[] as &[&str])?.dims(), [0, 5]);
+    let error = cnn.rows_of_spellings(&["nub"]).unwrap_err();
+    assert_eq!(error.to_string(), "spellings: expected characters of the alphabet, got 'u' in \"nub\"");
+    Ok(())
+}
+
+#[test]
+fn mistakes_are_errors_that_name_them() -> Result<()> {
+    let vb = || VarBuilder::zeros(DType::F32, &Device::Cpu);
+    let message = |config: CharCnnConfig, words: &[&str]| CharCnn::new(&config, words, vb()).unwrap_err().to_string();
+    assert_eq!(message(config(), &[]), "spellings: expected at least 1, got 0");
+    assert_eq!(message(CharCnnConfig::new(0), &WORDS), "context: expected at least 1, got 0");
+    assert_eq!(message(config().with_embedding(0), &WORDS), "embedding: expected at least 1, got 0");
+    assert_eq!(message(config().with_filters(&[]), &WORDS), "filters: expected at least 1, got 0");
+    for filters in [[(0, 1), (1, 1)], [(1, 1), (2, 0)], [(2, 1), (2, 3)]] {
+        let error = CharCnn::new(&config().with_filters(&filters), &WORDS, vb()).unwrap_err();
+        assert!(matches!(error, Error::Config { argument: "filters", .. }), "{error}");
+    }
+    assert_eq!(
+        message(config().with_alphabet("abnd"), &WORDS),
+        "spellings: expected characters of the alphabet, got 'é' in \"é\""
+    );
+    let cnn = CharCnn::new(&config(), &WORDS, vb())?;
+    let error = SoftmaxHead::computed(&SoftmaxConfig::new(5, 10), cnn.clone(), vb()).unwrap_err();
+    assert_eq!(error.to_string(), "computed rows: expected shape [10, 5], got [9, 5]");
+    let error = cnn.rows_of(&Tensor::new(&[1u32, 9], &Device::Cpu)?).unwrap_err();
+    assert!(matches!(error, Error::Target { position: 1, got: 9, vocab: 9 }));
+    let head = SoftmaxHead::computed(&SoftmaxConfig::new(5, 9), cnn, vb())?;
+    let hidden = Tensor::zeros((1, 5), DType::F32, &Device::Cpu)?;
+    let rows = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(9)?.draw(2, 0)?).with_decoder_rows(true);
+    let error = head.loss(&hidden, &Tensor::new(&[1u32], &Device::Cpu)?, &rows).unwrap_err();
+    assert_eq!(error.to_string(), "decoder_rows: not supported by a decoder whose rows are computed");
+    let error = head.loss(&hidden.to_dtype(DType::F64)?, &Tensor::new(&[1u32], &Device::Cpu)?, &rows).unwrap_err();
+    assert!(matches!(error, Error::DType { argument: "hidden", .. }), "{error}");
+    Ok(())
+}

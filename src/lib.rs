@@ -113,11 +113,15 @@
 
 #![warn(unreachable_pub)]
 
+mod adaptive_softmax;
+mod hierarchical_softmax;
 mod linear_cross_entropy;
+
 mod mixture_of_contexts;
 mod mixture_of_softmaxes;
 mod softmax_head;
 
+mod factorised;
 mod mixture_head;
 mod output_layer;
 
@@ -139,10 +143,12 @@ mod validate;
 
 mod error;
 
+pub use adaptive_softmax::{AdaptiveConfig, AdaptiveSoftmax};
 pub use backend::plan::Plan;
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use dropout::Dropout;
 pub use error::{Error, Result};
+pub use hierarchical_softmax::{Classes, HierarchicalConfig, HierarchicalSoftmax};
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use loss::{Loss, LossOptions, Reduction};
 pub use mixture::Mixture;

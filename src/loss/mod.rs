@@ -6,7 +6,6 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 
 use crate::autograd;
-use crate::backend::contract::Terms;
 use crate::error::{Error, Result};
 use crate::validate::{check_alike, check_device, check_float, check_targets, check_weights, read_ids};
 pub use options::{LossOptions, Reduction};
@@ -105,16 +104,7 @@ impl Loss {
     /// Whether targets are in the vocabulary is for the head to check.
     pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         options.validate()?;
-        let Terms { label_smoothing, z_loss, responsibility_filter, hits } = options.terms;
-        let requested = [
-            ("label_smoothing", label_smoothing > 0.0),
-            ("z_loss", z_loss > 0.0),
-            ("responsibility_filter", responsibility_filter > 0.0),
-            ("hits", hits),
-        ];
-        if let Some((option, _)) = requested.into_iter().find(|(_, is_set)| *is_set) {
-            return Err(Error::Unsupported { option, head });
-        }
+        options.require_nll_only(head)?;
         check_targets("targets", targets, nll.dims())?;
         check_device("targets", targets, nll)?;
         check_float("nll", nll)?;

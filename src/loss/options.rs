@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use crate::backend::contract::Terms;
 use crate::dropout::Dropout;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::validate::{check_device, check_number, check_targets, leading};
 
 /// The reduction of the losses of the positions to one value.
@@ -270,6 +270,21 @@ impl LossOptions {
         match self.ignored(targets)? {
             Some(ignored) => Ok(ignored.where_cond(&ids.zeros_like()?, &ids)?),
             None => Ok(ids),
+        }
+    }
+
+    /// An error that names `head` if the options need more than the negative log-likelihoods of the targets.
+    pub(crate) fn require_nll_only(&self, head: &'static str) -> Result<()> {
+        let Terms { label_smoothing, z_loss, responsibility_filter, hits } = self.terms;
+        let requested = [
+            ("label_smoothing", label_smoothing > 0.0),
+            ("z_loss", z_loss > 0.0),
+            ("responsibility_filter", responsibility_filter > 0.0),
+            ("hits", hits),
+        ];
+        match requested.into_iter().find(|(_, is_set)| *is_set) {
+            Some((option, _)) => Err(Error::Unsupported { option, head }),
+            None => Ok(()),
         }
     }
 

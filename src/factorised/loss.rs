@@ -8,6 +8,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{Cluster, Factorised};
+use crate::autograd::Leaf;
 use crate::backend::contract::accumulation_dtype;
 use crate::decoding::transfer::to_device;
 use crate::error::{Error, Result};
@@ -36,6 +37,13 @@ struct Groups<'a> {
 struct Part {
     value: Tensor,
     nll: Tensor,
+    leaves: Vec<Leaf>,
+}
+
+impl Part {
+    fn of(loss: Loss) -> Self {
+        Part { leaves: loss.leaves().collect(), value: loss.value, nll: loss.nll }
+    }
 }
 
 impl Factorised {
@@ -94,7 +102,7 @@ impl Factorised {
                 sorted.extend(members);
             }
         }
-        let mut part = Part { value: root.value, nll: root.nll };
+        let mut part = Part::of(root);
         if !groups.is_empty() {
             let order: Vec<u32> = sorted.iter().map(|&(position, _)| position as u32).collect();
             let shared = Groups {
@@ -112,6 +120,7 @@ impl Factorised {
                 let zero = Tensor::zeros(1, sorted.dtype(), device)?;
                 Tensor::cat(&[sorted, &zero], 0)?.index_select(&places, 0)?.reshape(leading)
             };
+            part.leaves.extend(clusters.leaves);
             part.nll = (part.nll + unsorted(&clusters.nll)?)?;
             part.value = match is_reduced {
                 true => (part.value + clusters.value)?,
@@ -121,7 +130,7 @@ impl Factorised {
         match is_reduced {
             true => {
                 let loss = Loss::from_nll(self.name, &part.nll, targets, options)?;
-                Ok(Loss { value: part.value, ..loss })
+                Ok(Loss { value: part.value, parts: part.leaves, ..loss })
             }
             false => Loss::from_nll(self.name, &part.value, targets, options),
         }
@@ -137,8 +146,7 @@ impl Groups<'_> {
                 options.position_weights = Some(weights.narrow(0, group.start, group.positions)?);
             }
             let targets = self.targets.narrow(0, group.start, group.positions)?;
-            let loss = group.cluster.mixture(hidden)?.loss_of_masked(&targets, &options)?;
-            return Ok(Part { value: loss.value, nll: loss.nll });
+            return Ok(Part::of(group.cluster.mixture(hidden)?.loss_of_masked(&targets, &options)?));
         }
         let (left, right) = groups.split_at(groups.len() / 2);
         let cut: usize = left.iter().map(|group| group.positions).sum();
@@ -150,6 +158,7 @@ impl Groups<'_> {
                 _ => (left.value + right.value)?,
             },
             nll: Tensor::cat(&[left.nll, right.nll], 0)?,
+            leaves: [left.leaves, right.leaves].concat(),
         })
     }
 }

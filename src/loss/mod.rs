@@ -5,7 +5,7 @@ mod options;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 
-use crate::autograd;
+use crate::autograd::{self, Leaf};
 use crate::error::{Error, Result};
 use crate::validate::{check_alike, check_device, check_float, check_targets, check_weights, read_ids};
 pub use options::{LossOptions, Reduction};
@@ -63,6 +63,8 @@ pub struct Loss {
     pub dropped_mass: Option<Tensor>,
     /// The decoder's weight, if it is a variable.
     pub(crate) decoder: Option<Tensor>,
+    /// The decoders of other nodes that are summed in the value.
+    pub(crate) parts: Vec<Leaf>,
     /// Targets on a GPU, which the loss does not check.
     pub(crate) unchecked: Option<Unchecked>,
 }
@@ -86,7 +88,17 @@ impl Loss {
     pub fn new(value: Tensor, sum: Tensor, count: Tensor, nll: Tensor) -> Self {
         let detached = |tensor: Tensor| tensor.detach();
         let (sum, count, nll) = (detached(sum), detached(count), detached(nll));
-        Loss { value, sum, count, nll, hits: None, dropped_mass: None, decoder: None, unchecked: None }
+        Loss {
+            value,
+            sum,
+            count,
+            nll,
+            hits: None,
+            dropped_mass: None,
+            decoder: None,
+            parts: Vec::new(),
+            unchecked: None,
+        }
     }
 
     /// The loss of a head that computes the negative log-likelihood of each target itself. Ignored targets, weights of
@@ -143,7 +155,7 @@ impl Loss {
     ///
     /// If candle's backward pass fails.
     pub fn backward(&self) -> Result<GradStore> {
-        autograd::backward(&self.value, None, self.decoder.as_ref())
+        autograd::backward(&self.value, None, self.leaves().collect())
     }
 
     /// The gradients of the value plus a penalty, another differentiable scalar, such as a regulariser of the hidden
@@ -180,7 +192,13 @@ impl Loss {
             }
         }
         check_alike("penalty", penalty, "value", &self.value)?;
-        autograd::backward(&self.value, Some(penalty), self.decoder.as_ref())
+        autograd::backward(&self.value, Some(penalty), self.leaves().collect())
+    }
+
+    /// The variables whose gradients bypass candle's sum.
+    pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
+        let own = self.decoder.iter().map(|decoder| Leaf { node: self.value.id(), variable: decoder.clone() });
+        own.chain(self.parts.iter().cloned())
     }
 
     /// `sum` and `count` as numbers, in one transfer; waits for the device.

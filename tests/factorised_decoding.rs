@@ -64,6 +64,13 @@ on_each_device! {
             assert_eq!(numbers(&head.top_k(&hidden, k)?.tokens), expected.repeat(3));
             assert_same_top_k(&head, &hidden, k, "zeros")?;
         }
+        // Classes of one id, the last of which has the lowest: as probable as the id.
+        let classes = Classes::Given(vec![4, 3, 2, 1, 0]);
+        let config = HierarchicalConfig::new(HIDDEN, 5).with_classes(classes);
+        let head = HierarchicalSoftmax::new(&config, VarBuilder::zeros(DType::F32, device))?;
+        for k in 1..=5 {
+            assert_same_top_k(&head, &hidden, k, "classes of one id")?;
+        }
         // Of the shortlist and of clusters; a cluster of one id is as probable as an id of the shortlist.
         let config = AdaptiveConfig::new(HIDDEN, 9, vec![3, 4, 5]).with_div_value(1.0);
         let head = AdaptiveSoftmax::new(&config, VarBuilder::zeros(DType::F32, device))?;

@@ -180,6 +180,9 @@ on_each_device! {
             let targets = on(device, &Tensor::from_slice(&TARGETS, &LEAD, &Device::Cpu)?)?;
             let options = training().with_ignore_index(-100);
             let loss = head.loss(&hidden, &targets, &options)?;
+            // The same, bit for bit.
+            assert_eq!(numbers(&loss.value), numbers(&head.loss(&hidden, &targets, &options)?.value));
+            // One cluster at a time.
             let other = head.loss(&hidden, &targets, &options.clone().with_workspace_bytes(1 << 20))?;
             let penalty = hidden.sqr()?.sum_all()?;
             let with_penalty = loss.backward_with(&penalty)?;

@@ -150,8 +150,13 @@ impl Groups<'_> {
         }
         let (left, right) = groups.split_at(groups.len() / 2);
         let cut: usize = left.iter().map(|group| group.positions).sum();
-        let left = self.part(&hidden.narrow(0, 0, cut)?, left)?;
-        let right = self.part(&hidden.narrow(0, cut, hidden.dim(0)? - cut)?, right)?;
+        let (of_left, of_right) = (hidden.narrow(0, 0, cut)?, hidden.narrow(0, cut, hidden.dim(0)? - cut)?);
+        // The work of one cluster may be too small for all threads. A given budget is for one cluster at a time.
+        let (left, right) = match hidden.device().is_cpu() && self.options.workspace_bytes.is_none() {
+            true => rayon::join(|| self.part(&of_left, left), || self.part(&of_right, right)),
+            false => (self.part(&of_left, left), self.part(&of_right, right)),
+        };
+        let (left, right) = (left?, right?);
         Ok(Part {
             value: match self.options.reduction {
                 Reduction::None => Tensor::cat(&[left.value, right.value], 0)?,

@@ -5,6 +5,7 @@
 //! its backward pass computes the gradients of its operands by a closure that holds whatever it needs.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::Mutex;
 
 use candle_core::backend::BackendStorage;
@@ -165,22 +166,29 @@ where
         // Detached: accumulated gradients must not keep the graphs of their batches alive.
         let detached = |gradient: Option<Tensor>| gradient.map(|gradient| gradient.detach());
         let mut gradients = (self.backward)([a, b, c], value, upstream)?.map(detached);
-        if is_root(value) {
-            for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
-                put_aside(operand, gradient)?;
-            }
+        for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
+            put_aside(value, operand, gradient)?;
         }
         let [a, b, c] = gradients;
         Ok((a, b, c))
     }
 }
 
+/// A variable whose gradient from one node bypasses candle's sum.
+#[derive(Clone, Debug)]
+pub(crate) struct Leaf {
+    /// The value of the node.
+    pub(crate) node: TensorId,
+    pub(crate) variable: Tensor,
+}
+
 /// The state of [`backward`] during candle's backward pass.
 struct Pass {
     root: TensorId,
-    leaf: Option<TensorId>,
-    /// The gradient of the leaf so far.
-    gradient: Option<Tensor>,
+    /// The variable of each node that has one.
+    leaves: HashMap<TensorId, TensorId>,
+    /// The gradients of the leaves so far.
+    gradients: HashMap<TensorId, Tensor>,
 }
 
 thread_local! {
@@ -188,10 +196,9 @@ thread_local! {
 }
 
 /// The gradients of `value + penalty`, two scalars, as from candle's `backward`. candle adds every gradient to zeros,
-/// which is a second copy; the gradient of `leaf`, a variable, bypasses that sum if it comes from the node of `value`
-/// itself. Other nodes are not affected: the backward pass of another loss may run on this thread meanwhile, if both are
-/// rayon jobs.
-pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaf: Option<&Tensor>) -> Result<GradStore> {
+/// which is a second copy; those of `leaves` bypass that sum. Other nodes are not affected: the backward pass of another
+/// loss may run on this thread meanwhile, if both are rayon jobs.
+pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Leaf>) -> Result<GradStore> {
     if let Some(penalty) = penalty.filter(|penalty| penalty.sorted_nodes().iter().any(|node| node.id() == value.id())) {
         // The gradient of the value is not one.
         return Ok((value + penalty)?.backward()?);
@@ -203,18 +210,23 @@ pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaf: Option<&T
             PASS.replace(self.0.take());
         }
     }
-    let _end = End(PASS.replace(Some(Pass { root: value.id(), leaf: leaf.map(Tensor::id), gradient: None })));
+    let variables: HashMap<TensorId, Tensor> =
+        leaves.iter().map(|leaf| (leaf.variable.id(), leaf.variable.clone())).collect();
+    let leaves = leaves.iter().map(|leaf| (leaf.node, leaf.variable.id())).collect();
+    let pass = Pass { root: value.id(), leaves, gradients: HashMap::new() };
+    let _end = End(PASS.replace(Some(pass)));
     let mut gradients = match penalty {
         Some(penalty) => (value + penalty)?.backward()?,
         None => value.backward()?,
     };
-    let aside = PASS.with_borrow_mut(|pass| pass.as_mut().and_then(|pass| pass.gradient.take()));
-    if let Some((leaf, gradient)) = leaf.zip(aside) {
-        let gradient = match gradients.remove(leaf) {
+    let aside = PASS.with_borrow_mut(|pass| pass.as_mut().map(|pass| std::mem::take(&mut pass.gradients)));
+    for (id, gradient) in aside.into_iter().flatten() {
+        let Some(variable) = variables.get(&id) else { continue };
+        let gradient = match gradients.remove(variable) {
             Some(rest) => (rest + gradient)?,
             None => gradient,
         };
-        gradients.insert(leaf, gradient);
+        gradients.insert(variable, gradient);
     }
     Ok(gradients)
 }
@@ -224,11 +236,12 @@ pub(crate) fn is_root(value: &Tensor) -> bool {
     PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
 }
 
-/// Takes the gradient of an operand from candle if the operand is the leaf of this pass.
-fn put_aside(operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
+/// Takes the gradient of an operand from candle if this node's gradient of it bypasses candle's sum.
+fn put_aside(value: &Tensor, operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
     let taken = |pass: &mut Option<Pass>| {
-        let pass = pass.as_mut().filter(|pass| pass.leaf == Some(operand.id()))?;
-        Some(pass.gradient.take())
+        let pass = pass.as_mut()?;
+        let is_leaf = pass.leaves.get(&value.id()) == Some(&operand.id());
+        is_leaf.then(|| pass.gradients.remove(&operand.id()))
     };
     let Some(before) = PASS.with_borrow_mut(taken) else { return Ok(()) };
     // The pass is not borrowed here: an operation of candle may run another job of rayon.
@@ -237,8 +250,8 @@ fn put_aside(operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Re
         (a, b) => a.or(b),
     };
     PASS.with_borrow_mut(|pass| {
-        if let Some(pass) = pass {
-            pass.gradient = sum;
+        if let Some((pass, sum)) = pass.as_mut().zip(sum) {
+            pass.gradients.insert(operand.id(), sum);
         }
     });
     Ok(())

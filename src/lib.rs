@@ -8,7 +8,7 @@
 //! ```
 //!
 //! One softmax over a linear map forms log-probability matrices of rank at most H + 2 (H + 1 without a bias), the
-//! *softmax bottleneck*; a mixture of softmaxes forms matrices of any rank (Yang et al., ICLR 2018). The three heads
+//! *softmax bottleneck*; a mixture of softmaxes forms matrices of any rank (Yang et al., ICLR 2018). Three heads
 //! differ only in the arguments that they pass to the mixture:
 //!
 //! | head | contexts and priors | cost |
@@ -16,6 +16,14 @@
 //! | [`SoftmaxHead`] | the hidden state, one component | one softmax of width H |
 //! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
+//!
+//! Two heads for large vocabularies compute a softmax over frequent ids or classes, and of the rest only the clusters
+//! that have a target:
+//!
+//! | head | levels | cost |
+//! |---|---|---|
+//! | [`AdaptiveSoftmax`] | frequent ids and clusters, by any of the above; the ids of each cluster, from narrower contexts | about a softmax over the frequent ids |
+//! | [`HierarchicalSoftmax`] | classes, by any of the above; the ids of each class | about two softmaxes over sqrt(vocab) ids |
 //!
 //! All implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
 //! that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with
@@ -57,7 +65,8 @@
 //!
 //! # Options of a loss
 //!
-//! The same for all heads, in any combination ([`LossOptions`]):
+//! The same for all heads that are mixtures, in any combination ([`LossOptions`]); an option that another head does not
+//! support is an error:
 //!
 //! | option | |
 //! |---|---|
@@ -113,11 +122,15 @@
 
 #![warn(unreachable_pub)]
 
+mod adaptive_softmax;
+mod hierarchical_softmax;
 mod linear_cross_entropy;
+
 mod mixture_of_contexts;
 mod mixture_of_softmaxes;
 mod softmax_head;
 
+mod factorised;
 mod mixture_head;
 mod output_layer;
 
@@ -139,11 +152,13 @@ mod validate;
 
 mod error;
 
+pub use adaptive_softmax::{AdaptiveConfig, AdaptiveSoftmax};
 pub use backend::plan::Plan;
 pub use decoder::{CharCnn, CharCnnConfig};
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use dropout::Dropout;
 pub use error::{Error, Result};
+pub use hierarchical_softmax::{Classes, HierarchicalConfig, HierarchicalSoftmax};
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use loss::{DecoderRows, Loss, LossOptions, Negatives, Proposal, Reduction};
 pub use mixture::Mixture;

@@ -210,7 +210,7 @@ impl Projection {
 /// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`, in
 /// another shape, since candle would copy the gradient of a node for that. The gradient of `W h + b` is
 /// `gradient(result, upstream)`.
-fn layer(
+pub(crate) fn layer(
     name: &'static str,
     rows: &Tensor,
     weight: &Tensor,

@@ -31,12 +31,14 @@ impl SamplingFlags {
 
 /// `count` token ids after `start`.
 pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
+    let frozen = model.frozen_head()?;
+    let head = frozen.as_deref().unwrap_or(model.head());
     let mut states = model.state(1)?;
     let mut last = Tensor::new(&[[start]], model.device())?;
     let mut text = Vec::with_capacity(count);
     for _ in 0..count {
         let hidden = model.hidden(&last, &mut states)?;
-        last = model.head().sample(&hidden, sampler)?;
+        last = head.sample(&hidden, sampler)?;
         text.extend(last.flatten_all()?.to_vec1::<u32>()?);
     }
     Ok(text)

@@ -73,7 +73,7 @@ impl HeadSizes {
         }
     }
 
-    fn mixture(self) -> MixtureConfig {
+    pub(crate) fn mixture(self) -> MixtureConfig {
         let HeadSizes { vocab, hidden, context, components, activation } = self;
         MixtureConfig::new(hidden, vocab, components).with_context(context).with_activation(activation)
     }

@@ -4,14 +4,15 @@ use super::awd::Awd;
 use super::batches::{Streams, Window, IGNORED};
 use super::head::HeadKind;
 use super::model::{Forward, Model, Part, Pass};
+use super::output::{Built, Entries, Output};
 use super::recurrent::{self, Lstm, LstmDropout, Outputs};
 use super::sizes::{InitialValues, Sizes};
 use super::{checkpoint::Checkpoint, init, recipe::Recipe, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
-use mos_head::OutputLayer;
-use rand::{rngs::StdRng, SeedableRng};
+use mos_head::{LossOptions, OutputLayer, Proposal};
+use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::HashMap;
 
 pub(crate) struct LanguageModel {
@@ -21,7 +22,10 @@ pub(crate) struct LanguageModel {
     /// Dropout of whole rows of the embedding.
     embedding_dropout: f64,
     lstm: Lstm,
-    head: Box<dyn OutputLayer>,
+    head: Built,
+    output: Output,
+    /// What negatives are drawn from, if any are.
+    proposal: Option<Proposal>,
     /// Factors of activation regularisation and temporal activation regularisation.
     regularization: [f64; 2],
     varmap: VarMap,
@@ -34,6 +38,18 @@ impl LanguageModel {
         sizes: Sizes,
         values: InitialValues,
         recipe: &Recipe,
+        device: &Device,
+    ) -> Result<Self> {
+        Self::of_entries(kind, sizes, values, recipe, &Entries::default(), device)
+    }
+
+    /// A model whose output may depend on the entries of the vocabulary.
+    pub(crate) fn of_entries(
+        kind: HeadKind,
+        sizes: Sizes,
+        values: InitialValues,
+        recipe: &Recipe,
+        entries: &Entries,
         device: &Device,
     ) -> Result<Self> {
         let (varmap, Awd { input_dropout, hidden_dropout, output_dropout, context_dropout, .. }) =
@@ -49,7 +65,8 @@ impl LanguageModel {
         let lstm = Lstm::new(sizes.embedding, &sizes.units(), dropout, vb.pp("lstm"))?;
         let embedding = candle_nn::embedding(sizes.head.vocab, sizes.embedding, vb.pp("embedding"))?;
         let tied = sizes.tied.then_some(&embedding);
-        let head = sizes.head.build(kind, or_all(context_dropout), tied, vb.pp("head"))?;
+        let output = recipe.output;
+        let head = output.build(kind, sizes.head, or_all(context_dropout), tied, entries, vb.pp("head"))?;
         init::uniform(&varmap, recipe.seed, |name| values.bound(name, kind, sizes))?;
         sizes.head.start_alike(&varmap, recipe.spread)?;
         Ok(Self {
@@ -59,6 +76,8 @@ impl LanguageModel {
             embedding_dropout: recipe.awd.embedding_dropout.unwrap_or(0.0),
             lstm,
             head,
+            output,
+            proposal: output.proposal(entries)?,
             regularization: [recipe.awd.ar.unwrap_or(0.0), recipe.awd.tar.unwrap_or(0.0)],
             varmap,
             device: device.clone(),
@@ -81,6 +100,11 @@ impl LanguageModel {
     /// The model of a checkpoint, without the state of training.
     pub(crate) fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
         let kind = HeadKind::of_checkpoint(checkpoint)?;
+        // A sample makes no difference to an evaluation.
+        if let Some(output) = checkpoint.optional::<String>("output")?.filter(|name| name != "sampled" && name != "nce")
+        {
+            return Err(format!("the checkpoint has --output {output}, which can be resumed but not evaluated").into());
+        }
         let awd = Awd { inner: checkpoint.optional("inner")?, tied: checkpoint.optional("tied")?, ..Awd::NONE };
         let recipe = Recipe { awd, ..Recipe::of_checkpoint(kind, checkpoint)? };
         let model = Self::new(kind, Sizes::new(kind, &recipe, vocab), InitialValues::Small, &recipe, device)?;
@@ -163,7 +187,18 @@ impl Model for LanguageModel {
     const IGNORED: i64 = IGNORED;
 
     fn head(&self) -> &dyn OutputLayer {
-        self.head.as_ref()
+        self.head.head()
+    }
+
+    fn frozen_head(&self) -> Result<Option<Box<dyn OutputLayer>>> {
+        self.head.frozen()
+    }
+
+    fn options(&self, options: LossOptions, rng: &mut StdRng) -> Result<LossOptions> {
+        match &self.proposal {
+            Some(proposal) => self.output.options(options, proposal, rng.random()),
+            None => Ok(options),
+        }
     }
 
     fn varmap(&self) -> &VarMap {
@@ -175,7 +210,11 @@ impl Model for LanguageModel {
     }
 
     fn settings(&self) -> Vec<(&'static str, String)> {
-        self.sizes.settings(self.kind)
+        let mut settings = self.sizes.settings(self.kind);
+        if self.output != Output::FULL {
+            settings.push(("output", self.output.name()));
+        }
+        settings
     }
 
     fn batches(&self, text: &[u32], recipe: &Recipe, pass: Pass) -> Vec<TextBatch> {

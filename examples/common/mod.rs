@@ -17,6 +17,7 @@ pub(crate) mod language_model;
 pub(crate) mod measure;
 pub(crate) mod model;
 pub(crate) mod optimizer;
+pub(crate) mod output;
 pub(crate) mod plot;
 pub(crate) mod progress;
 pub(crate) mod recipe;

@@ -3,7 +3,7 @@
 use super::{digest::Digest, recipe::Recipe, Result};
 use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
-use mos_head::OutputLayer;
+use mos_head::{LossOptions, OutputLayer};
 use rand::rngs::StdRng;
 use std::collections::HashMap;
 
@@ -46,6 +46,16 @@ pub(crate) trait Model {
     const IGNORED: i64;
 
     fn head(&self) -> &dyn OutputLayer;
+
+    /// The head for an evaluation, if another is cheaper.
+    fn frozen_head(&self) -> Result<Option<Box<dyn OutputLayer>>> {
+        Ok(None)
+    }
+
+    /// The options of a training step, from those that all models share.
+    fn options(&self, options: LossOptions, _: &mut StdRng) -> Result<LossOptions> {
+        Ok(options)
+    }
 
     fn varmap(&self) -> &VarMap;
 

@@ -2,7 +2,7 @@
 
 use super::head::{activation, HeadKind, HeadSizes};
 use super::values::{above_zero, below_one, not_negative, positive, up_to_one};
-use super::{awd::Awd, checkpoint::Checkpoint, measure::Measure, optimizer::OptimizerKind, Result};
+use super::{awd::Awd, checkpoint::Checkpoint, measure::Measure, optimizer::OptimizerKind, output::Output, Result};
 use mos_head::Activation;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
@@ -22,6 +22,8 @@ macro_rules! recipe {
             pub(crate) seed: u64,
             /// For language models.
             pub(crate) awd: Awd,
+            /// For language models.
+            pub(crate) output: Output,
             /// Average from the start, until the validation loss no longer improves.
             pub(crate) finetune: bool,
         }
@@ -35,6 +37,7 @@ macro_rules! recipe {
                 measure: Measure::Perplexity,
                 seed: 1,
                 awd: Awd::NONE,
+                output: Output::FULL,
                 finetune: false,
             };
 

@@ -1,7 +1,9 @@
 //! The sizes of a language model, and the scale of its initial values.
 
 use super::head::{HeadKind, HeadSizes};
+use super::output::char_cnn;
 use super::recipe::Recipe;
+use mos_head::CharCnnConfig;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Sizes {
@@ -96,8 +98,11 @@ impl InitialValues {
         let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
         let layer = name.strip_prefix("lstm.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         let units = layer.map_or(head.hidden, |layer| sizes.units()[layer]);
+        if let Some(name) = name.strip_prefix("head.rows.") {
+            return of_rows(name);
+        }
         match (self, name) {
-            (_, "head.decoder.bias") => 0.0,
+            (_, name) if name.ends_with("decoder.bias") => 0.0,
             (InitialValues::Small, "embedding.weight" | "head.decoder.weight") => 0.1,
             (InitialValues::Small, _) => 1.0 / (units as f64).sqrt(),
             (InitialValues::Even, "embedding.weight") => 1.0,
@@ -110,4 +115,22 @@ impl InitialValues {
             (InitialValues::Even, _) => of(units),
         }
     }
+}
+
+/// Those of a network from spellings to rows, as the library has them, except the gates' biases, which are zero.
+fn of_rows(name: &str) -> f64 {
+    let CharCnnConfig { embedding, filters, correction, .. } = char_cnn(1);
+    let channels: usize = filters.iter().map(|(_, channels)| channels).sum();
+    let inputs = match name {
+        "embedding.weight" => 1,
+        "correction.projection" => correction,
+        name if name.ends_with("bias") || name == "correction.weight" => return 0.0,
+        name => {
+            match name.strip_prefix("convolution.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok()) {
+                Some(width) => width * embedding,
+                None => channels,
+            }
+        }
+    };
+    1.0 / (inputs as f64).sqrt()
 }

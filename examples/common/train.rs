@@ -49,6 +49,7 @@ pub(crate) fn train_epoch<M: Model>(
         let mut rng = masks(recipe.seed, epoch, i);
         let forward = model.forward(items, batch, &mut progress.state, Some(&mut rng))?;
         let options = options.clone().with_dropout(Dropout::Seeded(rng.random()));
+        let options = model.options(options, &mut rng)?;
         let loss = model.head().loss(&forward.hidden, &forward.targets, &options)?;
         let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
         progress.sum += match recipe.label_smoothing > 0.0 {
@@ -93,11 +94,13 @@ fn masks(seed: u64, epoch: usize, batch: usize) -> StdRng {
 /// Mean NLL of all targets of `items`.
 pub(crate) fn evaluate<M: Model>(model: &M, items: &[M::Item], recipe: &Recipe) -> Result<f64> {
     let options = LossOptions::evaluation().with_ignore_index(M::IGNORED);
+    let frozen = model.frozen_head()?;
+    let head = frozen.as_deref().unwrap_or(model.head());
     let (mut sum, mut count) = (0.0, 0.0);
     let mut state = model.start(recipe, Pass::Evaluation)?;
     for batch in model.batches(items, recipe, Pass::Evaluation) {
         let forward = model.forward(items, &batch, &mut state, None)?;
-        let loss = model.head().loss(&forward.hidden, &forward.targets, &options)?;
+        let loss = head.loss(&forward.hidden, &forward.targets, &options)?;
         let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
         sum += sum_of_batch;
         count += count_of_batch;

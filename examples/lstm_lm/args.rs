@@ -6,6 +6,7 @@ use crate::common::flags::TrainingFlags;
 use crate::common::generate::SamplingFlags;
 use crate::common::head::HeadKind;
 use crate::common::optimizer::OptimizerKind;
+use crate::common::output::{Output, OutputKind};
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
 use crate::common::values::{above_zero, below_one, not_negative, positive};
 use crate::common::Result;
@@ -57,6 +58,12 @@ pub(crate) struct Args {
     /// Start the decoder's bias at the logarithms of the ids' frequencies in the training text
     #[arg(long)]
     pub(crate) unigram_bias: bool,
+    /// What lies between the head and the vocabulary
+    #[arg(long, value_enum, default_value = "full")]
+    output: OutputKind,
+    /// Number of negatives of a sampled output [default: a tenth of the vocabulary]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    samples: Option<usize>,
     /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     bptt: Option<usize>,
@@ -81,7 +88,7 @@ pub(crate) struct Args {
 struct EvaluationFlags {
     /// Evaluate a checkpoint of this example, or a released one, instead of training
     #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "RecipeFlags", "Awd", "bptt", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
+        "RecipeFlags", "Awd", "bptt", "output", "samples", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
     ])]
     evaluate: Option<PathBuf>,
     /// Also with dynamic evaluation
@@ -174,6 +181,14 @@ impl Args {
             defaults.awd = defaults.awd.without_locked_dropout();
         }
         defaults.bptt = self.bptt.unwrap_or(defaults.bptt);
+        defaults.output = Output { kind: self.output, samples: self.samples };
+        let is_sampled = matches!(self.output, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
+        if self.samples.is_some() && !is_sampled {
+            return Err("--samples is for --output sampled, nce and char-cnn".into());
+        }
+        if is_sampled && self.recipe.label_smoothing.is_some_and(|epsilon| epsilon > 0.0) {
+            return Err("--label-smoothing needs the whole vocabulary, not a sample".into());
+        }
         if self.finetune.is_some() {
             defaults.lr = self.preset.map_or(20.0, Preset::finetuning_lr);
             defaults.awd.nonmono = defaults.awd.nonmono.or(Some(5));

@@ -37,6 +37,21 @@ impl Corpus {
         Ok(Self { data: Data::new(name, &words, train, valid), words, test, entropy: None })
     }
 
+    /// The same texts with ids in the order of falling frequency in the training text.
+    pub(crate) fn by_frequency(self) -> Self {
+        let mut counts = vec![0usize; self.words.len()];
+        self.data.train.iter().for_each(|&id| counts[id as usize] += 1);
+        let mut order: Vec<usize> = (0..counts.len()).collect();
+        order.sort_by_key(|&id| std::cmp::Reverse(counts[id]));
+        let mut ranks = vec![0u32; order.len()];
+        order.iter().zip(0..).for_each(|(&id, rank)| ranks[id] = rank);
+        let renumbered = |text: Vec<u32>| text.into_iter().map(|id| ranks[id as usize]).collect::<Vec<_>>();
+        let words: Vec<String> = order.iter().map(|&id| self.words[id].clone()).collect();
+        let Data { name, train, valid, .. } = self.data;
+        let data = Data::new(name, &words, renumbered(train), renumbered(valid));
+        Corpus { data, words, test: self.test.map(renumbered), entropy: self.entropy }
+    }
+
     /// Token ids as readable text, one sentence per line.
     pub(crate) fn decode(&self, ids: &[u32]) -> String {
         let words = ids.iter().map(|&id| self.words[id as usize].as_str());
@@ -95,6 +110,16 @@ mod tests {
         vocabulary.encode("a b", true);
         assert_eq!(vocabulary.encode("b c", false), [2, 1, 3, 2]);
         assert_eq!(vocabulary.words, ["a", "b", "<eos>", "c"]);
+    }
+
+    #[test]
+    fn ids_are_renumbered_by_frequency() {
+        let words = ["a", "b", "c"].map(String::from);
+        let data = Data::new("x".into(), &words, vec![0, 2, 2, 1, 2, 1], vec![0, 1]);
+        let corpus = Corpus { data, words: words.to_vec(), test: Some(vec![2, 0]), entropy: None }.by_frequency();
+        assert_eq!(corpus.words, ["c", "b", "a"]);
+        assert_eq!((corpus.data.train, corpus.data.valid), (vec![2, 0, 0, 1, 0, 1], vec![2, 1]));
+        assert_eq!(corpus.test, Some(vec![0, 2]));
     }
 
     #[test]

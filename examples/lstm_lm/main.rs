@@ -35,6 +35,7 @@ mod report;
 
 use args::Args;
 use common::generate::generate;
+use common::output::{Entries, OutputKind};
 use common::sizes::{InitialValues, Sizes};
 use common::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
 use corpus::Corpus;
@@ -53,7 +54,10 @@ fn run(args: &Args) -> Result<()> {
         Some(folder) => Corpus::from_folder(folder)?,
         None => Teacher::new().built_in(flags.seed),
     };
-    let (data, recipe) = (&corpus.data, args.recipe()?);
+    let recipe = args.recipe()?;
+    let corpus = if recipe.output.kind == OutputKind::Adaptive { corpus.by_frequency() } else { corpus };
+    let data = &corpus.data;
+    let entries = Entries::of(&corpus.words, &data.train);
     if let Some(evaluation) = args.evaluation() {
         return evaluate::run(&evaluation, &corpus, &device);
     }
@@ -68,7 +72,7 @@ fn run(args: &Args) -> Result<()> {
     let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
     let build = |kind, recipe: &Recipe| {
         let sizes = Sizes::new(kind, recipe, corpus.words.len());
-        let model = LanguageModel::new(kind, sizes, InitialValues::Small, recipe, &device)?;
+        let model = LanguageModel::of_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
         if args.unigram_bias {
             model.start_at_frequencies(&data.train)?;
         }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 pub(crate) type Ranked<F> = (F, u32);
 
 /// Descending by log-probability; ties go to the lower id.
-fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
+pub(crate) fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
     b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
 }
 

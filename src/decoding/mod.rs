@@ -9,7 +9,7 @@ mod pruning;
 mod sampler;
 mod sampling;
 mod top_k;
-mod transfer;
+pub(crate) mod transfer;
 
 pub use beam_search::{BeamSearch, Hypothesis};
 pub use pruning::Pruned;

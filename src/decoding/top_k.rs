@@ -1,10 +1,10 @@
 //! The most probable token ids and their log-probabilities.
 
-use candle_core::{DType, Tensor, D};
+use candle_core::{DType, Device, Tensor, D};
 
 use super::transfer;
 use crate::backend;
-use crate::backend::ranking::Best;
+use crate::backend::ranking::{Best, Ranked};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 
@@ -61,23 +61,32 @@ impl TopK {
     pub fn of_log_probs(log_probs: &Tensor, k: usize) -> Result<Self> {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
-        check_k(k, vocab)?;
+        Self::check_k(k, vocab)?;
         let found = transfer::visit(log_probs, &Best { k })?;
-        let (shape, device) = ([leading, &[k]].concat(), log_probs.device());
+        let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        Self::of_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
+    }
+
+    /// The ranked ids of each position as tensors of this shape, with log-probabilities in this dtype.
+    pub(crate) fn of_ranked(
+        found: &[Vec<Ranked<f64>>],
+        shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let ids = found.iter().flatten().map(|best| best.1).collect();
         let of_ids = found.iter().flatten().map(|best| best.0).collect();
-        let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Ok(TopK {
-            tokens: transfer::to_device::<u32>(ids, shape.as_slice(), device)?,
-            log_probs: transfer::rounded(of_ids, &shape, dtype, device)?,
+            tokens: transfer::to_device::<u32>(ids, shape, device)?,
+            log_probs: transfer::rounded(of_ids, shape, dtype, device)?,
         })
     }
-}
 
-fn check_k(k: usize, vocab: usize) -> Result<()> {
-    match (1..=vocab).contains(&k) {
-        true => Ok(()),
-        false => Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k)),
+    pub(crate) fn check_k(k: usize, vocab: usize) -> Result<()> {
+        match (1..=vocab).contains(&k) {
+            true => Ok(()),
+            false => Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k)),
+        }
     }
 }
 
@@ -93,7 +102,7 @@ impl Mixture {
     /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN.
     pub fn top_k(&self, k: usize) -> Result<TopK> {
         let operands = self.operands();
-        check_k(k, operands.sizes.vocab)?;
+        TopK::check_k(k, operands.sizes.vocab)?;
         let (tokens, log_probs) = backend::top_k(operands, k)?;
         let shape = [self.leading(), &[k]].concat();
         Ok(TopK { tokens: tokens.reshape(shape.as_slice())?, log_probs: log_probs.reshape(shape)? })

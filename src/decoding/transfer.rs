@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::validate::check_float;
 
 /// Values of the host as a tensor. candle's Metal backend does not allocate empty buffers.
-pub(super) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+pub(crate) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     match values.is_empty() {
         true => Ok(Tensor::zeros(shape, T::DTYPE, device)?),
         false => Ok(Tensor::from_vec(values, shape, device)?),
@@ -24,7 +24,7 @@ pub(super) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &
 }
 
 /// The numbers of a matrix in f64.
-pub(super) fn matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
+pub(crate) fn matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
     Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2()?)
 }
 

@@ -6,7 +6,7 @@ mod options;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 
-use crate::autograd;
+use crate::autograd::{self, Leaf};
 use crate::error::{Error, Result};
 use crate::validate::{check_alike, check_device, check_float, check_targets, check_weights, read_ids};
 pub use negatives::{Negatives, Proposal};
@@ -68,6 +68,8 @@ pub struct Loss {
     pub decoder_rows: Option<DecoderRows>,
     /// The decoder's weight, if it is a variable.
     pub(crate) decoder: Option<Tensor>,
+    /// The decoders of other nodes that are summed in the value.
+    pub(crate) parts: Vec<Leaf>,
     /// Targets on a GPU, which the loss does not check.
     pub(crate) unchecked: Option<Unchecked>,
 }
@@ -141,6 +143,7 @@ impl Loss {
             dropped_mass: None,
             decoder_rows: None,
             decoder: None,
+            parts: Vec::new(),
             unchecked: None,
         }
     }
@@ -161,8 +164,7 @@ impl Loss {
     /// Whether targets are in the vocabulary is for the head to check.
     pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         options.validate()?;
-        options
-            .reject(head, &["label_smoothing", "z_loss", "responsibility_filter", "hits", "sampled_softmax", "nce"])?;
+        options.require_nll_only(head)?;
         check_targets("targets", targets, nll.dims())?;
         check_device("targets", targets, nll)?;
         check_float("nll", nll)?;
@@ -201,7 +203,7 @@ impl Loss {
     ///
     /// If candle's backward pass fails.
     pub fn backward(&self) -> Result<GradStore> {
-        autograd::backward(&self.value, None, self.decoder.as_ref())
+        autograd::backward(&self.value, None, self.leaves().collect())
     }
 
     /// The gradients of the value plus a penalty, another differentiable scalar, such as a regulariser of the hidden
@@ -238,7 +240,13 @@ impl Loss {
             }
         }
         check_alike("penalty", penalty, "value", &self.value)?;
-        autograd::backward(&self.value, Some(penalty), self.decoder.as_ref())
+        autograd::backward(&self.value, Some(penalty), self.leaves().collect())
+    }
+
+    /// The variables whose gradients bypass candle's sum.
+    pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
+        let own = self.decoder.iter().map(|decoder| Leaf { node: self.value.id(), variable: decoder.clone() });
+        own.chain(self.parts.iter().cloned())
     }
 
     /// `sum` and `count` as numbers, in one transfer; waits for the device.

@@ -365,6 +365,11 @@ impl LossOptions {
         LossOptions { sampled: None, ..self.clone() }
     }
 
+    /// An error that names `head` if the options need more than the negative log-likelihoods of the targets.
+    pub(crate) fn require_nll_only(&self, head: &'static str) -> Result<()> {
+        self.reject(head, &["label_smoothing", "z_loss", "responsibility_filter", "hits", "sampled_softmax", "nce"])
+    }
+
     /// An error if one of these options is set, which `head` does not support.
     pub(crate) fn reject(&self, head: &'static str, options: &[&'static str]) -> Result<()> {
         let Terms { label_smoothing, z_loss, responsibility_filter, hits } = self.terms;

@@ -8,6 +8,7 @@ pub mod case;
 pub mod check;
 pub mod compare;
 pub mod composed;
+pub mod factorised;
 pub mod objective;
 pub mod random;
 pub mod reference;

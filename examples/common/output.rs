@@ -1,0 +1,181 @@
+//! What lies between a head and its vocabulary: all of it at each step, a sample of it, rows computed from spellings, or
+//! a vocabulary of two levels.
+
+use super::head::{HeadKind, HeadSizes};
+use super::Result;
+use candle_nn::{Embedding, VarBuilder};
+use clap::ValueEnum;
+use mos_head::{
+    AdaptiveConfig, AdaptiveSoftmax, CharCnn, CharCnnConfig, Classes, HierarchicalConfig, HierarchicalSoftmax,
+    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Proposal, SoftmaxConfig,
+    SoftmaxHead,
+};
+use std::sync::Arc;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputKind {
+    /// The whole vocabulary at each step
+    #[default]
+    Full,
+    /// A sampled softmax
+    Sampled,
+    /// Noise-contrastive estimation; for --head softmax and moc
+    Nce,
+    /// Rows of the decoder computed from spellings, trained with a sampled softmax
+    CharCnn,
+    /// An adaptive softmax, whose frequent ids are the head's
+    Adaptive,
+    /// Classes, which are the head's, and a softmax in each
+    Hierarchical,
+}
+
+/// `--output` and its sizes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Output {
+    pub(crate) kind: OutputKind,
+    /// Number of negatives; `None`: a tenth of the vocabulary, at least 16.
+    pub(crate) samples: Option<usize>,
+}
+
+/// The vocabulary: the spelling of each entry, and how often it occurs in the training text.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Entries {
+    pub(crate) words: Vec<String>,
+    pub(crate) counts: Vec<f64>,
+}
+
+impl Entries {
+    /// Counts one occurrence more of each, so that none is impossible.
+    pub(crate) fn of(words: &[String], text: &[u32]) -> Self {
+        let mut counts = vec![1.0; words.len()];
+        text.iter().for_each(|&id| counts[id as usize] += 1.0);
+        Entries { words: words.to_vec(), counts }
+    }
+}
+
+/// A head of any kind of output.
+pub(crate) enum Built {
+    Plain(Box<dyn OutputLayer>),
+    CharCnn(Spelled),
+}
+
+/// Heads whose rows are computed.
+pub(crate) enum Spelled {
+    Softmax(SoftmaxHead),
+    Moc(MixtureOfContexts),
+    Mos(MixtureOfSoftmaxes),
+}
+
+impl Built {
+    pub(crate) fn head(&self) -> &dyn OutputLayer {
+        match self {
+            Built::Plain(head) => head.as_ref(),
+            Built::CharCnn(Spelled::Softmax(head)) => head,
+            Built::CharCnn(Spelled::Moc(head)) => head,
+            Built::CharCnn(Spelled::Mos(head)) => head,
+        }
+    }
+
+    /// For an evaluation: the head with its rows computed once.
+    pub(crate) fn frozen(&self) -> Result<Option<Box<dyn OutputLayer>>> {
+        Ok(match self {
+            Built::Plain(_) => None,
+            Built::CharCnn(Spelled::Softmax(head)) => Some(Box::new(head.with_rows_computed()?)),
+            Built::CharCnn(Spelled::Moc(head)) => Some(Box::new(head.with_rows_computed()?)),
+            Built::CharCnn(Spelled::Mos(head)) => Some(Box::new(head.with_rows_computed()?)),
+        })
+    }
+}
+
+impl Output {
+    pub(crate) const FULL: Output = Output { kind: OutputKind::Full, samples: None };
+
+    pub(crate) fn name(self) -> String {
+        self.kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+
+    /// A head of `sizes` on this output. The decoder's weight is that of the embedding, if one is given.
+    pub(crate) fn build(
+        self,
+        kind: HeadKind,
+        sizes: HeadSizes,
+        dropout: f64,
+        tied: Option<&Embedding>,
+        entries: &Entries,
+        vb: VarBuilder,
+    ) -> Result<Built> {
+        let HeadSizes { vocab, hidden, .. } = sizes;
+        let is_whole = matches!(self.kind, OutputKind::Full | OutputKind::Sampled | OutputKind::Nce);
+        if tied.is_some() && !is_whole {
+            return Err(
+                format!("--tied needs a decoder with a row for each entry: not --output {}", self.name()).into()
+            );
+        }
+        let mixture = |vocab: usize| HeadSizes { vocab, ..sizes }.mixture().with_dropout(dropout);
+        // The softmax or the mixture of the ids or classes of the first level.
+        let first_level = |vocab: usize, vb: VarBuilder| -> Result<Arc<dyn MixtureLayer>> {
+            Ok(match kind {
+                HeadKind::Softmax => Arc::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb)?),
+                HeadKind::Moc => Arc::new(MixtureOfContexts::new(&mixture(vocab), vb)?),
+                HeadKind::Mos => Arc::new(MixtureOfSoftmaxes::new(&mixture(vocab), vb)?),
+            })
+        };
+        match self.kind {
+            OutputKind::Nce if kind == HeadKind::Mos => Err("--output nce is for --head softmax and moc".into()),
+            _ if is_whole => Ok(Built::Plain(sizes.build(kind, dropout, tied, vb)?)),
+            OutputKind::CharCnn => {
+                let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
+                let cnn = CharCnn::new(&char_cnn(width), &entries.words, vb.pp("rows"))?;
+                Ok(Built::CharCnn(match kind {
+                    HeadKind::Softmax => {
+                        Spelled::Softmax(SoftmaxHead::computed(&SoftmaxConfig::new(hidden, vocab), cnn, vb)?)
+                    }
+                    HeadKind::Moc => Spelled::Moc(MixtureOfContexts::computed(&mixture(vocab), cnn, vb)?),
+                    HeadKind::Mos => Spelled::Mos(MixtureOfSoftmaxes::computed(&mixture(vocab), cnn, vb)?),
+                }))
+            }
+            OutputKind::Adaptive => {
+                // Twice the default size of the projections, as the hidden states are small here.
+                let config = AdaptiveConfig::new(hidden, vocab, cutoffs(vocab)).with_div_value(2.0);
+                let head = first_level(config.head_size(), vb.pp("head"))?;
+                Ok(Built::Plain(Box::new(AdaptiveSoftmax::with_head(&config, head, vb)?)))
+            }
+            _ => {
+                let classes = Classes::of_frequencies(&entries.counts, (vocab as f64).sqrt().ceil() as usize)?;
+                let config = HierarchicalConfig::new(hidden, vocab).with_classes(classes);
+                let classes = first_level(config.class_count()?, vb.pp("class"))?;
+                Ok(Built::Plain(Box::new(HierarchicalSoftmax::with_class_layer(&config, classes, vb)?)))
+            }
+        }
+    }
+
+    /// What negatives are drawn from, if any are.
+    pub(crate) fn proposal(self, entries: &Entries) -> Result<Option<Proposal>> {
+        match self.kind {
+            OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn => {
+                Ok(Some(Proposal::unigram(&entries.counts)?))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The options of a training step, with negatives of this seed.
+    pub(crate) fn options(self, options: LossOptions, proposal: &Proposal, seed: u64) -> Result<LossOptions> {
+        let samples = self.samples.unwrap_or((proposal.vocab() / 10).max(16)).min(proposal.vocab());
+        let negatives = proposal.draw(samples, seed)?;
+        Ok(match self.kind {
+            OutputKind::Nce => options.with_nce(negatives),
+            _ => options.with_sampled_softmax(negatives),
+        })
+    }
+}
+
+/// The network of `--output char-cnn`, for rows of this size.
+pub(crate) fn char_cnn(context: usize) -> CharCnnConfig {
+    CharCnnConfig::new(context).with_correction(32)
+}
+
+/// A tenth and four tenths of the vocabulary.
+fn cutoffs(vocab: usize) -> Vec<usize> {
+    vec![(vocab / 10).max(1), (4 * vocab / 10).max(2)]
+}

@@ -1,0 +1,44 @@
+//! Draws from a factorised vocabulary level by level: an entry of the root, then an id of the cluster that was drawn.
+
+use candle_core::{Tensor, D};
+
+use super::{at_positions, Factorised};
+use crate::backend::contract::accumulation_dtype;
+use crate::decoding::transfer::to_device;
+use crate::decoding::Sampler;
+use crate::error::{Error, Result};
+use crate::validate::leading;
+
+impl Factorised {
+    pub(crate) fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        let sampling = sampler.sampling();
+        if sampling.component_temperature() != 1.0 {
+            return Err(Error::Unsupported { option: "component_temperature", head: self.name });
+        }
+        if sampling.temperature() == 0.0 {
+            return Ok(self.top_k(hidden, 1)?.tokens.squeeze(D::Minus1)?);
+        }
+        let is_whole = sampling.top_k().is_none() && sampling.top_p() >= 1.0 && sampling.min_p() <= 0.0;
+        if !is_whole || sampling.temperature() != 1.0 {
+            let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
+            return sampler.sample(&self.log_probs_as(hidden, accumulation)?.detach());
+        }
+        let rows = self.rows(hidden)?.detach();
+        let mut ids = self.root.sample(&rows, sampler)?.to_vec1::<u32>()?;
+        let mut members = vec![Vec::new(); self.clusters.len()];
+        for (position, &entry) in (0..).zip(&ids) {
+            if let Some(cluster) = (entry as usize).checked_sub(self.shortlist) {
+                members[cluster].push(position);
+            }
+        }
+        for (cluster, positions) in members.iter().enumerate().filter(|(_, positions)| !positions.is_empty()) {
+            let rows = rows.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
+            let drawn = self.clusters[cluster].mixture(&rows)?.sample(sampler);
+            let drawn = drawn.map_err(|error| at_positions(error, positions))?;
+            for (&position, index) in positions.iter().zip(drawn.to_vec1::<u32>()?) {
+                ids[position as usize] = self.id_within(cluster, index as usize);
+            }
+        }
+        to_device(ids, leading(hidden)?, hidden.device())
+    }
+}

@@ -55,7 +55,7 @@ pub(crate) struct Args {
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves
     #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search", "unigram_bias"])]
     pub(crate) finetune: Option<PathBuf>,
-    /// Start the decoder's bias at the logarithms of the ids' frequencies in the training text
+    /// Start the decoder's bias at the logarithms of the ids' frequencies in the training text; --output nce always does
     #[arg(long)]
     pub(crate) unigram_bias: bool,
     /// What lies between the head and the vocabulary

@@ -73,7 +73,8 @@ fn run(args: &Args) -> Result<()> {
     let build = |kind, recipe: &Recipe| {
         let sizes = Sizes::new(kind, recipe, corpus.words.len());
         let model = LanguageModel::of_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
-        if args.unigram_bias {
+        // Noise-contrastive estimation does not learn the normalisers: they start near one.
+        if args.unigram_bias || recipe.output.kind == OutputKind::Nce {
             model.start_at_frequencies(&data.train)?;
         }
         if let Some(start) = &start {

@@ -25,6 +25,9 @@
 //! | [`AdaptiveSoftmax`] | frequent ids and clusters, by any of the above; the ids of each cluster, from narrower contexts | about a softmax over the frequent ids |
 //! | [`HierarchicalSoftmax`] | classes, by any of the above; the ids of each class | about two softmaxes over sqrt(vocab) ids |
 //!
+//! The first three can also train on a sample of the vocabulary ([`LossOptions::with_sampled_softmax`], with negatives
+//! drawn from a [`Proposal`]), and with a decoder whose rows are computed from spellings ([`CharCnn`]).
+//!
 //! All implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
 //! that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with
 //! their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer, without its logits.
@@ -78,6 +81,8 @@
 //! | [`with_workspace_bytes`](LossOptions::with_workspace_bytes) | the budget of the workspace |
 //! | [`with_responsibility_filter`](LossOptions::with_responsibility_filter) | skips the gradient of components with a small responsibility |
 //! | [`with_hits`](LossOptions::with_hits) | also counts correct top-1 predictions |
+//! | [`with_sampled_softmax`](LossOptions::with_sampled_softmax), [`with_nce`](LossOptions::with_nce) | a training step over a sample of the vocabulary |
+//! | [`with_decoder_rows`](LossOptions::with_decoder_rows) | the gradient of a sample's rows, in place of the whole decoder's |
 //! | [`evaluation`](LossOptions::evaluation) | no gradients (one product instead of three), no dropout |
 //!
 //! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit

@@ -179,3 +179,84 @@ pub(crate) fn char_cnn(context: usize) -> CharCnnConfig {
 fn cutoffs(vocab: usize) -> Vec<usize> {
     vec![(vocab / 10).max(1), (4 * vocab / 10).max(2)]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::language_model::LanguageModel;
+    use super::super::model::Model;
+    use super::super::recipe::Recipe;
+    use super::super::sizes::{InitialValues, Sizes};
+    use super::*;
+    use candle_core::{Device, Tensor, D};
+    use rand::{rngs::StdRng, SeedableRng};
+
+    const KINDS: [OutputKind; 6] = [
+        OutputKind::Full,
+        OutputKind::Sampled,
+        OutputKind::Nce,
+        OutputKind::CharCnn,
+        OutputKind::Adaptive,
+        OutputKind::Hierarchical,
+    ];
+
+    fn entries() -> Entries {
+        let words: Vec<String> = (0..30).map(|id| format!("w{id}")).collect();
+        Entries::of(&words, &[0, 0, 0, 1, 1, 2, 5, 9])
+    }
+
+    fn model(head: HeadKind, kind: OutputKind, tied: bool) -> Result<LanguageModel> {
+        let output = Output { kind, samples: Some(7) };
+        let mut recipe = Recipe { hidden: 6, embedding: Some(6), context: Some(6), output, ..Recipe::BASE };
+        recipe.awd.tied = tied.then_some(true);
+        let sizes = Sizes::new(head, &recipe, 30);
+        LanguageModel::of_entries(head, sizes, InitialValues::Small, &recipe, &entries(), &Device::Cpu)
+    }
+
+    fn hidden() -> Tensor {
+        Tensor::rand(-1f32, 1f32, (5, 6), &Device::Cpu).expect("a tensor")
+    }
+
+    #[test]
+    fn every_output_is_a_distribution_that_trains() {
+        let (hidden, targets) = (hidden(), Tensor::new(&[0u32, 3, 29, 3, 11], &Device::Cpu).expect("ids"));
+        for head in HeadKind::ALL {
+            for kind in KINDS.into_iter().filter(|kind| *kind != OutputKind::Nce || head != HeadKind::Mos) {
+                let model = model(head, kind, false).expect("valid sizes");
+                let total = model.head().log_probs(&hidden).unwrap().exp().unwrap().sum(D::Minus1).unwrap();
+                assert!(total.to_vec1::<f32>().unwrap().iter().all(|sum| (sum - 1.0).abs() < 1e-5), "{kind:?}");
+                let options = |seed| model.options(LossOptions::new(), &mut StdRng::seed_from_u64(seed)).unwrap();
+                let loss = |seed| model.head().loss(&hidden, &targets, &options(seed)).unwrap();
+                let gradients = loss(1).backward().expect("a backward pass");
+                let of_head = |(name, _): &(String, _)| name.starts_with("head.");
+                let vars = super::super::init::sorted(model.varmap()).into_iter().filter(of_head);
+                let trained = vars.filter(|(_, var)| gradients.get(var).is_some()).count();
+                assert!(trained > 0, "{head:?} {kind:?}");
+                let value = |seed| loss(seed).value.to_scalar::<f32>().unwrap();
+                assert_eq!(value(1), value(1));
+                let is_sampled = matches!(kind, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
+                assert_eq!(value(1) != value(2), is_sampled, "{kind:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_frozen_head_is_the_head() {
+        for head in HeadKind::ALL {
+            let model = model(head, OutputKind::CharCnn, false).expect("valid sizes");
+            let frozen = model.frozen_head().unwrap().expect("rows are computed");
+            let ids = |head: &dyn OutputLayer, hidden: &Tensor| head.top_k(hidden, 4).unwrap().tokens.to_vec2::<u32>();
+            let hidden = hidden();
+            assert_eq!(ids(frozen.as_ref(), &hidden).unwrap(), ids(model.head(), &hidden).unwrap());
+        }
+    }
+
+    #[test]
+    fn combinations_that_do_not_exist_are_errors_that_name_the_flags() {
+        let error = |head, kind, tied| model(head, kind, tied).err().expect("must fail").to_string();
+        assert!(error(HeadKind::Mos, OutputKind::Nce, false).contains("--output nce"));
+        for kind in [OutputKind::CharCnn, OutputKind::Adaptive, OutputKind::Hierarchical] {
+            let error = error(HeadKind::Moc, kind, true);
+            assert!(error.contains("--tied") && error.contains("--output"), "{error}");
+        }
+    }
+}

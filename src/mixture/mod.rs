@@ -406,7 +406,8 @@ impl Mixture {
         Mixture { operands, leading: self.leading.clone() }
     }
 
-    /// How [`Mixture::loss`] would split the work with these options.
+    /// How [`Mixture::loss`] would split the work with these options; of a sampled softmax, that of one group of
+    /// positions.
     ///
     /// # Errors
     ///
@@ -414,7 +415,11 @@ impl Mixture {
     pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
         options.validate()?;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
-        backend::plan(&self.operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)
+        let mut operands = self.operands.clone();
+        if let Some(Sampled::Softmax(negatives)) = options.sampled_step() {
+            operands.sizes = sampled::group(operands.sizes, operands.contexts.dtype(), negatives);
+        }
+        backend::plan(&operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)
     }
 
     /// The loss for the backend, shapes and dtypes checked.

@@ -181,7 +181,7 @@ impl SampledSoftmax {
         needs_grad: NeedsGrad,
         loss: &impl Fn(SmallLoss) -> Result<Loss>,
     ) -> Result<(Sampled, Gradients)> {
-        let Sizes { positions, components, context, .. } = operands.sizes;
+        let positions = operands.sizes.positions;
         let (device, accumulation) =
             (operands.weight.device(), accumulation_dtype("contexts", operands.weight.dtype())?);
         let count: f64 = self.weights.iter().sum();
@@ -210,7 +210,7 @@ impl SampledSoftmax {
             bias: operands.bias.as_ref().and_then(|bias| zeros(bias, needs_grad.bias).transpose()).transpose()?,
         };
         let mut nll = Vec::new();
-        let step = (GROUP_BYTES / (components * context * accumulation.size_in_bytes())).clamp(1, positions.max(1));
+        let step = positions_at_a_time(operands.sizes, operands.contexts.dtype());
         for first in (0..positions).step_by(step) {
             let group = first..positions.min(first + step);
             let narrow = |tensor: &Tensor| tensor.detach().narrow(0, first, group.len())?.contiguous();
@@ -328,6 +328,19 @@ impl SampledSoftmax {
     }
 }
 
+/// Positions whose contexts are extended at a time.
+fn positions_at_a_time(sizes: Sizes, dtype: DType) -> usize {
+    let Sizes { positions, components, context, .. } = sizes;
+    (GROUP_BYTES / (components * context * dtype.size_in_bytes())).clamp(1, positions.max(1))
+}
+
+/// The sizes of the small loss of the first group.
+pub(super) fn group(sizes: Sizes, dtype: DType, negatives: &Negatives) -> Sizes {
+    let positions = positions_at_a_time(sizes, dtype).min(sizes.positions);
+    let columns = if matches!(dtype, DType::F32 | DType::F64) { 1 } else { PARTS };
+    Sizes { positions, context: sizes.context + columns, vocab: negatives.ids().len() + 1, ..sizes }
+}
+
 /// The target of an ignored position of a small loss.
 const IGNORED: i64 = -1;
 
@@ -365,7 +378,10 @@ fn select(bias: &Option<Tensor>, ids: &Tensor) -> Result<Option<Tensor>> {
     Ok(bias.as_ref().map(|bias| bias.index_select(ids, 0)).transpose()?)
 }
 
-/// Tensors of a dtype whose sum is `values`, to its precision. The gradient is that of the first.
+/// Numbers of half precision that one of single precision is the sum of.
+const PARTS: usize = 3;
+
+/// Tensors of a dtype, one or [`PARTS`], whose sum is `values`, to its precision. The gradient is that of the first.
 fn parts(values: Tensor, dtype: DType) -> Result<Vec<Tensor>> {
     let first = values.to_dtype(dtype)?;
     if values.dtype() == dtype {

@@ -34,6 +34,9 @@ pub(crate) struct Args {
     /// Size of the vocabulary [default: that of the shape]
     #[arg(long, value_parser = positive)]
     pub(crate) vocab: Option<usize>,
+    /// A cheaper vocabulary in place of a decoder with a row for each id
+    #[arg(long, value_enum)]
+    pub(crate) output: Option<Output>,
     /// Normalise over a sample of so many negatives, drawn anew in each step
     #[arg(long, value_parser = positive)]
     pub(crate) sampled: Option<usize>,
@@ -62,6 +65,8 @@ pub(crate) enum Shape {
     OneBillion,
     /// The softmax of a language model of a billion parameters: 2048 positions
     Llm,
+    /// A softmax of width 512 over 100,000 ids: 840 positions
+    Large,
     /// Small sizes to try a script on
     Small,
 }
@@ -74,9 +79,20 @@ impl Shape {
             Shape::Wt2 => (1050, 15, 300, 33_278, 650),
             Shape::OneBillion => (2100, 7, 900, 100_000, 1024),
             Shape::Llm => (2048, 1, 2048, 128_256, 2048),
+            Shape::Large => (840, 1, 512, 100_000, 512),
             Shape::Small => (256, 4, 64, 2000, 96),
         }
     }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// Rows of the decoder computed from spellings
+    CharCnn,
+    /// A head over a fiftieth of the vocabulary, and three clusters
+    Adaptive,
+    /// As many classes as the square root of the vocabulary
+    Hierarchical,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]

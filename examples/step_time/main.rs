@@ -14,6 +14,7 @@ mod common;
 mod device;
 mod floor;
 mod memory;
+mod output;
 mod steps;
 #[path = "../common/values.rs"]
 #[allow(dead_code)] // the parsers of the other examples
@@ -27,6 +28,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use memory::Peak;
 use mos_head::{LossOptions, Proposal};
+use output::System;
 use serde_json::json;
 use steps::{composed_step, detached_mixture, fused_step, Leaves};
 
@@ -45,7 +47,8 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let (positions, components, context, vocab, hidden) = args.shape.sizes();
     let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
     let vocab = args.vocab.unwrap_or(vocab);
-    let leaves = Leaves::new((positions, components, context, vocab, hidden), args.dtype, &device)?;
+    let sizes = (positions, components, context, vocab, hidden);
+    let leaves = Leaves::new(sizes, args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
     options = options.with_responsibility_filter(args.filter);
     if let Some(mib) = args.workspace_mib {
@@ -68,12 +71,18 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let floor_sizes = floor::Sizes { rows: positions * components, context, vocab: floor_vocab };
     let floor = || if args.forward_only { floor::one_product(floor_sizes) } else { floor::three_products(floor_sizes) };
 
+    if args.output.is_some() && args.implementation != Implementation::Fused {
+        return Err("--output is for --impl fused".into());
+    }
+    let system = args.output.map(|output| System::new(output, sizes, args.dtype, &device)).transpose()?;
+
     let memory = Peak::watch(&device);
-    let (times, loss) = match args.implementation {
-        Implementation::Fused => time(args, || fused_step(&leaves, components, &options()?))?,
-        Implementation::Composed => time(args, || composed_step(&leaves, components, args.forward_only))?,
-        Implementation::Gemm3 if device.is_cpu() => (floor(), None),
-        Implementation::Gemm3 => return Err("--impl gemm3 measures the CPU only".into()),
+    let (times, loss) = match (args.implementation, &system) {
+        (Implementation::Fused, Some(system)) => time(args, || system.step(&options()?))?,
+        (Implementation::Fused, None) => time(args, || fused_step(&leaves, components, &options()?))?,
+        (Implementation::Composed, _) => time(args, || composed_step(&leaves, components, args.forward_only))?,
+        (Implementation::Gemm3, _) if device.is_cpu() => (floor(), None),
+        (Implementation::Gemm3, _) => return Err("--impl gemm3 measures the CPU only".into()),
     };
     device.synchronize()?;
     let peak = memory.extra_mib();
@@ -85,11 +94,11 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.as_str(),
-        "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
+        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });
-    if args.implementation == Implementation::Fused {
+    if args.implementation == Implementation::Fused && system.is_none() {
         let mixture = detached_mixture(&leaves, components)?;
         let plan = mixture.plan(&options()?)?;
         let (mixture_times, _) = time(args, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;

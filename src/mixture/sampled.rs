@@ -238,7 +238,8 @@ impl SampledSoftmax {
             }
             for (to, leaf) in [(&mut gradients.weight, Some(&weight)), (&mut gradients.bias, bias.as_ref())] {
                 if let (Some(sum), Some(part)) = (to.as_mut(), leaf.and_then(|leaf| found.get(leaf))) {
-                    *sum = (&*sum + part.to_dtype(accumulation)?)?;
+                    // Detached: the sum must not keep the graphs of the groups alive.
+                    *sum = (&*sum + part.detach().to_dtype(accumulation)?)?;
                 }
             }
         }

@@ -188,8 +188,12 @@ impl CharCnn {
         let groups = Groups::new(&self.config, &spellings, self.parameter().dtype());
         let config = self.config.clone();
         let values: Parameters = self.parameters.iter().map(Tensor::detach).collect();
-        let rows = groups.map(&spellings, |spellings| network::rows(&config, &values, spellings))?;
-        let rows = groups.in_order(&Tensor::cat(&rows, 0)?)?;
+        let rows = {
+            let of_groups = groups.map(&spellings, |spellings| network::rows(&config, &values, spellings))?;
+            let sorted = Tensor::cat(&of_groups, 0)?;
+            drop(of_groups);
+            groups.in_order(&sorted)?
+        };
 
         // A custom operation of candle has three operands.
         let flat = self.parameters.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
@@ -207,7 +211,8 @@ impl CharCnn {
                 first += spellings.len();
                 for (sum, leaf) in sums.iter_mut().zip(&leaves) {
                     if let Some(gradient) = gradients.get(leaf) {
-                        *sum = (&*sum + gradient)?;
+                        // Detached: the sum must not keep the graphs of the groups alive.
+                        *sum = (&*sum + gradient.detach())?;
                     }
                 }
                 Ok(())

@@ -5,8 +5,8 @@ use std::fmt::{Debug, Display};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::{
-    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
-    OutputLayer, Plan, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    Activation, AdaptiveSoftmax, Error, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
+    MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Plan, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 fn is_shareable<T: Send + Sync + 'static>() {}
@@ -17,6 +17,8 @@ fn heads_options_and_results_are_shared_between_threads() {
     is_shareable::<SoftmaxHead>();
     is_shareable::<MixtureOfContexts>();
     is_shareable::<MixtureOfSoftmaxes>();
+    is_shareable::<AdaptiveSoftmax>();
+    is_shareable::<HierarchicalSoftmax>();
     is_shareable::<Mixture>();
     is_shareable::<LossOptions>();
     is_shareable::<Loss>();
@@ -30,6 +32,8 @@ fn heads_can_be_cloned_and_printed() {
     is_a_head::<SoftmaxHead>();
     is_a_head::<MixtureOfContexts>();
     is_a_head::<MixtureOfSoftmaxes>();
+    is_a_head::<AdaptiveSoftmax>();
+    is_a_head::<HierarchicalSoftmax>();
 }
 
 #[test]

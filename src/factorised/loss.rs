@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Cluster, Factorised};
+use super::{Cluster, Factorised, Place};
 use crate::autograd::Leaf;
 use crate::backend::contract::accumulation_dtype;
 use crate::decoding::transfer::to_device;
@@ -87,21 +87,7 @@ impl Factorised {
         of_root.position_weights = weights_of(&mut (0..ids.len()), leading)?;
         let root = self.root.loss(hidden, &to_device::<i64>(entries, leading, device)?, &of_root)?;
 
-        // The positions of each cluster, and their targets there.
-        let mut members = vec![Vec::new(); self.clusters.len()];
-        for (position, place) in places.iter().enumerate() {
-            if let Some((cluster, target)) = place.and_then(|place| place.within) {
-                members[cluster].push((position, target as u32));
-            }
-        }
-        let mut groups = Vec::new();
-        let mut sorted = Vec::new();
-        for (cluster, members) in self.clusters.iter().zip(members) {
-            if !members.is_empty() {
-                groups.push(Group { cluster, start: sorted.len(), positions: members.len() });
-                sorted.extend(members);
-            }
-        }
+        let (groups, sorted) = self.groups(&places);
         let mut part = Part::of(root);
         if !groups.is_empty() {
             let order: Vec<u32> = sorted.iter().map(|&(position, _)| position as u32).collect();
@@ -134,6 +120,22 @@ impl Factorised {
             }
             false => Loss::from_nll(self.name, &part.value, targets, options),
         }
+    }
+
+    /// The clusters that have a target, and the positions sorted by cluster, each with its target there.
+    fn groups(&self, places: &[Option<Place>]) -> (Vec<Group<'_>>, Vec<(usize, u32)>) {
+        let mut members = vec![Vec::new(); self.clusters.len()];
+        for (position, place) in places.iter().enumerate() {
+            if let Some((cluster, target)) = place.and_then(|place| place.within) {
+                members[cluster].push((position, target as u32));
+            }
+        }
+        let (mut groups, mut sorted) = (Vec::new(), Vec::new());
+        for (cluster, members) in self.clusters.iter().zip(members).filter(|(_, members)| !members.is_empty()) {
+            groups.push(Group { cluster, start: sorted.len(), positions: members.len() });
+            sorted.extend(members);
+        }
+        (groups, sorted)
     }
 }
 

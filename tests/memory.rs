@@ -6,10 +6,13 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
-use mos_head::{LossOptions, OutputLayer, Result, Sampler, Sampling, SoftmaxHead};
+use mos_head::{
+    CharCnn, CharCnnConfig, LossOptions, Mixture, OutputLayer, Proposal, Result, Sampler, Sampling, SoftmaxHead,
+};
 
 /// The system's allocator, which counts the bytes in use and their peak.
 struct Counting;
@@ -78,6 +81,8 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
     }
     the_decoders_gradient_is_held_once()?;
     a_transposed_decoder_is_not_copied()?;
+    the_intermediate_results_of_computed_rows_are_within_their_budget()?;
+    a_sampled_loss_holds_no_copy_of_all_contexts()?;
     decoding_holds_the_logits_of_a_few_positions()
 }
 
@@ -128,5 +133,46 @@ fn a_transposed_decoder_is_not_copied() -> Result<()> {
     loss?;
     let (decoder, limit) = (VOCAB * WIDTH * 4, 16 << 20);
     assert!(peak <= limit, "{peak} bytes; the decoder has {decoder}");
+    Ok(())
+}
+
+fn the_intermediate_results_of_computed_rows_are_within_their_budget() -> Result<()> {
+    const BUDGET: usize = 4 << 20;
+    const CONTEXT: usize = 8;
+    let config = CharCnnConfig::new(CONTEXT).with_filters(&[(2, 32), (4, 32)]).with_budget_bytes(BUDGET);
+    for words in [1000, 8000] {
+        let words: Vec<String> = (0..words).map(|id| format!("{id:b}")).collect();
+        let vars = VarMap::new();
+        let cnn = CharCnn::new(&config, &words, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+        let step = || Ok::<_, mos_head::Error>(cnn.rows()?.sqr()?.sum_all()?.backward()?);
+        step()?;
+        let (gradients, peak) = peak_of(step);
+        gradients?;
+        // Rows, their square, gradients, each twice where candle adds it to zeros, and sorted; spellings as numbers.
+        let rows = words.len() * (CONTEXT * 4 * 12 + 200);
+        let parameters = 20 * vars.all_vars().iter().map(|var| var.elem_count() * 4).sum::<usize>();
+        let limit = BUDGET + rows + parameters + (2 << 20);
+        assert!(peak <= limit, "{peak} of {limit} bytes for {} words", words.len());
+    }
+    Ok(())
+}
+
+fn a_sampled_loss_holds_no_copy_of_all_contexts() -> Result<()> {
+    const WIDTH: usize = 64;
+    const POSITIONS: usize = 100_000;
+    let contexts = Var::from_tensor(&Tensor::randn(0f32, 0.1, (POSITIONS, 2, WIDTH), &Device::Cpu)?)?;
+    let log_priors = Tensor::full(0.5f32.ln(), (POSITIONS, 2), &Device::Cpu)?;
+    let weight = Var::from_tensor(&Tensor::randn(0f32, 0.1, (5000, WIDTH), &Device::Cpu)?)?;
+    let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+    let targets = Tensor::from_iter((0..POSITIONS as u32).map(|i| i % 5000), &Device::Cpu)?;
+    let options = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(5000)?.draw(16, 1)?);
+    let step = || mixture.loss(&targets, &options)?.backward();
+    step()?;
+    let (gradients, peak) = peak_of(step);
+    gradients?;
+    // The gradient of the contexts, twice where candle adds it to zeros; copies of a group, with theirs; results.
+    let contexts = POSITIONS * 2 * WIDTH * 4;
+    let limit = 2 * contexts + 6 * (16 << 20) + 5 * 5000 * WIDTH * 4 + POSITIONS * 200;
+    assert!(peak <= limit, "{peak} of {limit} bytes; the contexts have {contexts}");
     Ok(())
 }

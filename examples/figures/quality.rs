@@ -121,6 +121,32 @@ pub(crate) fn regularisers(results: &Results) -> Result<String> {
     Ok(markdown("| recipe | after the last epoch | change | lowest |", rows) + &source(&lines, false))
 }
 
+/// The heads on cheaper vocabularies. At equal time: the last epoch that ends within the time of the first two with the
+/// whole vocabulary.
+pub(crate) fn outputs(results: &Results) -> Result<String> {
+    let lines = results.of("outputs");
+    let row = |line: &&Line| {
+        let whole = lines.iter().find(|other| other.is("output", "full") && other.text("head") == line.text("head"));
+        let whole = need(whole.ok_or("no line of the whole vocabulary")?, "positions_per_second")?;
+        let speed = need(line, "positions_per_second")?;
+        let perplexities = line.numbers(VALIDATION);
+        let epochs = ((2.0 * speed / whole + 0.01) as usize).min(perplexities.len());
+        let at_equal_time = match epochs.checked_sub(1) {
+            Some(last) => format!("{} ({epochs})", perplexity(perplexities[last])),
+            None => String::new(),
+        };
+        let units = format!("{}", need(line, "hidden")?);
+        let parameters = count(need(line, "parameters")?);
+        let [head, output] = [line.text("head").into(), format!("`{}`", line.text("output"))];
+        Ok(vec![head, output, units, parameters, count(speed), each(line, VALIDATION, perplexity), at_equal_time])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    let header =
+        "| head | `--output` | units | parameters | positions per second | validation perplexity, by epoch | at \
+                  equal time (epochs) |";
+    Ok(markdown(header, rows) + &source(&lines, false))
+}
+
 /// The same trials of every head.
 pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
     let lines = results.of(figure);

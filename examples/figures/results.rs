@@ -8,10 +8,11 @@ use serde_json::{Map, Value};
 /// Errors name the file, and the line where one is at fault.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const FILES: [&str; 7] = ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck"];
+pub(crate) const FILES: [&str; 8] =
+    ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs"];
 const REQUIRED: [&str; 7] = ["figure", "shape", "implementation", "command", "processor", "date", "commit"];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
-const IDENTITY: [&str; 13] = [
+const IDENTITY: [&str; 15] = [
     "figure",
     "shape",
     "positions",
@@ -20,6 +21,8 @@ const IDENTITY: [&str; 13] = [
     "epoch",
     "trial",
     "without",
+    "output",
+    "hidden",
     "activation",
     "spread",
     "dtype",

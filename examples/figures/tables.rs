@@ -8,7 +8,7 @@ use crate::results::{Line, Result, Results};
 type Generator = fn(&Results) -> Result<String>;
 
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 25] = [
+pub(crate) const TABLES: [(&str, Generator); 27] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
@@ -25,6 +25,8 @@ pub(crate) const TABLES: [(&str, Generator); 25] = [
     ("penn-treebank", quality::penn_treebank),
     ("recipe", quality::recipe),
     ("regularisers", quality::regularisers),
+    ("outputs", quality::outputs),
+    ("output-steps", output_steps),
     ("built-in-language", quality::built_in_language),
     ("translation", quality::translation),
     ("translation-trials", |results| quality::trials(results, "translation-trials")),
@@ -115,6 +117,18 @@ fn steps_elsewhere(results: &Results) -> Result<String> {
         ]);
     }
     Ok(markdown("| processor | shape | implementation | step | extra |", rows) + &source(&lines, false))
+}
+
+/// Training steps over cheaper vocabularies.
+fn output_steps(results: &Results) -> Result<String> {
+    let lines = results.of("output-step");
+    let row = |line: &&Line| {
+        let sizes = line.text("shape").to_owned();
+        let memory = count(need(line, "extra_mib")?) + " MiB";
+        Ok(vec![sizes, line.text("implementation").into(), digits(need(line, "seconds")?) + " s", memory])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| | implementation | step | extra |", rows) + &source(&lines, true))
 }
 
 fn dtypes(results: &Results) -> Result<String> {

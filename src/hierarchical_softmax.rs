@@ -50,8 +50,8 @@ impl Classes {
             return Err(Error::config("frequencies", "finite numbers, at least 0", invalid));
         }
         let total: f64 = frequencies.iter().sum();
-        if total <= 0.0 {
-            return Err(Error::config("frequencies", "a positive sum", total));
+        if total <= 0.0 || !total.is_finite() {
+            return Err(Error::config("frequencies", "a positive, finite sum", total));
         }
         let mut order: Vec<usize> = (0..frequencies.len()).collect();
         order.sort_by(|&a, &b| frequencies[b].total_cmp(&frequencies[a]));

@@ -68,8 +68,8 @@
 //!
 //! # Options of a loss
 //!
-//! The same for all heads that are mixtures, in any combination ([`LossOptions`]); an option that another head does not
-//! support is an error:
+//! The same for all heads that are mixtures ([`LossOptions`]); an option that a head, or another option, does not support
+//! is an error:
 //!
 //! | option | |
 //! |---|---|

@@ -99,6 +99,10 @@ pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
 /// The targets as token ids, `None` where ignored, or an error that names the first target that is not in the
 /// vocabulary. Waits for the device of the targets.
 pub(crate) fn read_ids(targets: &Tensor, ignore_index: Option<i64>, vocab: usize) -> Result<Vec<Option<usize>>> {
+    if targets.elem_count() == 0 {
+        // candle's GPU backends do not convert empty tensors.
+        return Ok(Vec::new());
+    }
     let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
     let id = |(position, &got): (usize, &i64)| {
         if ignore_index == Some(got) {

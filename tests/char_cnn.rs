@@ -284,3 +284,50 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     assert!(matches!(error, Error::DType { argument: "hidden", .. }), "{error}");
     Ok(())
 }
+
+#[test]
+fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
+    let words: Vec<String> = (0..3000).map(|id| format!("{id:b}")).collect();
+    let config = config().with_budget_bytes(1 << 20);
+    let gradients = |dtype: DType| -> Result<BTreeMap<String, Vec<f64>>> {
+        let vars = VarMap::new();
+        let cnn = CharCnn::new(&config, &words, VarBuilder::from_varmap(&vars, dtype, &Device::Cpu))?;
+        for (name, var) in by_name(&vars) {
+            let salt = name.len();
+            let values = (0..var.elem_count()).map(|i| (((i + salt) * 37) % 101) as f64 / 80.0 - 0.6);
+            let values = Tensor::from_iter(values.collect::<Vec<_>>(), &Device::Cpu)?.to_dtype(DType::BF16)?;
+            var.set(&values.reshape(var.shape())?.to_dtype(dtype)?)?;
+        }
+        let gradients = cnn.rows()?.mean_all()?.backward()?;
+        let of = |(name, var): (String, Var)| Ok((name, numbers(gradients.get(&var).unwrap())?));
+        by_name(&vars).into_iter().map(of).collect()
+    };
+    let expected = gradients(DType::F32)?;
+    for dtype in [DType::BF16, DType::F16] {
+        for (name, found) in gradients(dtype)? {
+            // The correction's are those of candle's product.
+            if !name.starts_with("correction") {
+                let scale = expected[&name].iter().fold(0f64, |scale, x| scale.max(x.abs()));
+                let error = found.iter().zip(&expected[&name]).map(|(a, b)| (a - b).abs()).fold(0f64, f64::max);
+                assert!(error < 0.02 * scale, "{name} {dtype:?}: {error} of {scale}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn frozen_parameters_have_no_gradient() -> Result<()> {
+    let (vars, _) = variables(&config(), DType::F32, &Device::Cpu)?;
+    let of_var: BTreeMap<_, _> = by_name(&vars);
+    let tensors = of_var.iter().map(|(name, var)| {
+        let is_trained = name.starts_with("projection");
+        (name.clone(), if is_trained { var.as_tensor().clone() } else { var.as_tensor().detach() })
+    });
+    let vb = VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu);
+    let gradients = CharCnn::new(&config(), &WORDS, vb)?.rows()?.sum_all()?.backward()?;
+    for (name, var) in of_var {
+        assert_eq!(gradients.get(&var).is_some(), name.starts_with("projection"), "{name}");
+    }
+    Ok(())
+}

@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, Negatives, OutputLayer, Proposal,
-    Reduction, Result, SoftmaxHead,
+    Activation, Dropout, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, Negatives,
+    OutputLayer, Proposal, Reduction, Result, SoftmaxHead,
 };
 
 const VOCAB: usize = 40;
@@ -337,7 +337,9 @@ fn every_head_takes_a_sampled_loss() -> Result<()> {
     let options = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(VOCAB)?.draw(9, 1)?);
     let loss = head.loss(&hidden, &targets, &options.clone().with_reduction(Reduction::None))?;
     assert_eq!((loss.value.dims(), loss.nll.dims()), (&[2, 3][..], &[2, 3][..]));
-    close("value", &loss.value, &loss.nll, 1e-12)?;
+    // A loss of the head is that of its mixture.
+    let mixture = head.mixture(&hidden, Dropout::Off)?.loss(&targets, &options)?;
+    close("value", &loss.value.mean_all()?, &mixture.value, 1e-12)?;
     let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
     assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
     Ok(())
@@ -507,6 +509,7 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     }
     assert!(Proposal::unigram(&[1.0, 0.0])?.draw(2, 0).is_err());
     assert!(Proposal::log_uniform(3)?.draw_with_replacement(0, 0).is_err());
+    assert!(Proposal::log_uniform(3)?.draw_with_replacement(usize::MAX, 0).is_err());
 
     let (tensor, _) = targets(device)?;
     let operands = Operands::random(7, 3, DType::F32, device)?;
@@ -543,8 +546,171 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
         message(mixture.loss(&tensor, &never)),
         "proposal: expected a positive probability of the target 17, got 0"
     );
+    assert_eq!(
+        message(mixture.loss(&tensor, &LossOptions::new().with_decoder_rows(true))),
+        "decoder_rows: expected a sampled loss, got none"
+    );
     // A head that computes its loss itself.
     let nll = Tensor::zeros(7, DType::F32, device)?;
     assert_eq!(message(Loss::from_nll("Mine", &nll, &tensor, &sampled)), "sampled_softmax: not supported by Mine");
+    Ok(())
+}
+
+/// Positions and targets that make every sum long, one of the targets not among the negatives.
+fn many(dtype: DType, components: usize) -> Result<(Mixture, [Var; 2], Tensor)> {
+    const POSITIONS: usize = 3000;
+    let values = |count: usize, scale: f64| (0..count).map(move |i| (((i * 37) % 101) as f64 / 50.0 - 1.0) * scale);
+    let tensor = |shape: &[usize], scale: f64| -> Result<Var> {
+        let values = Tensor::from_iter(values(shape.iter().product(), scale), &Device::Cpu)?;
+        // The same numbers in every dtype.
+        Ok(Var::from_tensor(&values.reshape(shape)?.to_dtype(DType::BF16)?.to_dtype(dtype)?)?)
+    };
+    let (contexts, weight) = (tensor(&[POSITIONS, components, 16], 1.0)?, tensor(&[VOCAB, 16], 0.5)?);
+    let log_priors = Tensor::full(-(components as f32).ln(), (POSITIONS, components), &Device::Cpu)?;
+    let log_priors = if dtype == DType::F64 { log_priors.to_dtype(dtype)? } else { log_priors };
+    let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+    let targets = Tensor::full(39u32, POSITIONS, &Device::Cpu)?;
+    Ok((mixture, [contexts, weight], targets))
+}
+
+#[test]
+fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
+    let negatives = Proposal::log_uniform(VOCAB)?.draw(6, 2)?;
+    assert!(!negatives.ids().contains(&39));
+    let options = |kind: &str| match kind {
+        "nce" => LossOptions::new().with_nce(negatives.clone()),
+        _ => LossOptions::new().with_sampled_softmax(negatives.clone()),
+    };
+    for (kind, components) in [("nce", 1), ("softmax", 1), ("softmax", 3)] {
+        let (exact, [contexts, weight], targets) = many(DType::F64, components)?;
+        let expected = exact.loss(&targets, &options(kind))?.backward()?;
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 1e-2), (DType::F16, 2e-3)] {
+            let (mixture, found, targets) = many(dtype, components)?;
+            let loss = mixture.loss(&targets, &options(kind))?;
+            // As a loss scale does: the gradient of a mean over many positions is subnormal in f16.
+            let scale = 65536.0;
+            let gradients = match kind {
+                "nce" => loss.value.backward()?,
+                _ => (&loss.value * scale)?.backward()?,
+            };
+            let scale = if kind == "nce" { 1.0 } else { scale };
+            for (found, expected_of) in found.iter().zip([&contexts, &weight]) {
+                if kind == "nce" && dtype == DType::F16 && expected_of.rank() == 3 {
+                    continue;
+                }
+                let found = (gradients.get(found).unwrap().to_dtype(DType::F64)? / scale)?;
+                close(&format!("{kind} {dtype:?}"), &found, expected.get(expected_of).unwrap(), tolerance)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn groups_of_positions_are_one_loss() -> Result<()> {
+    // 24 MiB of contexts: two groups.
+    let (positions, d) = (24_000, 128);
+    let contexts = Var::from_tensor(&Tensor::randn(0f32, 0.3, (positions, 2, d), &Device::Cpu)?)?;
+    let log_priors = Tensor::full(0.5f32.ln(), (positions, 2), &Device::Cpu)?;
+    let weight = Var::from_tensor(&Tensor::randn(0f32, 0.3, (VOCAB, d), &Device::Cpu)?)?;
+    let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+    let targets = Tensor::from_iter((0..positions as u32).map(|i| i * 7 % VOCAB as u32), &Device::Cpu)?;
+    let exact = mixture.loss(&targets, &LossOptions::new())?;
+    let negatives = Proposal::log_uniform(VOCAB)?.draw(VOCAB, 1)?;
+    let sampled = mixture.loss(&targets, &LossOptions::new().with_sampled_softmax(negatives))?;
+    close("nll", &sampled.nll, &exact.nll, 1e-5)?;
+    let (found, expected) = (sampled.backward()?, exact.backward()?);
+    for variable in [&contexts, &weight] {
+        close("gradient", found.get(variable).unwrap(), expected.get(variable).unwrap(), 1e-4)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_scale_of_the_logits_is_exact_in_half_precision() -> Result<()> {
+    // Logits of 8192 before their scale, and shifts that are divided by it.
+    for (dtype, scale) in [(DType::F16, 1.0 / 512.0), (DType::F16, 1e-4), (DType::BF16, 1e-8), (DType::F32, 1e-8)] {
+        let contexts = Tensor::full(8f32, (3, 1, 128), &Device::Cpu)?.to_dtype(dtype)?;
+        let weight = Tensor::full(8f32, (VOCAB, 128), &Device::Cpu)?.to_dtype(dtype)?;
+        let mixture = Mixture::new(&contexts, None, &weight, None)?.with_logit_scale(scale)?;
+        let targets = Tensor::new(&[0u32, 20, 39], &Device::Cpu)?;
+        let negatives = Proposal::log_uniform(VOCAB)?.draw(VOCAB, 1)?;
+        let sampled = mixture.loss(&targets, &LossOptions::new().with_sampled_softmax(negatives))?;
+        close("all", &sampled.nll, &Tensor::full((VOCAB as f32).ln(), 3, &Device::Cpu)?, 1e-5)?;
+        let negatives = Proposal::log_uniform(VOCAB)?.draw(2, 1)?;
+        let log_expected = |id: usize| negatives.expected_count(id).ln();
+        let options = LossOptions::new().with_sampled_softmax(negatives.clone());
+        let found = mixture.loss(&targets, &options)?.nll.to_vec1::<f32>()?;
+        for (found, id) in found.into_iter().zip([0usize, 20, 39]) {
+            let others = negatives.ids().iter().filter(|other| **other != id).map(|id| (-log_expected(*id)).exp());
+            let own = (-log_expected(id)).exp();
+            let expected = ((own + others.sum::<f64>()) / own).ln();
+            assert!((f64::from(found) - expected).abs() < 1e-3 * expected.max(1.0), "{dtype:?} {scale} {id}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn an_impossible_target_has_an_infinite_loss_and_spoils_no_other() -> Result<()> {
+    let weight = Var::from_tensor(&Tensor::ones((VOCAB, 2), DType::F32, &Device::Cpu)?)?;
+    let bias = Tensor::from_iter((0..VOCAB).map(|id| if id == 39 { f32::NEG_INFINITY } else { 0.0 }), &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), Some(bias))?;
+    let hidden = Var::from_tensor(&Tensor::ones((2, 2), DType::F32, &Device::Cpu)?)?;
+    let targets = Tensor::new(&[3u32, 39], &Device::Cpu)?;
+    let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+    for options in [LossOptions::new().with_sampled_softmax(negatives.clone()), LossOptions::new().with_nce(negatives)]
+    {
+        for weight_of_it in [1f32, 0.0] {
+            let weights = Tensor::new(&[1f32, weight_of_it], &Device::Cpu)?;
+            let loss = head.loss(&hidden, &targets, &options.clone().with_position_weights(weights))?;
+            let nll = loss.nll.to_vec1::<f32>()?;
+            assert!(nll[0].is_finite() && nll[1] == f32::INFINITY, "{nll:?}");
+            assert_eq!(loss.value.to_scalar::<f32>()?.is_finite(), weight_of_it == 0.0);
+            let gradients = loss.backward()?;
+            let gradient = gradients.get(&hidden).unwrap().get(0)?;
+            assert!(numbers_of(&gradient)?.iter().all(|x| x.is_finite()), "{gradient}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn weights_that_sum_to_zero_have_no_mean() -> Result<()> {
+    let (tensor, _) = targets(&Device::Cpu)?;
+    let operands = Operands::random(7, 2, DType::F64, &Device::Cpu)?;
+    let weights = Tensor::new(&[1f64, -1., 2., -2., 0., 0., 0.], &Device::Cpu)?;
+    let options = LossOptions::new().with_position_weights(weights);
+    let loss = operands.mixture()?.loss(&tensor, &options.with_sampled_softmax(draws()?[0].clone()))?;
+    assert_eq!(numbers_of(&loss.value)?, [0.0]);
+    let gradients = loss.backward()?;
+    assert!(operands
+        .variables()
+        .into_iter()
+        .all(|var| numbers_of(gradients.get(var).unwrap()).unwrap().iter().all(|x| *x == 0.0)));
+    Ok(())
+}
+
+#[test]
+fn layouts_frozen_operands_and_second_passes_are_those_of_the_exact_loss() -> Result<()> {
+    let (tensor, _) = targets(&Device::Cpu)?;
+    let operands = Operands::random(7, 3, DType::F64, &Device::Cpu)?;
+    let options = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(VOCAB)?.draw(VOCAB, 1)?);
+    // A transposed decoder, frozen contexts, an upstream gradient of each position, twice.
+    let transposed = Var::from_tensor(&operands.weight.t()?.contiguous()?)?;
+    let mixture = Mixture::new(&operands.contexts.detach(), Some(&operands.log_priors()?), &transposed.t()?, None)?;
+    let upstream = Tensor::new(&[1f64, -2., 0.5, 0., 3., 1., 1.], &Device::Cpu)?;
+    let [exact, sampled] = [LossOptions::new(), options].map(|options| -> Result<_> {
+        let loss = mixture.loss(&tensor, &options.with_reduction(Reduction::None))?;
+        let value = (loss.value * &upstream)?.sum_all()?;
+        Ok((value.backward()?, value.backward()?))
+    });
+    let ((expected, _), (first, second)) = (exact?, sampled?);
+    for variable in [&transposed, &operands.priors] {
+        for found in [&first, &second] {
+            close("gradient", found.get(variable).unwrap(), expected.get(variable).unwrap(), 1e-11)?;
+        }
+    }
+    assert!(first.get(&operands.contexts).is_none());
     Ok(())
 }

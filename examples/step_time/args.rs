@@ -38,7 +38,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum)]
     pub(crate) output: Option<Output>,
     /// Normalise over a sample of so many negatives, drawn anew in each step
-    #[arg(long, value_parser = positive)]
+    #[arg(long, value_parser = positive, conflicts_with = "forward_only")]
     pub(crate) sampled: Option<usize>,
     /// The decoder's gradient as rows and ids, of a sample
     #[arg(long, requires = "sampled")]

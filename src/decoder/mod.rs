@@ -106,7 +106,8 @@ impl Decoder {
         targets: &Tensor,
         options: &LossOptions,
     ) -> Result<Loss> {
-        let (Rows::Computed(cnn), Some(sampled)) = (&self.rows, options.sampled_step()) else {
+        let sampled = options.sampled_step().filter(|_| targets.elem_count() > 0);
+        let (Rows::Computed(cnn), Some(sampled)) = (&self.rows, sampled) else {
             return self.mixture(contexts, log_priors)?.loss_of_masked(targets, options);
         };
         if options.decoder_rows {

@@ -64,7 +64,8 @@ pub struct Loss {
     /// Scalar, from 0 to 1: the share of the gradient's mass (|responsibility x weight|) that the responsibility filter
     /// dropped, if it is on.
     pub dropped_mass: Option<Tensor>,
-    /// The decoder's rows that a sampled loss read, if requested ([`LossOptions::with_decoder_rows`]).
+    /// The decoder's rows that a sampled loss read, if requested ([`LossOptions::with_decoder_rows`]); `None` if there are
+    /// no positions.
     pub decoder_rows: Option<DecoderRows>,
     /// The decoder's weight, if it is a variable.
     pub(crate) decoder: Option<Tensor>,
@@ -93,13 +94,13 @@ pub struct Loss {
 /// let options = LossOptions::new().with_sampled_softmax(negatives).with_decoder_rows(true);
 /// let loss = head.loss(&hidden, &Tensor::new(&[1u32, 2, 3], &Device::Cpu)?, &options)?;
 /// let gradients = loss.backward()?;
-/// if let Some(rows) = &loss.decoder_rows {
-///     if let Some(gradient) = gradients.get(&rows.weight) {
-///         let updated = (rows.weight.as_tensor() - (gradient * 0.1)?)?;
-///         let index = rows.ids.unsqueeze(1)?.broadcast_as(updated.shape())?.contiguous()?;
-///         weight.as_tensor().scatter_set(&index, &updated, 0)?;
-///     }
-/// }
+/// # let before = weight.copy()?;
+/// let rows = loss.decoder_rows.as_ref().unwrap();
+/// let updated = (rows.weight.as_tensor() - (gradients.get(&rows.weight).unwrap() * 0.1)?)?;
+/// let index = rows.ids.unsqueeze(1)?.broadcast_as(updated.shape())?.contiguous()?;
+/// weight.as_tensor().scatter_set(&index, &updated, 0)?;
+/// # let changed = (weight.as_tensor() - before)?.abs()?.sum(1)?.gt(0.)?.to_vec1::<u8>()?;
+/// # assert_eq!(changed.iter().filter(|changed| **changed == 1).count(), updated.dim(0)?);
 /// # assert!(gradients.get(&weight).is_none());
 /// # Ok(())
 /// # }
@@ -111,7 +112,7 @@ pub struct DecoderRows {
     pub ids: Tensor,
     /// `[n, d]`: their rows of the weight.
     pub weight: Var,
-    /// `[n]`: their bias.
+    /// `[n]`: their bias, in f32 for half-precision heads.
     pub bias: Option<Var>,
 }
 
@@ -159,8 +160,8 @@ impl Loss {
     /// # Errors
     ///
     /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`], which names
-    /// `head`, for options that need more than this: label smoothing, z-loss, responsibility filter, hits, sampled
-    /// losses.
+    /// `head`, for options that need more than this: label smoothing, z-loss, responsibility filter, hits,
+    /// sampled losses.
     /// Whether targets are in the vocabulary is for the head to check.
     pub fn from_nll(head: &'static str, nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         options.validate()?;

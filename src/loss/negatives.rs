@@ -29,6 +29,8 @@ use crate::validate::check_sizes;
 #[derive(Clone, Debug)]
 pub struct Proposal(Kind);
 
+const MOST_SAMPLES: usize = 1 << 24;
+
 #[derive(Clone, Debug)]
 enum Kind {
     LogUniform { vocab: usize },
@@ -115,13 +117,17 @@ impl Proposal {
         Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::Without { until } })
     }
 
-    /// Draws `samples` ids, each from all of them. Use another seed for each step.
+    /// Draws `samples` ids, each from all of them. Use another seed for each step. In a sampled softmax an id that is
+    /// drawn several times, and is a target, costs another element of each context: [`Proposal::draw`] is cheaper.
     ///
     /// # Errors
     ///
-    /// If `samples` is zero.
+    /// If `samples` is zero or above 2^24.
     pub fn draw_with_replacement(&self, samples: usize, seed: u64) -> Result<Negatives> {
         check_sizes(&[("samples", samples)])?;
+        if samples > MOST_SAMPLES {
+            return Err(Error::config("samples", format!("at most {MOST_SAMPLES}"), samples));
+        }
         let mut rng = StdRng::seed_from_u64(seed);
         let mut drawn: Vec<usize> = match &self.0 {
             Kind::LogUniform { vocab } => {
@@ -188,8 +194,8 @@ impl Negatives {
         &self.proposal
     }
 
-    /// How often an id is expected among the draws: `S P(c)` with replacement. Without, the probability that it is
-    /// among them, `1 - exp(-t P(c))`, where t is a random time that makes it exact: given t, the ids are independent.
+    /// How often an id is expected among the draws: `S P(c)` with replacement. Without, `1 - exp(-t P(c))`, an estimate
+    /// of the probability that it is among them: t is such that sums over the draws, each divided by it, are unbiased.
     /// (TensorFlow has `1 - (1 - P(c))^t`, with the number of tries as t.)
     pub fn expected_count(&self, id: usize) -> f64 {
         let probability = self.proposal.probability(id);

@@ -198,7 +198,7 @@ impl LossOptions {
     /// and targets are read. Draw new negatives for each step.
     ///
     /// An evaluation is exact, whatever the negatives. [`Loss::nll`](crate::Loss::nll) of a training step is that of the
-    /// sample. It cannot be combined with label smoothing, z-loss, hits or a softcap. The targets are read on the host:
+    /// sample. It cannot be combined with label smoothing, z-loss, hits, a responsibility filter or a softcap. The targets are read on the host:
     /// on a GPU this waits for the device.
     ///
     /// # Examples
@@ -242,7 +242,8 @@ impl LossOptions {
 
     /// Returns the decoder's rows that a sampled loss reads as variables,
     /// [`Loss::decoder_rows`](crate::Loss::decoder_rows), in place of a gradient of the whole decoder, which is mostly
-    /// zeros. No gradient reaches the decoder's own variables then, nor those that it is computed from or tied to.
+    /// zeros. No gradient reaches the decoder's own variables then; those of a tied embedding have that of their use as
+    /// inputs alone. For a training step with a sample.
     pub fn with_decoder_rows(self, decoder_rows: bool) -> Self {
         LossOptions { decoder_rows, ..self }
     }
@@ -362,7 +363,7 @@ impl LossOptions {
 
     /// The options without a sample.
     pub(crate) fn exact(&self) -> Self {
-        LossOptions { sampled: None, ..self.clone() }
+        LossOptions { sampled: None, decoder_rows: false, ..self.clone() }
     }
 
     /// An error that names `head` if the options need more than the negative log-likelihoods of the targets.
@@ -390,6 +391,9 @@ impl LossOptions {
 
     /// Checks the ranges of the numbers.
     pub(crate) fn validate(&self) -> Result<()> {
+        if self.decoder_rows && self.train && self.sampled.is_none() {
+            return Err(Error::config("decoder_rows", "a sampled loss", "none"));
+        }
         let unit = 0.0..1.0;
         check_number(
             unit.contains(&self.terms.label_smoothing),

@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 
 use crate::backend;
 use crate::backend::contract::{
-    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
+    accumulation_dtype, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
 };
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
@@ -299,13 +299,15 @@ impl Mixture {
         targets: &Tensor,
         options: &LossOptions,
     ) -> Result<Loss> {
-        // All arguments are checked here.
+        self.check_sampled(sampled, options)?;
+        // All other arguments are checked here.
         self.target_loss(targets, options)?;
         let exact = options.exact();
+        if self.operands.sizes.positions == 0 {
+            return self.loss_of_masked(targets, &exact);
+        }
         match sampled {
             Sampled::Softmax(negatives) => {
-                let unsupported = ["label_smoothing", "z_loss", "hits", "responsibility_filter"];
-                options.reject("the sampled softmax", &unsupported)?;
                 let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
                 let (needs_grad, reduction) = (needs_grad(&sample.operands), options.reduction);
                 let small = SampledSoftmax::new(&sample, &exact)?;
@@ -334,6 +336,27 @@ impl Mixture {
                 let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
                 let nll = sample.nce()?.reshape(self.leading.as_slice())?;
                 Ok(Loss { decoder_rows: sample.leaves, ..Loss::from_nll("NCE", &nll, targets, &exact)? })
+            }
+        }
+    }
+
+    /// An error if the options or the mixture have what a loss over a sample does not support.
+    fn check_sampled(&self, sampled: &Sampled, options: &LossOptions) -> Result<()> {
+        let unsupported = ["label_smoothing", "z_loss", "hits", "responsibility_filter"];
+        match sampled {
+            Sampled::Softmax(_) => {
+                options.reject("the sampled softmax", &unsupported)?;
+                match self.operands.softcap {
+                    Some(_) => Err(Error::Unsupported { option: "softcap", head: "the sampled softmax" }),
+                    None => Ok(()),
+                }
+            }
+            Sampled::Nce(_) => {
+                options.reject("NCE", &unsupported)?;
+                match self.operands.sizes.components {
+                    1 => Ok(()),
+                    _ => Err(Error::Unsupported { option: "nce", head: "a mixture of several softmaxes" }),
+                }
             }
         }
     }
@@ -450,8 +473,11 @@ impl Mixture {
 }
 
 /// The loss of a sampled softmax over its small vocabulary.
-fn small_loss(SmallLoss { operands, targets, options }: SmallLoss) -> Result<Loss> {
-    Mixture { leading: vec![operands.sizes.positions], operands }.loss_of_masked(&targets, &options)
+fn small_loss(SmallLoss { operands, targets, options }: SmallLoss, needs_grad: NeedsGrad) -> Result<LossResults> {
+    let small = Mixture { leading: vec![operands.sizes.positions], operands };
+    let objective = small.target_loss(&targets, &options)?;
+    let plan = backend::plan(&small.operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)?;
+    backend::loss(&small.operands, &Objective::Targets(objective), needs_grad, &plan)
 }
 
 /// Which operands depend on a variable.

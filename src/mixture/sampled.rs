@@ -11,9 +11,9 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor, Var, D};
 
-use crate::backend::contract::{accumulation_dtype, Gradients, NeedsGrad, Operands, Sizes};
+use crate::backend::contract::{accumulation_dtype, Gradients, LossResults, NeedsGrad, Operands, Sizes};
 use crate::error::{Error, Result};
-use crate::loss::{DecoderRows, Loss, LossOptions, Negatives, Reduction};
+use crate::loss::{DecoderRows, LossOptions, Negatives, Reduction};
 use crate::validate::read_ids;
 
 /// What a loss over a sample reads.
@@ -77,10 +77,7 @@ impl Sample {
     pub(super) fn nce(&self) -> Result<Tensor> {
         let Sample { operands, negatives, .. } = self;
         let Operands { sizes, weight, bias, logit_scale, softcap, .. } = operands;
-        let &Sizes { positions, components, context, .. } = sizes;
-        if components != 1 {
-            return Err(Error::Unsupported { option: "nce", head: "a mixture of several softmaxes" });
-        }
+        let &Sizes { positions, context, .. } = sizes;
         let accumulation = accumulation_dtype("contexts", weight.dtype())?;
         let samples = negatives.ids().len();
         let bounded = |z: Tensor| {
@@ -143,9 +140,6 @@ const GROUP_BYTES: usize = 16 << 20;
 impl SampledSoftmax {
     /// `options` are those of the exact loss.
     pub(super) fn new(sample: &Sample, options: &LossOptions) -> Result<Self> {
-        if sample.operands.softcap.is_some() {
-            return Err(Error::Unsupported { option: "softcap", head: "the sampled softmax" });
-        }
         let numbers = |weights: &Option<Tensor>| {
             weights
                 .as_ref()
@@ -179,74 +173,57 @@ impl SampledSoftmax {
         operands: &Operands,
         upstream: Option<&Tensor>,
         needs_grad: NeedsGrad,
-        loss: &impl Fn(SmallLoss) -> Result<Loss>,
+        loss: &impl Fn(SmallLoss, NeedsGrad) -> Result<LossResults>,
     ) -> Result<(Sampled, Gradients)> {
         let positions = operands.sizes.positions;
-        let (device, accumulation) =
-            (operands.weight.device(), accumulation_dtype("contexts", operands.weight.dtype())?);
+        let accumulation = accumulation_dtype("contexts", operands.weight.dtype())?;
+        let device = operands.weight.device();
         let count: f64 = self.weights.iter().sum();
-        let divisor = if self.options.reduction == Reduction::Mean && count != 0.0 { count } else { 1.0 };
-        let factors = vector(self.weights.iter().map(|weight| weight / divisor), accumulation, device)?;
-        let factors = match upstream {
-            Some(upstream) => (factors * upstream)?,
-            None => factors,
+        let share = match self.options.reduction {
+            Reduction::Mean if count == 0.0 => 0.0,
+            Reduction::Mean => 1.0 / count,
+            _ => 1.0,
         };
-
-        let leaf = |tensor: &Tensor, is_needed: bool| match is_needed {
-            true => Ok::<_, Error>(Var::from_tensor(&tensor.detach())?.into_inner()),
-            false => Ok(tensor.detach()),
+        let mut factors = vector(self.weights.iter().map(|weight| weight * share), accumulation, device)?;
+        if let Some(upstream) = upstream {
+            factors = (factors * upstream)?;
+        }
+        // In the accumulation dtype, whatever that of the operands.
+        let zeros = |tensor: Option<&Tensor>, is_needed: bool| match tensor.filter(|_| is_needed) {
+            Some(tensor) => Ok::<_, Error>(Some(Tensor::zeros(tensor.shape(), accumulation, device)?)),
+            None => Ok(None),
         };
-        let weight = leaf(&operands.weight, needs_grad.weight)?;
-        let bias = operands.bias.as_ref().map(|bias| leaf(bias, needs_grad.bias)).transpose()?;
-        let zeros = |tensor: &Tensor, is_needed: bool| is_needed.then(|| tensor.detach().zeros_like()).transpose();
         let mut gradients = Gradients {
-            contexts: zeros(&operands.contexts, needs_grad.contexts)?,
-            log_priors: operands
-                .log_priors
-                .as_ref()
-                .and_then(|t| zeros(t, needs_grad.log_priors).transpose())
-                .transpose()?,
-            weight: zeros(&operands.weight.to_dtype(accumulation)?, needs_grad.weight)?,
-            bias: operands.bias.as_ref().and_then(|bias| zeros(bias, needs_grad.bias).transpose()).transpose()?,
+            contexts: zeros(Some(&operands.contexts), needs_grad.contexts)?,
+            log_priors: zeros(operands.log_priors.as_ref(), needs_grad.log_priors)?,
+            weight: zeros(Some(&operands.weight), needs_grad.weight)?,
+            bias: zeros(operands.bias.as_ref(), needs_grad.bias)?,
         };
+        // The gradient of the own logits is a part of that of the extended contexts.
+        let contexts = needs_grad.contexts || needs_grad.weight || needs_grad.bias;
+        let of_small = NeedsGrad { contexts, ..needs_grad };
+        let step = positions_at_a_time(operands.sizes, operands.contexts.dtype(), &self.negatives);
         let mut nll = Vec::new();
-        let step = positions_at_a_time(operands.sizes, operands.contexts.dtype());
         for first in (0..positions).step_by(step) {
             let group = first..positions.min(first + step);
-            let narrow = |tensor: &Tensor| tensor.detach().narrow(0, first, group.len())?.contiguous();
-            let contexts = leaf(&narrow(&operands.contexts)?, needs_grad.contexts)?;
-            let log_priors =
-                operands.log_priors.as_ref().map(|t| leaf(&narrow(t)?, needs_grad.log_priors)).transpose()?;
+            let narrow = |tensor: &Tensor| tensor.detach().narrow(0, first, group.len());
             let of_group = Operands {
                 sizes: Sizes { positions: group.len(), ..operands.sizes },
-                contexts: contexts.clone(),
-                log_priors: log_priors.clone(),
-                weight: weight.clone(),
-                bias: bias.clone(),
+                contexts: narrow(&operands.contexts)?,
+                log_priors: operands.log_priors.as_ref().map(|t| narrow(t)?.contiguous()).transpose()?,
+                weight: operands.weight.detach(),
+                bias: operands.bias.as_ref().map(Tensor::detach),
                 ..*operands
             };
-            let found = loss(self.small(of_group, group.clone(), narrow(&factors)?)?)?;
-            nll.push(found.nll.clone());
-            if !needs_grad.any() {
-                continue;
-            }
-            let found = found.backward()?;
-            for (to, leaf) in [(&gradients.contexts, Some(&contexts)), (&gradients.log_priors, log_priors.as_ref())] {
-                if let (Some(to), Some(part)) = (to, leaf.and_then(|leaf| found.get(leaf))) {
-                    to.slice_set(&part.contiguous()?, 0, first)?;
-                }
-            }
-            for (to, leaf) in [(&mut gradients.weight, Some(&weight)), (&mut gradients.bias, bias.as_ref())] {
-                if let (Some(sum), Some(part)) = (to.as_mut(), leaf.and_then(|leaf| found.get(leaf))) {
-                    // Detached: the sum must not keep the graphs of the groups alive.
-                    *sum = (&*sum + part.detach().to_dtype(accumulation)?)?;
-                }
-            }
+            let small = self.small(&of_group, group.clone(), narrow(&factors)?.contiguous()?)?;
+            let found = loss(small, of_small)?;
+            nll.push(found.nll);
+            self.add(&mut gradients, found.gradients, &of_group, group)?;
         }
-        let nll = match nll.is_empty() {
-            true => Tensor::zeros(0, accumulation, device)?,
-            false => Tensor::cat(&nll, 0)?,
-        };
+        let nll = Tensor::cat(&nll, 0)?;
+        // The logit of an impossible target is the smallest of the own column.
+        let infinite = nll.ge(-0.5 * smallest(operands.weight.dtype()))?;
+        let nll = infinite.where_cond(&(nll.ones_like()? * f64::INFINITY)?, &nll)?;
         let weights = vector(self.weights.iter().copied(), accumulation, device)?;
         // A weight of zero removes even an infinite loss.
         let objective = weights.ne(0f64)?.where_cond(&(&nll * &weights)?, &nll.zeros_like()?)?;
@@ -254,29 +231,62 @@ impl SampledSoftmax {
         Ok((Sampled { sum: objective.sum_all()?, count, objective, nll }, gradients))
     }
 
+    /// Adds the gradients of a group's small loss, `found`, to those of the operands.
+    fn add(&self, to: &mut Gradients, found: Gradients, operands: &Operands, group: Range<usize>) -> Result<()> {
+        let (samples, first) = (self.negatives.ids().len(), group.start);
+        let context = operands.sizes.context;
+        if let (Some(to), Some(found)) = (&to.log_priors, &found.log_priors) {
+            to.slice_set(&found.contiguous()?, 0, first)?;
+        }
+        let Some(extended) = found.contexts else { return Ok(()) };
+        let (accumulation, device) = (extended.dtype(), extended.device());
+        // Of `c . W[y] + b[y]`.
+        let own = (extended.narrow(2, context, 1)? / element(operands.logit_scale, operands.weight.dtype()))?;
+        let places = Tensor::new(&self.places[group], device)?;
+        if let Some(to) = &to.contexts {
+            let rows = operands.weight.index_select(&places, 0)?.to_dtype(accumulation)?.unsqueeze(1)?;
+            to.slice_set(&(extended.narrow(2, 0, context)? + outer(&own, &rows)?)?, 0, first)?;
+        }
+        if let (Some(to), Some(found)) = (&mut to.weight, &found.weight) {
+            let contexts = operands.contexts.to_dtype(accumulation)?;
+            let of_rows = outer(&own.transpose(1, 2)?, &contexts)?.squeeze(1)?;
+            let of_negatives = found.narrow(0, 0, samples)?.narrow(1, 0, context)?;
+            let others = to.dim(0)? - samples;
+            *to = ((&*to + of_negatives.pad_with_zeros(0, 0, others)?)?.index_add(&places, &of_rows, 0))?;
+        }
+        if let (Some(to), Some(found)) = (&mut to.bias, &found.bias) {
+            let others = to.dim(0)? - samples;
+            let of_negatives = found.narrow(0, 0, samples)?.pad_with_zeros(0, 0, others)?;
+            *to = (&*to + of_negatives)?.index_add(&places, &own.sum((1, 2))?, 0)?;
+        }
+        Ok(())
+    }
+
     /// The loss of a group of positions, `group`, whose operands these are, times `factors`.
-    fn small(&self, operands: Operands, group: Range<usize>, factors: Tensor) -> Result<SmallLoss> {
+    fn small(&self, operands: &Operands, group: Range<usize>, factors: Tensor) -> Result<SmallLoss> {
         let SampledSoftmax { negatives, targets, places, options, .. } = self;
         let (targets, places) = (&targets[group.clone()], &places[group]);
         let Operands { sizes, contexts, log_priors, weight, bias, logit_scale, .. } = operands;
-        let Sizes { positions, components, context, .. } = sizes;
+        let (&Sizes { positions, components, context, .. }, &logit_scale) = (sizes, logit_scale);
         let (device, dtype) = (weight.device(), weight.dtype());
         let accumulation = accumulation_dtype("contexts", dtype)?;
         let samples = negatives.ids().len();
-        // Logits are scaled once they are complete.
-        let shift = |id: usize| -negatives.expected_count(id).ln() / logit_scale;
+        let log_expected = |id: usize| negatives.expected_count(id).ln();
 
-        let own = own_logits(&contexts, &weight, bias.as_ref(), places)?;
-        let own_shift = vector(targets.iter().map(|target| target.map_or(0.0, shift)), accumulation, device)?;
-        let own = own.broadcast_add(&own_shift.unsqueeze(1)?)?;
-        let is_sampled: Vec<u8> = places.iter().map(|&place| u8::from((place as usize) < samples)).collect();
+        // A column of the contexts times an element of a row is a logit before its scale.
+        let element = element(logit_scale, dtype);
+        let own = (own_logits(contexts, weight, bias.as_ref(), places)? * logit_scale)?;
+        let shift = targets.iter().map(|target| target.map_or(0.0, log_expected));
+        let own = own.broadcast_sub(&vector(shift, accumulation, device)?.unsqueeze(1)?)?;
+        let own = (own / (logit_scale * element))?;
+        let is_sampled = places.iter().map(|&place| u8::from((place as usize) < samples)).collect::<Vec<_>>();
         let is_sampled = Tensor::from_vec(is_sampled, (positions, 1), device)?.broadcast_as(own.shape())?;
-        // Low enough to vanish beside any other logit; f16 holds it too.
-        let absent = Tensor::full(if dtype == DType::F16 { -6e4f32 } else { -1e9 }, own.shape(), device)?;
-        let mut columns = parts(is_sampled.where_cond(&absent.to_dtype(accumulation)?, &own)?, dtype)?;
+        let smallest = (own.ones_like()? * smallest(dtype))?;
+        let own = own.lt(&smallest)?.where_cond(&smallest, &own)?;
+        let mut columns = parts(is_sampled.where_cond(&smallest, &own)?, dtype)?;
         // Of each column, the elements of the small vocabulary's rows.
-        let mut elements = vec![vec![0f32; samples]; columns.len()];
-        elements.iter_mut().for_each(|elements| elements.push(1.0));
+        let of_row = |row: usize| (0..=samples).map(move |i| if i == row { element as f32 } else { 0.0 });
+        let mut elements: Vec<f32> = columns.iter().flat_map(|_| of_row(samples)).collect();
 
         // An id that was drawn n times counts n times, but not where it is the target.
         for (place, &repeats) in negatives.repeats().iter().enumerate().filter(|(_, repeats)| **repeats > 1) {
@@ -284,24 +294,24 @@ impl SampledSoftmax {
             if !places.iter().zip(targets).any(is_target) {
                 continue;
             }
-            let excess = -(repeats as f64).ln() / logit_scale;
+            let excess = -(repeats as f64).ln() / (logit_scale * element);
             let values = places.iter().map(|&own| if own as usize == place { excess } else { 0.0 });
             let column = vector(values, accumulation, device)?.reshape((positions, 1))?;
             for part in parts(column.broadcast_as((positions, components))?.contiguous()?, dtype)? {
                 columns.push(part);
-                elements.push((0..=samples).map(|row| f32::from(u8::from(row == place))).collect());
+                elements.extend(of_row(place));
             }
         }
 
         let added = columns.len();
         let columns = columns.iter().map(|column| column.unsqueeze(2)).collect::<candle_core::Result<Vec<_>>>()?;
-        let contexts = Tensor::cat(&[&[contexts], &columns[..]].concat(), 2)?;
-        let elements = Tensor::from_vec(elements.concat(), (added, samples + 1), device)?.t()?.to_dtype(dtype)?;
+        let contexts = Tensor::cat(&[std::slice::from_ref(contexts), &columns[..]].concat(), 2)?;
+        let elements = Tensor::from_vec(elements, (added, samples + 1), device)?.t()?.to_dtype(dtype)?;
         let no_row = Tensor::zeros((1, context), dtype, device)?;
         let rows = Tensor::cat(&[&weight.narrow(0, 0, samples)?, &no_row], 0)?;
 
         let ids = negatives.ids().iter().zip(negatives.repeats());
-        let shifts = ids.map(|(&id, &repeats)| shift(id) + (repeats as f64).ln() / logit_scale);
+        let shifts = ids.map(|(&id, &repeats)| ((repeats as f64).ln() - log_expected(id)) / logit_scale);
         let shifts = vector(shifts.chain([0.0]), accumulation, device)?;
         let small_bias = match bias {
             Some(bias) => (bias.narrow(0, 0, samples)?.pad_with_zeros(0, 0, 1)? + shifts)?,
@@ -311,14 +321,12 @@ impl SampledSoftmax {
             Some(_) => i64::from(place).min(samples as i64),
             None => IGNORED,
         });
-        let sizes = Sizes { context: context + added, vocab: samples + 1, ..sizes };
-        let weight = Tensor::cat(&[&rows, &elements], 1)?;
         Ok(SmallLoss {
             operands: Operands {
-                sizes,
+                sizes: Sizes { context: context + added, vocab: samples + 1, ..*sizes },
                 contexts,
-                log_priors,
-                weight,
+                log_priors: log_priors.clone(),
+                weight: Tensor::cat(&[&rows, &elements], 1)?,
                 bias: Some(small_bias),
                 logit_scale,
                 softcap: None,
@@ -329,17 +337,44 @@ impl SampledSoftmax {
     }
 }
 
+/// Upper limit of the columns by which contexts are extended.
+fn most_columns(negatives: &Negatives, dtype: DType) -> usize {
+    let parts = if matches!(dtype, DType::F32 | DType::F64) { 1 } else { PARTS };
+    parts * (1 + negatives.repeats().iter().filter(|repeats| **repeats > 1).count())
+}
+
 /// Positions whose contexts are extended at a time.
-fn positions_at_a_time(sizes: Sizes, dtype: DType) -> usize {
+fn positions_at_a_time(sizes: Sizes, dtype: DType, negatives: &Negatives) -> usize {
     let Sizes { positions, components, context, .. } = sizes;
-    (GROUP_BYTES / (components * context * dtype.size_in_bytes())).clamp(1, positions.max(1))
+    let row = (context + most_columns(negatives, dtype)) * dtype.size_in_bytes();
+    (GROUP_BYTES / (components * row)).clamp(1, positions.max(1))
 }
 
 /// The sizes of the small loss of the first group.
 pub(super) fn group(sizes: Sizes, dtype: DType, negatives: &Negatives) -> Sizes {
-    let positions = positions_at_a_time(sizes, dtype).min(sizes.positions);
-    let columns = if matches!(dtype, DType::F32 | DType::F64) { 1 } else { PARTS };
-    Sizes { positions, context: sizes.context + columns, vocab: negatives.ids().len() + 1, ..sizes }
+    let positions = positions_at_a_time(sizes, dtype, negatives).min(sizes.positions);
+    let context = sizes.context + most_columns(negatives, dtype);
+    Sizes { positions, context, vocab: negatives.ids().len() + 1, ..sizes }
+}
+
+/// Low enough for a logit to vanish beside any other; f16 holds it too.
+fn smallest(dtype: DType) -> f64 {
+    if dtype == DType::F16 {
+        -6e4
+    } else {
+        -1e9
+    }
+}
+
+/// The element of a row that a column of the contexts is multiplied by: a power of two that makes up for the scale of
+/// the logits, so that the column is about as large as the logit.
+fn element(logit_scale: f64, dtype: DType) -> f64 {
+    let exponent = -logit_scale.log2().round();
+    match dtype {
+        DType::F16 => exponent.clamp(-14.0, 15.0),
+        _ => exponent.clamp(-100.0, 100.0),
+    }
+    .exp2()
 }
 
 /// The target of an ignored position of a small loss.
@@ -362,11 +397,25 @@ fn own_logits(contexts: &Tensor, weight: &Tensor, bias: Option<&Tensor>, places:
         return Ok(Tensor::zeros((0, components), accumulation, weight.device())?);
     }
     let places = Tensor::new(places, weight.device())?;
-    let rows = weight.index_select(&places, 0)?.to_dtype(accumulation)?.unsqueeze(2)?;
-    let products = contexts.to_dtype(accumulation)?.matmul(&rows)?.squeeze(2)?;
+    // In this order, so that the gradient of a row is summed in the accumulation dtype.
+    let rows = weight.to_dtype(accumulation)?.index_select(&places, 0)?;
+    let contexts = contexts.to_dtype(accumulation)?;
+    let products = match components {
+        // A matrix product for each position is slower.
+        1 => (contexts * rows.unsqueeze(1)?)?.sum(2)?,
+        _ => contexts.matmul(&rows.unsqueeze(2)?)?.squeeze(2)?,
+    };
     Ok(match bias {
         Some(bias) => products.broadcast_add(&bias.index_select(&places, 0)?.unsqueeze(1)?)?,
         None => products,
+    })
+}
+
+/// `a [n, i, k]` times `b [n, k, j]`.
+fn outer(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    Ok(match a.dims3()? {
+        (_, 1, 1) => a.broadcast_mul(b)?,
+        _ => a.contiguous()?.matmul(b)?,
     })
 }
 
@@ -382,13 +431,13 @@ fn select(bias: &Option<Tensor>, ids: &Tensor) -> Result<Option<Tensor>> {
 /// Numbers of half precision that one of single precision is the sum of.
 const PARTS: usize = 3;
 
-/// Tensors of a dtype, one or [`PARTS`], whose sum is `values`, to its precision. The gradient is that of the first.
+/// Tensors of a dtype, one or [`PARTS`], whose sum is `values`, to its precision.
 fn parts(values: Tensor, dtype: DType) -> Result<Vec<Tensor>> {
     let first = values.to_dtype(dtype)?;
     if values.dtype() == dtype {
         return Ok(vec![first]);
     }
-    let rest = (values.detach() - first.detach().to_dtype(values.dtype())?)?;
+    let rest = (&values - first.to_dtype(values.dtype())?)?;
     let second = rest.to_dtype(dtype)?;
     let third = (&rest - second.to_dtype(rest.dtype())?)?.to_dtype(dtype)?;
     Ok(vec![first, second, third])
@@ -396,7 +445,11 @@ fn parts(values: Tensor, dtype: DType) -> Result<Vec<Tensor>> {
 
 /// `log(1 + exp(x))`
 fn softplus(x: &Tensor) -> Result<Tensor> {
+    // Infinite values have no gradient.
+    let infinite = x.gt(1e30)?;
+    let finite = infinite.where_cond(&x.zeros_like()?, x)?;
     // A constant, so that the derivative at zero is that of the formula.
-    let largest = x.detach().relu()?;
-    Ok(((x - &largest)?.exp()? + largest.neg()?.exp()?)?.log()?.add(&largest)?)
+    let largest = finite.detach().relu()?;
+    let value = ((&finite - &largest)?.exp()? + largest.neg()?.exp()?)?.log()?.add(&largest)?;
+    Ok(infinite.where_cond(&x.detach(), &value)?)
 }

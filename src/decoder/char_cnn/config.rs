@@ -21,8 +21,8 @@ pub struct CharCnnConfig {
     pub context: usize,
     /// Size of a character's embedding. The default is 16.
     pub embedding: usize,
-    /// The convolutions, (width, channels) each. The default is that of Kim et al. (2016) up to width 5: (1, 32), (2,
-    /// 64), (3, 96), (4, 128), (5, 160).
+    /// The convolutions, (width, channels) each. The default is (1, 32), (2, 64), (3, 96), (4, 128), (5, 160): in
+    /// proportion to the width, as in Kim et al. (2016).
     pub filters: Vec<(usize, usize)>,
     /// Number of highway layers. The default is 2.
     pub highway: usize,

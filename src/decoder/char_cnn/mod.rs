@@ -4,12 +4,15 @@ mod config;
 mod network;
 mod spelling;
 
-use candle_core::{DType, Tensor, Var};
+use std::sync::Arc;
+
+use candle_core::{Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 
 use crate::autograd;
+use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::validate::{check_float, check_sizes};
 pub use config::CharCnnConfig;
 use network::Parameters;
 use spelling::Alphabet;
@@ -61,7 +64,7 @@ pub struct CharCnn {
     config: CharCnnConfig,
     alphabet: Alphabet,
     /// Of each entry.
-    spellings: Vec<Vec<u32>>,
+    spellings: Arc<Vec<Vec<u32>>>,
     parameters: Parameters,
     /// `[vocab, c]` and `[d, c]`
     correction: Option<(Tensor, Tensor)>,
@@ -94,12 +97,14 @@ impl CharCnn {
                 vb.get_with_hints((config.context, size), "projection", init)?,
             ))
         });
+        let parameters = network::variables(config, alphabet.size(), &vb)?;
+        check_float("embedding.weight", &parameters[0])?;
         Ok(CharCnn {
-            parameters: network::variables(config, alphabet.size(), &vb)?,
+            parameters,
             correction: correction.transpose()?,
             config: config.clone(),
             alphabet,
-            spellings: encoded,
+            spellings: Arc::new(encoded),
         })
     }
 
@@ -150,7 +155,7 @@ impl CharCnn {
         };
         let spellings = ids.to_vec1::<u32>()?.iter().enumerate().map(spelling).collect::<Result<Vec<_>>>()?;
         let correction = self.correction.as_ref().map(|(correction, _)| correction.index_select(ids, 0));
-        self.corrected(spellings, correction.transpose()?)
+        self.corrected(Arc::new(spellings), correction.transpose()?)
     }
 
     /// The rows of other entries than those of the vocabulary, without a correction. Differentiable.
@@ -164,7 +169,7 @@ impl CharCnn {
     /// If a character is not in the alphabet.
     pub fn rows_of_spellings(&self, spellings: &[impl AsRef<str>]) -> Result<Tensor> {
         let spellings = spellings.iter().map(|spelling| self.alphabet.encode(spelling.as_ref()));
-        self.computed(spellings.collect::<Result<Vec<_>>>()?)
+        self.computed(Arc::new(spellings.collect::<Result<_>>()?))
     }
 
     /// One of the parameters, which share a dtype and a device.
@@ -172,7 +177,7 @@ impl CharCnn {
         &self.parameters[0]
     }
 
-    fn corrected(&self, spellings: Vec<Vec<u32>>, correction: Option<Tensor>) -> Result<Tensor> {
+    fn corrected(&self, spellings: Arc<Vec<Vec<u32>>>, correction: Option<Tensor>) -> Result<Tensor> {
         let rows = self.computed(spellings)?;
         match (correction, &self.correction) {
             (Some(correction), Some((_, projection))) => Ok((rows + correction.matmul(&projection.t()?)?)?),
@@ -181,11 +186,13 @@ impl CharCnn {
     }
 
     /// The network's rows as one node of the graph, which keeps no intermediate results.
-    fn computed(&self, spellings: Vec<Vec<u32>>) -> Result<Tensor> {
+    fn computed(&self, spellings: Arc<Vec<Vec<u32>>>) -> Result<Tensor> {
         if spellings.is_empty() {
             return Ok(Tensor::zeros((0, self.context()), self.parameter().dtype(), self.parameter().device())?);
         }
-        let groups = Groups::new(&self.config, &spellings, self.parameter().dtype());
+        let (dtype, device) = (self.parameter().dtype(), self.parameter().device());
+        let accumulation = accumulation_dtype("embedding.weight", dtype)?;
+        let groups = Groups::new(&self.config, &spellings, accumulation.size_in_bytes());
         let config = self.config.clone();
         let values: Parameters = self.parameters.iter().map(Tensor::detach).collect();
         let rows = {
@@ -195,21 +202,28 @@ impl CharCnn {
             groups.in_order(&sorted)?
         };
 
-        // A custom operation of candle has three operands.
-        let flat = self.parameters.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
-        let packed = Tensor::cat(&flat, 0)?;
-        let none = Tensor::zeros(1, packed.dtype(), packed.device())?;
+        // A custom operation of candle has three operands. Frozen parameters must not appear in the GradStore.
+        let is_trained: Vec<bool> = self.parameters.iter().map(Tensor::track_op).collect();
+        let trained = self.parameters.iter().filter(|parameter| parameter.track_op()).map(Tensor::flatten_all);
+        let trained = trained.collect::<candle_core::Result<Vec<_>>>()?;
+        let none = Tensor::zeros(1, dtype, device)?;
+        let packed = if trained.is_empty() { none.clone() } else { Tensor::cat(&trained, 0)? };
         autograd::attach("char-cnn", rows, [&packed, &none, &none], move |_, _, upstream| {
-            let leaf = |value: &Tensor| Ok::<_, Error>(Var::from_tensor(value)?.into_inner());
-            let leaves = values.iter().map(leaf).collect::<Result<Parameters>>()?;
-            let mut sums = values.iter().map(Tensor::zeros_like).collect::<candle_core::Result<Vec<_>>>()?;
-            let upstream = groups.sorted(upstream)?;
+            // In the accumulation dtype: a bias has a gradient from every entry.
+            let leaf = |(value, &is_trained): (&Tensor, &bool)| {
+                let value = value.to_dtype(accumulation)?;
+                Ok::<_, Error>(if is_trained { Var::from_tensor(&value)?.into_inner() } else { value })
+            };
+            let leaves = values.iter().zip(&is_trained).map(leaf).collect::<Result<Parameters>>()?;
+            let trained: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.is_variable()).collect();
+            let mut sums = trained.iter().map(|leaf| leaf.zeros_like()).collect::<candle_core::Result<Vec<_>>>()?;
+            let upstream = groups.sorted(upstream)?.to_dtype(accumulation)?;
             let mut first = 0;
             groups.map(&spellings, |spellings| {
                 let rows = network::rows(&config, &leaves, spellings)?;
                 let gradients = (rows * upstream.narrow(0, first, spellings.len())?)?.sum_all()?.backward()?;
                 first += spellings.len();
-                for (sum, leaf) in sums.iter_mut().zip(&leaves) {
+                for (sum, leaf) in sums.iter_mut().zip(&trained) {
                     if let Some(gradient) = gradients.get(leaf) {
                         // Detached: the sum must not keep the graphs of the groups alive.
                         *sum = (&*sum + gradient.detach())?;
@@ -218,7 +232,7 @@ impl CharCnn {
                 Ok(())
             })?;
             let flat = sums.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
-            Ok([Some(Tensor::cat(&flat, 0)?), None, None])
+            Ok([Some(Tensor::cat(&flat, 0)?.to_dtype(dtype)?), None, None])
         })
     }
 }
@@ -231,12 +245,13 @@ struct Groups {
 }
 
 impl Groups {
-    fn new(config: &CharCnnConfig, spellings: &[Vec<u32>], dtype: DType) -> Self {
+    fn new(config: &CharCnnConfig, spellings: &[Vec<u32>], bytes_of_number: usize) -> Self {
         let mut order: Vec<u32> = (0..spellings.len() as u32).collect();
         order.sort_by_key(|&entry| spellings[entry as usize].len());
         let (mut sizes, mut size) = (Vec::new(), 0);
         for &entry in &order {
-            let bytes = network::bytes_per_entry(config, spellings[entry as usize].len(), dtype);
+            let length = spellings[entry as usize].len();
+            let bytes = bytes_of_number * network::numbers_per_entry(config, length);
             if size > 0 && (size + 1) * bytes > config.budget_bytes {
                 sizes.push(std::mem::take(&mut size));
             }

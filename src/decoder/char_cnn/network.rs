@@ -1,7 +1,7 @@
 //! The network from spellings to rows (Kim et al., 2016): character embedding, convolutions of several widths with the
 //! maximum over time, highway layers, projection.
 
-use candle_core::{DType, Tensor, D};
+use candle_core::{Tensor, D};
 use candle_nn::{Init, VarBuilder};
 
 use super::config::CharCnnConfig;
@@ -41,12 +41,18 @@ pub(super) fn variables(config: &CharCnnConfig, alphabet: usize, vb: &VarBuilder
     Ok(parameters)
 }
 
-/// Bytes of intermediate results, gradients included, per entry of `length` characters.
-pub(super) fn bytes_per_entry(config: &CharCnnConfig, length: usize, dtype: DType) -> usize {
+/// Intermediate results, gradients included, per entry of `length` characters: a count of numbers.
+pub(super) fn numbers_per_entry(config: &CharCnnConfig, length: usize) -> usize {
+    let length = length.max(widest(config));
     let windows: usize = config.filters.iter().map(|(width, channels)| width * config.embedding + channels).sum();
     let numbers = length * (config.embedding + windows) + (8 * config.highway + 6) * config.channels();
     // Values and their gradients, which candle adds to zeros.
-    3 * numbers * dtype.size_in_bytes()
+    3 * numbers
+}
+
+/// The width of the widest convolution: shorter spellings are padded.
+fn widest(config: &CharCnnConfig) -> usize {
+    config.filters.iter().map(|(width, _)| *width).max().unwrap_or(1)
 }
 
 /// The rows of some spellings, `[spellings, d]`.
@@ -57,8 +63,7 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
     let embedding = next()?;
     let (device, dtype) = (embedding.device(), embedding.dtype());
     let count = spellings.len();
-    let widest = config.filters.iter().map(|(width, _)| *width).max().unwrap_or(1);
-    let longest = spellings.iter().map(|spelling| spelling.len()).max().unwrap_or(0).max(widest);
+    let longest = spellings.iter().map(|spelling| spelling.len()).max().unwrap_or(0).max(widest(config));
 
     let numbers = Tensor::from_vec(padded(spellings, longest), count * longest, device)?;
     let is_character = numbers.ne(0u32)?.to_dtype(dtype)?.unsqueeze(1)?;

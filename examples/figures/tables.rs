@@ -124,7 +124,7 @@ fn output_steps(results: &Results) -> Result<String> {
     let lines = results.of("output-step");
     let row = |line: &&Line| {
         let sizes = line.text("shape").to_owned();
-        let memory = count(need(line, "extra_mib")?) + " MiB";
+        let memory = line.number("extra_mib").map_or_else(String::new, |mib| count(mib) + " MiB");
         Ok(vec![sizes, line.text("implementation").into(), digits(need(line, "seconds")?) + " s", memory])
     };
     let rows = lines.iter().map(row).collect::<Result<_>>()?;

@@ -5,7 +5,8 @@
 //! ```
 
 mod node;
-mod sampled;
+mod sample;
+mod sampled_softmax;
 
 use candle_core::{DType, Tensor};
 
@@ -17,7 +18,8 @@ use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Sampled, Unchecked};
 use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets, check_weights};
-use sampled::{rows_of, Sample, SampledSoftmax, SmallLoss};
+use sample::{rows_of, Sample};
+use sampled_softmax::{SampledSoftmax, SmallLoss};
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -440,7 +442,7 @@ impl Mixture {
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let mut operands = self.operands.clone();
         if let Some(Sampled::Softmax(negatives)) = options.sampled_step() {
-            operands.sizes = sampled::group(operands.sizes, operands.contexts.dtype(), negatives);
+            operands.sizes = sampled_softmax::group(operands.sizes, operands.contexts.dtype(), negatives);
         }
         backend::plan(&operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)
     }

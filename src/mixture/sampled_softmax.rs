@@ -1,110 +1,17 @@
-//! Losses that look at a sample of the vocabulary: the decoder's rows of the negatives and of the targets.
+//! The sampled softmax as a loss over a small vocabulary (Jean et al., 2015; Jozefowicz et al., 2016):
 //!
 //! ```text
-//! sampled softmax: -log sum_k pi_k exp(z'_ky) / sum_{v in {y} + S} exp(z'_kv),    z' = z - log E[count]
-//! NCE:             -log sigmoid(z'_y) - sum_{v in S} log(1 - sigmoid(z'_v))
+//! -log sum_k pi_k exp(z'_ky) / sum_{v in {y} + S} exp(z'_kv),    z' = z - log E[count]
 //! ```
-//!
-//! Sampled softmax: Jean et al., 2015; Jozefowicz et al., 2016. NCE: Mnih & Teh, 2012.
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor, Var, D};
+use candle_core::{DType, Device, Tensor};
 
+use super::sample::{own_logits, vector, Sample};
 use crate::backend::contract::{accumulation_dtype, Gradients, LossResults, NeedsGrad, Operands, Sizes};
 use crate::error::{Error, Result};
-use crate::loss::{DecoderRows, LossOptions, Negatives, Reduction};
-use crate::validate::read_ids;
-
-/// What a loss over a sample reads.
-pub(super) struct Sample {
-    /// The weight and the bias are those of the negatives, then of the other targets.
-    pub(super) operands: Operands,
-    negatives: Negatives,
-    /// Of each position; `None` where ignored.
-    targets: Vec<Option<usize>>,
-    /// The place of each target in the weight: below the number of negatives if it is one of them. Zero where ignored.
-    places: Vec<u32>,
-    pub(super) leaves: Option<DecoderRows>,
-}
-
-impl Sample {
-    /// `rows` are those of some ids `[n]`: the weight of the operands is not read. Reads the targets, which waits for
-    /// their device.
-    pub(super) fn new(
-        operands: &Operands,
-        rows: impl Fn(&Tensor) -> Result<Tensor>,
-        negatives: &Negatives,
-        targets: &Tensor,
-        options: &LossOptions,
-    ) -> Result<Self> {
-        let vocab = operands.sizes.vocab;
-        if negatives.proposal().vocab() != vocab {
-            let expected = format!("{vocab}, the size of the vocabulary");
-            return Err(Error::config("vocab of the negatives", expected, negatives.proposal().vocab()));
-        }
-        let targets = read_ids(targets, options.ignore_index, vocab)?;
-        if let Some(id) = targets.iter().flatten().find(|id| negatives.proposal().probability(**id) == 0.0) {
-            return Err(Error::config("proposal", format!("a positive probability of the target {id}"), 0));
-        }
-        let sampled = negatives.ids();
-        let mut others: Vec<usize> = targets.iter().flatten().copied().collect();
-        others.retain(|id| sampled.binary_search(id).is_err());
-        others.sort_unstable();
-        others.dedup();
-        let place = |id: usize| match (sampled.binary_search(&id), others.binary_search(&id)) {
-            (Ok(place), _) => place,
-            (_, Ok(place)) | (_, Err(place)) => sampled.len() + place,
-        };
-        let places = targets.iter().map(|target| target.map_or(0, place) as u32).collect();
-        let ids: Vec<u32> = sampled.iter().chain(&others).map(|&id| id as u32).collect();
-        let sizes = Sizes { vocab: ids.len(), ..operands.sizes };
-        let ids = Tensor::new(ids, operands.weight.device())?;
-        let (weight, bias, leaves) = match options.decoder_rows {
-            false => (rows(&ids)?, select(&operands.bias, &ids)?, None),
-            true => {
-                let leaf = |tensor: Tensor| Ok::<_, Error>(Var::from_tensor(&tensor)?);
-                let weight = leaf(rows(&ids)?.detach())?;
-                let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(leaf).transpose()?;
-                (weight.as_tensor().clone(), bias.as_deref().cloned(), Some(DecoderRows { ids, weight, bias }))
-            }
-        };
-        let operands = Operands { sizes, weight, bias, ..operands.clone() };
-        Ok(Sample { operands, negatives: negatives.clone(), targets, places, leaves })
-    }
-
-    /// The objective of NCE at each position, `[positions]`.
-    pub(super) fn nce(&self) -> Result<Tensor> {
-        let Sample { operands, negatives, .. } = self;
-        let Operands { sizes, weight, bias, logit_scale, softcap, .. } = operands;
-        let &Sizes { positions, context, .. } = sizes;
-        let accumulation = accumulation_dtype("contexts", weight.dtype())?;
-        let samples = negatives.ids().len();
-        let bounded = |z: Tensor| {
-            let z = (z * *logit_scale)?;
-            match softcap {
-                Some(cap) => (z / *cap)?.tanh()? * *cap,
-                None => Ok(z),
-            }
-        };
-        let contexts = operands.contexts.reshape((positions, context))?.to_dtype(accumulation)?;
-        let mut logits = contexts.matmul(&weight.narrow(0, 0, samples)?.to_dtype(accumulation)?.t()?)?;
-        if let Some(bias) = bias {
-            logits = logits.broadcast_add(&bias.narrow(0, 0, samples)?)?;
-        }
-        let of_ids = |f: &dyn Fn(usize, usize) -> f64| {
-            let ids = negatives.ids().iter().zip(negatives.repeats());
-            vector(ids.map(|(&id, &repeats)| f(id, repeats)), accumulation, weight.device())
-        };
-        let log_expected = |id: usize| negatives.expected_count(id).ln();
-        let noise = softplus(&bounded(logits)?.broadcast_sub(&of_ids(&|id, _| log_expected(id))?)?)?;
-        let noise = noise.broadcast_mul(&of_ids(&|_, repeats| repeats as f64)?)?.sum(D::Minus1)?;
-        let own = bounded(own_logits(&operands.contexts, weight, bias.as_ref(), &self.places)?.squeeze(1)?)?;
-        let shift = self.targets.iter().map(|target| target.map_or(0.0, log_expected));
-        let own = (own - vector(shift, accumulation, weight.device())?)?;
-        Ok((softplus(&own.neg()?)? + noise)?)
-    }
-}
+use crate::loss::{LossOptions, Negatives, Reduction};
 
 /// A loss over a small vocabulary, of positions in one dimension.
 pub(super) struct SmallLoss {
@@ -380,52 +287,12 @@ fn element(logit_scale: f64, dtype: DType) -> f64 {
 /// The target of an ignored position of a small loss.
 const IGNORED: i64 = -1;
 
-/// The rows of a matrix, which may be the transpose of a contiguous one.
-pub(super) fn rows_of(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    Ok(match weight.is_contiguous() {
-        true => weight.index_select(ids, 0)?,
-        false => weight.t()?.index_select(ids, 1)?.t()?.contiguous()?,
-    })
-}
-
-/// `c . W[y] + b[y]`, `[positions, K]`, in the accumulation dtype; the rows of the targets are in these places of the
-/// weight.
-fn own_logits(contexts: &Tensor, weight: &Tensor, bias: Option<&Tensor>, places: &[u32]) -> Result<Tensor> {
-    let accumulation = accumulation_dtype("contexts", weight.dtype())?;
-    let (positions, components, _) = contexts.dims3()?;
-    if positions == 0 {
-        return Ok(Tensor::zeros((0, components), accumulation, weight.device())?);
-    }
-    let places = Tensor::new(places, weight.device())?;
-    // In this order, so that the gradient of a row is summed in the accumulation dtype.
-    let rows = weight.to_dtype(accumulation)?.index_select(&places, 0)?;
-    let contexts = contexts.to_dtype(accumulation)?;
-    let products = match components {
-        // A matrix product for each position is slower.
-        1 => (contexts * rows.unsqueeze(1)?)?.sum(2)?,
-        _ => contexts.matmul(&rows.unsqueeze(2)?)?.squeeze(2)?,
-    };
-    Ok(match bias {
-        Some(bias) => products.broadcast_add(&bias.index_select(&places, 0)?.unsqueeze(1)?)?,
-        None => products,
-    })
-}
-
 /// `a [n, i, k]` times `b [n, k, j]`.
 fn outer(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(match a.dims3()? {
         (_, 1, 1) => a.broadcast_mul(b)?,
         _ => a.contiguous()?.matmul(b)?,
     })
-}
-
-/// Numbers in a dtype on a device.
-fn vector(values: impl Iterator<Item = f64>, dtype: DType, device: &Device) -> Result<Tensor> {
-    Ok(Tensor::new(values.collect::<Vec<_>>(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
-}
-
-fn select(bias: &Option<Tensor>, ids: &Tensor) -> Result<Option<Tensor>> {
-    Ok(bias.as_ref().map(|bias| bias.index_select(ids, 0)).transpose()?)
 }
 
 /// Numbers of half precision that one of single precision is the sum of.
@@ -441,15 +308,4 @@ fn parts(values: Tensor, dtype: DType) -> Result<Vec<Tensor>> {
     let second = rest.to_dtype(dtype)?;
     let third = (&rest - second.to_dtype(rest.dtype())?)?.to_dtype(dtype)?;
     Ok(vec![first, second, third])
-}
-
-/// `log(1 + exp(x))`
-fn softplus(x: &Tensor) -> Result<Tensor> {
-    // Infinite values have no gradient.
-    let infinite = x.gt(1e30)?;
-    let finite = infinite.where_cond(&x.zeros_like()?, x)?;
-    // A constant, so that the derivative at zero is that of the formula.
-    let largest = finite.detach().relu()?;
-    let value = ((&finite - &largest)?.exp()? + largest.neg()?.exp()?)?.log()?.add(&largest)?;
-    Ok(infinite.where_cond(&x.detach(), &value)?)
 }

@@ -127,7 +127,7 @@ impl Factorised {
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
         let index = |values: Vec<u32>| Tensor::from_vec(values, self.vocab, hidden.device());
         let entries = (0..self.vocab).map(|id| self.place(id).entry as u32).collect();
-        let root = self.root.log_probs_as(&rows, accumulation)?.index_select(&index(entries)?, 1)?;
+        let root = self.root_log_probs(&rows, accumulation)?.index_select(&index(entries)?, 1)?;
         let mut parts = Vec::with_capacity(self.clusters.len() + 1);
         if self.shortlist > 0 {
             parts.push(Tensor::zeros((rows.dim(0)?, self.shortlist), accumulation, hidden.device())?);
@@ -140,6 +140,16 @@ impl Factorised {
             within = within.index_select(&index(permutation.rank_of_id.clone())?, 1)?;
         }
         Ok((root + within)?.reshape(shape)?.to_dtype(dtype)?)
+    }
+
+    /// Log-probabilities of the root, `[rows, entries]`, checked.
+    fn root_log_probs(&self, rows: &Tensor, dtype: DType) -> Result<Tensor> {
+        let root = self.root.log_probs_as(rows, dtype)?;
+        let expected = [rows.dim(0)?, self.shortlist + self.clusters.len()];
+        match root.dims() == expected {
+            true => Ok(root),
+            false => Err(Error::shape("log-probabilities of the first level", format!("{expected:?}"), root.dims())),
+        }
     }
 
     /// Hidden states as `[positions, hidden]`, checked.

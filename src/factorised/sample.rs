@@ -24,7 +24,11 @@ impl Factorised {
             return sampler.sample(&self.log_probs_as(hidden, accumulation)?.detach());
         }
         let rows = self.rows(hidden)?.detach();
-        let mut ids = self.root.sample(&rows, sampler)?.to_vec1::<u32>()?;
+        let mut ids = self.root.sample(&rows, sampler)?.flatten_all()?.to_vec1::<u32>()?;
+        let entries = self.shortlist + self.clusters.len();
+        if let Some(entry) = ids.iter().find(|entry| **entry as usize >= entries) {
+            return Err(Error::config("sample of the first level", format!("below {entries}"), entry));
+        }
         let mut members = vec![Vec::new(); self.clusters.len()];
         for (position, &entry) in (0..).zip(&ids) {
             if let Some(cluster) = (entry as usize).checked_sub(self.shortlist) {

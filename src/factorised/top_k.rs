@@ -40,7 +40,7 @@ impl Factorised {
         TopK::check_k(k, self.vocab)?;
         let rows = self.rows(hidden)?.detach();
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
-        let root = matrix(&self.root.log_probs_as(&rows, accumulation)?.detach())?;
+        let root = matrix(&self.root_log_probs(&rows, accumulation)?.detach())?;
         let of_shortlist = |(position, root): (usize, &Vec<f64>)| match Computed(root).is_valid() {
             true => Ok(best(&Computed(&root[..self.shortlist]), k)),
             false => Err(Error::Distribution { position }),

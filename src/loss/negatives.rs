@@ -1,11 +1,13 @@
 //! Negatives of a sampled loss: token ids that stand for the rest of the vocabulary in a training step.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use rand::distr::Distribution;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::weighted::WeightedAliasIndex;
+use rand_distr::Exp1;
 
 use crate::error::{Error, Result};
 use crate::validate::check_sizes;
@@ -40,6 +42,8 @@ enum Kind {
 #[derive(Debug)]
 struct Unigram {
     probabilities: Vec<f64>,
+    /// Of positive probability.
+    possible: usize,
     alias: WeightedAliasIndex<f64>,
 }
 
@@ -68,7 +72,8 @@ impl Proposal {
         }
         let probabilities: Vec<f64> = counts.iter().map(|count| count / total).collect();
         let alias = WeightedAliasIndex::new(probabilities.clone()).map_err(|_| error())?;
-        Ok(Proposal(Kind::Unigram(Arc::new(Unigram { probabilities, alias }))))
+        let possible = probabilities.iter().filter(|probability| **probability > 0.0).count();
+        Ok(Proposal(Kind::Unigram(Arc::new(Unigram { probabilities, possible, alias }))))
     }
 
     /// The number of token ids.
@@ -89,29 +94,46 @@ impl Proposal {
     }
 
     /// Draws `samples` different ids: one after the other, each without those drawn before. Use another seed for each
-    /// step. Takes time in proportion to the vocabulary.
+    /// step. Takes no longer than in proportion to the vocabulary, and less for few samples.
     ///
     /// # Errors
     ///
     /// If `samples` is zero, or there are not so many ids of positive probability.
     pub fn draw(&self, samples: usize, seed: u64) -> Result<Negatives> {
         check_sizes(&[("samples", samples)])?;
-        let mut rng = StdRng::seed_from_u64(seed);
-        // Each id arrives after an exponential time of its rate; the first to arrive are the draws.
-        let arrivals = (0..self.vocab()).filter_map(|id| {
-            let uniform: f64 = rng.random();
-            Some(self.probability(id)).filter(|rate| *rate > 0.0).map(|rate| (-(-uniform).ln_1p() / rate, id))
-        });
-        let mut arrivals: Vec<(f64, usize)> = arrivals.collect();
-        if samples > arrivals.len() {
-            let expected = format!("at most {}, the number of ids of positive probability", arrivals.len());
+        if samples > self.possible() {
+            let expected = format!("at most {}, the number of ids of positive probability", self.possible());
             return Err(Error::config("samples", expected, samples));
         }
-        let until = match samples == arrivals.len() {
-            true => f64::INFINITY,
-            false => arrivals.select_nth_unstable_by(samples, |a, b| a.0.total_cmp(&b.0)).1 .0,
-        };
-        let mut ids: Vec<usize> = arrivals[..samples].iter().map(|arrival| arrival.1).collect();
+        let mut rng = StdRng::seed_from_u64(seed);
+        // Draws at the arrivals of a Poisson process: each id arrives first after an exponential time of its rate.
+        let (mut ids, mut found) = (Vec::with_capacity(samples), HashSet::with_capacity(samples));
+        let (mut time, mut until) = (0.0, None);
+        for _ in 0..self.vocab() {
+            time += rng.sample::<f64, _>(Exp1);
+            let id = self.one(&mut rng);
+            if !found.insert(id) {
+                continue;
+            }
+            if ids.len() == samples {
+                until = Some(time);
+                break;
+            }
+            ids.push(id);
+        }
+        let until = until.unwrap_or_else(|| {
+            // Rare ids are left. The process has no memory: the times from here on are exponential too.
+            let rest = (0..self.vocab()).filter(|id| self.probability(*id) > 0.0 && !found.contains(id));
+            let rest = rest.map(|id| (time + rng.sample::<f64, _>(Exp1) / self.probability(id), id));
+            let mut rest: Vec<(f64, usize)> = rest.collect();
+            let missing = samples - ids.len();
+            let until = match missing == rest.len() {
+                true => f64::INFINITY,
+                false => rest.select_nth_unstable_by(missing, |a, b| a.0.total_cmp(&b.0)).1 .0,
+            };
+            ids.extend(rest[..missing].iter().map(|arrival| arrival.1));
+            until
+        });
         ids.sort_unstable();
         let repeats = vec![1; ids.len()];
         Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::Without { until } })
@@ -129,18 +151,29 @@ impl Proposal {
             return Err(Error::config("samples", format!("at most {MOST_SAMPLES}"), samples));
         }
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut drawn: Vec<usize> = match &self.0 {
-            Kind::LogUniform { vocab } => {
-                let range = (*vocab as f64).ln_1p();
-                let mut draw = || ((rng.random::<f64>() * range).exp_m1() as usize).min(vocab - 1);
-                (0..samples).map(|_| draw()).collect()
-            }
-            Kind::Unigram(unigram) => (0..samples).map(|_| unigram.alias.sample(&mut rng)).collect(),
-        };
+        let mut drawn: Vec<usize> = (0..samples).map(|_| self.one(&mut rng)).collect();
         drawn.sort_unstable();
         let runs = drawn.chunk_by(|a, b| a == b).map(|run| (run[0], run.len()));
         let (ids, repeats) = runs.unzip();
         Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::With { samples } })
+    }
+
+    /// One id.
+    fn one(&self, rng: &mut StdRng) -> usize {
+        match &self.0 {
+            Kind::LogUniform { vocab } => {
+                ((rng.random::<f64>() * (*vocab as f64).ln_1p()).exp_m1() as usize).min(vocab - 1)
+            }
+            Kind::Unigram(unigram) => unigram.alias.sample(rng),
+        }
+    }
+
+    /// The number of ids of positive probability.
+    fn possible(&self) -> usize {
+        match &self.0 {
+            Kind::LogUniform { vocab } => *vocab,
+            Kind::Unigram(unigram) => unigram.possible,
+        }
     }
 }
 

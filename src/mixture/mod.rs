@@ -6,6 +6,7 @@
 
 mod node;
 mod sample;
+mod sampled_gradients;
 mod sampled_softmax;
 
 use candle_core::{DType, Tensor};

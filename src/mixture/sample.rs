@@ -95,7 +95,8 @@ impl Sample {
         let log_expected = |id: usize| negatives.expected_count(id).ln();
         let noise = softplus(&bounded(logits)?.broadcast_sub(&of_ids(&|id, _| log_expected(id))?)?)?;
         let noise = noise.broadcast_mul(&of_ids(&|_, repeats| repeats as f64)?)?.sum(D::Minus1)?;
-        let own = bounded(own_logits(&operands.contexts, weight, bias.as_ref(), &self.places)?.squeeze(1)?)?;
+        let rows = own_rows(weight, &self.places)?;
+        let own = bounded(own_logits(&operands.contexts, &rows, bias.as_ref(), &self.places)?.squeeze(1)?)?;
         let shift = self.targets.iter().map(|target| target.map_or(0.0, log_expected));
         let own = (own - vector(shift, accumulation, weight.device())?)?;
         Ok((softplus(&own.neg()?)? + noise)?)
@@ -110,25 +111,26 @@ pub(super) fn rows_of(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// `c . W[y] + b[y]`, `[positions, K]`, in the accumulation dtype; the rows of the targets are in these places of the
-/// weight.
-pub(super) fn own_logits(contexts: &Tensor, weight: &Tensor, bias: Option<&Tensor>, places: &[u32]) -> Result<Tensor> {
+/// The rows in these places of the weight, in the accumulation dtype, so that the gradient of a row is summed in it.
+pub(super) fn own_rows(weight: &Tensor, places: &[u32]) -> Result<Tensor> {
     let accumulation = accumulation_dtype("contexts", weight.dtype())?;
-    let (positions, components, _) = contexts.dims3()?;
-    if positions == 0 {
-        return Ok(Tensor::zeros((0, components), accumulation, weight.device())?);
-    }
-    let places = Tensor::new(places, weight.device())?;
-    // In this order, so that the gradient of a row is summed in the accumulation dtype.
-    let rows = weight.to_dtype(accumulation)?.index_select(&places, 0)?;
-    let contexts = contexts.to_dtype(accumulation)?;
-    let products = match components {
+    Ok(weight.to_dtype(accumulation)?.index_select(&Tensor::new(places, weight.device())?, 0)?)
+}
+
+/// `c . W[y] + b[y]`, `[positions, K]`, in the accumulation dtype; `rows` are those of the targets, which are in these
+/// places of the bias.
+pub(super) fn own_logits(contexts: &Tensor, rows: &Tensor, bias: Option<&Tensor>, places: &[u32]) -> Result<Tensor> {
+    let contexts = contexts.to_dtype(rows.dtype())?;
+    let products = match contexts.dim(1)? {
         // A matrix product for each position is slower.
         1 => (contexts * rows.unsqueeze(1)?)?.sum(2)?,
         _ => contexts.matmul(&rows.unsqueeze(2)?)?.squeeze(2)?,
     };
     Ok(match bias {
-        Some(bias) => products.broadcast_add(&bias.index_select(&places, 0)?.unsqueeze(1)?)?,
+        Some(bias) => {
+            let places = Tensor::new(places, bias.device())?;
+            products.broadcast_add(&bias.index_select(&places, 0)?.unsqueeze(1)?)?
+        }
         None => products,
     })
 }

@@ -8,9 +8,10 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::sample::{own_logits, vector, Sample};
+use super::sample::{own_logits, own_rows, vector, Sample};
+use super::sampled_gradients::SampledGradients;
 use crate::backend::contract::{accumulation_dtype, Gradients, LossResults, NeedsGrad, Operands, Sizes};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::loss::{LossOptions, Negatives, Reduction};
 
 /// A loss over a small vocabulary, of positions in one dimension.
@@ -95,22 +96,9 @@ impl SampledSoftmax {
         if let Some(upstream) = upstream {
             factors = (factors * upstream)?;
         }
-        // In the accumulation dtype, whatever that of the operands.
-        let zeros = |tensor: Option<&Tensor>, is_needed: bool| match tensor.filter(|_| is_needed) {
-            Some(tensor) => Ok::<_, Error>(Some(Tensor::zeros(tensor.shape(), accumulation, device)?)),
-            None => Ok(None),
-        };
-        let mut gradients = Gradients {
-            contexts: zeros(Some(&operands.contexts), needs_grad.contexts)?,
-            log_priors: zeros(operands.log_priors.as_ref(), needs_grad.log_priors)?,
-            weight: zeros(Some(&operands.weight), needs_grad.weight)?,
-            bias: zeros(operands.bias.as_ref(), needs_grad.bias)?,
-        };
-        // The gradient of the own logits is a part of that of the extended contexts.
-        let contexts = needs_grad.contexts || needs_grad.weight || needs_grad.bias;
-        let of_small = NeedsGrad { contexts, ..needs_grad };
         let step = positions_at_a_time(operands.sizes, operands.contexts.dtype(), &self.negatives);
         let mut nll = Vec::new();
+        let mut gradients = SampledGradients::new(self.negatives.ids().len(), needs_grad);
         for first in (0..positions).step_by(step) {
             let group = first..positions.min(first + step);
             let narrow = |tensor: &Tensor| tensor.detach().narrow(0, first, group.len());
@@ -122,10 +110,12 @@ impl SampledSoftmax {
                 bias: operands.bias.as_ref().map(Tensor::detach),
                 ..*operands
             };
-            let small = self.small(&of_group, group.clone(), narrow(&factors)?.contiguous()?)?;
-            let found = loss(small, of_small)?;
+            let places = &self.places[group.clone()];
+            let own = own_rows(&of_group.weight, places)?;
+            let small = self.small(&of_group, group.clone(), &own, narrow(&factors)?.contiguous()?)?;
+            let found = loss(small, gradients.of_small())?;
             nll.push(found.nll);
-            self.add(&mut gradients, found.gradients, &of_group, group)?;
+            gradients.add(found.gradients, &of_group, &own, places)?;
         }
         let nll = Tensor::cat(&nll, 0)?;
         // The logit of an impossible target is the smallest of the own column.
@@ -135,42 +125,12 @@ impl SampledSoftmax {
         // A weight of zero removes even an infinite loss.
         let objective = weights.ne(0f64)?.where_cond(&(&nll * &weights)?, &nll.zeros_like()?)?;
         let count = Tensor::new(count, &Device::Cpu)?.to_dtype(accumulation)?.to_device(device)?;
-        Ok((Sampled { sum: objective.sum_all()?, count, objective, nll }, gradients))
+        Ok((Sampled { sum: objective.sum_all()?, count, objective, nll }, gradients.into_gradients()?))
     }
 
-    /// Adds the gradients of a group's small loss, `found`, to those of the operands.
-    fn add(&self, to: &mut Gradients, found: Gradients, operands: &Operands, group: Range<usize>) -> Result<()> {
-        let (samples, first) = (self.negatives.ids().len(), group.start);
-        let context = operands.sizes.context;
-        if let (Some(to), Some(found)) = (&to.log_priors, &found.log_priors) {
-            to.slice_set(&found.contiguous()?, 0, first)?;
-        }
-        let Some(extended) = found.contexts else { return Ok(()) };
-        let (accumulation, device) = (extended.dtype(), extended.device());
-        // Of `c . W[y] + b[y]`.
-        let own = (extended.narrow(2, context, 1)? / element(operands.logit_scale, operands.weight.dtype()))?;
-        let places = Tensor::new(&self.places[group], device)?;
-        if let Some(to) = &to.contexts {
-            let rows = operands.weight.index_select(&places, 0)?.to_dtype(accumulation)?.unsqueeze(1)?;
-            to.slice_set(&(extended.narrow(2, 0, context)? + outer(&own, &rows)?)?, 0, first)?;
-        }
-        if let (Some(to), Some(found)) = (&mut to.weight, &found.weight) {
-            let contexts = operands.contexts.to_dtype(accumulation)?;
-            let of_rows = outer(&own.transpose(1, 2)?, &contexts)?.squeeze(1)?;
-            let of_negatives = found.narrow(0, 0, samples)?.narrow(1, 0, context)?;
-            let others = to.dim(0)? - samples;
-            *to = ((&*to + of_negatives.pad_with_zeros(0, 0, others)?)?.index_add(&places, &of_rows, 0))?;
-        }
-        if let (Some(to), Some(found)) = (&mut to.bias, &found.bias) {
-            let others = to.dim(0)? - samples;
-            let of_negatives = found.narrow(0, 0, samples)?.pad_with_zeros(0, 0, others)?;
-            *to = (&*to + of_negatives)?.index_add(&places, &own.sum((1, 2))?, 0)?;
-        }
-        Ok(())
-    }
-
-    /// The loss of a group of positions, `group`, whose operands these are, times `factors`.
-    fn small(&self, operands: &Operands, group: Range<usize>, factors: Tensor) -> Result<SmallLoss> {
+    /// The loss of a group of positions, `group`, whose operands these are, times `factors`; `own` are the rows of the
+    /// targets.
+    fn small(&self, operands: &Operands, group: Range<usize>, own: &Tensor, factors: Tensor) -> Result<SmallLoss> {
         let SampledSoftmax { negatives, targets, places, options, .. } = self;
         let (targets, places) = (&targets[group.clone()], &places[group]);
         let Operands { sizes, contexts, log_priors, weight, bias, logit_scale, .. } = operands;
@@ -182,7 +142,7 @@ impl SampledSoftmax {
 
         // A column of the contexts times an element of a row is a logit before its scale.
         let element = element(logit_scale, dtype);
-        let own = (own_logits(contexts, weight, bias.as_ref(), places)? * logit_scale)?;
+        let own = (own_logits(contexts, own, bias.as_ref(), places)? * logit_scale)?;
         let shift = targets.iter().map(|target| target.map_or(0.0, log_expected));
         let own = own.broadcast_sub(&vector(shift, accumulation, device)?.unsqueeze(1)?)?;
         let own = (own / (logit_scale * element))?;
@@ -213,7 +173,7 @@ impl SampledSoftmax {
         let added = columns.len();
         let columns = columns.iter().map(|column| column.unsqueeze(2)).collect::<candle_core::Result<Vec<_>>>()?;
         let contexts = Tensor::cat(&[std::slice::from_ref(contexts), &columns[..]].concat(), 2)?;
-        let elements = Tensor::from_vec(elements, (added, samples + 1), device)?.t()?.to_dtype(dtype)?;
+        let elements = Tensor::from_vec(elements, (added, samples + 1), device)?.t()?.contiguous()?.to_dtype(dtype)?;
         let no_row = Tensor::zeros((1, context), dtype, device)?;
         let rows = Tensor::cat(&[&weight.narrow(0, 0, samples)?, &no_row], 0)?;
 
@@ -275,7 +235,7 @@ fn smallest(dtype: DType) -> f64 {
 
 /// The element of a row that a column of the contexts is multiplied by: a power of two that makes up for the scale of
 /// the logits, so that the column is about as large as the logit.
-fn element(logit_scale: f64, dtype: DType) -> f64 {
+pub(super) fn element(logit_scale: f64, dtype: DType) -> f64 {
     let exponent = -logit_scale.log2().round();
     match dtype {
         DType::F16 => exponent.clamp(-14.0, 15.0),
@@ -286,14 +246,6 @@ fn element(logit_scale: f64, dtype: DType) -> f64 {
 
 /// The target of an ignored position of a small loss.
 const IGNORED: i64 = -1;
-
-/// `a [n, i, k]` times `b [n, k, j]`.
-fn outer(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    Ok(match a.dims3()? {
-        (_, 1, 1) => a.broadcast_mul(b)?,
-        _ => a.contiguous()?.matmul(b)?,
-    })
-}
 
 /// Numbers of half precision that one of single precision is the sum of.
 const PARTS: usize = 3;

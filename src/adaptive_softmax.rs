@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use candle_nn::{Init, VarBuilder};
+use candle_nn::VarBuilder;
 
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
 use crate::factorised::{factorised_head, Cluster, Factorised};
+use crate::initial_values::linear;
 use crate::loss::{Loss, LossOptions};
 use crate::output_layer::{MixtureLayer, OutputLayer};
 use crate::softmax_head::SoftmaxHead;
@@ -168,8 +169,8 @@ impl AdaptiveSoftmax {
     pub fn new(config: &AdaptiveConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (size, head) = (config.head_size(), vb.pp("head"));
-        let weight = head.get_with_hints((size, config.hidden), "weight", init(config.hidden))?;
-        let bias = config.head_bias.then(|| head.get_with_hints(size, "bias", init(config.hidden))).transpose()?;
+        let weight = head.get_with_hints((size, config.hidden), "weight", linear(config.hidden))?;
+        let bias = config.head_bias.then(|| head.get_with_hints(size, "bias", linear(config.hidden))).transpose()?;
         Self::with_head(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
     }
 
@@ -207,8 +208,8 @@ impl AdaptiveSoftmax {
         let ends = config.cutoffs[1..].iter().chain([&config.vocab]);
         let cluster = |(i, (&start, &end)): (usize, (&usize, &usize))| {
             let (context, tail) = (config.context(i), vb.pp("tail").pp(i));
-            let projection = tail.get_with_hints((context, config.hidden), "0.weight", init(config.hidden))?;
-            let weight = tail.get_with_hints((end - start, context), "1.weight", init(context))?;
+            let projection = tail.get_with_hints((context, config.hidden), "0.weight", linear(config.hidden))?;
+            let weight = tail.get_with_hints((end - start, context), "1.weight", linear(context))?;
             Ok(Cluster { projection: Some(projection), weight, bias: None, ranks: start..end })
         };
         let clusters = config.cutoffs.iter().zip(ends).enumerate().map(cluster).collect::<Result<_>>()?;
@@ -219,12 +220,6 @@ impl AdaptiveSoftmax {
     pub fn head(&self) -> &dyn MixtureLayer {
         self.0.root()
     }
-}
-
-/// The initial values of a linear layer with so many inputs.
-fn init(inputs: usize) -> Init {
-    let bound = 1.0 / (inputs as f64).sqrt();
-    Init::Uniform { lo: -bound, up: bound }
 }
 
 factorised_head!(AdaptiveSoftmax);

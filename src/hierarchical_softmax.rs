@@ -8,6 +8,7 @@ use candle_nn::{Init, VarBuilder};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
 use crate::factorised::{factorised_head, Cluster, Factorised, Permutation};
+use crate::initial_values;
 use crate::loss::{Loss, LossOptions};
 use crate::output_layer::{MixtureLayer, OutputLayer};
 use crate::softmax_head::SoftmaxHead;
@@ -283,8 +284,7 @@ impl HierarchicalSoftmax {
 
 /// Weight and bias of a level, with so many outputs.
 fn linear(outputs: usize, config: &HierarchicalConfig, vb: &VarBuilder) -> Result<(Tensor, Option<Tensor>)> {
-    let bound = 1.0 / (config.hidden as f64).sqrt();
-    let init = Init::Uniform { lo: -bound, up: bound };
+    let init = initial_values::linear(config.hidden);
     let weight = vb.get_with_hints((outputs, config.hidden), "weight", init)?;
     let bias = config.bias.then(|| vb.get_with_hints(outputs, "bias", Init::Const(0.0))).transpose()?;
     Ok((weight, bias))

@@ -152,6 +152,7 @@ mod loss;
 mod autograd;
 mod backend;
 mod dropout;
+mod initial_values;
 
 mod validate;
 

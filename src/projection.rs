@@ -5,13 +5,14 @@
 //! ```
 
 use candle_core::{Tensor, D};
-use candle_nn::{Init, VarBuilder};
+use candle_nn::VarBuilder;
 
 use crate::autograd;
 use crate::backend;
 use crate::backend::contract::accumulation_dtype;
 use crate::dropout::Dropout;
 use crate::error::{Error, Result};
+use crate::initial_values::linear;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::validate::{check_alike, check_dropout, check_float, check_hidden, check_sizes};
 
@@ -39,8 +40,7 @@ impl Projection {
     pub(crate) fn new(config: &MixtureConfig, vb: &VarBuilder) -> Result<Self> {
         config.validate()?;
         let &MixtureConfig { hidden, context, components, .. } = config;
-        let bound = 1.0 / (hidden as f64).sqrt();
-        let init = Init::Uniform { lo: -bound, up: bound };
+        let init = linear(hidden);
         let (prior, latent) = (vb.pp("prior"), vb.pp("latent"));
         let prior_weight = prior.get_with_hints((components, hidden), "weight", init)?;
         let prior_bias = config.prior_bias.then(|| prior.get_with_hints(components, "bias", init)).transpose()?;

@@ -5,7 +5,7 @@
 //! `narrow` is as large as its argument, so that C cuts from the whole would cost C times the whole, and halving costs
 //! log2 C times.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 
 use super::{Cluster, Factorised, Place};
 use crate::autograd::Leaf;
@@ -177,19 +177,7 @@ fn weights(ids: &[Option<usize>], options: &LossOptions) -> Result<Option<Vec<f6
     if position_weights.is_none() && class_weights.is_none() && *reduction != Reduction::Mean {
         return Ok(None);
     }
-    let read = |weights: &Option<Tensor>| match weights {
-        None => Ok(None),
-        Some(weights) => {
-            weights.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1::<f64>().map(Some)
-        }
-    };
-    let (of_positions, of_classes) = (read(position_weights)?, read(class_weights)?);
-    let weight = |(position, id): (usize, &Option<usize>)| {
-        let Some(id) = *id else { return 0.0 };
-        of_positions.as_ref().map_or(1.0, |weights| weights[position])
-            * of_classes.as_ref().map_or(1.0, |weights| weights[id])
-    };
-    let mut weights: Vec<f64> = ids.iter().enumerate().map(weight).collect();
+    let mut weights = options.weights_of(ids)?;
     if *reduction == Reduction::Mean {
         let count: f64 = weights.iter().sum();
         weights.iter_mut().for_each(|weight| *weight = if count == 0.0 { 0.0 } else { *weight / count });

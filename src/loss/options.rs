@@ -1,6 +1,6 @@
 //! The options of a loss, the same for every head.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::negatives::Negatives;
 use crate::backend::contract::Terms;
@@ -354,6 +354,24 @@ impl LossOptions {
             Some(ignored) => Ok(ignored.where_cond(&ids.zeros_like()?, &ids)?),
             None => Ok(ids),
         }
+    }
+
+    /// The weight of each position, that of its target included; zero where there is none. Waits for the weights' device.
+    pub(crate) fn weights_of(&self, targets: &[Option<usize>]) -> Result<Vec<f64>> {
+        let read = |weights: &Option<Tensor>| match weights {
+            None => Ok(None),
+            Some(weights) => {
+                let weights = weights.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+                Ok::<_, Error>(Some(weights.to_vec1::<f64>()?))
+            }
+        };
+        let (of_positions, of_classes) = (read(&self.position_weights)?, read(&self.class_weights)?);
+        let weight = |(position, target): (usize, &Option<usize>)| {
+            let Some(id) = *target else { return 0.0 };
+            of_positions.as_ref().map_or(1.0, |weights| weights[position])
+                * of_classes.as_ref().map_or(1.0, |weights| weights[id])
+        };
+        Ok(targets.iter().enumerate().map(weight).collect())
     }
 
     /// The sampled loss of a training step; an evaluation is exact.

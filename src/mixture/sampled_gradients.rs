@@ -2,7 +2,6 @@
 
 use candle_core::Tensor;
 
-use super::sampled_softmax::element;
 use crate::backend::contract::{Gradients, NeedsGrad, Operands};
 use crate::error::Result;
 
@@ -11,6 +10,8 @@ pub(super) struct SampledGradients {
     needs_grad: NeedsGrad,
     /// Number of negatives: the first rows of the weight.
     samples: usize,
+    /// The own logit's element of a context, times this, is `c . W[y] + b[y]` but for a constant.
+    element: f64,
     /// One for each group.
     contexts: Vec<Tensor>,
     /// One for each group.
@@ -27,10 +28,11 @@ struct Rows {
 }
 
 impl SampledGradients {
-    pub(super) fn new(samples: usize, needs_grad: NeedsGrad) -> Self {
+    pub(super) fn new(samples: usize, element: f64, needs_grad: NeedsGrad) -> Self {
         SampledGradients {
             needs_grad,
             samples,
+            element,
             contexts: Vec::new(),
             log_priors: Vec::new(),
             weight: None,
@@ -52,7 +54,7 @@ impl SampledGradients {
         self.log_priors.extend(found.log_priors);
         let Some(extended) = found.contexts else { return Ok(()) };
         // Of `c . W[y] + b[y]`.
-        let logits = (extended.narrow(2, context, 1)? / element(operands.logit_scale, operands.weight.dtype()))?;
+        let logits = (extended.narrow(2, context, 1)? / self.element)?;
         if self.needs_grad.contexts {
             self.contexts.push((extended.narrow(2, 0, context)? + outer(&logits, &own.unsqueeze(1)?)?)?);
         }

@@ -48,27 +48,14 @@ const GROUP_BYTES: usize = 16 << 20;
 impl SampledSoftmax {
     /// `options` are those of the exact loss.
     pub(super) fn new(sample: &Sample, options: &LossOptions) -> Result<Self> {
-        let numbers = |weights: &Option<Tensor>| {
-            weights
-                .as_ref()
-                .map(|weights| weights.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1())
-        };
-        let of_positions = numbers(&options.position_weights).transpose()?;
-        let of_classes = numbers(&options.class_weights).transpose()?;
-        let weight = |(position, target): (usize, &Option<usize>)| match target {
-            Some(id) => {
-                of_positions.as_ref().map_or(1.0, |weights| weights[position])
-                    * of_classes.as_ref().map_or(1.0, |weights| weights[*id])
-            }
-            None => 0.0,
-        };
+        let weights = options.weights_of(&sample.targets)?;
         let mut options = options.clone().with_ignore_index(IGNORED);
         (options.position_weights, options.class_weights) = (None, None);
         Ok(SampledSoftmax {
             negatives: sample.negatives.clone(),
             targets: sample.targets.clone(),
             places: sample.places.clone(),
-            weights: sample.targets.iter().enumerate().map(weight).collect(),
+            weights,
             options,
         })
     }
@@ -98,7 +85,8 @@ impl SampledSoftmax {
         }
         let step = positions_at_a_time(operands.sizes, operands.contexts.dtype(), &self.negatives);
         let mut nll = Vec::new();
-        let mut gradients = SampledGradients::new(self.negatives.ids().len(), needs_grad);
+        let element = element(operands.logit_scale, operands.weight.dtype());
+        let mut gradients = SampledGradients::new(self.negatives.ids().len(), element, needs_grad);
         for first in (0..positions).step_by(step) {
             let group = first..positions.min(first + step);
             let narrow = |tensor: &Tensor| tensor.detach().narrow(0, first, group.len());
@@ -235,7 +223,7 @@ fn smallest(dtype: DType) -> f64 {
 
 /// The element of a row that a column of the contexts is multiplied by: a power of two that makes up for the scale of
 /// the logits, so that the column is about as large as the logit.
-pub(super) fn element(logit_scale: f64, dtype: DType) -> f64 {
+fn element(logit_scale: f64, dtype: DType) -> f64 {
     let exponent = -logit_scale.log2().round();
     match dtype {
         DType::F16 => exponent.clamp(-14.0, 15.0),

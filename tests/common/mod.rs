@@ -12,6 +12,7 @@ pub mod factorised;
 pub mod objective;
 pub mod random;
 pub mod reference;
+pub mod sampled;
 
 use candle_core::{DType, Device, Tensor};
 

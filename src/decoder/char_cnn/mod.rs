@@ -12,6 +12,7 @@ use candle_nn::{Init, VarBuilder};
 use crate::autograd;
 use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
+use crate::initial_values::linear;
 use crate::validate::{check_float, check_sizes};
 pub use config::CharCnnConfig;
 use network::Parameters;
@@ -90,11 +91,9 @@ impl CharCnn {
         let encoded = encoded.collect::<Result<Vec<_>>>()?;
         let correction = (config.correction > 0).then(|| {
             let (vb, size) = (vb.pp("correction"), config.correction);
-            let bound = 1.0 / (size as f64).sqrt();
-            let init = Init::Uniform { lo: -bound, up: bound };
             Ok::<_, Error>((
                 vb.get_with_hints((spellings.len(), size), "weight", Init::Const(0.0))?,
-                vb.get_with_hints((config.context, size), "projection", init)?,
+                vb.get_with_hints((config.context, size), "projection", linear(size))?,
             ))
         });
         let parameters = network::variables(config, alphabet.size(), &vb)?;

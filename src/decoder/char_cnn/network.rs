@@ -7,6 +7,7 @@ use candle_nn::{Init, VarBuilder};
 use super::config::CharCnnConfig;
 use super::spelling::padded;
 use crate::error::Result;
+use crate::initial_values::linear;
 
 /// The parameters' values, in this order: the embedding `[alphabet, e]`; of each convolution `[width * e, channels]` and
 /// `[channels]`; of each highway layer the weights and biases of its value and of its gate; of the projection `[d,
@@ -15,28 +16,24 @@ pub(super) type Parameters = Vec<Tensor>;
 
 /// The variables of a network.
 pub(super) fn variables(config: &CharCnnConfig, alphabet: usize, vb: &VarBuilder) -> Result<Parameters> {
-    let uniform = |inputs: usize| {
-        let bound = 1.0 / (inputs as f64).sqrt();
-        Init::Uniform { lo: -bound, up: bound }
-    };
     let channels = config.channels();
-    let mut parameters = vec![vb.get_with_hints((alphabet, config.embedding), "embedding.weight", uniform(1))?];
+    let mut parameters = vec![vb.get_with_hints((alphabet, config.embedding), "embedding.weight", linear(1))?];
     for &(width, channels) in &config.filters {
         let vb = vb.pp(format!("convolution.{width}"));
         let inputs = width * config.embedding;
-        parameters.push(vb.get_with_hints((inputs, channels), "weight", uniform(inputs))?);
+        parameters.push(vb.get_with_hints((inputs, channels), "weight", linear(inputs))?);
         parameters.push(vb.get_with_hints(channels, "bias", Init::Const(0.0))?);
     }
     for layer in 0..config.highway {
         // At first the gates let most of the input through.
         for (part, bias) in [("value", 0.0), ("gate", -2.0)] {
             let vb = vb.pp(format!("highway.{layer}.{part}"));
-            parameters.push(vb.get_with_hints((channels, channels), "weight", uniform(channels))?);
+            parameters.push(vb.get_with_hints((channels, channels), "weight", linear(channels))?);
             parameters.push(vb.get_with_hints(channels, "bias", Init::Const(bias))?);
         }
     }
     let vb = vb.pp("projection");
-    parameters.push(vb.get_with_hints((config.context, channels), "weight", uniform(channels))?);
+    parameters.push(vb.get_with_hints((config.context, channels), "weight", linear(channels))?);
     parameters.push(vb.get_with_hints(config.context, "bias", Init::Const(0.0))?);
     Ok(parameters)
 }

@@ -135,6 +135,7 @@ mod mixture_of_contexts;
 mod mixture_of_softmaxes;
 mod softmax_head;
 
+mod codes;
 mod factorised;
 mod mixture_head;
 mod output_layer;
@@ -160,6 +161,7 @@ mod error;
 
 pub use adaptive_softmax::{AdaptiveConfig, AdaptiveSoftmax};
 pub use backend::plan::Plan;
+pub use codes::{CodeTable, Codebook, TableConfig};
 pub use decoder::{CharCnn, CharCnnConfig};
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use dropout::Dropout;

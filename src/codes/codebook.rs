@@ -1,0 +1,280 @@
+//! A bijection of words and short sequences of codes.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::validate::check_sizes;
+
+/// Words as sequences of one or two codes over a smaller vocabulary (Li et al., NIPS 2016; Kong et al., AAAI 2019).
+///
+/// A model of codes is a model of words: it reads and predicts the codes of a text with any head, whose vocabulary is
+/// that of the codes, and
+///
+/// ```text
+/// log P(word | text) = log P(first code | text) + log P(second code | text, first code)
+/// ```
+///
+/// No code that is a word by itself begins another word, so that codes have one reading. What a model of codes gives to
+/// sequences that are no words is lost: probabilities of words sum to at most one.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::Codebook;
+///
+/// # fn main() -> mos_head::Result<()> {
+/// // Three words in five codes: the first has one of its own.
+/// let book = Codebook::new(5, &[&[0][..], &[1, 3], &[2, 3]])?;
+/// let codes = book.encode(&[2, 0, 1])?;
+/// assert_eq!(codes, [2, 3, 0, 1, 3]);
+/// assert_eq!(book.decode(&codes)?, [2, 0, 1]);
+/// assert_eq!(book.continuations(None)?, [0, 1, 2]);
+/// assert_eq!(book.continuations(Some(2))?, [3]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Codebook {
+    code_count: usize,
+    /// Of each word.
+    words: Vec<Sequence>,
+    /// Codes that begin a word, ascending.
+    firsts: Vec<u32>,
+    /// What each code begins.
+    begins: Vec<Begins>,
+}
+
+/// The codes of a word; the second is the first again if there is one only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sequence {
+    codes: [u32; 2],
+    length: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Begins {
+    Nothing,
+    Word(u32),
+    /// Second codes, ascending, and the words.
+    Words(Vec<u32>, Vec<u32>),
+}
+
+impl Codebook {
+    /// The book of these sequences, one for each word, over `codes` codes.
+    ///
+    /// # Errors
+    ///
+    /// If there are no words, a sequence is empty or longer than two codes, a code is not below `codes`, or two words
+    /// have the same sequence, or one that begins with the other's.
+    pub fn new(codes: usize, sequences: &[impl AsRef<[u32]>]) -> Result<Self> {
+        check_sizes(&[("words", sequences.len()), ("codes", codes)])?;
+        let error = |word: usize, expected: &str, got: &[u32]| {
+            Err(Error::config("sequences", format!("{expected} for word {word}"), format!("{got:?}")))
+        };
+        let (mut words, mut tree) = (Vec::with_capacity(sequences.len()), vec![BTreeMap::new(); codes]);
+        let mut own = vec![None; codes];
+        for (word, sequence) in sequences.iter().map(AsRef::as_ref).enumerate() {
+            if let Some(code) = sequence.iter().find(|&&code| code as usize >= codes) {
+                return error(word, &format!("codes below {codes}"), &[*code]);
+            }
+            let free = "a sequence that no other word has or begins with";
+            match *sequence {
+                [code] => {
+                    let is_free = own[code as usize].is_none() && tree[code as usize].is_empty();
+                    if !is_free {
+                        return error(word, free, sequence);
+                    }
+                    own[code as usize] = Some(word as u32);
+                    words.push(Sequence { codes: [code; 2], length: 1 });
+                }
+                [first, second] => {
+                    let taken = tree[first as usize].insert(second, word as u32).is_some();
+                    if taken || own[first as usize].is_some() {
+                        return error(word, free, sequence);
+                    }
+                    words.push(Sequence { codes: [first, second], length: 2 });
+                }
+                _ => return error(word, "one or two codes", sequence),
+            }
+        }
+        let begins = tree.into_iter().zip(own).map(|(tree, own)| match own {
+            Some(word) => Begins::Word(word),
+            None if tree.is_empty() => Begins::Nothing,
+            None => {
+                let (seconds, words) = tree.into_iter().unzip();
+                Begins::Words(seconds, words)
+            }
+        });
+        let begins: Vec<Begins> = begins.collect();
+        let firsts = (0u32..).zip(&begins).filter(|(_, begins)| **begins != Begins::Nothing).map(|(code, _)| code);
+        Ok(Codebook { code_count: codes, words, firsts: firsts.collect(), begins })
+    }
+
+    /// The number of words.
+    pub fn words(&self) -> usize {
+        self.words.len()
+    }
+
+    /// The number of codes: the vocabulary of a head.
+    pub fn codes(&self) -> usize {
+        self.code_count
+    }
+
+    /// The codes of a word.
+    ///
+    /// # Errors
+    ///
+    /// If the word is not in the book.
+    pub fn codes_of(&self, word: u32) -> Result<&[u32]> {
+        match self.words.get(word as usize) {
+            Some(Sequence { codes, length }) => Ok(&codes[..*length]),
+            None => Err(Error::config("word", format!("below {}, the number of words", self.words.len()), word)),
+        }
+    }
+
+    /// The codes of a text.
+    ///
+    /// # Errors
+    ///
+    /// If a word is not in the book.
+    pub fn encode(&self, words: &[u32]) -> Result<Vec<u32>> {
+        let mut codes = Vec::with_capacity(2 * words.len());
+        for word in words {
+            codes.extend(self.codes_of(*word)?);
+        }
+        Ok(codes)
+    }
+
+    /// The words of a text.
+    ///
+    /// # Errors
+    ///
+    /// If the codes are no sequence of words; also, if they end within a word.
+    pub fn decode(&self, codes: &[u32]) -> Result<Vec<u32>> {
+        let (mut words, mut first) = (Vec::with_capacity(codes.len()), None);
+        for &code in codes {
+            first = match self.read(first, code)? {
+                Read::Word(word) => {
+                    words.push(word);
+                    None
+                }
+                Read::First => Some(code),
+            };
+        }
+        match first {
+            None => Ok(words),
+            Some(code) => Err(Error::config("codes", "whole words", format!("{code} at the end, which begins one"))),
+        }
+    }
+
+    /// The codes that may follow the first code of a word, or, if it is `None` or a word by itself, that begin a word:
+    /// ascending, never empty.
+    ///
+    /// # Errors
+    ///
+    /// If `first` begins no word.
+    pub fn continuations(&self, first: Option<u32>) -> Result<&[u32]> {
+        let Some(code) = first else { return Ok(&self.firsts) };
+        match self.begins.get(code as usize) {
+            Some(Begins::Word(_)) => Ok(&self.firsts),
+            Some(Begins::Words(seconds, _)) => Ok(seconds),
+            _ => Err(Error::config("first", "a code that begins a word", code)),
+        }
+    }
+
+    /// What is added to the logits or log-probabilities of the next code after each of these: zero where a word begins
+    /// or continues ([`Codebook::continuations`]), minus infinity elsewhere.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[firsts, codes]`, f32
+    ///
+    /// # Errors
+    ///
+    /// If one of `firsts` begins no word.
+    pub fn mask(&self, firsts: &[Option<u32>], device: &Device) -> Result<Tensor> {
+        let mut mask = vec![f32::NEG_INFINITY; firsts.len() * self.code_count];
+        for (row, first) in mask.chunks_mut(self.code_count).zip(firsts) {
+            self.continuations(*first)?.iter().for_each(|&code| row[code as usize] = 0.0);
+        }
+        Ok(Tensor::from_vec(mask, (firsts.len(), self.code_count), device)?)
+    }
+
+    /// What a code is, after the first code of a word, if it is within one.
+    pub(super) fn read(&self, first: Option<u32>, code: u32) -> Result<Read> {
+        let found = match first {
+            None => match self.begins.get(code as usize) {
+                Some(Begins::Word(word)) => Some(Read::Word(*word)),
+                Some(Begins::Words(..)) => Some(Read::First),
+                _ => None,
+            },
+            Some(first) => match &self.begins[first as usize] {
+                Begins::Words(seconds, words) => seconds.binary_search(&code).ok().map(|at| Read::Word(words[at])),
+                _ => None,
+            },
+        };
+        let expected = || match first {
+            None => "a code that begins a word".to_owned(),
+            Some(first) => format!("a code that follows {first}"),
+        };
+        found.ok_or_else(|| Error::config("codes", expected(), code))
+    }
+
+    /// The words that a code begins: itself, or by their second codes.
+    pub(super) fn words_of(&self, first: u32) -> Words<'_> {
+        match &self.begins[first as usize] {
+            Begins::Nothing => Words::Two(&[], &[]),
+            Begins::Word(word) => Words::One(*word),
+            Begins::Words(seconds, words) => Words::Two(seconds, words),
+        }
+    }
+}
+
+/// What a code is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Read {
+    /// The last of a word.
+    Word(u32),
+    /// The first of two.
+    First,
+}
+
+/// Words with the same first code.
+pub(super) enum Words<'a> {
+    One(u32),
+    /// Second codes and words.
+    Two(&'a [u32], &'a [u32]),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sequences_that_are_no_bijection_are_errors_that_name_the_word() {
+        let error = |sequences: &[&[u32]]| Codebook::new(4, sequences).unwrap_err().to_string();
+        assert!(error(&[&[0], &[0]]).contains("word 1"));
+        assert!(error(&[&[0, 1], &[1, 0], &[0, 1]]).contains("word 2"));
+        assert!(error(&[&[0, 1], &[0]]).contains("begins with"));
+        assert!(error(&[&[0], &[0, 1]]).contains("begins with"));
+        assert!(error(&[&[0, 4]]).contains("codes below 4"));
+        assert!(error(&[&[1], &[]]).contains("one or two codes for word 1"));
+        assert!(error(&[&[0, 1, 2]]).contains("one or two codes"));
+        assert!(error(&[]).contains("words"));
+    }
+
+    #[test]
+    fn codes_that_are_no_words_are_errors() {
+        let book = Codebook::new(4, &[&[0][..], &[1, 2], &[1, 0]]).unwrap();
+        assert_eq!(book.decode(&[1, 0, 0, 1, 2]).unwrap(), [2, 0, 1]);
+        for (codes, expected) in [(&[3][..], "begins a word"), (&[1, 1], "follows 1"), (&[0, 1], "whole words")] {
+            let error = book.decode(codes).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        assert!(book.encode(&[0, 3]).unwrap_err().to_string().contains("below 3"));
+        assert!(book.continuations(Some(3)).is_err() && book.continuations(Some(9)).is_err());
+        assert_eq!(book.continuations(Some(0)).unwrap(), [0, 1]);
+    }
+}

@@ -1,0 +1,10 @@
+//! A token as a short sequence of codes: the bijection ([`codebook`]), the tables of LightRNN and Hybrid-LightRNN
+//! ([`table`]), how they are learned ([`costs`], [`assignment`]), and the words of a model of codes
+//! ([`word_probability`]).
+
+mod codebook;
+mod table;
+mod word_probability;
+
+pub use codebook::Codebook;
+pub use table::{CodeTable, TableConfig};

@@ -1,0 +1,277 @@
+//! Tables of words: who has a code of its own, and who shares its row and its column with others.
+
+use candle_core::{DType, Device, Tensor};
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::SeedableRng;
+
+use super::codebook::Codebook;
+use crate::error::{Error, Result};
+use crate::validate::check_sizes;
+
+/// The sizes of a [`CodeTable`].
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::TableConfig;
+///
+/// # fn main() -> mos_head::Result<()> {
+/// // 100 rows and 100 columns: a head over 200 codes in place of 10,000 words.
+/// assert_eq!(TableConfig::light_rnn(10_000).codes(), 200);
+/// // 2,000 codes: 1,818 words have one of their own, the others share 91 rows and 91 columns.
+/// let config = TableConfig::hybrid(10_000, 2000)?;
+/// assert_eq!((config.own(), config.rows(), config.columns()), (1818, 91, 91));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TableConfig {
+    words: usize,
+    own: usize,
+    rows: usize,
+    columns: usize,
+}
+
+impl TableConfig {
+    /// LightRNN (Li et al., NIPS 2016): a square table, the smallest that holds the words, whose every word has two
+    /// codes, its row and its column.
+    pub fn light_rnn(words: usize) -> Self {
+        let side = (words as f64).sqrt().ceil() as usize;
+        TableConfig { words, own: 0, rows: side, columns: side }
+    }
+
+    /// Hybrid-LightRNN (Kong et al., AAAI 2019): of `codes` codes, as many as possible are words by themselves; the
+    /// other words share a square table, the smallest that holds them.
+    ///
+    /// # Errors
+    ///
+    /// If the dictionary is too small for the words: LightRNN's is the smallest.
+    pub fn hybrid(words: usize, codes: usize) -> Result<Self> {
+        if codes >= words {
+            return Ok(TableConfig { words, own: words, rows: 0, columns: 0 });
+        }
+        let fits = |side: usize| codes >= 2 * side && codes - 2 * side + side * side >= words;
+        match (1..=codes / 2).find(|&side| fits(side)) {
+            Some(side) => {
+                // With the smallest table, the last codes may not be needed.
+                let own = codes - 2 * side;
+                Ok(TableConfig { words, own, rows: side, columns: side })
+            }
+            None => {
+                let most = (codes / 2).pow(2).max(codes);
+                Err(Error::config("codes", format!("a dictionary for {words} words"), format!("{codes}, for {most}")))
+            }
+        }
+    }
+
+    /// Another shape of the table that words share.
+    pub fn with_table(self, rows: usize, columns: usize) -> Self {
+        TableConfig { rows, columns, ..self }
+    }
+
+    /// Another number of words with a code of their own.
+    pub fn with_own(self, own: usize) -> Self {
+        TableConfig { own, ..self }
+    }
+
+    /// The number of words.
+    pub fn words(&self) -> usize {
+        self.words
+    }
+
+    /// The number of words with a code of their own: the codes 0 to `own - 1`.
+    pub fn own(&self) -> usize {
+        self.own
+    }
+
+    /// The number of rows: the first codes of the other words, after those of words.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The number of columns: the second codes of the other words, after those of rows.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// The number of codes: the vocabulary of a head.
+    pub fn codes(&self) -> usize {
+        self.own + self.rows + self.columns
+    }
+
+    fn validate(&self) -> Result<()> {
+        check_sizes(&[("words", self.words)])?;
+        let places = self.own.saturating_add(self.rows.saturating_mul(self.columns));
+        if places < self.words {
+            let Self { own, rows, columns, .. } = self;
+            let got = format!("{own} codes and a table of {rows} x {columns}");
+            return Err(Error::config("table", format!("places for {} words", self.words), got));
+        }
+        Ok(())
+    }
+}
+
+/// A bijection of words and codes: frequent words have a code of their own; each of the others has a cell of a table,
+/// and the codes of its row and its column, which it shares with the words of that row and that column.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{CodeTable, TableConfig};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let counts = [5.0, 100.0, 7.0, 1.0, 1.0, 3.0];
+/// let config = TableConfig::light_rnn(6).with_own(1).with_table(2, 3);
+/// let table = CodeTable::by_frequency(config, &counts)?;
+/// let book = table.codebook();
+/// assert_eq!(book.codes_of(1)?, [0]); // the most frequent word
+/// assert_eq!(book.codes_of(2)?, [1, 3]); // the first row and the first column
+/// assert_eq!(table.row(0), [Some(2), Some(0), Some(5)]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CodeTable {
+    config: TableConfig,
+    /// Of each word: its own code, or `own` and the place of its cell, row by row.
+    places: Vec<usize>,
+    book: Codebook,
+}
+
+impl CodeTable {
+    /// Words in the order of falling counts, one for each word: the first have codes of their own, the others fill the
+    /// table row by row. Of equal counts, the lowest id is first.
+    ///
+    /// # Errors
+    ///
+    /// If the table has not enough places, there is not one count for each word, or a count is NaN.
+    pub fn by_frequency(config: TableConfig, counts: &[f64]) -> Result<Self> {
+        let order = order(config, counts)?;
+        let mut places = vec![0; order.len()];
+        order.iter().zip(0..).for_each(|(&word, place)| places[word] = place);
+        Self::of_places(config, places)
+    }
+
+    /// As [`CodeTable::by_frequency`], with the words that share the table in random cells.
+    ///
+    /// # Errors
+    ///
+    /// As [`CodeTable::by_frequency`].
+    pub fn random(config: TableConfig, counts: &[f64], seed: u64) -> Result<Self> {
+        let order = order(config, counts)?;
+        let mut cells: Vec<usize> = (config.own..config.own + config.rows * config.columns).collect();
+        cells.shuffle(&mut StdRng::seed_from_u64(seed));
+        let mut places = vec![0; order.len()];
+        order.iter().zip((0..config.own).chain(cells)).for_each(|(&word, place)| places[word] = place);
+        Self::of_places(config, places)
+    }
+
+    /// The table of codes `[words, 2]` (u32), as [`CodeTable::codes`] returns them.
+    ///
+    /// # Errors
+    ///
+    /// If shape or dtype is wrong, or the codes are no bijection of the words and places of such a table.
+    pub fn from_codes(config: TableConfig, codes: &Tensor) -> Result<Self> {
+        config.validate()?;
+        if codes.dims() != [config.words, 2] {
+            return Err(Error::shape("codes", format!("[{}, 2]", config.words), codes.dims()));
+        }
+        if codes.dtype() != DType::U32 {
+            return Err(Error::DType { argument: "codes", expected: "u32".into(), got: codes.dtype() });
+        }
+        let TableConfig { own, rows, columns, .. } = config;
+        let place = |(word, codes): (usize, &Vec<u32>)| {
+            let (first, second) = (codes[0] as usize, codes[1] as usize);
+            if first < own && first == second {
+                return Ok(first);
+            }
+            match (first.checked_sub(own), second.checked_sub(own + rows)) {
+                (Some(row), Some(column)) if row < rows && column < columns => Ok(own + row * columns + column),
+                _ => Err(Error::config("codes", format!("those of a place for word {word}"), format!("{codes:?}"))),
+            }
+        };
+        let codes = codes.to_device(&Device::Cpu)?.to_vec2::<u32>()?;
+        Self::of_places(config, codes.iter().enumerate().map(place).collect::<Result<_>>()?)
+    }
+
+    pub(super) fn of_places(config: TableConfig, places: Vec<usize>) -> Result<Self> {
+        config.validate()?;
+        let TableConfig { own, rows, columns, .. } = config;
+        let sequences = places.iter().map(|&place| match place.checked_sub(own) {
+            None => vec![place as u32],
+            Some(cell) => vec![(own + cell / columns) as u32, (own + rows + cell % columns) as u32],
+        });
+        let book = Codebook::new(config.codes(), &sequences.collect::<Vec<_>>())?;
+        Ok(CodeTable { config, places, book })
+    }
+
+    /// The sizes.
+    pub fn config(&self) -> TableConfig {
+        self.config
+    }
+
+    /// The bijection.
+    pub fn codebook(&self) -> &Codebook {
+        &self.book
+    }
+
+    /// The codes of each word, to be saved with a model; a word with one code has it twice.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[words, 2]`, u32
+    ///
+    /// # Errors
+    ///
+    /// If candle cannot create the tensor.
+    pub fn codes(&self) -> Result<Tensor> {
+        let mut all = Vec::with_capacity(2 * self.places.len());
+        for word in 0..self.places.len() as u32 {
+            let codes = self.book.codes_of(word)?;
+            all.extend([codes[0], codes[codes.len() - 1]]);
+        }
+        Ok(Tensor::from_vec(all, (self.places.len(), 2), &Device::Cpu)?)
+    }
+
+    /// The words of a row, by column; none beyond the last row.
+    pub fn row(&self, row: usize) -> Vec<Option<u32>> {
+        let TableConfig { own, columns, .. } = self.config;
+        let mut words = vec![None; if row < self.config.rows { columns } else { 0 }];
+        for (word, place) in (0u32..).zip(&self.places) {
+            if let Some(cell) = place.checked_sub(own).filter(|cell| cell / columns == row) {
+                words[cell % columns] = Some(word);
+            }
+        }
+        words
+    }
+
+    /// The words that share the table, and their cells.
+    pub(super) fn shared(&self) -> impl Iterator<Item = (u32, usize)> + '_ {
+        let own = self.config.own;
+        (0u32..).zip(&self.places).filter_map(move |(word, place)| Some((word, place.checked_sub(own)?)))
+    }
+
+    /// The same with these cells of the words that share the table, in the order of [`CodeTable::shared`].
+    pub(super) fn with_cells(&self, cells: &[usize]) -> Result<Self> {
+        let (own, mut places) = (self.config.own, self.places.clone());
+        for ((word, _), cell) in self.shared().zip(cells) {
+            places[word as usize] = own + cell;
+        }
+        Self::of_places(self.config, places)
+    }
+}
+
+/// The words by falling counts.
+fn order(config: TableConfig, counts: &[f64]) -> Result<Vec<usize>> {
+    config.validate()?;
+    if counts.len() != config.words {
+        return Err(Error::config("counts", format!("one for each of {} words", config.words), counts.len()));
+    }
+    if counts.iter().any(|count| count.is_nan()) {
+        return Err(Error::config("counts", "numbers", "NaN"));
+    }
+    let mut order: Vec<usize> = (0..counts.len()).collect();
+    order.sort_by(|&a, &b| counts[b].total_cmp(&counts[a]));
+    Ok(order)
+}

@@ -135,6 +135,8 @@ mod mixture_of_contexts;
 mod mixture_of_softmaxes;
 mod softmax_head;
 
+#[allow(dead_code)]
+mod codes;
 mod factorised;
 mod mixture_head;
 mod output_layer;

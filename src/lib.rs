@@ -161,7 +161,7 @@ mod error;
 
 pub use adaptive_softmax::{AdaptiveConfig, AdaptiveSoftmax};
 pub use backend::plan::Plan;
-pub use codes::{CodeTable, Codebook, TableConfig};
+pub use codes::{Assignment, CodeCosts, CodePlace, CodeTable, Codebook, TableConfig};
 pub use decoder::{CharCnn, CharCnnConfig};
 pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
 pub use dropout::Dropout;

@@ -65,7 +65,7 @@ fn run(args: &Args) -> Result<()> {
     let Some(rows) = heads::train(&args.common, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(args.common.seed)?;
-            let text = generate(&session.model, corpus.start(), args.generate, &mut sampler)?;
+            let text = generate(&session.model, corpus.start(), args.generate, &mut sampler, None)?;
             println!("{} writes:\n{}\n", session.kind.name(), corpus.decode(&text).trim());
         }
         session.evaluate(&corpus.test)

@@ -2,8 +2,9 @@
 
 use super::language_model::LanguageModel;
 use super::{model::Model, values::positive, Result};
-use candle_core::Tensor;
-use mos_head::{Sampler, Sampling};
+use candle_core::{Tensor, D};
+use candle_nn::ops::log_softmax;
+use mos_head::{Codebook, Sampler, Sampling};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct SamplingFlags {
@@ -29,17 +30,31 @@ impl SamplingFlags {
     }
 }
 
-/// `count` token ids after `start`.
-pub(crate) fn generate(model: &LanguageModel, start: u32, count: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
+/// `count` token ids after `start`; with a book, codes that are words.
+pub(crate) fn generate(
+    model: &LanguageModel,
+    start: u32,
+    count: usize,
+    sampler: &mut Sampler,
+    book: Option<&Codebook>,
+) -> Result<Vec<u32>> {
     let frozen = model.frozen_head()?;
     let head = frozen.as_deref().unwrap_or(model.head());
     let mut states = model.state(1)?;
     let mut last = Tensor::new(&[[start]], model.device())?;
-    let mut text = Vec::with_capacity(count);
+    let (mut text, mut first) = (Vec::with_capacity(count), None);
     for _ in 0..count {
         let hidden = model.hidden(&last, &mut states)?;
-        last = head.sample(&hidden, sampler)?;
-        text.extend(last.flatten_all()?.to_vec1::<u32>()?);
+        last = match book {
+            None => head.sample(&hidden, sampler)?,
+            Some(book) => {
+                let mask = book.mask(&[first], model.device())?;
+                sampler.sample(&log_softmax(&head.log_probs(&hidden)?.broadcast_add(&mask)?, D::Minus1)?)?
+            }
+        };
+        let id = last.flatten_all()?.to_vec1::<u32>()?[0];
+        first = book.map(|book| book.advance(first, id)).transpose()?.flatten();
+        text.push(id);
     }
     Ok(text)
 }
@@ -57,7 +72,7 @@ mod tests {
         let (sizes, values) = (Sizes::new(HeadKind::Mos, &recipe, 11), InitialValues::Even);
         let model = LanguageModel::new(HeadKind::Mos, sizes, values, &recipe, &Device::Cpu).expect("valid sizes");
         let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
-        let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range")).expect("samples");
+        let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range"), None).expect("samples");
         assert_eq!(text(1).len(), 20);
         assert!(text(1).iter().all(|&id| id < 11));
         assert_eq!(text(1), text(1));

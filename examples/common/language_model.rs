@@ -125,6 +125,17 @@ impl LanguageModel {
         checkpoint.restore_variables(&self.varmap)
     }
 
+    /// What another text has at the targets of a batch, one after the other; `None` past the end.
+    pub(crate) fn targets_of(
+        &self,
+        text: &[u32],
+        TextBatch { streams, window }: &TextBatch,
+    ) -> Result<Vec<Option<u32>>> {
+        let (_, targets) = streams.tensors(text, window, &Device::Cpu)?;
+        let targets = targets.flatten_all()?.to_vec1::<i64>()?;
+        Ok(targets.into_iter().map(|target| u32::try_from(target).ok()).collect())
+    }
+
     /// The state before the first id of a text.
     pub(crate) fn state(&self, batch: usize) -> Result<Vec<LSTMState>> {
         self.lstm.start(batch)

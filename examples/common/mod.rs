@@ -4,7 +4,9 @@
 
 pub(crate) mod awd;
 pub(crate) mod batches;
+pub(crate) mod bpe;
 pub(crate) mod checkpoint;
+pub(crate) mod codes;
 pub(crate) mod device;
 pub(crate) mod digest;
 pub(crate) mod flags;
@@ -14,6 +16,7 @@ pub(crate) mod heads;
 pub(crate) mod init;
 pub(crate) mod inplace;
 pub(crate) mod language_model;
+pub(crate) mod learn_table;
 pub(crate) mod measure;
 pub(crate) mod model;
 pub(crate) mod optimizer;

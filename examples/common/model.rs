@@ -112,6 +112,8 @@ pub(crate) struct Data<T> {
     pub(crate) digest: String,
     pub(crate) train: Vec<T>,
     pub(crate) valid: Vec<T>,
+    /// Targets of the model for each word, in both parts: NLLs are per word.
+    pub(crate) per_word: [f64; 2],
 }
 
 impl Data<u32> {
@@ -123,6 +125,6 @@ impl Data<u32> {
         valid: Vec<u32>,
     ) -> Self {
         let digest = Digest::new().texts(vocabulary).ids(&train).ids(&valid).to_string();
-        Self { name, digest, train, valid }
+        Self { name, digest, train, valid, per_word: [1.0; 2] }
     }
 }

@@ -27,6 +27,19 @@ pub(crate) enum OutputKind {
     Adaptive,
     /// Classes, which are the head's, and a softmax in each
     Hierarchical,
+    /// Each word is a row and a column of a table, and the head's vocabulary is these
+    LightRnn,
+    /// As light-rnn, but frequent words have a code of their own
+    HybridLightRnn,
+    /// Each word is one or more pieces
+    Bpe,
+}
+
+impl OutputKind {
+    /// Whether words are sequences of codes, and the head's vocabulary is that of the codes.
+    pub(crate) fn is_coded(self) -> bool {
+        matches!(self, OutputKind::LightRnn | OutputKind::HybridLightRnn | OutputKind::Bpe)
+    }
 }
 
 /// `--output` and its sizes.
@@ -105,7 +118,8 @@ impl Output {
         vb: VarBuilder,
     ) -> Result<Built> {
         let HeadSizes { vocab, hidden, .. } = sizes;
-        let is_whole = matches!(self.kind, OutputKind::Full | OutputKind::Sampled | OutputKind::Nce);
+        let is_whole =
+            matches!(self.kind, OutputKind::Full | OutputKind::Sampled | OutputKind::Nce) || self.kind.is_coded();
         if tied.is_some() && !is_whole {
             return Err(
                 format!("--tied needs a decoder with a row for each entry: not --output {}", self.name()).into()

@@ -145,8 +145,9 @@ impl<M: Model> Session<M> {
         }
         let Progress { sum, count, seconds, .. } = progress;
         self.seconds += seconds;
-        self.targets += count;
-        let valid_nll = if end == End::Epoch { self.evaluate(&self.data.valid)? } else { f64::NAN };
+        let [per_word, _] = self.data.per_word;
+        self.targets += count / per_word;
+        let valid_nll = if end == End::Epoch { self.evaluate_valid()? } else { f64::NAN };
         let valid_nll = if valid_nll.exp().is_finite() { valid_nll } else { f64::NAN };
         self.valid_nll = Some(valid_nll);
         if valid_nll.is_nan() {
@@ -161,7 +162,7 @@ impl<M: Model> Session<M> {
                 println!("{:<7}  the parameters are averaged from epoch {} on", self.kind.name(), epoch + 2);
             }
         }
-        let train_nll = sum / count;
+        let train_nll = per_word * sum / count;
         self.history.push([train_nll, valid_nll]);
         Ok(Some(Epoch { train_nll, valid_nll, seconds }))
     }
@@ -182,15 +183,20 @@ impl<M: Model> Session<M> {
 
     /// NLL on the validation data with the current variables; NaN after divergence.
     pub(crate) fn valid_nll(&self) -> Result<f64> {
-        self.valid_nll.map_or_else(|| self.evaluate(&self.data.valid), Ok)
+        self.valid_nll.map_or_else(|| self.evaluate_valid(), Ok)
     }
 
-    /// NLL on any data with the current variables.
+    fn evaluate_valid(&self) -> Result<f64> {
+        let [_, per_word] = self.data.per_word;
+        Ok(per_word * self.evaluate(&self.data.valid)?)
+    }
+
+    /// Mean NLL of the targets of any data with the current variables.
     pub(crate) fn evaluate(&self, items: &[M::Item]) -> Result<f64> {
         evaluate(&self.model, items, &self.recipe)
     }
 
-    /// Targets per second of training, also before it was resumed; `None` if there was none.
+    /// Words per second of training, also before it was resumed; `None` if there was none.
     pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         (self.targets > 0.0).then(|| self.targets / self.seconds)
     }
@@ -265,7 +271,7 @@ impl<M: Model> Session<M> {
             self.model.load_state(&mut progress.state, &checkpoint.tensors)?;
             self.progress = Some(progress);
         }
-        let valid_nll = self.evaluate(&self.data.valid)?;
+        let valid_nll = self.evaluate_valid()?;
         self.valid_nll = Some(valid_nll);
         let (name, measure) = (self.kind.name(), self.recipe.measure);
         let within = if self.progress.is_some() { format!(", in epoch {}", epoch + 1) } else { String::new() };

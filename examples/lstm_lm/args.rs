@@ -1,6 +1,7 @@
 //! The flags, with one set of defaults for the built-in language and one for real text.
 
 use crate::cache::CacheSettings;
+use crate::codes::CodeFlags;
 use crate::common::awd::Awd;
 use crate::common::flags::TrainingFlags;
 use crate::common::generate::SamplingFlags;
@@ -64,6 +65,8 @@ pub(crate) struct Args {
     /// Number of negatives of a sampled output [default: a tenth of the vocabulary]
     #[arg(long, value_name = "N", value_parser = positive)]
     samples: Option<usize>,
+    #[command(flatten)]
+    pub(crate) codes: CodeFlags,
     /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     bptt: Option<usize>,
@@ -183,6 +186,7 @@ impl Args {
         defaults.bptt = self.bptt.unwrap_or(defaults.bptt);
         defaults.output = Output { kind: self.output, samples: self.samples };
         let is_sampled = matches!(self.output, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
+        self.codes.check(self.output)?;
         if self.samples.is_some() && !is_sampled {
             return Err("--samples is for --output sampled, nce and char-cnn".into());
         }

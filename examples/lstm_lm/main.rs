@@ -25,6 +25,7 @@ mod common;
 
 mod args;
 mod cache;
+mod codes;
 mod corpus;
 mod dynamic;
 mod evaluate;
@@ -34,12 +35,14 @@ mod released;
 mod report;
 
 use args::Args;
+use common::codes::Coding;
 use common::generate::generate;
 use common::output::{Entries, OutputKind};
 use common::sizes::{InitialValues, Sizes};
 use common::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
 use corpus::Corpus;
 use language::Teacher;
+use mos_head::CodeTable;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -56,22 +59,29 @@ fn run(args: &Args) -> Result<()> {
     };
     let recipe = args.recipe()?;
     let corpus = if recipe.output.kind == OutputKind::Adaptive { corpus.by_frequency() } else { corpus };
-    let data = &corpus.data;
-    let entries = Entries::of(&corpus.words, &data.train);
     if let Some(evaluation) = args.evaluation() {
         return evaluate::run(&evaluation, &corpus, &device);
     }
     println!(
         "Training on {}: {} tokens, vocabulary {}, validation {} tokens.",
-        data.name,
-        data.train.len() - 1,
+        corpus.data.name,
+        corpus.data.train.len() - 1,
         corpus.words.len(),
-        data.valid.len() - 1
+        corpus.data.valid.len() - 1
     );
+    let coding = codes::coding(args, &corpus, &recipe, &device)?;
+    let (data, vocabulary) = match &coding {
+        None => (corpus.data.clone(), &corpus.words[..]),
+        Some(coding) => {
+            println!("{} codes, {:.3} for a word", coding.names().len(), coding.per_word(&corpus.data.train));
+            (coding.data(&corpus.data), coding.names())
+        }
+    };
+    let entries = Entries::of(vocabulary, &data.train);
 
     let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
     let build = |kind, recipe: &Recipe| {
-        let sizes = Sizes::new(kind, recipe, corpus.words.len());
+        let sizes = Sizes::new(kind, recipe, vocabulary.len());
         let model = LanguageModel::of_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
         // Noise-contrastive estimation does not learn the normalisers: they start near one.
         if args.unigram_bias || recipe.output.kind == OutputKind::Nce {
@@ -89,10 +99,19 @@ fn run(args: &Args) -> Result<()> {
     let Some(rows) = heads::train(&flags, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(flags.seed)?;
-            let text = generate(&session.model, data.train[0], args.generate, &mut sampler)?;
-            println!("{} writes: {}", session.kind.name(), corpus.decode(&text));
+            let book = coding.as_ref().and_then(Coding::table).map(CodeTable::codebook);
+            let text = generate(&session.model, data.train[0], args.generate, &mut sampler, book)?;
+            let text = match &coding {
+                None => corpus.decode(&text),
+                Some(coding) => coding.decode(&text, &corpus.words)?.join(" "),
+            };
+            println!("{} writes: {text}", session.kind.name());
         }
-        corpus.test.as_ref().map(|text| session.evaluate(text)).transpose()
+        let test = |text: &Vec<u32>| match &coding {
+            None => session.evaluate(text),
+            Some(coding) => Ok(coding.per_word(text) * session.evaluate(&coding.encode(text))?),
+        };
+        corpus.test.as_ref().map(test).transpose()
     })?
     else {
         return Ok(());

@@ -43,7 +43,13 @@ pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) 
     };
     let texts = corpus.train.iter().chain(&corpus.valid).flat_map(|pair| [&pair.source, &pair.target]);
     let digest = Digest::new().texts(texts).to_string();
-    Ok(Data { name: corpus.name.clone(), digest, train: encode(&corpus.train)?, valid: encode(&corpus.valid)? })
+    Ok(Data {
+        name: corpus.name.clone(),
+        digest,
+        train: encode(&corpus.train)?,
+        valid: encode(&corpus.valid)?,
+        per_word: [1.0; 2],
+    })
 }
 
 fn pairs(source: &Path, target: &Path) -> Result<Vec<Pair>> {

@@ -169,6 +169,19 @@ impl Codebook {
         }
     }
 
+    /// Whether a word is complete after a code: `None`, or its first code, which this one is. `first` is what this function
+    /// returned for the code before.
+    ///
+    /// # Errors
+    ///
+    /// If the code is not a continuation.
+    pub fn advance(&self, first: Option<u32>, code: u32) -> Result<Option<u32>> {
+        Ok(match self.read(first, code)? {
+            Read::Word(_) => None,
+            Read::First => Some(code),
+        })
+    }
+
     /// The codes that may follow the first code of a word, or, if it is `None` or a word by itself, that begin a word:
     /// ascending, never empty.
     ///
@@ -210,8 +223,10 @@ impl Codebook {
                 Some(Begins::Words(..)) => Some(Read::First),
                 _ => None,
             },
-            Some(first) => match &self.begins[first as usize] {
-                Begins::Words(seconds, words) => seconds.binary_search(&code).ok().map(|at| Read::Word(words[at])),
+            Some(first) => match self.begins.get(first as usize) {
+                Some(Begins::Words(seconds, words)) => {
+                    seconds.binary_search(&code).ok().map(|at| Read::Word(words[at]))
+                }
                 _ => None,
             },
         };

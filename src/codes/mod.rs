@@ -2,9 +2,13 @@
 //! ([`table`]), how they are learned ([`costs`], [`assignment`]), and the words of a model of codes
 //! ([`word_probability`]).
 
+mod assignment;
 mod codebook;
+mod costs;
 mod table;
 mod word_probability;
 
+pub use assignment::Assignment;
 pub use codebook::Codebook;
+pub use costs::{CodeCosts, CodePlace};
 pub use table::{CodeTable, TableConfig};

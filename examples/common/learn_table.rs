@@ -1,0 +1,151 @@
+//! Learns the table of a code vocabulary: a language model of its codes is trained, and the words are reallocated to the
+//! cells where it expects them, in turn (Li et al., NIPS 2016; Kong et al., AAAI 2019).
+
+use super::codes::{insert_table, table_of, Coding};
+use super::digest::Digest;
+use super::language_model::LanguageModel;
+use super::model::{Data, Model, Pass};
+use super::sizes::{InitialValues, Sizes};
+use super::{checkpoint::Checkpoint, head::HeadKind, progress, recipe::Recipe, session::Session, Result};
+use candle_core::{Device, D};
+use mos_head::{Assignment, CodeCosts, CodePlace, CodeTable};
+use std::path::Path;
+
+/// Words that are assigned exactly.
+const EXACT: usize = 2500;
+/// The cheapest cells of each of more words.
+const CANDIDATES: usize = 64;
+
+/// What is learned so far.
+struct State {
+    /// Rounds of training.
+    rounds: usize,
+    /// The table of the next round.
+    table: CodeTable,
+    /// The best table, and the NLL of the validation text per word after its round.
+    best: Option<(CodeTable, f64)>,
+    /// Of the model.
+    variables: Option<Checkpoint>,
+}
+
+/// The best of `rounds` tables, the first of which is `start`: each is trained for one epoch of `recipe`. `file` has the
+/// best table so far, and all that a later run needs to continue.
+pub(crate) fn learn(
+    words: &Data<u32>,
+    vocabulary: &[String],
+    start: CodeTable,
+    (rounds, recipe): (usize, &Recipe),
+    file: Option<&Path>,
+    device: &Device,
+) -> Result<CodeTable> {
+    let digest = Digest::new().texts(vocabulary).ids(&words.train).to_string();
+    let mut state = State { rounds: 0, table: start, best: None, variables: None };
+    if let Some(path) = file.filter(|path| path.exists()) {
+        state = State::load(path, &state.table, &digest, device)?;
+        println!("table    {} rounds are done", state.rounds);
+    }
+    let recipe = Recipe { epochs: 1, ..*recipe };
+    while state.rounds < rounds {
+        let coding = Coding::of_table(&state.table, vocabulary)?;
+        let kind = HeadKind::Softmax;
+        let sizes = Sizes::new(kind, &recipe, coding.names().len());
+        let model = LanguageModel::new(kind, sizes, InitialValues::Small, &recipe, device)?;
+        if let Some(variables) = &state.variables {
+            variables.restore_variables(model.varmap())?;
+        }
+        let mut session = Session::new(kind, model, coding.data(words), &recipe)?;
+        session.run(None, None, None)?;
+        let nll = session.valid_nll()?;
+        if !nll.is_finite() {
+            return Err("the language model that learns the table diverged: try a lower --lr".into());
+        }
+        state.rounds += 1;
+        if state.best.as_ref().is_none_or(|(_, best)| nll < *best) {
+            state.best = Some((state.table.clone(), nll));
+        }
+        if state.rounds < rounds {
+            let costs = costs(&session.model, &coding, &words.train, &recipe)?;
+            let assignment = match vocabulary.len() <= EXACT {
+                true => Assignment::Exact,
+                false => Assignment::Approximate { candidates: CANDIDATES },
+            };
+            let table = costs.reallocate(&state.table, assignment)?;
+            let moved = moved(&state.table, &table)?;
+            let per_word = |table| Ok::<_, mos_head::Error>(costs.total(table)? / words.train.len() as f64);
+            let (before, after) = (per_word(&state.table)?, per_word(&table)?);
+            println!("table    round {}: {moved} words move; {before:.3} to {after:.3} nats a token", state.rounds);
+            state.table = table;
+        }
+        state.variables = Some(session.model.checkpoint());
+        if let Some(path) = file {
+            state.save(path, &digest)?;
+        }
+    }
+    let (table, nll) = state.best.ok_or("--rounds is 0")?;
+    println!("table    the best has a validation perplexity of {:.1}", nll.exp());
+    Ok(table)
+}
+
+/// What every word of the text costs in every row and every column.
+fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) -> Result<CodeCosts> {
+    let table = coding.table().ok_or("pieces have no table")?;
+    let mut costs = CodeCosts::new(table);
+    let codes = coding.encode(text);
+    // A word and the place of its code, as one number.
+    let labels = coding.of_targets(text, |word, _, place| 2 * word + place as u32);
+    let mut state = model.start(recipe, Pass::Evaluation)?;
+    let batches = model.batches(&codes, recipe, Pass::Evaluation);
+    let bar = progress::bar(batches.len(), "costs of the table".into());
+    for batch in &batches {
+        let hidden = model.forward(&codes, batch, &mut state, None)?.hidden;
+        let log_probs = model.head().log_probs(&hidden)?.flatten_to(D::Minus2)?;
+        let labels = model.targets_of(&labels, batch)?;
+        let targets: Vec<(usize, u32)> = labels.into_iter().enumerate().filter_map(|(i, l)| Some((i, l?))).collect();
+        let place = |label: u32| if label % 2 == 0 { CodePlace::First } else { CodePlace::Second };
+        let rows = candle_core::Tensor::from_iter(targets.iter().map(|(i, _)| *i as u32), model.device())?;
+        let targets: Vec<(u32, CodePlace)> = targets.into_iter().map(|(_, l)| (l / 2, place(l))).collect();
+        costs.add(&log_probs.index_select(&rows, 0)?, &targets)?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(costs)
+}
+
+/// The number of words whose codes differ.
+fn moved(before: &CodeTable, after: &CodeTable) -> Result<usize> {
+    let (before, after) = (before.codes()?.to_vec2::<u32>()?, after.codes()?.to_vec2::<u32>()?);
+    Ok(before.iter().zip(&after).filter(|(a, b)| a != b).count())
+}
+
+impl State {
+    fn save(&self, path: &Path, digest: &str) -> Result<()> {
+        let mut file = Checkpoint::default();
+        if let Some(variables) = &self.variables {
+            file.tensors
+                .extend(variables.tensors.iter().map(|(name, tensor)| (format!("model.{name}"), tensor.clone())));
+        }
+        insert_table(&mut file, "next", &self.table)?;
+        if let Some((table, nll)) = &self.best {
+            insert_table(&mut file, "codes", table)?;
+            file.metadata.insert("nll".into(), nll.to_string());
+        }
+        file.metadata.insert("rounds".into(), self.rounds.to_string());
+        file.metadata.insert("digest".into(), digest.into());
+        file.save(path)
+    }
+
+    fn load(path: &Path, like: &CodeTable, digest: &str, device: &Device) -> Result<Self> {
+        let file = Checkpoint::load(path, device)?;
+        if file.get::<String>("digest")? != digest {
+            return Err(format!("{} has the table of another text", path.display()).into());
+        }
+        let table = |name| table_of(&file, name, like.config());
+        let variables = file.tensors.iter().filter_map(|(name, tensor)| {
+            let name = name.strip_prefix("model.")?;
+            Some((name.to_owned(), tensor.clone()))
+        });
+        let variables = Checkpoint { tensors: variables.collect(), ..Checkpoint::default() };
+        let best = Some((table("codes")?, file.get("nll")?));
+        Ok(State { rounds: file.get("rounds")?, table: table("next")?, best, variables: Some(variables) })
+    }
+}

@@ -1,0 +1,80 @@
+//! Prices of rows or columns, so that not all words ask for the same: those of too great demand become dearer.
+//!
+//! Added to everyone's costs, the prices of a full table change all assignments by the same sum, hence not the best one.
+//! They are the Lagrange multipliers of the capacities, found by subgradient steps.
+
+use rayon::prelude::*;
+
+const STEPS: usize = 40;
+
+/// A price for each line, a row or a column, of those that costs `[words, lines]` are given for; each line has places for
+/// `capacity` words.
+pub(super) fn prices(costs: &[f32], lines: usize, capacity: usize) -> Vec<f32> {
+    let mut prices = vec![0.0; lines];
+    let mut gains: Vec<f32> = costs.par_chunks(lines).map(gain).filter(|gain| *gain > 0.0).collect();
+    if gains.is_empty() {
+        return prices;
+    }
+    let middle = gains.len() / 2;
+    let scale = *gains.select_nth_unstable_by(middle, f32::total_cmp).1;
+    for step in 0..STEPS {
+        let demand = demand(costs, &prices);
+        let step = scale / (2.0 + 0.6 * step as f32);
+        for (price, demand) in prices.iter_mut().zip(demand) {
+            let excess = (demand as f32 / capacity as f32 - 1.0).min(1.0);
+            *price = (*price + step * excess).max(0.0);
+        }
+    }
+    prices
+}
+
+/// What the cheapest line costs less than the mean.
+fn gain(costs: &[f32]) -> f32 {
+    costs.iter().sum::<f32>() / costs.len() as f32 - costs.iter().copied().fold(f32::INFINITY, f32::min)
+}
+
+/// How many words each line is the cheapest of. Words without a preference are not counted.
+fn demand(costs: &[f32], prices: &[f32]) -> Vec<usize> {
+    let lines = prices.len();
+    let count = |mut demand: Vec<usize>, of_word: &[f32]| {
+        let mut best = (f32::INFINITY, 0);
+        for (line, (cost, price)) in of_word.iter().zip(prices).enumerate() {
+            if cost + price < best.0 {
+                best = (cost + price, line);
+            }
+        }
+        if of_word.iter().any(|cost| *cost != of_word[0]) {
+            demand[best.1] += 1;
+        }
+        demand
+    };
+    let add = |a: Vec<usize>, b: Vec<usize>| a.into_iter().zip(b).map(|(a, b)| a + b).collect();
+    costs.par_chunks(lines).with_min_len(256).fold(|| vec![0; lines], count).reduce(|| vec![0; lines], add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_all_prefer_becomes_dear() {
+        // 40 words would all take line 0; the more they would lose in line 1, the more they do so.
+        let costs: Vec<f32> = (0..40).flat_map(|word| [0.0, 1.0 + word as f32]).collect();
+        assert_eq!(demand(&costs, &[0.0, 0.0]), [40, 0]);
+        let demand = demand(&costs, &prices(&costs, 2, 20));
+        assert!(demand[0].abs_diff(20) <= 2, "{demand:?}");
+    }
+
+    #[test]
+    fn what_has_room_is_free() {
+        let costs: Vec<f32> = (0..40).flat_map(|word| [word as f32, 19.5]).collect();
+        assert_eq!(prices(&costs, 2, 30), [0.0, 0.0]);
+    }
+
+    #[test]
+    fn words_without_a_preference_do_not_count() {
+        assert_eq!(demand(&[1.0; 30], &[0.0, 0.5, 0.0]), [0, 0, 0]);
+        assert_eq!(prices(&[1.0; 30], 3, 3), [0.0; 3]);
+        assert!(prices(&[], 3, 1).iter().all(|price| *price == 0.0));
+    }
+}

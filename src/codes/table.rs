@@ -59,7 +59,7 @@ impl TableConfig {
                 Ok(TableConfig { words, own, rows: side, columns: side })
             }
             None => {
-                let most = (codes / 2).pow(2).max(codes);
+                let most = ((codes / 2).pow(2) + codes % 2).max(codes);
                 Err(Error::config("codes", format!("a dictionary for {words} words"), format!("{codes}, for {most}")))
             }
         }

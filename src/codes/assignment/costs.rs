@@ -20,7 +20,7 @@ impl<'a> Costs<'a> {
     pub(super) fn new(row_costs: &'a [f32], column_costs: &'a [f32], rows: usize, columns: usize) -> Result<Self> {
         check_sizes(&[("rows", rows), ("columns", columns)])?;
         let words = row_costs.len() / rows;
-        if row_costs.len() % rows != 0 {
+        if !row_costs.len().is_multiple_of(rows) {
             return Err(Error::shape("row_costs", format!("[words, {rows}]"), &[row_costs.len()]));
         }
         if words.checked_mul(columns) != Some(column_costs.len()) {

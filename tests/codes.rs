@@ -1,0 +1,280 @@
+//! Words as codes: bijections, the words of a model of codes, and tables and their costs, against plain loops.
+
+use candle_core::{DType, Device, Tensor, D};
+use candle_nn::ops::log_softmax;
+use mos_head::{Assignment, CodeCosts, CodePlace, CodeTable, Codebook, Error, Result, TableConfig};
+
+/// A model of codes: the log-probabilities of the first code at each position, and of the second after each first.
+struct Model {
+    first: Tensor,
+    second: Tensor,
+}
+
+impl Model {
+    /// Some codes are impossible.
+    fn random(positions: usize, codes: usize, seed: u64) -> Result<Self> {
+        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let mut random = |rows: usize| -> Result<Tensor> {
+            let logits = (0..rows * codes).map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                let uniform = (state >> 11) as f64 / (1u64 << 53) as f64;
+                if uniform < 0.05 {
+                    f64::NEG_INFINITY
+                } else {
+                    8.0 * uniform
+                }
+            });
+            let logits = Tensor::from_vec(logits.collect::<Vec<_>>(), (rows, codes), &Device::Cpu)?;
+            Ok(log_softmax(&logits, D::Minus1)?)
+        };
+        Ok(Model { first: random(positions)?, second: random(positions * codes)? })
+    }
+
+    fn second(&self, positions: &Tensor, firsts: &Tensor) -> Result<Tensor> {
+        let codes = self.first.dim(1)? as f64;
+        let rows = (positions.to_dtype(DType::F64)?.affine(codes, 0.0)? + firsts.to_dtype(DType::F64)?)?;
+        Ok(self.second.index_select(&rows.to_dtype(DType::U32)?, 0)?)
+    }
+
+    /// Of every word at a position, by the definition.
+    fn log_probs(&self, position: usize, book: &Codebook) -> Result<Vec<f64>> {
+        let codes = book.codes();
+        let first: Vec<f64> = self.first.get(position)?.to_vec1()?;
+        let of_word = |word: u32| -> Result<f64> {
+            let sequence = book.codes_of(word)?;
+            let row = position * codes + sequence[0] as usize;
+            let second: Vec<f64> = self.second.get(row)?.to_vec1()?;
+            Ok(first[sequence[0] as usize] + sequence.get(1).map_or(0.0, |&code| second[code as usize]))
+        };
+        (0..book.words() as u32).map(of_word).collect()
+    }
+}
+
+fn counts(words: usize) -> Vec<f64> {
+    (0..words).map(|word| ((word * 7919) % 101) as f64).collect()
+}
+
+/// A LightRNN, a Hybrid-LightRNN with empty cells, one whose words all have a code of their own, and no square.
+fn tables(words: usize) -> Result<Vec<CodeTable>> {
+    let light = TableConfig::light_rnn(words);
+    let hybrid = TableConfig::hybrid(words, words / 2)?;
+    let configs = [light, hybrid, TableConfig::hybrid(words, words)?, light.with_own(3).with_table(2, words)];
+    let both = |config| [CodeTable::by_frequency(config, &counts(words)), CodeTable::random(config, &counts(words), 5)];
+    configs.into_iter().flat_map(both).collect()
+}
+
+#[test]
+fn every_text_has_one_encoding() -> Result<()> {
+    for table in tables(40)? {
+        let book = table.codebook();
+        assert_eq!((book.words(), book.codes()), (40, table.config().codes()));
+        let words: Vec<u32> = (0..40).chain((0..40).rev()).collect();
+        let codes = book.encode(&words)?;
+        assert_eq!(book.decode(&codes)?, words);
+        let mut first = None;
+        for &code in &codes {
+            assert!(book.continuations(first)?.contains(&code));
+            let mask = book.mask(&[first], &Device::Cpu)?.squeeze(0)?.to_vec1::<f32>()?;
+            let allowed = (0u32..).zip(&mask).filter(|(_, mask)| **mask == 0.0).map(|(code, _)| code);
+            assert_eq!(allowed.collect::<Vec<_>>(), book.continuations(first)?);
+            first = book.advance(first, code)?;
+        }
+        assert_eq!(first, None);
+        // Any walk through the continuations is a text.
+        let (mut walk, mut first) = (Vec::new(), None);
+        for step in 0..200usize {
+            let allowed = book.continuations(first)?;
+            let code = allowed[step * 31 % allowed.len()];
+            first = book.advance(first, code)?;
+            walk.push(code);
+        }
+        if first.is_some() {
+            walk.push(book.continuations(first)?[0]);
+        }
+        assert_eq!(book.encode(&book.decode(&walk)?)?, walk);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_frequent_words_have_codes_of_their_own() -> Result<()> {
+    let config = TableConfig::hybrid(40, 20)?;
+    let counts = counts(40);
+    for table in [CodeTable::by_frequency(config, &counts)?, CodeTable::random(config, &counts, 3)?] {
+        let is_own = |word: &u32| table.codebook().codes_of(*word).unwrap().len() == 1;
+        let (own, shared): (Vec<u32>, Vec<u32>) = (0..40).partition(is_own);
+        assert_eq!(own.len(), config.own());
+        let least = own.iter().map(|&word| counts[word as usize]).fold(f64::INFINITY, f64::min);
+        assert!(shared.iter().all(|&word| counts[word as usize] <= least));
+        let mut in_rows: Vec<u32> = (0..config.rows()).flat_map(|row| table.row(row)).flatten().collect();
+        in_rows.sort_unstable();
+        assert_eq!(in_rows, shared);
+    }
+    assert!(CodeTable::random(config, &counts, 3)? != CodeTable::random(config, &counts, 4)?);
+    Ok(())
+}
+
+#[test]
+fn words_have_the_probability_of_their_codes() -> Result<()> {
+    for (seed, table) in (1..).zip(tables(40)?) {
+        let book = table.codebook();
+        let model = Model::random(5, book.codes(), seed)?;
+        for word in 0..40 {
+            let words = [word, (word + 1) % 40, word, 39 - word, 0];
+            let found = book.word_log_probs(&words, &model.first, |positions, codes| model.second(positions, codes))?;
+            for (position, (&word, found)) in words.iter().zip(found).enumerate() {
+                let expected = model.log_probs(position, book)?[word as usize];
+                assert!(found == expected || (found - expected).abs() < 1e-12, "{found} {expected}");
+            }
+        }
+        let total: f64 = model.log_probs(0, book)?.into_iter().map(f64::exp).sum();
+        assert!(total <= 1.0 + 1e-12);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_best_words_are_those_of_a_full_sort() -> Result<()> {
+    for (seed, table) in (1..).zip(tables(40)?) {
+        let book = table.codebook();
+        let model = Model::random(5, book.codes(), seed)?;
+        for k in [1, 3, 40] {
+            let mut rows = 0;
+            let found = book.top_words(&model.first, k, |positions, codes| {
+                rows += codes.dim(0)?;
+                model.second(positions, codes)
+            })?;
+            assert!(rows <= 5 * book.codes(), "no step twice");
+            let (tokens, log_probs) = (found.tokens.to_vec2::<u32>()?, found.log_probs.to_vec2::<f32>()?);
+            for position in 0..5 {
+                let all = model.log_probs(position, book)?;
+                let mut expected: Vec<u32> = (0..40).collect();
+                expected.sort_by(|&a, &b| all[b as usize].total_cmp(&all[a as usize]).then(a.cmp(&b)));
+                assert_eq!(tokens[position], expected[..k]);
+                for (&word, found) in tokens[position].iter().zip(&log_probs[position]) {
+                    let expected = all[word as usize] as f32;
+                    assert!(*found == expected || (found - expected).abs() < 1e-5);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn few_first_codes_are_tried_for_the_best_word() -> Result<()> {
+    let table = CodeTable::by_frequency(TableConfig::light_rnn(900), &counts(900))?;
+    // The first row has nearly all of the probability.
+    let logits: Vec<f64> = (0..60).map(|code| if code == 0 { 20.0 } else { 0.0 }).collect();
+    let first = log_softmax(&Tensor::from_vec(logits, (1, 60), &Device::Cpu)?, D::Minus1)?;
+    let mut rows = 0;
+    let found = table.codebook().top_words(&first, 2, |_, codes| {
+        rows += codes.dim(0)?;
+        Ok((Tensor::zeros((codes.dim(0)?, 60), DType::F64, &Device::Cpu)? - 60f64.ln())?)
+    })?;
+    assert_eq!(found.tokens.dims(), [1, 2]);
+    assert!(rows < 10, "{rows} of 30 rows");
+    Ok(())
+}
+
+#[test]
+fn costs_are_summed_by_word_and_the_best_table_costs_the_least() -> Result<()> {
+    for table in tables(16)? {
+        let (book, config) = (table.codebook(), table.config());
+        let text: Vec<u32> = (0..300u32).map(|i| i * i % 17 % 16).collect();
+        let targets: Vec<(u32, CodePlace)> = text
+            .iter()
+            .flat_map(|&word| {
+                let places = [CodePlace::First, CodePlace::Second];
+                places.into_iter().take(book.codes_of(word).unwrap().len()).map(move |place| (word, place))
+            })
+            .collect();
+        let log_probs = Model::random(targets.len(), config.codes(), 3)?.first.clamp(-20.0, 0.0)?;
+        let mut costs = CodeCosts::new(&table);
+        // In parts, as a model gives them.
+        for first in (0..targets.len()).step_by(70) {
+            let part = &targets[first..targets.len().min(first + 70)];
+            costs.add(&log_probs.narrow(0, first, part.len())?, part)?;
+        }
+        let rows = log_probs.to_vec2::<f64>()?;
+        let cost = |table: &CodeTable| -> f64 {
+            let of_target = |(row, (word, place)): (&Vec<f64>, &(u32, CodePlace))| {
+                let codes = table.codebook().codes_of(*word).unwrap();
+                match codes {
+                    [_] => 0.0,
+                    [first, second] => -row[if *place == CodePlace::First { *first } else { *second } as usize],
+                    _ => unreachable!(),
+                }
+            };
+            rows.iter().zip(&targets).map(of_target).sum()
+        };
+        let close = |a: f64, b: f64| (a - b).abs() < 1e-3;
+        assert!(close(costs.total(&table)?, cost(&table)));
+        let best = costs.reallocate(&table, Assignment::Exact)?;
+        assert!(close(costs.total(&best)?, cost(&best)));
+        assert!(costs.total(&best)? <= costs.total(&table)? + 1e-3);
+        let near = costs.reallocate(&table, Assignment::Approximate { candidates: 4 })?;
+        assert!(costs.total(&near)? >= costs.total(&best)? - 1e-3);
+        for seed in 0..50 {
+            let other = CodeTable::random(config, &counts(16), seed)?;
+            assert!(costs.total(&other)? >= costs.total(&best)? - 1e-3);
+        }
+        let text = best.codebook().encode(&text)?;
+        assert_eq!(best.codebook().decode(&text)?.len(), 300);
+    }
+    Ok(())
+}
+
+#[test]
+fn tables_are_saved_as_codes() -> Result<()> {
+    for table in tables(40)? {
+        let again = CodeTable::from_codes(table.config(), &table.codes()?)?;
+        assert_eq!(again, table);
+    }
+    Ok(())
+}
+
+#[test]
+fn mistakes_are_errors_that_name_them() -> Result<()> {
+    let message = |result: Result<()>| result.unwrap_err().to_string();
+    let unit = |result: Result<CodeTable>| message(result.map(|_| ()));
+    assert_eq!(
+        message(TableConfig::hybrid(10_000, 199).map(|_| ())),
+        "codes: expected a dictionary for 10000 words, got 199, for 9802"
+    );
+    assert_eq!(TableConfig::hybrid(10_000, 200)?, TableConfig::light_rnn(10_000));
+    let config = TableConfig::light_rnn(40);
+    assert!(unit(CodeTable::by_frequency(config.with_table(6, 6), &counts(40))).contains("places for 40 words"));
+    assert!(unit(CodeTable::by_frequency(config, &counts(39))).contains("one for each of 40 words"));
+    assert!(unit(CodeTable::random(config, &[f64::NAN; 40], 1)).contains("NaN"));
+    assert!(unit(CodeTable::by_frequency(TableConfig::light_rnn(0), &[])).contains("words"));
+
+    let table = CodeTable::by_frequency(config, &counts(40))?;
+    let codes = |codes: &Tensor| unit(CodeTable::from_codes(config, codes));
+    assert!(codes(&table.codes()?.narrow(0, 0, 39)?).contains("[40, 2]"));
+    assert!(codes(&table.codes()?.to_dtype(DType::I64)?).contains("u32"));
+    let twice = Tensor::cat(&[table.codes()?.narrow(0, 0, 39)?, table.codes()?.narrow(0, 0, 1)?], 0)?;
+    assert!(codes(&twice).contains("word 39"));
+    assert!(codes(&table.codes()?.zeros_like()?).contains("word 0"));
+
+    let book = table.codebook();
+    let first = Tensor::zeros((2, 14), DType::F32, &Device::Cpu)?;
+    let second = |_: &Tensor, codes: &Tensor| Ok(Tensor::zeros((codes.dim(0)?, 13), DType::F32, &Device::Cpu)?);
+    let log_probs = |words: &[u32], first: &Tensor| message(book.word_log_probs(words, first, second).map(|_| ()));
+    assert!(log_probs(&[1, 2, 3], &first).contains("first: expected shape [3, 14]"));
+    assert!(log_probs(&[1, 40], &first).contains("below 40"));
+    assert!(log_probs(&[1, 2], &first).contains("second: expected shape [2, 14]"));
+    let top = |first: &Tensor, k| message(book.top_words(first, k, second).map(|_| ()));
+    assert!(top(&first, 0).contains("k") && top(&first, 41).contains("at most 40"));
+    assert!(top(&first.zeros_like()?.affine(1.0, f64::NAN)?, 1).contains("position 0 is NaN"));
+    assert!(top(&first.narrow(1, 0, 13)?, 1).contains("[2, 14]"));
+
+    let mut costs = CodeCosts::new(&table);
+    assert!(message(costs.add(&first, &[(1, CodePlace::First)])).contains("[1, 14]"));
+    assert!(message(costs.add(&first, &[(1, CodePlace::First), (40, CodePlace::First)])).contains("below 40"));
+    let other = CodeTable::by_frequency(config.with_own(1), &counts(40))?;
+    assert!(matches!(costs.total(&other), Err(Error::Config { argument: "table", .. })));
+    costs.add(&(&first / 0.0)?, &[(1, CodePlace::First), (2, CodePlace::Second)])?;
+    assert!(unit(costs.reallocate(&table, Assignment::Exact)).contains("costs"));
+    Ok(())
+}

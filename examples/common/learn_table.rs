@@ -73,7 +73,10 @@ pub(crate) fn learn(
             let moved = moved(&state.table, &table)?;
             let per_word = |table| Ok::<_, mos_head::Error>(costs.total(table)? / words.train.len() as f64);
             let (before, after) = (per_word(&state.table)?, per_word(&table)?);
-            println!("table    round {}: {moved} words move; {before:.3} to {after:.3} nats a token", state.rounds);
+            println!(
+                "table    round {}: {moved} words move, from {before:.3} to {after:.3} nats per token of the text",
+                state.rounds
+            );
             state.table = table;
         }
         state.variables = Some(session.model.checkpoint());
@@ -101,7 +104,7 @@ fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) 
         let log_probs = model.head().log_probs(&hidden)?.flatten_to(D::Minus2)?;
         let labels = model.targets_of(&labels, batch)?;
         let targets: Vec<(usize, u32)> = labels.into_iter().enumerate().filter_map(|(i, l)| Some((i, l?))).collect();
-        let place = |label: u32| if label % 2 == 0 { CodePlace::First } else { CodePlace::Second };
+        let place = |label: u32| [CodePlace::First, CodePlace::Second][label as usize % 2];
         let rows = candle_core::Tensor::from_iter(targets.iter().map(|(i, _)| *i as u32), model.device())?;
         let targets: Vec<(u32, CodePlace)> = targets.into_iter().map(|(_, l)| (l / 2, place(l))).collect();
         costs.add(&log_probs.index_select(&rows, 0)?, &targets)?;

@@ -152,3 +152,73 @@ impl State {
         Ok(State { rounds: file.get("rounds")?, table: table("next")?, best, variables: Some(variables) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mos_head::TableConfig;
+
+    fn words() -> (Data<u32>, Vec<String>, CodeTable) {
+        let vocabulary: Vec<String> = (0..23).map(|id| format!("w{id}")).collect();
+        let text = |targets: usize| (0..=targets).map(|i| (i * i % 23) as u32).collect();
+        let data = Data::new("squares".into(), &vocabulary, text(1500), text(300));
+        let table = CodeTable::random(TableConfig::light_rnn(23).with_own(2), &[1.0; 23], 3).expect("fits");
+        (data, vocabulary, table)
+    }
+
+    fn rounds(rounds: usize, file: Option<&Path>) -> CodeTable {
+        let (data, vocabulary, table) = words();
+        let recipe = Recipe { hidden: 12, batch: 4, bptt: 8, lr: 0.02, decay: 1.0, ..Recipe::BASE };
+        learn(&data, &vocabulary, table, (rounds, &recipe), file, &Device::Cpu).expect("learns")
+    }
+
+    #[test]
+    fn the_best_table_is_kept_and_learning_goes_on_where_it_stopped() {
+        let path = std::env::temp_dir().join(format!("learn_table_{}.safetensors", std::process::id()));
+        let mut nlls = vec![];
+        for done in 1..=3 {
+            let table = rounds(done, Some(&path));
+            let file = Checkpoint::load(&path, &Device::Cpu).expect("was just written");
+            assert_eq!(file.get::<usize>("rounds").expect("a number"), done);
+            assert_eq!(table_of(&file, "codes", table.config()).expect("fits"), table);
+            nlls.push(file.get::<f64>("nll").expect("a number"));
+        }
+        assert!(nlls.is_sorted_by(|a, b| a >= b) && nlls[2] < nlls[0], "{nlls:?}");
+        let resumed = rounds(3, Some(&path));
+        assert_eq!(resumed, rounds(3, Some(&path)), "nothing is left to learn");
+
+        let (mut data, vocabulary, table) = words();
+        data.train[0] = 1;
+        let error = learn(&data, &vocabulary, table, (3, &Recipe::BASE), Some(&path), &Device::Cpu);
+        assert!(error.err().expect("another text").to_string().contains("another text"));
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn resumed_learning_equals_uninterrupted_learning() {
+        let path = std::env::temp_dir().join(format!("learn_table_resumed_{}.safetensors", std::process::id()));
+        rounds(2, Some(&path));
+        assert_eq!(rounds(3, Some(&path)), rounds(3, None));
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn costs_are_those_of_the_text() {
+        let (data, vocabulary, table) = words();
+        let recipe = Recipe { hidden: 12, batch: 4, bptt: 8, ..Recipe::BASE };
+        let coding = Coding::of_table(&table, &vocabulary).expect("fits");
+        let sizes = Sizes::new(HeadKind::Softmax, &recipe, coding.names().len());
+        let model = LanguageModel::new(HeadKind::Softmax, sizes, InitialValues::Small, &recipe, &Device::Cpu).unwrap();
+        let costs = costs(&model, &coding, &data.train, &recipe).expect("costs").total(&table).expect("its table");
+        // All codes but those of words by themselves, and the first word, which is an input only.
+        let session = Session::new(HeadKind::Softmax, model, coding.data(&data), &recipe).expect("valid sizes");
+        let whole = session.evaluate(&session.data.train).expect("evaluates") * (session.data.train.len() - 1) as f64;
+        assert!(costs > 0.0 && costs < whole, "{costs} {whole}");
+        let shared = coding.of_targets(&data.train, |word, _, _| {
+            u32::from(table.codes().unwrap().to_vec2::<u32>().unwrap()[word as usize][0] >= 2)
+        });
+        let share = shared[1..].iter().sum::<u32>() as f64 / (shared.len() - 1) as f64;
+        // An untrained model gives all codes about the same probability.
+        assert!((costs / whole - share).abs() < 0.02, "{} {share}", costs / whole);
+    }
+}

@@ -5,7 +5,7 @@ use crate::common::codes::{Coding, TableKind};
 use crate::common::learn_table::learn;
 use crate::common::output::{Entries, Output, OutputKind};
 use crate::common::values::positive;
-use crate::common::{recipe::Recipe, Result};
+use crate::common::{recipe::Recipe, table_picture, Result};
 use crate::corpus::Corpus;
 use candle_core::Device;
 use mos_head::{CodeTable, TableConfig};
@@ -26,6 +26,9 @@ pub(crate) struct CodeFlags {
     /// File of the learned table: continued if it exists, and written after each round
     #[arg(long, value_name = "FILE")]
     table_file: Option<PathBuf>,
+    /// Draw rows of the table with their words as an SVG file
+    #[arg(long, value_name = "FILE.svg")]
+    table_picture: Option<PathBuf>,
 }
 
 impl CodeFlags {
@@ -37,6 +40,9 @@ impl CodeFlags {
         }
         if self.table_file.is_some() && !(has_table && self.table == TableKind::Learned) {
             return Err("--table-file is for --table learned".into());
+        }
+        if self.table_picture.is_some() && !has_table {
+            return Err("--table-picture is for --output light-rnn and hybrid-light-rnn".into());
         }
         if self.table != TableKind::Learned && !has_table {
             return Err("--table is for --output light-rnn and hybrid-light-rnn".into());
@@ -68,5 +74,8 @@ pub(crate) fn coding(args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Dev
             learn(&corpus.data, words, start, (flags.rounds, &recipe), flags.table_file.as_deref(), device)?
         }
     };
+    if let Some(path) = &flags.table_picture {
+        table_picture::draw(path, &table, words, &counts)?;
+    }
     Ok(Some(Coding::of_table(&table, words)?))
 }

@@ -20,11 +20,11 @@ const CANDIDATES: usize = 64;
 struct State {
     /// Rounds of training.
     rounds: usize,
-    /// The table of the next round.
+    /// The table of the last round, or the first.
     table: CodeTable,
     /// The best table, and the NLL of the validation text per word after its round.
     best: Option<(CodeTable, f64)>,
-    /// Of the model.
+    /// Of the model after the last round.
     variables: Option<Checkpoint>,
 }
 
@@ -46,39 +46,21 @@ pub(crate) fn learn(
     }
     let recipe = Recipe { epochs: 1, ..*recipe };
     while state.rounds < rounds {
-        let coding = Coding::of_table(&state.table, vocabulary)?;
-        let kind = HeadKind::Softmax;
-        let sizes = Sizes::new(kind, &recipe, coding.names().len());
-        let model = LanguageModel::new(kind, sizes, InitialValues::Small, &recipe, device)?;
         if let Some(variables) = &state.variables {
-            variables.restore_variables(model.varmap())?;
+            state.table = reallocated(&state.table, variables, words, vocabulary, &recipe, device)?;
         }
-        let mut session = Session::new(kind, model, coding.data(words), &recipe)?;
+        let coding = Coding::of_table(&state.table, vocabulary)?;
+        let model = model(&coding, state.variables.as_ref(), &recipe, device)?;
+        let mut session = Session::new(HeadKind::Softmax, model, coding.data(words), &recipe)?;
         session.run(None, None, None)?;
         let nll = session.valid_nll()?;
         if !nll.is_finite() {
             return Err("the language model that learns the table diverged: try a lower --lr".into());
         }
-        state.rounds += 1;
         if state.best.as_ref().is_none_or(|(_, best)| nll < *best) {
             state.best = Some((state.table.clone(), nll));
         }
-        if state.rounds < rounds {
-            let costs = costs(&session.model, &coding, &words.train, &recipe)?;
-            let assignment = match vocabulary.len() <= EXACT {
-                true => Assignment::Exact,
-                false => Assignment::Approximate { candidates: CANDIDATES },
-            };
-            let table = costs.reallocate(&state.table, assignment)?;
-            let moved = moved(&state.table, &table)?;
-            let per_word = |table| Ok::<_, mos_head::Error>(costs.total(table)? / words.train.len() as f64);
-            let (before, after) = (per_word(&state.table)?, per_word(&table)?);
-            println!(
-                "table    round {}: {moved} words move, from {before:.3} to {after:.3} nats per token of the text",
-                state.rounds
-            );
-            state.table = table;
-        }
+        state.rounds += 1;
         state.variables = Some(session.model.checkpoint());
         if let Some(path) = file {
             state.save(path, &digest)?;
@@ -87,6 +69,41 @@ pub(crate) fn learn(
     let (table, nll) = state.best.ok_or("--rounds is 0")?;
     println!("table    the best has a validation perplexity of {:.1}", nll.exp());
     Ok(table)
+}
+
+/// A model of these codes, with these variables.
+fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, device: &Device) -> Result<LanguageModel> {
+    let kind = HeadKind::Softmax;
+    let sizes = Sizes::new(kind, recipe, coding.names().len());
+    let model = LanguageModel::new(kind, sizes, InitialValues::Small, recipe, device)?;
+    if let Some(variables) = variables {
+        variables.restore_variables(model.varmap())?;
+    }
+    Ok(model)
+}
+
+/// The table with the words where the model that was trained with it expects them.
+fn reallocated(
+    table: &CodeTable,
+    variables: &Checkpoint,
+    words: &Data<u32>,
+    vocabulary: &[String],
+    recipe: &Recipe,
+    device: &Device,
+) -> Result<CodeTable> {
+    let coding = Coding::of_table(table, vocabulary)?;
+    let model = model(&coding, Some(variables), recipe, device)?;
+    let costs = costs(&model, &coding, &words.train, recipe)?;
+    let assignment = match vocabulary.len() <= EXACT {
+        true => Assignment::Exact,
+        false => Assignment::Approximate { candidates: CANDIDATES },
+    };
+    let after = costs.reallocate(table, assignment)?;
+    let moved = moved(table, &after)?;
+    let per_token = |table| Ok::<_, mos_head::Error>(costs.total(table)? / words.train.len() as f64);
+    let (from, to) = (per_token(table)?, per_token(&after)?);
+    println!("table    {moved} words move, from {from:.3} to {to:.3} nats per token of the text");
+    Ok(after)
 }
 
 /// What every word of the text costs in every row and every column.
@@ -127,7 +144,7 @@ impl State {
             file.tensors
                 .extend(variables.tensors.iter().map(|(name, tensor)| (format!("model.{name}"), tensor.clone())));
         }
-        insert_table(&mut file, "next", &self.table)?;
+        insert_table(&mut file, "last", &self.table)?;
         if let Some((table, nll)) = &self.best {
             insert_table(&mut file, "codes", table)?;
             file.metadata.insert("nll".into(), nll.to_string());
@@ -149,7 +166,7 @@ impl State {
         });
         let variables = Checkpoint { tensors: variables.collect(), ..Checkpoint::default() };
         let best = Some((table("codes")?, file.get("nll")?));
-        Ok(State { rounds: file.get("rounds")?, table: table("next")?, best, variables: Some(variables) })
+        Ok(State { rounds: file.get("rounds")?, table: table("last")?, best, variables: Some(variables) })
     }
 }
 

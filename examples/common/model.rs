@@ -112,6 +112,9 @@ pub(crate) struct Data<T> {
     pub(crate) digest: String,
     pub(crate) train: Vec<T>,
     pub(crate) valid: Vec<T>,
+    /// Targets per word in `train` and in `valid`: factors from a mean NLL of targets to one of words, where a word has
+    /// several targets.
+    pub(crate) per_word: [f64; 2],
 }
 
 impl Data<u32> {
@@ -123,6 +126,6 @@ impl Data<u32> {
         valid: Vec<u32>,
     ) -> Self {
         let digest = Digest::new().texts(vocabulary).ids(&train).ids(&valid).to_string();
-        Self { name, digest, train, valid }
+        Self { name, digest, train, valid, per_word: [1.0; 2] }
     }
 }

@@ -12,7 +12,8 @@ pub(crate) struct Session<M: Model> {
     /// Its variables are the average of the optimizer, once it has one.
     pub(crate) model: M,
     pub(crate) data: Data<M::Item>,
-    /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
+    /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it), per word as
+    /// all NLLs here.
     pub(crate) history: Vec<[f64; 2]>,
     /// The epoch in which training diverged: the perplexity or a gradient was not finite.
     pub(crate) diverged: Option<usize>,
@@ -146,7 +147,7 @@ impl<M: Model> Session<M> {
         let Progress { sum, count, seconds, .. } = progress;
         self.seconds += seconds;
         self.targets += count;
-        let valid_nll = if end == End::Epoch { self.evaluate(&self.data.valid)? } else { f64::NAN };
+        let valid_nll = if end == End::Epoch { self.evaluate_valid()? } else { f64::NAN };
         let valid_nll = if valid_nll.exp().is_finite() { valid_nll } else { f64::NAN };
         self.valid_nll = Some(valid_nll);
         if valid_nll.is_nan() {
@@ -161,7 +162,7 @@ impl<M: Model> Session<M> {
                 println!("{:<7}  the parameters are averaged from epoch {} on", self.kind.name(), epoch + 2);
             }
         }
-        let train_nll = sum / count;
+        let train_nll = self.data.per_word[0] * sum / count;
         self.history.push([train_nll, valid_nll]);
         Ok(Some(Epoch { train_nll, valid_nll, seconds }))
     }
@@ -182,10 +183,14 @@ impl<M: Model> Session<M> {
 
     /// NLL on the validation data with the current variables; NaN after divergence.
     pub(crate) fn valid_nll(&self) -> Result<f64> {
-        self.valid_nll.map_or_else(|| self.evaluate(&self.data.valid), Ok)
+        self.valid_nll.map_or_else(|| self.evaluate_valid(), Ok)
     }
 
-    /// NLL on any data with the current variables.
+    fn evaluate_valid(&self) -> Result<f64> {
+        Ok(self.data.per_word[1] * self.evaluate(&self.data.valid)?)
+    }
+
+    /// NLL per target on any data with the current variables.
     pub(crate) fn evaluate(&self, items: &[M::Item]) -> Result<f64> {
         evaluate(&self.model, items, &self.recipe)
     }
@@ -265,7 +270,7 @@ impl<M: Model> Session<M> {
             self.model.load_state(&mut progress.state, &checkpoint.tensors)?;
             self.progress = Some(progress);
         }
-        let valid_nll = self.evaluate(&self.data.valid)?;
+        let valid_nll = self.evaluate_valid()?;
         self.valid_nll = Some(valid_nll);
         let (name, measure) = (self.kind.name(), self.recipe.measure);
         let within = if self.progress.is_some() { format!(", in epoch {}", epoch + 1) } else { String::new() };

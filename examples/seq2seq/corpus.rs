@@ -43,7 +43,20 @@ pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) 
     };
     let texts = corpus.train.iter().chain(&corpus.valid).flat_map(|pair| [&pair.source, &pair.target]);
     let digest = Digest::new().texts(texts).to_string();
-    Ok(Data { name: corpus.name.clone(), digest, train: encode(&corpus.train)?, valid: encode(&corpus.valid)? })
+    let (train, valid) = (encode(&corpus.train)?, encode(&corpus.valid)?);
+    let per_word = [targets_per_word(&corpus.train, &train), targets_per_word(&corpus.valid, &valid)];
+    Ok(Data { name: corpus.name.clone(), digest, train, valid, per_word })
+}
+
+/// Targets of a model per word of the target texts; both with the end of each.
+fn targets_per_word(pairs: &[Pair], encoded: &[Encoded]) -> f64 {
+    let words: usize = pairs.iter().map(|pair| pair.target.split_whitespace().count() + 1).sum();
+    targets(encoded) as f64 / words as f64
+}
+
+/// The number of targets of a model, with the end of each text.
+pub(crate) fn targets(pairs: &[Encoded]) -> usize {
+    pairs.iter().map(|pair| pair.target.len() + 1).sum()
 }
 
 fn pairs(source: &Path, target: &Path) -> Result<Vec<Pair>> {

@@ -112,8 +112,7 @@ pub(crate) struct Data<T> {
     pub(crate) digest: String,
     pub(crate) train: Vec<T>,
     pub(crate) valid: Vec<T>,
-    /// Targets per word in `train` and in `valid`: factors from a mean NLL of targets to one of words, where a word has
-    /// several targets.
+    /// Targets of the model for each word, in both parts: NLLs are per word.
     pub(crate) per_word: [f64; 2],
 }
 

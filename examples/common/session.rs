@@ -12,8 +12,7 @@ pub(crate) struct Session<M: Model> {
     /// Its variables are the average of the optimizer, once it has one.
     pub(crate) model: M,
     pub(crate) data: Data<M::Item>,
-    /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it), per word as
-    /// all NLLs here.
+    /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
     pub(crate) history: Vec<[f64; 2]>,
     /// The epoch in which training diverged: the perplexity or a gradient was not finite.
     pub(crate) diverged: Option<usize>,
@@ -146,7 +145,8 @@ impl<M: Model> Session<M> {
         }
         let Progress { sum, count, seconds, .. } = progress;
         self.seconds += seconds;
-        self.targets += count;
+        let [per_word, _] = self.data.per_word;
+        self.targets += count / per_word;
         let valid_nll = if end == End::Epoch { self.evaluate_valid()? } else { f64::NAN };
         let valid_nll = if valid_nll.exp().is_finite() { valid_nll } else { f64::NAN };
         self.valid_nll = Some(valid_nll);
@@ -162,7 +162,7 @@ impl<M: Model> Session<M> {
                 println!("{:<7}  the parameters are averaged from epoch {} on", self.kind.name(), epoch + 2);
             }
         }
-        let train_nll = self.data.per_word[0] * sum / count;
+        let train_nll = per_word * sum / count;
         self.history.push([train_nll, valid_nll]);
         Ok(Some(Epoch { train_nll, valid_nll, seconds }))
     }
@@ -187,15 +187,16 @@ impl<M: Model> Session<M> {
     }
 
     fn evaluate_valid(&self) -> Result<f64> {
-        Ok(self.data.per_word[1] * self.evaluate(&self.data.valid)?)
+        let [_, per_word] = self.data.per_word;
+        Ok(per_word * self.evaluate(&self.data.valid)?)
     }
 
-    /// NLL per target on any data with the current variables.
+    /// Mean NLL of the targets of any data with the current variables.
     pub(crate) fn evaluate(&self, items: &[M::Item]) -> Result<f64> {
         evaluate(&self.model, items, &self.recipe)
     }
 
-    /// Targets per second of training, also before it was resumed; `None` if there was none.
+    /// Words per second of training, also before it was resumed; `None` if there was none.
     pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         (self.targets > 0.0).then(|| self.targets / self.seconds)
     }

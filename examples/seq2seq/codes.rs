@@ -28,6 +28,10 @@ impl Codes {
         &self.words
     }
 
+    pub(crate) fn table(&self) -> &CodeTable {
+        &self.table
+    }
+
     /// The number of codes.
     pub(crate) fn len(&self) -> usize {
         self.table.config().codes()
@@ -75,4 +79,54 @@ pub(crate) fn table_of_json(value: &Value) -> Result<CodeTable> {
     let words = codes.len();
     let config = TableConfig::light_rnn(words).with_own(size("own")?).with_table(size("rows")?, size("columns")?);
     Ok(CodeTable::from_codes(config, &Tensor::from_vec(codes.concat(), (words, 2), &Device::Cpu)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::table::tests::{random, vocabularies};
+    use crate::table::{Shape, TableFlags};
+    use crate::vocabulary::{Vocabulary, END, PAD, SPECIAL, START};
+    use candle_core::{Device, Tensor};
+
+    const TEXT: &str = "hodi lo kano grando dos gatas viejas vidat";
+
+    #[test]
+    fn texts_are_restored_also_after_json() {
+        for (shape, flags) in
+            [(Shape::Light, random()), (Shape::Hybrid, random()), (Shape::Light, TableFlags::default())]
+        {
+            let [words, coded] = vocabularies(shape, &flags).unwrap();
+            let again = Vocabulary::from_json(&coded.to_json().unwrap()).unwrap();
+            assert_eq!((again.len(), again.kind()), (coded.len(), "code"));
+            let codes = coded.encode(TEXT).unwrap();
+            assert_eq!(again.encode(TEXT).unwrap(), codes);
+            assert_eq!(again.decode(&codes).unwrap(), words.decode(&words.encode(TEXT).unwrap()).unwrap());
+            assert!(codes.len() > 8, "{codes:?}");
+            // Special tokens keep their ids.
+            let special: Vec<u32> = (0..SPECIAL.len() as u32).collect();
+            assert_eq!(coded.decode(&special).unwrap(), SPECIAL.join(" "));
+            assert_eq!(coded.encode("zzz").unwrap(), words.encode("zzz").unwrap());
+        }
+    }
+
+    #[test]
+    fn words_are_neither_cut_nor_ended_within() {
+        let [_, coded] = vocabularies(Shape::Light, &random()).unwrap();
+        let codes = coded.codes().unwrap();
+        let text = coded.encode("hodi lo").unwrap();
+        assert_eq!(text.len(), 4);
+        assert_eq!(codes.whole(text.clone()), text);
+        assert_eq!(codes.whole(text[..3].to_vec()), text[..2]);
+        assert_eq!((codes.whole(vec![]), codes.whole(vec![START])), (vec![], vec![START]));
+
+        let last = Tensor::new(&[START, text[0], text[1]], &Device::Cpu).unwrap();
+        let mask = codes.mask(&last).unwrap().to_vec2::<f32>().unwrap();
+        let allowed = |row: usize, code: u32| mask[row][code as usize] == 0.0;
+        for (row, is_between) in [(0, true), (1, false), (2, true)] {
+            for code in [END, PAD, text[0], text[2]] {
+                assert_eq!(allowed(row, code), is_between, "{code} after row {row}");
+            }
+            assert_eq!(allowed(row, text[1]), !is_between);
+        }
+    }
 }

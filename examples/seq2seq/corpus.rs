@@ -80,6 +80,19 @@ pub(crate) fn read(path: &Path) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::table::tests::{random, vocabularies};
+    use crate::table::Shape;
+
+    #[test]
+    fn targets_are_counted_per_word() {
+        let [words, coded] = vocabularies(Shape::Light, &random()).unwrap();
+        let pair = |target: &str| Pair { source: "the dog".into(), target: target.into() };
+        let corpus =
+            Corpus { name: "x".into(), train: vec![pair("lo kano"), pair("hodi")], valid: vec![pair("lo zzz")] };
+        assert_eq!(encode(&corpus, &words, &words).unwrap().per_word, [1.0; 2]);
+        // Two codes for each word, but one for the unknown word and for each end.
+        assert_eq!(encode(&corpus, &words, &coded).unwrap().per_word, [8.0 / 5.0, 4.0 / 3.0]);
+    }
 
     #[test]
     fn files_of_different_length_are_an_error_that_says_so() {

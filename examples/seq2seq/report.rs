@@ -29,7 +29,8 @@ pub(crate) struct Trained {
 impl Trained {
     pub(crate) fn new(session: &Session<Seq2Seq>, recipe: &Recipe, measures: Measures, peak_mib: Option<f64>) -> Self {
         let (train, target) = (&session.data.train, &session.model.setting.target);
-        let per_batch = targets(train) as f64 / train.len().div_ceil(recipe.batch) as f64;
+        let words = targets(train) as f64 / session.data.per_word[0];
+        let per_batch = words / train.len().div_ceil(recipe.batch) as f64;
         Self {
             measures,
             seconds_per_batch: session.tokens_per_second().map(|rate| per_batch / rate),

@@ -136,3 +136,44 @@ pub(crate) fn draw(
     }
     Ok(drawn.into_iter().map(|tokens| whole(model, tokens)).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::{head::HeadKind, recipe::Recipe};
+    use crate::setting::Setting;
+    use crate::table::tests::{random, vocabularies};
+    use crate::table::{Shape, TableFlags};
+    use crate::task::Task;
+    use candle_core::Device;
+    use mos_head::Sampling;
+
+    /// Of an untrained model nearly all sequences of codes are no words, unless they are constrained.
+    #[test]
+    fn all_that_is_found_or_drawn_is_words() {
+        let recipe = Recipe { hidden: 8, context: Some(8), ..Recipe::BASE };
+        for (shape, flags) in
+            [(Shape::Light, TableFlags::default()), (Shape::Light, random()), (Shape::Hybrid, random())]
+        {
+            let [source, target] = vocabularies(shape, &flags).unwrap();
+            for kind in [HeadKind::Softmax, HeadKind::Mos] {
+                let setting = Setting { task: Task::Toy, source: source.clone(), target: target.clone(), turns: 1 };
+                let model = Seq2Seq::new(kind, setting, &recipe, &Device::Cpu).unwrap();
+                let sources: [&[u32]; 3] = [&[5, 6, 7], &[8], &[]];
+                let mut found = vec![];
+                for (max_length, diversity) in [(1, 0.0), (9, 0.0), (9, 0.5)] {
+                    let beam = Beam { width: 4, n_best: 4, max_length, length_penalty: 0.0, diversity };
+                    found.extend(search(&model, &sources, beam).unwrap().concat());
+                    for temperature in [0.0, 1.0, 5.0] {
+                        let mut sampler = Sampler::new(Sampling::new().with_temperature(temperature), 4).unwrap();
+                        found.extend(draw(&model, sources[0], 8, max_length, &mut sampler).unwrap());
+                    }
+                }
+                assert!(found.len() > 70 && found.iter().any(|codes| codes.len() > 9), "{}", found.len());
+                for codes in found {
+                    assert!(target.decode(&codes).is_ok(), "{shape:?} {codes:?}");
+                }
+            }
+        }
+    }
+}

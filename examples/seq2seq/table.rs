@@ -103,3 +103,75 @@ fn read(path: &Path, (words, special): (usize, usize)) -> Result<CodeTable> {
     }
     Ok(table)
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::toy;
+    use crate::vocabulary::{Vocabulary, SPECIAL};
+
+    /// The targets of the built-in task as words, and as codes in a table.
+    pub(crate) fn vocabularies(shape: Shape, flags: &TableFlags) -> Result<[Vocabulary; 2]> {
+        let pairs = toy::corpus(300, 1, 7).train;
+        let words = Vocabulary::words(pairs.iter().map(|pair| pair.target.as_str()), 1, &[]);
+        let texts = pairs.iter().map(|pair| words.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
+        let table = flags.choose(shape, (words.len(), SPECIAL.len()), &texts, 3)?;
+        Ok([words.clone(), words.with_table(table)?])
+    }
+
+    pub(crate) fn random() -> TableFlags {
+        TableFlags { table: Some(TableKind::Random), ..TableFlags::default() }
+    }
+
+    fn error(flags: &TableFlags) -> String {
+        vocabularies(Shape::Hybrid, flags).err().expect("must fail").to_string()
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_flags_or_fit() {
+        let sizes = |shape, flags: &TableFlags| vocabularies(shape, flags).expect("fits").map(|vocab| vocab.len());
+        let [words, light] = sizes(Shape::Light, &TableFlags::default());
+        assert!(words > 100 && light < words / 3, "{words} {light}");
+        let [_, fewest] = sizes(Shape::Hybrid, &TableFlags::default());
+        assert!(fewest <= light && fewest > words / 5, "{words} {fewest}");
+        let codes = |codes| TableFlags { codes: Some(codes), ..random() };
+        assert_eq!(sizes(Shape::Hybrid, &codes(fewest + 20))[1], fewest + 20);
+        assert_eq!(sizes(Shape::Hybrid, &codes(10 * words))[1], words);
+        let error = error(&codes(fewest - 1));
+        assert!(error.contains("--codes") && error.contains(&fewest.to_string()), "{error}");
+        assert!(codes(9).check(Some(Shape::Light)).is_err() && codes(9).check(Some(Shape::Hybrid)).is_ok());
+        assert!(random().check(None).expect_err("words").to_string().contains("--vocab"));
+    }
+
+    #[test]
+    fn a_table_file_is_the_table_and_one_that_does_not_fit_is_an_error_that_says_so() {
+        let [words, coded] = vocabularies(Shape::Hybrid, &random()).expect("fits");
+        let table = coded.codes().expect("codes").table();
+        let path = std::env::temp_dir().join(format!("seq2seq_table_{}.safetensors", std::process::id()));
+        let save = |codes: candle_core::Tensor, own: usize| {
+            let config = table.config();
+            let sizes = [("own", own), ("rows", config.rows()), ("columns", config.columns())];
+            let metadata = sizes.map(|(name, size)| (name.to_owned(), size.to_string())).into();
+            let tensors = [("codes".to_owned(), codes)].into();
+            Checkpoint { tensors, metadata }.save(&path).expect("writes");
+        };
+        let flags = TableFlags { table_file: Some(path.clone()), ..TableFlags::default() };
+        assert!(error(&flags).contains("--table-file"), "there is no file");
+
+        let (codes, own) = (table.codes().expect("copies"), table.config().own());
+        save(codes.clone(), own);
+        let [_, again] = vocabularies(Shape::Light, &flags).expect("fits");
+        assert_eq!(again.codes().expect("codes").table(), table);
+
+        save(codes.narrow(0, 0, words.len() - 1).expect("rows"), own);
+        assert!(error(&flags).contains(&format!("{} words", words.len() - 1)), "{}", error(&flags));
+        save(codes.clone(), own + 1);
+        assert!(error(&flags).contains("codes"), "{}", error(&flags));
+        // The first words are not the special tokens.
+        let reversed: Vec<u32> = (0..words.len() as u32).rev().collect();
+        let reversed = candle_core::Tensor::new(reversed, &Device::Cpu).expect("ids");
+        save(codes.index_select(&reversed, 0).expect("rows"), own);
+        assert!(error(&flags).contains("special token 0"), "{}", error(&flags));
+        std::fs::remove_file(path).expect("was just written");
+    }
+}

@@ -28,6 +28,7 @@ impl Codes {
         &self.words
     }
 
+    #[cfg(test)]
     pub(crate) fn table(&self) -> &CodeTable {
         &self.table
     }

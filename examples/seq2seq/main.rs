@@ -7,7 +7,8 @@
 //!     cargo run --release --example seq2seq -- --data DIR --source de --target en --head mos --save mos.safetensors
 //!     cargo run --release --example seq2seq -- --translate --resume mos.safetensors < lines
 //!
-//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de.
+//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de. With
+//! `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a mixture is cheap.
 //!
 //!     cargo run --release --example seq2seq -- --dialogue FILE.jsonl --head mos --save mos.safetensors
 //!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors --temperature 0.7

@@ -29,7 +29,7 @@ pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<
     let search = BeamSearch::new(END)
         .with_width(beam.width)
         .with_n_best(beam.n_best)
-        .with_max_length(max_length(model, beam.max_length))
+        .with_max_length(longest(model, beam.max_length))
         .with_length_penalty(beam.length_penalty);
     let bar = progress::bar(sources.len(), "beam search".into());
     let mut found = vec![vec![]; sources.len()];
@@ -94,7 +94,7 @@ fn log_probs(model: &Seq2Seq, hidden: &Tensor, last: &Tensor) -> Result<Tensor> 
 }
 
 /// The maximum number of tokens of a target, which are words, pieces of words, or codes.
-fn max_length(model: &Seq2Seq, max_length: usize) -> usize {
+fn longest(model: &Seq2Seq, max_length: usize) -> usize {
     max_length * if model.setting.target.codes().is_some() { LONGEST } else { 1 }
 }
 
@@ -118,7 +118,7 @@ pub(crate) fn draw(
     let mut last = Tensor::full(START, count, model.device())?;
     let mut drawn = vec![vec![]; count];
     let mut ended = vec![false; count];
-    for _ in 0..self::max_length(model, max_length) {
+    for _ in 0..longest(model, max_length) {
         let hidden = model.decode(&last.unsqueeze(1)?, &mut state, None)?.squeeze(1)?;
         last = match model.setting.target.codes() {
             Some(_) => sampler.sample(&log_probs(model, &hidden, &last)?)?,

@@ -19,7 +19,9 @@ pub(crate) enum Task {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum VocabularyKind {
+    /// Words
     Word,
+    /// Pieces of words, by byte-pair encoding
     Bpe,
     /// Words; targets as the rows and columns of a table (LightRNN)
     Light,

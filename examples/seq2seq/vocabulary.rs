@@ -1,6 +1,9 @@
-//! From text to token ids and back, by words or by byte-pair encoding; both are stored as a string in a checkpoint.
+//! From text to token ids and back, by words, by byte-pair encoding or by codes of words; all are stored as a string in
+//! a checkpoint.
 
+use crate::codes::{table_of_json, Codes};
 use crate::common::Result;
+use mos_head::CodeTable;
 use serde_json::{json, Value};
 use std::collections::HashMap;
 use tokenizers::decoders::bpe::BPEDecoder;
@@ -13,12 +16,13 @@ pub(crate) const PAD: u32 = 0;
 pub(crate) const START: u32 = 1;
 pub(crate) const END: u32 = 2;
 const UNKNOWN: u32 = 3;
-const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
+pub(crate) const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
 
 #[derive(Clone)]
 pub(crate) enum Vocabulary {
     Words(Words),
     Bpe(Box<Tokenizer>),
+    Codes(Box<Codes>),
 }
 
 #[derive(Clone)]
@@ -31,6 +35,20 @@ impl Words {
     fn new(words: Vec<String>) -> Self {
         let ids = words.iter().enumerate().map(|(id, word)| (word.clone(), id as u32)).collect();
         Self { words, ids }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.words.len()
+    }
+
+    pub(crate) fn encode(&self, text: &str) -> Vec<u32> {
+        text.split_whitespace().map(|word| self.ids.get(word).copied().unwrap_or(UNKNOWN)).collect()
+    }
+
+    pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
+        let word = |&id: &u32| self.words.get(id as usize).map(String::as_str);
+        let text: Option<Vec<&str>> = ids.iter().map(word).collect();
+        Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
     }
 }
 
@@ -67,30 +85,53 @@ impl Vocabulary {
         Ok(Self::Bpe(Box::new(tokenizer)))
     }
 
+    /// The codes of the words in `table`, in the place of their ids.
+    pub(crate) fn with_table(self, table: CodeTable) -> Result<Self> {
+        match self {
+            Self::Words(words) => Ok(Self::Codes(Box::new(Codes::new(words, table)?))),
+            _ => Err("expected a vocabulary of words for a table of codes".into()),
+        }
+    }
+
+    /// What a token is.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Words(_) => "word",
+            Self::Bpe(_) => "bpe",
+            Self::Codes(_) => "code",
+        }
+    }
+
+    /// The number of token ids.
     pub(crate) fn len(&self) -> usize {
         match self {
-            Self::Words(words) => words.words.len(),
+            Self::Words(words) => words.len(),
             Self::Bpe(tokenizer) => tokenizer.get_vocab_size(true),
+            Self::Codes(codes) => codes.len(),
+        }
+    }
+
+    /// The codes, if token ids are codes: then not every id may follow every other.
+    pub(crate) fn codes(&self) -> Option<&Codes> {
+        match self {
+            Self::Codes(codes) => Some(codes),
+            _ => None,
         }
     }
 
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match self {
-            Self::Words(words) => {
-                Ok(text.split_whitespace().map(|word| words.ids.get(word).copied().unwrap_or(UNKNOWN)).collect())
-            }
+            Self::Words(words) => Ok(words.encode(text)),
             Self::Bpe(tokenizer) => Ok(tokenizer.encode_fast(text, false).map_err(failed)?.get_ids().to_vec()),
+            Self::Codes(codes) => codes.encode(text),
         }
     }
 
     pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
         match self {
-            Self::Words(words) => {
-                let word = |&id: &u32| words.words.get(id as usize).map(String::as_str);
-                let text: Option<Vec<&str>> = ids.iter().map(word).collect();
-                Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
-            }
+            Self::Words(words) => words.decode(ids),
             Self::Bpe(tokenizer) => tokenizer.decode(ids, false).map_err(failed),
+            Self::Codes(codes) => codes.decode(ids),
         }
     }
 
@@ -100,6 +141,7 @@ impl Vocabulary {
             Self::Bpe(tokenizer) => {
                 json!({ "bpe": serde_json::from_str::<Value>(&tokenizer.to_string(false).map_err(failed)?)? })
             }
+            Self::Codes(codes) => json!({ "words": codes.words().words, "table": codes.table_json()? }),
         }
         .to_string())
     }
@@ -107,7 +149,11 @@ impl Vocabulary {
     pub(crate) fn from_json(text: &str) -> Result<Self> {
         let value: Value = serde_json::from_str(text)?;
         if let Some(words) = value.get("words") {
-            return Ok(Self::Words(Words::new(serde_json::from_value(words.clone())?)));
+            let words = Self::Words(Words::new(serde_json::from_value(words.clone())?));
+            return match value.get("table") {
+                Some(table) => words.with_table(table_of_json(table)?),
+                None => Ok(words),
+            };
         }
         match value.get("bpe") {
             Some(tokenizer) => Ok(Self::Bpe(Box::new(tokenizer.to_string().parse::<Tokenizer>().map_err(failed)?))),

@@ -9,7 +9,7 @@
 # baseline: a mixture of one has a linear layer more. Contexts are as wide as the LSTM at any number of softmaxes, and
 # byte pairs are as many as codes, as in the paper. Other flags of the example (--seed 2, --device cuda) are for all runs.
 #
-# OUT (fast_mos.jsonl) gets a line for each run; CODES (1200) is the size of the dictionaries, FEWER_CODES (600) that of
+# OUT (fast_mos.jsonl) gets a line for each run, and learned tables lie beside it; CODES (1200) is the size of the dictionaries, FEWER_CODES (600) that of
 # a smaller one, HIDDEN (256) the number of LSTM units; FEATURES are features of the crate.
 set -euo pipefail
 folder=$(realpath "${1:?the folder of the texts: scripts/fast_mos.sh DIR [EPOCHS] [FLAG..]}")
@@ -39,16 +39,18 @@ run() {
 }
 
 hybrid=(--vocab hybrid --codes "$codes")
+# Learned once for each size.
+learned() { echo --table learned --table-file "${out%.jsonl}-$1.safetensors"; }
 for components in 1 3 9; do
     run "words" "$components" --vocab word
     run "byte pairs" "$components" --vocab bpe --vocab-size "$codes"
-    run "codes by frequency" "$components" "${hybrid[@]}" --table frequency
+    run "codes learned" "$components" "${hybrid[@]}" $(learned "$codes")
 done
+run "codes by frequency" 9 "${hybrid[@]}" --table frequency
 run "codes at random" 9 "${hybrid[@]}" --table random
-run "fewer codes by frequency" 9 --vocab hybrid --codes "$fewer_codes" --table frequency
-run "fewer codes at random" 9 --vocab hybrid --codes "$fewer_codes" --table random
+run "fewer codes learned" 9 --vocab hybrid --codes "$fewer_codes" $(learned "$fewer_codes")
+run "LightRNN learned" 9 --vocab light $(learned light)
 run "LightRNN by frequency" 9 --vocab light --table frequency
-# LEARNED: the runs with learned tables belong here, "codes learned", "fewer codes learned" and "LightRNN learned".
 
 python3 - "$out" "$start" <<'TABLE'
 import json, sys

@@ -2,19 +2,7 @@
 //! encoding.
 
 use super::{bpe, checkpoint::Checkpoint, model::Data, Result};
-use candle_core::Device;
-use clap::ValueEnum;
 use mos_head::{CodeTable, TableConfig};
-use std::path::Path;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TableKind {
-    /// Learned by a language model and a reallocation of the words in turn
-    Learned,
-    /// Words of similar frequency in one row
-    Frequency,
-    Random,
-}
 
 /// The codes of each word.
 pub(crate) struct Coding {
@@ -93,12 +81,6 @@ impl Coding {
             }
         }
     }
-}
-
-/// The table of a file, with the sizes of `config`.
-pub(crate) fn load_table(path: &Path, config: TableConfig) -> Result<CodeTable> {
-    let file = Checkpoint::load(path, &Device::Cpu)?;
-    table_of(&file, "codes", config).map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
 /// A table of a checkpoint.

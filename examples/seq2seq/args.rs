@@ -2,8 +2,8 @@
 
 use crate::common::flags::TrainingFlags;
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
+use crate::common::table::TableFlags;
 use crate::common::values::{not_negative, positive};
-use crate::table::TableFlags;
 use crate::task::{Task, VocabularyKind};
 use clap::Parser;
 use mos_head::Activation;

@@ -84,8 +84,8 @@ pub(crate) fn table_of_json(value: &Value) -> Result<CodeTable> {
 
 #[cfg(test)]
 mod tests {
-    use crate::table::tests::{random, vocabularies};
-    use crate::table::{Shape, TableFlags};
+    use crate::table::tests::{by_frequency, random, vocabularies};
+    use crate::table::Shape;
     use crate::vocabulary::{Vocabulary, END, PAD, SPECIAL, START};
     use candle_core::{Device, Tensor};
 
@@ -93,9 +93,7 @@ mod tests {
 
     #[test]
     fn texts_are_restored_also_after_json() {
-        for (shape, flags) in
-            [(Shape::Light, random()), (Shape::Hybrid, random()), (Shape::Light, TableFlags::default())]
-        {
+        for (shape, flags) in [(Shape::Light, random()), (Shape::Hybrid, random()), (Shape::Light, by_frequency())] {
             let [words, coded] = vocabularies(shape, &flags).unwrap();
             let again = Vocabulary::from_json(&coded.to_json().unwrap()).unwrap();
             assert_eq!((again.len(), again.kind()), (coded.len(), "code"));

@@ -63,7 +63,7 @@ fn run(args: &Args) -> Result<()> {
     let corpus = task::corpus(args)?;
     println!("Training on {}: {} pairs, validation {} pairs.", corpus.name, corpus.train.len(), corpus.valid.len());
 
-    let [source, target] = task::vocabularies(args, &corpus.train)?;
+    let [source, target] = task::vocabularies(args, &corpus.train, &device)?;
     let setting = Setting { task, source, target, turns: args.turns };
     let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
         let setting = checkpoint.map_or_else(|| Ok(setting.clone()), Setting::from_checkpoint)?;

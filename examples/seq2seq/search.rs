@@ -142,8 +142,8 @@ mod tests {
     use super::*;
     use crate::common::{head::HeadKind, recipe::Recipe};
     use crate::setting::Setting;
-    use crate::table::tests::{random, vocabularies};
-    use crate::table::{Shape, TableFlags};
+    use crate::table::tests::{by_frequency, random, vocabularies};
+    use crate::table::Shape;
     use crate::task::Task;
     use candle_core::Device;
     use mos_head::Sampling;
@@ -152,9 +152,7 @@ mod tests {
     #[test]
     fn all_that_is_found_or_drawn_is_words() {
         let recipe = Recipe { hidden: 8, context: Some(8), ..Recipe::BASE };
-        for (shape, flags) in
-            [(Shape::Light, TableFlags::default()), (Shape::Light, random()), (Shape::Hybrid, random())]
-        {
+        for (shape, flags) in [(Shape::Light, by_frequency()), (Shape::Light, random()), (Shape::Hybrid, random())] {
             let [source, target] = vocabularies(shape, &flags).unwrap();
             for kind in [HeadKind::Softmax, HeadKind::Mos] {
                 let setting = Setting { task: Task::Toy, source: source.clone(), target: target.clone(), turns: 1 };

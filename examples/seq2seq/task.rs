@@ -5,9 +5,10 @@ use crate::common::Result;
 use crate::corpus::{Corpus, Pair};
 use crate::dialogue::{self, MARKS};
 use crate::search::Beam;
-use crate::table::Shape;
+use crate::table::{self, Shape};
 use crate::toy;
 use crate::vocabulary::{Vocabulary, SPECIAL};
+use candle_core::Device;
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -94,9 +95,9 @@ pub(crate) fn corpus(args: &Args) -> Result<Corpus> {
 
 /// The vocabularies of sources and targets, from the training pairs. Dialogues share one for both: their contexts are
 /// made of responses. Only targets have codes.
-pub(crate) fn vocabularies(args: &Args, pairs: &[Pair]) -> Result<[Vocabulary; 2]> {
+pub(crate) fn vocabularies(args: &Args, pairs: &[Pair], device: &Device) -> Result<[Vocabulary; 2]> {
     let shape = args.vocab.shape();
-    args.tables.check(shape)?;
+    args.tables.check(shape == Some(Shape::Hybrid), shape.is_some())?;
     let marks: &[&str] = if Task::new(args) == Task::Dialogue { &MARKS } else { &[] };
     let side = |text: fn(&Pair) -> &str| match args.vocab {
         VocabularyKind::Bpe => Vocabulary::bpe(pairs.iter().map(text), args.vocab_size, marks),
@@ -106,7 +107,7 @@ pub(crate) fn vocabularies(args: &Args, pairs: &[Pair]) -> Result<[Vocabulary; 2
     let source = if marks.is_empty() { side(|pair| &pair.source)? } else { target.clone() };
     let Some(shape) = shape else { return Ok([source, target]) };
     let texts = pairs.iter().map(|pair| target.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
-    let sizes = (target.len(), SPECIAL.len() + marks.len());
-    let table = args.tables.choose(shape, sizes, &texts, args.common.seed)?;
+    let words = (target.as_words().ok_or("codes are of words")?, SPECIAL.len() + marks.len());
+    let table = table::choose(&args.tables, shape, words, &texts, args.common.seed, device)?;
     Ok([source, target.with_table(table)?])
 }

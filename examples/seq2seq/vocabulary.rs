@@ -41,6 +41,11 @@ impl Words {
         self.words.len()
     }
 
+    /// By their ids.
+    pub(crate) fn all(&self) -> &[String] {
+        &self.words
+    }
+
     pub(crate) fn encode(&self, text: &str) -> Vec<u32> {
         text.split_whitespace().map(|word| self.ids.get(word).copied().unwrap_or(UNKNOWN)).collect()
     }
@@ -108,6 +113,13 @@ impl Vocabulary {
             Self::Words(words) => words.len(),
             Self::Bpe(tokenizer) => tokenizer.get_vocab_size(true),
             Self::Codes(codes) => codes.len(),
+        }
+    }
+
+    pub(crate) fn as_words(&self) -> Option<&Words> {
+        match self {
+            Self::Words(words) => Some(words),
+            _ => None,
         }
     }
 

@@ -2,13 +2,11 @@
 //! a checkpoint.
 
 use crate::codes::{table_of_json, Codes};
-use crate::common::Result;
+use crate::common::{bpe, Result};
 use mos_head::CodeTable;
 use serde_json::{json, Value};
 use std::collections::HashMap;
 use tokenizers::decoders::bpe::BPEDecoder;
-use tokenizers::models::bpe::{BpeTrainer, BPE};
-use tokenizers::models::TrainerWrapper;
 use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
 use tokenizers::{AddedToken, Tokenizer};
 
@@ -73,20 +71,15 @@ impl Vocabulary {
 
     /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
     pub(crate) fn bpe<'a>(texts: impl Iterator<Item = &'a str>, size: usize, marks: &[&str]) -> Result<Self> {
-        const END_OF_WORD: &str = "</w>";
-        let texts: Vec<&str> = texts.collect();
-        let special = SPECIAL.iter().chain(marks).map(|&token| AddedToken::from(token, true)).collect();
-        let trainer = BpeTrainer::builder()
-            .show_progress(false)
-            .vocab_size(size)
-            .min_frequency(2)
-            .special_tokens(special)
-            .end_of_word_suffix(END_OF_WORD.into());
-        let model = BPE::builder().unk_token(SPECIAL[UNKNOWN as usize].into()).build();
-        let mut tokenizer = Tokenizer::new(model.map_err(failed)?);
+        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
+        let words: Vec<&str> = texts.flat_map(str::split_whitespace).filter(|word| !special.contains(word)).collect();
+        let mut model = bpe::train(words.iter().copied(), &special, (size, 2))?;
+        model.unk_token = Some(SPECIAL[UNKNOWN as usize].into());
+        let mut tokenizer = Tokenizer::new(model);
         tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
-        tokenizer.with_decoder(Some(BPEDecoder::new(END_OF_WORD.into())));
-        tokenizer.train(&mut TrainerWrapper::from(trainer.build()), texts.into_iter()).map_err(failed)?;
+        tokenizer.with_decoder(Some(BPEDecoder::new(bpe::END_OF_WORD.into())));
+        let special: Vec<AddedToken> = special.into_iter().map(|token| AddedToken::from(token, true)).collect();
+        tokenizer.add_special_tokens(special).map_err(failed)?;
         Ok(Self::Bpe(Box::new(tokenizer)))
     }
 

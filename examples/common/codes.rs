@@ -89,7 +89,7 @@ pub(crate) fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Re
     for (key, size) in sizes {
         let stored: usize = file.get(key)?;
         if stored != size {
-            return Err(format!("the table has {stored} {key}, but this run has {size}: see --codes").into());
+            return Err(format!("the table has {key} {stored}, but this run has {key} {size}: see --codes").into());
         }
     }
     let codes = file.tensors.get(name).ok_or_else(|| format!("no tensor {name}"))?;

@@ -1,8 +1,9 @@
 //! A token as a short sequence of codes: the bijection ([`codebook`]), the tables of LightRNN and Hybrid-LightRNN
-//! ([`table`]), how they are learned ([`costs`], [`assignment`]), and the words of a model of codes
-//! ([`word_probability`]).
+//! ([`table`]), how they are learned ([`costs`], [`assignment`]), and the words of a model of codes ([`best_words`],
+//! [`word_probability`]).
 
 mod assignment;
+mod best_words;
 mod codebook;
 mod costs;
 mod table;

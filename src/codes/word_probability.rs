@@ -1,15 +1,11 @@
-//! Words under a model of codes: their log-probabilities, and the most probable ones.
+//! The log-probabilities of words under a model of codes.
 
 use candle_core::{Device, Tensor};
 
-use super::codebook::{Codebook, Words};
-use crate::decoding::transfer::{matrix, to_device};
-use crate::decoding::TopK;
+use super::codebook::Codebook;
+use crate::decoding::transfer::matrix;
 use crate::error::{Error, Result};
-use crate::validate::{check_float, check_sizes};
-
-/// First codes of a position that are tried at a time, in the search for its most probable words.
-const TRIED: usize = 4;
+use crate::validate::check_float;
 
 impl Codebook {
     /// The log-probability of a word at each position, in nats.
@@ -45,80 +41,8 @@ impl Codebook {
         Ok(log_probs)
     }
 
-    /// The `k` most probable words of each position; of equals the lowest. Arguments as those of
-    /// [`Codebook::word_log_probs`]; `second` is called until no other first code is as probable as the words found.
-    ///
-    /// # Shapes
-    ///
-    /// - first: `[positions, codes]`
-    /// - returns `[positions, k]`
-    ///
-    /// # Errors
-    ///
-    /// If shapes do not match, `k` is zero or above the number of words, a log-probability is NaN, or `second` fails.
-    pub fn top_words(
-        &self,
-        first: &Tensor,
-        k: usize,
-        mut second: impl FnMut(&Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<TopK> {
-        check_sizes(&[("k", k)])?;
-        if k > self.words() {
-            return Err(Error::config("k", format!("at most {}, the number of words", self.words()), k));
-        }
-        let device = first.device();
-        let first = self.rows("first", first, first.dims().first().copied().unwrap_or(0))?;
-        let mut found: Vec<Vec<(f64, u32)>> = vec![Vec::new(); first.len()];
-        let mut open: Vec<std::vec::IntoIter<(f64, u32)>> = Vec::with_capacity(first.len());
-        for (position, row) in first.iter().enumerate() {
-            if row.iter().any(|x| x.is_nan()) {
-                return Err(Error::Distribution { position });
-            }
-            let mut codes = Vec::new();
-            for &code in self.continuations(None)? {
-                match self.words_of(code) {
-                    Words::One(word) => found[position].push((row[code as usize], word)),
-                    Words::Two(..) => codes.push((row[code as usize], code)),
-                }
-            }
-            codes.sort_by(best_first);
-            open.push(codes.into_iter());
-        }
-        loop {
-            let mut tried = Vec::new();
-            for (position, (open, found)) in open.iter_mut().zip(&mut found).enumerate() {
-                found.sort_by(best_first);
-                found.truncate(k);
-                // A word is not more probable than its first code.
-                let least = if found.len() == k { found[k - 1].0 } else { f64::NEG_INFINITY };
-                let worth =
-                    open.as_slice().iter().take(TRIED).take_while(|(log_prob, _)| {
-                        found.len() < k || *log_prob >= least && *log_prob > f64::NEG_INFINITY
-                    });
-                let count = worth.count();
-                tried.extend(open.take(count).map(|(log_prob, code)| (position, log_prob, code)));
-            }
-            if tried.is_empty() {
-                break;
-            }
-            let rows: Vec<(usize, u32)> = tried.iter().map(|&(position, _, code)| (position, code)).collect();
-            for (&(position, of_first, code), row) in tried.iter().zip(self.second_rows(&rows, device, &mut second)?) {
-                if row.iter().any(|x| x.is_nan()) {
-                    return Err(Error::Distribution { position });
-                }
-                if let Words::Two(seconds, words) = self.words_of(code) {
-                    found[position].extend(seconds.iter().zip(words).map(|(&s, &w)| (of_first + row[s as usize], w)));
-                }
-            }
-        }
-        let shape = (found.len(), k);
-        let tokens: Vec<u32> = found.iter().flatten().map(|(_, word)| *word).collect();
-        let log_probs: Vec<f32> = found.iter().flatten().map(|(log_prob, _)| *log_prob as f32).collect();
-        Ok(TopK { tokens: to_device(tokens, shape, device)?, log_probs: to_device(log_probs, shape, device)? })
-    }
-
     /// Log-probabilities of the second codes after these first codes at these positions.
-    fn second_rows(
+    pub(super) fn second_rows(
         &self,
         firsts: &[(usize, u32)],
         device: &Device,
@@ -133,7 +57,7 @@ impl Codebook {
     }
 
     /// Log-probabilities of codes, checked.
-    fn rows(&self, argument: &'static str, log_probs: &Tensor, rows: usize) -> Result<Vec<Vec<f64>>> {
+    pub(super) fn rows(&self, argument: &'static str, log_probs: &Tensor, rows: usize) -> Result<Vec<Vec<f64>>> {
         if log_probs.dims() != [rows, self.codes()] {
             return Err(Error::shape(argument, format!("[{rows}, {}]", self.codes()), log_probs.dims()));
         }
@@ -143,9 +67,4 @@ impl Codebook {
         }
         matrix(log_probs)
     }
-}
-
-/// The order of words or codes by their log-probabilities; of equals the lowest first.
-fn best_first(a: &(f64, u32), b: &(f64, u32)) -> std::cmp::Ordering {
-    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }

@@ -1,0 +1,115 @@
+//! The most probable words under a model of codes, without a step of the model after every first code.
+
+use candle_core::Tensor;
+
+use super::codebook::{Codebook, Words};
+use crate::decoding::transfer::to_device;
+use crate::decoding::TopK;
+use crate::error::{Error, Result};
+use crate::validate::check_sizes;
+
+/// First codes of a position that are tried at a time.
+const TRIED: usize = 4;
+
+impl Codebook {
+    /// The `k` most probable words of each position; of equals the lowest. Arguments as those of
+    /// [`Codebook::word_log_probs`]; `second` is called until no other first code is as probable as the words found.
+    ///
+    /// # Shapes
+    ///
+    /// - first: `[positions, codes]`
+    /// - returns `[positions, k]`
+    ///
+    /// # Errors
+    ///
+    /// If shapes do not match, `k` is zero or above the number of words, a log-probability is NaN, or `second` fails.
+    pub fn top_words(
+        &self,
+        first: &Tensor,
+        k: usize,
+        mut second: impl FnMut(&Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<TopK> {
+        check_sizes(&[("k", k)])?;
+        if k > self.words() {
+            return Err(Error::config("k", format!("at most {}, the number of words", self.words()), k));
+        }
+        let device = first.device();
+        let first = self.rows("first", first, first.dims().first().copied().unwrap_or(0))?;
+        let searches = first.iter().enumerate().map(|(position, row)| Search::new(self, row, position));
+        let mut searches = searches.collect::<Result<Vec<_>>>()?;
+        loop {
+            let tried = searches.iter_mut().enumerate().flat_map(|(position, search)| {
+                let codes = search.next_codes(k).into_iter();
+                codes.map(move |(log_prob, code)| (position, code, log_prob)).collect::<Vec<_>>()
+            });
+            let tried: Vec<(usize, u32, f64)> = tried.collect();
+            if tried.is_empty() {
+                break;
+            }
+            let firsts: Vec<(usize, u32)> = tried.iter().map(|&(position, code, _)| (position, code)).collect();
+            let rows = self.second_rows(&firsts, device, &mut second)?;
+            for ((position, code, log_prob), row) in tried.into_iter().zip(rows) {
+                check_numbers(&row, position)?;
+                if let Words::Two(seconds, words) = self.words_of(code) {
+                    let words =
+                        seconds.iter().zip(words).map(|(&second, &word)| (log_prob + row[second as usize], word));
+                    searches[position].found.extend(words);
+                }
+            }
+        }
+        let shape = (searches.len(), k);
+        let found = || searches.iter().flat_map(|search| &search.found);
+        Ok(TopK {
+            tokens: to_device(found().map(|(_, word)| *word).collect(), shape, device)?,
+            log_probs: to_device(found().map(|(log_prob, _)| *log_prob as f32).collect(), shape, device)?,
+        })
+    }
+}
+
+/// The search at one position.
+struct Search {
+    /// Words that are known, with their log-probabilities.
+    found: Vec<(f64, u32)>,
+    /// First codes of other words, the most probable first.
+    open: std::vec::IntoIter<(f64, u32)>,
+}
+
+impl Search {
+    /// `row` are the log-probabilities of the first codes.
+    fn new(book: &Codebook, row: &[f64], position: usize) -> Result<Self> {
+        check_numbers(row, position)?;
+        let (mut found, mut open) = (Vec::new(), Vec::new());
+        for &code in book.continuations(None)? {
+            let log_prob = row[code as usize];
+            match book.words_of(code) {
+                Words::One(word) => found.push((log_prob, word)),
+                Words::Two(..) => open.push((log_prob, code)),
+            }
+        }
+        open.sort_by(best_first);
+        Ok(Search { found, open: open.into_iter() })
+    }
+
+    /// Keeps the `k` best of the words that are known; returns the next first codes whose words may be among the best.
+    fn next_codes(&mut self, k: usize) -> Vec<(f64, u32)> {
+        self.found.sort_by(best_first);
+        self.found.truncate(k);
+        // No word is more probable than its first code.
+        let least = self.found.get(k - 1).map(|(log_prob, _)| *log_prob);
+        let may_win = |first: f64| least.is_none_or(|least| first >= least && first > f64::NEG_INFINITY);
+        let count = self.open.as_slice().iter().take(TRIED).take_while(|(first, _)| may_win(*first)).count();
+        self.open.by_ref().take(count).collect()
+    }
+}
+
+/// The order of words or codes by their log-probabilities; of equals the lowest first.
+fn best_first(a: &(f64, u32), b: &(f64, u32)) -> std::cmp::Ordering {
+    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
+}
+
+fn check_numbers(log_probs: &[f64], position: usize) -> Result<()> {
+    match log_probs.iter().any(|log_prob| log_prob.is_nan()) {
+        true => Err(Error::Distribution { position }),
+        false => Ok(()),
+    }
+}

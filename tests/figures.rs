@@ -1,5 +1,7 @@
 //! Pictures and tables show the measurements in `benches/results`, and nothing else.
 
+#[path = "../examples/figures/codes.rs"]
+mod codes;
 #[path = "../examples/figures/outputs.rs"]
 mod outputs;
 #[path = "../examples/figures/pictures.rs"]

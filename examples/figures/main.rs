@@ -6,6 +6,7 @@
 //! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`; `tables.rs` lists the names.
 //! `tests/figures.rs` fails if a picture or a table is not what this command makes.
 
+mod codes;
 mod outputs;
 mod pictures;
 mod quality;

@@ -8,11 +8,11 @@ use serde_json::{Map, Value};
 /// Errors name the file, and the line where one is at fault.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const FILES: [&str; 8] =
-    ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs"];
+pub(crate) const FILES: [&str; 9] =
+    ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs", "codes"];
 const REQUIRED: [&str; 7] = ["figure", "shape", "implementation", "command", "processor", "date", "commit"];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
-const IDENTITY: [&str; 15] = [
+const IDENTITY: [&str; 17] = [
     "figure",
     "shape",
     "positions",
@@ -22,6 +22,8 @@ const IDENTITY: [&str; 15] = [
     "trial",
     "without",
     "output",
+    "table",
+    "components",
     "hidden",
     "activation",
     "spread",

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
+use crate::codes;
 use crate::quality;
 use crate::results::{Line, Result, Results};
 
 type Generator = fn(&Results) -> Result<String>;
 
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 27] = [
+pub(crate) const TABLES: [(&str, Generator); 30] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 128.0)),
     ("decoding", decoding),
@@ -27,6 +28,9 @@ pub(crate) const TABLES: [(&str, Generator); 27] = [
     ("regularisers", quality::regularisers),
     ("outputs", quality::outputs),
     ("output-steps", output_steps),
+    ("codes", codes::codes),
+    ("fast-mos", codes::fast_mos),
+    ("assignment", codes::assignment),
     ("built-in-language", quality::built_in_language),
     ("translation", quality::translation),
     ("translation-trials", |results| quality::trials(results, "translation-trials")),

@@ -14,6 +14,7 @@ use crate::common::Result;
 use crate::dynamic::DynamicSettings;
 use crate::evaluate::Evaluation;
 use crate::presets::Preset;
+use crate::spell::{self, SpellFlags};
 use clap::Parser;
 use mos_head::Activation;
 use std::path::PathBuf;
@@ -45,7 +46,7 @@ const TEXT: Recipe = Recipe {
 
 /// Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
 #[derive(Debug, Parser)]
-#[command(after_help = describe(&[("Built-in language", BUILT_IN), ("--data", TEXT)]))]
+#[command(after_help = describe(&[("Built-in language", BUILT_IN), ("--data", TEXT), ("--spell", spell::RECIPE)]))]
 pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens); without it, a built-in language
     #[arg(long, value_name = "DIR")]
@@ -83,6 +84,8 @@ pub(crate) struct Args {
     awd: Awd,
     #[command(flatten)]
     evaluation: EvaluationFlags,
+    #[command(flatten)]
+    pub(crate) spelling: SpellFlags,
 }
 
 /// The flags of `--evaluate`.
@@ -155,9 +158,12 @@ impl Args {
         })
     }
 
-    /// The flags of training, with the head of the preset.
+    /// The flags of training, with the head of the preset or of --spell.
     pub(crate) fn training(&self) -> TrainingFlags {
-        self.common.or_head(self.preset.map_or("all", Preset::head))
+        match self.spelling.word() {
+            Some(_) => self.common.or_head("softmax"),
+            None => self.common.or_head(self.preset.map_or("all", Preset::head)),
+        }
     }
 
     /// Fails if the preset is for another head.
@@ -175,6 +181,7 @@ impl Args {
     /// Fails if flags contradict each other.
     pub(crate) fn recipe(&self) -> Result<Recipe> {
         let mut defaults = match (self.preset, &self.data) {
+            _ if self.spelling.word().is_some() => spell::RECIPE,
             (Some(preset), _) => preset.recipe(),
             (None, Some(_)) => TEXT,
             (None, None) => BUILT_IN,

@@ -209,6 +209,7 @@ impl Args {
         let optimizer = self.recipe.optimizer.unwrap_or(defaults.optimizer);
         if optimizer != defaults.optimizer {
             defaults.lr = match (optimizer, self.data.is_some()) {
+                (OptimizerKind::Sgd, _) if self.spelling.word().is_some() => 1.0,
                 (OptimizerKind::Sgd, _) => 20.0,
                 (OptimizerKind::Adam, true) => 0.001,
                 (OptimizerKind::Adam, false) => 0.03,
@@ -295,6 +296,19 @@ mod tests {
     }
 
     #[test]
+    fn spelling_has_its_own_sizes_and_a_softmax() {
+        let spelled = recipe(&["--spell", "FILE", "--hidden", "64"]);
+        assert_eq!((spelled.hidden, spelled.embedding, spelled.optimizer), (64, Some(32), OptimizerKind::Adam));
+        let args = |flags: &str| Args::try_parse_from(format!("lstm_lm --spell F {flags}").split_whitespace());
+        assert_eq!(args("--renormalise 0").expect("valid flags").training().heads(), [HeadKind::Softmax]);
+        assert_eq!(args("--head all").expect("valid flags").training().heads(), HeadKind::ALL);
+        for flags in ["--tied", "--output nce", "--codes 9", "--finetune F", "--generate 5", "--evaluate F", "--cache"]
+        {
+            assert!(args(flags).is_err(), "{flags}");
+        }
+    }
+
+    #[test]
     fn sizes_that_contradict_a_tied_decoder_are_errors() {
         assert_eq!(recipe(&["--preset", "ptb-mos", "--embedding", "300"]).context, Some(300));
         for flags in [
@@ -309,7 +323,9 @@ mod tests {
 
     #[test]
     fn flags_without_effect_are_errors() {
-        for flags in ["--dynamic-lr 1", "--cache-window 5", "--floor 1e-8", "--export F", "--preset small"] {
+        let flags =
+            ["--dynamic-lr 1", "--cache-window 5", "--floor 1e-8", "--export F", "--preset small", "--renormalise 5"];
+        for flags in flags {
             let with = |start: &str| Args::try_parse_from(format!("lstm_lm {start} {flags}").split_whitespace());
             assert!(with("").is_err(), "{flags}");
         }

@@ -28,8 +28,9 @@ pub(crate) const RECIPE: Recipe = Recipe {
     hidden: 128,
     embedding: Some(32),
     batch: 20,
-    bptt: 16,
-    lr: 0.003,
+    bptt: 8,
+    lr: 0.005,
+    decay: 0.7,
     optimizer: OptimizerKind::Adam,
     ..Recipe::BASE
 };

@@ -17,6 +17,7 @@ use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, SeedableRng};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -99,7 +100,7 @@ fn the_words_of_a_trie_have_the_probabilities_of_each_by_itself() {
 
 #[test]
 fn all_strings_have_a_probability_of_one() {
-    // All strings of up to two characters, and of the longer ones the prefix of two.
+    // Of one and of two characters; of none, or more.
     let word = Rc::new(word(2));
     let speller = speller(HeadKind::Softmax, &word, &SMALL);
     let letters: Vec<char> = WORDS.concat().chars().collect::<std::collections::BTreeSet<_>>().into_iter().collect();
@@ -109,23 +110,20 @@ fn all_strings_have_a_probability_of_one() {
     let trie = Trie::new(&Spellings::of(&strings));
     let of_words = trie.log_probs(&speller, &hidden(1)).unwrap().exp().unwrap().flatten_all().unwrap();
     let of_words: f32 = of_words.to_vec1::<f32>().unwrap().iter().sum();
-    // Of the empty string, and of more than two characters.
     let conditions = speller.conditions(&hidden(1)).unwrap();
-    let mut rest = 0.0;
-    let step = |last: u32, states: &mut [_]| -> Vec<f32> {
-        let last = Tensor::new(&[last], &Device::Cpu).unwrap();
+    let step = |last: usize, states: &mut [_]| -> Vec<f32> {
+        let last = Tensor::new(&[last as u32], &Device::Cpu).unwrap();
         let log_probs = speller.step(&last, &conditions, states).unwrap();
         log_probs.exp().unwrap().flatten_all().unwrap().to_vec1().unwrap()
     };
     let mut start = speller.start(1).unwrap();
     let first = step(0, &mut start);
-    rest += first[0];
-    for a in 1..=short {
+    let mut rest = first[0];
+    for (a, of_first) in first.iter().enumerate().skip(1) {
         let mut states = start.clone();
-        let second = step(a as u32, &mut states);
-        for b in 1..=short {
-            let third = step(b as u32, &mut states.clone());
-            rest += first[a] * second[b] * third[1..].iter().sum::<f32>();
+        for (b, of_second) in step(a, &mut states).into_iter().enumerate().skip(1) {
+            let longer: f32 = step(b, &mut states.clone())[1..].iter().sum();
+            rest += of_first * of_second * longer;
         }
     }
     assert!((of_words + rest - 1.0).abs() < 1e-4, "{of_words} {rest}");
@@ -200,7 +198,8 @@ fn the_word_model_is_without_dropout_and_a_sample_of_all_positions_is_the_text()
 
     let some = word.sample(&text, 20, &SMALL).unwrap();
     assert_eq!((some.hidden.dims(), some.words.len()), (&[20, 6][..], 20));
-    assert_eq!(some.words, word.sample(&text, 20, &SMALL).unwrap().words, "a seed fixes the sample");
+    let again = word.sample(&text, 20, &Recipe { batch: 2, bptt: 3, ..SMALL }).unwrap();
+    assert_eq!(some.words, again.words, "a seed fixes the sample");
 
     // The strings of all positions, with and without the trie.
     let session = session(HeadKind::Softmax, &word, &SMALL);

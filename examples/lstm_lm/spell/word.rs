@@ -33,6 +33,9 @@ pub(crate) struct Sample {
     pub(crate) nll: f64,
 }
 
+/// Steps of a window that a sample is drawn from.
+const STEPS: usize = 70;
+
 impl Word {
     /// The model of a checkpoint, if it is for this corpus.
     pub(crate) fn load(file: &Path, corpus: &Corpus, device: &Device) -> Result<Self> {
@@ -75,11 +78,11 @@ impl Word {
         Ok((hidden.index_select(&Tensor::new(rows, hidden.device())?, 0)?, words))
     }
 
-    /// Random positions of a text, all of them if it has no more.
+    /// Random positions of a text, all of them if it has no more. They depend on the seed alone.
     pub(crate) fn sample(&self, text: &[u32], positions: usize, recipe: &Recipe) -> Result<Sample> {
-        let all = text.len() - 1;
-        let mut chosen =
-            index::sample(&mut StdRng::seed_from_u64(recipe.seed), all, positions.clamp(1, all)).into_vec();
+        let recipe = &Recipe { bptt: STEPS, ..*recipe };
+        let (all, mut rng) = (text.len() - 1, StdRng::seed_from_u64(recipe.seed));
+        let mut chosen = index::sample(&mut rng, all, positions.clamp(1, all)).into_vec();
         chosen.sort_unstable();
         let mut chosen = chosen.into_iter().peekable();
         let (mut hidden, mut words, mut seen) = (vec![], vec![], 0);

@@ -103,9 +103,8 @@ fn all_strings_have_a_probability_of_one() {
     // Of one and of two characters; of none, or more.
     let word = Rc::new(word(2));
     let speller = speller(HeadKind::Softmax, &word, &SMALL);
-    let letters: Vec<char> = WORDS.concat().chars().collect::<std::collections::BTreeSet<_>>().into_iter().collect();
+    let letters: Vec<char> = WORDS.concat().chars().collect::<BTreeSet<_>>().into_iter().collect();
     let mut strings: Vec<String> = letters.iter().map(char::to_string).collect();
-    let short = strings.len();
     strings.extend(letters.iter().flat_map(|a| letters.iter().map(move |b| format!("{a}{b}"))));
     let trie = Trie::new(&Spellings::of(&strings));
     let of_words = trie.log_probs(&speller, &hidden(1)).unwrap().exp().unwrap().flatten_all().unwrap();

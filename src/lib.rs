@@ -28,7 +28,10 @@
 //! The first three can also train on a sample of the vocabulary ([`LossOptions::with_sampled_softmax`], with negatives
 //! drawn from a [`Proposal`]), and with a decoder whose rows are computed from spellings ([`CharCnn`]).
 //!
-//! All implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
+//! A vocabulary can also be made small: words are one or two codes of a [`Codebook`], and a head predicts codes. A
+//! [`CodeTable`] is that of LightRNN or Hybrid-LightRNN; [`CodeCosts`] learn it.
+//!
+//! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
 //! that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with
 //! their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer, without its logits.
 //!

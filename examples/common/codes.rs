@@ -2,19 +2,7 @@
 //! encoding.
 
 use super::{bpe, checkpoint::Checkpoint, model::Data, Result};
-use candle_core::Device;
-use clap::ValueEnum;
 use mos_head::{CodeTable, TableConfig};
-use std::path::Path;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TableKind {
-    /// Learned by a language model and a reallocation of the words in turn
-    Learned,
-    /// Words of similar frequency in one row
-    Frequency,
-    Random,
-}
 
 /// The codes of each word.
 pub(crate) struct Coding {
@@ -95,19 +83,13 @@ impl Coding {
     }
 }
 
-/// The table of a file, with the sizes of `config`.
-pub(crate) fn load_table(path: &Path, config: TableConfig) -> Result<CodeTable> {
-    let file = Checkpoint::load(path, &Device::Cpu)?;
-    table_of(&file, "codes", config).map_err(|error| format!("{}: {error}", path.display()).into())
-}
-
 /// A table of a checkpoint.
 pub(crate) fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
     let sizes = [("own", config.own()), ("rows", config.rows()), ("columns", config.columns())];
     for (key, size) in sizes {
         let stored: usize = file.get(key)?;
         if stored != size {
-            return Err(format!("the table has {stored} {key}, but this run has {size}: see --codes").into());
+            return Err(format!("the table has {key} {stored}, but this run has {key} {size}: see --codes").into());
         }
     }
     let codes = file.tensors.get(name).ok_or_else(|| format!("no tensor {name}"))?;

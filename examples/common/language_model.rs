@@ -2,6 +2,7 @@
 
 use super::awd::Awd;
 use super::batches::{Streams, Window, IGNORED};
+use super::codes::insert_table;
 use super::head::HeadKind;
 use super::model::{Forward, Model, Part, Pass};
 use super::output::{Built, Entries, Output};
@@ -11,7 +12,7 @@ use super::{checkpoint::Checkpoint, init, recipe::Recipe, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
-use mos_head::{LossOptions, OutputLayer, Proposal};
+use mos_head::{CodeTable, LossOptions, OutputLayer, Proposal};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::HashMap;
 
@@ -26,6 +27,8 @@ pub(crate) struct LanguageModel {
     output: Output,
     /// What negatives are drawn from, if any are.
     proposal: Option<Proposal>,
+    /// Of the codes that this is a model of, if it is one.
+    table: Option<CodeTable>,
     /// Factors of activation regularisation and temporal activation regularisation.
     regularization: [f64; 2],
     varmap: VarMap,
@@ -78,10 +81,16 @@ impl LanguageModel {
             head,
             output,
             proposal: output.proposal(entries)?,
+            table: None,
             regularization: [recipe.awd.ar.unwrap_or(0.0), recipe.awd.tar.unwrap_or(0.0)],
             varmap,
             device: device.clone(),
         })
+    }
+
+    /// A model of the codes of this table, which its checkpoints have.
+    pub(crate) fn with_table(self, table: Option<&CodeTable>) -> Self {
+        LanguageModel { table: table.cloned(), ..self }
     }
 
     /// Sets the decoder's bias to the logarithm of each id's frequency in a text, with one more occurrence of each, so
@@ -226,6 +235,10 @@ impl Model for LanguageModel {
             settings.push(("output", self.output.name()));
         }
         settings
+    }
+
+    fn add_constants(&self, checkpoint: &mut Checkpoint) -> Result<()> {
+        self.table.iter().try_for_each(|table| insert_table(checkpoint, "codes", table))
     }
 
     fn batches(&self, text: &[u32], recipe: &Recipe, pass: Pass) -> Vec<TextBatch> {

@@ -20,11 +20,11 @@ const CANDIDATES: usize = 64;
 struct State {
     /// Rounds of training.
     rounds: usize,
-    /// The table of the next round.
+    /// The table of the last round, or the first.
     table: CodeTable,
     /// The best table, and the NLL of the validation text per word after its round.
     best: Option<(CodeTable, f64)>,
-    /// Of the model.
+    /// Of the model after the last round.
     variables: Option<Checkpoint>,
 }
 
@@ -46,36 +46,21 @@ pub(crate) fn learn(
     }
     let recipe = Recipe { epochs: 1, ..*recipe };
     while state.rounds < rounds {
-        let coding = Coding::of_table(&state.table, vocabulary)?;
-        let kind = HeadKind::Softmax;
-        let sizes = Sizes::new(kind, &recipe, coding.names().len());
-        let model = LanguageModel::new(kind, sizes, InitialValues::Small, &recipe, device)?;
         if let Some(variables) = &state.variables {
-            variables.restore_variables(model.varmap())?;
+            state.table = reallocated(&state.table, variables, words, vocabulary, &recipe, device)?;
         }
-        let mut session = Session::new(kind, model, coding.data(words), &recipe)?;
+        let coding = Coding::of_table(&state.table, vocabulary)?;
+        let model = model(&coding, state.variables.as_ref(), &recipe, device)?;
+        let mut session = Session::new(HeadKind::Softmax, model, coding.data(words), &recipe)?;
         session.run(None, None, None)?;
         let nll = session.valid_nll()?;
         if !nll.is_finite() {
             return Err("the language model that learns the table diverged: try a lower --lr".into());
         }
-        state.rounds += 1;
         if state.best.as_ref().is_none_or(|(_, best)| nll < *best) {
             state.best = Some((state.table.clone(), nll));
         }
-        if state.rounds < rounds {
-            let costs = costs(&session.model, &coding, &words.train, &recipe)?;
-            let assignment = match vocabulary.len() <= EXACT {
-                true => Assignment::Exact,
-                false => Assignment::Approximate { candidates: CANDIDATES },
-            };
-            let table = costs.reallocate(&state.table, assignment)?;
-            let moved = moved(&state.table, &table)?;
-            let per_word = |table| Ok::<_, mos_head::Error>(costs.total(table)? / words.train.len() as f64);
-            let (before, after) = (per_word(&state.table)?, per_word(&table)?);
-            println!("table    round {}: {moved} words move; {before:.3} to {after:.3} nats a token", state.rounds);
-            state.table = table;
-        }
+        state.rounds += 1;
         state.variables = Some(session.model.checkpoint());
         if let Some(path) = file {
             state.save(path, &digest)?;
@@ -84,6 +69,41 @@ pub(crate) fn learn(
     let (table, nll) = state.best.ok_or("--rounds is 0")?;
     println!("table    the best has a validation perplexity of {:.1}", nll.exp());
     Ok(table)
+}
+
+/// A model of these codes, with these variables.
+fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, device: &Device) -> Result<LanguageModel> {
+    let kind = HeadKind::Softmax;
+    let sizes = Sizes::new(kind, recipe, coding.names().len());
+    let model = LanguageModel::new(kind, sizes, InitialValues::Small, recipe, device)?;
+    if let Some(variables) = variables {
+        variables.restore_variables(model.varmap())?;
+    }
+    Ok(model)
+}
+
+/// The table with the words where the model that was trained with it expects them.
+fn reallocated(
+    table: &CodeTable,
+    variables: &Checkpoint,
+    words: &Data<u32>,
+    vocabulary: &[String],
+    recipe: &Recipe,
+    device: &Device,
+) -> Result<CodeTable> {
+    let coding = Coding::of_table(table, vocabulary)?;
+    let model = model(&coding, Some(variables), recipe, device)?;
+    let costs = costs(&model, &coding, &words.train, recipe)?;
+    let assignment = match vocabulary.len() <= EXACT {
+        true => Assignment::Exact,
+        false => Assignment::Approximate { candidates: CANDIDATES },
+    };
+    let after = costs.reallocate(table, assignment)?;
+    let moved = moved(table, &after)?;
+    let per_token = |table| Ok::<_, mos_head::Error>(costs.total(table)? / words.train.len() as f64);
+    let (from, to) = (per_token(table)?, per_token(&after)?);
+    println!("table    {moved} words move, from {from:.3} to {to:.3} nats per token of the text");
+    Ok(after)
 }
 
 /// What every word of the text costs in every row and every column.
@@ -101,7 +121,7 @@ fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) 
         let log_probs = model.head().log_probs(&hidden)?.flatten_to(D::Minus2)?;
         let labels = model.targets_of(&labels, batch)?;
         let targets: Vec<(usize, u32)> = labels.into_iter().enumerate().filter_map(|(i, l)| Some((i, l?))).collect();
-        let place = |label: u32| if label % 2 == 0 { CodePlace::First } else { CodePlace::Second };
+        let place = |label: u32| [CodePlace::First, CodePlace::Second][label as usize % 2];
         let rows = candle_core::Tensor::from_iter(targets.iter().map(|(i, _)| *i as u32), model.device())?;
         let targets: Vec<(u32, CodePlace)> = targets.into_iter().map(|(_, l)| (l / 2, place(l))).collect();
         costs.add(&log_probs.index_select(&rows, 0)?, &targets)?;
@@ -124,7 +144,7 @@ impl State {
             file.tensors
                 .extend(variables.tensors.iter().map(|(name, tensor)| (format!("model.{name}"), tensor.clone())));
         }
-        insert_table(&mut file, "next", &self.table)?;
+        insert_table(&mut file, "last", &self.table)?;
         if let Some((table, nll)) = &self.best {
             insert_table(&mut file, "codes", table)?;
             file.metadata.insert("nll".into(), nll.to_string());
@@ -146,6 +166,76 @@ impl State {
         });
         let variables = Checkpoint { tensors: variables.collect(), ..Checkpoint::default() };
         let best = Some((table("codes")?, file.get("nll")?));
-        Ok(State { rounds: file.get("rounds")?, table: table("next")?, best, variables: Some(variables) })
+        Ok(State { rounds: file.get("rounds")?, table: table("last")?, best, variables: Some(variables) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mos_head::TableConfig;
+
+    fn words() -> (Data<u32>, Vec<String>, CodeTable) {
+        let vocabulary: Vec<String> = (0..23).map(|id| format!("w{id}")).collect();
+        let text = |targets: usize| (0..=targets).map(|i| (i * i % 23) as u32).collect();
+        let data = Data::new("squares".into(), &vocabulary, text(1500), text(300));
+        let table = CodeTable::random(TableConfig::light_rnn(23).with_own(2), &[1.0; 23], 3).expect("fits");
+        (data, vocabulary, table)
+    }
+
+    fn rounds(rounds: usize, file: Option<&Path>) -> CodeTable {
+        let (data, vocabulary, table) = words();
+        let recipe = Recipe { hidden: 12, batch: 4, bptt: 8, lr: 0.02, decay: 1.0, ..Recipe::BASE };
+        learn(&data, &vocabulary, table, (rounds, &recipe), file, &Device::Cpu).expect("learns")
+    }
+
+    #[test]
+    fn the_best_table_is_kept_and_learning_goes_on_where_it_stopped() {
+        let path = std::env::temp_dir().join(format!("learn_table_{}.safetensors", std::process::id()));
+        let mut nlls = vec![];
+        for done in 1..=3 {
+            let table = rounds(done, Some(&path));
+            let file = Checkpoint::load(&path, &Device::Cpu).expect("was just written");
+            assert_eq!(file.get::<usize>("rounds").expect("a number"), done);
+            assert_eq!(table_of(&file, "codes", table.config()).expect("fits"), table);
+            nlls.push(file.get::<f64>("nll").expect("a number"));
+        }
+        assert!(nlls.is_sorted_by(|a, b| a >= b) && nlls[2] < nlls[0], "{nlls:?}");
+        let resumed = rounds(3, Some(&path));
+        assert_eq!(resumed, rounds(3, Some(&path)), "nothing is left to learn");
+
+        let (mut data, vocabulary, table) = words();
+        data.train[0] = 1;
+        let error = learn(&data, &vocabulary, table, (3, &Recipe::BASE), Some(&path), &Device::Cpu);
+        assert!(error.err().expect("another text").to_string().contains("another text"));
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn resumed_learning_equals_uninterrupted_learning() {
+        let path = std::env::temp_dir().join(format!("learn_table_resumed_{}.safetensors", std::process::id()));
+        rounds(2, Some(&path));
+        assert_eq!(rounds(3, Some(&path)), rounds(3, None));
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn costs_are_those_of_the_text() {
+        let (data, vocabulary, table) = words();
+        let recipe = Recipe { hidden: 12, batch: 4, bptt: 8, ..Recipe::BASE };
+        let coding = Coding::of_table(&table, &vocabulary).expect("fits");
+        let sizes = Sizes::new(HeadKind::Softmax, &recipe, coding.names().len());
+        let model = LanguageModel::new(HeadKind::Softmax, sizes, InitialValues::Small, &recipe, &Device::Cpu).unwrap();
+        let costs = costs(&model, &coding, &data.train, &recipe).expect("costs").total(&table).expect("its table");
+        // All codes but those of words by themselves, and the first word, which is an input only.
+        let session = Session::new(HeadKind::Softmax, model, coding.data(&data), &recipe).expect("valid sizes");
+        let whole = session.evaluate(&session.data.train).expect("evaluates") * (session.data.train.len() - 1) as f64;
+        assert!(costs > 0.0 && costs < whole, "{costs} {whole}");
+        let shared = coding.of_targets(&data.train, |word, _, _| {
+            u32::from(table.codes().unwrap().to_vec2::<u32>().unwrap()[word as usize][0] >= 2)
+        });
+        let share = shared[1..].iter().sum::<u32>() as f64 / (shared.len() - 1) as f64;
+        // An untrained model gives all codes about the same probability.
+        assert!((costs / whole - share).abs() < 0.02, "{} {share}", costs / whole);
     }
 }

@@ -31,6 +31,8 @@ pub(crate) mod report;
 pub(crate) mod results;
 pub(crate) mod session;
 pub(crate) mod sizes;
+pub(crate) mod table;
+pub(crate) mod table_picture;
 pub(crate) mod train;
 pub(crate) mod values;
 

@@ -1,6 +1,6 @@
 //! What the training loop needs of a model and of its data.
 
-use super::{digest::Digest, recipe::Recipe, Result};
+use super::{checkpoint::Checkpoint, digest::Digest, recipe::Recipe, Result};
 use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use mos_head::{LossOptions, OutputLayer};
@@ -67,6 +67,11 @@ pub(crate) trait Model {
     /// More metadata of a checkpoint.
     fn notes(&self) -> Result<Vec<(&'static str, String)>> {
         Ok(vec![])
+    }
+
+    /// Adds what a checkpoint needs beside the variables: constants, such as a table of codes.
+    fn add_constants(&self, _: &mut Checkpoint) -> Result<()> {
+        Ok(())
     }
 
     /// One pass over `items`, in which every target occurs once.

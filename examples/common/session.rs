@@ -211,6 +211,7 @@ impl<M: Model> Session<M> {
     pub(crate) fn checkpoint(&self) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::default();
         checkpoint.insert_variables(self.model.varmap(), &self.optimizer);
+        self.model.add_constants(&mut checkpoint)?;
         let mut metadata = self.settings();
         metadata.extend(self.model.notes()?);
         metadata.extend([

@@ -1,7 +1,6 @@
 //! The flags, with one set of defaults for the built-in language and one for real text.
 
 use crate::cache::CacheSettings;
-use crate::codes::CodeFlags;
 use crate::common::awd::Awd;
 use crate::common::flags::TrainingFlags;
 use crate::common::generate::SamplingFlags;
@@ -9,6 +8,7 @@ use crate::common::head::HeadKind;
 use crate::common::optimizer::OptimizerKind;
 use crate::common::output::{Output, OutputKind};
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
+use crate::common::table::TableFlags;
 use crate::common::values::{above_zero, below_one, not_negative, positive};
 use crate::common::Result;
 use crate::dynamic::DynamicSettings;
@@ -67,7 +67,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = positive)]
     samples: Option<usize>,
     #[command(flatten)]
-    pub(crate) codes: CodeFlags,
+    pub(crate) tables: TableFlags,
     /// Steps of backpropagation through time [default: 4; real text: 35]
     #[arg(long, value_parser = positive)]
     bptt: Option<usize>,
@@ -193,7 +193,8 @@ impl Args {
         defaults.bptt = self.bptt.unwrap_or(defaults.bptt);
         defaults.output = Output { kind: self.output, samples: self.samples };
         let is_sampled = matches!(self.output, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
-        self.codes.check(self.output)?;
+        let has_codes = matches!(self.output, OutputKind::HybridLightRnn | OutputKind::Bpe);
+        self.tables.check(has_codes, self.output.is_coded() && self.output != OutputKind::Bpe)?;
         if self.samples.is_some() && !is_sampled {
             return Err("--samples is for --output sampled, nce and char-cnn".into());
         }

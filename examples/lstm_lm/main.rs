@@ -91,6 +91,7 @@ fn run(args: &Args) -> Result<()> {
     let build = |kind, recipe: &Recipe| {
         let sizes = Sizes::new(kind, recipe, vocabulary.len());
         let model = LanguageModel::of_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
+        let model = model.with_table(coding.as_ref().and_then(Coding::table));
         // Noise-contrastive estimation does not learn the normalisers: they start near one.
         if args.unigram_bias || recipe.output.kind == OutputKind::Nce {
             model.start_at_frequencies(&data.train)?;

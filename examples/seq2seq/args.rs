@@ -2,6 +2,7 @@
 
 use crate::common::flags::TrainingFlags;
 use crate::common::recipe::{describe, Recipe, RecipeFlags};
+use crate::common::table::TableFlags;
 use crate::common::values::{not_negative, positive};
 use crate::task::{Task, VocabularyKind};
 use clap::Parser;
@@ -42,6 +43,7 @@ pub(crate) struct Args {
     /// Number of utterances in a context
     #[arg(long, default_value_t = 2, value_parser = positive)]
     pub(crate) turns: usize,
+    /// What a token is
     #[arg(long, value_enum, default_value = "word")]
     pub(crate) vocab: VocabularyKind,
     /// Words that occur less often are unknown
@@ -50,10 +52,12 @@ pub(crate) struct Args {
     /// Vocabulary size of a byte-pair encoding, for each side
     #[arg(long, default_value_t = 6000, value_parser = positive)]
     pub(crate) vocab_size: usize,
+    #[command(flatten)]
+    pub(crate) tables: TableFlags,
     /// Width of the beam search [default: 5; dialogue: 10]
     #[arg(long, value_parser = positive)]
     pub(crate) beam: Option<usize>,
-    /// Maximum length of a target in the search [default: 60; dialogue: 30]
+    /// Maximum length of a target in the search, in tokens, or twice as many codes [default: 60; dialogue: 30]
     #[arg(long, value_parser = positive)]
     pub(crate) max_length: Option<usize>,
     /// Exponent of the beam search's length penalty

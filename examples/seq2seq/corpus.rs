@@ -43,13 +43,20 @@ pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) 
     };
     let texts = corpus.train.iter().chain(&corpus.valid).flat_map(|pair| [&pair.source, &pair.target]);
     let digest = Digest::new().texts(texts).to_string();
-    Ok(Data {
-        name: corpus.name.clone(),
-        digest,
-        train: encode(&corpus.train)?,
-        valid: encode(&corpus.valid)?,
-        per_word: [1.0; 2],
-    })
+    let (train, valid) = (encode(&corpus.train)?, encode(&corpus.valid)?);
+    let per_word = [targets_per_word(&corpus.train, &train), targets_per_word(&corpus.valid, &valid)];
+    Ok(Data { name: corpus.name.clone(), digest, train, valid, per_word })
+}
+
+/// Targets of a model per word of the target texts; both with the end of each.
+fn targets_per_word(pairs: &[Pair], encoded: &[Encoded]) -> f64 {
+    let words: usize = pairs.iter().map(|pair| pair.target.split_whitespace().count() + 1).sum();
+    targets(encoded) as f64 / words as f64
+}
+
+/// The number of targets of a model, with the end of each text.
+pub(crate) fn targets(pairs: &[Encoded]) -> usize {
+    pairs.iter().map(|pair| pair.target.len() + 1).sum()
 }
 
 fn pairs(source: &Path, target: &Path) -> Result<Vec<Pair>> {
@@ -73,6 +80,19 @@ pub(crate) fn read(path: &Path) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::table::tests::{random, vocabularies};
+    use crate::table::Shape;
+
+    #[test]
+    fn targets_are_counted_per_word() {
+        let [words, coded] = vocabularies(Shape::Light, &random()).unwrap();
+        let pair = |target: &str| Pair { source: "the dog".into(), target: target.into() };
+        let corpus =
+            Corpus { name: "x".into(), train: vec![pair("lo kano"), pair("hodi")], valid: vec![pair("lo zzz")] };
+        assert_eq!(encode(&corpus, &words, &words).unwrap().per_word, [1.0; 2]);
+        // Two codes for each word, but one for the unknown word and for each end.
+        assert_eq!(encode(&corpus, &words, &coded).unwrap().per_word, [8.0 / 5.0, 4.0 / 3.0]);
+    }
 
     #[test]
     fn files_of_different_length_are_an_error_that_says_so() {

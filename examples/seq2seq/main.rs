@@ -7,7 +7,8 @@
 //!     cargo run --release --example seq2seq -- --data DIR --source de --target en --head mos --save mos.safetensors
 //!     cargo run --release --example seq2seq -- --translate --resume mos.safetensors < lines
 //!
-//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de.
+//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de. With
+//! `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a mixture is cheap.
 //!
 //!     cargo run --release --example seq2seq -- --dialogue FILE.jsonl --head mos --save mos.safetensors
 //!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors --temperature 0.7
@@ -21,14 +22,18 @@ mod args;
 mod attention;
 mod batches;
 mod bleu;
+mod codes;
 mod corpus;
 mod dialogue;
 mod interactive;
+#[path = "../step_time/memory.rs"]
+mod memory;
 mod model;
 mod report;
 mod score;
 mod search;
 mod setting;
+mod table;
 mod task;
 mod toy;
 mod vocabulary;
@@ -36,8 +41,11 @@ mod vocabulary;
 use args::Args;
 use common::head::HeadKind;
 use common::{heads, plot::Axes, recipe::Recipe, session::Session, Result};
+use memory::Peak;
 use model::Seq2Seq;
+use report::Trained;
 use setting::Setting;
+use std::cell::Cell;
 use std::process::ExitCode;
 use task::Task;
 
@@ -55,7 +63,7 @@ fn run(args: &Args) -> Result<()> {
     let corpus = task::corpus(args)?;
     println!("Training on {}: {} pairs, validation {} pairs.", corpus.name, corpus.train.len(), corpus.valid.len());
 
-    let [source, target] = task::vocabularies(args, &corpus.train)?;
+    let [source, target] = task::vocabularies(args, &corpus.train, &device)?;
     let setting = Setting { task, source, target, turns: args.turns };
     let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
         let setting = checkpoint.map_or_else(|| Ok(setting.clone()), Setting::from_checkpoint)?;
@@ -69,10 +77,13 @@ fn run(args: &Args) -> Result<()> {
     }
     let beam = task.beam(args, task.n_best());
     let build = |kind, checkpoint: Option<&_>| build(kind, &recipe, checkpoint);
+    let memory = Cell::new(Some(Peak::watch(&device)));
     let Some(rows) = heads::train(&args.common, &device, build, |session| {
+        let peak_mib = memory.take().and_then(Peak::mib);
         let scores = score::score(task, &session.model, &corpus.valid, &session.data.valid, beam)?;
         println!("\n{}", report::samples(&corpus.valid, &scores, args.samples));
-        Ok(scores.measures)
+        memory.set(Some(Peak::watch(&device)));
+        Ok(Trained::new(session, &recipe, scores.measures, peak_mib))
     })?
     else {
         return Ok(());

@@ -56,6 +56,8 @@ mod tests {
     use crate::corpus::{encode, Corpus, Encoded};
     use crate::score::score;
     use crate::search::Beam;
+    use crate::table::tests::{random, vocabularies};
+    use crate::table::Shape;
     use crate::toy;
 
     fn setting(corpus: &Corpus) -> Setting {
@@ -116,6 +118,25 @@ mod tests {
         let error = other.restore(&checkpoint).unwrap_err().to_string();
         assert!(error.contains("--hidden 16") && error.contains("--hidden 8"), "{error}");
         std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_checkpoint_has_the_table_of_codes() {
+        let corpus = toy::corpus(300, 40, 7);
+        let [_, target] = vocabularies(Shape::Hybrid, &random()).unwrap();
+        let setting = Setting { target, ..setting(&corpus) };
+        let path = std::env::temp_dir().join(format!("seq2seq_codes_{}.safetensors", std::process::id()));
+        let mut session = session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.0));
+        session.run(Some(&path), None, None).unwrap();
+        let model = load_model(&Checkpoint::load(&path, &Device::Cpu).unwrap(), &Device::Cpu).unwrap();
+        std::fs::remove_file(path).unwrap();
+        let [saved, loaded] = [&session.model, &model].map(|model| model.setting.target.codes().unwrap().table());
+        assert_eq!(saved, loaded);
+        let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0, diversity: 0.0 };
+        let scores = |model| score(Task::Toy, model, &corpus.valid, &session.data.valid, beam).unwrap().found;
+        assert_eq!(scores(&session.model), scores(&model));
+        let alone = Session::new(HeadKind::Mos, model, data(&corpus, &setting), &Recipe::BASE).unwrap();
+        assert!((alone.valid_nll().unwrap() - session.history[0][1]).abs() < 1e-6);
     }
 
     #[test]

@@ -5,8 +5,10 @@ use crate::common::Result;
 use crate::corpus::{Corpus, Pair};
 use crate::dialogue::{self, MARKS};
 use crate::search::Beam;
+use crate::table::{self, Shape};
 use crate::toy;
-use crate::vocabulary::Vocabulary;
+use crate::vocabulary::{Vocabulary, SPECIAL};
+use candle_core::Device;
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -18,8 +20,25 @@ pub(crate) enum Task {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum VocabularyKind {
+    /// Words
     Word,
+    /// Pieces of words, by byte-pair encoding
     Bpe,
+    /// Words; targets as the rows and columns of a table (LightRNN)
+    Light,
+    /// Words; frequent targets as they are, rare ones as rows and columns of a table (Hybrid-LightRNN)
+    Hybrid,
+}
+
+impl VocabularyKind {
+    /// That of the table, if there is one.
+    fn shape(self) -> Option<Shape> {
+        match self {
+            VocabularyKind::Word | VocabularyKind::Bpe => None,
+            VocabularyKind::Light => Some(Shape::Light),
+            VocabularyKind::Hybrid => Some(Shape::Hybrid),
+        }
+    }
 }
 
 /// Training and validation pairs of the built-in task.
@@ -75,15 +94,20 @@ pub(crate) fn corpus(args: &Args) -> Result<Corpus> {
 }
 
 /// The vocabularies of sources and targets, from the training pairs. Dialogues share one for both: their contexts are
-/// made of responses.
-pub(crate) fn vocabularies(args: &Args, pairs: &[Pair]) -> Result<[Vocabulary; 2]> {
-    let side = |text: fn(&Pair) -> &str, marks: &[&str]| match args.vocab {
-        VocabularyKind::Word => Ok(Vocabulary::words(pairs.iter().map(text), args.min_count, marks)),
+/// made of responses. Only targets have codes.
+pub(crate) fn vocabularies(args: &Args, pairs: &[Pair], device: &Device) -> Result<[Vocabulary; 2]> {
+    let shape = args.vocab.shape();
+    args.tables.check(shape == Some(Shape::Hybrid), shape.is_some())?;
+    let marks: &[&str] = if Task::new(args) == Task::Dialogue { &MARKS } else { &[] };
+    let side = |text: fn(&Pair) -> &str| match args.vocab {
         VocabularyKind::Bpe => Vocabulary::bpe(pairs.iter().map(text), args.vocab_size, marks),
+        _ => Ok(Vocabulary::words(pairs.iter().map(text), args.min_count, marks)),
     };
-    if Task::new(args) == Task::Dialogue {
-        let shared = side(|pair| &pair.target, &MARKS)?;
-        return Ok([shared.clone(), shared]);
-    }
-    Ok([side(|pair| &pair.source, &[])?, side(|pair| &pair.target, &[])?])
+    let target = side(|pair| &pair.target)?;
+    let source = if marks.is_empty() { side(|pair| &pair.source)? } else { target.clone() };
+    let Some(shape) = shape else { return Ok([source, target]) };
+    let texts = pairs.iter().map(|pair| target.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
+    let words = (target.as_words().ok_or("codes are of words")?, SPECIAL.len() + marks.len());
+    let table = table::choose(&args.tables, shape, words, &texts, args.common.seed, device)?;
+    Ok([source, target.with_table(table)?])
 }

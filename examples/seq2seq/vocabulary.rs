@@ -1,11 +1,12 @@
-//! From text to token ids and back, by words or by byte-pair encoding; both are stored as a string in a checkpoint.
+//! From text to token ids and back, by words, by byte-pair encoding or by codes of words; all are stored as a string in
+//! a checkpoint.
 
-use crate::common::Result;
+use crate::codes::{table_of_json, Codes};
+use crate::common::{bpe, Result};
+use mos_head::CodeTable;
 use serde_json::{json, Value};
 use std::collections::HashMap;
 use tokenizers::decoders::bpe::BPEDecoder;
-use tokenizers::models::bpe::{BpeTrainer, BPE};
-use tokenizers::models::TrainerWrapper;
 use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
 use tokenizers::{AddedToken, Tokenizer};
 
@@ -13,12 +14,13 @@ pub(crate) const PAD: u32 = 0;
 pub(crate) const START: u32 = 1;
 pub(crate) const END: u32 = 2;
 const UNKNOWN: u32 = 3;
-const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
+pub(crate) const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
 
 #[derive(Clone)]
 pub(crate) enum Vocabulary {
     Words(Words),
     Bpe(Box<Tokenizer>),
+    Codes(Box<Codes>),
 }
 
 #[derive(Clone)]
@@ -31,6 +33,25 @@ impl Words {
     fn new(words: Vec<String>) -> Self {
         let ids = words.iter().enumerate().map(|(id, word)| (word.clone(), id as u32)).collect();
         Self { words, ids }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.words.len()
+    }
+
+    /// By their ids.
+    pub(crate) fn all(&self) -> &[String] {
+        &self.words
+    }
+
+    pub(crate) fn encode(&self, text: &str) -> Vec<u32> {
+        text.split_whitespace().map(|word| self.ids.get(word).copied().unwrap_or(UNKNOWN)).collect()
+    }
+
+    pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
+        let word = |&id: &u32| self.words.get(id as usize).map(String::as_str);
+        let text: Option<Vec<&str>> = ids.iter().map(word).collect();
+        Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
     }
 }
 
@@ -50,47 +71,72 @@ impl Vocabulary {
 
     /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
     pub(crate) fn bpe<'a>(texts: impl Iterator<Item = &'a str>, size: usize, marks: &[&str]) -> Result<Self> {
-        const END_OF_WORD: &str = "</w>";
-        let texts: Vec<&str> = texts.collect();
-        let special = SPECIAL.iter().chain(marks).map(|&token| AddedToken::from(token, true)).collect();
-        let trainer = BpeTrainer::builder()
-            .show_progress(false)
-            .vocab_size(size)
-            .min_frequency(2)
-            .special_tokens(special)
-            .end_of_word_suffix(END_OF_WORD.into());
-        let model = BPE::builder().unk_token(SPECIAL[UNKNOWN as usize].into()).build();
-        let mut tokenizer = Tokenizer::new(model.map_err(failed)?);
+        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
+        let words: Vec<&str> = texts.flat_map(str::split_whitespace).filter(|word| !special.contains(word)).collect();
+        let mut model = bpe::train(words.iter().copied(), &special, (size, 2))?;
+        model.unk_token = Some(SPECIAL[UNKNOWN as usize].into());
+        let mut tokenizer = Tokenizer::new(model);
         tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
-        tokenizer.with_decoder(Some(BPEDecoder::new(END_OF_WORD.into())));
-        tokenizer.train(&mut TrainerWrapper::from(trainer.build()), texts.into_iter()).map_err(failed)?;
+        tokenizer.with_decoder(Some(BPEDecoder::new(bpe::END_OF_WORD.into())));
+        let special: Vec<AddedToken> = special.into_iter().map(|token| AddedToken::from(token, true)).collect();
+        tokenizer.add_special_tokens(special).map_err(failed)?;
         Ok(Self::Bpe(Box::new(tokenizer)))
     }
 
+    /// The codes of the words in `table`, in the place of their ids.
+    pub(crate) fn with_table(self, table: CodeTable) -> Result<Self> {
+        match self {
+            Self::Words(words) => Ok(Self::Codes(Box::new(Codes::new(words, table)?))),
+            _ => Err("expected a vocabulary of words for a table of codes".into()),
+        }
+    }
+
+    /// What a token is.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Words(_) => "word",
+            Self::Bpe(_) => "bpe",
+            Self::Codes(_) => "code",
+        }
+    }
+
+    /// The number of token ids.
     pub(crate) fn len(&self) -> usize {
         match self {
-            Self::Words(words) => words.words.len(),
+            Self::Words(words) => words.len(),
             Self::Bpe(tokenizer) => tokenizer.get_vocab_size(true),
+            Self::Codes(codes) => codes.len(),
+        }
+    }
+
+    pub(crate) fn as_words(&self) -> Option<&Words> {
+        match self {
+            Self::Words(words) => Some(words),
+            _ => None,
+        }
+    }
+
+    /// The codes, if token ids are codes: then not every id may follow every other.
+    pub(crate) fn codes(&self) -> Option<&Codes> {
+        match self {
+            Self::Codes(codes) => Some(codes),
+            _ => None,
         }
     }
 
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match self {
-            Self::Words(words) => {
-                Ok(text.split_whitespace().map(|word| words.ids.get(word).copied().unwrap_or(UNKNOWN)).collect())
-            }
+            Self::Words(words) => Ok(words.encode(text)),
             Self::Bpe(tokenizer) => Ok(tokenizer.encode_fast(text, false).map_err(failed)?.get_ids().to_vec()),
+            Self::Codes(codes) => codes.encode(text),
         }
     }
 
     pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
         match self {
-            Self::Words(words) => {
-                let word = |&id: &u32| words.words.get(id as usize).map(String::as_str);
-                let text: Option<Vec<&str>> = ids.iter().map(word).collect();
-                Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
-            }
+            Self::Words(words) => words.decode(ids),
             Self::Bpe(tokenizer) => tokenizer.decode(ids, false).map_err(failed),
+            Self::Codes(codes) => codes.decode(ids),
         }
     }
 
@@ -100,6 +146,7 @@ impl Vocabulary {
             Self::Bpe(tokenizer) => {
                 json!({ "bpe": serde_json::from_str::<Value>(&tokenizer.to_string(false).map_err(failed)?)? })
             }
+            Self::Codes(codes) => json!({ "words": codes.words().words, "table": codes.table_json()? }),
         }
         .to_string())
     }
@@ -107,7 +154,11 @@ impl Vocabulary {
     pub(crate) fn from_json(text: &str) -> Result<Self> {
         let value: Value = serde_json::from_str(text)?;
         if let Some(words) = value.get("words") {
-            return Ok(Self::Words(Words::new(serde_json::from_value(words.clone())?)));
+            let words = Self::Words(Words::new(serde_json::from_value(words.clone())?));
+            return match value.get("table") {
+                Some(table) => words.with_table(table_of_json(table)?),
+                None => Ok(words),
+            };
         }
         match value.get("bpe") {
             Some(tokenizer) => Ok(Self::Bpe(Box::new(tokenizer.to_string().parse::<Tokenizer>().map_err(failed)?))),

@@ -6,7 +6,7 @@ use candle_core::Device;
 /// Returns the peak in bytes since the start.
 type End = Box<dyn FnOnce() -> Option<u64>>;
 
-/// Starts to watch; `extra_mib` returns the peak above the start.
+/// Starts to watch; `mib` returns the peak since then, `extra_mib` how far it is above the start.
 pub struct Peak {
     start: Option<u64>,
     end: End,
@@ -31,10 +31,20 @@ impl Peak {
         Peak { start, end }
     }
 
+    #[allow(dead_code)] // each example uses one of the two
     pub fn extra_mib(self) -> Option<f64> {
         let peak = (self.end)();
-        peak.zip(self.start).map(|(peak, start)| peak.saturating_sub(start) as f64 / f64::from(1 << 20))
+        peak.zip(self.start).map(|(peak, start)| mib(peak.saturating_sub(start)))
     }
+
+    #[allow(dead_code)]
+    pub fn mib(self) -> Option<f64> {
+        (self.end)().map(mib)
+    }
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
 }
 
 /// Bytes of a line of this process's status, on Linux.

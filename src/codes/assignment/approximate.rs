@@ -20,7 +20,7 @@ const LEAST_PROGRESS: usize = 8;
 /// Up to this product of `words^2 * cells`, words are placed at the least cost: a fraction of a second.
 const MOST_EXACT: usize = 1 << 27;
 
-/// A second one still gains a little, a third nothing.
+/// A second one still gains a little, a third hardly anything.
 const EXCHANGES: usize = 2;
 
 /// The cell of each word.
@@ -103,8 +103,8 @@ impl Prices {
     }
 }
 
-/// Matches the words that are left with their cheapest free cells. The weight of an edge is what the cell costs less than
-/// the dearest of the word's candidates: of two words that want a cell, the one that would lose more gets it.
+/// Matches the words that are left with their cheapest free cells. The weight of an edge is what the cell costs less
+/// than the dearest of the word's candidates: of two words that want a cell, the one that would lose more gets it.
 fn round(costs: &Costs, prices: &Prices, table: &Table, limits: (usize, usize)) -> Vec<Option<usize>> {
     let edges = |word: &usize| {
         let rows: Vec<f32> = costs.of_rows(*word).iter().zip(&prices.rows).map(|(a, b)| a + b).collect();

@@ -20,9 +20,9 @@ const MOST_COSTS: usize = 1 << 30;
 pub enum Assignment {
     /// At the least cost, by the Kuhn-Munkres algorithm: in time that grows with the cube of the vocabulary.
     Exact,
-    /// At a cost that is a few per cent higher, in time that grows with the vocabulary and the size of a row: by heavy
-    /// matchings of the words with candidates, which are the cheapest free cells of each word. At the least cost if there
-    /// are only hundreds of words.
+    /// At a cost that is a few per cent higher, in time that grows with the vocabulary and with the rows and columns:
+    /// by heavy matchings of the words with candidates, which are the cheapest free cells of each word. At the least
+    /// cost if there are only hundreds of words.
     Approximate {
         /// The number of candidates of each word.
         candidates: usize,

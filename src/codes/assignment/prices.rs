@@ -1,14 +1,14 @@
 //! Prices of rows or columns, so that not all words ask for the same: those of too great demand become dearer.
 //!
-//! Added to everyone's costs, the prices of a full table change all assignments by the same sum, hence not the best one.
-//! They are the Lagrange multipliers of the capacities, found by subgradient steps.
+//! Added to everyone's costs, the prices of a full table change all assignments by the same sum, hence not the best
+//! one. They approximate the Lagrange multipliers of the capacities, by subgradient steps.
 
 use rayon::prelude::*;
 
 const STEPS: usize = 40;
 
-/// A price for each line, a row or a column, of those that costs `[words, lines]` are given for; each line has places for
-/// `capacity` words.
+/// A price for each line, which is a row or a column, from costs `[words, lines]`; each line has places for `capacity`
+/// words.
 pub(super) fn prices(costs: &[f32], lines: usize, capacity: usize) -> Vec<f32> {
     let mut prices = vec![0.0; lines];
     let mut gains: Vec<f32> = costs.par_chunks(lines).map(gain).filter(|gain| *gain > 0.0).collect();

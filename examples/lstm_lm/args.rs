@@ -14,6 +14,7 @@ use crate::common::Result;
 use crate::dynamic::DynamicSettings;
 use crate::evaluate::Evaluation;
 use crate::presets::Preset;
+use crate::spell::{self, SpellFlags};
 use clap::Parser;
 use mos_head::Activation;
 use std::path::PathBuf;
@@ -45,7 +46,7 @@ const TEXT: Recipe = Recipe {
 
 /// Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
 #[derive(Debug, Parser)]
-#[command(after_help = describe(&[("Built-in language", BUILT_IN), ("--data", TEXT)]))]
+#[command(after_help = describe(&[("Built-in language", BUILT_IN), ("--data", TEXT), ("--spell", spell::RECIPE)]))]
 pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens); without it, a built-in language
     #[arg(long, value_name = "DIR")]
@@ -83,6 +84,8 @@ pub(crate) struct Args {
     awd: Awd,
     #[command(flatten)]
     evaluation: EvaluationFlags,
+    #[command(flatten)]
+    pub(crate) spelling: SpellFlags,
 }
 
 /// The flags of `--evaluate`.
@@ -155,9 +158,12 @@ impl Args {
         })
     }
 
-    /// The flags of training, with the head of the preset.
+    /// The flags of training, with the head of the preset or of --spell.
     pub(crate) fn training(&self) -> TrainingFlags {
-        self.common.or_head(self.preset.map_or("all", Preset::head))
+        match self.spelling.word() {
+            Some(_) => self.common.or_head("softmax"),
+            None => self.common.or_head(self.preset.map_or("all", Preset::head)),
+        }
     }
 
     /// Fails if the preset is for another head.
@@ -175,6 +181,7 @@ impl Args {
     /// Fails if flags contradict each other.
     pub(crate) fn recipe(&self) -> Result<Recipe> {
         let mut defaults = match (self.preset, &self.data) {
+            _ if self.spelling.word().is_some() => spell::RECIPE,
             (Some(preset), _) => preset.recipe(),
             (None, Some(_)) => TEXT,
             (None, None) => BUILT_IN,
@@ -203,6 +210,7 @@ impl Args {
         let optimizer = self.recipe.optimizer.unwrap_or(defaults.optimizer);
         if optimizer != defaults.optimizer {
             defaults.lr = match (optimizer, self.data.is_some()) {
+                (OptimizerKind::Sgd, _) if self.spelling.word().is_some() => 1.0,
                 (OptimizerKind::Sgd, _) => 20.0,
                 (OptimizerKind::Adam, true) => 0.001,
                 (OptimizerKind::Adam, false) => 0.03,
@@ -289,6 +297,19 @@ mod tests {
     }
 
     #[test]
+    fn spelling_has_its_own_sizes_and_a_softmax() {
+        let spelled = recipe(&["--spell", "FILE", "--hidden", "64"]);
+        assert_eq!((spelled.hidden, spelled.embedding, spelled.optimizer), (64, Some(32), OptimizerKind::Adam));
+        let args = |flags: &str| Args::try_parse_from(format!("lstm_lm --spell F {flags}").split_whitespace());
+        assert_eq!(args("--renormalise 0").expect("valid flags").training().heads(), [HeadKind::Softmax]);
+        assert_eq!(args("--head all").expect("valid flags").training().heads(), HeadKind::ALL);
+        for flags in ["--tied", "--output nce", "--codes 9", "--finetune F", "--generate 5", "--evaluate F", "--cache"]
+        {
+            assert!(args(flags).is_err(), "{flags}");
+        }
+    }
+
+    #[test]
     fn sizes_that_contradict_a_tied_decoder_are_errors() {
         assert_eq!(recipe(&["--preset", "ptb-mos", "--embedding", "300"]).context, Some(300));
         for flags in [
@@ -303,7 +324,9 @@ mod tests {
 
     #[test]
     fn flags_without_effect_are_errors() {
-        for flags in ["--dynamic-lr 1", "--cache-window 5", "--floor 1e-8", "--export F", "--preset small"] {
+        let flags =
+            ["--dynamic-lr 1", "--cache-window 5", "--floor 1e-8", "--export F", "--preset small", "--renormalise 5"];
+        for flags in flags {
             let with = |start: &str| Args::try_parse_from(format!("lstm_lm {start} {flags}").split_whitespace());
             assert!(with("").is_err(), "{flags}");
         }

@@ -78,6 +78,9 @@ pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<
     let of_corpus = || {
         if !released::is_released(&checkpoint) {
             checkpoint.require_corpus(&corpus.data.name, &corpus.data.digest)?;
+            if checkpoint.metadata.contains_key("spell") {
+                return Err("this is no word model but one that spells: --spell WORD_MODEL --resume takes it".into());
+            }
             return Ok(None);
         }
         let checkpoint = released::read(&checkpoint)?;

@@ -17,6 +17,10 @@
 //! The model of the paper with its recipe, in legs of an hour (`presets`); `--evaluate` a checkpoint, also a released
 //! one (`released`), with dynamic evaluation (`dynamic`) and a continuous cache (`cache`).
 //!
+//!     cargo run --release --example lstm_lm -- --data DIR --spell mos.safetensors --save spelled.safetensors
+//!
+//! A character LSTM that spells the next word from the hidden states of a trained model (`spell`).
+//!
 //! To read from here to the head: `heads::train` trains the heads one by one, `session` one head epoch by epoch,
 //! `train` one epoch batch by batch; `language_model` is the LSTM, and `head` builds the output layer of this crate.
 
@@ -33,6 +37,7 @@ mod language;
 mod presets;
 mod released;
 mod report;
+mod spell;
 
 use args::Args;
 use common::codes::Coding;
@@ -61,6 +66,9 @@ fn run(args: &Args) -> Result<()> {
     let corpus = if recipe.output.kind == OutputKind::Adaptive { corpus.by_frequency() } else { corpus };
     if let Some(evaluation) = args.evaluation() {
         return evaluate::run(&evaluation, &corpus, &device);
+    }
+    if let Some(file) = args.spelling.word() {
+        return spell::run(file, args, &corpus, &recipe, &device);
     }
     println!(
         "Training on {}: {} tokens, vocabulary {}, validation {} tokens.",

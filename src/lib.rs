@@ -29,7 +29,7 @@
 //! drawn from a [`Proposal`]), and with a decoder whose rows are computed from spellings ([`CharCnn`]).
 //!
 //! A vocabulary can also be made small: words are one or two codes of a [`Codebook`], and a head predicts codes. A
-//! [`CodeTable`] is that of LightRNN or Hybrid-LightRNN; [`CodeCosts`] learn it.
+//! [`CodeTable`] is the table of LightRNN or Hybrid-LightRNN; [`CodeCosts`] learn it.
 //!
 //! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
 //! that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with

@@ -23,7 +23,8 @@ pub(crate) fn codes(results: &Results) -> Result<String> {
         ])
     };
     let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    let header = "| head | `--output` | table | ids | per word | parameters | validation perplexity, epoch 1 | epoch 2 |";
+    let header =
+        "| head | `--output` | table | ids | per word | parameters | validation perplexity, epoch 1 | epoch 2 |";
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
@@ -31,7 +32,8 @@ pub(crate) fn codes(results: &Results) -> Result<String> {
 pub(crate) fn fast_mos(results: &Results) -> Result<String> {
     let lines = results.of("fast-mos");
     let row = |line: &&Line| {
-        let optional = |key, digits: usize| line.number(key).map_or(String::new(), |number| format!("{number:.digits$}"));
+        let optional =
+            |key, digits: usize| line.number(key).map_or(String::new(), |number| format!("{number:.digits$}"));
         Ok(vec![
             line.text("output").into(),
             count(need(line, "components")?),

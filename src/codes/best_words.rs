@@ -1,9 +1,9 @@
 //! The most probable words under a model of codes, without a step of the model after every first code.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::codebook::{Codebook, Words};
-use crate::decoding::transfer::to_device;
+use crate::decoding::transfer::{rounded, to_device};
 use crate::decoding::TopK;
 use crate::error::{Error, Result};
 use crate::validate::check_sizes;
@@ -34,6 +34,7 @@ impl Codebook {
             return Err(Error::config("k", format!("at most {}, the number of words", self.words()), k));
         }
         let device = first.device();
+        let dtype = if first.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let first = self.rows("first", first, first.dims().first().copied().unwrap_or(0))?;
         let searches = first.iter().enumerate().map(|(position, row)| Search::new(self, row, position));
         let mut searches = searches.collect::<Result<Vec<_>>>()?;
@@ -61,7 +62,7 @@ impl Codebook {
         let found = || searches.iter().flat_map(|search| &search.found);
         Ok(TopK {
             tokens: to_device(found().map(|(_, word)| *word).collect(), shape, device)?,
-            log_probs: to_device(found().map(|(log_prob, _)| *log_prob as f32).collect(), shape, device)?,
+            log_probs: rounded(found().map(|(log_prob, _)| *log_prob).collect(), &[shape.0, shape.1], dtype, device)?,
         })
     }
 }
@@ -83,6 +84,10 @@ impl Search {
             let log_prob = row[code as usize];
             match book.words_of(code) {
                 Words::One(word) => found.push((log_prob, word)),
+                // No step of the model for what is impossible.
+                Words::Two(_, words) if log_prob == f64::NEG_INFINITY => {
+                    found.extend(words.iter().map(|word| (log_prob, *word)));
+                }
                 Words::Two(..) => open.push((log_prob, code)),
             }
         }
@@ -96,7 +101,7 @@ impl Search {
         self.found.truncate(k);
         // No word is more probable than its first code.
         let least = self.found.get(k - 1).map(|(log_prob, _)| *log_prob);
-        let may_win = |first: f64| least.is_none_or(|least| first >= least && first > f64::NEG_INFINITY);
+        let may_win = |first: f64| least.is_none_or(|least| first >= least);
         let count = self.open.as_slice().iter().take(TRIED).take_while(|(first, _)| may_win(*first)).count();
         self.open.by_ref().take(count).collect()
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 
+use crate::decoding::transfer::to_device;
 use crate::error::{Error, Result};
 use crate::validate::check_sizes;
 
@@ -61,15 +62,23 @@ enum Begins {
     Words(Vec<u32>, Vec<u32>),
 }
 
+/// The most words, and codes.
+pub(super) const MOST: usize = 1 << 30;
+
 impl Codebook {
     /// The book of these sequences, one for each word, over `codes` codes.
     ///
     /// # Errors
     ///
-    /// If there are no words, a sequence is empty or longer than two codes, a code is not below `codes`, or two words
+    /// If there are no words, more than 2^30 words or codes, a sequence is empty or longer than two codes, a code is not below `codes`, or two words
     /// have the same sequence, or one that begins with the other's.
     pub fn new(codes: usize, sequences: &[impl AsRef<[u32]>]) -> Result<Self> {
         check_sizes(&[("words", sequences.len()), ("codes", codes)])?;
+        for (argument, size) in [("words", sequences.len()), ("codes", codes)] {
+            if size > MOST {
+                return Err(Error::config(argument, format!("at most {MOST}"), size));
+            }
+        }
         let error = |word: usize, expected: &str, got: &[u32]| {
             Err(Error::config("sequences", format!("{expected} for word {word}"), format!("{got:?}")))
         };
@@ -169,8 +178,8 @@ impl Codebook {
         }
     }
 
-    /// Whether a word is complete after a code: `None`, or its first code, which this one is. `first` is what this function
-    /// returned for the code before.
+    /// Reads the next code of a text: returns `None` if it completes a word, else the code itself, which begins one.
+    /// `first` is the result for the previous code.
     ///
     /// # Errors
     ///
@@ -212,7 +221,7 @@ impl Codebook {
         for (row, first) in mask.chunks_mut(self.code_count).zip(firsts) {
             self.continuations(*first)?.iter().for_each(|&code| row[code as usize] = 0.0);
         }
-        Ok(Tensor::from_vec(mask, (firsts.len(), self.code_count), device)?)
+        to_device(mask, (firsts.len(), self.code_count), device)
     }
 
     /// What a code is, after the first code of a word, if it is within one.

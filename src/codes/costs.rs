@@ -1,10 +1,12 @@
 //! What each word would cost in each row and each column of a table, from one pass of a model over a text.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 
 use super::assignment::{assign, Assignment};
 use super::table::{CodeTable, TableConfig};
+use crate::decoding::transfer::matrix;
 use crate::error::{Error, Result};
+use crate::validate::check_float;
 
 /// Summed negative log-likelihoods `[words, rows]` and `[words, columns]` of all rows at the first code of each word,
 /// and of all columns at its second: what the text would cost, in nats, if the word were there and the rest of the table
@@ -34,8 +36,8 @@ pub struct CodeCosts {
     config: TableConfig,
     /// Of each word: its place among those that share the table.
     shared: Vec<Option<usize>>,
-    rows: Vec<f32>,
-    columns: Vec<f32>,
+    rows: Vec<f64>,
+    columns: Vec<f64>,
 }
 
 /// Which code of a word a position has as its target.
@@ -72,12 +74,13 @@ impl CodeCosts {
     ///
     /// # Errors
     ///
-    /// If shapes do not match, or a word is not in the table.
+    /// If shapes do not match, a word is not in the table, or a log-probability is NaN.
     pub fn add(&mut self, log_probs: &Tensor, targets: &[(u32, CodePlace)]) -> Result<()> {
         let codes = self.config.codes();
         if log_probs.dims() != [targets.len(), codes] {
             return Err(Error::shape("log_probs", format!("[{}, {codes}]", targets.len()), log_probs.dims()));
         }
+        check_float("log_probs", log_probs)?;
         let words = self.config.words();
         if let Some((word, _)) = targets.iter().find(|(word, _)| *word as usize >= words) {
             return Err(Error::config("targets", format!("words below {words}"), word));
@@ -94,10 +97,12 @@ impl CodeCosts {
             if positions.is_empty() {
                 continue;
             }
-            let positions = Tensor::new(positions, log_probs.device())?;
-            let found = log_probs.index_select(&positions, 0)?.narrow(1, part.start, part.len())?;
-            let found = found.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-            for (word, found) in words.into_iter().zip(found) {
+            let rows = Tensor::new(&*positions, log_probs.device())?;
+            let found = matrix(&log_probs.index_select(&rows, 0)?.narrow(1, part.start, part.len())?)?;
+            for ((word, position), found) in words.into_iter().zip(positions).zip(found) {
+                if found.iter().any(|log_prob| log_prob.is_nan()) {
+                    return Err(Error::Distribution { position: position as usize });
+                }
                 let costs = &mut costs[word * part.len()..][..part.len()];
                 costs.iter_mut().zip(found).for_each(|(cost, log_prob)| *cost -= log_prob);
             }
@@ -105,7 +110,7 @@ impl CodeCosts {
         Ok(())
     }
 
-    /// The costs of the words that share this table, in nats: the sum of [`CodeCosts::add`] if it is the table of the
+    /// The costs of the words that share this table, in nats: of all costs added, if it is the table of the
     /// model.
     ///
     /// # Errors
@@ -115,8 +120,7 @@ impl CodeCosts {
         self.check(table)?;
         let (rows, columns) = (self.config.rows(), self.config.columns());
         let cost = |(word, (_, cell)): (usize, (u32, usize))| {
-            f64::from(self.rows[word * rows + cell / columns])
-                + f64::from(self.columns[word * columns + cell % columns])
+            self.rows[word * rows + cell / columns] + self.columns[word * columns + cell % columns]
         };
         Ok(table.shared().enumerate().map(cost).sum())
     }
@@ -132,19 +136,25 @@ impl CodeCosts {
         if self.rows.is_empty() {
             return Ok(table.clone());
         }
-        table.with_cells(&assign(&self.rows, &self.columns, rows, columns, assignment)?)
+        let single = |costs: &[f64]| costs.iter().map(|cost| *cost as f32).collect::<Vec<_>>();
+        table.with_cells(&assign(&single(&self.rows), &single(&self.columns), rows, columns, assignment)?)
     }
 
     fn check(&self, table: &CodeTable) -> Result<()> {
-        let is_shared = |word: usize| self.shared[word].is_some();
-        let matches = table.config() == self.config && table.shared().all(|(word, _)| is_shared(word as usize));
-        match matches {
-            true => Ok(()),
-            false => Err(Error::config(
-                "table",
-                format!("{:?} of the same words", self.config),
-                format!("{:?}", table.config()),
-            )),
+        if table.config() != self.config {
+            let expected = format!("{:?}", self.config);
+            return Err(Error::config("table", expected, format!("{:?}", table.config())));
+        }
+        let mut is_shared = vec![false; self.shared.len()];
+        table.shared().for_each(|(word, _)| is_shared[word as usize] = true);
+        let differs = |(is_shared, here): (&bool, &Option<usize>)| *is_shared != here.is_some();
+        match is_shared.iter().zip(&self.shared).position(differs) {
+            None => Ok(()),
+            Some(word) => {
+                let [a, b] =
+                    if is_shared[word] { ["a code of its own", "a cell"] } else { ["a cell", "a code of its own"] };
+                Err(Error::config("table", format!("{a} for word {word}"), b))
+            }
         }
     }
 }

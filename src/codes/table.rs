@@ -5,7 +5,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::SeedableRng;
 
-use super::codebook::Codebook;
+use super::codebook::{Codebook, MOST};
 use crate::error::{Error, Result};
 use crate::validate::check_sizes;
 
@@ -46,21 +46,22 @@ impl TableConfig {
     ///
     /// # Errors
     ///
-    /// If the dictionary is too small for the words: LightRNN's is the smallest.
+    /// If the codes are too few for the words, or there are more than 2^30 words.
     pub fn hybrid(words: usize, codes: usize) -> Result<Self> {
         if codes >= words {
             return Ok(TableConfig { words, own: words, rows: 0, columns: 0 });
         }
-        let fits = |side: usize| codes >= 2 * side && codes - 2 * side + side * side >= words;
-        match (1..=codes / 2).find(|&side| fits(side)) {
-            Some(side) => {
-                // With the smallest table, the last codes may not be needed.
-                let own = codes - 2 * side;
-                Ok(TableConfig { words, own, rows: side, columns: side })
-            }
+        if words > MOST {
+            return Err(Error::config("words", format!("at most {MOST}"), words));
+        }
+        // What a table of this side needs: its rows and columns, and codes for the words that have no cell.
+        let needs = |side: usize| 2 * side + words.saturating_sub(side * side);
+        let sides = 1..=(words as f64).sqrt().ceil() as usize;
+        match sides.clone().find(|side| needs(*side) <= codes) {
+            Some(side) => Ok(TableConfig { words, own: codes - 2 * side, rows: side, columns: side }),
             None => {
-                let most = ((codes / 2).pow(2) + codes % 2).max(codes);
-                Err(Error::config("codes", format!("a dictionary for {words} words"), format!("{codes}, for {most}")))
+                let least = sides.map(needs).min().unwrap_or(0);
+                Err(Error::config("codes", format!("at least {least} for {words} words"), codes))
             }
         }
     }
@@ -97,12 +98,18 @@ impl TableConfig {
 
     /// The number of codes: the vocabulary of a head.
     pub fn codes(&self) -> usize {
-        self.own + self.rows + self.columns
+        self.own.saturating_add(self.rows).saturating_add(self.columns)
     }
 
     fn validate(&self) -> Result<()> {
         check_sizes(&[("words", self.words)])?;
-        let places = self.own.saturating_add(self.rows.saturating_mul(self.columns));
+        let cells = self.rows.saturating_mul(self.columns);
+        let places = self.own.saturating_add(cells);
+        if places > MOST || self.rows.max(self.columns) > MOST {
+            let Self { own, rows, columns, .. } = self;
+            let got = format!("{own} codes and a table of {rows} x {columns}");
+            return Err(Error::config("table", format!("at most {MOST} places"), got));
+        }
         if places < self.words {
             let Self { own, rows, columns, .. } = self;
             let got = format!("{own} codes and a table of {rows} x {columns}");
@@ -192,7 +199,11 @@ impl CodeTable {
             }
         };
         let codes = codes.to_device(&Device::Cpu)?.to_vec2::<u32>()?;
-        Self::of_places(config, codes.iter().enumerate().map(place).collect::<Result<_>>()?)
+        let places = codes.iter().enumerate().map(place).collect::<Result<_>>()?;
+        Self::of_places(config, places).map_err(|error| match error {
+            Error::Config { expected, got, .. } => Error::Config { argument: "codes", expected, got },
+            error => error,
+        })
     }
 
     pub(super) fn of_places(config: TableConfig, places: Vec<usize>) -> Result<Self> {

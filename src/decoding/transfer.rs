@@ -16,7 +16,7 @@ pub(crate) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, d
 }
 
 /// The same in another dtype, rounded on the host: not every device has f64.
-pub(super) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+pub(crate) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     match values.is_empty() {
         true => Ok(Tensor::zeros(shape, dtype, device)?),
         false => Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?),

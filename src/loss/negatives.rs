@@ -98,11 +98,15 @@ impl Proposal {
     ///
     /// # Errors
     ///
-    /// If `samples` is zero, or there are not so many ids of positive probability.
+    /// If `samples` is zero or above 2^24, or there are not so many ids of positive probability.
     pub fn draw(&self, samples: usize, seed: u64) -> Result<Negatives> {
         check_sizes(&[("samples", samples)])?;
-        if samples > self.possible() {
-            let expected = format!("at most {}, the number of ids of positive probability", self.possible());
+        if samples > self.possible().min(MOST_SAMPLES) {
+            let possible = self.possible();
+            let expected = match possible > MOST_SAMPLES {
+                true => format!("at most {MOST_SAMPLES}"),
+                false => format!("at most {possible}, the number of ids of positive probability"),
+            };
             return Err(Error::config("samples", expected, samples));
         }
         let mut rng = StdRng::seed_from_u64(seed);

@@ -33,7 +33,7 @@ pub(super) fn approximate(costs: &Costs, candidates: usize) -> Result<Vec<usize>
 }
 
 fn match_in_rounds(costs: &Costs, candidates: usize, most_exact: usize) -> Result<Vec<usize>> {
-    let is_exact = |words: usize, cells: usize| words.pow(2).saturating_mul(cells) <= most_exact;
+    let is_exact = |words: usize, cells: usize| words.saturating_pow(2).saturating_mul(cells) <= most_exact;
     let mut table = Table::new(costs);
     let mut visits = candidates;
     if !is_exact(costs.words, costs.cells()) {

@@ -16,7 +16,7 @@ pub(super) fn cheapest(
     let rows = ascending(row_costs, visits);
     let columns = ascending(column_costs, visits);
     let entry = |i: usize, j: usize| Reverse((OrderedFloat(rows[i].0 .0 + columns[j].0 .0), i, j));
-    let mut found = Vec::with_capacity(k);
+    let mut found = Vec::new();
     // In each row that was begun, the next cell. The next row begins when the first cell of this one is visited.
     let mut next = BinaryHeap::from_iter((!rows.is_empty() && !columns.is_empty()).then(|| entry(0, 0)));
     for _ in 0..visits {

@@ -40,16 +40,19 @@ run() {
 
 hybrid=(--vocab hybrid --codes "$codes")
 # Learned once for each size.
-learned() { echo --table learned --table-file "${out%.jsonl}-$1.safetensors"; }
+learned() { table=(--table learned --table-file "${out%.jsonl}-$1.safetensors"); }
 for components in 1 3 9; do
     run "words" "$components" --vocab word
     run "byte pairs" "$components" --vocab bpe --vocab-size "$codes"
-    run "codes learned" "$components" "${hybrid[@]}" $(learned "$codes")
+    learned "$codes"
+    run "codes learned" "$components" "${hybrid[@]}" "${table[@]}"
 done
 run "codes by frequency" 9 "${hybrid[@]}" --table frequency
 run "codes at random" 9 "${hybrid[@]}" --table random
-run "fewer codes learned" 9 --vocab hybrid --codes "$fewer_codes" $(learned "$fewer_codes")
-run "LightRNN learned" 9 --vocab light $(learned light)
+learned "$fewer_codes"
+run "fewer codes learned" 9 --vocab hybrid --codes "$fewer_codes" "${table[@]}"
+learned light
+run "LightRNN learned" 9 --vocab light "${table[@]}"
 run "LightRNN by frequency" 9 --vocab light --table frequency
 
 python3 - "$out" "$start" <<'TABLE'

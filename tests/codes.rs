@@ -314,6 +314,16 @@ fn costs_of_frequent_words_stay_exact() -> Result<()> {
 }
 
 #[test]
+fn more_candidates_than_cells_are_all_cells() -> Result<()> {
+    let table = CodeTable::random(TableConfig::light_rnn(900), &counts(900), 1)?;
+    let costs = CodeCosts::new(&table);
+    let better = costs.reallocate(&table, Assignment::Approximate { candidates: usize::MAX })?;
+    assert_eq!(better.codebook().words(), 900);
+    assert!(costs.reallocate(&table, Assignment::Approximate { candidates: 0 }).is_err());
+    Ok(())
+}
+
+#[test]
 fn a_table_of_other_words_has_no_costs() -> Result<()> {
     let config = TableConfig::light_rnn(5).with_own(3).with_table(2, 2);
     let shares = |codes: [[u32; 2]; 5]| CodeTable::from_codes(config, &Tensor::new(&codes, &Device::Cpu)?);

@@ -30,7 +30,7 @@ impl Coding {
         Ok(Coding { sequences, names, table: Some(table.clone()) })
     }
 
-    /// At most `size` pieces, which occur so often that they are worth it.
+    /// Pieces of words that occur so often: `size` of them, if the characters are not more.
     pub(crate) fn of_pieces(words: &[String], counts: &[f64], size: usize) -> Result<Self> {
         let (sequences, names) = bpe::pieces(words, counts, size)?;
         Ok(Coding { sequences, names, table: None })

@@ -2,8 +2,7 @@
 
 use super::language_model::LanguageModel;
 use super::{model::Model, values::positive, Result};
-use candle_core::{Tensor, D};
-use candle_nn::ops::log_softmax;
+use candle_core::Tensor;
 use mos_head::{Codebook, Sampler, Sampling};
 
 #[derive(Debug, clap::Args)]
@@ -49,7 +48,7 @@ pub(crate) fn generate(
             None => head.sample(&hidden, sampler)?,
             Some(book) => {
                 let mask = book.mask(&[first], model.device())?;
-                sampler.sample(&log_softmax(&head.log_probs(&hidden)?.broadcast_add(&mask)?, D::Minus1)?)?
+                sampler.sample(&head.log_probs(&hidden)?.broadcast_add(&mask)?)?
             }
         };
         let id = last.flatten_all()?.to_vec1::<u32>()?[0];

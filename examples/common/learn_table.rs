@@ -38,13 +38,14 @@ pub(crate) fn learn(
     file: Option<&Path>,
     device: &Device,
 ) -> Result<CodeTable> {
-    let digest = Digest::new().texts(vocabulary).ids(&words.train).to_string();
+    let digest = Digest::new().texts(vocabulary).ids(&words.train).ids(&words.valid).ids(&[recipe.seed as u32]);
+    let digest = digest.to_string();
     let mut state = State { rounds: 0, table: start, best: None, variables: None };
     if let Some(path) = file.filter(|path| path.exists()) {
         state = State::load(path, &state.table, &digest, device)?;
         println!("table    {} rounds are done", state.rounds);
     }
-    let recipe = Recipe { epochs: 1, ..*recipe };
+    let recipe = Recipe { epochs: 1, finetune: false, ..*recipe };
     while state.rounds < rounds {
         if let Some(variables) = &state.variables {
             state.table = reallocated(&state.table, variables, words, vocabulary, &recipe, device)?;
@@ -157,7 +158,7 @@ impl State {
     fn load(path: &Path, like: &CodeTable, digest: &str, device: &Device) -> Result<Self> {
         let file = Checkpoint::load(path, device)?;
         if file.get::<String>("digest")? != digest {
-            return Err(format!("{} has the table of another text", path.display()).into());
+            return Err(format!("{} has the table of another text or --seed", path.display()).into());
         }
         let table = |name| table_of(&file, name, like.config());
         let variables = file.tensors.iter().filter_map(|(name, tensor)| {
@@ -192,22 +193,25 @@ mod tests {
     #[test]
     fn the_best_table_is_kept_and_learning_goes_on_where_it_stopped() {
         let path = std::env::temp_dir().join(format!("learn_table_{}.safetensors", std::process::id()));
-        let mut nlls = vec![];
+        let (mut nlls, mut best) = (vec![], None);
         for done in 1..=3 {
             let table = rounds(done, Some(&path));
             let file = Checkpoint::load(&path, &Device::Cpu).expect("was just written");
             assert_eq!(file.get::<usize>("rounds").expect("a number"), done);
             assert_eq!(table_of(&file, "codes", table.config()).expect("fits"), table);
             nlls.push(file.get::<f64>("nll").expect("a number"));
+            best = Some(table);
         }
         assert!(nlls.is_sorted_by(|a, b| a >= b) && nlls[2] < nlls[0], "{nlls:?}");
-        let resumed = rounds(3, Some(&path));
-        assert_eq!(resumed, rounds(3, Some(&path)), "nothing is left to learn");
+        let before = std::fs::read(&path).expect("was just written");
+        assert_eq!(rounds(3, Some(&path)), best.expect("three rounds"));
+        assert!(std::fs::read(&path).expect("still there") == before, "nothing is left to learn");
 
         let (mut data, vocabulary, table) = words();
         data.train[0] = 1;
-        let error = learn(&data, &vocabulary, table, (3, &Recipe::BASE), Some(&path), &Device::Cpu);
-        assert!(error.err().expect("another text").to_string().contains("another text"));
+        let result = learn(&data, &vocabulary, table, (3, &Recipe::BASE), Some(&path), &Device::Cpu);
+        let error = result.expect_err("another text").to_string();
+        assert!(error.contains("another text"), "{error}");
         std::fs::remove_file(path).expect("was just written");
     }
 

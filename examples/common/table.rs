@@ -9,6 +9,9 @@ use clap::ValueEnum;
 use mos_head::{CodeTable, TableConfig};
 use std::path::PathBuf;
 
+/// One word in so many has a code, by default.
+pub(crate) const WORDS_PER_CODE: usize = 5;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TableKind {
     /// Learned by a language model and a reallocation of the words in turn
@@ -24,10 +27,10 @@ pub(crate) struct TableFlags {
     /// Number of codes [default: a fifth of the words, or the fewest that hold them]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub(crate) codes: Option<usize>,
-    /// How words are put into a table [default: learned]
+    /// How words are put into a table [default: learned]. A checkpoint that training continues from has its own
     #[arg(long, value_enum)]
     pub(crate) table: Option<TableKind>,
-    /// Epochs in which a table is learned, with a new table after each [default: 4]
+    /// Epochs in which a table is learned, with a new table in each; the first is random [default: 4]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub(crate) rounds: Option<usize>,
     /// File of the learned table: continued if it exists, and written after each round
@@ -71,17 +74,18 @@ impl TableFlags {
         device: &Device,
     ) -> Result<CodeTable> {
         let random = || CodeTable::random(config, counts, recipe.seed);
-        let table = match self.table.unwrap_or(TableKind::Learned) {
+        Ok(match self.table.unwrap_or(TableKind::Learned) {
             TableKind::Frequency => CodeTable::by_frequency(config, counts)?,
             TableKind::Random => random()?,
             TableKind::Learned => {
                 let rounds = (self.rounds.unwrap_or(4), recipe);
                 learn(text, words, random()?, rounds, self.table_file.as_deref(), device)?
             }
-        };
-        if let Some(path) = &self.table_picture {
-            table_picture::draw(path, &table, words, counts)?;
-        }
-        Ok(table)
+        })
+    }
+
+    /// Draws the table, if the flags ask for it.
+    pub(crate) fn draw(&self, table: &CodeTable, words: &[String], counts: &[f64]) -> Result<()> {
+        self.table_picture.iter().try_for_each(|path| table_picture::draw(path, table, words, counts))
     }
 }

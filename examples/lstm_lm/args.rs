@@ -201,6 +201,9 @@ impl Args {
         if is_sampled && self.recipe.label_smoothing.is_some_and(|epsilon| epsilon > 0.0) {
             return Err("--label-smoothing needs the whole vocabulary, not a sample".into());
         }
+        if self.finetune.is_some() && self.output.is_coded() {
+            return Err("--finetune is for models of words, not of codes".into());
+        }
         if self.finetune.is_some() {
             defaults.lr = self.preset.map_or(20.0, Preset::finetuning_lr);
             defaults.awd.nonmono = defaults.awd.nonmono.or(Some(5));

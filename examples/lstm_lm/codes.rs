@@ -5,13 +5,11 @@ use crate::common::checkpoint::Checkpoint;
 use crate::common::codes::{table_of, Coding};
 use crate::common::flags::TrainingFlags;
 use crate::common::output::{Entries, Output, OutputKind};
+use crate::common::table::WORDS_PER_CODE;
 use crate::common::{recipe::Recipe, Result};
 use crate::corpus::Corpus;
 use candle_core::Device;
 use mos_head::{CodeTable, TableConfig};
-
-/// One word in so many has a code, by default.
-const WORDS_PER_CODE: usize = 5;
 
 /// The table of the first checkpoint that training continues from. Others must have the same: their texts are checked.
 fn resumed(flags: &TrainingFlags, config: TableConfig) -> Result<Option<CodeTable>> {
@@ -43,6 +41,7 @@ pub(crate) fn coding(args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Dev
         Some(table) => table,
         None => args.tables.choose(config, (words, &counts), &corpus.data, &recipe, device)?,
     };
+    args.tables.draw(&table, words, &counts)?;
     Ok(Some(Coding::of_table(&table, words)?))
 }
 

@@ -5,12 +5,14 @@ use crate::cache::{Cache, CacheSettings};
 use crate::common::checkpoint::Checkpoint;
 use crate::common::language_model::LanguageModel;
 use crate::common::model::Model;
+use crate::common::output::OutputKind;
 use crate::common::report::{self, number};
 use crate::common::{progress, Result};
 use crate::corpus::Corpus;
 use crate::dynamic::{gradient_rms, Adaptation, DynamicSettings};
 use crate::released;
 use candle_core::{Device, Tensor};
+use clap::ValueEnum;
 use mos_head::{Dropout, LossOptions, Reduction};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -76,6 +78,11 @@ pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> 
 pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::load(file, device)?;
     let of_corpus = || {
+        let output: Option<String> = checkpoint.optional("output")?;
+        let is_coded = |name: &String| OutputKind::from_str(name, false).is_ok_and(OutputKind::is_coded);
+        if let Some(name) = output.filter(is_coded) {
+            return Err(format!("a model of codes (--output {name}) can be resumed, but not evaluated").into());
+        }
         if !released::is_released(&checkpoint) {
             checkpoint.require_corpus(&corpus.data.name, &corpus.data.digest)?;
             if checkpoint.metadata.contains_key("spell") {

@@ -45,7 +45,7 @@ use memory::Peak;
 use model::Seq2Seq;
 use report::Trained;
 use setting::Setting;
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::process::ExitCode;
 use task::Task;
 
@@ -63,10 +63,17 @@ fn run(args: &Args) -> Result<()> {
     let corpus = task::corpus(args)?;
     println!("Training on {}: {} pairs, validation {} pairs.", corpus.name, corpus.train.len(), corpus.valid.len());
 
-    let [source, target] = task::vocabularies(args, &corpus.train, &device)?;
-    let setting = Setting { task, source, target, turns: args.turns };
+    // Once, and only if there is no checkpoint: a table may have to be learned.
+    let first = OnceCell::new();
+    let setting = || -> Result<Setting> {
+        if let Some(setting) = first.get() {
+            return Ok(Setting::clone(setting));
+        }
+        let [source, target] = task::vocabularies(args, &corpus.train, &device)?;
+        Ok(first.get_or_init(|| Setting { task, source, target, turns: args.turns }).clone())
+    };
     let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
-        let setting = checkpoint.map_or_else(|| Ok(setting.clone()), Setting::from_checkpoint)?;
+        let setting = checkpoint.map_or_else(setting, Setting::from_checkpoint)?;
         let (source, target) = (&setting.source, &setting.target);
         println!("{} with vocabularies of {} and {}", kind.name(), source.len(), target.len());
         let data = corpus::encode(&corpus, source, target)?;

@@ -2,14 +2,11 @@
 
 use crate::common::model::Data;
 use crate::common::recipe::Recipe;
-use crate::common::table::TableFlags;
+use crate::common::table::{TableFlags, WORDS_PER_CODE};
 use crate::common::Result;
 use crate::vocabulary::{Words, END};
 use candle_core::Device;
 use mos_head::{CodeTable, TableConfig};
-
-/// One word in so many has a code, by default.
-const WORDS_PER_CODE: usize = 5;
 
 /// The language model that learns a table.
 const LEARNER: Recipe = Recipe { hidden: 128, lr: 0.004, decay: 0.8, ..Recipe::BASE };
@@ -38,9 +35,14 @@ pub(crate) fn choose(
     let mut counts = vec![1.0; words.len()];
     texts.iter().flatten().for_each(|&id| counts[id as usize] += 1.0);
     counts[..special].fill(f64::INFINITY);
-    let (valid, train) = texts.split_at(texts.len() / VALIDATION);
+    if texts.len() < 2 {
+        return Err(format!("a table is learned from at least 2 targets, got {}", texts.len()).into());
+    }
+    let (valid, train) = texts.split_at((texts.len() / VALIDATION).max(1));
     let text = Data::new("the targets".into(), words.all(), one_text(train), one_text(valid));
-    flags.choose(config, (words.all(), &counts), &text, &Recipe { seed, ..LEARNER }, device)
+    let table = flags.choose(config, (words.all(), &counts), &text, &Recipe { seed, ..LEARNER }, device)?;
+    flags.draw(&table, words.all(), &counts)?;
+    Ok(table)
 }
 
 /// Texts one after the other, each after an end.

@@ -92,6 +92,6 @@ mod tests {
         assert!(error("--output bpe --table random").contains("--table"));
         assert!(error("--output light-rnn --codes 60").contains("--codes"));
         assert!(error("--output light-rnn --table random --rounds 2").contains("--rounds"));
-        assert!(error("--output hybrid-light-rnn --codes 40").contains("dictionary"));
+        assert!(error("--output hybrid-light-rnn --codes 40").contains("at least"));
     }
 }

@@ -1,6 +1,8 @@
 //! A CUDA device: kernels, loaded once, and matrix products.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::cuda_backend::cudarc::cublas::{result as cublas, sys as cublas_sys, CudaBlas};
@@ -20,20 +22,20 @@ use crate::error::{Error, Result};
 /// The kernels, compiled by `build.rs`.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mixture.fatbin"));
 
-/// The state of a device and its stream, created once and cached.
+/// The state of a device and its stream on this thread, created once and cached.
 #[derive(Clone)]
 pub(in crate::backend) struct Cuda {
     stream: Arc<CudaStream>,
     kernels: Arc<CudaModule>,
     /// A handle of this crate, which reads the factors of products from device memory; candle's handle reads them from
     /// host memory.
-    blas: Arc<Mutex<CudaBlas>>,
+    blas: Rc<CudaBlas>,
     /// `[2]`: 0 and 1, factors of products
     constants: Tensor,
 }
 
 impl Cuda {
-    /// The cached state of this device, created on the first call.
+    /// The cached state of this device, created on the first call of a thread.
     pub(in crate::backend) fn of(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Self::cached(device),
@@ -42,16 +44,24 @@ impl Cuda {
     }
 
     fn cached(device: &CudaDevice) -> Result<Self> {
-        static DEVICES: OnceLock<Mutex<HashMap<(usize, usize), Cuda>>> = OnceLock::new();
-        // A panic leaves the map consistent.
-        let mut devices = DEVICES.get_or_init(Default::default).lock().unwrap_or_else(|error| error.into_inner());
+        thread_local! {
+            // candle's default stream is another stream on each thread: two of them must not share a workspace of cuBLAS,
+            // nor read constants that only one of them has written.
+            static STATES: RefCell<HashMap<(usize, usize), Cuda>> = RefCell::default();
+        }
         // candle gives every `Device` its own id, even for the same GPU.
         let stream = device.cuda_stream();
         let key = (stream.context().ordinal(), stream.cu_stream() as usize);
-        if let Some(cuda) = devices.get(&key) {
-            return Ok(cuda.clone());
+        if let Some(cuda) = STATES.with_borrow(|states| states.get(&key).cloned()) {
+            return Ok(cuda);
         }
-        let kernels = stream.context().load_module(Ptx::from_binary(KERNELS.to_vec())).w()?;
+        let cuda = Self::new(device, stream)?;
+        STATES.with_borrow_mut(|states| states.insert(key, cuda.clone()));
+        Ok(cuda)
+    }
+
+    fn new(device: &CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
+        let kernels = kernels(&stream)?;
         let blas = CudaBlas::new(stream.clone()).w()?;
         // SAFETY: the handle is valid. With this math mode, sums stay in f32 even if cuBLAS splits the inner dimension.
         unsafe {
@@ -64,10 +74,22 @@ impl Cuda {
             cublas_sys::cublasSetMathMode(handle, math).result().w()?;
         }
         let constants = Tensor::new(&[0f32, 1.0], &Device::Cuda(device.clone()))?;
-        let cuda = Cuda { stream, kernels, blas: Arc::new(Mutex::new(blas)), constants };
-        devices.insert(key, cuda.clone());
-        Ok(cuda)
+        Ok(Cuda { stream, kernels, blas: Rc::new(blas), constants })
     }
+}
+
+/// The kernels on the GPU of a stream, which all threads share.
+fn kernels(stream: &CudaStream) -> Result<Arc<CudaModule>> {
+    static MODULES: OnceLock<Mutex<HashMap<usize, Arc<CudaModule>>>> = OnceLock::new();
+    // A panic leaves the map consistent.
+    let mut modules = MODULES.get_or_init(Default::default).lock().unwrap_or_else(|error| error.into_inner());
+    let ordinal = stream.context().ordinal();
+    if let Some(module) = modules.get(&ordinal) {
+        return Ok(module.clone());
+    }
+    let module = stream.context().load_module(Ptx::from_binary(KERNELS.to_vec())).w()?;
+    modules.insert(ordinal, module.clone());
+    Ok(module)
 }
 
 fn wrong_device(device: &Device) -> Error {
@@ -141,13 +163,12 @@ impl Gpu for Cuda {
         let constants = self.address(&self.constants)?;
         let [zero, one] = [constants, constants + size_of::<f32>() as u64];
         let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulate { one } else { zero });
-        let blas = self.blas.lock().unwrap_or_else(|error| error.into_inner());
         // cuBLAS is column-major and reads each matrix as its transpose, so this is out^T = rhs^T lhs^T.
         // SAFETY: the matrices are in tensors of the chunks, with these strides; the factors are in device memory, as
         // the handle's pointer mode requires.
         unsafe {
             cublas::gemm_ex(
-                *blas.handle(),
+                *self.blas.handle(),
                 transposition(&product.rhs),
                 transposition(&product.lhs),
                 product.n as i32,

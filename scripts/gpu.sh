@@ -11,7 +11,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TESTS=(api dropout edges errors golden gradients laws options save_load)
+TESTS=(api beam_search char_cnn custom_head decoder decoding dropout edges errors factorised factorised_decoding golden gradients
+    laws options sampled save_load)
+SANITIZED=(options decoding sampled)
 SHAPES=(ptb wt2 1b llm)
 action=${1:-}
 archive=${2:-gpu.tar.xz}
@@ -54,15 +56,22 @@ print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec
         nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU"
     } | tee "$out/machine.txt"
 
-    for test in "${TESTS[@]}"; do
-        "$folder/$test" >"$out/test-$test.log" 2>&1 || true
-        echo "$test: $(grep '^test result:' "$out/test-$test.log" || echo 'did not finish')"
+    # One thread first: candle's default stream is another one on each thread.
+    for threads in 1 4; do
+        for test in "${TESTS[@]}"; do
+            log=$out/test-$test-$threads.log
+            "$folder/$test" --test-threads="$threads" >"$log" 2>&1 || true
+            echo "$test, $threads threads: $(grep '^test result:' "$log" || echo 'did not finish')"
+        done
     done | tee "$out/tests.txt"
 
     if command -v compute-sanitizer >/dev/null; then
-        for tool in memcheck racecheck; do
-            compute-sanitizer --tool "$tool" "$folder/options" >"$out/$tool.log" 2>&1 || true
-            echo "$tool: $(tail -n 1 "$out/$tool.log")"
+        for tool in memcheck racecheck initcheck; do
+            for test in "${SANITIZED[@]}"; do
+                log=$out/$tool-$test.log
+                compute-sanitizer --tool "$tool" "$folder/$test" --test-threads=1 >"$log" 2>&1 || true
+                echo "$tool, $test: $(tail -n 1 "$log")"
+            done
         done | tee "$out/sanitizer.txt"
     fi
 

@@ -42,16 +42,22 @@ enum LogitsFactor {
     Products(Buffer),
 }
 
-/// An f16 gradient of the logits is multiplied by this. Apart from the z-loss it is at most 1, since weights are
-/// relative to the largest, and mostly far less.
-const HALF_UNIT: f32 = 64.0;
+/// An f16 gradient of the logits is multiplied by this power of two. Apart from the z-loss it is at most 1, since weights
+/// are relative to the largest, and mostly far less; that of the z-loss is `2 z_loss` log-sum-exps, which may be 500.
+fn half_unit(objective: &Objective) -> f32 {
+    const UNIT: f64 = 64.0;
+    match objective {
+        Objective::Targets(loss) => (UNIT / (2.0 * loss.terms.z_loss).max(1.0)).log2().floor().exp2() as f32,
+        Objective::LogProbs { .. } => UNIT as f32,
+    }
+}
 
 impl Prepared {
     /// The objective of a mixture with these operands.
     pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, operands: &Operands) -> Result<Self> {
         let Sizes { positions, vocab, .. } = operands.sizes;
         let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
-        let unit = if dtype == DType::F16 { HALF_UNIT } else { 1.0 };
+        let unit = if dtype == DType::F16 { half_unit(objective) } else { 1.0 };
         let scale = operands.logit_scale;
         let logits_factor = |factor: &Tensor| match dtype {
             DType::F32 => Ok::<_, Error>(LogitsFactor::Kernel(Buffer::new(gpu, factor.affine(scale, 0.0)?)?)),

@@ -161,6 +161,16 @@ fn large_weights_do_not_overflow_half_precision() {
 }
 
 #[test]
+fn a_large_z_loss_does_not_overflow_half_precision() {
+    for gpu in EmulatedGpu::all() {
+        let options = LossOptions::new().with_z_loss(20.0);
+        let case = Case { dtype: DType::F16, options, bias: 200.0, ..case(5, 3, 6, 37) };
+        let (error, name) = case.loss_error(&gpu, |dtype| case.objective(dtype));
+        assert!(error <= case.tolerance(), "{name}: {error}");
+    }
+}
+
+#[test]
 fn a_z_loss_that_cancels_the_mass_keeps_the_gradient_of_the_target() {
     for gpu in EmulatedGpu::all() {
         let case = Case { options: LossOptions::new().with_z_loss(0.5), ..case(1, 1, 1, 1) };

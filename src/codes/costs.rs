@@ -125,7 +125,7 @@ impl CodeCosts {
         Ok(table.shared().enumerate().map(cost).sum())
     }
 
-    /// The table in which these words cost the least; the same words keep codes of their own.
+    /// The table in which the words cost the least, or nearly ([`Assignment`]); the same words keep codes of their own.
     ///
     /// # Errors
     ///

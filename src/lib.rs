@@ -157,6 +157,7 @@ mod autograd;
 mod backend;
 mod dropout;
 mod initial_values;
+mod permutation;
 
 mod validate;
 

@@ -14,6 +14,7 @@ use crate::dropout::Dropout;
 use crate::error::{Error, Result};
 use crate::initial_values::linear;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
+use crate::permutation::inverse;
 use crate::validate::{check_alike, check_dropout, check_float, check_hidden, check_sizes};
 
 /// The linear maps from a hidden state to the contexts and log-priors of K components.
@@ -144,8 +145,7 @@ impl Projection {
         // Rows sorted by component, and the inverse permutation.
         let mut order: Vec<u32> = (0..chosen.len() as u32).collect();
         order.sort_by_key(|&row| chosen[row as usize]);
-        let mut places = vec![0u32; order.len()];
-        order.iter().zip(0..).for_each(|(&row, place)| places[row as usize] = place);
+        let places = inverse(&order);
         let index = |rows: &[u32]| Tensor::new(rows, hidden.device());
         let contexts = order.chunk_by(|&a, &b| chosen[a as usize] == chosen[b as usize]).map(|of_one| {
             let first = chosen[of_one[0] as usize] as usize * self.context;

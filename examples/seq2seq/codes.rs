@@ -61,8 +61,7 @@ impl Codes {
 
     /// Whether a second code follows: rows are first codes only.
     fn opens(&self, code: u32) -> bool {
-        let config = self.table.config();
-        (config.own()..config.own() + config.rows()).contains(&(code as usize))
+        self.table.codebook().advance(None, code).is_ok_and(|first| first.is_some())
     }
 
     pub(crate) fn table_json(&self) -> Result<Value> {

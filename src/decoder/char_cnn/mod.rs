@@ -13,6 +13,7 @@ use crate::autograd;
 use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::initial_values::linear;
+use crate::permutation::inverse;
 use crate::validate::{check_float, check_sizes};
 pub use config::CharCnnConfig;
 use network::Parameters;
@@ -273,9 +274,7 @@ impl Groups {
 
     /// Rows of the groups, in the order of the entries.
     fn in_order(&self, rows: &Tensor) -> Result<Tensor> {
-        let mut places = vec![0u32; self.order.len()];
-        self.order.iter().zip(0..).for_each(|(&entry, place)| places[entry as usize] = place);
-        Ok(rows.index_select(&Tensor::new(places, rows.device())?, 0)?)
+        Ok(rows.index_select(&Tensor::new(inverse(&self.order), rows.device())?, 0)?)
     }
 
     /// Rows of the entries, in the order of the groups.

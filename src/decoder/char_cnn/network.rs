@@ -76,14 +76,14 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
         let unfolded = Tensor::cat(&shifted.collect::<candle_core::Result<Vec<_>>>()?, 2)?;
         let unfolded = unfolded.reshape((count * windows, width * config.embedding))?;
         let products = unfolded.matmul(weight)?.reshape((count, windows, channels))?;
-        // Windows past the end are as good as none, except the first.
-        let past = spellings.iter().flat_map(|spelling| {
+        // Minus infinity at windows that begin behind the end of a spelling, other than the first.
+        let mask = spellings.iter().flat_map(|spelling| {
             let windows_inside = (spelling.len() + 1).saturating_sub(width).max(1);
             (0..windows).map(move |window| if window < windows_inside { 0f32 } else { f32::NEG_INFINITY })
         });
-        let past = Tensor::from_vec(past.collect::<Vec<_>>(), (count, windows, 1), device)?.to_dtype(dtype)?;
+        let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (count, windows, 1), device)?.to_dtype(dtype)?;
         // Not `max`, which gives each of several equal windows the whole gradient.
-        let best = products.detach().broadcast_add(&past)?.argmax_keepdim(1)?;
+        let best = products.detach().broadcast_add(&mask)?.argmax_keepdim(1)?;
         maxima.push(products.gather(&best, 1)?.squeeze(1)?.broadcast_add(bias)?);
     }
     let mut x = Tensor::cat(&maxima, D::Minus1)?.relu()?;

@@ -279,6 +279,9 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     assert!(matches!(costs.total(&other), Err(Error::Config { argument: "table", .. })));
     let places = [(1, CodePlace::First), (2, CodePlace::Second)];
     assert!(matches!(costs.add(&(&first / 0.0)?, &places), Err(Error::Distribution { position: 0 })));
+    let second_is_nan = Tensor::new(&[[-1f32; 14], [f32::NAN; 14]], &Device::Cpu)?;
+    assert!(matches!(costs.add(&second_is_nan, &places), Err(Error::Distribution { position: 1 })));
+    assert_eq!(costs.total(&table)?, 0.0, "an error adds nothing");
     costs.add(&(&first - f64::INFINITY)?, &places)?;
     assert!(unit(costs.reallocate(&table, Assignment::Exact)).contains("costs"));
     Ok(())

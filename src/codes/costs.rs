@@ -86,11 +86,10 @@ impl CodeCosts {
             return Err(Error::config("targets", format!("words below {words}"), word));
         }
         let own = self.config.own();
-        let parts = [
-            (CodePlace::First, &mut self.rows, own..own + self.config.rows()),
-            (CodePlace::Second, &mut self.columns, own + self.config.rows()..codes),
-        ];
-        for (place, costs, part) in parts {
+        let mut added = Vec::new();
+        let parts =
+            [(CodePlace::First, own..own + self.config.rows()), (CodePlace::Second, own + self.config.rows()..codes)];
+        for (place, part) in parts {
             let positions = targets.iter().enumerate().filter(|(_, target)| target.1 == place);
             let positions = positions.filter_map(|(at, (word, _))| Some((at as u32, self.shared[*word as usize]?)));
             let (positions, words): (Vec<u32>, Vec<usize>) = positions.unzip();
@@ -103,9 +102,17 @@ impl CodeCosts {
                 if found.iter().any(|log_prob| log_prob.is_nan()) {
                     return Err(Error::Distribution { position: position as usize });
                 }
-                let costs = &mut costs[word * part.len()..][..part.len()];
-                costs.iter_mut().zip(found).for_each(|(cost, log_prob)| *cost -= log_prob);
+                added.push((place, word, found));
             }
+        }
+        // Nothing is added before all of it is known to be numbers.
+        for (place, word, log_probs) in added {
+            let costs = match place {
+                CodePlace::First => &mut self.rows,
+                CodePlace::Second => &mut self.columns,
+            };
+            let costs = &mut costs[word * log_probs.len()..][..log_probs.len()];
+            costs.iter_mut().zip(log_probs).for_each(|(cost, log_prob)| *cost -= log_prob);
         }
         Ok(())
     }

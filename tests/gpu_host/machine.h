@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sys/mman.h>
 #include <type_traits>
 #include <ucontext.h>
 #include <vector>
@@ -22,23 +23,31 @@ extern "C" char __stop_machine_shared __attribute__((weak, visibility("hidden"))
 
 namespace machine {
 
-constexpr unsigned THREADS = 256, WARP = 32;
+constexpr unsigned MOST_THREADS = 1024, WARP = 32;
+constexpr size_t STACK = 64 << 10;
 enum State { READY, AT_BARRIER, AT_SHUFFLE, DONE };
 
 struct Fiber {
     ucontext_t first;
     jmp_buf rest;
     bool has_begun;
-    std::vector<char> stack;
     State state;
     uint32_t sent, received;
     int lane;
 };
-static std::vector<Fiber> fibers(THREADS);
+static std::vector<Fiber> fibers(MOST_THREADS);
 static jmp_buf scheduler;
 static void (*body)(void **);
 static void **arguments;
-static unsigned block, thread;
+// The number of threads of a block, and the indices of the block and thread that run.
+static unsigned threads = 256, block, thread;
+
+// The stacks of the fibers, one after another; the system provides pages when they are used.
+static char *stacks() {
+    static char *const all = static_cast<char *>(mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE,
+                                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    return all;
+}
 
 static void fail(const char *what) {
     std::fprintf(stderr, "block %u: %s\n", block, what);
@@ -63,10 +72,9 @@ static void resume(Fiber &fiber) {
     if (_setjmp(scheduler)) return;
     if (fiber.has_begun) _longjmp(fiber.rest, 1);
     fiber.has_begun = true;
-    fiber.stack.resize(64 << 10);
     getcontext(&fiber.first);
-    fiber.first.uc_stack.ss_sp = fiber.stack.data();
-    fiber.first.uc_stack.ss_size = fiber.stack.size();
+    fiber.first.uc_stack.ss_sp = stacks() + (&fiber - fibers.data()) * STACK;
+    fiber.first.uc_stack.ss_size = STACK;
     fiber.first.uc_link = nullptr;
     makecontext(&fiber.first, enter, 0);
     setcontext(&fiber.first);
@@ -80,29 +88,33 @@ static bool all(unsigned first, unsigned n, State state) {
 }
 
 static void run_block() {
-    for (Fiber &fiber : fibers) fiber.state = READY;
-    while (!all(0, THREADS, DONE)) {
-        for (unsigned i = 0; i < THREADS; ++i) {
-            const unsigned turn = block % 2 ? THREADS - 1 - i : i;
+    for (unsigned i = 0; i < threads; ++i) fibers[i].state = READY;
+    while (!all(0, threads, DONE)) {
+        for (unsigned i = 0; i < threads; ++i) {
+            const unsigned turn = block % 2 ? threads - 1 - i : i;
             if (fibers[turn].state != READY) continue;
             thread = turn;
             resume(fibers[turn]);
         }
         bool progress = false;
-        for (unsigned first = 0; first < THREADS; first += WARP) {
-            if (!all(first, WARP, AT_SHUFFLE)) continue;
-            for (unsigned i = first; i < first + WARP; ++i) {
+        for (unsigned first = 0; first < threads; first += WARP) {
+            // The last warp of a block may have fewer lanes.
+            const unsigned lanes = threads - first < WARP ? threads - first : WARP;
+            if (!all(first, lanes, AT_SHUFFLE)) continue;
+            for (unsigned i = first; i < first + lanes; ++i) {
                 if (fibers[i].lane != fibers[first].lane) fail("lanes shuffle by different masks");
-                fibers[i].received = fibers[i ^ fibers[i].lane].sent;
+                const unsigned from = i ^ fibers[i].lane;
+                // A lane that does not exist sends an arbitrary value.
+                fibers[i].received = from < threads ? fibers[from].sent : 0xffffffff;
                 fibers[i].state = READY;
             }
             progress = true;
         }
-        if (all(0, THREADS, AT_BARRIER)) {
-            for (Fiber &fiber : fibers) fiber.state = READY;
+        if (all(0, threads, AT_BARRIER)) {
+            for (unsigned i = 0; i < threads; ++i) fibers[i].state = READY;
             progress = true;
         }
-        if (!progress && !all(0, THREADS, DONE)) fail("threads diverge at a barrier or a shuffle");
+        if (!progress && !all(0, threads, DONE)) fail("threads diverge at a barrier or a shuffle");
     }
 }
 
@@ -126,17 +138,22 @@ struct Kernel {
     std::vector<int> access;
 };
 
-static int launch(const Kernel *kernels, size_t count, const char *name, unsigned blocks, void **of_kernel) {
+// Runs a kernel's blocks. The bytes from `shared` on are what the threads of a block share.
+static void run(void (*kernel)(void **), unsigned blocks, void **of_kernel, char *shared, size_t bytes) {
+    body = kernel;
+    arguments = of_kernel;
+    for (block = 0; block < blocks; ++block) {
+        if (bytes) std::memset(shared, 0xff, bytes);
+        run_block();
+    }
+}
+
+[[maybe_unused]] static int launch(const Kernel *kernels, size_t count, const char *name, unsigned blocks, void **of_kernel) {
+    char *const shared = &__start_machine_shared;
+    const size_t bytes = shared ? &__stop_machine_shared - shared : 0;
     for (size_t i = 0; i < count; ++i) {
         if (std::strcmp(kernels[i].name, name)) continue;
-        body = kernels[i].run;
-        arguments = of_kernel;
-        for (block = 0; block < blocks; ++block) {
-            if (&__start_machine_shared) {
-                std::memset(&__start_machine_shared, 0xff, &__stop_machine_shared - &__start_machine_shared);
-            }
-            run_block();
-        }
+        run(kernels[i].run, blocks, of_kernel, shared, bytes);
         return 0;
     }
     return 1;

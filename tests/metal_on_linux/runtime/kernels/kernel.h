@@ -3,8 +3,8 @@
 #pragma once
 #include <functional>
 
+#include "../../../gpu_host/numbers.h"
 #include "code.h"
-#include "numbers.h"
 
 typedef std::function<void(const Launch &)> Run;
 

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs the integration tests with the feature `cuda` on an emulated driver (tests/cuda_on_linux), which needs a Rust
+# toolchain and a C++ compiler, but neither CUDA nor a GPU. Arguments are those of `cargo test`, such as `--test laws`.
+# With EXAMPLE=NAME it runs that example instead, with the arguments.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/cuda-on-linux"
+toolkit=$PWD/tests/cuda_on_linux
+libraries=$(realpath -m "$CARGO_TARGET_DIR")/toolkit/lib64
+mkdir -p "$libraries"
+# One library has the functions of all that candle links to.
+"${CXX:-c++}" -std=c++17 -O2 -g1 -Wall -Wextra -shared -fPIC -pthread "$toolkit"/driver/*.cpp -o "$libraries/libcuda.so.new" -ldl
+cmp -s "$libraries/libcuda.so.new" "$libraries/libcuda.so" || cp "$libraries/libcuda.so.new" "$libraries/libcuda.so"
+for name in cublas cublasLt cudart curand nvrtc; do ln -sf libcuda.so "$libraries/lib$name.so"; done
+ln -sfn "$toolkit/bin" "$libraries/../bin"
+
+# Cargo does not know what the compiler consists of.
+sources=$(cat "$toolkit"/bin/nvcc "$toolkit"/driver/module.h tests/gpu_host/numbers.h $(find "$toolkit/include" -type f | sort) | sha256sum)
+if [[ $(cat "$libraries/../sources" 2>/dev/null) != "$sources" ]]; then
+    cargo clean --quiet --release -p candle-kernels -p mos-head
+    echo "$sources" >"$libraries/../sources"
+fi
+
+export CUDA_HOME=${libraries%/lib64} NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80
+unset CUDA_PATH CUDA_ROOT
+export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+if [[ -n ${EXAMPLE:-} ]]; then
+    exec cargo run --locked --release --features cuda --example "$EXAMPLE" -- "$@"
+fi
+exec cargo test --locked --release --features cuda "$@"

@@ -1,0 +1,88 @@
+// The state of the emulated driver: memory, streams and the operation that runs.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <algorithm>
+#include <vector>
+
+namespace emulated {
+
+// Ends the process with a message that names the operation that runs.
+[[noreturn]] void die(const std::string &what);
+
+// Held during each call of the interface, so kernels run one after another.
+extern std::recursive_mutex one;
+// Whether the current call of this thread must fail, as a test has asked for.
+bool is_injected(const char *function);
+#define ENTER(error)                                           \
+    std::lock_guard<std::recursive_mutex> guard(emulated::one); \
+    if (emulated::is_injected(__func__)) return error
+// Calls that release something do so even if they return an error.
+#define RELEASE(error)                                         \
+    std::lock_guard<std::recursive_mutex> guard(emulated::one); \
+    const auto status = emulated::is_injected(__func__) ? error : decltype(error)(0)
+
+// What has happened before: for each stream, the number of its operations.
+struct Clock : std::vector<uint64_t> {
+    uint64_t of(size_t stream) const { return stream < size() ? (*this)[stream] : 0; }
+    void join(const Clock &other);
+};
+
+struct Stream {
+    size_t index;
+    Clock clock;
+    Stream();
+};
+// The stream of a handle; each thread has a default stream of its own.
+Stream &stream_of(void *handle);
+// The host has waited for a stream, or for all.
+void host_waits_for(const Stream &stream);
+
+// An operation of a stream that has used memory.
+struct Use {
+    size_t stream = 0;
+    uint64_t time = 0;
+    std::string what;
+};
+
+// Memory that operations use: one that writes it must be ordered after all others, one that reads it after the writer.
+struct Resource {
+    std::string name;
+    Use writer;
+    std::vector<Use> readers;
+    // The operation that has read or written it last.
+    uint64_t read_by = 0, written_by = 0;
+    void use(bool writes);
+};
+
+struct Allocation : Resource {
+    uintptr_t base;
+    size_t size;
+};
+
+// Begins an operation on a stream, which later calls refer to.
+void begin(Stream &stream, std::string what);
+
+uintptr_t allocate(size_t size);
+void free(uintptr_t address);
+// The operation uses these bytes. Reading requires that they have been written.
+void use(uintptr_t address, size_t size, bool writes);
+// The operation copies bytes that may be unwritten.
+void copy(uintptr_t to, uintptr_t from, size_t size);
+// Whether an address is in the device's memory, and whether in a live allocation or at its end.
+bool is_device(uintptr_t address);
+bool is_live(uintptr_t address);
+
+// Memory outside of the device's that kernels may access: stacks and their own variables.
+// The number of live allocations.
+extern "C" size_t emulated_live_allocations();
+
+void allow(uintptr_t first, size_t size);
+void disallow_last();
+// Where the running kernel is, for messages.
+std::string place();
+extern bool kernel_runs;
+
+} // namespace emulated

@@ -1,0 +1,120 @@
+// Modules and launches. A module is a library that `bin/nvcc` has compiled from a CUDA source file; kernels run on the
+// emulator of `tests/gpu_host`, one fiber for each thread.
+#include <dlfcn.h>
+#include <link.h>
+
+#include <map>
+
+#include "../../gpu_host/machine.h"
+#include "driver.h"
+#include "module.h"
+
+using namespace emulated;
+
+typedef int Status;
+enum { INVALID_VALUE = 1, INVALID_IMAGE = 200, NOT_FOUND = 500, FAILED = 719 };
+
+static const unsigned MOST_BLOCKS_Y = 65535, SHARED_BYTES = 48 << 10;
+
+bool emulated::kernel_runs = false;
+static unsigned extent[6];
+static std::vector<char> dynamic_shared;
+
+std::string emulated::place() {
+    return ", block " + std::to_string(machine::block) + ", thread " + std::to_string(machine::thread);
+}
+
+// A kernel's own variables are in the pages of its library.
+static void allow_variables(const EmulatedModule *module) {
+    auto visit = [](dl_phdr_info *info, size_t, void *address) {
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+            const auto &part = info->dlpi_phdr[i];
+            const uintptr_t first = info->dlpi_addr + part.p_vaddr;
+            if (part.p_type != PT_LOAD || uintptr_t(address) - first >= part.p_memsz) continue;
+            for (int j = 0; j < info->dlpi_phnum; ++j) {
+                const auto &other = info->dlpi_phdr[j];
+                if (other.p_type == PT_LOAD) allow(info->dlpi_addr + other.p_vaddr, other.p_memsz);
+            }
+            return 1;
+        }
+        return 0;
+    };
+    dl_iterate_phdr(visit, const_cast<EmulatedModule *>(module));
+}
+
+struct Function {
+    const EmulatedModule *module;
+    const EmulatedKernel *kernel;
+};
+
+extern "C" {
+
+unsigned emulated_index(int which) {
+    if (which >= 6) return extent[which - 6];
+    const unsigned *of = extent + (which < 3 ? 0 : 3);
+    const unsigned linear = which < 3 ? machine::thread : machine::block;
+    return which % 3 == 0 ? linear % of[0] : which % 3 == 1 ? linear / of[0] % of[1] : linear / of[0] / of[1];
+}
+void emulated_barrier() { machine::barrier(); }
+uint32_t emulated_shuffle_xor(uint32_t value, int lane) { return machine::shuffle_xor(value, lane); }
+void *emulated_dynamic_shared() { return dynamic_shared.data(); }
+void emulated_fail(const char *what) { die(what); }
+
+Status cuModuleLoadData(void **made, const char *image) {
+    ENTER(FAILED);
+    const std::string text(image, strcspn(image, "\n")), prefix = EMULATED_IMAGE;
+    if (text.compare(0, prefix.size(), prefix)) return INVALID_IMAGE;
+    void *library = dlopen(text.substr(prefix.size()).c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library) die(dlerror());
+    auto module = static_cast<const EmulatedModule *>(dlsym(library, "emulated_module"));
+    allow_variables(module);
+    *made = const_cast<EmulatedModule *>(module);
+    return 0;
+}
+Status cuModuleLoad(void **, const char *) { die("a module in a file"); }
+Status cuModuleUnload(void *) { RELEASE(FAILED); return status; }
+
+Status cuModuleGetFunction(void **found, void *handle, const char *name) {
+    ENTER(FAILED);
+    static std::map<const EmulatedKernel *, Function> functions;
+    auto module = static_cast<const EmulatedModule *>(handle);
+    for (const EmulatedKernel *kernel = module->kernels; kernel->name; ++kernel) {
+        if (strcmp(kernel->name, name)) continue;
+        *found = &(functions[kernel] = {module, kernel});
+        return 0;
+    }
+    fprintf(stderr, "emulated CUDA: there is no kernel %s\n", name);
+    return NOT_FOUND;
+}
+
+Status cuLaunchKernel(void *handle, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,
+                      unsigned threads_y, unsigned threads_z, unsigned shared, void *stream, void **arguments, void **) {
+    ENTER(FAILED);
+    const Function &function = *static_cast<Function *>(handle);
+    const uint64_t threads = uint64_t(threads_x) * threads_y * threads_z;
+    const uint64_t blocks = uint64_t(blocks_x) * blocks_y * blocks_z;
+    const size_t declared = function.module->shared_end - function.module->shared;
+    if (!threads || threads > machine::MOST_THREADS || threads_z > 64 || !blocks || blocks_x > INT32_MAX ||
+        blocks_y > MOST_BLOCKS_Y || blocks_z > MOST_BLOCKS_Y || shared > SHARED_BYTES)
+        return INVALID_VALUE;
+    begin(stream_of(stream), function.kernel->name);
+    const int *pointers = function.kernel->pointers;
+    for (int i = 0; i < function.kernel->arity; ++i) {
+        uintptr_t address = 0;
+        if (pointers[i]) memcpy(&address, arguments[i], sizeof address);
+        if (address && !is_live(address)) die("argument " + std::to_string(i) + " is no address of an allocation");
+    }
+    static const bool stacks_allowed = (allow(uintptr_t(machine::stacks()), machine::MOST_THREADS * machine::STACK), true);
+    (void)stacks_allowed;
+    dynamic_shared.assign(shared, char(0xff));
+    const unsigned of_launch[6] = {threads_x, threads_y, threads_z, blocks_x, blocks_y, blocks_z};
+    memcpy(extent, of_launch, sizeof extent);
+    allow(uintptr_t(dynamic_shared.data()), shared);
+    machine::threads = unsigned(threads);
+    kernel_runs = true;
+    machine::run(function.kernel->run, unsigned(blocks), arguments, function.module->shared, declared);
+    kernel_runs = false;
+    disallow_last();
+    return 0;
+}
+}

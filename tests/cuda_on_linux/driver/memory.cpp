@@ -1,0 +1,206 @@
+// The device's memory. Kernels are compiled with calls at each access (those of ThreadSanitizer, which are defined
+// here), so an access outside of an allocation, to freed memory, or a read of bytes that nothing has written ends the
+// process with a message. So does an operation that is not ordered after those it depends on.
+#include <sys/mman.h>
+
+#include <cstring>
+#include <map>
+
+#include "driver.h"
+
+namespace emulated {
+
+enum State : uint8_t { NONE, FREED, UNWRITTEN, WRITTEN };
+static const size_t BYTES = size_t(64) << 30, PAGE = 4096;
+
+template <typename T> static T *reserve(size_t count) {
+    void *all = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all == MAP_FAILED) die("no address space for the device's memory");
+    return static_cast<T *>(all);
+}
+
+// The memory, the state of each byte, and the allocation in each page.
+static char *const memory = reserve<char>(BYTES);
+static uint8_t *const states = reserve<uint8_t>(BYTES);
+static Allocation **const owners = reserve<Allocation *>(BYTES / PAGE);
+static const uintptr_t base = uintptr_t(memory);
+static std::map<uintptr_t, Allocation> live;
+
+static struct {
+    size_t stream;
+    const Clock *clock;
+    uint64_t serial = 0;
+    std::string what;
+} current;
+
+static std::string hex(uintptr_t address) {
+    char text[32];
+    snprintf(text, sizeof text, "0x%zx", size_t(address));
+    return text;
+}
+
+void die(const std::string &what) {
+    fprintf(stderr, "emulated CUDA: %s%s: %s\n", current.what.c_str(), kernel_runs ? place().c_str() : "", what.c_str());
+    abort();
+}
+
+void Clock::join(const Clock &other) {
+    if (size() < other.size()) resize(other.size());
+    for (size_t i = 0; i < other.size(); ++i) (*this)[i] = std::max((*this)[i], other[i]);
+}
+
+void Resource::use(bool writes) {
+    uint64_t &last = writes ? written_by : read_by;
+    if (last == current.serial) return;
+    last = current.serial;
+    const Use mine{current.stream, current.clock->of(current.stream), current.what};
+    auto after = [&](const Use &other, const char *did) {
+        if (other.stream == mine.stream || other.time <= current.clock->of(other.stream)) return;
+        die("uses " + name + ", which \"" + other.what + "\" " + did + " on another stream, without waiting for it");
+    };
+    if (writer.time) after(writer, "writes");
+    if (writes) {
+        for (const Use &reader : readers) after(reader, "reads");
+        readers.clear();
+        writer = mine;
+        return;
+    }
+    for (Use &reader : readers) {
+        if (reader.stream != mine.stream) continue;
+        reader = mine;
+        return;
+    }
+    readers.push_back(mine);
+}
+
+void begin(Stream &stream, std::string what) {
+    stream.clock.resize(std::max(stream.clock.size(), stream.index + 1));
+    stream.clock[stream.index]++;
+    current.stream = stream.index;
+    current.clock = &stream.clock;
+    current.serial++;
+    current.what = std::move(what);
+}
+
+// Memory that was freed is not used again until all of the address space was.
+uintptr_t allocate(size_t size) {
+    static uintptr_t next = base;
+    // At least one byte between two allocations belongs to none.
+    const size_t pages = size / PAGE + 1;
+    bool wrapped = false;
+    for (auto after = live.lower_bound(next);;) {
+        const uintptr_t end = after == live.end() ? base + BYTES : after->first;
+        if (end - next >= pages * PAGE) break;
+        if (after == live.end() && wrapped) return 0;
+        wrapped |= after == live.end();
+        next = after == live.end() ? base : after->first + (after->second.size / PAGE + 1) * PAGE;
+        after = live.lower_bound(next);
+    }
+    const uintptr_t address = next;
+    next += pages * PAGE;
+    Allocation &made = live[address];
+    made.name = "an allocation of " + std::to_string(size) + " bytes";
+    made.base = address;
+    made.size = size;
+    memset(states + (address - base), UNWRITTEN, size);
+    memset(states + (address - base) + size, NONE, pages * PAGE - size);
+    // NaN in every floating-point type, and not a valid index.
+    memset(memory + (address - base), 0xff, size);
+    for (size_t i = 0; i < pages; ++i) owners[(address - base) / PAGE + i] = &made;
+    made.use(true);
+    return address;
+}
+
+void free(uintptr_t address) {
+    auto found = live.find(address);
+    if (found == live.end()) die("frees " + hex(address) + ", which is no allocation");
+    Allocation &freed = found->second;
+    freed.use(true);
+    const size_t first = address - base, size = (freed.size / PAGE + 1) * PAGE;
+    memset(states + first, FREED, size);
+    madvise(memory + first, size, MADV_DONTNEED);
+    memset(owners + first / PAGE, 0, size / PAGE * sizeof *owners);
+    live.erase(found);
+}
+
+bool is_device(uintptr_t address) { return address - base < BYTES; }
+
+bool is_live(uintptr_t address) {
+    if (!is_device(address)) return false;
+    const Allocation *owner = owners[(address - base) / PAGE];
+    return owner && address <= owner->base + owner->size;
+}
+
+static std::vector<std::pair<uintptr_t, size_t>> allowed;
+void allow(uintptr_t first, size_t size) { allowed.emplace_back(first, size); }
+void disallow_last() { allowed.pop_back(); }
+
+[[noreturn]] static void fault(uintptr_t address, size_t size, bool writes, uint8_t state) {
+    std::string what = std::string(writes ? "writes " : "reads ") + std::to_string(size) + " bytes at " + hex(address);
+    if (state == FREED) die(what + ", which are freed");
+    if (state == UNWRITTEN) die(what + ", which nothing has written");
+    const Allocation *owner = is_device(address) ? owners[(address - base) / PAGE] : nullptr;
+    if (!owner) die(what + ", which are in no allocation");
+    die(what + ", " + std::to_string(address - owner->base) + " bytes from the start of " + owner->name);
+}
+
+void use(uintptr_t address, size_t size, bool writes) {
+    if (!size) return;
+    const size_t first = address - base;
+    if (first >= BYTES || size > BYTES - first) fault(address, size, writes, NONE);
+    for (size_t i = 0; i < size; ++i) {
+        if (states[first + i] < (writes ? UNWRITTEN : WRITTEN)) fault(address + i, size - i, writes, states[first + i]);
+    }
+    if (writes) memset(states + first, WRITTEN, size);
+    owners[first / PAGE]->use(writes);
+}
+
+void copy(uintptr_t to, uintptr_t from, size_t size) {
+    if (!size) return;
+    for (uintptr_t at : {to, from}) {
+        for (size_t i = 0; i < size; ++i) {
+            if (!is_device(at + i) || states[at - base + i] < UNWRITTEN) fault(at + i, size - i, at == to, NONE);
+        }
+        owners[(at - base) / PAGE]->use(at == to);
+    }
+    memcpy(states + (to - base), states + (from - base), size);
+    memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size);
+}
+
+// A kernel's access, of at most 16 bytes except in copies of structures.
+static inline void access(const void *pointer, size_t size, bool writes) {
+    const uintptr_t address = uintptr_t(pointer);
+    if (address - base < BYTES) {
+        if (address % (size & -size)) die("a misaligned access to " + hex(address));
+        return use(address, size, writes);
+    }
+    for (auto [first, length] : allowed) {
+        if (address - first < length) return;
+    }
+    if (kernel_runs) die(std::string(writes ? "writes to " : "reads from ") + hex(address) + ", memory of the host");
+}
+
+} // namespace emulated
+
+extern "C" {
+size_t emulated_live_allocations() {
+    std::lock_guard<std::recursive_mutex> guard(emulated::one);
+    return emulated::live.size();
+}
+
+#define ACCESS(size)                                                                                       \
+    void __tsan_read##size(void *at) { emulated::access(at, size, false); }                                \
+    void __tsan_write##size(void *at) { emulated::access(at, size, true); }                                \
+    void __tsan_unaligned_read##size(void *at) { emulated::access(at, size, false); }                      \
+    void __tsan_unaligned_write##size(void *at) { emulated::access(at, size, true); }
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+void __tsan_read_range(void *at, size_t size) { emulated::access(at, size, false); }
+void __tsan_write_range(void *at, size_t size) { emulated::access(at, size, true); }
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+}

@@ -1,0 +1,38 @@
+// The table of a module's kernels, which `bin/nvcc` appends to a CUDA source file.
+#pragma once
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
+// The first line of a module's image is this, followed by the path of its library.
+#define EMULATED_IMAGE "emulated kernels in "
+
+struct EmulatedKernel {
+    const char *name;
+    // Takes an address for each argument.
+    void (*run)(void **);
+    int arity;
+    // For each argument, whether it is a pointer.
+    const int *pointers;
+};
+
+struct EmulatedModule {
+    // Ends with a kernel without a name.
+    const EmulatedKernel *kernels;
+    // The variables that the threads of a block share.
+    char *shared, *shared_end;
+};
+
+// Unpacks the arguments of a kernel by its type. It reads them from the host's memory, so accesses are not checked.
+template <auto kernel> struct EmulatedCall;
+template <typename... A, void (*kernel)(A...)> struct EmulatedCall<kernel> {
+    template <size_t... I>
+    __attribute__((no_sanitize_thread)) static void call(void **arguments, std::index_sequence<I...>) {
+        kernel(*static_cast<A *>(arguments[I])...);
+    }
+    __attribute__((no_sanitize_thread)) static void run(void **arguments) {
+        call(arguments, std::index_sequence_for<A...>());
+    }
+    static constexpr int pointers[] = {std::is_pointer_v<A>..., 0};
+    static constexpr EmulatedKernel of(const char *name) { return {name, run, sizeof...(A), pointers}; }
+};

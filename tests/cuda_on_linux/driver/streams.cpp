@@ -1,0 +1,213 @@
+// Devices, contexts, streams, events, and the operations on memory. Operations run at once; clocks record what each
+// stream has been ordered after, from which memory.cpp finds uses that a GPU could run in another order.
+#include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+
+#include "driver.h"
+
+using namespace emulated;
+
+typedef int Status;
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, FAILED = 719 };
+
+std::recursive_mutex emulated::one;
+
+static thread_local long calls_until_failure = 0;
+bool emulated::is_injected(const char *function) {
+    if (!calls_until_failure || --calls_until_failure) return false;
+    if (getenv("EMULATED_CUDA_VERBOSE")) fprintf(stderr, "emulated CUDA: %s fails\n", function);
+    return true;
+}
+
+// The only context, if it is retained, and whether it is this thread's.
+static long retained = 0;
+static int context;
+static thread_local void *of_thread = nullptr;
+static std::set<Stream *> streams;
+static std::map<void *, Clock> events;
+// What the host has waited for. Threads of the host are assumed to tell each other.
+static Clock host;
+
+static size_t stream_count = 0;
+Stream::Stream() : index(stream_count++) {}
+
+Stream &emulated::stream_of(void *handle) {
+    static thread_local Stream *const default_stream = new Stream;
+    if (!handle || handle == (void *)1) die("the legacy default stream, which is not emulated");
+    Stream *stream = handle == (void *)2 ? default_stream : static_cast<Stream *>(handle);
+    if (handle != (void *)2 && !streams.count(stream)) die("a stream that does not exist");
+    stream->clock.join(host);
+    return *stream;
+}
+
+void emulated::host_waits_for(const Stream &stream) { host.join(stream.clock); }
+
+#define ENTER_CONTEXT()                     \
+    ENTER(FAILED);                          \
+    if (!of_thread) return INVALID_CONTEXT
+
+extern "C" {
+
+// The n-th call of this thread from now on fails; none if n is 0.
+void emulated_fail_call(long n) { calls_until_failure = n; }
+// Whether the call that was to fail has not come yet.
+int emulated_failure_is_pending() { return calls_until_failure != 0; }
+
+Status cuInit(unsigned) { ENTER(FAILED); return 0; }
+Status cuDeviceGetCount(int *count) { ENTER(FAILED); *count = 1; return 0; }
+Status cuDeviceGet(int *device, int ordinal) {
+    ENTER(FAILED);
+    *device = 0;
+    return ordinal ? INVALID_DEVICE : 0;
+}
+Status cuDeviceGetAttribute(int *value, int attribute, int) {
+    ENTER(FAILED);
+    const std::map<int, int> known{{75, 8} /* compute capability */, {76, 0}, {115, 1} /* memory pools */};
+    auto found = known.find(attribute);
+    if (found == known.end()) die("attribute " + std::to_string(attribute) + " of a device");
+    *value = found->second;
+    return 0;
+}
+Status cuDevicePrimaryCtxRetain(void **made, int) {
+    ENTER(FAILED);
+    retained++;
+    *made = &context;
+    return 0;
+}
+Status cuDevicePrimaryCtxRelease_v2(int) {
+    RELEASE(FAILED);
+    if (--retained < 0) die("the context is released too often");
+    if (!retained && emulated_live_allocations()) die("the context is released before its memory");
+    return status;
+}
+Status cuCtxDestroy_v2(void *) { die("no context but the primary one exists"); }
+Status cuCtxGetCurrent(void **now) { ENTER(FAILED); *now = of_thread; return 0; }
+Status cuCtxSetCurrent(void *to) {
+    ENTER(FAILED);
+    if (to && (to != &context || !retained)) return INVALID_CONTEXT;
+    of_thread = to;
+    return 0;
+}
+Status cuCtxSynchronize() {
+    ENTER_CONTEXT();
+    for (const Stream *stream : streams) host_waits_for(*stream);
+    host_waits_for(stream_of((void *)2));
+    return 0;
+}
+Status cuGetErrorName(int error, const char **text) {
+    *text = error == FAILED ? "CUDA_ERROR_LAUNCH_FAILED" : "an error of the emulated driver";
+    return 0;
+}
+Status cuGetErrorString(int error, const char **text) { return cuGetErrorName(error, text); }
+
+Status cuStreamCreate(void **made, unsigned) {
+    ENTER_CONTEXT();
+    Stream *stream = new Stream;
+    streams.insert(stream);
+    *made = stream;
+    return 0;
+}
+Status cuStreamDestroy_v2(void *handle) {
+    RELEASE(FAILED);
+    if (!streams.erase(static_cast<Stream *>(handle))) die("a stream is destroyed twice");
+    return status;
+}
+Status cuStreamSynchronize(void *handle) {
+    ENTER_CONTEXT();
+    host_waits_for(stream_of(handle));
+    return 0;
+}
+Status cuStreamIsCapturing(void *, int *capture) { ENTER_CONTEXT(); *capture = 0; return 0; }
+
+Status cuEventCreate(void **made, unsigned) {
+    ENTER_CONTEXT();
+    static uintptr_t count = 0;
+    *made = reinterpret_cast<void *>(++count);
+    events[*made];
+    return 0;
+}
+Status cuEventDestroy_v2(void *event) {
+    RELEASE(FAILED);
+    if (!events.erase(event)) die("an event is destroyed twice");
+    return status;
+}
+Status cuEventRecord(void *event, void *stream) {
+    ENTER_CONTEXT();
+    if (!events.count(event)) return INVALID_HANDLE;
+    events[event] = stream_of(stream).clock;
+    return 0;
+}
+Status cuStreamWaitEvent(void *stream, void *event, unsigned) {
+    ENTER_CONTEXT();
+    if (!events.count(event)) return INVALID_HANDLE;
+    stream_of(stream).clock.join(events[event]);
+    return 0;
+}
+Status cuEventSynchronize(void *event) {
+    ENTER_CONTEXT();
+    if (!events.count(event)) return INVALID_HANDLE;
+    host.join(events[event]);
+    return 0;
+}
+
+// No memory is allocated for no bytes.
+Status cuMemAllocAsync(uintptr_t *made, size_t size, void *stream) {
+    ENTER_CONTEXT();
+    begin(stream_of(stream), "an allocation");
+    *made = size ? allocate(size) : 0;
+    return size && !*made ? OUT_OF_MEMORY : 0;
+}
+Status cuMemFreeAsync(uintptr_t address, void *stream) {
+    RELEASE(FAILED);
+    begin(stream_of(stream), "a free");
+    if (address) emulated::free(address);
+    return status;
+}
+Status cuMemAlloc_v2(uintptr_t *, size_t) { die("memory that no stream allocates"); }
+Status cuMemFree_v2(uintptr_t) { die("memory that no stream frees"); }
+
+Status cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *stream) {
+    ENTER_CONTEXT();
+    begin(stream_of(stream), "memset");
+    use(to, size, true);
+    if (size) memset(reinterpret_cast<void *>(to), value, size);
+    return 0;
+}
+// The host's memory is pageable: a copy from it returns when it is read, a copy to it when it is written.
+Status cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *stream) {
+    ENTER_CONTEXT();
+    begin(stream_of(stream), "a copy from the host");
+    if (is_device(uintptr_t(from))) die("an address of the device as one of the host");
+    use(to, size, true);
+    if (size) memcpy(reinterpret_cast<void *>(to), from, size);
+    return 0;
+}
+Status cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *stream) {
+    ENTER_CONTEXT();
+    begin(stream_of(stream), "a copy to the host");
+    if (is_device(uintptr_t(to))) die("an address of the device as one of the host");
+    use(from, size, false);
+    if (size) memcpy(to, reinterpret_cast<void *>(from), size);
+    host_waits_for(stream_of(stream));
+    return 0;
+}
+Status cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t size, void *stream) {
+    ENTER_CONTEXT();
+    begin(stream_of(stream), "a copy");
+    copy(to, from, size);
+    return 0;
+}
+Status cuMemcpyPeerAsync(uintptr_t to, void *, uintptr_t from, void *, size_t size, void *stream) {
+    return cuMemcpyDtoDAsync_v2(to, from, size, stream);
+}
+}
+
+// What remains at the end of the process.
+__attribute__((destructor)) static void report_leaks() {
+    const size_t count = emulated_live_allocations();
+    if (!count) return;
+    fprintf(stderr, "emulated CUDA: %zu allocations are never freed\n", count);
+    _Exit(1);
+}

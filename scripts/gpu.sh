@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TESTS=(api beam_search char_cnn custom_head decoder decoding dropout edges errors factorised factorised_decoding golden gradients
-    laws options sampled save_load)
+    laws options sampled save_load training)
 SANITIZED=(options decoding sampled)
 SHAPES=(ptb wt2 1b llm)
 action=${1:-}

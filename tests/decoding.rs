@@ -235,6 +235,8 @@ on_each_device! {
         let case = Case::random(Head::MixtureOfSoftmaxes, Sizes { vocab: 3000, ..SIZES }, &[40], 8);
         let tensors = case.constants(DType::F32, device)?;
         let layer = build(&case, &tensors)?;
+        // On CUDA, the threads of a pool use other streams than the one that has made the tensors.
+        device.synchronize()?;
         let draw = |seed, threads| -> Result<Vec<u32>> {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
             let sampling = Sampling::new().with_temperature(1.2).with_top_p(0.9);

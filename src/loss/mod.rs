@@ -169,14 +169,24 @@ impl Loss {
         check_targets("targets", targets, nll.dims())?;
         check_device("targets", targets, nll)?;
         check_float("nll", nll)?;
+        if let Some(weights) = &options.position_weights {
+            check_weights("position_weights", weights, targets.dims(), nll)?;
+        }
+        if let Some(weights) = &options.class_weights {
+            check_weights("class_weights", weights, &weights.dims()[..weights.rank().min(1)], nll)?;
+        }
         let zeros = nll.zeros_like()?.detach();
+        if nll.elem_count() == 0 {
+            // candle's CUDA kernels cannot be launched for empty tensors.
+            let zero = Tensor::zeros((), nll.dtype(), nll.device())?;
+            let value = if options.reduction == Reduction::None { zeros } else { zero.clone() };
+            return Ok(Loss::new(value, zero.clone(), zero, nll.clone()));
+        }
         let mut weights = zeros.ones_like()?;
         if let Some(position_weights) = &options.position_weights {
-            check_weights("position_weights", position_weights, targets.dims(), nll)?;
             weights = position_weights.to_dtype(nll.dtype())?.detach();
         }
         if let Some(class_weights) = &options.class_weights {
-            check_weights("class_weights", class_weights, &class_weights.dims()[..class_weights.rank().min(1)], nll)?;
             let ids = options.target_ids(targets)?.flatten_all()?;
             let of_targets = class_weights.to_dtype(nll.dtype())?.detach().index_select(&ids, 0)?;
             weights = (weights * of_targets.reshape(targets.shape())?)?;

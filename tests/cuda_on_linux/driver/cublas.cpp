@@ -65,22 +65,29 @@ static bool supports(int type, int out, int compute) {
     }
 }
 
+// The terms of a sum that are added one after another; cuBLAS too splits long sums.
+static const int TERMS = 512;
+
 // out = alpha a b + beta out, where the operands are transposed or not.
 template <typename Sum>
 static void multiply(Sum alpha, const Matrix &a, bool transpose_a, const Matrix &b, bool transpose_b, Sum beta,
                      const Matrix &out) {
     const int terms = transpose_a ? a.rows : a.columns;
     // The left operand, column by column.
-    std::vector<Sum> left(size_t(out.rows) * terms), sums(out.rows);
+    std::vector<Sum> left(size_t(out.rows) * terms), sums(out.rows), part(out.rows);
     for (int p = 0; p < terms; ++p)
         for (int i = 0; i < out.rows; ++i)
             left[size_t(p) * out.rows + i] = Sum(load(a.type, (void *)(transpose_a ? a.at(p, i) : a.at(i, p))));
     for (int j = 0; j < out.columns; ++j) {
         std::fill(sums.begin(), sums.end(), Sum(0));
-        for (int p = 0; p < terms; ++p) {
-            const Sum factor = Sum(load(b.type, (void *)(transpose_b ? b.at(j, p) : b.at(p, j))));
-            const Sum *column = left.data() + size_t(p) * out.rows;
-            for (int i = 0; i < out.rows; ++i) sums[i] += column[i] * factor;
+        for (int first = 0; first < terms; first += TERMS) {
+            std::fill(part.begin(), part.end(), Sum(0));
+            for (int p = first; p < std::min(terms, first + TERMS); ++p) {
+                const Sum factor = Sum(load(b.type, (void *)(transpose_b ? b.at(j, p) : b.at(p, j))));
+                const Sum *column = left.data() + size_t(p) * out.rows;
+                for (int i = 0; i < out.rows; ++i) part[i] += column[i] * factor;
+            }
+            for (int i = 0; i < out.rows; ++i) sums[i] += part[i];
         }
         for (int i = 0; i < out.rows; ++i) {
             void *at = (void *)out.at(i, j);

@@ -76,8 +76,8 @@ bool is_device(uintptr_t address);
 bool is_live(uintptr_t address);
 
 // Memory outside of the device's that kernels may access: stacks and their own variables.
-// The number of live allocations.
-extern "C" size_t emulated_live_allocations();
+// The number of live allocations of all threads.
+size_t live_allocations();
 
 void allow(uintptr_t first, size_t size);
 void disallow_last();

@@ -42,10 +42,25 @@ static void allow_variables(const EmulatedModule *module) {
     dl_iterate_phdr(visit, const_cast<EmulatedModule *>(module));
 }
 
+struct Module {
+    const EmulatedModule *table;
+    bool is_cooperative;
+};
 struct Function {
-    const EmulatedModule *module;
+    const Module *module;
     const EmulatedKernel *kernel;
 };
+
+// Runs the threads of a block one after another, on one fiber.
+static void (*independent)(void **);
+static unsigned of_block;
+static void run_in_turn(void **arguments) {
+    for (unsigned i = 0; i < of_block; ++i) {
+        machine::thread = machine::block % 2 ? of_block - 1 - i : i;
+        independent(arguments);
+    }
+    machine::thread = 0;
+}
 
 extern "C" {
 
@@ -62,23 +77,29 @@ void emulated_fail(const char *what) { die(what); }
 
 Status cuModuleLoadData(void **made, const char *image) {
     ENTER(FAILED);
-    const std::string text(image, strcspn(image, "\n")), prefix = EMULATED_IMAGE;
-    if (text.compare(0, prefix.size(), prefix)) return INVALID_IMAGE;
-    void *library = dlopen(text.substr(prefix.size()).c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library) die(dlerror());
-    auto module = static_cast<const EmulatedModule *>(dlsym(library, "emulated_module"));
-    allow_variables(module);
-    *made = const_cast<EmulatedModule *>(module);
-    return 0;
+    const std::string text(image, strcspn(image, "\n"));
+    for (const std::string prefix : {EMULATED_COOPERATIVE, EMULATED_INDEPENDENT}) {
+        if (text.compare(0, prefix.size(), prefix)) continue;
+        void *library = dlopen(text.substr(prefix.size()).c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (!library) die(dlerror());
+        auto table = static_cast<const EmulatedModule *>(dlsym(library, "emulated_module"));
+        allow_variables(table);
+        *made = new Module{table, prefix == EMULATED_COOPERATIVE};
+        return 0;
+    }
+    return INVALID_IMAGE;
 }
 Status cuModuleLoad(void **, const char *) { die("a module in a file"); }
-Status cuModuleUnload(void *) { RELEASE(FAILED); return status; }
+Status cuModuleUnload(Module *module) {
+    RELEASE(FAILED);
+    delete module;
+    return status;
+}
 
-Status cuModuleGetFunction(void **found, void *handle, const char *name) {
+Status cuModuleGetFunction(void **found, const Module *module, const char *name) {
     ENTER(FAILED);
     static std::map<const EmulatedKernel *, Function> functions;
-    auto module = static_cast<const EmulatedModule *>(handle);
-    for (const EmulatedKernel *kernel = module->kernels; kernel->name; ++kernel) {
+    for (const EmulatedKernel *kernel = module->table->kernels; kernel->name; ++kernel) {
         if (strcmp(kernel->name, name)) continue;
         *found = &(functions[kernel] = {module, kernel});
         return 0;
@@ -93,7 +114,7 @@ Status cuLaunchKernel(void *handle, unsigned blocks_x, unsigned blocks_y, unsign
     const Function &function = *static_cast<Function *>(handle);
     const uint64_t threads = uint64_t(threads_x) * threads_y * threads_z;
     const uint64_t blocks = uint64_t(blocks_x) * blocks_y * blocks_z;
-    const size_t declared = function.module->shared_end - function.module->shared;
+    const EmulatedModule &module = *function.module->table;
     if (!threads || threads > machine::MOST_THREADS || threads_z > 64 || !blocks || blocks_x > INT32_MAX ||
         blocks_y > MOST_BLOCKS_Y || blocks_z > MOST_BLOCKS_Y || shared > SHARED_BYTES)
         return INVALID_VALUE;
@@ -110,9 +131,12 @@ Status cuLaunchKernel(void *handle, unsigned blocks_x, unsigned blocks_y, unsign
     const unsigned of_launch[6] = {threads_x, threads_y, threads_z, blocks_x, blocks_y, blocks_z};
     memcpy(extent, of_launch, sizeof extent);
     allow(uintptr_t(dynamic_shared.data()), shared);
-    machine::threads = unsigned(threads);
+    independent = function.kernel->run;
+    of_block = unsigned(threads);
+    machine::threads = function.module->is_cooperative ? of_block : 1;
     kernel_runs = true;
-    machine::run(function.kernel->run, unsigned(blocks), arguments, function.module->shared, declared);
+    machine::run(function.module->is_cooperative ? function.kernel->run : run_in_turn, unsigned(blocks), arguments,
+                 module.shared, module.shared_end - module.shared);
     kernel_runs = false;
     disallow_last();
     return 0;

@@ -4,8 +4,10 @@
 #include <type_traits>
 #include <utility>
 
-// The first line of a module's image is this, followed by the path of its library.
-#define EMULATED_IMAGE "emulated kernels in "
+// The first line of a module's image is one of these, followed by the path of its library. The threads of independent
+// kernels never wait for each other.
+#define EMULATED_COOPERATIVE "emulated kernels, cooperative: "
+#define EMULATED_INDEPENDENT "emulated kernels, independent: "
 
 struct EmulatedKernel {
     const char *name;

@@ -79,7 +79,7 @@ Status cuDevicePrimaryCtxRetain(void **made, int) {
 Status cuDevicePrimaryCtxRelease_v2(int) {
     RELEASE(FAILED);
     if (--retained < 0) die("the context is released too often");
-    if (!retained && emulated_live_allocations()) die("the context is released before its memory");
+    if (!retained && live_allocations()) die("the context is released before its memory");
     return status;
 }
 Status cuCtxDestroy_v2(void *) { die("no context but the primary one exists"); }
@@ -206,7 +206,7 @@ Status cuMemcpyPeerAsync(uintptr_t to, void *, uintptr_t from, void *, size_t si
 
 // What remains at the end of the process.
 __attribute__((destructor)) static void report_leaks() {
-    const size_t count = emulated_live_allocations();
+    const size_t count = live_allocations();
     if (!count) return;
     fprintf(stderr, "emulated CUDA: %zu allocations are never freed\n", count);
     _Exit(1);

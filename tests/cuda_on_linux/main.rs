@@ -1,0 +1,9 @@
+//! Tests of the emulated CUDA driver, and of the crate with the faults and errors that only an emulated driver shows.
+//! `scripts/check-cuda-on-linux.sh` runs them; on a GPU they are skipped.
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+mod driver;
+mod faults;
+mod injected;
+mod products;
+mod streams;

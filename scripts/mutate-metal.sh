@@ -13,6 +13,7 @@ trap restore EXIT
 
 on_host=(cargo test --locked --lib testing::tests)
 on_device=(scripts/check-metal-on-linux.sh --test training)
+on_products=(scripts/check-metal-on-linux.sh --test products)
 
 # mutant FILE TEXT REPLACEMENT COMMAND..: TEXT must occur exactly once, and COMMAND must compile and fail.
 mutant() {
@@ -66,6 +67,13 @@ mutant device.rs 'out_stride: p.out_stride as i32,' 'out_stride: p.n as i32,' "$
 mutant device.rs 'row_stride: p.out_stride as i32' 'row_stride: p.m as i32' "${on_device[@]}"
 mutant device.rs 'size(sizes.tiles_n as usize, sizes.tiles_m as usize)' 'size(sizes.tiles_m as usize, sizes.tiles_n as usize)' "${on_device[@]}"
 mutant device.rs 'pipelines.get(&(id, kernel.to_owned()))' 'pipelines.values().next()' "${on_device[@]}"
+
+# The rows of the last tile, if the buffer ends within it
+mutant device.rs 'offset + bytes(whole_tiles) <= out.length()' 'true' "${on_products[@]}"
+mutant device.rs 'if p.lhs.transposed { before } else { before * p.lhs.stride }' 'before' "${on_products[@]}"
+mutant device.rs 'p.out + bytes(before * p.out_stride) as u64' 'p.out' "${on_products[@]}"
+mutant device.rs 'self.copy(last.out, copy,' 'self.copy(p.out, copy,' "${on_products[@]}"
+mutant device.rs 'if before > 0' 'if true' "${on_products[@]}"
 
 echo "$count mutations, $missed missed"
 [[ $missed == 0 ]]

@@ -11,6 +11,7 @@ use candle_metal_kernels::metal::{
 };
 use candle_metal_kernels::source::Source;
 use candle_metal_kernels::utils::{set_param, Input, Output};
+use candle_metal_kernels::{call_copy2d, copy2d};
 use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSize};
 
 use super::arguments::{bindings, Binding};
@@ -198,11 +199,11 @@ impl Metal {
         };
         Tiles { rows, columns, terms, warps }
     }
-}
 
-impl Products for Metal {
-    fn multiply_f32(&self, p: &Product) -> Result<()> {
-        let tiles = self.tiles(p);
+    /// Computes a product and adds the matrix at the address `addend` if it accumulates. The strides of that matrix are
+    /// those of the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last tile
+    /// that the result does not have.
+    fn multiply_tiles(&self, p: &Product, tiles: &Tiles, addend: u64) -> Result<()> {
         let letter = |matrix: &Matrix| if matrix.transposed { 't' } else { 'n' };
         let name = format!(
             "gemm_{}{}_f32_f32_{}_{}_{}_{}_{}",
@@ -244,7 +245,7 @@ impl Products for Metal {
             .kernels()
             .load_pipeline_with_constants(self.device.metal_device(), Source::Gemm, name, Some(constants))
             .map_err(candle_core::Error::wrap)?;
-        let [lhs, rhs, out] = [p.lhs.address, p.rhs.address, p.out].map(|address| self.buffer(address));
+        let [lhs, rhs, addend, out] = [p.lhs.address, p.rhs.address, addend, p.out].map(|address| self.buffer(address));
 
         let encoder = self.device.command_encoder()?;
         let encoder: &ComputeCommandEncoder = encoder.as_ref();
@@ -252,7 +253,7 @@ impl Products for Metal {
         set_param(encoder, 0, Input::with_offset(&lhs.0, lhs.1));
         set_param(encoder, 1, Input::with_offset(&rhs.0, rhs.1));
         if p.accumulate {
-            set_param(encoder, 2, Input::with_offset(&out.0, out.1));
+            set_param(encoder, 2, Input::with_offset(&addend.0, addend.1));
             encoder.set_bytes(5, &addition);
         }
         set_param(encoder, 3, Output::with_offset(&out.0, out.1));
@@ -265,6 +266,55 @@ impl Products for Metal {
             MTLSize { width: 32, height: tiles.warps.1, depth: tiles.warps.0 },
         );
         Ok(())
+    }
+
+    /// Copies f32 matrices with rows of `stride` elements.
+    fn copy(&self, from: u64, to: u64, rows: usize, columns: usize, stride: usize) -> Result<()> {
+        let [from, to] = [from, to].map(|address| self.buffer(address));
+        let encoder = self.device.command_encoder()?;
+        call_copy2d(
+            self.device.metal_device(),
+            &encoder,
+            self.device.kernels(),
+            copy2d::FLOAT,
+            &from.0,
+            &to.0,
+            rows,
+            columns,
+            stride,
+            stride,
+            from.1,
+            to.1,
+        )
+        .map_err(candle_core::Error::wrap)?;
+        Ok(())
+    }
+}
+
+impl Products for Metal {
+    fn multiply_f32(&self, p: &Product) -> Result<()> {
+        let tiles = self.tiles(p);
+        let bytes = |elements: usize| elements * DType::F32.size_in_bytes();
+        let (out, offset) = self.buffer(p.out);
+        let whole_tiles = (p.m.next_multiple_of(tiles.rows) - 1) * p.out_stride + p.n;
+        if !p.accumulate || offset + bytes(whole_tiles) <= out.length() {
+            return self.multiply_tiles(p, &tiles, p.out);
+        }
+        // The buffer ends within the last tile: the rows of this tile are added from a copy in a larger buffer.
+        let before = p.m - p.m % tiles.rows;
+        let before_in_lhs = if p.lhs.transposed { before } else { before * p.lhs.stride };
+        let last = Product {
+            m: p.m - before,
+            lhs: Matrix { address: p.lhs.address + bytes(before_in_lhs) as u64, ..p.lhs },
+            out: p.out + bytes(before * p.out_stride) as u64,
+            ..*p
+        };
+        let copy = self.scratch.last_rows(self, tiles.rows * p.out_stride)?;
+        self.copy(last.out, copy, last.m, last.n, last.out_stride)?;
+        if before > 0 {
+            self.multiply_tiles(&Product { m: before, ..*p }, &tiles, p.out)?;
+        }
+        self.multiply_tiles(&last, &tiles, copy)
     }
 
     fn scratch(&self) -> &Scratch {

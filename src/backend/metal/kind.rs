@@ -1,7 +1,5 @@
 //! The properties of Metal that the chunks and their plan depend on, and the source of its kernels.
 
-use candle_core::DType;
-
 use super::products;
 use crate::backend::gpu::device::Kind;
 
@@ -12,13 +10,5 @@ pub(in crate::backend) fn source() -> String {
 }
 
 /// Products are in f32. candle rounds allocations up to a power of two.
-pub(in crate::backend) const KIND: Kind = Kind {
-    name: "metal",
-    f32_gradient: true,
-    reads_transposed: false,
-    product_bytes: |sizes, dtype| match dtype {
-        DType::F32 => (0, 0),
-        _ => products::bytes(sizes),
-    },
-    allocated: 2,
-};
+pub(in crate::backend) const KIND: Kind =
+    Kind { name: "metal", f32_gradient: true, reads_transposed: false, product_bytes: products::bytes, allocated: 2 };

@@ -20,6 +20,8 @@ const TILE: usize = 4 << 20;
 const TERMS: usize = 8192;
 /// The most rows of a product that the kernel of this crate computes.
 const FEW_ROWS: usize = 16;
+/// The most rows of a tile of candle's products.
+const MOST_TILE_ROWS: usize = 64;
 /// Threads per warp.
 const WARP: usize = 32;
 
@@ -27,7 +29,7 @@ const WARP: usize = 32;
 pub(in crate::backend) trait Products: Gpu {
     /// Computes a product of f32 matrices, without a factor.
     fn multiply_f32(&self, product: &Product) -> Result<()>;
-    /// The buffers of widened operands.
+    /// The buffers that products share.
     fn scratch(&self) -> &Scratch;
     /// An f32 tensor of `elements` arbitrary values.
     fn fresh(&self, elements: usize) -> Result<Tensor>;
@@ -41,14 +43,21 @@ pub(in crate::backend) trait Products: Gpu {
     }
 }
 
-/// The widened left (0) and right (1) operands of a product, valid until the next product.
+/// The widened left (0) and right (1) operands of a product, and the last rows of what it adds to (2), valid until the
+/// next product.
 #[derive(Default)]
-pub(in crate::backend) struct Scratch(RefCell<[Option<Buffer>; 2]>);
+pub(in crate::backend) struct Scratch(RefCell<[Option<Buffer>; 3]>);
 
 impl Scratch {
-    /// The address of at least `elements` f32 values for an operand, in the previous buffer if it is large enough.
-    fn address<G: Products>(&self, gpu: &G, operand: usize, elements: usize) -> Result<u64> {
-        let cached = &mut self.0.borrow_mut()[operand];
+    /// The address of at least `elements` f32 values for the last rows of what a product adds to.
+    #[cfg(feature = "metal")]
+    pub(super) fn last_rows<G: Products>(&self, gpu: &G, elements: usize) -> Result<u64> {
+        self.address(gpu, 2, elements)
+    }
+
+    /// The address of at least `elements` f32 values for a matrix, in the previous buffer if it is large enough.
+    fn address<G: Products>(&self, gpu: &G, matrix: usize, elements: usize) -> Result<u64> {
+        let cached = &mut self.0.borrow_mut()[matrix];
         if let Some(buffer) = cached.as_ref().filter(|buffer| buffer.tensor.elem_count() >= elements) {
             return Ok(buffer.at(0));
         }
@@ -56,11 +65,15 @@ impl Scratch {
     }
 }
 
-/// The workspace bytes of products with half-precision operands: for each row of a chunk, and a fixed number.
-pub(super) fn bytes(sizes: Sizes) -> (usize, usize) {
+/// The workspace bytes of products: for each row of a chunk, and a fixed number.
+pub(super) fn bytes(sizes: Sizes, dtype: DType) -> (usize, usize) {
     let f32_size = DType::F32.size_in_bytes();
+    let last_rows = f32_size * MOST_TILE_ROWS * sizes.context;
     let tile = TILE.max(sizes.context).min(sizes.vocab.max(WARP) * sizes.context);
-    (f32_size * sizes.context, f32_size * tile)
+    match dtype {
+        DType::F32 => (0, last_rows),
+        _ => (f32_size * sizes.context, f32_size * tile + last_rows),
+    }
 }
 
 /// Computes any product of the chunks.

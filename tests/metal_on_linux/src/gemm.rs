@@ -80,7 +80,7 @@ pub enum Into<'a> {
 }
 
 /// The kernel's tile: rows, columns, depth, and SIMD groups along rows and columns.
-const TILE: [usize; 5] = [32, 32, 16, 2, 2];
+pub const TILE: [usize; 5] = [32, 32, 16, 2, 2];
 
 /// Computes `d` `[m, n]` from `a` `[m, k]` and `b` `[k, n]`.
 pub fn gemm(

@@ -6,6 +6,7 @@ use std::process::Command;
 use candle_core::{DType, Device, MetalDevice, Result, Storage, Tensor};
 use candle_metal_kernels::metal::{Buffer, ComputeCommandEncoder};
 use candle_metal_kernels::source::Source;
+use metal_on_linux::gemm::{gemm, Into, Matrix};
 use metal_on_linux::metal;
 use objc2_metal::MTLSize;
 
@@ -48,7 +49,7 @@ fn buffers<const N: usize>(device: &MetalDevice) -> Result<[std::sync::Arc<Buffe
     Ok(made.try_into().expect("N buffers"))
 }
 
-const FAULTS: [Fault; 14] = [
+const FAULTS: [Fault; 15] = [
     ("no_barrier_before_reading", "reads what an earlier command of this encoder writes", |device| {
         let [a, b, c] = buffers(device)?;
         exp(device, &a, &b, false)?;
@@ -97,6 +98,11 @@ const FAULTS: [Fault; 14] = [
             encoder.set_output_buffer(2, Some(&a), 0);
             dispatch(encoder, 1, LENGTH);
         })
+    }),
+    ("rows_of_c_beyond_the_end", "buffer 2: element 128 of 64", |device| {
+        let [a, b, c] = buffers(device)?;
+        let [a, b, c] = [&a, &b, &c].map(|buffer| Matrix { buffer, offset: 0, stride: 8, transposed: false });
+        gemm(device, DType::F32, (8, 8, 8), [a, b, c], Into::Sum(c))
     }),
     ("empty_buffer", "a buffer of no bytes", |device| device.new_private_buffer(0, DType::F32, "").map(|_| ())),
     ("no_threads", "a dispatch of no threads", |device| encode(device, "exp_f32", |encoder| dispatch(encoder, 0, 1))),

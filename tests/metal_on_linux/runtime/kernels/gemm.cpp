@@ -127,6 +127,12 @@ template <class T> struct Product {
                 }
                 d.set(of_d + (row + i) * p.ldd + column + j, T(sum));
             }
+        // A thread takes every `step`-th row of a tile. It compares the first with the number of rows, and then reads
+        // all of them in C, even those past the last row, whose sums it does not store.
+        size_t step = 8 * tile.wm;
+        for (size_t i = rows; out_source && i < size_t(tile.m); i++)
+            for (size_t j = 0; i % step < rows && j < columns; j++)
+                c.get(of_c + (row + i) * add.ldc + (column + j) * add.fdc);
     }
 };
 

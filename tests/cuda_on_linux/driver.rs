@@ -13,16 +13,11 @@ impl Driver {
     pub fn emulated() -> Option<Self> {
         // SAFETY: the emulated driver defines these functions with these types.
         unsafe {
-            let driver = Driver {
-                fail_call: std::mem::transmute::<*mut libc::c_void, Option<_>>(symbol(c"emulated_fail_call"))?,
-                failure_is_pending: std::mem::transmute::<*mut libc::c_void, Option<_>>(symbol(
-                    c"emulated_failure_is_pending",
-                ))?,
-                live_allocations: std::mem::transmute::<*mut libc::c_void, Option<_>>(symbol(
-                    c"emulated_live_allocations",
-                ))?,
-            };
-            Some(driver)
+            Some(Driver {
+                fail_call: function(c"emulated_fail_call")?,
+                failure_is_pending: function(c"emulated_failure_is_pending")?,
+                live_allocations: function(c"emulated_live_allocations")?,
+            })
         }
     }
 
@@ -44,7 +39,12 @@ impl Driver {
     }
 }
 
-fn symbol(name: &CStr) -> *mut libc::c_void {
-    // SAFETY: the name ends with a null byte.
-    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
+/// The function of this name, if the driver has it.
+///
+/// # Safety
+///
+/// `F` must be the type of that function.
+unsafe fn function<F>(name: &CStr) -> Option<F> {
+    // SAFETY: the name ends with a null byte; a pointer to a function is as large as any other, and null is `None`.
+    unsafe { std::mem::transmute_copy::<*mut libc::c_void, Option<F>>(&libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr())) }
 }

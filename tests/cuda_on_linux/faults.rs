@@ -6,7 +6,7 @@ use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::cublas::{result::gemm_ex, sys as cublas, CudaBlas};
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{kernels, WrapErr};
-use candle_core::{CudaDevice, Result};
+use candle_core::{CudaDevice, DType, Device, Result, Tensor};
 
 use crate::driver::Driver;
 
@@ -80,7 +80,7 @@ fn address<T>(slice: &impl DevicePtr<T>, stream: &CudaStream) -> u64 {
 type Fault = fn(&CudaDevice) -> Result<()>;
 
 /// The name of each fault and the expected message.
-const FAULTS: [(&str, &str, Fault); 14] = [
+const FAULTS: [(&str, &str, Fault); 15] = [
     ("past_the_end", "writes 4 bytes", |device| {
         let numbers = device.alloc_zeros::<f32>(N)?;
         fill(device, address(&numbers, &device.cuda_stream()), N + 1)
@@ -116,6 +116,13 @@ const FAULTS: [(&str, &str, Fault); 14] = [
         let numbers = device.alloc_zeros::<f32>(N)?;
         fill(&other, address(&numbers, &device.cuda_stream()), N)
     }),
+    // candle passes the output of its kernels as an input, so no event marks it as written.
+    ("sum_on_another_stream", "without waiting for it", |_| {
+        let [device, other] = [Device::new_cuda_with_stream(0)?, Device::new_cuda_with_stream(0)?];
+        let numbers = Tensor::zeros(N, DType::F32, &device)?;
+        (&numbers + &numbers)?.to_device(&other)?;
+        Ok(())
+    }),
     ("freed_on_another_stream", "without waiting for it", |device| {
         let other = CudaDevice::new_with_stream(0)?;
         let numbers = other.alloc_zeros::<f32>(N)?;
@@ -133,7 +140,7 @@ const FAULTS: [(&str, &str, Fault); 14] = [
         let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (2048, 1, 1), shared_mem_bytes: 0 };
         fill_with(device, address(&numbers, &device.cuda_stream()), N, config)
     }),
-    ("outside_a_matrix", "reads 4 bytes", |device| {
+    ("outside_a_matrix", "64 bytes from the start of an allocation of 64 bytes", |device| {
         let matrix = device.clone_htod(&[0f32; 16])?;
         let at = address(&matrix, &device.cuda_stream());
         multiply(&device.cublas_handle(), at, &1.0, [4, 5, 4])

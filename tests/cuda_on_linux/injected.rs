@@ -75,10 +75,15 @@ fn every_error_in_the_first_step_of_a_thread_comes_back() {
     let first_step = |call: usize| {
         let driver = Driver::emulated().expect("as above");
         driver.fail_call(call);
-        let run = || -> Result<()> {
+        let mut kept = vec![];
+        let mut run = || -> Result<()> {
             let device = Device::new_cuda(0)?;
             let (hidden, targets) = batch(&device)?;
-            step(&*heads(&device)?[2], &hidden, &targets, &LossOptions::new())?;
+            let head = heads(&device)?.swap_remove(2);
+            let result = step(&*head, &hidden, &targets, &LossOptions::new());
+            // Errors while they are freed could come back from no call.
+            kept.push((hidden, targets, head));
+            result?;
             Ok(device.synchronize()?)
         };
         let result = run();

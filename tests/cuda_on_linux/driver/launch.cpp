@@ -42,13 +42,15 @@ static void allow_variables(const EmulatedModule *module) {
     dl_iterate_phdr(visit, const_cast<EmulatedModule *>(module));
 }
 
-struct Module {
-    const EmulatedModule *table;
-    bool is_cooperative;
-};
+struct Module;
 struct Function {
     const Module *module;
     const EmulatedKernel *kernel;
+};
+struct Module {
+    const EmulatedModule *table;
+    bool is_cooperative;
+    std::map<const EmulatedKernel *, Function> functions{};
 };
 
 // Runs the threads of a block one after another, on one fiber.
@@ -96,12 +98,11 @@ Status cuModuleUnload(Module *module) {
     return status;
 }
 
-Status cuModuleGetFunction(void **found, const Module *module, const char *name) {
+Status cuModuleGetFunction(void **found, Module *module, const char *name) {
     ENTER(FAILED);
-    static std::map<const EmulatedKernel *, Function> functions;
     for (const EmulatedKernel *kernel = module->table->kernels; kernel->name; ++kernel) {
         if (strcmp(kernel->name, name)) continue;
-        *found = &(functions[kernel] = {module, kernel});
+        *found = &(module->functions[kernel] = {module, kernel});
         return 0;
     }
     fprintf(stderr, "emulated CUDA: there is no kernel %s\n", name);

@@ -15,9 +15,18 @@ enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTE
 std::recursive_mutex emulated::one;
 
 static thread_local long calls_until_failure = 0;
-bool emulated::is_injected(const char *function) {
+// The allocation of this thread that still lacks events, and the number of those that it lacks.
+static thread_local uintptr_t incomplete = 0;
+static thread_local int missing_events = 0;
+
+bool emulated::is_injected(const char *) {
     if (!calls_until_failure || --calls_until_failure) return false;
-    if (getenv("EMULATED_CUDA_VERBOSE")) fprintf(stderr, "emulated CUDA: %s fails\n", function);
+    // cudarc loses an allocation if it cannot create its two events.
+    if (missing_events) {
+        begin(stream_of((void *)2), "cudarc");
+        emulated::free(incomplete);
+        missing_events = 0;
+    }
     return true;
 }
 
@@ -126,6 +135,7 @@ Status cuEventCreate(void **made, unsigned) {
     static uintptr_t count = 0;
     *made = reinterpret_cast<void *>(++count);
     events[*made];
+    if (missing_events) missing_events--;
     return 0;
 }
 Status cuEventDestroy_v2(void *event) {
@@ -157,7 +167,10 @@ Status cuMemAllocAsync(uintptr_t *made, size_t size, void *stream) {
     ENTER_CONTEXT();
     begin(stream_of(stream), "an allocation");
     *made = size ? allocate(size) : 0;
-    return size && !*made ? OUT_OF_MEMORY : 0;
+    if (size && !*made) return OUT_OF_MEMORY;
+    incomplete = *made;
+    missing_events = size ? 2 : 0;
+    return 0;
 }
 Status cuMemFreeAsync(uintptr_t address, void *stream) {
     RELEASE(FAILED);

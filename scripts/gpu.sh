@@ -3,7 +3,7 @@
 # network.
 #
 #   scripts/gpu.sh pack [ARCHIVE]        needs nvcc: builds tests and benchmarks into one archive (gpu.tar.xz)
-#   scripts/gpu.sh run [ARCHIVE] [OUT]   needs a GPU: tests, compute-sanitizer if installed, the step benchmark
+#   scripts/gpu.sh run [ARCHIVE] [OUT]   needs a GPU: tests, compute-sanitizer if installed, the step benchmark, a language model
 #
 # `run` looks for the CUDA libraries in PyTorch's wheels and in /usr/local/cuda. It writes logs and table.txt to OUT.
 # With PEERS=FILE it also times FILE, a Python program with the same flags, on the same shapes (with --impl set to each
@@ -11,8 +11,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TESTS=(api beam_search char_cnn custom_head decoder decoding dropout edges errors factorised factorised_decoding golden gradients
-    laws options sampled save_load training)
+TESTS=(api beam_search char_cnn cuda_on_linux custom_head decoder decoding dropout edges errors factorised factorised_decoding golden gradients
+    laws options sampled save_load scale training)
 SANITIZED=(options decoding sampled)
 SHAPES=(ptb wt2 1b llm)
 action=${1:-}
@@ -31,8 +31,10 @@ for line in sys.stdin:
     if artifact.get("executable") and artifact["target"]["name"] in sys.argv[2:]:
         shutil.copy(artifact["executable"], os.path.join(sys.argv[1], artifact["target"]["name"]))
 ' "$folder" "${TESTS[@]}"
-    cargo build --locked --release --features cuda --example step_time
-    cp "${CARGO_TARGET_DIR:-target}/release/examples/step_time" "$folder"
+    for example in step_time lstm_lm; do
+        cargo build --locked --release --features cuda --example "$example"
+        cp "${CARGO_TARGET_DIR:-target}/release/examples/$example" "$folder"
+    done
     strip "$folder"/*
     git rev-parse HEAD >"$folder/commit"
     # The binaries have most of their code in common, so the dictionary must be larger than one binary.
@@ -65,6 +67,9 @@ print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec
         done
     done | tee "$out/tests.txt"
 
+    "$folder/scale" --ignored --test-threads=1 >"$out/scale.log" 2>&1 || true
+    echo "at scale: $(grep '^test result:' "$out/scale.log" || echo 'did not finish')" | tee -a "$out/tests.txt"
+
     if command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck initcheck; do
             for test in "${SANITIZED[@]}"; do
@@ -87,6 +92,14 @@ print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec
             done
         done
     done
+    # From these the default budget follows.
+    for shape in ptb llm; do
+        for mib in 8 32 128 256 512 1024; do
+            "$folder/step_time" --shape "$shape" --dtype bf16 --device cuda --workspace-mib "$mib" \
+                >>"$out/budgets.jsonl" 2>>"$out/steps.log" || true
+        done
+    done
+    (cd "$folder" && timeout 120 ./lstm_lm --device cuda) >"$out/lstm_lm.log" 2>&1 || true
     python3 - "$out/steps.jsonl" <<'TABLE' | tee "$out/table.txt"
 import json, os, sys
 print("| shape | dtype | implementation | step | extra MiB | mixture |\n|---|---|---|---|---|---|")

@@ -18,10 +18,6 @@ pub(super) mod default {
     pub(in crate::backend) const CPU_ROWS_WITHOUT_LOGITS: usize = 768;
     /// Bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.
     pub(in crate::backend) const GPU_LOGITS: usize = 32 << 20;
-    /// Minimum rows of a chunk on a GPU: with fewer, the matrix products are inefficient.
-    pub(in crate::backend) const GPU_ROWS: usize = 512;
-    /// Maximum default budget on a GPU.
-    pub(in crate::backend) const GPU_BYTES: usize = 256 << 20;
 }
 
 /// The workspace that a backend needs, in bytes.

@@ -6,6 +6,8 @@ pub struct Driver {
     fail_call: extern "C" fn(c_long),
     failure_is_pending: extern "C" fn() -> c_int,
     live_allocations: extern "C" fn() -> c_long,
+    uploads: extern "C" fn() -> c_long,
+    waits: extern "C" fn() -> c_long,
 }
 
 impl Driver {
@@ -17,6 +19,8 @@ impl Driver {
                 fail_call: function(c"emulated_fail_call")?,
                 failure_is_pending: function(c"emulated_failure_is_pending")?,
                 live_allocations: function(c"emulated_live_allocations")?,
+                uploads: function(c"emulated_uploads")?,
+                waits: function(c"emulated_waits")?,
             })
         }
     }
@@ -36,6 +40,16 @@ impl Driver {
     /// The allocations of this thread that are not freed.
     pub fn live_allocations(&self) -> i64 {
         (self.live_allocations)()
+    }
+
+    /// The copies of this thread from the host to the device.
+    pub fn uploads(&self) -> i64 {
+        (self.uploads)()
+    }
+
+    /// The calls in which this thread has waited for the device.
+    pub fn waits(&self) -> i64 {
+        (self.waits)()
     }
 }
 

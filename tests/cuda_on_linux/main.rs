@@ -2,6 +2,7 @@
 //! `scripts/check-cuda-on-linux.sh` runs them; on a GPU they are skipped.
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
+mod capture;
 mod driver;
 mod faults;
 mod injected;

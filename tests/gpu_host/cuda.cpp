@@ -38,10 +38,11 @@ template <typename... A, void (*kernel)(A...)> struct Unpack<kernel> {
         kernel(*static_cast<A *>(arguments[I])...);
     }
     static void run(void **arguments) { call(arguments, std::index_sequence_for<A...>()); }
+    static machine::Kernel named(const char *name) { return {name, run, {}, {sizeof(A)...}}; }
 };
 
 #undef KERNEL
-#define KERNEL(name) {#name, Unpack<&::name>::run, {}}
+#define KERNEL(name) Unpack<&::name>::named(#name)
 #define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(gather_rows_##type)
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),    KERNEL(position_loss),   KERNEL(top_k),
@@ -50,7 +51,7 @@ static const machine::Kernel kernels[] = {
     KERNELS_FOR(f32),           KERNELS_FOR(f16),        KERNELS_FOR(bf16),
 };
 
-// Returns 0, or 1 if there is no such kernel.
-extern "C" int launch(const char *name, unsigned blocks, void **arguments) {
-    return machine::launch(kernels, std::size(kernels), name, blocks, arguments);
+// Launches a kernel with arguments of these sizes. Returns 0, or 1 if there is no such kernel.
+extern "C" int launch(const char *name, unsigned blocks, void **arguments, const size_t *sizes, size_t count) {
+    return machine::launch(kernels, std::size(kernels), name, blocks, arguments, {sizes, sizes + count});
 }

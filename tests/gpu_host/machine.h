@@ -136,6 +136,8 @@ struct Kernel {
     void (*run)(void **);
     // For each argument: 1 if it is read-only, 2 if it is memory that the kernel may write.
     std::vector<int> access;
+    // The bytes of each argument, if a launch gives them.
+    std::vector<size_t> sizes;
 };
 
 // Runs a kernel's blocks. The bytes from `shared` on are what the threads of a block share.
@@ -148,11 +150,13 @@ static void run(void (*kernel)(void **), unsigned blocks, void **of_kernel, char
     }
 }
 
-[[maybe_unused]] static int launch(const Kernel *kernels, size_t count, const char *name, unsigned blocks, void **of_kernel) {
+[[maybe_unused]] static int launch(const Kernel *kernels, size_t count, const char *name, unsigned blocks, void **of_kernel,
+                                   const std::vector<size_t> &sizes = {}) {
     char *const shared = &__start_machine_shared;
     const size_t bytes = shared ? &__stop_machine_shared - shared : 0;
     for (size_t i = 0; i < count; ++i) {
         if (std::strcmp(kernels[i].name, name)) continue;
+        if (sizes != kernels[i].sizes) fail("the number or the sizes of the arguments differ from the kernel's");
         run(kernels[i].run, blocks, of_kernel, shared, bytes);
         return 0;
     }

@@ -31,7 +31,7 @@ template <typename... A, void (*function)(A...)> struct Unpack<function> {
         return {machine::access_of<std::tuple_element_t<I, All>>()...};
     }
     static void run(void **slots) { call(slots, std::make_index_sequence<BUFFERS>()); }
-    static machine::Kernel named(const char *name) { return {name, run, access(std::make_index_sequence<BUFFERS>())}; }
+    static machine::Kernel named(const char *name) { return {name, run, access(std::make_index_sequence<BUFFERS>()), {}}; }
 };
 
 #undef KERNEL
@@ -64,7 +64,7 @@ static const machine::Kernel *find(const char *name) {
 }
 
 // Returns 0, or 1 if there is no such kernel.
-extern "C" int launch(const char *name, unsigned blocks, void **slots) {
+extern "C" int launch(const char *name, unsigned blocks, void **slots, const size_t *, size_t) {
     return machine::launch(kernels, std::size(kernels), name, blocks, slots);
 }
 // The number of a kernel's buffers, or -1 if there is no such kernel.

@@ -31,6 +31,10 @@ pub(in crate::backend) struct Kind {
     pub(in crate::backend) product_bytes: fn(Sizes, DType) -> (usize, usize),
     /// The factor by which an allocation may exceed the requested bytes
     pub(in crate::backend) allocated: usize,
+    /// The least rows of a chunk by default: with fewer, the matrix products are inefficient
+    pub(in crate::backend) default_rows: usize,
+    /// The most bytes of workspace by default, as requested
+    pub(in crate::backend) default_bytes: usize,
 }
 
 impl Kind {

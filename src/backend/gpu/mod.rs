@@ -118,11 +118,11 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
     let per_position = kind.allocated * (components * row + soft);
     let fixed = kind.allocated * (vocab * f32_size + of_all);
     let cached = default::GPU_LOGITS / (stride * f32_size);
-    let positions = cached.max(default::GPU_ROWS).div_ceil(components);
+    let positions = cached.max(kind.default_rows).div_ceil(components);
     let needs = Needs {
         per_position,
         fixed,
-        default_budget: (fixed + positions * per_position).min(kind.allocated * default::GPU_BYTES),
+        default_budget: (fixed + positions * per_position).min(kind.allocated * kind.default_bytes),
         most_positions: usize::MAX,
         keeps_logits: true,
         kernels: kind.name,

@@ -18,7 +18,8 @@ use crate::backend::metal::arguments::{bindings, Binding};
 use crate::backend::metal::products::{self, Products, Scratch};
 use crate::error::Result;
 
-type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void) -> c_int;
+/// Launches a kernel by its name, with a number of blocks, a pointer for each argument and the sizes of the arguments.
+type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void, *const usize, usize) -> c_int;
 
 /// The languages of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -234,11 +235,13 @@ impl Gpu for EmulatedGpu {
             Language::Cuda => arguments.iter_mut().map(pointer_of).collect(),
             Language::Metal => bindings.iter_mut().map(bound_pointer).collect(),
         };
+        let sizes: Vec<usize> = arguments.iter().map(size_of_argument).collect();
         let name = CString::new(kernel).unwrap();
         let launch = self.launch.lock().unwrap();
         // SAFETY: each pointer is that of an argument of the type that the kernel has there, and the addresses among
         // them are those of copies that live as long as `self`.
-        let status = unsafe { launch(name.as_ptr(), blocks as c_uint, pointers.as_mut_ptr()) };
+        let status =
+            unsafe { launch(name.as_ptr(), blocks as c_uint, pointers.as_mut_ptr(), sizes.as_ptr(), sizes.len()) };
         assert_eq!(status, 0, "no kernel {kernel}");
         self.write_back();
         Ok(())
@@ -262,6 +265,19 @@ fn pointer_of(argument: &mut Argument) -> *mut c_void {
         Argument::Int(x) => (x as *mut i32).cast(),
         Argument::Long(x) => (x as *mut i64).cast(),
         Argument::Float(x) => (x as *mut f32).cast(),
+    }
+}
+
+/// The bytes of an argument of a CUDA launch.
+fn size_of_argument(argument: &Argument) -> usize {
+    match argument {
+        Argument::Logits(x) => size_of_val(x),
+        Argument::Objective(x) => size_of_val(x),
+        Argument::Rows(x) => size_of_val(x),
+        Argument::Read(x) | Argument::Write(x) => size_of_val(x),
+        Argument::Int(x) => size_of_val(x),
+        Argument::Long(x) => size_of_val(x),
+        Argument::Float(x) => size_of_val(x),
     }
 }
 

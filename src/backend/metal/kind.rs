@@ -10,5 +10,12 @@ pub(in crate::backend) fn source() -> String {
 }
 
 /// Products are in f32. candle rounds allocations up to a power of two.
-pub(in crate::backend) const KIND: Kind =
-    Kind { name: "metal", f32_gradient: true, reads_transposed: false, product_bytes: products::bytes, allocated: 2 };
+pub(in crate::backend) const KIND: Kind = Kind {
+    name: "metal",
+    f32_gradient: true,
+    reads_transposed: false,
+    product_bytes: products::bytes,
+    allocated: 2,
+    default_rows: 512,
+    default_bytes: 256 << 20,
+};

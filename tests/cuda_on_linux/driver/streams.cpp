@@ -51,7 +51,13 @@ Stream &emulated::stream_of(void *handle) {
     return *stream;
 }
 
-void emulated::host_waits_for(const Stream &stream) { host.join(stream.clock); }
+// The copies of this thread from the host, and the calls in which it has waited for the device.
+static thread_local long uploads = 0, waits = 0;
+
+void emulated::host_waits_for(const Stream &stream) {
+    waits++;
+    host.join(stream.clock);
+}
 
 #define ENTER_CONTEXT()                     \
     ENTER(FAILED);                          \
@@ -63,6 +69,9 @@ extern "C" {
 void emulated_fail_call(long n) { calls_until_failure = n; }
 // Whether the call that was to fail has not come yet.
 int emulated_failure_is_pending() { return calls_until_failure != 0; }
+
+long emulated_uploads() { return uploads; }
+long emulated_waits() { return waits; }
 
 Status cuInit(unsigned) { ENTER(FAILED); return 0; }
 Status cuDeviceGetCount(int *count) { ENTER(FAILED); *count = 1; return 0; }
@@ -192,6 +201,7 @@ Status cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *str
 Status cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *stream) {
     ENTER_CONTEXT();
     begin(stream_of(stream), "a copy from the host");
+    uploads++;
     if (is_device(uintptr_t(from))) die("an address of the device as one of the host");
     use(to, size, true);
     if (size) memcpy(reinterpret_cast<void *>(to), from, size);

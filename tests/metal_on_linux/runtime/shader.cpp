@@ -20,7 +20,7 @@ namespace {
 const std::string EMULATOR = REPOSITORY "/tests/gpu_host";
 
 struct Shader : Functions {
-    int (*launch)(const char *name, unsigned blocks, void **slots);
+    int (*launch)(const char *name, unsigned blocks, void **slots, const size_t *, size_t);
     int (*slots)(const char *name);
     int (*access)(const char *name, int slot);
 
@@ -67,7 +67,7 @@ struct ShaderKernel : Code {
         // The emulator runs one launch at a time.
         static std::mutex one;
         std::lock_guard<std::mutex> lock(one);
-        if (shader->launch(name.c_str(), unsigned(launch.groups.width), pointers.data())) fail("did not run");
+        if (shader->launch(name.c_str(), unsigned(launch.groups.width), pointers.data(), nullptr, 0)) fail("did not run");
     }
 };
 

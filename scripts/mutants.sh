@@ -1,0 +1,37 @@
+# Mutation tests of Rust code, for the scripts that source this file. Each file is restored, even if the script is
+# interrupted.
+
+export PROPTEST_DISABLE_FAILURE_PERSISTENCE=1
+missed=0 count=0 file=
+# Touches the file, so that cargo rebuilds it.
+restore() { [[ ! -e $file.original ]] || { mv "$file.original" "$file" && touch "$file"; }; }
+trap restore EXIT
+
+# mutant FILE TEXT REPLACEMENT COMMAND..: TEXT must occur exactly once in a file of src/backend, and COMMAND must compile
+# and fail.
+mutant() {
+    local text=$2 replacement=$3 content log
+    file=src/backend/$1
+    shift 3
+    content=$(cat "$file")
+    [[ $(grep -oF -- "$text" "$file" | wc -l) == 1 ]] || { echo "$file: does not occur exactly once: $text"; exit 1; }
+    mv "$file" "$file.original"
+    printf '%s\n' "${content/"$text"/"$replacement"}" >"$file"
+    count=$((count + 1))
+    if log=$("$@" 2>&1); then
+        echo "MISSED  $file: $text -> $replacement"
+        missed=$((missed + 1))
+    elif grep -q "could not compile" <<<"$log"; then
+        printf '%s\n' "$log" | grep -A5 '^error' | head -n 20
+        echo "$file: does not compile: $text -> $replacement"
+        exit 1
+    else
+        echo "caught  $file: $text -> $replacement"
+    fi
+    restore
+}
+
+report() {
+    echo "$count mutations, $missed missed"
+    [[ $missed == 0 ]]
+}

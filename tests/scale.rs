@@ -1,0 +1,70 @@
+//! More than 2^31 logits, more than 65 535 rows in one chunk, and a large vocabulary: a GPU computes the same as the CPU.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var};
+use common::devices;
+use mos_head::{LossOptions, OutputLayer, Result, SoftmaxHead};
+
+/// Numbers from -1 to 1.
+fn numbers(rows: usize, columns: usize, dtype: DType, device: &Device) -> Result<Var> {
+    let values: Vec<f32> = (0..rows * columns).map(|i| (i as f32 * 0.618).sin()).collect();
+    let tensor = Tensor::from_vec(values, (rows, columns), &Device::Cpu)?;
+    Ok(Var::from_tensor(&tensor.to_dtype(dtype)?.to_device(device)?)?)
+}
+
+/// The loss, the sum of each position's loss, and the gradients of the hidden states and of the decoder.
+fn step(positions: usize, vocab: usize, options: &LossOptions, dtype: DType, device: &Device) -> Result<[Vec<f32>; 4]> {
+    let [hidden, weight] = [positions, vocab].map(|rows| numbers(rows, 16, dtype, device));
+    let (hidden, weight) = (hidden?, weight?);
+    let targets: Vec<u32> = (0..positions).map(|i| (i * 7919 % vocab) as u32).collect();
+    let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    let loss = head.loss(&hidden, &Tensor::from_vec(targets, positions, device)?, options)?;
+    let gradients = loss.backward()?;
+    let of = |variable: &Var| gradients.get(variable).expect("a gradient").clone();
+    let read = |tensor: Tensor| -> Result<Vec<f32>> {
+        Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+    };
+    Ok([read(loss.value.clone())?, read(loss.nll.clone())?, read(of(&hidden))?, read(of(&weight))?])
+}
+
+fn assert_same(positions: usize, vocab: usize, options: &LossOptions, dtype: DType, device: &Device) -> Result<()> {
+    let expected = step(positions, vocab, options, dtype, &Device::Cpu)?;
+    let got = step(positions, vocab, options, dtype, device)?;
+    let tolerance = if dtype == DType::F32 { 1e-4 } else { 2e-2 };
+    let names = ["loss", "nll", "gradient of hidden", "gradient of weight"];
+    for ((name, got), expected) in names.iter().zip(got).zip(expected) {
+        let scale = expected.iter().fold(0f32, |scale, x| scale.max(x.abs()));
+        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            let is_close = (got - expected).abs() <= tolerance * scale;
+            assert!(is_close, "{name} of {positions} by {vocab}, {dtype:?}: [{i}] is {got}, not {expected}");
+        }
+    }
+    Ok(())
+}
+
+fn on_gpus(positions: usize, vocab: usize, options: &LossOptions) -> Result<()> {
+    for device in devices().iter().filter(|device| !device.is_cpu()) {
+        for dtype in [DType::F32, DType::BF16] {
+            assert_same(positions, vocab, options, dtype, device)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn several_chunks_are_the_same_as_on_the_cpu() -> Result<()> {
+    on_gpus(300, 1000, &LossOptions::new().with_workspace_bytes(1 << 20))
+}
+
+#[test]
+#[ignore = "for a GPU"]
+fn a_hundred_thousand_rows_of_a_large_vocabulary_are_the_same_as_on_the_cpu() -> Result<()> {
+    on_gpus(100_000, 128_256, &LossOptions::new())
+}
+
+#[test]
+#[ignore = "for a GPU"]
+fn a_chunk_of_more_than_two_to_the_31_logits_is_the_same_as_on_the_cpu() -> Result<()> {
+    on_gpus(70_000, 33_278, &LossOptions::new().with_workspace_bytes(20 << 30))
+}

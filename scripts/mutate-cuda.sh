@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 . scripts/mutants.sh
 
-on_driver=(scripts/check-cuda-on-linux.sh --test training --test cuda_on_linux --test decoding)
+on_driver=(scripts/check-cuda-on-linux.sh --test training --test cuda_on_linux -- --skip injected)
 
 # Addresses and launches
 mutant cuda/device.rs '(layout.start_offset() * size_of::<T>()) as u64' 'layout.start_offset() as u64' "${on_driver[@]}"

@@ -6,6 +6,7 @@ pub struct Driver {
     fail_call: extern "C" fn(c_long),
     failure_is_pending: extern "C" fn() -> c_int,
     live_allocations: extern "C" fn() -> c_long,
+    keep_allocations: extern "C" fn(c_int),
     uploads: extern "C" fn() -> c_long,
     waits: extern "C" fn() -> c_long,
 }
@@ -19,6 +20,7 @@ impl Driver {
                 fail_call: function(c"emulated_fail_call")?,
                 failure_is_pending: function(c"emulated_failure_is_pending")?,
                 live_allocations: function(c"emulated_live_allocations")?,
+                keep_allocations: function(c"emulated_keep_allocations")?,
                 uploads: function(c"emulated_uploads")?,
                 waits: function(c"emulated_waits")?,
             })
@@ -40,6 +42,11 @@ impl Driver {
     /// The allocations of this thread that are not freed.
     pub fn live_allocations(&self) -> i64 {
         (self.live_allocations)()
+    }
+
+    /// Lets allocations of this thread from now on live until the process ends.
+    pub fn keep_allocations(&self) {
+        (self.keep_allocations)(1)
     }
 
     /// The copies of this thread from the host to the device.

@@ -191,7 +191,7 @@ fn every_fault_is_detected() {
     if Driver::emulated().is_none() {
         return;
     }
-    let leak = ("leak", "1 allocations are never freed");
+    let leak = ("leak", "never freed: an allocation of 256 bytes, last written by \"memset\"");
     for (name, message) in FAULTS.iter().map(|(name, message, _)| (*name, *message)).chain([leak]) {
         let output = Command::new(std::env::current_exe().expect("this test"))
             .args(["--exact", "faults::fault", "--ignored", "--nocapture"])

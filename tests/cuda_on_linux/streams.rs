@@ -41,7 +41,9 @@ fn assert_close(got: &[f32], expected: &[f32]) {
 #[test]
 fn results_can_be_used_on_another_stream_after_synchronizing() -> Result<()> {
     let [device, reader] = [Device::new_cuda_with_stream(0)?, Device::new_cuda_with_stream(0)?];
-    assert_close(&results(&device, &reader)?, &results(&Device::Cpu, &Device::Cpu)?);
+    let expected = results(&Device::Cpu, &Device::Cpu)?;
+    assert_close(&results(&device, &reader)?, &expected);
+    assert_close(&results(&reader, &device)?, &expected);
     Ok(())
 }
 

@@ -60,11 +60,15 @@ struct Resource {
 struct Allocation : Resource {
     uintptr_t base;
     size_t size;
+    // Whether it may live until the process ends.
+    bool is_kept;
 };
 
 // Begins an operation on a stream, which later calls refer to.
 void begin(Stream &stream, std::string what);
 
+// The bytes of all live allocations, now and at most.
+extern size_t used_now, used_at_most;
 uintptr_t allocate(size_t size);
 void free(uintptr_t address);
 // The operation uses these bytes. Reading requires that they have been written.
@@ -76,8 +80,8 @@ bool is_device(uintptr_t address);
 bool is_live(uintptr_t address);
 
 // Memory outside of the device's that kernels may access: stacks and their own variables.
-// The number of live allocations of all threads.
-size_t live_allocations();
+// The live allocations of all threads, without those that may be kept.
+std::vector<std::string> live_allocations();
 
 void allow(uintptr_t first, size_t size);
 void disallow_last();

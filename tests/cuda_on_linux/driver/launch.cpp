@@ -4,6 +4,7 @@
 #include <link.h>
 
 #include <map>
+#include <set>
 
 #include "../../gpu_host/machine.h"
 #include "driver.h"
@@ -26,6 +27,8 @@ std::string emulated::place() {
 
 // A kernel's own variables are in the pages of its library.
 static void allow_variables(const EmulatedModule *module) {
+    static std::set<const EmulatedModule *> known;
+    if (!known.insert(module).second) return;
     auto visit = [](dl_phdr_info *info, size_t, void *address) {
         for (int i = 0; i < info->dlpi_phnum; ++i) {
             const auto &part = info->dlpi_phdr[i];

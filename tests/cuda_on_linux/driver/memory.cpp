@@ -26,6 +26,7 @@ static Allocation **const owners = reserve<Allocation *>(BYTES / PAGE);
 static const uintptr_t base = uintptr_t(memory);
 static std::map<uintptr_t, Allocation> live;
 static thread_local long live_of_thread = 0;
+static thread_local bool keeps = false;
 
 static struct {
     size_t stream;
@@ -83,6 +84,8 @@ void begin(Stream &stream, std::string what) {
     current.what = std::move(what);
 }
 
+size_t used_now = 0, used_at_most = 0;
+
 // Memory that was freed is not used again until all of the address space was.
 uintptr_t allocate(size_t size) {
     static uintptr_t next = base;
@@ -103,6 +106,7 @@ uintptr_t allocate(size_t size) {
     made.name = "an allocation of " + std::to_string(size) + " bytes";
     made.base = address;
     made.size = size;
+    made.is_kept = keeps;
     memset(states + (address - base), UNWRITTEN, size);
     memset(states + (address - base) + size, NONE, pages * PAGE - size);
     // NaN in every floating-point type, and not a valid index.
@@ -110,6 +114,8 @@ uintptr_t allocate(size_t size) {
     for (size_t i = 0; i < pages; ++i) owners[(address - base) / PAGE + i] = &made;
     made.use(true);
     live_of_thread++;
+    used_now += size;
+    used_at_most = std::max(used_at_most, used_now);
     return address;
 }
 
@@ -118,6 +124,7 @@ void free(uintptr_t address) {
     if (found == live.end()) die("frees " + hex(address) + ", which is no allocation");
     Allocation &freed = found->second;
     freed.use(true);
+    used_now -= freed.size;
     const size_t first = address - base, size = (freed.size / PAGE + 1) * PAGE;
     memset(states + first, FREED, size);
     madvise(memory + first, size, MADV_DONTNEED);
@@ -126,7 +133,13 @@ void free(uintptr_t address) {
     live_of_thread--;
 }
 
-size_t live_allocations() { return live.size(); }
+std::vector<std::string> live_allocations() {
+    std::vector<std::string> all;
+    for (const auto &[address, allocation] : live) {
+        if (!allocation.is_kept) all.push_back(allocation.name + ", last written by \"" + allocation.writer.what + "\"");
+    }
+    return all;
+}
 
 bool is_device(uintptr_t address) { return address - base < BYTES; }
 
@@ -190,6 +203,8 @@ static inline void access(const void *pointer, size_t size, bool writes) {
 extern "C" {
 // The allocations that this thread has made, less those that it has freed.
 long emulated_live_allocations() { return emulated::live_of_thread; }
+// Whether allocations of this thread from now on may live until the process ends.
+void emulated_keep_allocations(int keeps) { emulated::keeps = keeps; }
 
 #define ACCESS(size)                                                                                       \
     void __tsan_read##size(void *at) { emulated::access(at, size, false); }                                \

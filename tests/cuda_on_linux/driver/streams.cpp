@@ -97,7 +97,7 @@ Status cuDevicePrimaryCtxRetain(void **made, int) {
 Status cuDevicePrimaryCtxRelease_v2(int) {
     RELEASE(FAILED);
     if (--retained < 0) die("the context is released too often");
-    if (!retained && live_allocations()) die("the context is released before its memory");
+    if (!retained && !live_allocations().empty()) die("the context is released before its memory");
     return status;
 }
 Status cuCtxDestroy_v2(void *) { die("no context but the primary one exists"); }
@@ -190,6 +190,26 @@ Status cuMemFreeAsync(uintptr_t address, void *stream) {
 Status cuMemAlloc_v2(uintptr_t *, size_t) { die("memory that no stream allocates"); }
 Status cuMemFree_v2(uintptr_t) { die("memory that no stream frees"); }
 
+// The pool that allocations are from: the bytes in use, now and at most.
+enum { RELEASE_THRESHOLD = 4, USED_NOW = 7, USED_AT_MOST = 8 };
+Status cuDeviceGetDefaultMemPool(void **pool, int) {
+    ENTER(FAILED);
+    *pool = &used_now;
+    return 0;
+}
+Status cuMemPoolGetAttribute(void *, int attribute, uint64_t *value) {
+    ENTER(FAILED);
+    if (attribute != USED_NOW && attribute != USED_AT_MOST) die("attribute " + std::to_string(attribute) + " of a pool");
+    *value = attribute == USED_NOW ? used_now : used_at_most;
+    return 0;
+}
+Status cuMemPoolSetAttribute(void *, int attribute, const uint64_t *value) {
+    ENTER(FAILED);
+    if (attribute == USED_AT_MOST && *value == 0) used_at_most = used_now;
+    else if (attribute != RELEASE_THRESHOLD) return INVALID_VALUE;
+    return 0;
+}
+
 Status cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *stream) {
     ENTER_CONTEXT();
     begin(stream_of(stream), "memset");
@@ -229,8 +249,9 @@ Status cuMemcpyPeerAsync(uintptr_t to, void *, uintptr_t from, void *, size_t si
 
 // What remains at the end of the process.
 __attribute__((destructor)) static void report_leaks() {
-    const size_t count = live_allocations();
-    if (!count) return;
-    fprintf(stderr, "emulated CUDA: %zu allocations are never freed\n", count);
+    const auto never_freed = live_allocations();
+    if (never_freed.empty()) return;
+    for (const std::string &allocation : never_freed)
+        fprintf(stderr, "emulated CUDA: never freed: %s\n", allocation.c_str());
     _Exit(1);
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the integration tests with the feature `cuda` on an emulated driver (tests/cuda_on_linux), which needs a Rust
+# Runs all tests with the feature `cuda` on an emulated driver (tests/cuda_on_linux), which needs a Rust
 # toolchain and a C++ compiler, but neither CUDA nor a GPU. Arguments are those of `cargo test`, such as `--test laws`.
 # With EXAMPLE=NAME it runs that example instead, with the arguments.
 set -euo pipefail
@@ -11,12 +11,15 @@ libraries=$(realpath -m "$CARGO_TARGET_DIR")/toolkit/lib64
 mkdir -p "$libraries"
 # One library has the functions of all that candle links to.
 "${CXX:-c++}" -std=c++17 -O2 -g1 -Wall -Wextra -shared -fPIC -pthread "$toolkit"/driver/*.cpp -o "$libraries/libcuda.so.new" -ldl
-cmp -s "$libraries/libcuda.so.new" "$libraries/libcuda.so" || cp "$libraries/libcuda.so.new" "$libraries/libcuda.so"
+mv -f "$libraries/libcuda.so.new" "$libraries/libcuda.so"
 for name in cublas cublasLt cudart curand nvrtc; do ln -sf libcuda.so "$libraries/lib$name.so"; done
 ln -sfn "$toolkit/bin" "$libraries/../bin"
 
 # Cargo does not know what the compiler consists of.
-sources=$(cat "$toolkit"/bin/nvcc "$toolkit"/driver/module.h tests/gpu_host/numbers.h $(find "$toolkit/include" -type f | sort) | sha256sum)
+sources=$({
+    "${CXX:-c++}" --version
+    cat "$toolkit"/bin/nvcc "$toolkit"/driver/module.h tests/gpu_host/numbers.h "$toolkit"/include/{*.h,cuda/std/*}
+} | sha256sum)
 if [[ $(cat "$libraries/../sources" 2>/dev/null) != "$sources" ]]; then
     cargo clean --quiet --release -p candle-kernels -p mos-head
     echo "$sources" >"$libraries/../sources"

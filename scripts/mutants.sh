@@ -2,23 +2,30 @@
 # interrupted.
 
 export PROPTEST_DISABLE_FAILURE_PERSISTENCE=1
-missed=0 count=0 file=
+missed=0 count=0 file= tests=() passed=()
 # Touches the file, so that cargo rebuilds it.
 restore() { [[ ! -e $file.original ]] || { mv "$file.original" "$file" && touch "$file"; }; }
 trap restore EXIT
 
-# mutant FILE TEXT REPLACEMENT COMMAND..: TEXT must occur exactly once in a file of src/backend, and COMMAND must compile
-# and fail.
+# expect COMMAND..: the command, which must succeed now, that the next mutants must make fail.
+expect() {
+    tests=("$@")
+    [[ " ${passed[*]} " == *" $* "* ]] && return
+    "$@" >/dev/null 2>&1 || { echo "fails without a mutation: $*"; exit 1; }
+    passed+=("$*")
+}
+
+# mutant FILE TEXT REPLACEMENT: TEXT must occur exactly once in a file of src/backend. With the replacement the tests must
+# compile and fail, or not end in time.
 mutant() {
     local text=$2 replacement=$3 content log
     file=src/backend/$1
-    shift 3
     content=$(cat "$file")
     [[ $(grep -oF -- "$text" "$file" | wc -l) == 1 ]] || { echo "$file: does not occur exactly once: $text"; exit 1; }
     mv "$file" "$file.original"
     printf '%s\n' "${content/"$text"/"$replacement"}" >"$file"
     count=$((count + 1))
-    if log=$("$@" 2>&1); then
+    if log=$(timeout 900 "${tests[@]}" 2>&1); then
         echo "MISSED  $file: $text -> $replacement"
         missed=$((missed + 1))
     elif grep -q "could not compile" <<<"$log"; then

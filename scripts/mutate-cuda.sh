@@ -6,43 +6,46 @@ cd "$(dirname "$0")/.."
 
 . scripts/mutants.sh
 
-on_driver=(scripts/check-cuda-on-linux.sh --test training --test cuda_on_linux -- --skip injected)
+expect scripts/check-cuda-on-linux.sh --test training --test cuda_on_linux -- --skip injected
 
 # Addresses and launches
-mutant cuda/device.rs '(layout.start_offset() * size_of::<T>()) as u64' 'layout.start_offset() as u64' "${on_driver[@]}"
-mutant cuda/device.rs 'DType::I64 => self.first::<i64>' 'DType::I64 => self.first::<u32>' "${on_driver[@]}"
-mutant cuda/device.rs 'if blocks == 0 {' 'if false {' "${on_driver[@]}"
-mutant cuda/device.rs 'block_dim: (BLOCK as u32' 'block_dim: (BLOCK as u32 / 2' "${on_driver[@]}"
-mutant cuda/device.rs 'grid_dim: (blocks as u32' 'grid_dim: (blocks as u32 + 1' "${on_driver[@]}"
-mutant cuda/device.rs 'Argument::Long(x) => builder.arg(x)' 'Argument::Long(_) => builder.arg(&0i64)' "${on_driver[@]}"
-mutant cuda/device.rs 'Argument::Rows(x) => builder.arg(x)' 'Argument::Rows(_) => &mut builder' "${on_driver[@]}"
-mutant cuda/device.rs 'self.kernels.load_function(kernel)' 'self.kernels.load_function("row_log_sum_exp")' "${on_driver[@]}"
+mutant cuda/device.rs '(layout.start_offset() * size_of::<T>()) as u64' 'layout.start_offset() as u64'
+mutant cuda/device.rs 'DType::I64 => self.first::<i64>' 'DType::I64 => self.first::<u32>'
+mutant cuda/device.rs 'block_dim: (BLOCK as u32' 'block_dim: (BLOCK as u32 / 2'
+mutant cuda/device.rs 'grid_dim: (blocks as u32' 'grid_dim: (blocks as u32 + 1'
+mutant cuda/device.rs 'Argument::Long(x) => builder.arg(x)' 'Argument::Long(_) => builder.arg(&0i64)'
+mutant cuda/device.rs 'Argument::Rows(x) => builder.arg(x)' 'Argument::Rows(_) => &mut builder'
+mutant cuda/device.rs 'self.kernels.load_function(kernel)' 'self.kernels.load_function("row_log_sum_exp")'
 
 # State of a thread and a stream
-mutant cuda/device.rs 'stream.cu_stream() as usize);' '0);' "${on_driver[@]}"
-mutant cuda/device.rs 'CudaBlas::new(stream.clone())' 'CudaBlas::new(stream.context().new_stream().w()?)' "${on_driver[@]}"
-mutant cuda/device.rs 'CUBLAS_POINTER_MODE_DEVICE)' 'CUBLAS_POINTER_MODE_HOST)' "${on_driver[@]}"
-mutant cuda/device.rs '&[0f32, 1.0]' '&[1f32, 0.0]' "${on_driver[@]}"
-mutant cuda/device.rs 'constants + size_of::<f32>() as u64' 'constants + 2 * size_of::<f32>() as u64' "${on_driver[@]}"
+mutant cuda/device.rs 'stream.cu_stream() as usize);' '0);'
+mutant cuda/device.rs 'CudaBlas::new(stream.clone())' 'CudaBlas::new(stream.context().new_stream().w()?)'
+mutant cuda/device.rs 'CUBLAS_POINTER_MODE_DEVICE)' 'CUBLAS_POINTER_MODE_HOST)'
+mutant cuda/device.rs '&[0f32, 1.0]' '&[1f32, 0.0]'
+mutant cuda/device.rs 'constants + size_of::<f32>() as u64' 'constants + 2 * size_of::<f32>() as u64'
 
 # Products
-mutant cuda/device.rs 'DType::F16 => CUDA_R_16F,' 'DType::F16 => CUDA_R_16BF,' "${on_driver[@]}"
-mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'product.alpha.unwrap_or(zero)' "${on_driver[@]}"
-mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'one' "${on_driver[@]}"
-mutant cuda/device.rs 'if product.accumulate { one } else { zero }' 'one' "${on_driver[@]}"
-mutant cuda/device.rs 'if product.accumulate { one } else { zero }' 'zero' "${on_driver[@]}"
-mutant cuda/device.rs 'transposition(&product.rhs),' 'transposition(&product.lhs),' "${on_driver[@]}"
-mutant cuda/device.rs 'product.k as i32' 'product.k as i32 - 1' "${on_driver[@]}"
-mutant cuda/device.rs 'product.rhs.stride as i32' 'product.n as i32' "${on_driver[@]}"
-mutant cuda/device.rs 'product.lhs.stride as i32' 'product.k as i32' "${on_driver[@]}"
-mutant cuda/device.rs 'product.out_stride as i32' 'product.n as i32' "${on_driver[@]}"
-mutant cuda/device.rs 'product.out as *mut _' 'product.lhs.address as *mut _' "${on_driver[@]}"
+mutant cuda/device.rs 'DType::F16 => CUDA_R_16F,' 'DType::F16 => CUDA_R_16BF,'
+mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'product.alpha.unwrap_or(zero)'
+mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'one'
+mutant cuda/device.rs 'if product.accumulate { one } else { zero }' 'one'
+mutant cuda/device.rs 'if product.accumulate { one } else { zero }' 'zero'
+mutant cuda/device.rs 'transposition(&product.rhs),' 'transposition(&product.lhs),'
+mutant cuda/device.rs 'product.k as i32' 'product.k as i32 - 1'
+mutant cuda/device.rs 'product.rhs.stride as i32' 'product.n as i32'
+mutant cuda/device.rs 'product.lhs.stride as i32' 'product.k as i32'
+mutant cuda/device.rs 'product.out_stride as i32' 'product.n as i32'
+mutant cuda/device.rs 'product.out as *mut _' 'product.lhs.address as *mut _'
 
 # The memory and the arguments of the chunks
-mutant gpu/chunks.rs 'zeros(7 * rows, DType::F32)' 'zeros(6 * rows, DType::F32)' "${on_driver[@]}"
-mutant gpu/chunks.rs 'logits: zeros(rows * stride, DType::F32)' 'logits: zeros(rows * vocab, DType::F32)' "${on_driver[@]}"
-mutant gpu/chunks.rs 'rows / components * stride, DType::F32)' '(rows / components - 1) * stride, DType::F32)' "${on_driver[@]}"
-mutant gpu/chunks.rs 'count: self.rows_per_chunk as i64' 'count: self.rows_per_chunk as i64 + 1' "${on_driver[@]}"
-mutant gpu/chunks.rs 'Argument::Write(ids.at(positions.start * k))' 'Argument::Write(ids.at(positions.start * k + 1))' "${on_driver[@]}"
+mutant gpu/chunks.rs 'zeros(7 * rows, DType::F32)' 'zeros(6 * rows, DType::F32)'
+mutant gpu/chunks.rs 'logits: zeros(rows * stride, DType::F32)' 'logits: zeros(rows * vocab, DType::F32)'
+mutant gpu/chunks.rs 'rows / components * stride, DType::F32)' '(rows / components - 1) * stride, DType::F32)'
+mutant gpu/chunks.rs 'count: self.rows_per_chunk as i64' 'count: self.rows_per_chunk as i64 + 1'
+mutant gpu/chunks.rs 'Argument::Write(ids.at(positions.start * k))' 'Argument::Write(ids.at(positions.start * k + 1))'
+
+# Empty batches
+expect scripts/check-cuda-on-linux.sh --test edges
+mutant cuda/device.rs 'if blocks == 0 {' 'if false {'
 
 report

@@ -176,10 +176,14 @@ impl Loss {
             check_weights("class_weights", weights, &weights.dims()[..weights.rank().min(1)], nll)?;
         }
         let zeros = nll.zeros_like()?.detach();
-        if nll.elem_count() == 0 {
-            // candle's CUDA kernels cannot be launched for empty tensors.
+        if nll.elem_count() == 0 && nll.device().is_cuda() {
+            // candle cannot launch its kernels for empty tensors.
             let zero = Tensor::zeros((), nll.dtype(), nll.device())?;
-            let value = if options.reduction == Reduction::None { zeros } else { zero.clone() };
+            let value = match options.reduction {
+                Reduction::None if options.train => nll.clone(),
+                Reduction::None => zeros,
+                Reduction::Mean | Reduction::Sum => zero.clone(),
+            };
             return Ok(Loss::new(value, zero.clone(), zero, nll.clone()));
         }
         let mut weights = zeros.ones_like()?;

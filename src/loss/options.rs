@@ -164,9 +164,9 @@ impl LossOptions {
     /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it.
     ///
     /// The default holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with fewer
-    /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. On CUDA it holds 1024 rows
-    /// and at most 1 GiB; on Metal 512 rows, or 32 MiB of logits, and at most 512 MiB, of which half may be unused,
-    /// because candle rounds allocations up to a power of two.
+    /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it holds 32 MiB
+    /// of logits or 1024 rows (Metal: 512), whichever is larger, and is at most 1 GiB (Metal: 512 MiB, of which half
+    /// may be unused, because candle rounds allocations up to a power of two).
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }
     }

@@ -2,7 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result};
+use mos_head::{
+    LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
+};
 
 use crate::driver::Driver;
 
@@ -12,28 +14,47 @@ fn only_the_filter_waits_for_the_device_and_candle_can_keep_all_uploads() -> Res
     let device = Device::new_cuda(0)?;
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
-    let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(6, 20, 3).with_context(5), vb)?;
+    let config = MixtureConfig::new(6, 20, 3).with_context(5).with_softcap(30.0);
+    let heads: [Box<dyn OutputLayer>; 3] = [
+        Box::new(SoftmaxHead::new(&SoftmaxConfig::new(6, 20), vb.pp("softmax"))?),
+        Box::new(MixtureOfContexts::new(&config, vb.pp("contexts"))?),
+        Box::new(MixtureOfSoftmaxes::new(&config, vb.pp("softmaxes"))?),
+    ];
     let hidden = Tensor::ones((4, 6), DType::F32, &device)?;
     let targets = Tensor::new(&[3u32, 19, 0, 7], &device)?;
+    let weights = |n: usize| Tensor::ones(n, DType::F32, &device);
+    let plain = [
+        LossOptions::new(),
+        LossOptions::new().with_label_smoothing(0.1).with_ignore_index(0),
+        LossOptions::new().with_z_loss(1e-3).with_hits(true),
+        LossOptions::new().with_position_weights(weights(4)?).with_class_weights(weights(20)?),
+    ];
+    let filtered = LossOptions::new().with_responsibility_filter(1e-3);
     // Uploads and waits of a training step.
-    let step = |options: &LossOptions| -> Result<(i64, i64)> {
+    let step = |head: &dyn OutputLayer, options: &LossOptions| -> Result<(i64, i64)> {
         let before = (driver.uploads(), driver.waits());
         head.loss(&hidden, &targets, options)?.backward()?;
         Ok((driver.uploads() - before.0, driver.waits() - before.1))
     };
-    let plain = LossOptions::new().with_label_smoothing(0.1).with_ignore_index(0);
-    let filtered = LossOptions::new().with_responsibility_filter(1e-3);
 
-    step(&plain)?;
-    let (uploads, waits) = step(&plain)?;
-    assert!(uploads > 0, "candle uploads shapes and scalars");
-    assert_eq!(waits, 0);
-    assert_eq!(step(&filtered)?.1, 1, "the number of live rows of one chunk");
+    for head in &heads {
+        for options in &plain {
+            step(&**head, options)?;
+            let (uploads, waits) = step(&**head, options)?;
+            assert!(uploads > 0, "candle uploads shapes and scalars");
+            assert_eq!(waits, 0);
+        }
+        assert_eq!(step(&**head, &filtered)?.1, 1, "the number of live rows of one chunk");
+    }
 
     // candle keeps them in a static variable.
     driver.keep_allocations();
     let _kept = device.as_cuda_device()?.enable_cuda_graph_htod_cache();
-    step(&plain)?;
-    assert_eq!(step(&plain)?, (0, 0));
+    for head in &heads {
+        for options in &plain {
+            step(&**head, options)?;
+            assert_eq!(step(&**head, options)?, (0, 0));
+        }
+    }
     Ok(())
 }

@@ -36,14 +36,16 @@ fn exp(device: &CudaDevice, from: u64, to: u64, n: usize) -> Result<()> {
     Ok(())
 }
 
-/// The product of two 4 by 4 matrices, with factors at an address and these strides, on a stream.
-fn multiply(blas: &CudaBlas, matrix: u64, factors: *const f32, strides: [i32; 3]) -> Result<()> {
+/// Three 4 by 4 matrices, one after another.
+const MATRICES: [f32; 48] = [0.0; 48];
+
+/// The product of the last two of three matrices, with these strides, into the first.
+fn multiply(blas: &CudaBlas, matrices: u64, factors: *const f32, [out, lhs, rhs]: [i32; 3]) -> Result<()> {
     use cublas::cublasComputeType_t::CUBLAS_COMPUTE_32F;
     use cublas::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
     use cublas::cublasOperation_t::CUBLAS_OP_N;
     use cublas::cudaDataType_t::CUDA_R_32F;
-    let [lhs, rhs, out] = strides;
-    let (matrix, factors) = (matrix as *mut std::ffi::c_void, factors.cast());
+    let (matrix, factors) = (|i: u64| (matrices + 64 * i) as *mut std::ffi::c_void, factors.cast());
     // SAFETY: as above.
     unsafe {
         gemm_ex(
@@ -54,14 +56,14 @@ fn multiply(blas: &CudaBlas, matrix: u64, factors: *const f32, strides: [i32; 3]
             4,
             4,
             factors,
-            matrix,
+            matrix(1),
             CUDA_R_32F,
             lhs,
-            matrix,
+            matrix(2),
             CUDA_R_32F,
             rhs,
             factors,
-            matrix,
+            matrix(0),
             CUDA_R_32F,
             out,
             CUBLAS_COMPUTE_32F,
@@ -72,7 +74,13 @@ fn multiply(blas: &CudaBlas, matrix: u64, factors: *const f32, strides: [i32; 3]
     Ok(())
 }
 
-/// The address of a slice, without the events that order its uses.
+/// [`multiply`] on this thread, by candle's handle.
+fn multiply_new(device: &CudaDevice, strides: [i32; 3]) -> Result<()> {
+    let matrices = device.clone_htod(&MATRICES)?;
+    multiply(&device.cublas_handle(), address(&matrices, &device.cuda_stream()), &1.0, strides)
+}
+
+/// The address of a slice, whose use is marked as over at once.
 fn address<T>(slice: &impl DevicePtr<T>, stream: &CudaStream) -> u64 {
     slice.device_ptr(stream).0
 }
@@ -80,7 +88,7 @@ fn address<T>(slice: &impl DevicePtr<T>, stream: &CudaStream) -> u64 {
 type Fault = fn(&CudaDevice) -> Result<()>;
 
 /// The name of each fault and the expected message.
-const FAULTS: [(&str, &str, Fault); 15] = [
+const FAULTS: [(&str, &str, Fault); 22] = [
     ("past_the_end", "writes 4 bytes", |device| {
         let numbers = device.alloc_zeros::<f32>(N)?;
         fill(device, address(&numbers, &device.cuda_stream()), N + 1)
@@ -140,31 +148,52 @@ const FAULTS: [(&str, &str, Fault); 15] = [
         let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (2048, 1, 1), shared_mem_bytes: 0 };
         fill_with(device, address(&numbers, &device.cuda_stream()), N, config)
     }),
-    ("outside_a_matrix", "64 bytes from the start of an allocation of 64 bytes", |device| {
-        let matrix = device.clone_htod(&[0f32; 16])?;
-        let at = address(&matrix, &device.cuda_stream());
-        multiply(&device.cublas_handle(), at, &1.0, [4, 5, 4])
+    ("too_much_shared_memory", "CUDA_ERROR_INVALID_VALUE", |device| {
+        let numbers = device.alloc_zeros::<f32>(N)?;
+        let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (32, 1, 1), shared_mem_bytes: 64 << 10 };
+        fill_with(device, address(&numbers, &device.cuda_stream()), N, config)
     }),
-    ("rows_that_overlap", "CUBLAS_STATUS_INVALID_VALUE", |device| {
-        let matrix = device.clone_htod(&[0f32; 16])?;
-        let at = address(&matrix, &device.cuda_stream());
-        multiply(&device.cublas_handle(), at, &1.0, [4, 4, 3])
+    ("no_such_kernel", "CUDA_ERROR_NOT_FOUND", |device| device.get_or_load_func("filled", &kernels::FILL).map(|_| ())),
+    ("assertion", "is_u32_f32, block 0, thread 2: assertion failed", |device| {
+        let device = Device::Cuda(device.clone());
+        let ids = Tensor::new(&[1u32, 9], &device)?;
+        Tensor::zeros((4, 2), DType::F32, &device)?.index_select(&ids, 0).map(|_| ())
+    }),
+    ("outside_a_matrix", "192 bytes from the start of an allocation of 192 bytes", |device| {
+        multiply_new(device, [4, 4, 5])
+    }),
+    ("result_over_an_operand", "the result overlaps an operand", |device| multiply_new(device, [5, 4, 4])),
+    ("columns_that_overlap", "CUBLAS_STATUS_INVALID_VALUE", |device| multiply_new(device, [3, 4, 4])),
+    ("matrix_not_written", "which nothing has written", |device| {
+        // SAFETY: what the test is about.
+        let matrices = unsafe { device.alloc::<f32>(MATRICES.len()) }?;
+        multiply(&device.cublas_handle(), address(&matrices, &device.cuda_stream()), &1.0, [4; 3])
     }),
     ("factors_on_the_device", "a factor in the device's memory", |device| {
-        let matrix = device.clone_htod(&[0f32; 16])?;
-        let at = address(&matrix, &device.cuda_stream());
+        let matrices = device.clone_htod(&MATRICES)?;
+        let at = address(&matrices, &device.cuda_stream());
         multiply(&device.cublas_handle(), at, at as *const f32, [4; 3])
+    }),
+    ("factors_on_the_host", "a factor in the host's memory", |device| {
+        let matrices = device.clone_htod(&MATRICES)?;
+        let blas = CudaBlas::new(device.cuda_stream()).w()?;
+        // SAFETY: the handle is valid.
+        unsafe {
+            cublas::cublasSetPointerMode_v2(*blas.handle(), cublas::cublasPointerMode_t::CUBLAS_POINTER_MODE_DEVICE)
+        };
+        multiply(&blas, address(&matrices, &device.cuda_stream()), &1.0, [4; 3])
+    }),
+    ("without_a_context", "cublasGemmEx without a context", |device| {
+        let matrices = device.clone_htod(&MATRICES)?;
+        let (blas, at) = (device.cublas_handle(), address(&matrices, &device.cuda_stream()));
+        std::thread::scope(|scope| scope.spawn(|| multiply(&blas, at, &1.0, [4; 3])).join().expect("no panic"))
     }),
     ("one_workspace", "the workspace of a cuBLAS handle", |device| {
         // The handle's stream is the default one, which is another stream on each thread.
         let blas = device.cublas_handle();
         let run = |device: &CudaDevice| {
-            let matrix = device.clone_htod(&[0f32; 16])?;
-            let at = address(&matrix, &device.cuda_stream());
-            multiply(&blas, at, &1.0, [4; 3])?;
-            // Kept, since freeing it would be ordered by nothing either.
-            std::mem::forget(matrix);
-            Ok(())
+            let matrices = device.clone_htod(&MATRICES)?;
+            multiply(&blas, address(&matrices, &device.cuda_stream()), &1.0, [4; 3])
         };
         run(device)?;
         std::thread::scope(|scope| scope.spawn(|| run(&CudaDevice::new(0)?)).join().expect("no panic"))

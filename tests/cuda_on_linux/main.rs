@@ -1,5 +1,5 @@
 //! Tests of the emulated CUDA driver, and of the crate with the faults and errors that only an emulated driver shows.
-//! `scripts/check-cuda-on-linux.sh` runs them; on a GPU they are skipped.
+//! `scripts/check-cuda-on-linux.sh` runs them; those that need the emulated driver are skipped on a GPU.
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 mod capture;

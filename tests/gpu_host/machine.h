@@ -42,22 +42,31 @@ static void **arguments;
 // The number of threads of a block, and the indices of the block and thread that run.
 static unsigned threads = 256, block, thread;
 
+// Who includes this may define it, to say more.
+#ifndef MACHINE_FAIL
+#define MACHINE_FAIL(what)                                     \
+    do {                                                       \
+        std::fprintf(stderr, "block %u: %s\n", block, what); \
+        std::abort();                                          \
+    } while (false)
+#endif
+static void fail(const char *what) { MACHINE_FAIL(what); }
+
 // The stacks of the fibers, one after another; the system provides pages when they are used.
 static char *stacks() {
-    static char *const all = static_cast<char *>(mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE,
-                                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    return all;
+    static void *const all = mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all == MAP_FAILED) fail("no memory for the stacks");
+    return static_cast<char *>(all);
 }
 
-static void fail(const char *what) {
-    std::fprintf(stderr, "block %u: %s\n", block, what);
-    std::abort();
-}
+// Not by its own name, for which a header may substitute a function that refuses jumps to another stack.
+extern "C" [[noreturn]] void jump(jmp_buf, int) __asm__("_longjmp");
 
 // Jumps between stacks, which unlike `swapcontext` needs no system call.
 static void wait(State state) {
     fibers[thread].state = state;
-    if (!_setjmp(fibers[thread].rest)) _longjmp(scheduler, 1);
+    if (!_setjmp(fibers[thread].rest)) jump(scheduler, 1);
 }
 
 static void enter() {
@@ -70,10 +79,12 @@ static void enter() {
 // Runs a fiber until it waits.
 static void resume(Fiber &fiber) {
     if (_setjmp(scheduler)) return;
-    if (fiber.has_begun) _longjmp(fiber.rest, 1);
+    if (fiber.has_begun) jump(fiber.rest, 1);
     fiber.has_begun = true;
     getcontext(&fiber.first);
-    fiber.first.uc_stack.ss_sp = stacks() + (&fiber - fibers.data()) * STACK;
+    char *const stack = stacks() + (&fiber - fibers.data()) * STACK;
+    mprotect(stack, 4096, PROT_NONE); // a guard page
+    fiber.first.uc_stack.ss_sp = stack;
     fiber.first.uc_stack.ss_size = STACK;
     fiber.first.uc_link = nullptr;
     makecontext(&fiber.first, enter, 0);

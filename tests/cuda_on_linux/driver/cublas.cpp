@@ -1,6 +1,7 @@
 // The matrix products of cuBLAS that candle and mos-head call. Their parameters are checked as cuBLAS checks them, and
 // what cuBLAS would not notice ends the process; the products are computed in f32, or in f64.
 #include <cstring>
+#include <limits>
 #include <set>
 
 #include "driver.h"
@@ -21,7 +22,7 @@ struct Handle {
     // Every product may write the workspace of its handle.
     Resource workspace{"the workspace of a cuBLAS handle", {}, {}};
 };
-static std::set<Handle *> handles;
+static auto &handles = *new std::set<Handle *>;
 
 static size_t size_of(int type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
 
@@ -48,6 +49,10 @@ struct Matrix {
     int type, rows, columns, stride;
 
     uintptr_t at(int row, int column) const { return address + (size_t(column) * stride + row) * size_of(type); }
+    bool overlaps(const Matrix &other) const {
+        return rows && columns && other.rows && other.columns && address < other.at(other.rows, other.columns - 1) &&
+               other.address < at(rows, columns - 1);
+    }
     void use(bool writes) const {
         for (int j = 0; j < columns; ++j) emulated::use(at(0, j), rows * size_of(type), writes);
     }
@@ -125,6 +130,7 @@ static Status gemm(Handle *handle, int transpose_a, int transpose_b, int m, int 
         const Matrix left{uintptr_t(a) + i * next_a * size_of(type_a), type_a, rows_a, transpose_a ? m : k, stride_a};
         const Matrix right{uintptr_t(b) + i * next_b * size_of(type_b), type_b, rows_b, transpose_b ? k : n, stride_b};
         const Matrix out{uintptr_t(c) + i * next_c * size_of(type_c), type_c, m, n, stride_c};
+        if (out.overlaps(left) || out.overlaps(right)) die("the result overlaps an operand");
         left.use(false);
         right.use(false);
         if (kept != 0) out.use(false);
@@ -138,7 +144,7 @@ static Status gemm(Handle *handle, int transpose_a, int transpose_b, int m, int 
 extern "C" {
 
 Status cublasCreate_v2(Handle **made) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     handles.insert(*made = new Handle);
     return SUCCESS;
 }
@@ -149,21 +155,26 @@ Status cublasDestroy_v2(Handle *handle) {
     return status;
 }
 Status cublasSetStream_v2(Handle *handle, void *stream) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
+    if (!handles.count(handle)) return NOT_INITIALIZED;
     handle->stream = stream;
     return SUCCESS;
 }
 Status cublasSetPointerMode_v2(Handle *handle, int mode) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
+    if (!handles.count(handle)) return NOT_INITIALIZED;
     handle->factors_on_device = mode == 1;
     return SUCCESS;
 }
-Status cublasSetMathMode(Handle *, int) { ENTER(FAILED); return SUCCESS; }
+Status cublasSetMathMode(Handle *handle, int) {
+    ENTER_LIBRARY(FAILED);
+    return handles.count(handle) ? SUCCESS : NOT_INITIALIZED;
+}
 
 Status cublasGemmEx(Handle *handle, int transpose_a, int transpose_b, int m, int n, int k, const void *alpha,
                     const void *a, int type_a, int stride_a, const void *b, int type_b, int stride_b, const void *beta,
                     void *c, int type_c, int stride_c, int compute, int) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     return gemm(handle, transpose_a, transpose_b, m, n, k, alpha, a, type_a, stride_a, 0, b, type_b, stride_b, 0, beta,
                 c, type_c, stride_c, 0, 1, compute);
 }
@@ -171,7 +182,7 @@ Status cublasGemmStridedBatchedEx(Handle *handle, int transpose_a, int transpose
                                   const void *alpha, const void *a, int type_a, int stride_a, long long next_a,
                                   const void *b, int type_b, int stride_b, long long next_b, const void *beta, void *c,
                                   int type_c, int stride_c, long long next_c, int count, int compute, int) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     return gemm(handle, transpose_a, transpose_b, m, n, k, alpha, a, type_a, stride_a, next_a, b, type_b, stride_b,
                 next_b, beta, c, type_c, stride_c, next_c, count, compute);
 }
@@ -179,7 +190,7 @@ Status cublasDgemmStridedBatched(Handle *handle, int transpose_a, int transpose_
                                  const double *alpha, const double *a, int stride_a, long long next_a, const double *b,
                                  int stride_b, long long next_b, const double *beta, double *c, int stride_c,
                                  long long next_c, int count) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     return gemm(handle, transpose_a, transpose_b, m, n, k, alpha, a, F64, stride_a, next_a, b, F64, stride_b, next_b,
                 beta, c, F64, stride_c, next_c, count, IN_F64);
 }

@@ -14,10 +14,11 @@ struct Generator {
     void *stream = nullptr;
     std::mt19937_64 state;
 };
-static std::set<Generator *> generators;
+static auto &generators = *new std::set<Generator *>;
 
 // The samples are from (0, 1].
-template <typename T> static Status fill(Generator *generator, T *to, size_t count, bool is_normal, T mean, T deviation) {
+template <typename T>
+static Status fill(Generator *generator, T *to, size_t count, bool is_normal, T mean, T deviation) {
     if (!generators.count(generator)) return NOT_INITIALIZED;
     if (is_normal && count % 2) return LENGTH_NOT_MULTIPLE;
     begin(stream_of(generator->stream), "cuRAND");
@@ -38,7 +39,7 @@ template <typename T> static Status fill(Generator *generator, T *to, size_t cou
 extern "C" {
 
 Status curandCreateGenerator(Generator **made, int) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     generators.insert(*made = new Generator);
     return 0;
 }
@@ -49,29 +50,29 @@ Status curandDestroyGenerator(Generator *generator) {
     return status;
 }
 Status curandSetStream(Generator *generator, void *stream) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     generator->stream = stream;
     return 0;
 }
 Status curandSetPseudoRandomGeneratorSeed(Generator *generator, unsigned long long seed) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     generator->state.seed(seed);
     return 0;
 }
 Status curandGenerateUniform(Generator *generator, float *to, size_t count) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     return fill<float>(generator, to, count, false, 0, 0);
 }
 Status curandGenerateUniformDouble(Generator *generator, double *to, size_t count) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     return fill<double>(generator, to, count, false, 0, 0);
 }
 Status curandGenerateNormal(Generator *generator, float *to, size_t count, float mean, float deviation) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     return fill(generator, to, count, true, mean, deviation);
 }
 Status curandGenerateNormalDouble(Generator *generator, double *to, size_t count, double mean, double deviation) {
-    ENTER(FAILED);
+    ENTER_LIBRARY(FAILED);
     return fill(generator, to, count, true, mean, deviation);
 }
 }

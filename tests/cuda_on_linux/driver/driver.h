@@ -19,10 +19,21 @@ bool is_injected(const char *function);
 #define ENTER(error)                                           \
     std::lock_guard<std::recursive_mutex> guard(emulated::one); \
     if (emulated::is_injected(__func__)) return error
+#define ENTER_CONTEXT(error)                       \
+    ENTER(error);                                  \
+    if (!emulated::has_context()) return emulated::INVALID_CONTEXT
+// cuBLAS and cuRAND would use the first GPU.
+#define ENTER_LIBRARY(error)     \
+    ENTER(error);                \
+    if (!emulated::has_context()) emulated::die(std::string(__func__) + " without a context")
 // Calls that release something do so even if they return an error.
-#define RELEASE(error)                                         \
+#define RELEASE(error)                                          \
     std::lock_guard<std::recursive_mutex> guard(emulated::one); \
     const auto status = emulated::is_injected(__func__) ? error : decltype(error)(0)
+
+const int INVALID_CONTEXT = 201;
+// Whether this thread has a context.
+bool has_context();
 
 // What has happened before: for each stream, the number of its operations.
 struct Clock : std::vector<uint64_t> {
@@ -37,7 +48,7 @@ struct Stream {
 };
 // The stream of a handle; each thread has a default stream of its own.
 Stream &stream_of(void *handle);
-// The host has waited for a stream, or for all.
+// The host has waited for a stream.
 void host_waits_for(const Stream &stream);
 
 // An operation of a stream that has used memory.
@@ -79,10 +90,10 @@ void copy(uintptr_t to, uintptr_t from, size_t size);
 bool is_device(uintptr_t address);
 bool is_live(uintptr_t address);
 
-// Memory outside of the device's that kernels may access: stacks and their own variables.
 // The live allocations of all threads, without those that may be kept.
 std::vector<std::string> live_allocations();
 
+// Memory outside of the device's that kernels may access: stacks, arguments and their own variables.
 void allow(uintptr_t first, size_t size);
 void disallow_last();
 // Where the running kernel is, for messages.

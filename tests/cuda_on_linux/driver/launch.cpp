@@ -6,9 +6,10 @@
 #include <map>
 #include <set>
 
-#include "../../gpu_host/machine.h"
 #include "driver.h"
 #include "module.h"
+#define MACHINE_FAIL(what) emulated::die(what)
+#include "../../gpu_host/machine.h"
 
 using namespace emulated;
 
@@ -59,6 +60,7 @@ struct Module {
 // Runs the threads of a block one after another, on one fiber.
 static void (*independent)(void **);
 static unsigned of_block;
+static bool is_cooperative;
 static void run_in_turn(void **arguments) {
     for (unsigned i = 0; i < of_block; ++i) {
         machine::thread = machine::block % 2 ? of_block - 1 - i : i;
@@ -75,13 +77,19 @@ unsigned emulated_index(int which) {
     const unsigned linear = which < 3 ? machine::thread : machine::block;
     return which % 3 == 0 ? linear % of[0] : which % 3 == 1 ? linear / of[0] % of[1] : linear / of[0] / of[1];
 }
-void emulated_barrier() { machine::barrier(); }
-uint32_t emulated_shuffle_xor(uint32_t value, int lane) { return machine::shuffle_xor(value, lane); }
+void emulated_barrier() {
+    if (!is_cooperative) die("a barrier in a kernel without one");
+    machine::barrier();
+}
+uint32_t emulated_shuffle_xor(uint32_t value, int lane) {
+    if (!is_cooperative) die("a shuffle in a kernel without one");
+    return machine::shuffle_xor(value, lane);
+}
 void *emulated_dynamic_shared() { return dynamic_shared.data(); }
 void emulated_fail(const char *what) { die(what); }
 
 Status cuModuleLoadData(void **made, const char *image) {
-    ENTER(FAILED);
+    ENTER_CONTEXT(FAILED);
     const std::string text(image, strcspn(image, "\n"));
     for (const std::string prefix : {EMULATED_COOPERATIVE, EMULATED_INDEPENDENT}) {
         if (text.compare(0, prefix.size(), prefix)) continue;
@@ -102,7 +110,7 @@ Status cuModuleUnload(Module *module) {
 }
 
 Status cuModuleGetFunction(void **found, Module *module, const char *name) {
-    ENTER(FAILED);
+    ENTER_CONTEXT(FAILED);
     for (const EmulatedKernel *kernel = module->table->kernels; kernel->name; ++kernel) {
         if (strcmp(kernel->name, name)) continue;
         *found = &(module->functions[kernel] = {module, kernel});
@@ -113,36 +121,53 @@ Status cuModuleGetFunction(void **found, Module *module, const char *name) {
 }
 
 Status cuLaunchKernel(void *handle, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,
-                      unsigned threads_y, unsigned threads_z, unsigned shared, void *stream, void **arguments, void **) {
-    ENTER(FAILED);
+                      unsigned threads_y, unsigned threads_z, unsigned shared, void *stream, void **arguments,
+                      void **) {
+    ENTER_CONTEXT(FAILED);
     const Function &function = *static_cast<Function *>(handle);
     const uint64_t threads = uint64_t(threads_x) * threads_y * threads_z;
     const uint64_t blocks = uint64_t(blocks_x) * blocks_y * blocks_z;
     const EmulatedModule &module = *function.module->table;
+    const EmulatedKernel &kernel = *function.kernel;
     if (!threads || threads > machine::MOST_THREADS || threads_z > 64 || !blocks || blocks_x > INT32_MAX ||
         blocks_y > MOST_BLOCKS_Y || blocks_z > MOST_BLOCKS_Y || shared > SHARED_BYTES)
         return INVALID_VALUE;
-    begin(stream_of(stream), function.kernel->name);
-    const int *pointers = function.kernel->pointers;
-    for (int i = 0; i < function.kernel->arity; ++i) {
+    begin(stream_of(stream), kernel.name);
+    if (blocks > UINT32_MAX) die("more blocks than can be emulated");
+
+    // The driver copies the arguments.
+    static const size_t ALIGNMENT = 16;
+    std::vector<size_t> places;
+    size_t bytes = 0;
+    for (int i = 0; i < kernel.arity; ++i) {
+        places.push_back(bytes);
+        bytes += (kernel.sizes[i] + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    }
+    std::vector<char> copies(bytes);
+    std::vector<void *> copied;
+    for (int i = 0; i < kernel.arity; ++i) {
+        copied.push_back(copies.data() + places[i]);
+        memcpy(copied[i], arguments[i], kernel.sizes[i]);
         uintptr_t address = 0;
-        if (pointers[i]) memcpy(&address, arguments[i], sizeof address);
+        if (kernel.are_pointers[i]) memcpy(&address, arguments[i], sizeof address);
         if (address && !is_live(address)) die("argument " + std::to_string(i) + " is no address of an allocation");
     }
-    static const bool stacks_allowed = (allow(uintptr_t(machine::stacks()), machine::MOST_THREADS * machine::STACK), true);
-    (void)stacks_allowed;
+
     dynamic_shared.assign(shared, char(0xff));
+    allow(uintptr_t(machine::stacks()), machine::MOST_THREADS * machine::STACK);
+    allow(uintptr_t(dynamic_shared.data()), shared);
+    allow(uintptr_t(copies.data()), bytes);
     const unsigned of_launch[6] = {threads_x, threads_y, threads_z, blocks_x, blocks_y, blocks_z};
     memcpy(extent, of_launch, sizeof extent);
-    allow(uintptr_t(dynamic_shared.data()), shared);
-    independent = function.kernel->run;
+    independent = kernel.run;
     of_block = unsigned(threads);
-    machine::threads = function.module->is_cooperative ? of_block : 1;
+    is_cooperative = function.module->is_cooperative;
+    machine::threads = is_cooperative ? of_block : 1;
     kernel_runs = true;
-    machine::run(function.module->is_cooperative ? function.kernel->run : run_in_turn, unsigned(blocks), arguments,
-                 module.shared, module.shared_end - module.shared);
+    machine::run(is_cooperative ? kernel.run : run_in_turn, unsigned(blocks), copied.data(), module.shared,
+                 module.shared_end - module.shared);
     kernel_runs = false;
-    disallow_last();
+    for (int i = 0; i < 3; ++i) disallow_last();
     return 0;
 }
 }

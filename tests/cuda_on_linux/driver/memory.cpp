@@ -10,23 +10,15 @@
 
 namespace emulated {
 
-enum State : uint8_t { NONE, FREED, UNWRITTEN, WRITTEN };
+enum State : uint8_t { NONE, UNWRITTEN, WRITTEN };
 static const size_t BYTES = size_t(64) << 30, PAGE = 4096;
 
 template <typename T> static T *reserve(size_t count) {
-    void *all = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *all = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                     -1, 0);
     if (all == MAP_FAILED) die("no address space for the device's memory");
     return static_cast<T *>(all);
 }
-
-// The memory, the state of each byte, and the allocation in each page.
-static char *const memory = reserve<char>(BYTES);
-static uint8_t *const states = reserve<uint8_t>(BYTES);
-static Allocation **const owners = reserve<Allocation *>(BYTES / PAGE);
-static const uintptr_t base = uintptr_t(memory);
-static std::map<uintptr_t, Allocation> live;
-static thread_local long live_of_thread = 0;
-static thread_local bool keeps = false;
 
 static struct {
     size_t stream;
@@ -35,6 +27,18 @@ static struct {
     std::string what;
 } current;
 
+// The memory, the state of each byte, and the allocation in each page.
+static char *const memory = reserve<char>(BYTES);
+static uint8_t *const states = reserve<uint8_t>(BYTES);
+static Allocation **const owners = reserve<Allocation *>(BYTES / PAGE);
+static const uintptr_t base = uintptr_t(memory);
+// Never destroyed, since other threads may outlive the end of `main`. This also holds for other containers.
+static auto &live = *new std::map<uintptr_t, Allocation>;
+// The end of the highest allocation so far.
+static uintptr_t highest = base;
+static thread_local long live_of_thread = 0;
+static thread_local bool keeps = false;
+
 static std::string hex(uintptr_t address) {
     char text[32];
     snprintf(text, sizeof text, "0x%zx", size_t(address));
@@ -42,7 +46,8 @@ static std::string hex(uintptr_t address) {
 }
 
 void die(const std::string &what) {
-    fprintf(stderr, "emulated CUDA: %s%s: %s\n", current.what.c_str(), kernel_runs ? place().c_str() : "", what.c_str());
+    const std::string where = current.what + (kernel_runs ? place() : "");
+    fprintf(stderr, "emulated CUDA: %s: %s\n", where.c_str(), what.c_str());
     abort();
 }
 
@@ -102,13 +107,13 @@ uintptr_t allocate(size_t size) {
     }
     const uintptr_t address = next;
     next += pages * PAGE;
+    highest = std::max(highest, next);
     Allocation &made = live[address];
     made.name = "an allocation of " + std::to_string(size) + " bytes";
     made.base = address;
     made.size = size;
     made.is_kept = keeps;
     memset(states + (address - base), UNWRITTEN, size);
-    memset(states + (address - base) + size, NONE, pages * PAGE - size);
     // NaN in every floating-point type, and not a valid index.
     memset(memory + (address - base), 0xff, size);
     for (size_t i = 0; i < pages; ++i) owners[(address - base) / PAGE + i] = &made;
@@ -126,8 +131,9 @@ void free(uintptr_t address) {
     freed.use(true);
     used_now -= freed.size;
     const size_t first = address - base, size = (freed.size / PAGE + 1) * PAGE;
-    memset(states + first, FREED, size);
+    // Both become zero, which for the states is NONE.
     madvise(memory + first, size, MADV_DONTNEED);
+    madvise(states + first, size, MADV_DONTNEED);
     memset(owners + first / PAGE, 0, size / PAGE * sizeof *owners);
     live.erase(found);
     live_of_thread--;
@@ -136,7 +142,8 @@ void free(uintptr_t address) {
 std::vector<std::string> live_allocations() {
     std::vector<std::string> all;
     for (const auto &[address, allocation] : live) {
-        if (!allocation.is_kept) all.push_back(allocation.name + ", last written by \"" + allocation.writer.what + "\"");
+        if (allocation.is_kept) continue;
+        all.push_back(allocation.name + ", last written by \"" + allocation.writer.what + "\"");
     }
     return all;
 }
@@ -155,10 +162,9 @@ void disallow_last() { allowed.pop_back(); }
 
 [[noreturn]] static void fault(uintptr_t address, size_t size, bool writes, uint8_t state) {
     std::string what = std::string(writes ? "writes " : "reads ") + std::to_string(size) + " bytes at " + hex(address);
-    if (state == FREED) die(what + ", which are freed");
-    if (state == UNWRITTEN) die(what + ", which nothing has written");
+    if (state == UNWRITTEN && !writes) die(what + ", which nothing has written");
     const Allocation *owner = is_device(address) ? owners[(address - base) / PAGE] : nullptr;
-    if (!owner) die(what + ", which are in no allocation");
+    if (!owner) die(what + (address < highest ? ", which are freed" : ", which are in no allocation"));
     die(what + ", " + std::to_string(address - owner->base) + " bytes from the start of " + owner->name);
 }
 
@@ -185,13 +191,11 @@ void copy(uintptr_t to, uintptr_t from, size_t size) {
     memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size);
 }
 
-// A kernel's access, of at most 16 bytes except in copies of structures.
-static inline void access(const void *pointer, size_t size, bool writes) {
+// A kernel's access. `alignment` is that of the type, or 1 if the compiler splits the access.
+static inline void access(const void *pointer, size_t size, bool writes, size_t alignment = 1) {
     const uintptr_t address = uintptr_t(pointer);
-    if (address - base < BYTES) {
-        if (address % (size & -size)) die("a misaligned access to " + hex(address));
-        return use(address, size, writes);
-    }
+    if (address % alignment) die("a misaligned access to " + hex(address));
+    if (is_device(address)) return use(address, size, writes);
     for (auto [first, length] : allowed) {
         if (address - first < length) return;
     }
@@ -206,10 +210,10 @@ long emulated_live_allocations() { return emulated::live_of_thread; }
 // Whether allocations of this thread from now on may live until the process ends.
 void emulated_keep_allocations(int keeps) { emulated::keeps = keeps; }
 
-#define ACCESS(size)                                                                                       \
-    void __tsan_read##size(void *at) { emulated::access(at, size, false); }                                \
-    void __tsan_write##size(void *at) { emulated::access(at, size, true); }                                \
-    void __tsan_unaligned_read##size(void *at) { emulated::access(at, size, false); }                      \
+#define ACCESS(size)                                                                       \
+    void __tsan_read##size(void *at) { emulated::access(at, size, false, size); }          \
+    void __tsan_write##size(void *at) { emulated::access(at, size, true, size); }          \
+    void __tsan_unaligned_read##size(void *at) { emulated::access(at, size, false); }      \
     void __tsan_unaligned_write##size(void *at) { emulated::access(at, size, true); }
 ACCESS(1)
 ACCESS(2)
@@ -218,6 +222,24 @@ ACCESS(8)
 ACCESS(16)
 void __tsan_read_range(void *at, size_t size) { emulated::access(at, size, false); }
 void __tsan_write_range(void *at, size_t size) { emulated::access(at, size, true); }
+// Some compilers call these, others the functions of the C library, which `bin/nvcc` renames.
+void *__tsan_memcpy(void *to, const void *from, size_t size) {
+    emulated::access(from, size, false);
+    emulated::access(to, size, true);
+    return memcpy(to, from, size);
+}
+void *__tsan_memmove(void *to, const void *from, size_t size) {
+    emulated::access(from, size, false);
+    emulated::access(to, size, true);
+    return memmove(to, from, size);
+}
+void *__tsan_memset(void *to, int value, size_t size) {
+    emulated::access(to, size, true);
+    return memset(to, value, size);
+}
+void *__wrap_memcpy(void *to, const void *from, size_t size) { return __tsan_memcpy(to, from, size); }
+void *__wrap_memmove(void *to, const void *from, size_t size) { return __tsan_memmove(to, from, size); }
+void *__wrap_memset(void *to, int value, size_t size) { return __tsan_memset(to, value, size); }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}

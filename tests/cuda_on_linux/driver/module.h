@@ -14,8 +14,9 @@ struct EmulatedKernel {
     // Takes an address for each argument.
     void (*run)(void **);
     int arity;
+    const size_t *sizes;
     // For each argument, whether it is a pointer.
-    const int *pointers;
+    const bool *are_pointers;
 };
 
 struct EmulatedModule {
@@ -25,7 +26,7 @@ struct EmulatedModule {
     char *shared, *shared_end;
 };
 
-// Unpacks the arguments of a kernel by its type. It reads them from the host's memory, so accesses are not checked.
+// Unpacks the arguments of a kernel by its type.
 template <auto kernel> struct EmulatedCall;
 template <typename... A, void (*kernel)(A...)> struct EmulatedCall<kernel> {
     template <size_t... I>
@@ -35,6 +36,7 @@ template <typename... A, void (*kernel)(A...)> struct EmulatedCall<kernel> {
     __attribute__((no_sanitize_thread)) static void run(void **arguments) {
         call(arguments, std::index_sequence_for<A...>());
     }
-    static constexpr int pointers[] = {std::is_pointer_v<A>..., 0};
-    static constexpr EmulatedKernel of(const char *name) { return {name, run, sizeof...(A), pointers}; }
+    static constexpr size_t sizes[] = {sizeof(A)..., 0};
+    static constexpr bool are_pointers[] = {std::is_pointer_v<A>..., false};
+    static constexpr EmulatedKernel of(const char *name) { return {name, run, sizeof...(A), sizes, are_pointers}; }
 };

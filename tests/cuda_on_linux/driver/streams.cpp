@@ -10,22 +10,28 @@
 using namespace emulated;
 
 typedef int Status;
-enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, FAILED = 719 };
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_HANDLE = 400, FAILED = 719 };
 
 std::recursive_mutex emulated::one;
 
 static thread_local long calls_until_failure = 0;
-// The allocation of this thread that still lacks events, and the number of those that it lacks.
-static thread_local uintptr_t incomplete = 0;
-static thread_local int missing_events = 0;
+// An allocation of this thread that still lacks events, its stream, and the number of events that it lacks.
+static thread_local struct {
+    uintptr_t address;
+    void *stream;
+    int missing_events;
+} incomplete;
 
-bool emulated::is_injected(const char *) {
+bool emulated::is_injected(const char *function) {
+    const std::string name = function;
+    const bool creates_events = name == "cuEventCreate" || name == "cuCtxGetCurrent" || name == "cuCtxSetCurrent";
+    if (!creates_events) incomplete.missing_events = 0;
     if (!calls_until_failure || --calls_until_failure) return false;
     // cudarc loses an allocation if it cannot create its two events.
-    if (missing_events) {
-        begin(stream_of((void *)2), "cudarc");
-        emulated::free(incomplete);
-        missing_events = 0;
+    if (incomplete.missing_events) {
+        begin(stream_of(incomplete.stream), "cudarc");
+        emulated::free(incomplete.address);
+        incomplete.missing_events = 0;
     }
     return true;
 }
@@ -34,13 +40,15 @@ bool emulated::is_injected(const char *) {
 static long retained = 0;
 static int context;
 static thread_local void *of_thread = nullptr;
-static std::set<Stream *> streams;
-static std::map<void *, Clock> events;
-// What the host has waited for. Threads of the host are assumed to tell each other.
-static Clock host;
+bool emulated::has_context() { return of_thread && retained; }
 
-static size_t stream_count = 0;
-Stream::Stream() : index(stream_count++) {}
+// Those that are not destroyed, and all that have ever been.
+static auto &streams = *new std::set<Stream *>, &all_streams = *new std::set<Stream *>;
+static auto &events = *new std::map<void *, Clock>;
+// What the host has waited for. Threads of the host are assumed to tell each other.
+static auto &host = *new Clock;
+
+Stream::Stream() : index(all_streams.size()) { all_streams.insert(this); }
 
 Stream &emulated::stream_of(void *handle) {
     static thread_local Stream *const default_stream = new Stream;
@@ -54,14 +62,7 @@ Stream &emulated::stream_of(void *handle) {
 // The copies of this thread from the host, and the calls in which it has waited for the device.
 static thread_local long uploads = 0, waits = 0;
 
-void emulated::host_waits_for(const Stream &stream) {
-    waits++;
-    host.join(stream.clock);
-}
-
-#define ENTER_CONTEXT()                     \
-    ENTER(FAILED);                          \
-    if (!of_thread) return INVALID_CONTEXT
+void emulated::host_waits_for(const Stream &stream) { host.join(stream.clock); }
 
 extern "C" {
 
@@ -109,9 +110,9 @@ Status cuCtxSetCurrent(void *to) {
     return 0;
 }
 Status cuCtxSynchronize() {
-    ENTER_CONTEXT();
-    for (const Stream *stream : streams) host_waits_for(*stream);
-    host_waits_for(stream_of((void *)2));
+    ENTER_CONTEXT(FAILED);
+    waits++;
+    for (const Stream *stream : all_streams) host_waits_for(*stream);
     return 0;
 }
 Status cuGetErrorName(int error, const char **text) {
@@ -121,7 +122,7 @@ Status cuGetErrorName(int error, const char **text) {
 Status cuGetErrorString(int error, const char **text) { return cuGetErrorName(error, text); }
 
 Status cuStreamCreate(void **made, unsigned) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     Stream *stream = new Stream;
     streams.insert(stream);
     *made = stream;
@@ -133,18 +134,19 @@ Status cuStreamDestroy_v2(void *handle) {
     return status;
 }
 Status cuStreamSynchronize(void *handle) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
+    waits++;
     host_waits_for(stream_of(handle));
     return 0;
 }
-Status cuStreamIsCapturing(void *, int *capture) { ENTER_CONTEXT(); *capture = 0; return 0; }
+Status cuStreamIsCapturing(void *, int *capture) { ENTER_CONTEXT(FAILED); *capture = 0; return 0; }
 
 Status cuEventCreate(void **made, unsigned) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     static uintptr_t count = 0;
     *made = reinterpret_cast<void *>(++count);
     events[*made];
-    if (missing_events) missing_events--;
+    if (incomplete.missing_events) incomplete.missing_events--;
     return 0;
 }
 Status cuEventDestroy_v2(void *event) {
@@ -153,36 +155,37 @@ Status cuEventDestroy_v2(void *event) {
     return status;
 }
 Status cuEventRecord(void *event, void *stream) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     if (!events.count(event)) return INVALID_HANDLE;
     events[event] = stream_of(stream).clock;
     return 0;
 }
 Status cuStreamWaitEvent(void *stream, void *event, unsigned) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     if (!events.count(event)) return INVALID_HANDLE;
     stream_of(stream).clock.join(events[event]);
     return 0;
 }
 Status cuEventSynchronize(void *event) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     if (!events.count(event)) return INVALID_HANDLE;
+    waits++;
     host.join(events[event]);
     return 0;
 }
 
 // No memory is allocated for no bytes.
 Status cuMemAllocAsync(uintptr_t *made, size_t size, void *stream) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "an allocation");
     *made = size ? allocate(size) : 0;
     if (size && !*made) return OUT_OF_MEMORY;
-    incomplete = *made;
-    missing_events = size ? 2 : 0;
+    incomplete = {*made, stream, size ? 2 : 0};
     return 0;
 }
 Status cuMemFreeAsync(uintptr_t address, void *stream) {
     RELEASE(FAILED);
+    if (!has_context()) return INVALID_CONTEXT;
     begin(stream_of(stream), "a free");
     if (address) emulated::free(address);
     return status;
@@ -199,7 +202,7 @@ Status cuDeviceGetDefaultMemPool(void **pool, int) {
 }
 Status cuMemPoolGetAttribute(void *, int attribute, uint64_t *value) {
     ENTER(FAILED);
-    if (attribute != USED_NOW && attribute != USED_AT_MOST) die("attribute " + std::to_string(attribute) + " of a pool");
+    if (attribute != USED_NOW && attribute != USED_AT_MOST) return INVALID_VALUE;
     *value = attribute == USED_NOW ? used_now : used_at_most;
     return 0;
 }
@@ -211,7 +214,7 @@ Status cuMemPoolSetAttribute(void *, int attribute, const uint64_t *value) {
 }
 
 Status cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *stream) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "memset");
     use(to, size, true);
     if (size) memset(reinterpret_cast<void *>(to), value, size);
@@ -219,7 +222,7 @@ Status cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *str
 }
 // The host's memory is pageable: a copy from it returns when it is read, a copy to it when it is written.
 Status cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *stream) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "a copy from the host");
     uploads++;
     if (is_device(uintptr_t(from))) die("an address of the device as one of the host");
@@ -228,16 +231,17 @@ Status cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *s
     return 0;
 }
 Status cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *stream) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "a copy to the host");
     if (is_device(uintptr_t(to))) die("an address of the device as one of the host");
     use(from, size, false);
     if (size) memcpy(to, reinterpret_cast<void *>(from), size);
+    waits++;
     host_waits_for(stream_of(stream));
     return 0;
 }
 Status cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t size, void *stream) {
-    ENTER_CONTEXT();
+    ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "a copy");
     copy(to, from, size);
     return 0;

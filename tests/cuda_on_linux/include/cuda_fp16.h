@@ -4,10 +4,10 @@
 
 // The operations that CUDA declares for both 16-bit types, which convert from and to `float`.
 #define EMULATED_NUMBER(T, Bits)                                                                              \
-    struct T : emulated::Bits {                                                                                         \
+    struct T : emulated::Bits {                                                                               \
         T() = default;                                                                                        \
         template <typename From, typename = std::enable_if_t<std::is_arithmetic<From>::value>>                \
-        T(From from) : emulated::Bits((float)from) {}                                                                   \
+        T(From from) : emulated::Bits((float)from) {}                                                         \
     };                                                                                                        \
     static inline T operator+(T a, T b) { return (float)a + (float)b; }                                       \
     static inline T operator-(T a, T b) { return (float)a - (float)b; }                                       \

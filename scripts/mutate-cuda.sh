@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 . scripts/mutants.sh
 
-expect scripts/check-cuda-on-linux.sh --test training --test cuda_on_linux -- --skip injected
+expect scripts/check-cuda-on-linux.sh --test training --test cuda_on_linux -- --skip faults --skip injected
 
 # Addresses and launches
 mutant cuda/device.rs '(layout.start_offset() * size_of::<T>()) as u64' 'layout.start_offset() as u64'

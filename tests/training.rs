@@ -36,7 +36,13 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 /// The losses of some steps, the parameters after them, and the most probable ids.
-fn train(make: Make, dtype: DType, device: &Device) -> Result<(Vec<f64>, BTreeMap<String, Vec<f64>>, Vec<u32>)> {
+struct Trained {
+    losses: Vec<f64>,
+    parameters: BTreeMap<String, Vec<f64>>,
+    ids: Vec<u32>,
+}
+
+fn train(make: Make, dtype: DType, device: &Device) -> Result<Trained> {
     let variables = VarMap::new();
     let head = make(VarBuilder::from_varmap(&variables, dtype, device))?;
     // The same values on every device, whose random generators differ.
@@ -62,7 +68,7 @@ fn train(make: Make, dtype: DType, device: &Device) -> Result<(Vec<f64>, BTreeMa
     }
     let parameters = variables.data().lock().unwrap();
     let parameters = parameters.iter().map(|(name, v)| Ok((name.clone(), values(v)?))).collect::<Result<_>>()?;
-    Ok((losses, parameters, head.top_k(&hidden, 1)?.tokens.flatten_all()?.to_vec1()?))
+    Ok(Trained { losses, parameters, ids: head.top_k(&hidden, 1)?.tokens.flatten_all()?.to_vec1()? })
 }
 
 /// Panics unless all values are the same up to a tolerance relative to the larger of them and one.
@@ -77,9 +83,9 @@ fn assert_close(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
 on_each_device! {
     fn every_head_learns_the_same_as_in_double_precision(device: &Device) -> Result<()> {
         for (name, make) in HEADS {
-            let (exact_losses, exact_parameters, exact_ids) = train(make, DType::F64, &Device::Cpu)?;
+            let exact = train(make, DType::F64, &Device::Cpu)?;
             for &dtype in dtypes(device) {
-                let (losses, parameters, ids) = train(make, dtype, device)?;
+                let Trained { losses, parameters, ids } = train(make, dtype, device)?;
                 let what = format!("{name} {dtype:?}");
                 assert!(losses[4] < losses[0], "{what}: {losses:?}");
                 let tolerance = match dtype {
@@ -87,13 +93,13 @@ on_each_device! {
                     DType::F32 => 1e-5,
                     _ => 2e-2,
                 };
-                assert_close(&what, &losses, &exact_losses, tolerance);
-                assert_eq!(parameters.len(), exact_parameters.len());
+                assert_close(&what, &losses, &exact.losses, tolerance);
+                assert_eq!(parameters.len(), exact.parameters.len());
                 if matches!(dtype, DType::F32 | DType::F64) {
                     for (parameter, got) in &parameters {
-                        assert_close(&format!("{what}, {parameter}"), got, &exact_parameters[parameter], 2.0 * tolerance);
+                        assert_close(&format!("{what}, {parameter}"), got, &exact.parameters[parameter], 2.0 * tolerance);
                     }
-                    assert_eq!(ids, exact_ids, "{what}");
+                    assert_eq!(ids, exact.ids, "{what}");
                 }
             }
         }

@@ -1,10 +1,10 @@
 // The state of the emulated driver: memory, streams and the operation that runs.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <algorithm>
 #include <vector>
 
 namespace emulated {

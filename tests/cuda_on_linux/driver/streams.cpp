@@ -2,7 +2,6 @@
 // stream has been ordered after, from which memory.cpp finds uses that a GPU could run in another order.
 #include <cstring>
 #include <map>
-#include <memory>
 #include <set>
 
 #include "driver.h"

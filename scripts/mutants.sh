@@ -18,10 +18,11 @@ expect() {
 # mutant FILE TEXT REPLACEMENT: TEXT must occur exactly once in a file of src/backend. With the replacement the tests must
 # compile and fail, or not end in time.
 mutant() {
-    local text=$2 replacement=$3 content log
+    local text=$2 replacement=$3 content without log
     file=src/backend/$1
     content=$(cat "$file")
-    [[ $(grep -oF -- "$text" "$file" | wc -l) == 1 ]] || { echo "$file: does not occur exactly once: $text"; exit 1; }
+    without=${content//"$text"/}
+    [[ $((${#content} - ${#without})) == "${#text}" ]] || { echo "$file: does not occur exactly once: $text"; exit 1; }
     mv "$file" "$file.original"
     printf '%s\n' "${content/"$text"/"$replacement"}" >"$file"
     count=$((count + 1))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Mutation tests of the Rust code that calls the CUDA kernels and cuBLAS. For each mutation, tests on the emulated driver
-# must fail. (The unit tests contain the mutations of the kernels.)
+# Mutation tests of the Rust code that calls the CUDA kernels and cuBLAS, and of the kernels' barriers. For each mutation,
+# tests on the emulated driver must fail. (The unit tests contain the other mutations of the kernels.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -43,6 +43,11 @@ mutant gpu/chunks.rs 'logits: zeros(rows * stride, DType::F32)' 'logits: zeros(r
 mutant gpu/chunks.rs 'rows / components * stride, DType::F32)' '(rows / components - 1) * stride, DType::F32)'
 mutant gpu/chunks.rs 'count: self.rows_per_chunk as i64' 'count: self.rows_per_chunk as i64 + 1'
 mutant gpu/chunks.rs 'Argument::Write(ids.at(positions.start * k))' 'Argument::Write(ids.at(positions.start * k + 1))'
+
+# Barriers
+mutant gpu/rows.h $'synchronize();\n    x = of_warps[0];' 'x = of_warps[0];'
+mutant gpu/rows.h $'synchronize();\n    return x;' 'return x;'
+mutant gpu/rows.h $'synchronize();\n    int at = 0;' 'int at = 0;'
 
 # Empty batches
 expect scripts/check-cuda-on-linux.sh --test edges

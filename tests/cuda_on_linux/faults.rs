@@ -27,13 +27,17 @@ fn fill(device: &CudaDevice, address: u64, n: usize) -> Result<()> {
 }
 
 /// Launches candle's kernel that computes the exponentials of `n` numbers.
-fn exp(device: &CudaDevice, from: u64, to: u64, n: usize) -> Result<()> {
+fn exp_with(device: &CudaDevice, from: u64, to: u64, n: usize, config: LaunchConfig) -> Result<()> {
     let function = device.get_or_load_func("uexp_f32", &kernels::UNARY)?;
     let mut arguments = function.builder();
     arguments.arg(&n).arg(&1usize).arg(&0u64).arg(&from).arg(&to);
     // SAFETY: as above.
-    unsafe { arguments.launch(LaunchConfig::for_num_elems(n as u32)) }.w()?;
+    unsafe { arguments.launch(config) }.w()?;
     Ok(())
+}
+
+fn exp(device: &CudaDevice, from: u64, to: u64, n: usize) -> Result<()> {
+    exp_with(device, from, to, n, LaunchConfig::for_num_elems(n as u32))
 }
 
 /// Three 4 by 4 matrices, one after another.
@@ -88,7 +92,7 @@ fn address<T>(slice: &impl DevicePtr<T>, stream: &CudaStream) -> u64 {
 type Fault = fn(&CudaDevice) -> Result<()>;
 
 /// The name of each fault and the expected message.
-const FAULTS: [(&str, &str, Fault); 22] = [
+const FAULTS: [(&str, &str, Fault); 25] = [
     ("past_the_end", "writes 4 bytes", |device| {
         let numbers = device.alloc_zeros::<f32>(N)?;
         fill(device, address(&numbers, &device.cuda_stream()), N + 1)
@@ -118,6 +122,22 @@ const FAULTS: [(&str, &str, Fault); 22] = [
     ("misaligned", "a misaligned access", |device| {
         let numbers = device.alloc_zeros::<f32>(N)?;
         fill(device, address(&numbers, &device.cuda_stream()) + 2, N / 2)
+    }),
+    ("read_after_write_of_a_thread", "thread 1: reads what thread 0 writes, without a barrier in between", |device| {
+        let numbers = device.alloc_zeros::<f32>(N)?;
+        let at = address(&numbers, &device.cuda_stream());
+        exp(device, at, at + 4, N - 1)
+    }),
+    ("write_after_read_of_a_thread", "thread 1: writes what thread 0 reads, without a barrier in between", |device| {
+        let numbers = device.alloc_zeros::<f32>(N)?;
+        let at = address(&numbers, &device.cuda_stream());
+        exp(device, at + 4, at, N - 1)
+    }),
+    ("write_after_read_of_a_block", "block 1, thread 0: writes what another block reads in the same launch", |device| {
+        let numbers = device.alloc_zeros::<f32>(N)?;
+        let at = address(&numbers, &device.cuda_stream());
+        let config = LaunchConfig { grid_dim: (N as u32, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
+        exp_with(device, at + 4, at, N - 1, config)
     }),
     ("another_stream", "without waiting for it", |device| {
         let other = CudaDevice::new_with_stream(0)?;

@@ -41,6 +41,8 @@ static void (*body)(void **);
 static void **arguments;
 // The number of threads of a block, and the indices of the block and thread that run.
 static unsigned threads = 256, block, thread;
+// The interval between two barriers that runs, counted over all blocks and launches, and the block's first one.
+[[maybe_unused]] static uint64_t interval, first_interval;
 
 // Who includes this may define it, to say more.
 #ifndef MACHINE_FAIL
@@ -99,6 +101,7 @@ static bool all(unsigned first, unsigned n, State state) {
 }
 
 static void run_block() {
+    first_interval = ++interval;
     for (unsigned i = 0; i < threads; ++i) fibers[i].state = READY;
     while (!all(0, threads, DONE)) {
         for (unsigned i = 0; i < threads; ++i) {
@@ -122,6 +125,7 @@ static void run_block() {
             progress = true;
         }
         if (all(0, threads, AT_BARRIER)) {
+            ++interval;
             for (unsigned i = 0; i < threads; ++i) fibers[i].state = READY;
             progress = true;
         }

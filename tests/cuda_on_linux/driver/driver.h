@@ -93,8 +93,25 @@ bool is_live(uintptr_t address);
 // The live allocations of all threads, without those that may be kept.
 std::vector<std::string> live_allocations();
 
-// Memory outside of the device's that kernels may access: stacks, arguments and their own variables.
-void allow(uintptr_t first, size_t size);
+// When an access of a kernel happens: the interval between two barriers, counted over all launches, the first interval
+// of the block and of the launch, and the thread.
+struct Moment {
+    uint64_t interval, block, launch;
+    unsigned thread;
+    bool is_atomic;
+};
+Moment now();
+
+// The last accesses of a byte by kernels. A race ends the process.
+struct Accesses {
+    uint64_t writer = 0, reader = 0;
+    void read(const Moment &now, bool is_shared);
+    void write(const Moment &now, bool is_shared);
+};
+
+// Memory outside of the device's that kernels may access: stacks, arguments and their own variables. With `accesses`,
+// one for each byte, it is shared by the threads of a block.
+void allow(uintptr_t first, size_t size, Accesses *accesses = nullptr);
 void disallow_last();
 // Where the running kernel is, for messages.
 std::string place();

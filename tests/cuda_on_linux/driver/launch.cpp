@@ -21,10 +21,14 @@ static const unsigned MOST_BLOCKS_Y = 65535, SHARED_BYTES = 48 << 10;
 bool emulated::kernel_runs = false;
 static unsigned extent[6];
 static std::vector<char> dynamic_shared;
+static uint64_t launch;
+static bool is_atomic = false;
 
 std::string emulated::place() {
     return ", block " + std::to_string(machine::block) + ", thread " + std::to_string(machine::thread);
 }
+
+Moment emulated::now() { return {machine::interval, machine::first_interval, launch, machine::thread, is_atomic}; }
 
 // A kernel's own variables are in the pages of its library.
 static void allow_variables(const EmulatedModule *module) {
@@ -86,6 +90,7 @@ uint32_t emulated_shuffle_xor(uint32_t value, int lane) {
     return machine::shuffle_xor(value, lane);
 }
 void *emulated_dynamic_shared() { return dynamic_shared.data(); }
+void emulated_atomic(int begins) { is_atomic = begins; }
 void emulated_fail(const char *what) { die(what); }
 
 Status cuModuleLoadData(void **made, const char *image) {
@@ -155,19 +160,23 @@ Status cuLaunchKernel(void *handle, unsigned blocks_x, unsigned blocks_y, unsign
 
     dynamic_shared.assign(shared, char(0xff));
     allow(uintptr_t(machine::stacks()), machine::MOST_THREADS * machine::STACK);
-    allow(uintptr_t(dynamic_shared.data()), shared);
     allow(uintptr_t(copies.data()), bytes);
+    const size_t static_shared = module.shared_end - module.shared;
+    std::vector<Accesses> of_static(static_shared), of_dynamic(shared);
+    allow(uintptr_t(module.shared), static_shared, of_static.data());
+    allow(uintptr_t(dynamic_shared.data()), shared, of_dynamic.data());
     const unsigned of_launch[6] = {threads_x, threads_y, threads_z, blocks_x, blocks_y, blocks_z};
     memcpy(extent, of_launch, sizeof extent);
     independent = kernel.run;
     of_block = unsigned(threads);
     is_cooperative = function.module->is_cooperative;
     machine::threads = is_cooperative ? of_block : 1;
+    launch = machine::interval + 1;
     kernel_runs = true;
     machine::run(is_cooperative ? kernel.run : run_in_turn, unsigned(blocks), copied.data(), module.shared,
-                 module.shared_end - module.shared);
+                 static_shared);
     kernel_runs = false;
-    for (int i = 0; i < 3; ++i) disallow_last();
+    for (int i = 0; i < 4; ++i) disallow_last();
     return 0;
 }
 }

@@ -27,9 +27,10 @@ static struct {
     std::string what;
 } current;
 
-// The memory, the state of each byte, and the allocation in each page.
+// The memory, the state of each byte, its last accesses by kernels, and the allocation in each page.
 static char *const memory = reserve<char>(BYTES);
 static uint8_t *const states = reserve<uint8_t>(BYTES);
+static Accesses *const all_accesses = reserve<Accesses>(BYTES);
 static Allocation **const owners = reserve<Allocation *>(BYTES / PAGE);
 static const uintptr_t base = uintptr_t(memory);
 // Never destroyed, since other threads may outlive the end of `main`. This also holds for other containers.
@@ -131,9 +132,10 @@ void free(uintptr_t address) {
     freed.use(true);
     used_now -= freed.size;
     const size_t first = address - base, size = (freed.size / PAGE + 1) * PAGE;
-    // Both become zero, which for the states is NONE.
+    // All become zero, which for the states is NONE.
     madvise(memory + first, size, MADV_DONTNEED);
     madvise(states + first, size, MADV_DONTNEED);
+    madvise(all_accesses + first, size * sizeof *all_accesses, MADV_DONTNEED);
     memset(owners + first / PAGE, 0, size / PAGE * sizeof *owners);
     live.erase(found);
     live_of_thread--;
@@ -156,8 +158,13 @@ bool is_live(uintptr_t address) {
     return owner && address <= owner->base + owner->size;
 }
 
-static std::vector<std::pair<uintptr_t, size_t>> allowed;
-void allow(uintptr_t first, size_t size) { allowed.emplace_back(first, size); }
+struct Allowed {
+    uintptr_t first;
+    size_t size;
+    Accesses *accesses;
+};
+static std::vector<Allowed> allowed;
+void allow(uintptr_t first, size_t size, Accesses *accesses) { allowed.push_back({first, size, accesses}); }
 void disallow_last() { allowed.pop_back(); }
 
 [[noreturn]] static void fault(uintptr_t address, size_t size, bool writes, uint8_t state) {
@@ -191,13 +198,28 @@ void copy(uintptr_t to, uintptr_t from, size_t size) {
     memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), size);
 }
 
+static void check_races(Accesses *accesses, size_t size, bool writes, bool is_shared) {
+    const Moment moment = now();
+    for (size_t i = 0; i < size; ++i) {
+        if (writes) accesses[i].write(moment, is_shared);
+        else accesses[i].read(moment, is_shared);
+    }
+}
+
 // A kernel's access. `alignment` is that of the type, or 1 if the compiler splits the access.
 static inline void access(const void *pointer, size_t size, bool writes, size_t alignment = 1) {
     const uintptr_t address = uintptr_t(pointer);
     if (address % alignment) die("a misaligned access to " + hex(address));
-    if (is_device(address)) return use(address, size, writes);
-    for (auto [first, length] : allowed) {
-        if (address - first < length) return;
+    if (is_device(address)) {
+        use(address, size, writes);
+        return check_races(all_accesses + (address - base), size, writes, false);
+    }
+    // The last first: the memory that a block shares is a part of its kernel's library.
+    for (size_t i = allowed.size(); i-- > 0;) {
+        const Allowed &here = allowed[i];
+        if (address - here.first >= here.size) continue;
+        if (here.accesses) check_races(here.accesses + (address - here.first), size, writes, true);
+        return;
     }
     if (kernel_runs) die(std::string(writes ? "writes to " : "reads from ") + hex(address) + ", memory of the host");
 }

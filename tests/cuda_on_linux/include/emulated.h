@@ -22,6 +22,8 @@ unsigned emulated_index(int which);
 void emulated_barrier();
 uint32_t emulated_shuffle_xor(uint32_t value, int lane);
 void *emulated_dynamic_shared();
+// An atomic operation begins (1) or ends (0).
+void emulated_atomic(int begins);
 void emulated_fail(const char *what);
 }
 
@@ -56,8 +58,11 @@ template <typename T> static inline T __shfl_xor_sync(unsigned mask, T value, in
 // The threads of a block take turns only at barriers and shuffles, so a plain update is atomic.
 #define ATOMIC(name, combined)                                                   \
     template <typename T, typename From> static inline T name(T *at, From from) { \
-        const T old = *at, x = from;                                              \
+        const T x = from;                                                         \
+        emulated_atomic(1);                                                       \
+        const T old = *at;                                                        \
         *at = combined;                                                           \
+        emulated_atomic(0);                                                       \
         return old;                                                               \
     }
 ATOMIC(atomicAdd, old + x)
@@ -65,8 +70,10 @@ ATOMIC(atomicMax, old > x ? old : x)
 ATOMIC(atomicMin, old < x ? old : x)
 #undef ATOMIC
 template <typename T> static inline T atomicCAS(T *at, T expected, T x) {
+    emulated_atomic(1);
     const T old = *at;
     if (old == expected) *at = x;
+    emulated_atomic(0);
     return old;
 }
 

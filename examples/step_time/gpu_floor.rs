@@ -34,7 +34,8 @@ mod tests {
     fn products_of_every_dtype_of_a_gpu() {
         for device in crate::device::DeviceKind::gpus().into_iter().chain([Device::Cpu]) {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
-                let products = Products::new(Sizes { rows: 6, context: 4, vocab: 11 }, dtype, &device).expect("tensors");
+                let products =
+                    Products::new(Sizes { rows: 6, context: 4, vocab: 11 }, dtype, &device).expect("tensors");
                 products.run(true).expect("products");
             }
         }

@@ -133,7 +133,7 @@ const FAULTS: [(&str, &str, Fault); 25] = [
         let at = address(&numbers, &device.cuda_stream());
         exp(device, at + 4, at, N - 1)
     }),
-    ("write_after_read_of_a_block", "block 1, thread 0: writes what another block reads in the same launch", |device| {
+    ("write_after_read_of_a_block", "writes what another block reads in the same launch", |device| {
         let numbers = device.alloc_zeros::<f32>(N)?;
         let at = address(&numbers, &device.cuda_stream());
         let config = LaunchConfig { grid_dim: (N as u32, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };

@@ -2,47 +2,28 @@
 
 #include "machine.h"
 
-#include <cmath>
-#include <tuple>
-#include <utility>
-
 #define __global__
-#define __device__
-#define __forceinline__ inline
 #define __shared__ MACHINE_SHARED
+#include "cuda/emulated.h"
 
-// Read at every use, since the emulator changes it.
-struct OfBlock {
-    struct { operator unsigned() const { return machine::block; } } x;
-};
-struct OfThread {
-    struct { operator unsigned() const { return machine::thread; } } x;
-};
-static const OfBlock blockIdx{};
-static const OfThread threadIdx{};
-
-static inline float __int_as_float(unsigned bits) {
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
+extern "C" {
+unsigned emulated_index(int which) {
+    // The kernels use one dimension, and the number of neither threads nor blocks.
+    return which == 0 ? machine::thread : which == 3 ? machine::block : 0xffffffff;
 }
-static inline void __syncthreads() { machine::barrier(); }
-template <typename T> static T __shfl_xor_sync(unsigned, T x, int lane) { return machine::shuffle_xor(x, lane); }
+void emulated_barrier() { machine::barrier(); }
+uint32_t emulated_shuffle_xor(uint32_t value, int lane) { return machine::shuffle_xor(value, lane); }
+void emulated_fail(const char *what) { machine::fail(what); }
+}
 
 #include "mixture.cu" // on the include path
 
-// Unpacks the arguments of a kernel by its type.
-template <auto kernel> struct Unpack;
-template <typename... A, void (*kernel)(A...)> struct Unpack<kernel> {
-    template <size_t... I> static void call(void **arguments, std::index_sequence<I...>) {
-        kernel(*static_cast<A *>(arguments[I])...);
-    }
-    static void run(void **arguments) { call(arguments, std::index_sequence_for<A...>()); }
-    static machine::Kernel named(const char *name) { return {name, run, {}, {sizeof(A)...}}; }
-};
-
 #undef KERNEL
-#define KERNEL(name) Unpack<&::name>::named(#name)
+#define KERNEL(name) kernel<&::name>(#name)
+template <auto function> static machine::Kernel kernel(const char *name) {
+    const EmulatedKernel of = EmulatedCall<function>::of(name);
+    return {name, of.run, {}, {of.sizes, of.sizes + of.arity}};
+}
 #define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(gather_rows_##type)
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),    KERNEL(position_loss),   KERNEL(top_k),

@@ -165,10 +165,7 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
         .args(["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-attributes", "-shared", "-fPIC"])
         // A change may leave variables unused.
         .args(change.map(|_| "-w"))
-        .arg("-I")
-        .arg(&folder)
-        .arg("-I")
-        .arg(&emulator)
+        .args([&folder, &emulator, &emulator.join("cuda")].into_iter().flat_map(|folder| [Path::new("-I"), folder]))
         .arg(emulator.join(runner))
         .arg("-o")
         .arg(&library)

@@ -7,7 +7,7 @@
 #include <set>
 
 #include "driver.h"
-#include "module.h"
+#include "../../gpu_host/cuda/module.h"
 #define MACHINE_FAIL(what) emulated::die(what)
 #include "../../gpu_host/machine.h"
 

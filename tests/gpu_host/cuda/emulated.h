@@ -1,5 +1,5 @@
 // What nvcc declares before the first line of a CUDA source file, as far as candle's and mos-head's kernels use it. The
-// driver provides the functions.
+// emulator that runs them provides the functions.
 #pragma once
 
 #include <cmath>
@@ -11,9 +11,9 @@
 #include <limits>
 #include <type_traits>
 
-#include "../driver/module.h"
+#include "module.h"
 namespace emulated {
-#include "../../gpu_host/numbers.h"
+#include "../numbers.h"
 }
 
 extern "C" {

@@ -55,7 +55,12 @@ impl Problem {
     }
 
     fn composed_top_k(&self, k: usize) -> Result<Tensor> {
-        let (sorted, _) = self.composed_log_probs()?.sort_last_dim(false)?;
+        let mut log_probs = self.composed_log_probs()?;
+        // On CUDA candle sorts at most 8192 columns (huggingface/candle#2361); then its users sort on the host.
+        if log_probs.device().is_cuda() && log_probs.dim(D::Minus1)? > 8192 {
+            log_probs = log_probs.to_device(&Device::Cpu)?;
+        }
+        let (sorted, _) = log_probs.sort_last_dim(false)?;
         sorted.narrow(D::Minus1, 0, k)
     }
 }

@@ -113,7 +113,7 @@ run_budgets() {
     python3 -c '
 import json, sys
 for row in map(json.loads, open(sys.argv[1])):
-    print(row["shape"], f"{1e3 * row[\"seconds\"]:.2f} ms", row["plan"])' "$out/budgets.jsonl"
+    print(row["shape"], round(1e3 * row["seconds"], 2), "ms:", row["plan"])' "$out/budgets.jsonl"
 }
 
 run_decoding() {
@@ -164,7 +164,7 @@ print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec
     } | tee "$out/machine.txt"
     for part in "$@"; do
         echo "== $part"
-        "run_$part" | tee "$out/$part.txt"
+        "run_$part" | tee "$out/$part.txt" || echo "$part failed"
     done
     # The results are complete, so that a failed test shows only now.
     ! grep -h 'test result: F\|did not finish' "$out"/tests.txt "$out"/scale.txt 2>/dev/null

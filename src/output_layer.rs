@@ -177,7 +177,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 
     /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of
-    /// equals the lowest id.
+    /// equals the lowest id. Unlike candle's sort on CUDA, which takes at most 8192 columns, it works for every size of
+    /// vocabulary.
     ///
     /// # Shapes
     ///

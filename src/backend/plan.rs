@@ -75,7 +75,7 @@ pub struct Plan {
     pub budget_bytes: usize,
     /// The kernels: `avx512`, `avx2`, `neon`, `scalar`, `cuda`, `metal`.
     pub kernels: &'static str,
-    /// Number of threads.
+    /// Number of threads of the host that compute; 1 on a GPU.
     pub threads: usize,
 }
 
@@ -114,18 +114,22 @@ impl Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const MIB: f64 = (1 << 20) as f64;
+        let counted = |n: usize, noun: &str| format!("{n} {noun}{}", if n == 1 { "" } else { "s" });
         write!(
             f,
-            "{} positions in {} chunks of {} ({} rows), {:.1} of {:.1} MiB workspace, {} on {} threads",
-            self.positions,
-            self.chunks().count(),
+            "{} in {} of {} ({}), {:.1} of {:.1} MiB workspace, {}",
+            counted(self.positions, "position"),
+            counted(self.chunks().count(), "chunk"),
             self.positions_per_chunk,
-            self.rows_per_chunk,
+            counted(self.rows_per_chunk, "row"),
             self.workspace_bytes as f64 / MIB,
             self.budget_bytes as f64 / MIB,
             self.kernels,
-            self.threads,
-        )
+        )?;
+        match self.kernels {
+            "cuda" | "metal" => Ok(()),
+            _ => write!(f, " on {}", counted(self.threads, "thread")),
+        }
     }
 }
 
@@ -142,6 +146,16 @@ mod tests {
         kernels: "scalar",
         threads: 1,
     };
+
+    #[test]
+    fn a_plan_is_printed_in_one_line() {
+        let needs = Needs { default_budget: 4 << 20, ..NEEDS };
+        let plan = Plan::new(10_000, 3, needs, None).unwrap();
+        let expected = "10000 positions in 3 chunks of 3334 (10002 rows), 3.2 of 4.0 MiB workspace, scalar on 1 thread";
+        assert_eq!(plan.to_string(), expected);
+        let plan = Plan::new(1, 1, Needs { kernels: "cuda", ..needs }, None).unwrap();
+        assert_eq!(plan.to_string(), "1 position in 1 chunk of 1 (1 row), 0.0 of 4.0 MiB workspace, cuda");
+    }
 
     #[test]
     fn chunks_cover_every_position_once_within_the_budget() {

@@ -60,7 +60,7 @@ run_tests() {
         for test in "${TESTS[@]}"; do
             log=$out/test-$test-$threads.log
             limited "$folder/test-$test" --test-threads="$threads" >"$log" 2>&1 || true
-            result "$test, $threads threads" "$log"
+            result "$test, --test-threads=$threads" "$log"
         done
     done
 }
@@ -117,7 +117,8 @@ for row in map(json.loads, open(sys.argv[1])):
 }
 
 run_decoding() {
-    limited "$folder/bench-decoding" --bench '^cuda.*(sample|top_k10|log_probs)' 2>&1 |
+    limited "$folder/bench-decoding" --bench --warm-up-time 0.2 --measurement-time 0.5 \
+        '^cuda.*(sample|top_k10|log_probs)' 2>&1 |
         tee "$out/decoding.log" | grep 'time:' || true
 }
 

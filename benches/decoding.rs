@@ -56,7 +56,7 @@ impl Problem {
 
     fn composed_top_k(&self, k: usize) -> Result<Tensor> {
         let mut log_probs = self.composed_log_probs()?;
-        // On CUDA candle sorts at most 8192 columns (huggingface/candle#2361); then its users sort on the host.
+        // On CUDA candle sorts at most 8192 columns (huggingface/candle#2361); beyond that this sorts on the host.
         if log_probs.device().is_cuda() && log_probs.dim(D::Minus1)? > 8192 {
             log_probs = log_probs.to_device(&Device::Cpu)?;
         }

@@ -49,7 +49,7 @@ pack() {
     ls -l "$archive"
 }
 
-limited() { timeout "${LIMIT:-120}" "$@"; }
+limited() { timeout -k 10 "${LIMIT:-120}" "$@"; }
 
 # result NAME LOG: the line of a test's result.
 result() { echo "$1: $(grep '^test result:' "$2" || echo 'did not finish')"; }
@@ -75,15 +75,16 @@ run_model() {
 }
 
 run_steps() {
+    : >"$out/steps.jsonl"
     for shape in "${SHAPES[@]}"; do
         for dtype in bf16 f32; do
             for filter in 0 0.001; do
                 limited "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda --filter "$filter" \
-                    >>"$out/steps.jsonl" 2>>"$out/steps.log" || true
+                    >>"$out/steps.jsonl" 2>>"$out/steps.log" || echo "failed: $shape $dtype, filter $filter"
             done
             for implementation in ${PEERS:+${PEER_IMPLEMENTATIONS:-gemm3 compile stable eager}}; do
                 limited python3 "$PEERS" --shape "$shape" --dtype "$dtype" --device cuda --impl "$implementation" \
-                    >>"$out/steps.jsonl" 2>>"$out/steps.log" || true
+                    >>"$out/steps.jsonl" 2>>"$out/steps.log" || echo "failed: $shape $dtype, $implementation"
             done
         done
     done
@@ -104,10 +105,11 @@ TABLE
 
 # From these the default budget follows.
 run_budgets() {
+    : >"$out/budgets.jsonl"
     for shape in ptb llm; do
         for mib in 8 32 128 256 512 1024; do
             limited "$folder/step_time" --shape "$shape" --dtype bf16 --device cuda --workspace-mib "$mib" \
-                >>"$out/budgets.jsonl" 2>>"$out/steps.log" || true
+                >>"$out/budgets.jsonl" 2>>"$out/steps.log" || echo "failed: $shape, $mib MiB"
         done
     done
     python3 -c '
@@ -119,7 +121,7 @@ for row in map(json.loads, open(sys.argv[1])):
 run_decoding() {
     limited "$folder/bench-decoding" --bench --warm-up-time 0.2 --measurement-time 0.5 \
         '^cuda.*(sample|top_k10|log_probs)' 2>&1 |
-        tee "$out/decoding.log" | grep 'time:' || true
+        tee "$out/decoding.log" | awk '/^cuda/ { name = $0 } /time:/ { print name, $0 }' || echo "failed, or too slow"
 }
 
 run_sanitizer() {
@@ -127,8 +129,9 @@ run_sanitizer() {
     for tool in memcheck racecheck initcheck; do
         for test in "${SANITIZED[@]}"; do
             log=$out/$tool-$test.log
-            limited compute-sanitizer --tool "$tool" "$folder/test-$test" --test-threads=1 >"$log" 2>&1 || true
-            echo "$tool, $test: $(tail -n 1 "$log")"
+            limited compute-sanitizer --tool "$tool" --error-exitcode 1 "$folder/test-$test" --test-threads=1 \
+                >"$log" 2>&1 || echo "failed: $tool, $test"
+            echo "$tool, $test: $(grep 'SUMMARY' "$log" || echo 'did not finish')"
         done
     done
 }
@@ -139,10 +142,10 @@ run_profile() {
     local metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum
     metrics+=,gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed
     for shape in ptb llm; do
-        limited ncu --csv --kernel-name "$kernels" --metrics "$metrics" --launch-count 40 \
-            "$folder/step_time" --shape "$shape" --dtype bf16 --device cuda --reps 1 --warmup 0 \
-            >"$out/profile-$shape.csv" 2>"$out/profile-$shape.log" || true
-        wc -l "$out/profile-$shape.csv"
+        limited ncu --csv --log-file "$out/profile-$shape.csv" --kernel-name "$kernels" --metrics "$metrics" \
+            --launch-count 40 "$folder/step_time" --shape "$shape" --dtype bf16 --device cuda --reps 1 --warmup 0 \
+            >"$out/profile-$shape.log" 2>&1 || echo "failed: $shape"
+        echo "$shape: $(grep -c 'dram__bytes_read' "$out/profile-$shape.csv") launches"
     done
 }
 
@@ -163,12 +166,14 @@ print(":".join(p + "/cu13/lib" for p in spec.submodule_search_locations) if spec
         echo "commit $(cat "$folder/commit")"
         nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU"
     } | tee "$out/machine.txt"
+    local failures=()
     for part in "$@"; do
         echo "== $part"
-        "run_$part" | tee "$out/$part.txt" || echo "$part failed"
+        "run_$part" | tee "$out/$part.txt" || failures+=("$part")
+        ! grep -q 'test result: F\|did not finish\|^failed' "$out/$part.txt" || failures+=("$part")
     done
-    # The results are complete, so that a failed test shows only now.
-    ! grep -h 'test result: F\|did not finish' "$out"/tests.txt "$out"/scale.txt 2>/dev/null
+    # The results are complete, so that a failure shows only now.
+    ((!${#failures[@]})) || { echo "failed: ${failures[*]}"; exit 1; }
 }
 
 case $action in

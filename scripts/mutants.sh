@@ -1,4 +1,4 @@
-# Mutation tests of Rust code, for the scripts that source this file. Each file is restored, even if the script is
+# Mutation tests of code that cargo builds, for the scripts that source this file. Each file is restored, even if the script is
 # interrupted.
 
 export PROPTEST_DISABLE_FAILURE_PERSISTENCE=1
@@ -29,7 +29,7 @@ mutant() {
     if log=$(timeout 900 "${tests[@]}" 2>&1); then
         echo "MISSED  $file: $text -> $replacement"
         missed=$((missed + 1))
-    elif grep -q "could not compile" <<<"$log"; then
+    elif grep -qE 'could not compile|kernels were not compiled' <<<"$log"; then
         printf '%s\n' "$log" | grep -A5 '^error' | head -n 20
         echo "$file: does not compile: $text -> $replacement"
         exit 1

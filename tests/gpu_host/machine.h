@@ -41,7 +41,7 @@ static void (*body)(void **);
 static void **arguments;
 // The number of threads of a block, and the indices of the block and thread that run.
 static unsigned threads = 256, block, thread;
-// The interval between two barriers that runs, counted over all blocks and launches, and the block's first one.
+// The current interval between two barriers, counted over all blocks and launches, and the block's first one.
 [[maybe_unused]] static uint64_t interval, first_interval;
 
 // Who includes this may define it, to say more.

@@ -1,5 +1,6 @@
-// Races within a launch. Accesses of one byte by two threads, of which one writes and not both are atomic, must have a
-// barrier of their block between them; nothing orders two blocks. Shuffles order no accesses either.
+// Races within a launch. Accesses of one byte by two threads, at least one of which writes and not both of which are
+// atomic, must have a barrier of their block between them; nothing orders two blocks. Shuffles order no accesses either.
+// Only the last write is known: an atomic one hides an earlier plain one.
 #include "driver.h"
 
 namespace emulated {
@@ -16,20 +17,23 @@ static const uint64_t IS_ATOMIC = 1;
 // Of a read: other threads have read in the same interval; earlier blocks have read.
 static const uint64_t SEVERAL_THREADS = 1, EARLIER_BLOCKS = 2;
 
-[[noreturn]] static void race(bool writes, const char *did, uint64_t other, const Moment &now) {
-    const bool same_block = interval_of(other) >= now.block;
-    die(std::string(writes ? "writes" : "reads") + " what " +
-        (same_block ? "thread " + std::to_string(thread_of(other)) : "another block") + " " + did +
-        (same_block ? ", without a barrier in between" : " in the same launch"));
+[[noreturn]] static void race(bool writes, const char *did, uint64_t other, bool of_another_block, const Moment &now) {
+    const unsigned thread = thread_of(other);
+    // If this thread has read last, others have before it.
+    const std::string who = thread == now.thread ? "another thread" : "thread " + std::to_string(thread);
+    die(std::string(writes ? "writes" : "reads") + " what " + (of_another_block ? "another block" : who) + " " + did +
+        (of_another_block ? " in the same launch" : ", without a barrier in between"));
 }
 
 void Accesses::read(const Moment &now, bool is_shared) {
     const uint64_t launch = is_shared ? now.block : now.launch;
-    // Each block has other shared memory.
+    // Each block has its own shared memory.
     if (is_shared && interval_of(writer) < launch) die("reads shared memory that nothing has written");
     if (now.is_atomic) return;
     if (const uint64_t at = interval_of(writer); at >= launch) {
-        if (at < now.block || (at == now.interval && thread_of(writer) != now.thread)) race(false, "writes", writer, now);
+        const bool of_another_block = at < now.block;
+        if (of_another_block || (at == now.interval && thread_of(writer) != now.thread))
+            race(false, "writes", writer, of_another_block, now);
     }
     uint64_t flags = 0;
     if (const uint64_t at = interval_of(reader); at >= launch) {
@@ -45,11 +49,14 @@ void Accesses::write(const Moment &now, bool is_shared) {
     const uint64_t launch = is_shared ? now.block : now.launch;
     const bool both_atomic = now.is_atomic && writer & IS_ATOMIC;
     if (const uint64_t at = interval_of(writer); at >= launch && !both_atomic) {
-        if (at < now.block || (at == now.interval && thread_of(writer) != now.thread)) race(true, "writes", writer, now);
+        const bool of_another_block = at < now.block;
+        if (of_another_block || (at == now.interval && thread_of(writer) != now.thread))
+            race(true, "writes", writer, of_another_block, now);
     }
     if (const uint64_t at = interval_of(reader); at >= launch) {
         const bool by_others = reader & SEVERAL_THREADS || thread_of(reader) != now.thread;
-        if (reader & EARLIER_BLOCKS || at < now.block || (at == now.interval && by_others)) race(true, "reads", reader, now);
+        const bool of_another_block = reader & EARLIER_BLOCKS || at < now.block;
+        if (of_another_block || (at == now.interval && by_others)) race(true, "reads", reader, of_another_block, now);
     }
     writer = packed(now, now.is_atomic ? IS_ATOMIC : 0);
 }

@@ -1,5 +1,5 @@
-# Mutation tests of code that cargo builds, for the scripts that source this file. Each file is restored, even if the script is
-# interrupted.
+# Mutation tests of code that cargo builds, for the scripts that source this file. Each file is restored, even if the
+# script is interrupted.
 
 export PROPTEST_DISABLE_FAILURE_PERSISTENCE=1
 missed=0 count=0 file= tests=() passed=()

@@ -25,16 +25,20 @@ static const uint64_t SEVERAL_THREADS = 1, EARLIER_BLOCKS = 2;
         (of_another_block ? " in the same launch" : ", without a barrier in between"));
 }
 
+static void check_after_write(bool writes, uint64_t writer, uint64_t launch, const Moment &now) {
+    const uint64_t at = interval_of(writer);
+    if (at < launch) return;
+    const bool of_another_block = at < now.block;
+    if (of_another_block || (at == now.interval && thread_of(writer) != now.thread))
+        race(writes, "writes", writer, of_another_block, now);
+}
+
 void Accesses::read(const Moment &now, bool is_shared) {
     const uint64_t launch = is_shared ? now.block : now.launch;
     // Each block has its own shared memory.
     if (is_shared && interval_of(writer) < launch) die("reads shared memory that nothing has written");
     if (now.is_atomic) return;
-    if (const uint64_t at = interval_of(writer); at >= launch) {
-        const bool of_another_block = at < now.block;
-        if (of_another_block || (at == now.interval && thread_of(writer) != now.thread))
-            race(false, "writes", writer, of_another_block, now);
-    }
+    check_after_write(false, writer, launch, now);
     uint64_t flags = 0;
     if (const uint64_t at = interval_of(reader); at >= launch) {
         flags = reader & EARLIER_BLOCKS;
@@ -48,11 +52,7 @@ void Accesses::read(const Moment &now, bool is_shared) {
 void Accesses::write(const Moment &now, bool is_shared) {
     const uint64_t launch = is_shared ? now.block : now.launch;
     const bool both_atomic = now.is_atomic && writer & IS_ATOMIC;
-    if (const uint64_t at = interval_of(writer); at >= launch && !both_atomic) {
-        const bool of_another_block = at < now.block;
-        if (of_another_block || (at == now.interval && thread_of(writer) != now.thread))
-            race(true, "writes", writer, of_another_block, now);
-    }
+    if (!both_atomic) check_after_write(true, writer, launch, now);
     if (const uint64_t at = interval_of(reader); at >= launch) {
         const bool by_others = reader & SEVERAL_THREADS || thread_of(reader) != now.thread;
         const bool of_another_block = reader & EARLIER_BLOCKS || at < now.block;

@@ -76,7 +76,7 @@ pub enum Error {
         /// The size of the vocabulary.
         vocab: usize,
     },
-    /// A distribution has NaN log-probabilities.
+    /// A distribution has NaN log-probabilities, or no possible outcome.
     #[error("the distribution at position {position} is NaN")]
     Distribution {
         /// The first such position in the flattened hidden states.
@@ -93,7 +93,8 @@ pub enum Error {
     /// The workspace budget cannot hold even one position.
     #[error("workspace_bytes: expected at least {least} for one position, got {got}")]
     Workspace {
-        /// The smallest sufficient budget for these shapes.
+        /// The smallest sufficient budget for these shapes: on the CPU that of one thread. With a budget that is too small
+        /// for all threads, fewer compute.
         least: usize,
         /// The requested budget.
         got: usize,

@@ -358,6 +358,10 @@ on_each_device! {
                 _ => {}
             }
         }
+        let none = Tensor::new(&[[0f32, f32::NEG_INFINITY], [f32::NEG_INFINITY; 2]], device)?;
+        let contexts = Tensor::zeros((2, 2, 5), DType::F32, device)?;
+        let impossible = Mixture::new(&contexts, Some(&none), &Tensor::zeros((7, 5), DType::F32, device)?, None)?;
+        assert!(matches!(impossible.prune(0.1), Err(Error::Distribution { position: 1 })));
         for mass in [-0.1, 1.0, f64::NAN] {
             assert!(matches!(mixture.prune(mass), Err(Error::Config { argument: "mass", .. })));
         }

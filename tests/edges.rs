@@ -93,6 +93,18 @@ on_each_device! {
         Ok(())
     }
 
+    fn an_empty_batch_needs_no_workspace(device: &Device) -> Result<()> {
+        let (hidden, targets) = (Var::zeros((0, 3), exact(device), device)?, Tensor::zeros(0, DType::U32, device)?);
+        let weight = Var::zeros((7, 3), exact(device), device)?;
+        let mixture = Mixture::new(&hidden.unsqueeze(1)?, None, &weight, None)?;
+        for options in [LossOptions::new(), LossOptions::evaluation()] {
+            let options = options.with_workspace_bytes(1);
+            assert_eq!(mixture.plan(&options)?.workspace_bytes, 0);
+            assert_eq!(numbers(&mixture.loss(&targets, &options)?.value), [0.0]);
+        }
+        Ok(())
+    }
+
     fn an_all_ignored_batch_has_loss_zero_and_zero_gradients(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for head in ENTRIES {
@@ -177,6 +189,47 @@ on_each_device! {
                 assert_eq!(numbers(&loss.value), [f64::INFINITY], "{head:?}");
                 assert!(numbers(&loss.nll).iter().all(|x| x.is_finite()), "{head:?}");
             }
+        }
+        Ok(())
+    }
+
+    fn a_vocabulary_of_impossible_ids_has_nan_in_loss_and_gradients(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            // Two computations on the CPU: hits take the second. And the loss alone, of few rows and of many.
+            for (positions, hits) in [(1, false), (1, true), (9, false)] {
+                let hidden = Var::ones((positions, 2), dtype, device)?;
+                let weight = Var::ones((3, 2), dtype, device)?;
+                let bias = Var::from_tensor(&Tensor::full(f32::NEG_INFINITY, 3, device)?.to_dtype(dtype)?)?;
+                let mixture = Mixture::new(&hidden.unsqueeze(1)?, None, &weight, Some(&bias))?;
+                let targets = Tensor::zeros(positions, DType::U32, device)?;
+                let loss = mixture.loss(&targets, &LossOptions::new().with_hits(hits))?;
+                assert!(numbers(&loss.value).iter().chain(&numbers(&loss.nll)).all(|x| x.is_nan()), "{dtype:?}");
+                let gradients = loss.backward()?;
+                for variable in [&hidden, &weight, &bias] {
+                    let gradient = numbers(gradients.get(variable).unwrap());
+                    assert!(gradient.iter().all(|x| x.is_nan()), "{dtype:?}, hits {hits}: {gradient:?}");
+                }
+                let loss = mixture.loss(&targets, &LossOptions::evaluation())?;
+                assert!(numbers(&loss.value)[0].is_nan());
+            }
+        }
+        Ok(())
+    }
+
+    fn priors_above_one_are_reported_as_certain_with_the_gradient_of_the_formula(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            // P(0) = 2 * 0.9 * 0.75.
+            let hidden = Var::zeros((1, 2, 1), dtype, device)?;
+            let bias = Var::from_tensor(&Tensor::new(&[3f64.ln(), 0.0], &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)?;
+            let log_priors = Var::from_tensor(&Tensor::full(0.9f32.ln(), (1, 2), device)?.to_dtype(dtype)?)?;
+            let weight = Tensor::zeros((2, 1), dtype, device)?;
+            let mixture = Mixture::new(&hidden, Some(&log_priors), &weight, Some(&bias))?;
+            let loss = mixture.loss(&Tensor::zeros(1, DType::U32, device)?, &LossOptions::new())?;
+            assert_eq!((numbers(&loss.value), numbers(&loss.nll)), (vec![0.0], vec![0.0]));
+            let gradients = loss.backward()?;
+            let expected = [-0.5, -0.5, -0.25, 0.25];
+            let found = [numbers(gradients.get(&log_priors).unwrap()), numbers(gradients.get(&bias).unwrap())].concat();
+            assert!(found.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-6), "{found:?}");
         }
         Ok(())
     }

@@ -329,9 +329,95 @@ fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
     Ok(())
 }
 
+/// The losses of a softmax over one context element and two ids, one of them the target of all and the other the negative.
+fn of_two_ids(
+    contexts: &[f64],
+    weight: [f64; 2],
+    bias: [f64; 2],
+    scale: f64,
+    dtype: DType,
+) -> Result<(Loss, Var, f64)> {
+    let negatives = Proposal::unigram(&[1.0, 1.0])?;
+    let negatives =
+        (0..).map(|seed| negatives.draw(1, seed)).find(|drawn| drawn.as_ref().is_ok_and(|drawn| drawn.ids() == [0]));
+    let negatives = negatives.expect("a seed that draws the first id")?;
+    // Both ids are equally probable in the proposal: no shift remains.
+    let expected_difference = negatives.expected_count(1).ln() - negatives.expected_count(0).ln();
+    assert_eq!(expected_difference, 0.0);
+    let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let tensor = |values: &[f64], shape: &[usize], dtype| -> Result<Tensor> {
+        Ok(Tensor::from_vec(values.to_vec(), shape, &Device::Cpu)?.to_dtype(dtype)?)
+    };
+    let contexts = Var::from_tensor(&tensor(contexts, &[contexts.len(), 1, 1], dtype)?)?;
+    let mixture =
+        Mixture::new(&contexts, None, &tensor(&weight, &[2, 1], dtype)?, Some(&tensor(&bias, &[2], accumulation)?))?;
+    let targets = Tensor::ones(contexts.dim(0)?, DType::U32, &Device::Cpu)?;
+    let options = LossOptions::new().with_reduction(Reduction::Sum).with_sampled_softmax(negatives);
+    let loss = mixture.with_logit_scale(scale)?.loss(&targets, &options)?;
+    let nll = numbers_of(&loss.nll)?[0];
+    Ok((loss, contexts, nll))
+}
+
 #[test]
-fn groups_of_positions_are_one_loss() -> Result<()> {
-    // 24 MiB of contexts: two groups.
+fn a_large_loss_is_not_reported_as_infinite() -> Result<()> {
+    for (dtype, x) in [(DType::F16, 123.0), (DType::BF16, 123.0), (DType::F32, 2e4), (DType::F64, 2e4)] {
+        let (loss, contexts, nll) = of_two_ids(&[x], [x, -x], [0.0; 2], 1.0, dtype)?;
+        assert!((nll - 2.0 * x * x).abs() < 1e-6 * nll, "{dtype:?}: {nll}");
+        let gradient = numbers_of(loss.backward()?.get(&contexts).unwrap())?[0];
+        assert!((gradient - 2.0 * x).abs() < 1e-3 * x, "{dtype:?}: {gradient}");
+    }
+    Ok(())
+}
+
+#[test]
+fn scales_at_the_ends_of_their_range_are_those_of_the_formula() -> Result<()> {
+    for (dtype, scale, x) in [
+        (DType::F16, 1e-9, 1.0),
+        (DType::F16, 1e-10, 3.0),
+        (DType::F16, 1e-30, 1.0),
+        (DType::F32, 1e-25, 1e4),
+        (DType::F32, 1e30, 1e-15),
+        (DType::BF16, 1e30, 1e-15),
+        (DType::F64, 1e30, 1e-15),
+    ] {
+        let (loss, contexts, nll) = of_two_ids(&[x], [x, -x], [0.0; 2], scale, dtype)?;
+        let rounded = numbers_of(&Tensor::new(&[x], &Device::Cpu)?.to_dtype(dtype)?)?[0];
+        let difference = 2.0 * scale * rounded * rounded;
+        let expected = difference.exp().ln_1p();
+        assert!((nll - expected).abs() < 1e-6 * expected, "{dtype:?} {scale}: {nll}, expected {expected}");
+        let gradient = numbers_of(loss.backward()?.get(&contexts).unwrap())?[0];
+        let expected = 2.0 * scale * rounded / (1.0 + (-difference).exp());
+        let tolerance = if dtype == DType::BF16 { 1e-2 } else { 1e-5 };
+        // Less than f16 can represent is zero there.
+        let least = if dtype == DType::F16 { 1e-7 } else { 0.0 };
+        assert!(
+            (gradient - expected).abs() <= tolerance * expected + least,
+            "{dtype:?} {scale}: {gradient} {expected}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn an_impossible_target_is_infinite_whatever_the_negatives_are() -> Result<()> {
+    for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
+        for of_negative in [0.0, -1e9] {
+            let (loss, contexts, nll) = of_two_ids(&[1.0], [1.0, 2.0], [of_negative, f64::NEG_INFINITY], 1.0, dtype)?;
+            assert_eq!((nll, numbers_of(&loss.value)?[0]), (f64::INFINITY, f64::INFINITY), "{dtype:?}");
+            // As the exact loss of one softmax: the gradient of the other logits.
+            let gradient = numbers_of(loss.backward()?.get(&contexts).unwrap())?[0];
+            assert!((gradient - (1.0 - 2.0)).abs() < 1e-3, "{dtype:?} {gradient}");
+        }
+        let (loss, contexts, nll) = of_two_ids(&[1.0], [1.0, 2.0], [f64::NEG_INFINITY; 2], 1.0, dtype)?;
+        assert!(nll.is_nan(), "{dtype:?}: {nll}");
+        assert!(numbers_of(loss.backward()?.get(&contexts).unwrap())?[0].is_nan(), "{dtype:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn many_positions_are_one_loss() -> Result<()> {
+    // 24 MiB of contexts.
     let (positions, d) = (24_000, 128);
     let contexts = Var::from_tensor(&Tensor::randn(0f32, 0.3, (positions, 2, d), &Device::Cpu)?)?;
     let log_priors = Tensor::full(0.5f32.ln(), (positions, 2), &Device::Cpu)?;

@@ -27,15 +27,21 @@ pub(crate) struct Operands {
     pub(crate) contexts: Tensor,
     /// `[positions, K]`, in the accumulation dtype
     pub(crate) log_priors: Option<Tensor>,
-    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor
+    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax has further rows, of targets
+    /// that are not in its vocabulary ([`TargetLoss::own_shifts`]).
     pub(crate) weight: Tensor,
-    /// `[vocab]`, in the accumulation dtype
+    /// A number for each row of the weight, in the accumulation dtype
     pub(crate) bias: Option<Tensor>,
     pub(crate) logit_scale: f64,
     pub(crate) softcap: Option<f64>,
 }
 
 impl Operands {
+    /// The number of rows of the weight: the vocabulary's, and those of further targets.
+    pub(crate) fn weight_rows(&self) -> Result<usize> {
+        Ok(self.weight.dim(0)?)
+    }
+
     /// The decoder's weight as stored, and whether that is its transpose `[d, vocab]`.
     pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
         match self.weight.is_contiguous() {
@@ -81,6 +87,16 @@ pub(crate) struct TargetLoss {
     pub(crate) class_weights: Option<Tensor>,
     pub(crate) terms: Terms,
     pub(crate) scale: GradScale,
+    /// `[positions]`, in the accumulation dtype: of a sampled softmax, what is added to the logit of each target. A target
+    /// is then a row of the weight, not below `vocab` if it is not in the vocabulary, and competes with all ids of the
+    /// vocabulary but itself:
+    ///
+    /// ```text
+    /// log p_k(y) = z_ky + shift - log( exp(z_ky + shift) + sum_{v != y} exp z_kv )
+    /// ```
+    ///
+    /// There is neither a softcap nor a term but the target's.
+    pub(crate) own_shifts: Option<Tensor>,
 }
 
 /// The hyperparameters of a loss.
@@ -118,10 +134,17 @@ pub(crate) struct Task {
     pub(crate) filters: bool,
     /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,
+    /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
+    pub(crate) own_targets: bool,
 }
 
 impl Task {
-    /// A loss and the gradients of the operands that need one.
+    /// A loss over targets and the gradients of the operands that need one.
+    pub(crate) fn of(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
+        Task { own_targets: loss.own_shifts.is_some(), ..Self::loss(&loss.terms, needs_grad) }
+    }
+
+    /// The same for a loss with these terms over the ids of the vocabulary.
     pub(crate) fn loss(terms: &Terms, needs_grad: NeedsGrad) -> Self {
         let soft_targets = terms.label_smoothing > 0.0;
         let all_ids = soft_targets || terms.hits;
@@ -132,6 +155,7 @@ impl Task {
             soft_targets,
             filters: terms.responsibility_filter > 0.0 && needs_grad.any(),
             few_rows: false,
+            own_targets: false,
         }
     }
 
@@ -144,6 +168,7 @@ impl Task {
             soft_targets: needs_grad.any(),
             filters: false,
             few_rows: false,
+            own_targets: false,
         }
     }
 

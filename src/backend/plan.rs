@@ -27,6 +27,8 @@ pub(crate) struct Needs {
     pub(crate) per_position: usize,
     /// Independent of the size of a chunk.
     pub(crate) fixed: usize,
+    /// Per thread of the host that computes.
+    pub(crate) per_thread: usize,
     /// The budget if none is given, raised if a single position needs more.
     pub(crate) default_budget: usize,
     /// Limit on the positions of a chunk; more are not faster.
@@ -34,6 +36,7 @@ pub(crate) struct Needs {
     pub(crate) keeps_logits: bool,
     /// Instruction set or device of the kernels.
     pub(crate) kernels: &'static str,
+    /// The threads of the host that are there. Fewer compute if the budget is too small for the workspace of all.
     pub(crate) threads: usize,
 }
 
@@ -69,26 +72,32 @@ pub struct Plan {
     /// Whether the workspace holds a chunk's logits. On the CPU it does not if only the loss is computed, of more than 4
     /// rows.
     pub keeps_logits: bool,
-    /// Bytes of workspace, allocated by the call and freed before it returns.
+    /// Bytes of workspace, allocated by the call and freed before it returns; zero without positions.
     pub workspace_bytes: usize,
     /// Upper limit of the workspace in bytes.
     pub budget_bytes: usize,
     /// The kernels: `avx512`, `avx2`, `neon`, `scalar`, `cuda`, `metal`.
     pub kernels: &'static str,
-    /// Number of threads of the host that compute; 1 on a GPU.
+    /// Number of threads of the host that compute: those of rayon's pool, fewer if the budget is too small for all; 1 on a
+    /// GPU.
     pub threads: usize,
 }
 
 impl Plan {
     /// Of so many positions with K components each.
     pub(crate) fn new(positions: usize, components: usize, needs: Needs, budget: Option<usize>) -> Result<Self> {
-        let least = needs.fixed + needs.per_position;
+        let Needs { per_position, per_thread, .. } = needs;
+        let least = needs.fixed + per_thread + per_position;
         let budget = match budget {
-            Some(got) if got < least => return Err(Error::Workspace { least, got }),
+            Some(got) if got < least && positions > 0 => return Err(Error::Workspace { least, got }),
             Some(budget) => budget,
             None => needs.default_budget.max(least),
         };
-        let most = ((budget - needs.fixed) / needs.per_position).min(needs.most_positions).max(1);
+        // A chunk of one position at least.
+        let for_threads = budget.saturating_sub(needs.fixed + per_position);
+        let threads = for_threads.checked_div(per_thread).unwrap_or(needs.threads).clamp(1, needs.threads.max(1));
+        let fixed = needs.fixed + threads * per_thread;
+        let most = (budget.saturating_sub(fixed) / per_position).min(needs.most_positions).max(1);
         // Chunks of equal size avoid a small last chunk.
         let chunks = positions.div_ceil(most).max(1);
         let positions_per_chunk = positions.div_ceil(chunks);
@@ -96,11 +105,12 @@ impl Plan {
             positions,
             positions_per_chunk,
             rows_per_chunk: positions_per_chunk * components,
-            workspace_bytes: needs.fixed + positions_per_chunk * needs.per_position,
+            // Without positions nothing is computed.
+            workspace_bytes: if positions > 0 { fixed + positions_per_chunk * per_position } else { 0 },
             budget_bytes: budget,
             keeps_logits: needs.keeps_logits,
             kernels: needs.kernels,
-            threads: needs.threads,
+            threads,
         })
     }
 
@@ -140,6 +150,7 @@ mod tests {
     const NEEDS: Needs = Needs {
         per_position: 1000,
         fixed: 500,
+        per_thread: 0,
         default_budget: 8500,
         most_positions: usize::MAX,
         keeps_logits: true,
@@ -182,8 +193,22 @@ mod tests {
     }
 
     #[test]
-    fn zero_positions_give_zero_chunks() {
-        let plan = Plan::new(0, 3, NEEDS, None).unwrap();
-        assert_eq!(plan.chunks().count(), 0);
+    fn a_small_budget_is_for_fewer_threads() {
+        let needs = Needs { fixed: 200, per_thread: 300, threads: 4, ..NEEDS };
+        let plan = |budget| Plan::new(100, 3, needs, Some(budget));
+        assert!(matches!(plan(1499).unwrap_err(), Error::Workspace { least: 1500, got: 1499 }));
+        for (budget, threads, positions) in [(1500, 1, 1), (1799, 1, 1), (1800, 2, 1), (2400, 4, 1), (3400, 4, 2)] {
+            let plan = plan(budget).unwrap();
+            assert_eq!((plan.threads, plan.positions_per_chunk), (threads, positions), "{budget}");
+            assert!(plan.workspace_bytes <= budget);
+        }
+    }
+
+    #[test]
+    fn zero_positions_give_zero_chunks_within_any_budget() {
+        for budget in [None, Some(0), Some(10_000)] {
+            let plan = Plan::new(0, 3, Needs { per_thread: 300, threads: 4, ..NEEDS }, budget).unwrap();
+            assert_eq!((plan.chunks().count(), plan.workspace_bytes), (0, 0));
+        }
     }
 }

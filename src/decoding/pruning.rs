@@ -32,7 +32,8 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If `mass` is not at least 0 and below 1, or a prior is NaN.
+    /// If `mass` is not at least 0 and below 1. [`Error::Distribution`] if a prior is NaN, or all priors of a position are
+    /// zero.
     pub fn prune(&self, mass: f64) -> Result<Pruned> {
         check_number((0.0..1.0).contains(&mass), "mass", "at least 0 and below 1", mass)?;
         let operands = self.operands();
@@ -42,7 +43,10 @@ impl Mixture {
             Some(log_priors) => transfer::matrix(log_priors)?,
             None => vec![vec![0.0]; positions],
         };
-        if let Some(position) = log_priors.iter().position(|row| row.iter().any(|x| x.is_nan())) {
+        if let Some(position) = log_priors
+            .iter()
+            .position(|row| row.iter().any(|x| x.is_nan()) || row.iter().all(|x| *x == f64::NEG_INFINITY))
+        {
             return Err(Error::Distribution { position });
         }
         // The components of each position, the most probable first, and the number that it needs.

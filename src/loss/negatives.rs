@@ -143,8 +143,7 @@ impl Proposal {
         Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::Without { until } })
     }
 
-    /// Draws `samples` ids, each from all of them. Use another seed for each step. In a sampled softmax an id that is
-    /// drawn several times, and is a target, costs another element of each context: [`Proposal::draw`] is cheaper.
+    /// Draws `samples` ids, each from all of them. Use another seed for each step.
     ///
     /// # Errors
     ///

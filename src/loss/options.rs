@@ -161,7 +161,8 @@ impl LossOptions {
         LossOptions { terms: Terms { z_loss: coefficient, ..self.terms }, ..self }
     }
 
-    /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it.
+    /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU a budget
+    /// that is too small for all threads is for fewer.
     ///
     /// The default holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with fewer
     /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it holds 32 MiB

@@ -6,21 +6,20 @@
 
 mod node;
 mod sample;
-mod sampled_gradients;
 mod sampled_softmax;
 
 use candle_core::{DType, Tensor};
 
 use crate::backend;
 use crate::backend::contract::{
-    accumulation_dtype, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
+    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
 };
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Sampled, Unchecked};
 use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets, check_weights};
 use sample::{rows_of, Sample};
-use sampled_softmax::{SampledSoftmax, SmallLoss};
+use sampled_softmax::small_loss;
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -72,7 +71,8 @@ impl Mixture {
     /// # Shapes
     ///
     /// - contexts: `[.., K, d]`, f16, bf16, f32 or f64
-    /// - log_priors: `[.., K]`, log-probabilities; `None` is accepted if K = 1
+    /// - log_priors: `[.., K]`, log-probabilities, whose exponentials sum to one over K (this is not checked); `None` is
+    ///   accepted if K = 1
     /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read in place (on
     ///   Metal it is copied)
     /// - bias: `[vocab]`
@@ -226,13 +226,15 @@ impl Mixture {
     /// Computed in f32 (f64 for f64) for every dtype, in log space, without a floor under the probabilities. On CUDA
     /// the gradient of the logits is rounded to the dtype of the contexts, as an operand of the products. A target of
     /// probability zero has an infinite loss and, for K > 1, NaN gradients. With label smoothing, ids of probability
-    /// zero make the loss infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position
-    /// makes the loss of that position NaN, and of no other. On the CPU, gradients of logits below 1e-30 (f64: 1e-290)
+    /// zero make the loss infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position, or
+    /// minus infinity in all of them, makes the loss of that position NaN, and of no other, and with it the gradients.
+    /// Log-priors that sum to more than one give a target more probability than one: its negative log-likelihood is
+    /// then reported as zero, while the gradient remains the formula's. On the CPU, gradients of logits below 1e-30 (f64: 1e-290)
     /// are flushed to zero: products with subnormal numbers are up to 20 times slower on some processors.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let contexts = &self.operands.contexts;
-        // The products of the CPU skip ignored rows, those of a sampled loss do not.
-        let skips = contexts.device().is_cpu() && options.sampled_step().is_none();
+        // The products of the CPU skip ignored rows, those of NCE do not.
+        let skips = contexts.device().is_cpu() && !matches!(options.sampled_step(), Some(Sampled::Nce(_)));
         if skips || options.ignore_index.is_none() {
             return self.loss_of_masked(targets, options);
         }
@@ -249,14 +251,25 @@ impl Mixture {
         if let Some(sampled) = options.sampled_step() {
             return self.sampled_loss(|ids| rows_of(&self.operands.weight, ids), sampled, targets, options);
         }
-        let operands = self.operands.clone();
         let objective = self.target_loss(targets, options)?;
+        let loss = self.fused_loss(objective, options)?;
+        let unchecked = (!targets.device().is_cpu()).then(|| Unchecked {
+            targets: targets.clone(),
+            ignore_index: options.ignore_index,
+            vocab: self.operands.sizes.vocab,
+        });
+        Ok(Loss { unchecked, ..loss })
+    }
+
+    /// The loss of the fused operation, as a node of the graph.
+    fn fused_loss(&self, objective: TargetLoss, options: &LossOptions) -> Result<Loss> {
+        let operands = self.operands.clone();
         let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
         // Without a reduction, the upstream gradient is known only in the backward pass.
         let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too: a budget that is too small is an error before any work.
-        backend::plan(&operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)?;
-        let plan = backend::plan(&operands, Task::loss(&options.terms, now), options.workspace_bytes)?;
+        backend::plan(&operands, Task::of(&objective, needs_grad), options.workspace_bytes)?;
+        let plan = backend::plan(&operands, Task::of(&objective, now), options.workspace_bytes)?;
         let results = backend::loss(&operands, &Objective::Targets(objective.clone()), now, &plan)?;
 
         let value = match options.reduction {
@@ -273,7 +286,7 @@ impl Mixture {
                     if let Some(upstream) = upstream {
                         objective.scale = GradScale::Upstream(upstream);
                     }
-                    let plan = backend::plan(operands, Task::loss(&objective.terms, needs_grad), budget)?;
+                    let plan = backend::plan(operands, Task::of(&objective, needs_grad), budget)?;
                     Ok(backend::loss(operands, &Objective::Targets(objective), needs_grad, &plan)?.gradients)
                 })?
             }
@@ -284,11 +297,6 @@ impl Mixture {
             hits: results.hits,
             dropped_mass: results.dropped_mass,
             decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
-            unchecked: (!targets.device().is_cpu()).then(|| Unchecked {
-                targets: targets.clone(),
-                ignore_index: options.ignore_index,
-                vocab: self.operands.sizes.vocab,
-            }),
             ..Loss::new(value, results.sum, results.count, nll)
         })
     }
@@ -312,28 +320,9 @@ impl Mixture {
         match sampled {
             Sampled::Softmax(negatives) => {
                 let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
-                let (needs_grad, reduction) = (needs_grad(&sample.operands), options.reduction);
-                let small = SampledSoftmax::new(&sample, &exact)?;
-                // Without a reduction, the upstream gradient is known only in the backward pass.
-                let now = if reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
-                let (results, gradients) = small.run(&sample.operands, None, now, &small_loss)?;
-                let value = match reduction {
-                    Reduction::Mean => mean(&results.sum, &results.count)?,
-                    Reduction::Sum => results.sum.clone(),
-                    Reduction::None => results.objective.reshape(self.leading.as_slice())?,
-                };
-                let value = match needs_grad.any() {
-                    true => {
-                        let known = now.any().then_some(gradients);
-                        let operands = sample.operands.clone();
-                        node::attach_loss(value, operands, needs_grad, reduction, known, move |operands, upstream| {
-                            Ok(small.run(operands, upstream.as_ref(), needs_grad, &small_loss)?.1)
-                        })?
-                    }
-                    false => value,
-                };
-                let nll = results.nll.reshape(self.leading.as_slice())?;
-                Ok(Loss { decoder_rows: sample.leaves, ..Loss::new(value, results.sum, results.count, nll) })
+                let (operands, objective) = small_loss(&sample, options, grad_scale(options.reduction))?;
+                let loss = self.with_operands(operands).fused_loss(objective, &exact)?;
+                Ok(Loss { decoder_rows: sample.leaves, ..loss })
             }
             Sampled::Nce(negatives) => {
                 let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
@@ -432,8 +421,7 @@ impl Mixture {
         Mixture { operands, leading: self.leading.clone() }
     }
 
-    /// How [`Mixture::loss`] would split the work with these options; of a sampled softmax, that of one group of
-    /// positions.
+    /// How [`Mixture::loss`] would split the work with these options.
     ///
     /// # Errors
     ///
@@ -442,10 +430,12 @@ impl Mixture {
         options.validate()?;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let mut operands = self.operands.clone();
+        let mut task = Task::loss(&options.terms, needs_grad);
         if let Some(Sampled::Softmax(negatives)) = options.sampled_step() {
-            operands.sizes = sampled_softmax::group(operands.sizes, operands.contexts.dtype(), negatives);
+            operands.sizes = sampled_softmax::sizes(operands.sizes, negatives);
+            task.own_targets = true;
         }
-        backend::plan(&operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)
+        backend::plan(&operands, task, options.workspace_bytes)
     }
 
     /// The loss for the backend, shapes and dtypes checked.
@@ -467,20 +457,18 @@ impl Mixture {
             position_weights: weights("position_weights", &options.position_weights, &self.leading)?,
             class_weights: weights("class_weights", &options.class_weights, &[sizes.vocab])?,
             terms: options.terms,
-            scale: match options.reduction {
-                Reduction::Mean => GradScale::OneOverCount,
-                Reduction::Sum | Reduction::None => GradScale::One,
-            },
+            scale: grad_scale(options.reduction),
+            own_shifts: None,
         })
     }
 }
 
-/// The loss of a sampled softmax over its small vocabulary.
-fn small_loss(SmallLoss { operands, targets, options }: SmallLoss, needs_grad: NeedsGrad) -> Result<LossResults> {
-    let small = Mixture { leading: vec![operands.sizes.positions], operands };
-    let objective = small.target_loss(&targets, &options)?;
-    let plan = backend::plan(&small.operands, Task::loss(&options.terms, needs_grad), options.workspace_bytes)?;
-    backend::loss(&small.operands, &Objective::Targets(objective), needs_grad, &plan)
+/// The factor of the gradient of each position's weighted objective.
+fn grad_scale(reduction: Reduction) -> GradScale {
+    match reduction {
+        Reduction::Mean => GradScale::OneOverCount,
+        Reduction::Sum | Reduction::None => GradScale::One,
+    }
 }
 
 /// Which operands depend on a variable.

@@ -17,6 +17,8 @@ pub(super) struct Sample {
     /// The weight and the bias are those of the negatives, then of the other targets.
     pub(super) operands: Operands,
     pub(super) negatives: Negatives,
+    /// The token ids of the rows of the weight.
+    pub(super) ids: Vec<usize>,
     /// Of each position; `None` where ignored.
     pub(super) targets: Vec<Option<usize>>,
     /// The place of each target in the weight: below the number of negatives if it is one of them. Zero where ignored.
@@ -53,9 +55,9 @@ impl Sample {
             (_, Ok(place)) | (_, Err(place)) => sampled.len() + place,
         };
         let places = targets.iter().map(|target| target.map_or(0, place) as u32).collect();
-        let ids: Vec<u32> = sampled.iter().chain(&others).map(|&id| id as u32).collect();
-        let sizes = Sizes { vocab: ids.len(), ..operands.sizes };
-        let ids = Tensor::new(ids, operands.weight.device())?;
+        let all: Vec<usize> = sampled.iter().chain(&others).copied().collect();
+        let sizes = Sizes { vocab: all.len(), ..operands.sizes };
+        let ids = Tensor::from_iter(all.iter().map(|&id| id as u32), operands.weight.device())?;
         let (weight, bias, leaves) = match options.decoder_rows {
             false => (rows(&ids)?, select(&operands.bias, &ids)?, None),
             true => {
@@ -66,7 +68,7 @@ impl Sample {
             }
         };
         let operands = Operands { sizes, weight, bias, ..operands.clone() };
-        Ok(Sample { operands, negatives: negatives.clone(), targets, places, leaves })
+        Ok(Sample { operands, negatives: negatives.clone(), ids: all, targets, places, leaves })
     }
 
     /// The objective of NCE at each position, `[positions]`.
@@ -112,14 +114,14 @@ pub(super) fn rows_of(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
 }
 
 /// The rows in these places of the weight, in the accumulation dtype, so that the gradient of a row is summed in it.
-pub(super) fn own_rows(weight: &Tensor, places: &[u32]) -> Result<Tensor> {
+fn own_rows(weight: &Tensor, places: &[u32]) -> Result<Tensor> {
     let accumulation = accumulation_dtype("contexts", weight.dtype())?;
     Ok(weight.to_dtype(accumulation)?.index_select(&Tensor::new(places, weight.device())?, 0)?)
 }
 
 /// `c . W[y] + b[y]`, `[positions, K]`, in the accumulation dtype; `rows` are those of the targets, which are in these
 /// places of the bias.
-pub(super) fn own_logits(contexts: &Tensor, rows: &Tensor, bias: Option<&Tensor>, places: &[u32]) -> Result<Tensor> {
+fn own_logits(contexts: &Tensor, rows: &Tensor, bias: Option<&Tensor>, places: &[u32]) -> Result<Tensor> {
     let contexts = contexts.to_dtype(rows.dtype())?;
     let products = match contexts.dim(1)? {
         // A matrix product for each position is slower.

@@ -25,7 +25,7 @@ use crate::error::Result;
 const BIAS_PARTS: usize = 16;
 
 /// The workspace.
-pub(super) fn workspace(sizes: Sizes, task: Task, threads: usize) -> Workspace {
+pub(super) fn workspace(sizes: Sizes, task: Task) -> Workspace {
     let Sizes { context, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let tile = gemm::VOCAB_TILE.min(stride);
@@ -38,7 +38,7 @@ pub(super) fn workspace(sizes: Sizes, task: Task, threads: usize) -> Workspace {
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
     // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
     let per_thread = scratch_rows * stride + gemm::buffered_tile(context, vocab);
-    Workspace { per_row, fixed: stride * (2 + bias_parts) + threads * per_thread }
+    Workspace { per_row, fixed: stride * (2 + bias_parts), per_thread }
 }
 
 /// The state of a computation on the CPU.
@@ -96,7 +96,7 @@ impl<'a, T: Element> Chunks<'a, T> {
             live_rows: LiveRows::All(0),
             targets: None,
             losses: vec![PositionLoss::default(); sizes.positions],
-            gradients: BufferedGradients::new(sizes, NeedsGrad::default()),
+            gradients: BufferedGradients::new(sizes, sizes.vocab, NeedsGrad::default()),
         }
     }
 

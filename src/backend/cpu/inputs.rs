@@ -17,14 +17,16 @@ pub(super) struct Inputs<'a, T: Element> {
     pub(super) decoder: DecoderMatrix<'a, T>,
     /// `[positions, K]`
     pub(super) log_priors: Vec<T::Acc>,
-    /// `[vocab]`, padded with minus infinity to a multiple of [`ROW_ALIGN`]: multiplied by the logit scale
+    /// Of each row of the decoder, padded with minus infinity to a multiple of [`ROW_ALIGN`]: multiplied by the logit
+    /// scale
     pub(super) bias: Vec<T::Acc>,
 }
 
 impl<T: Element> Inputs<'_, T> {
     /// Calls `f` with the inputs of these operands.
     pub(super) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, T>) -> Result<R>) -> Result<R> {
-        let sizes @ Sizes { positions, components, context, vocab } = operands.sizes;
+        let sizes @ Sizes { positions, components, context, .. } = operands.sizes;
+        let rows = operands.weight_rows()?;
         let log_priors = match &operands.log_priors {
             Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
             None => zeros(positions * components),
@@ -32,16 +34,16 @@ impl<T: Element> Inputs<'_, T> {
         let logit_scale = <T::Acc as super::simd::Float>::of(operands.logit_scale);
         let mut bias = match &operands.bias {
             Some(bias) => bias.to_vec1()?,
-            None => zeros(vocab),
+            None => zeros(rows),
         };
         bias.iter_mut().for_each(|b| *b *= logit_scale);
-        bias.resize(vocab.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
+        bias.resize(rows.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
         let softcap = operands.softcap.map(<T::Acc as super::simd::Float>::of);
         let isa = Isa::best()?;
         let (weight, transposed) = operands.stored_weight()?;
         with_slice("contexts", &operands.contexts, |contexts| {
             with_slice("weight", &weight, |values| {
-                let decoder = DecoderMatrix { values, vocab, context, transposed };
+                let decoder = DecoderMatrix { values, vocab: rows, context, transposed };
                 f(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
             })
         })

@@ -100,6 +100,7 @@ impl<'a, F> ViewMut<'a, F> {
 #[derive(Clone, Copy)]
 pub(super) struct DecoderMatrix<'a, T> {
     pub(super) values: &'a [T],
+    /// Number of rows.
     pub(super) vocab: usize,
     pub(super) context: usize,
     /// Whether `values` is stored as `[d, vocab]`.

@@ -10,6 +10,8 @@ pub(super) struct Workspace {
     pub(super) per_row: usize,
     /// Independent of the size of a chunk.
     pub(super) fixed: usize,
+    /// Per thread that computes.
+    pub(super) per_thread: usize,
 }
 
 /// `n` zeros, in huge pages if the buffer is large. The system clears pages on first use; in pages of 4 KiB, a gradient

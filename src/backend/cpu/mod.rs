@@ -54,7 +54,8 @@ impl Backend for Cpu {
         needs_grad: NeedsGrad,
         plan: &Plan,
     ) -> Result<LossResults> {
-        with_type!(operands.contexts.dtype(), T => loss::<T>(operands, objective, needs_grad, plan))
+        let loss = || with_type!(operands.contexts.dtype(), T => loss::<T>(operands, objective, needs_grad, plan));
+        on_threads(plan.threads, loss)
     }
 
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
@@ -88,23 +89,35 @@ impl Backend for Cpu {
     }
 }
 
+/// Computes on at most so many threads.
+fn on_threads<R: Send>(threads: usize, compute: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+    if threads >= rayon::current_num_threads() {
+        return compute();
+    }
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;
+    pool.install(compute)
+}
+
 fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { positions, components, .. } = operands.sizes;
     let (size, threads, isa) = (size_of::<T::Acc>(), rayon::current_num_threads(), Isa::best()?);
     let path = Path::of(&task, operands.sizes);
     let keeps_logits = task.keeps_logits || path == Path::TwoPasses;
-    let Workspace { per_row, fixed } = match path {
-        Path::OnePass => one_pass::workspace::<T>(operands.sizes, isa, threads, task.keeps_logits),
-        Path::TwoPasses => chunks::workspace(operands.sizes, task, threads),
+    let Workspace { per_row, fixed, per_thread } = match path {
+        Path::OnePass => one_pass::workspace::<T>(operands.sizes, isa, task.keeps_logits),
+        Path::TwoPasses => chunks::workspace(operands.sizes, task),
     };
-    let (per_position, fixed) = (components * per_row * size, fixed * size);
+    let (per_position, fixed, per_thread) = (components * per_row * size, fixed * size, per_thread * size);
     // Where no gradient is accumulated, as many rows as `gemv` takes.
     let enough_rows = if task.few_rows { gemv::MOST_ROWS } else { default::CPU_ROWS };
     let needs = Needs {
         per_position,
         fixed,
+        per_thread,
         // By this default the chunks do not depend on the number of threads.
-        default_budget: fixed + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
+        default_budget: fixed
+            + threads * per_thread
+            + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
         most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
         keeps_logits,
         kernels: isa.name(),
@@ -120,10 +133,11 @@ fn loss<T: Element>(
     plan: &Plan,
 ) -> Result<LossResults> {
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let targets = Targets::new(objective, operands.sizes)?;
-        let gradients = BufferedGradients::new(operands.sizes, needs_grad);
+        let rows = operands.weight_rows()?;
+        let targets = Targets::new(objective, operands.sizes, rows)?;
+        let gradients = BufferedGradients::new(operands.sizes, rows, needs_grad);
         let task = match objective {
-            Objective::Targets(loss) => Task::loss(&loss.terms, needs_grad),
+            Objective::Targets(loss) => Task::of(loss, needs_grad),
             Objective::LogProbs { .. } => Task::log_probs(needs_grad),
         };
         let (losses, gradients) = run(Path::of(&task, operands.sizes), inputs, &targets, gradients, needs_grad, plan)?;

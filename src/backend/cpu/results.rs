@@ -17,30 +17,33 @@ pub(super) struct BufferedGradients<T: Element> {
     pub(super) contexts: Vec<T::Acc>,
     /// `[positions, K]`
     pub(super) log_priors: Vec<T::Acc>,
-    /// `[vocab, d]`
+    /// `[rows of the weight, d]`
     pub(super) weight: Vec<T::Acc>,
-    /// `[vocab]`
+    /// `[rows of the weight]`
     pub(super) bias: Option<Vec<T::Acc>>,
     /// Whether `weight` already holds the contribution of an earlier chunk.
     pub(super) weight_started: bool,
+    weight_rows: usize,
 }
 
 impl<T: Element> BufferedGradients<T> {
-    pub(super) fn new(sizes: Sizes, needs_grad: NeedsGrad) -> Self {
-        let Sizes { positions, components, context, vocab } = sizes;
+    pub(super) fn new(sizes: Sizes, weight_rows: usize, needs_grad: NeedsGrad) -> Self {
+        let Sizes { positions, components, context, .. } = sizes;
         let rows = positions * components;
         BufferedGradients {
             needed: needs_grad.any(),
             contexts: zeros(if needs_grad.contexts { rows * context } else { 0 }),
             log_priors: zeros(if needs_grad.any() { rows } else { 0 }),
-            weight: zeros(if needs_grad.weight { vocab * context } else { 0 }),
-            bias: needs_grad.bias.then(|| zeros(vocab)),
+            weight: zeros(if needs_grad.weight { weight_rows * context } else { 0 }),
+            bias: needs_grad.bias.then(|| zeros(weight_rows)),
             weight_started: false,
+            weight_rows,
         }
     }
 
     fn into_tensors(self, sizes: Sizes, needs_grad: NeedsGrad) -> Result<Gradients> {
-        let Sizes { positions, components, context, vocab } = sizes;
+        let Sizes { positions, components, context, .. } = sizes;
+        let rows = self.weight_rows;
         let mut gradients = Gradients::default();
         if needs_grad.contexts {
             gradients.contexts = Some(Tensor::from_vec(self.contexts, (positions, components, context), &Device::Cpu)?);
@@ -49,10 +52,10 @@ impl<T: Element> BufferedGradients<T> {
             gradients.log_priors = Some(Tensor::from_vec(self.log_priors, (positions, components), &Device::Cpu)?);
         }
         if needs_grad.weight {
-            gradients.weight = Some(Tensor::from_vec(self.weight, (vocab, context), &Device::Cpu)?);
+            gradients.weight = Some(Tensor::from_vec(self.weight, (rows, context), &Device::Cpu)?);
         }
         if let Some(bias) = self.bias {
-            gradients.bias = Some(Tensor::from_vec(bias, vocab, &Device::Cpu)?);
+            gradients.bias = Some(Tensor::from_vec(bias, rows, &Device::Cpu)?);
         }
         Ok(gradients)
     }

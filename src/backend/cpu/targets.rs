@@ -25,13 +25,16 @@ enum Kind<F> {
         z_loss: F,
         /// `[positions]`: the factor of the gradient of each position's objective
         scales: Vec<F>,
+        /// `[positions]`: what is added to each target's logit, if it is an entry of its own
+        own_shifts: Option<Vec<F>>,
     },
     /// `[positions, stride]`: minus the upstream gradient of the log-probabilities
     LogProbs { soft: Vec<F>, stride: usize },
 }
 
 impl<F: Float> Targets<F> {
-    pub(super) fn new(objective: &Objective, sizes: Sizes) -> Result<Self> {
+    /// `rows` are those of the weight.
+    pub(super) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         let loss = match objective {
             Objective::LogProbs { upstream } => {
@@ -47,7 +50,7 @@ impl<F: Float> Targets<F> {
             Objective::Targets(loss) => loss,
         };
         let TargetLoss { targets, position_weights, class_weights, terms, .. } = loss;
-        let ids = read_ids(targets, loss.ignore_index, sizes.vocab)?;
+        let ids = read_ids(targets, loss.ignore_index, rows)?;
         let position_weights = position_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
         let class_weights = class_weights.as_ref().map(|w| w.to_vec1::<F>()).transpose()?;
         let smoothing = F::of(terms.label_smoothing);
@@ -69,6 +72,7 @@ impl<F: Float> Targets<F> {
                 soft,
                 z_loss: F::of(terms.z_loss),
                 scales: Vec::new(),
+                own_shifts: loss.own_shifts.as_ref().map(|shifts| shifts.to_vec1::<F>()).transpose()?,
             },
             filter: F::of(terms.responsibility_filter),
             hits: terms.hits,
@@ -120,6 +124,19 @@ impl<F: Float> Targets<F> {
             Kind::Ids { ids, .. } => ids[t],
             Kind::LogProbs { .. } => None,
         }
+    }
+
+    /// What is added to the logit of position `t`'s target, if targets are entries of their own.
+    pub(super) fn own_shift(&self, t: usize) -> Option<F> {
+        match &self.kind {
+            Kind::Ids { own_shifts, .. } => own_shifts.as_ref().map(|shifts| shifts[t]),
+            Kind::LogProbs { .. } => None,
+        }
+    }
+
+    /// Whether targets are entries of their own.
+    pub(super) fn are_own(&self) -> bool {
+        matches!(&self.kind, Kind::Ids { own_shifts: Some(_), .. })
     }
 
     /// The target of position `t` for the row kernels; `None` if it is ignored.

@@ -71,6 +71,7 @@ impl Case {
             class_weights: None,
             terms: self.terms,
             scale: GradScale::OneOverCount,
+            own_shifts: None,
         };
         let (logit_scale, softcap) = (0.8, self.softcap);
         let operands = Operands {
@@ -100,8 +101,9 @@ impl Case {
         let (operands, objective) = self.operands()?;
         let plan = self.plan::<T>(&operands)?;
         Inputs::with(&operands, |inputs: Inputs<'_, T>| {
-            let targets = Targets::new(&objective, operands.sizes)?;
-            let gradients = BufferedGradients::new(operands.sizes, self.needs_grad);
+            let rows = operands.weight_rows()?;
+            let targets = Targets::new(&objective, operands.sizes, rows)?;
+            let gradients = BufferedGradients::new(operands.sizes, rows, self.needs_grad);
             let (losses, gradients) = run(path, inputs, &targets, gradients, self.needs_grad, &plan)?;
             results(operands.sizes, self.needs_grad, &targets, &losses, gradients)
         })
@@ -210,6 +212,30 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
 }
 
 #[test]
+fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
+    let terms = [Terms::default(), Terms { label_smoothing: 0.1, ..Terms::default() }];
+    for (terms, needs_grad) in terms.into_iter().flat_map(|terms| [(terms, ALL), (terms, NeedsGrad::default())]) {
+        let with_threads = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+            pool.install(|| {
+                let (operands, mut objective) = Case::new(11, 3, 24, 1500).operands()?;
+                if let Objective::Targets(loss) = &mut objective {
+                    loss.terms = terms;
+                }
+                let plan = |budget| Cpu.plan(&operands, Task::loss(&terms, needs_grad), Some(budget));
+                let Err(crate::Error::Workspace { least, .. }) = plan(0) else { panic!("a workspace of 0 bytes") };
+                let (short, ample) = (plan(least)?, plan(1 << 30)?);
+                assert_eq!((short.threads, ample.threads), (1, threads));
+                Ok::<_, crate::Error>((least, flat(&Cpu.loss(&operands, &objective, needs_grad, &short)?)?))
+            })
+        };
+        let one = with_threads(1)?;
+        assert!(with_threads(5)? == one && with_threads(16)? == one);
+    }
+    Ok(())
+}
+
+#[test]
 fn the_buffers_are_those_of_the_plan() -> Result<()> {
     for (positions, components, context, vocab) in
         [(700, 5, 40, 900), (400, 1, 300, 2000), (40, 15, 280, 3000), (7, 2, 600, 10_000), (1, 1, 64, 40)]
@@ -220,8 +246,9 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<f32>(&operands)?;
             Inputs::with(&operands, |inputs: Inputs<'_, f32>| {
-                let targets = Targets::new(&objective, operands.sizes)?;
-                let gradients = BufferedGradients::new(operands.sizes, needs_grad);
+                let rows = operands.weight_rows()?;
+                let targets = Targets::new(&objective, operands.sizes, rows)?;
+                let gradients = BufferedGradients::new(operands.sizes, rows, needs_grad);
                 let allocated = 4 * OnePass::new(inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if !needs_grad.any() {

@@ -65,9 +65,10 @@ KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, const float 
     __shared__ float of_warps[WARPS];
     functions::row_soft_mass(logits, objective, rows, log_probs, INDICES, of_warps);
 }
-KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *masses, int positions,
-                       int components) {
-    functions::position_scales(objective, rows, log_prior_gradient, masses, positions, components, INDICES);
+KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient, float *masses,
+                       int positions, int components) {
+    functions::position_scales(objective, rows, log_prior_gradient, own_gradient, masses, positions, components,
+                               INDICES);
 }
 KERNEL live_rows(Rows rows, int *live, int *count, int row_count) {
     __shared__ int of_threads[BLOCK];

@@ -33,6 +33,7 @@ pub(in crate::backend) struct Objective {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) struct Rows {
     pub(in crate::backend) log_priors: u64,
+    pub(in crate::backend) own: u64,
     pub(in crate::backend) numbers: u64,
     pub(in crate::backend) count: i64,
 }

@@ -25,6 +25,9 @@ pub(super) struct Chunks<'a, G> {
     weight_is_transposed: bool,
     logit_scale: f32,
     log_priors: Option<Buffer>,
+    /// `[positions, K]`: the logits of targets that are entries of their own, and their gradient if any is needed
+    own: Option<Buffer>,
+    own_gradients: Option<Buffer>,
     bias: Option<Buffer>,
     softcap: f32,
 
@@ -109,6 +112,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             weight_is_transposed,
             logit_scale: operands.logit_scale as f32,
             log_priors: Buffer::of(gpu, &operands.log_priors)?,
+            own: None,
+            own_gradients: None,
             bias: Buffer::of(gpu, &operands.bias)?,
             softcap: operands.softcap.unwrap_or(0.0) as f32,
             logits: zeros(rows * stride, DType::F32)?,
@@ -147,6 +152,24 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         })
     }
 
+    /// Makes each target an entry of its own, with these logits `[positions, K]`.
+    pub(super) fn set_own_logits(&mut self, logits: &Tensor, needs_grad: NeedsGrad) -> Result<()> {
+        self.own = Some(Buffer::new(self.gpu, logits.flatten_all()?)?);
+        if needs_grad.any() {
+            self.own_gradients = Some(Buffer::new(self.gpu, logits.flatten_all()?.zeros_like()?)?);
+        }
+        Ok(())
+    }
+
+    /// The gradient of the own logits, `[positions, K]`.
+    pub(super) fn own_gradient(&self) -> Result<Option<Tensor>> {
+        let Sizes { positions, components, .. } = self.sizes;
+        let Some((gradient, prepared)) = self.own_gradients.as_ref().zip(self.prepared.as_ref()) else {
+            return Ok(None);
+        };
+        Ok(Some(gradient.tensor.reshape((positions, components))?.broadcast_mul(&prepared.factor)?))
+    }
+
     /// The gradients. Only that of the log-priors remains to be multiplied by the factor.
     pub(super) fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Sizes { positions, components, context, vocab } = self.sizes;
@@ -183,6 +206,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         };
         let rows = Rows {
             log_priors: self.log_priors.as_ref().map_or(0, |p| p.at(positions.start * self.sizes.components)),
+            own: self.own.as_ref().map_or(0, |own| own.at(positions.start * self.sizes.components)),
             numbers: self.rows.at(0),
             count: self.rows_per_chunk as i64,
         };
@@ -333,8 +357,9 @@ impl<G: Gpu> Steps for Chunks<'_, G> {
             return Ok(());
         }
         let log_priors = Argument::Write(self.log_prior_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
+        let own = Argument::Write(self.own_gradients.as_ref().map_or(0, |g| g.at(rows.start)));
         let masses = Argument::Write(self.masses.at(2 * positions.start));
-        let arguments = [objective, row_values, log_priors, masses, position_count, components];
+        let arguments = [objective, row_values, log_priors, own, masses, position_count, components];
         self.gpu.launch("position_scales", position_blocks, &arguments)?;
         if self.log_prior_gradients.is_none() {
             return Ok(());

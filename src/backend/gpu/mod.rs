@@ -9,6 +9,7 @@ pub(super) mod arguments;
 mod chunks;
 pub(super) mod device;
 mod objective;
+mod own_targets;
 
 #[cfg(all(test, target_os = "linux"))]
 mod testing;
@@ -24,6 +25,7 @@ use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
 use device::{Buffer, Gpu, Kind};
 use objective::Prepared;
+use own_targets::OwnTargets;
 
 /// The backend of a GPU, in f16, bf16 and f32.
 pub(super) struct On<G>(pub(super) G);
@@ -122,6 +124,7 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
     let needs = Needs {
         per_position,
         fixed,
+        per_thread: 0,
         default_budget: (fixed + positions * per_position).min(kind.allocated * kind.default_bytes),
         most_positions: usize::MAX,
         keeps_logits: true,
@@ -139,7 +142,14 @@ fn loss<G: Gpu>(
     plan: &Plan,
 ) -> Result<LossResults> {
     let prepared = Prepared::new(gpu, objective, operands)?;
+    let own = match objective {
+        Objective::Targets(loss) => OwnTargets::new(operands, loss)?,
+        Objective::LogProbs { .. } => None,
+    };
     let mut chunks = Chunks::new(gpu, operands, Some(prepared), needs_grad, false, plan)?;
+    if let Some(own) = &own {
+        chunks.set_own_logits(&own.logits, needs_grad)?;
+    }
     chunks.run_loss(plan, needs_grad)?;
 
     let positions = operands.sizes.positions;
@@ -178,7 +188,12 @@ fn loss<G: Gpu>(
     };
     let (objective, nll) = (of_positions(&weighted)?, of_positions(nll)?);
     let (sum, count) = (weighted.sum_all()?, ids.count.clone());
+    let of_own_logits = chunks.own_gradient()?;
     let gradients = chunks.into_gradients(needs_grad)?;
+    let gradients = match own.zip(of_own_logits) {
+        Some((own, of_own_logits)) => own.add_to(gradients, &of_own_logits, operands)?,
+        None => gradients,
+    };
     Ok(LossResults { objective, nll, sum, count, hits, dropped_mass, gradients })
 }
 

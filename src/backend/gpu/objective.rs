@@ -84,7 +84,7 @@ impl Prepared {
             }
             Objective::Targets(loss) => loss,
         };
-        let TargetLoss { targets, position_weights, class_weights, ignore_index, terms, scale } = loss;
+        let TargetLoss { targets, position_weights, class_weights, ignore_index, terms, scale, .. } = loss;
         let device = targets.device();
         let floats = || Buffer::new(gpu, Tensor::zeros(positions.max(1), DType::F32, device)?);
         // A GPU cannot launch zero blocks, not even to convert a dtype.
@@ -112,7 +112,8 @@ impl Prepared {
                 Argument::Write(weights.at(0)),
                 Argument::Write(counts.at(0)),
                 Argument::Int(positions as i32),
-                Argument::Int(vocab as i32),
+                // Every row of the weight can be a target.
+                Argument::Int(operands.weight_rows()? as i32),
             ],
         )?;
         let count = counts.tensor.sum_all()?;

@@ -50,7 +50,8 @@ struct Logits {
 
 // The objective of each position of the chunk.
 struct Objective {
-    GLOBAL const int *ids;      // [positions]: the target; -1: ignored; -2: not in the vocabulary
+    GLOBAL const int *ids;      // [positions]: the target; -1: ignored; -2: not in the vocabulary; with logits of its
+                                // own it may be `vocab` or more
     GLOBAL const float *hard;   // [positions]: the mass of the target in q
     GLOBAL const float *scales; // [positions]: the scale of the gradient, up to a factor of all positions; null: 1
     GLOBAL const float *soft;   // [vocab] or [positions, soft_stride]: the rest of q; null: none
@@ -67,6 +68,7 @@ struct Objective {
 // The log-priors and intermediate results of the rows of the chunk.
 struct Rows {
     GLOBAL const float *log_priors; // [positions, K], or null for one component
+    GLOBAL const float *own;        // [positions, K]: the target's logit, if it is an entry of its own; or null
     GLOBAL float *numbers;          // [7, count]: the values below
     i64 count;
 
@@ -144,12 +146,15 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
                               SHARED Sum *of_warps) {
     const i64 r = block;
     GLOBAL const float *row = logits.z + r * logits.stride;
+    const int id = objective.ids ? objective.ids[r / logits.components] : -1;
+    const int left_out = rows.own ? id : -1;
     Sum sum = {minus_infinity(), 0.f};
     for (int first = tid * 4; first < logits.vocab; first += BLOCK * 4) {
         float x[4], m = sum.largest;
         load4(row + first, x);
         for (int i = 0; i < 4; ++i) {
-            x[i] = first + i < logits.vocab ? logits.finish(x[i], first + i) : minus_infinity();
+            const int v = first + i;
+            x[i] = v < logits.vocab && v != left_out ? logits.finish(x[i], v) : minus_infinity();
             m = larger(m, x[i]);
         }
         const float reference = finite_or_zero(m);
@@ -159,12 +164,10 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
     }
     sum = block_reduce(sum, tid, of_warps);
     if (tid == 0) {
+        if (rows.own && id >= 0) sum.add({rows.own[r], 1.f});
         rows.largest(r) = finite_or_zero(sum.largest);
         rows.log_sum(r) = logarithm(sum.sum);
-        if (objective.ids) {
-            const int id = objective.ids[r / logits.components];
-            rows.target_logit(r) = id < 0 ? 0.f : logits.at(row, id);
-        }
+        if (objective.ids) rows.target_logit(r) = id < 0 ? 0.f : rows.own ? rows.own[r] : logits.at(row, id);
     }
 }
 
@@ -285,10 +288,11 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBA
     }
 }
 
-// One thread per position: the factors of its rows' gradients, the gradient of its log-priors (unless null), and two
-// magnitudes: of the mass that the filter drops, and of all its mass.
-FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient, GLOBAL float *masses,
-                              int positions, int components, uint block, uint tid) {
+// One thread per position: the factors of its rows' gradients, the gradients of its log-priors and of its target's own
+// logits (each unless null), and two magnitudes: of the mass that the filter drops, and of all its mass.
+FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient,
+                              GLOBAL float *own_gradient, GLOBAL float *masses, int positions, int components,
+                              uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
     const float scale = objective.scale(t);
@@ -299,6 +303,10 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
         const i64 r = t * components + k;
         const float mass = rows.mass(r);
         if (log_prior_gradient) log_prior_gradient[r] = weighted(scale, -mass);
+        if (own_gradient) {
+            const float of_target = exponential(rows.target_logit(r) - rows.largest(r) - rows.log_sum(r));
+            own_gradient[r] = weighted(scale, weighted(mass, of_target) - rows.hard_mass(r));
+        }
         const bool dropped = rows.size(r) < least;
         if (dropped) lost += rows.size(r);
         const float lse = rows.largest(r) + rows.log_sum(r);
@@ -357,6 +365,8 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL
         for (int i = 0; i < 4; ++i) {
             const int v = first + i;
             if (v >= logits.vocab) break;
+            // Its own logit is not among these.
+            if (v == id && rows.own) continue;
             const float logit = logits.finish(z[i], v);
             g[i] = exp_scale * exponential(logit - largest);
             if (v == id) g[i] -= scale * hard_mass;

@@ -47,7 +47,8 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
                 ]),
             ]),
             Argument::Rows(x) => {
-                bindings.extend([read(x.log_priors), write(x.numbers), numbers(&[&x.count.to_ne_bytes()])])
+                let count = numbers(&[&x.count.to_ne_bytes()]);
+                bindings.extend([read(x.log_priors), read(x.own), write(x.numbers), count])
             }
             Argument::Read(address) => bindings.push(read(*address)),
             Argument::Write(address) => bindings.push(write(*address)),

@@ -117,7 +117,8 @@ struct ObjectiveNumbers {
 #define OBJECTIVE                                                                                                      \
     device const int *ids, device const float *hard, device const float *scales, device const float *soft,             \
         device const float *factor, constant ObjectiveNumbers &of_objective
-#define ROWS device const float *log_priors, device float *numbers, constant i64 &row_numbers
+#define ROWS                                                                                                           \
+    device const float *log_priors, device const float *own, device float *numbers, constant i64 &row_numbers
 #define LOGITS_AT(first)                                                                                               \
     Logits {                                                                                                           \
         z, GIVEN(first + 1, bias), of_logits.scale, of_logits.softcap, of_logits.vocab, of_logits.stride,              \
@@ -129,7 +130,7 @@ struct ObjectiveNumbers {
             GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.z_loss, of_objective.filter,              \
             of_objective.unit                                                                                          \
     }
-#define ROWS_AT(first) Rows { GIVEN(first, log_priors), numbers, row_numbers }
+#define ROWS_AT(first) Rows { GIVEN(first, log_priors), GIVEN(first + 1, own), numbers, row_numbers }
 
 KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, INDICES) {
     SHARED_ARRAY(Sum, of_warps, WARPS);
@@ -148,10 +149,10 @@ KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, IND
     SHARED_ARRAY(float, of_warps, WARPS);
     functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, block, tid, of_warps);
 }
-KERNEL position_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *masses, constant int &positions,
-                       constant int &components, INDICES) {
-    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(9, log_prior_gradient), masses, positions, components,
-                               block, tid);
+KERNEL position_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
+                       device float *masses, constant int &positions, constant int &components, INDICES) {
+    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(10, log_prior_gradient), GIVEN(11, own_gradient),
+                               masses, positions, components, block, tid);
 }
 KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_count, INDICES) {
     SHARED_ARRAY(int, of_threads, BLOCK);
@@ -159,7 +160,7 @@ KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_co
 }
 KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, device const int *live,
                         device float *gradient, INDICES) {
-    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, GIVEN(13, live), gradient, block,
+    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, GIVEN(14, live), gradient, block,
                             tid);
 }
 KERNEL scatter_rows(device const float *gathered, device const int *live, device float *all, constant int &columns,
@@ -185,8 +186,8 @@ KERNEL position_weighting(device const float *weights, device const float *upstr
                                     device float *loss, device int *argmax, INDICES) {                                 \
         SHARED_ARRAY(float, of_warps, WARPS);                                                                          \
         SHARED_ARRAY(Largest, largest_of_warps, WARPS);                                                                \
-        functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(12, log_probs), out_stride,      \
-                                     GIVEN(14, loss), GIVEN(15, argmax), block, tid, of_warps, largest_of_warps);      \
+        functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(13, log_probs), out_stride,      \
+                                     GIVEN(15, loss), GIVEN(16, argmax), block, tid, of_warps, largest_of_warps);      \
     }                                                                                                                  \
     KERNEL gather_rows_##name(device const T *all, device const int *live, device T *gathered, constant int &columns,  \
                               INDICES) {                                                                               \

@@ -5,10 +5,12 @@ use rayon::prelude::*;
 
 use super::first_pass::Part;
 use super::layout::{Layout, Panel};
-use crate::backend::contract::Real;
+use crate::backend::contract::{Real, Sizes};
 use crate::backend::cpu::dtype::Element;
+use crate::backend::cpu::gemv::Dots;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
+use crate::backend::cpu::matrix::ViewMut;
 use crate::backend::cpu::rows::{flushed, weighted, PositionLoss, Scratch};
 use crate::backend::cpu::simd::Float;
 use crate::backend::cpu::targets::Targets;
@@ -33,7 +35,7 @@ pub(super) struct Row<F> {
 impl<F: Float> Row<F> {
     /// The factor f of exponentials with this offset.
     fn factor(&self, offset: F) -> F {
-        if self.is_void || offset == F::neg_infinity() {
+        if self.is_void || offset == F::neg_infinity() && !self.factor.is_nan() {
             return F::zero();
         }
         let relative = self.factor * (offset - self.largest).f64().exp();
@@ -44,17 +46,49 @@ impl<F: Float> Row<F> {
     }
 }
 
+/// The logits of targets that are entries of their own, of each row; `contexts` are those of these positions.
+pub(super) fn own_logits<T: Element>(
+    inputs: &Inputs<'_, T>,
+    targets: &Targets<T::Acc>,
+    positions: &[usize],
+    contexts: &[T::Acc],
+) -> Vec<T::Acc> {
+    let Sizes { components, context: d, .. } = inputs.sizes;
+    let mut logits = vec![T::Acc::zero(); positions.len() * components];
+    let of_positions = logits.par_chunks_exact_mut(components).zip(contexts.par_chunks_exact(components * d));
+    of_positions.zip(positions).for_each_init(Vec::new, |decoder_row, ((logits, contexts), &t)| {
+        let (Some(id), Some(shift)) = (targets.id(t), targets.own_shift(t)) else { return };
+        inputs.decoder.row(id, decoder_row);
+        let to = &mut ViewMut::new(logits, components, 1, 1);
+        let decoder = &decoder_row[..];
+        T::Acc::dispatch(inputs.isa, Dots { contexts, decoder, stride: d, d, ids: 1, first_column: 0, to });
+        logits.iter_mut().for_each(|z| *z = *z * inputs.logit_scale + inputs.bias[id] + shift);
+    });
+    logits
+}
+
+/// What the first pass leaves of a chunk.
+#[derive(Clone, Copy)]
+pub(super) struct Passed<'p, F> {
+    pub(super) panels: &'p [Panel],
+    pub(super) parts: &'p [Part<F>],
+    /// `[rows]`: the logits of targets that are entries of their own; empty if they are not
+    pub(super) own: &'p [F],
+}
+
 /// The loss of each position, and its rows.
 pub(super) fn rows<T: Element>(
     inputs: &Inputs<'_, T>,
     targets: &Targets<T::Acc>,
     positions: &[usize],
     layout: &Layout,
-    panels: &[Panel],
-    parts: &[Part<T::Acc>],
+    Passed { panels, parts, own }: Passed<'_, T::Acc>,
 ) -> (Vec<PositionLoss>, Vec<Row<T::Acc>>) {
     let components = inputs.sizes.components;
-    let mut target_logits = vec![T::Acc::zero(); positions.len() * components];
+    let mut target_logits = match own.is_empty() {
+        true => vec![T::Acc::zero(); positions.len() * components],
+        false => own.to_vec(),
+    };
     for &(row, z) in parts.iter().flat_map(|part| &part.target_logits) {
         target_logits[row] = z;
     }
@@ -64,7 +98,7 @@ pub(super) fn rows<T: Element>(
     };
     let position = |scratch: &mut Scratch<T::Acc>, (i, &t): (usize, &usize)| {
         let rows = i * components..(i + 1) * components;
-        let lse: Vec<_> = rows.clone().map(|row| log_sum_exp(parts_of(row))).collect();
+        let lse: Vec<_> = rows.clone().map(|row| log_sum_exp(parts_of(row), own.get(row).copied())).collect();
         scratch.set_components(&lse, &inputs.log_priors[t * components..][..components]);
         // Ignored positions take no part.
         let Some(target) = targets.position(t) else { return (PositionLoss::default(), vec![]) };
@@ -87,7 +121,11 @@ pub(super) fn rows<T: Element>(
             let has_gradient = logit_scale != 0.0 && (factor != 0.0 || !scratch.mass[k].is_zero());
             Row {
                 target: target.hard.map_or(0, |(y, _)| y),
-                factor: weighted(factor, (-lse.log_sum.f64()).exp()),
+                factor: match lse.log_sum == T::Acc::neg_infinity() {
+                    // There is no distribution if all logits are minus infinity.
+                    true => weighted(factor, f64::NAN),
+                    false => weighted(factor, (-lse.log_sum.f64()).exp()),
+                },
                 largest: lse.largest,
                 scale: logit_scale,
                 mass: flushed(T::Acc::of(weighted(
@@ -106,16 +144,20 @@ pub(super) fn rows<T: Element>(
     (losses, rows.into_iter().flatten().collect())
 }
 
-/// The log-sum-exp of a row from its sums over the segments.
-fn log_sum_exp<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone) -> LogSumExp<F> {
-    let largest =
-        parts.clone().map(|(part, r)| part.running.largest[r]).fold(F::neg_infinity(), num_traits::Float::max);
+/// The log-sum-exp of a row from its sums over the segments, and from the logit of a target that is an entry of its own.
+fn log_sum_exp<'p, F: Float>(
+    parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone,
+    own: Option<F>,
+) -> LogSumExp<F> {
+    let of_parts = parts.clone().map(|(part, r)| part.running.largest[r]);
+    let largest = of_parts.chain(own).fold(F::neg_infinity(), num_traits::Float::max);
     let largest = finite_or_zero(largest);
     let sum = |(part, r): (&Part<F>, usize)| match part.running.sum[r] {
         0.0 => 0.0,
         sum => sum * (part.running.offset[r] - largest).f64().exp(),
     };
-    LogSumExp { largest, log_sum: F::of(parts.map(sum).sum::<f64>().ln()) }
+    let own = own.map(|z| (z - largest).f64().exp());
+    LogSumExp { largest, log_sum: F::of(parts.map(sum).chain(own).sum::<f64>().ln()) }
 }
 
 /// The factors of all rows, for the offsets of each segment and of each tile.

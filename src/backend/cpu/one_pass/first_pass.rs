@@ -26,6 +26,13 @@ pub(super) struct Part<F> {
     pub(super) target_logits: Vec<(usize, F)>,
 }
 
+/// The target of each row in the first pass.
+pub(super) struct RowTargets<I> {
+    pub(super) id: I,
+    /// Whether targets are entries of their own: the vocabulary's logits of theirs take no part.
+    pub(super) are_own: bool,
+}
+
 impl<F: Float> Part<F> {
     /// Elements of a part without offsets, and of the piece that it is computed from, per row of a panel of so many rows.
     pub(super) fn elements_per_row(rows: usize) -> usize {
@@ -45,13 +52,13 @@ pub(super) struct Buffers<'b, F> {
     pub(super) packed: &'b mut [F],
 }
 
-/// The parts, segment by segment; `target` is that of a row.
+/// The parts, segment by segment.
 pub(super) fn first_pass<T: Element>(
     inputs: &Inputs<'_, T>,
     layout: &Layout,
     panels: &[Panel],
     contexts: &[T::Acc],
-    target: impl Fn(usize) -> Option<usize> + Sync,
+    targets: RowTargets<impl Fn(usize) -> Option<usize> + Sync>,
     Buffers { exponentials, sums, packed }: Buffers<'_, T::Acc>,
 ) -> Vec<Part<T::Acc>> {
     let d = inputs.sizes.context;
@@ -69,7 +76,7 @@ pub(super) fn first_pass<T: Element>(
         let of_panels = split(of_tile, panels, layout.ids(tile).len());
         pieces[first..].iter_mut().zip(of_panels).for_each(|(piece, of_panel)| piece.tiles.push(of_panel));
     }
-    let run = |buffers: &mut _, piece: Piece<'_, _>| piece.run(inputs, layout, packed, &target, buffers);
+    let run = |buffers: &mut _, piece: Piece<'_, _>| piece.run(inputs, layout, packed, &targets, buffers);
     pieces.into_par_iter().map_init(Tiles::default, run).collect()
 }
 
@@ -97,7 +104,7 @@ impl<F: Float> Piece<'_, F> {
         inputs: &Inputs<'_, T>,
         layout: &Layout,
         packed: &[F],
-        target: impl Fn(usize) -> Option<usize>,
+        targets_of: &RowTargets<impl Fn(usize) -> Option<usize>>,
         buffers: &mut Tiles<F>,
     ) -> Part<F> {
         let d = inputs.sizes.context;
@@ -118,9 +125,12 @@ impl<F: Float> Piece<'_, F> {
             logits(inputs, &decoder, ids.clone(), packed, width, to);
             targets.clear();
             for row in first..first + rows {
-                if let Some(y) = target(row).filter(|y| ids.contains(y)) {
+                if let Some(y) = (targets_of.id)(row).filter(|y| ids.contains(y)) {
                     let at = (y - ids.start) * width + row - first;
-                    part.target_logits.push((row, to[at]));
+                    match targets_of.are_own {
+                        true => to[at] = F::neg_infinity(),
+                        false => part.target_logits.push((row, to[at])),
+                    }
                     targets.push(at);
                 }
             }

@@ -1,5 +1,7 @@
 //! The gradients of contexts and decoder from exponentials and factors.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::factors::{Factors, Row};
@@ -71,9 +73,12 @@ pub(super) struct DecoderGradient<'a, F> {
 
 impl<F: Float> DecoderGradient<'_, F> {
     /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, and the bias likewise, where they are needed.
+    /// Targets that are not in the vocabulary have rows behind it.
     pub(super) fn run(&self, exponentials: &mut [F], weight: Option<&mut [F]>, bias: Option<&mut [F]>) {
-        let Layout { tile_ids, .. } = *self.factors.layout;
+        let Layout { tile_ids, vocab, .. } = *self.factors.layout;
         let tiles = self.factors.layout.tiles();
+        let (weight, mut weight_behind) = weight.map(|weight| weight.split_at_mut(vocab * self.d)).unzip();
+        let (bias, mut bias_behind) = bias.map(|bias| bias.split_at_mut(vocab)).unzip();
         let mut weights: Vec<Option<&mut [F]>> =
             weight.map_or(vec![], |weight| weight.chunks_mut(tile_ids * self.d).map(Some).collect());
         weights.resize_with(tiles, || None);
@@ -89,6 +94,24 @@ impl<F: Float> DecoderGradient<'_, F> {
             .for_each_init(Vec::new, |buffer, (tile, ((exponentials, weight), bias))| {
                 self.tile(tile, exponentials, weight, bias, buffer)
             });
+        self.subtract_targets(vocab..usize::MAX, weight_behind.as_deref_mut(), bias_behind.as_deref_mut());
+    }
+
+    /// The targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
+    fn subtract_targets(&self, ids: Range<usize>, mut weight: Option<&mut [F]>, mut bias: Option<&mut [F]>) {
+        for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
+            if !ids.contains(&row.target) || row.mass.is_zero() {
+                continue;
+            }
+            let id = row.target - ids.start;
+            if let Some(bias) = &mut bias {
+                bias[id] -= row.mass;
+            }
+            if let Some(weight) = &mut weight {
+                let gradient = &mut weight[id * self.d..(id + 1) * self.d];
+                gradient.iter_mut().zip(context).for_each(|(g, &c)| *g -= row.mass * c);
+            }
+        }
     }
 
     fn tile(
@@ -129,18 +152,7 @@ impl<F: Float> DecoderGradient<'_, F> {
                 F::dispatch(self.isa, WeightedSums { left: &left, factors: &factors[first..], to: bias });
             }
         }
-        for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(d)) {
-            if !ids.contains(&row.target) || row.mass.is_zero() {
-                continue;
-            }
-            let id = row.target - ids.start;
-            if let Some(bias) = &mut bias {
-                bias[id] -= row.mass;
-            }
-            if let Some(weight) = &mut weight {
-                weight[id * d..(id + 1) * d].iter_mut().zip(context).for_each(|(g, &c)| *g -= row.mass * c);
-            }
-        }
+        self.subtract_targets(ids, weight, bias);
     }
 
     /// Sets the exponentials of void rows to zero.

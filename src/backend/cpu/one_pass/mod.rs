@@ -37,8 +37,8 @@ use crate::backend::contract::{NeedsGrad, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
-use factors::{Factors, Row};
-use first_pass::{first_pass, Buffers, Part};
+use factors::{own_logits, Factors, Passed, Row};
+use first_pass::{first_pass, Buffers, Part, RowTargets};
 use gradients::{context_gradient, DecoderGradient, BLOCK_ROWS};
 use layout::{Layout, Panel};
 
@@ -55,7 +55,7 @@ fn cut<F: Float>(isa: Isa, rows: usize, sizes: Sizes, keeps_exponentials: bool) 
 }
 
 /// The workspace.
-pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, threads: usize, keeps_exponentials: bool) -> Workspace {
+pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, keeps_exponentials: bool) -> Workspace {
     /// Numbers of a row, in elements.
     const ROW_NUMBERS: usize = 32;
     let Sizes { context: d, vocab, .. } = sizes;
@@ -66,7 +66,7 @@ pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, threads: usize, keep
         // Twice contexts, packed and gathered, and the part of each segment.
         let per_row = 2 * d + Part::<T::Acc>::elements_per_row(panel) * layout.segments() + ROW_NUMBERS;
         let fixed = layout.lanes * per_row + vocab.next_multiple_of(ROW_ALIGN);
-        return Workspace { per_row, fixed: fixed + threads * (layout.tile_ids * panel + widened) };
+        return Workspace { per_row, fixed, per_thread: layout.tile_ids * panel + widened };
     }
     // The exponentials, the offsets of each tile and factors of each segment, and three times contexts: packed, gathered
     // and the sums.
@@ -74,10 +74,7 @@ pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, threads: usize, keep
     // All panels but the last are full.
     let sums = (layout.more_pieces() + 1) * panel * d;
     let per_thread = BLOCK_ROWS.next_multiple_of(panel) * panel + panel * d + widened;
-    Workspace {
-        per_row,
-        fixed: layout.lanes * per_row + sums + vocab.next_multiple_of(ROW_ALIGN) + threads * per_thread,
-    }
+    Workspace { per_row, fixed: layout.lanes * per_row + sums + vocab.next_multiple_of(ROW_ALIGN), per_thread }
 }
 
 /// The state of a computation.
@@ -175,23 +172,32 @@ impl<T: Element> Steps for OnePass<'_, T> {
         }
         let (mut exponentials, mut sums, mut packed) =
             (std::mem::take(&mut self.exponentials), std::mem::take(&mut self.sums), std::mem::take(&mut self.packed));
-        let target = |row: usize| self.targets.id(self.chunk.positions[row / components]);
+        let targets = RowTargets {
+            id: |row: usize| self.targets.id(self.chunk.positions[row / components]),
+            are_own: self.targets.are_own(),
+        };
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
         let contexts = self.contexts(chunk);
-        let parts = first_pass(&self.inputs, &self.layout, &self.chunk.panels, contexts, target, buffers);
+        let parts = first_pass(&self.inputs, &self.layout, &self.chunk.panels, contexts, targets, buffers);
         self.chunk.parts = parts;
         (self.exponentials, self.sums, self.packed) = (exponentials, sums, packed);
         Ok(())
     }
 
-    fn loss_rows(&mut self, _: Range<usize>) -> Result<()> {
+    fn loss_rows(&mut self, chunk: Range<usize>) -> Result<()> {
         let components = self.inputs.sizes.components;
-        let Chunk { positions, panels, parts, rows, segment_factors } = &mut self.chunk;
-        if positions.is_empty() {
+        if self.chunk.positions.is_empty() {
             return Ok(());
         }
-        let losses;
-        (losses, *rows) = factors::rows(&self.inputs, self.targets, positions, &self.layout, panels, parts);
+        let Chunk { positions, panels, parts, .. } = &self.chunk;
+        let own = match self.targets.are_own() {
+            true => own_logits(&self.inputs, self.targets, positions, self.contexts(chunk)),
+            false => Vec::new(),
+        };
+        let (losses, found) =
+            factors::rows(&self.inputs, self.targets, positions, &self.layout, Passed { panels, parts, own: &own });
+        let Chunk { positions, panels, parts, rows, segment_factors } = &mut self.chunk;
+        *rows = found;
         if self.gradients.needed {
             *segment_factors = factors::of_segments(&self.layout, panels, parts, rows);
         }

@@ -21,6 +21,8 @@ pub(super) struct Case {
     /// Whether the decoder is stored as `[d, vocab]`.
     pub(super) transposed: bool,
     pub(super) options: LossOptions,
+    /// If targets are entries of their own: the rows of the weight behind the vocabulary.
+    pub(super) own: Option<usize>,
     /// Positions per chunk.
     pub(super) chunk: usize,
 }
@@ -41,6 +43,7 @@ pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
 impl Case {
     pub(super) fn operands(&self, dtype: DType) -> Operands {
         let Sizes { positions, components, context, vocab } = self.sizes;
+        let rows = vocab + self.own.unwrap_or(0);
         // candle has no softmax of an empty tensor.
         let log_priors = candle_nn::ops::log_softmax(&random(1, &[positions.max(1), components], 2.0), 1).unwrap();
         let log_priors = log_priors.narrow(0, 0, positions).unwrap().contiguous().unwrap();
@@ -52,10 +55,10 @@ impl Case {
             contexts: rounded(random(2, &[positions, components, context], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             weight: match self.transposed {
-                false => rounded(random(3, &[vocab, context], self.scale)),
-                true => rounded(random(3, &[context, vocab], self.scale)).t().unwrap(),
+                false => rounded(random(3, &[rows, context], self.scale)),
+                true => rounded(random(3, &[context, rows], self.scale)).t().unwrap(),
             },
-            bias: Some(random(4, &[vocab], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
+            bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             logit_scale: self.logit_scale,
             softcap: self.softcap,
         }
@@ -63,7 +66,8 @@ impl Case {
 
     pub(super) fn objective(&self, dtype: DType) -> Objective {
         let Sizes { positions, vocab, .. } = self.sizes;
-        let targets: Vec<i64> = (0..positions).map(|t| ((t * 7919 + 3) % vocab) as i64).collect();
+        let rows = vocab + self.own.unwrap_or(0);
+        let targets: Vec<i64> = (0..positions).map(|t| ((t * 7919 + 3) % rows) as i64).collect();
         let weights = |seed, n, mean: f64| (random(seed, &[n], 1.0) + mean).unwrap().to_dtype(DType::F32).unwrap();
         let options = &self.options;
         Objective::Targets(TargetLoss {
@@ -71,7 +75,7 @@ impl Case {
             ignore_index: options.ignore_index,
             position_weights: Some(weights(5, positions, 1.0).to_dtype(dtype).unwrap()),
             // Some are negative.
-            class_weights: Some(weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
+            class_weights: self.own.is_none().then(|| weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
             terms: options.terms,
             scale: match options.reduction {
                 Reduction::Mean => GradScale::OneOverCount,
@@ -81,12 +85,16 @@ impl Case {
                     GradScale::Upstream(upstream.to_dtype(dtype).unwrap())
                 }
             },
+            own_shifts: self.own.map(|_| weights(8, positions, -0.5).to_dtype(dtype).unwrap()),
         })
     }
 
     pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
-        let task = Task::loss(&self.options.terms, ALL);
+        let task = Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms, ALL) };
         let plan = |budget| gpu::plan(gpu.kind(), self.sizes, self.dtype, task, budget);
+        if self.sizes.positions == 0 {
+            return plan(None).unwrap();
+        }
         let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of zero") };
         // The bytes of one chunk of all positions.
         let whole = plan(Some(usize::MAX / 2)).unwrap().workspace_bytes;
@@ -97,7 +105,7 @@ impl Case {
     /// The largest error of the results of a loss, each relative to the result's largest value, and that result's name.
     pub(super) fn loss_error(&self, gpu: &EmulatedGpu, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
         let truth_operands = self.operands(DType::F64);
-        let task = Task::loss(&self.options.terms, ALL);
+        let task = Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms, ALL) };
         let plan = backend::plan(&truth_operands, task, None).unwrap();
         let truth = backend::loss(&truth_operands, &objective(DType::F64), ALL, &plan).unwrap();
         let got = gpu::loss(gpu, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(gpu)).unwrap();
@@ -163,6 +171,7 @@ pub(super) fn case(positions: usize, components: usize, context: usize, vocab: u
         softcap: None,
         transposed: false,
         options: LossOptions::new(),
+        own: None,
         chunk: 2,
     }
 }

@@ -8,8 +8,13 @@ use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
-const ROWS_MUTATIONS: [(&str, &str); 19] = [
-    ("first + i < logits.vocab ? logits.finish", "first + i < logits.vocab - 1 ? logits.finish"),
+const ROWS_MUTATIONS: [(&str, &str); 24] = [
+    ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
+    ("v < logits.vocab && v != left_out", "v < logits.vocab"),
+    ("if (rows.own && id >= 0) sum.add({rows.own[r], 1.f});", ""),
+    ("rows.own ? rows.own[r] : logits.at(row, id)", "logits.at(row, id)"),
+    ("if (v == id && rows.own) continue;", ""),
+    ("weighted(mass, of_target) - rows.hard_mass(r)", "-rows.hard_mass(r)"),
     ("if (v == id) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
     ("g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);", ""),
@@ -34,7 +39,7 @@ const ROWS_MUTATIONS: [(&str, &str); 19] = [
 const METAL_MUTATIONS: [(&str, &str); 9] = [
     ("GIVEN(first + 1, bias)", "GIVEN(first + 2, nullptr)"),
     ("GIVEN(first + 4, factor)", "nullptr"),
-    ("GIVEN(13, live)", "nullptr"),
+    ("GIVEN(14, live)", "nullptr"),
     ("GIVEN(2, class_weights)", "nullptr"),
     ("uint(from->bits) << 16", "uint(from->bits) << 15"),
     ("(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 17"),
@@ -61,6 +66,8 @@ fn wrong_kernels_are_caught() {
             scale: 0.2,
             ..case(7, 3, context, 40)
         }));
+        // Targets that are entries of their own.
+        cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
         let mut changes = ROWS_MUTATIONS.to_vec();
         if language == Language::Metal {
             changes.extend(METAL_MUTATIONS);

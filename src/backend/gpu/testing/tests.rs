@@ -26,6 +26,23 @@ fn losses_and_gradients_equal_those_of_the_cpu_in_f64() {
 }
 
 #[test]
+fn targets_that_are_entries_of_their_own_equal_those_of_the_cpu_in_f64() {
+    for gpu in EmulatedGpu::all() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+                for (components, vocab, behind, logit_scale) in [(3, 37, 20, 1.0), (1, 9, 0, 0.3), (2, 1, 3, 2.0)] {
+                    // Position 0 has target 3, which is ignored in half of the cases.
+                    let options = LossOptions::new().with_reduction(reduction);
+                    let options = if components == 3 { options.with_ignore_index(3) } else { options };
+                    let case = case(7, components, 6, vocab);
+                    Case { dtype, logit_scale, options, own: Some(behind), ..case }.check(&gpu);
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn f64_is_an_error_that_names_the_backend() {
     for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 5);
@@ -94,6 +111,7 @@ fn responsibilities_of_improbable_targets_sum_to_one() {
                 ignore_index: None,
                 terms: Terms::default(),
                 scale: GradScale::One,
+                own_shifts: None,
             });
             let outcome = gpu::loss(&gpu, &operands, &objective, ALL, &plan).unwrap();
             let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
@@ -189,6 +207,7 @@ fn a_z_loss_that_cancels_the_mass_keeps_the_gradient_of_the_target() {
             ignore_index: None,
             terms: case.options.terms,
             scale: GradScale::One,
+            own_shifts: None,
         });
         let outcome = gpu::loss(&gpu, &operands, &objective, ALL, &case.plan(&gpu)).unwrap();
         assert_eq!(outcome.gradients.weight.unwrap().to_vec2::<f32>().unwrap(), [[-1.0]], "{:?}", gpu.language);
@@ -258,6 +277,7 @@ fn a_target_outside_the_vocabulary_has_a_nan_loss() {
             ignore_index: None,
             terms: Terms::default(),
             scale: GradScale::OneOverCount,
+            own_shifts: None,
         });
         let outcome = gpu::loss(&gpu, &case.operands(DType::F32), &objective, ALL, &case.plan(&gpu)).unwrap();
         let nll = outcome.nll.to_vec1::<f32>().unwrap();

@@ -1,0 +1,55 @@
+//! The targets of a sampled softmax on a GPU: their logits and gradients, by candle's operations around the kernels.
+
+use candle_core::{DType, Tensor};
+
+use crate::backend::contract::{Gradients, Operands, TargetLoss};
+use crate::error::Result;
+
+/// Targets that are entries of their own ([`TargetLoss::own_shifts`]).
+pub(super) struct OwnTargets {
+    /// `[positions]`, u32: the row of the weight; zero where the target is ignored
+    rows: Tensor,
+    /// `[positions, d]`, f32: these rows
+    decoder: Tensor,
+    /// `[positions, K]`, f32
+    pub(super) logits: Tensor,
+}
+
+impl OwnTargets {
+    pub(super) fn new(operands: &Operands, loss: &TargetLoss) -> Result<Option<Self>> {
+        let Some(shifts) = &loss.own_shifts else { return Ok(None) };
+        let rows = loss.targets.to_dtype(DType::I64)?.maximum(0i64)?.to_dtype(DType::U32)?;
+        let decoder = operands.weight.index_select(&rows, 0)?.to_dtype(DType::F32)?;
+        let contexts = operands.contexts.to_dtype(DType::F32)?;
+        let mut logits = contexts.broadcast_mul(&decoder.unsqueeze(1)?)?.sum(2)?;
+        if let Some(bias) = &operands.bias {
+            logits = logits.broadcast_add(&bias.index_select(&rows, 0)?.unsqueeze(1)?)?;
+        }
+        let logits = (logits * operands.logit_scale)?.broadcast_add(&shifts.unsqueeze(1)?)?.contiguous()?;
+        Ok(Some(OwnTargets { rows, decoder, logits }))
+    }
+
+    /// Adds the parts that come from these logits, whose gradient this is, `[positions, K]`, to the gradients of the
+    /// operands. The weight and the bias get their rows behind the vocabulary.
+    pub(super) fn add_to(&self, gradients: Gradients, of_logits: &Tensor, operands: &Operands) -> Result<Gradients> {
+        let of_products = (of_logits * operands.logit_scale)?;
+        let contexts = match gradients.contexts {
+            Some(found) => Some((found + of_products.unsqueeze(2)?.broadcast_mul(&self.decoder.unsqueeze(1)?)?)?),
+            None => None,
+        };
+        let behind = operands.weight_rows()? - operands.sizes.vocab;
+        let weight = match gradients.weight {
+            Some(found) => {
+                let contexts = operands.contexts.to_dtype(DType::F32)?;
+                let of_rows = contexts.broadcast_mul(&of_products.unsqueeze(2)?)?.sum(1)?;
+                Some(found.pad_with_zeros(0, 0, behind)?.index_add(&self.rows, &of_rows, 0)?)
+            }
+            None => None,
+        };
+        let bias = match gradients.bias {
+            Some(found) => Some(found.pad_with_zeros(0, 0, behind)?.index_add(&self.rows, &of_products.sum(1)?, 0)?),
+            None => None,
+        };
+        Ok(Gradients { contexts, weight, bias, ..gradients })
+    }
+}

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! One softmax over a linear map forms log-probability matrices of rank at most H + 2 (H + 1 without a bias), the
-//! *softmax bottleneck*; a mixture of softmaxes forms matrices of any rank (Yang et al., ICLR 2018). Three heads
-//! differ only in the arguments that they pass to the mixture:
+//! *softmax bottleneck*; the width does not bound the rank of a mixture of softmaxes (Yang et al., ICLR 2018). Three
+//! heads differ only in the arguments that they pass to the mixture:
 //!
 //! | head | contexts and priors | cost |
 //! |---|---|---|
@@ -33,12 +33,14 @@
 //!
 //! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
 //! that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with
-//! their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer, without its logits.
+//! their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer.
 //!
 //! The loss processes the positions in chunks ([`Plan`]): the logits of a chunk, their log-sum-exps, the
 //! responsibilities of the components, the gradient of the logits in place, and from it the gradients of contexts and
-//! decoder. These are three matrix products in all, the minimum for an exact method. The workspace does not grow with
-//! the number of positions, components or token ids: `[positions, K, vocab]` is never held.
+//! decoder. These are three matrix products in all, the minimum for an exact method. The workspace holds the logits of
+//! one chunk at a time, under a budget ([`LossOptions::with_workspace_bytes`]). It grows with the vocabulary, not with the
+//! number of positions or components: by default a chunk on the CPU has up to 480 rows of logits (235 MiB at 128 256 ids
+//! in f32), or more within 32 MiB. The contexts `[positions, K, d]` and the gradients are held whole.
 //!
 //! Decoding reads the distribution of each position in tiles: the `k` most probable token ids ([`OutputLayer::top_k`]),
 //! a sample under the truncation and temperature of [`Sampling`] ([`OutputLayer::sample`]), whole sequences
@@ -111,17 +113,24 @@
 //! |---|---|
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
 //! | `serde` | `Serialize` and `Deserialize` for configurations |
-//! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
-//! | `metal` | kernels for Apple GPUs (f32, f16, bf16); checked on the host, not yet run on a GPU |
+//! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); run on an emulated driver, not yet on a GPU |
+//! | `metal` | kernels for Apple GPUs (f32, f16, bf16); run on an emulated device, not yet on a GPU |
 //!
 //! This crate enables the feature `x86-v4` of the `gemm` crate. Features are shared by the whole dependency graph:
 //! candle's own products then use AVX-512 too, where the machine has it.
 //!
 //! # Gradients that candle drops
 //!
-//! `candle_nn::RmsNorm`, `candle_nn::ops::softmax_last_dim` and other fused operations of candle have no backward pass
-//! and detach their result silently. If a training step leaves the variables before the head without gradients, look
-//! for them between those variables and `hidden`.
+//! Some fused operations of candle have no backward pass and detach their result silently. If a training step leaves the
+//! variables before the head without gradients, look for these between those variables and `hidden`
+//! (`missing_gradients` names the variables):
+//!
+//! | operation of candle-nn | with gradients |
+//! |---|---|
+//! | `RmsNorm` (its `forward`), `ops::rms_norm` | `RmsNorm::forward_diff`, `ops::rms_norm_slow` |
+//! | `ops::layer_norm`, and `LayerNorm` with a bias | `ops::layer_norm_slow` |
+//! | `rotary_emb::rope`, `rope_i`, `rope_thd` | `rotary_emb::rope_slow`, `rope_i_slow` |
+//! | `ops::softmax_last_dim` | `ops::softmax` |
 //!
 //! # References
 //!

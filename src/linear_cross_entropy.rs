@@ -7,8 +7,8 @@ use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::validate::{check_float, check_hidden, check_targets, leading};
 
-/// The cross-entropy of a linear layer, without its logits: what `cross_entropy(linear(hidden), targets)` gives, and
-/// its gradients, at the memory of one chunk of logits. The same as the loss of a
+/// The cross-entropy of a linear layer: what `cross_entropy(linear(hidden), targets)` gives, and its gradients, at the
+/// memory of one chunk of logits. The same as the loss of a
 /// [`SoftmaxHead`](crate::SoftmaxHead) made from these tensors.
 ///
 /// # Shapes

@@ -19,8 +19,9 @@ use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
 /// P(v) = sum_k pi_k softmax(W c_k + b)_v,    pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
 /// ```
 ///
-/// The logarithm of a sum of softmaxes is not linear in the contexts: the log-probabilities of all positions can form a
-/// matrix of any rank, which one softmax cannot. Cost: the time of K softmaxes of width d, the memory of one.
+/// The logarithm of a sum of softmaxes is not linear in the contexts, so d does not bound the rank of the matrix of
+/// log-probabilities, as it does with one softmax. Cost: the time of K softmaxes of width d, and the workspace of one; the
+/// contexts `[positions, K, d]` and their gradients grow with K.
 ///
 /// # Examples
 ///

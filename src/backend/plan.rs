@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 
-/// The default budgets, in bytes or rows of logits, chosen by measurement (see `benches/RESULTS.md`).
+/// The default budgets, in bytes or rows of logits, chosen by measurement (see `docs/measurements.md`).
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
 pub(super) mod default {
     /// Minimum default budget on the CPU for what a chunk's rows need.

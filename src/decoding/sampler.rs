@@ -52,8 +52,8 @@ impl Sampler {
     }
 
     /// Draws one token id `[..]`, u32, from each distribution of log-probabilities `[.., vocab]`: for models without an
-    /// output layer of this crate. [`OutputLayer::sample`](crate::OutputLayer::sample) of a mixture never holds `[..,
-    /// vocab]`.
+    /// output layer of this crate. [`OutputLayer::sample`](crate::OutputLayer::sample) of a mixture reads the
+    /// distributions in tiles instead.
     ///
     /// # Shapes
     ///

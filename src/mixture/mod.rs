@@ -209,7 +209,7 @@ impl Mixture {
     }
 
     /// The loss of the targets and, in the same three matrix products, the gradients of those of contexts, priors,
-    /// weight and bias that depend on a variable. `[positions, K, vocab]` is never held: see [`Plan`].
+    /// weight and bias that depend on a variable. The logits of one chunk of positions are held at a time: see [`Plan`].
     ///
     /// # Shapes
     ///

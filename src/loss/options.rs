@@ -199,8 +199,8 @@ impl LossOptions {
     /// and targets are read. Draw new negatives for each step.
     ///
     /// An evaluation is exact, whatever the negatives. [`Loss::nll`](crate::Loss::nll) of a training step is that of the
-    /// sample. It cannot be combined with label smoothing, z-loss, hits, a responsibility filter or a softcap. The targets are read on the host:
-    /// on a GPU this waits for the device.
+    /// sample. It cannot be combined with label smoothing, z-loss, hits, a responsibility filter or a softcap. The targets
+    /// are read on the host: on a GPU this waits for the device.
     ///
     /// # Examples
     ///

@@ -19,21 +19,32 @@
 #                     target/measure/venv
 # MOS_HEAD_PROCESSOR  the processor's name in the tables, in place of the one of /proc/cpuinfo
 set -euo pipefail
+# Paths are those of the folder in which the command is called.
+[[ -z ${MOS_HEAD_DATA:-} ]] || MOS_HEAD_DATA=$(realpath "$MOS_HEAD_DATA")
+# A link, as that of a virtual environment, stays one.
+[[ ${MOS_HEAD_PYTHON:-} != */* ]] || MOS_HEAD_PYTHON=$(realpath -s "$MOS_HEAD_PYTHON")
+arguments=()
+while (($#)); do
+    case $1 in
+    --data) arguments+=("--data=$(realpath "${2:?the folder of Penn Treebank}")"); shift ;;
+    --data=*) arguments+=("--data=$(realpath "${1#*=}")") ;;
+    *) arguments+=("$1") ;;
+    esac
+    shift
+done
 cd "$(dirname "$0")/.."
 
 usage() { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
 
-arguments=()
 peers=1
-for argument in "$@"; do
+for argument in "${arguments[@]}"; do
     case $argument in
     -h | --help) usage; exit ;;
-    --check) exec python3 scripts/measure.py --check ;;
+    --check) exec python3 scripts/measure/legs.py --check ;;
     --ours) peers=0 ;;
     esac
-    arguments+=("$argument")
 done
-python3 scripts/measure.py --dry-run "${arguments[@]}"
+python3 scripts/measure/legs.py --dry-run "${arguments[@]}"
 
 python=${MOS_HEAD_PYTHON:-target/measure/venv/bin/python}
 if ((peers)); then
@@ -43,4 +54,4 @@ if ((peers)); then
     fi
     "$python" -c 'import torch, numpy' || { echo "$python: lacks benches/peers/requirements.txt"; exit 1; }
 fi
-exec python3 scripts/measure.py --python "$python" "${arguments[@]}"
+exec python3 scripts/measure/legs.py --python "$python" "${arguments[@]}"

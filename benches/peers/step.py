@@ -131,7 +131,7 @@ class Products:
         self.rows = positions * components
         self.contexts = torch.full((self.rows, context), 0.25, dtype=dtype, device=device)
         self.weight = torch.full((vocab, context), 0.125, dtype=dtype, device=device)
-        self.candidates = sorted({min(rows, self.rows) for rows in (512, 1024, 2048, 4096)})
+        self.candidates = sorted({min(rows, self.rows) for rows in (512, 1024, 2048)})
         self.logits = torch.zeros(self.candidates[-1], vocab, dtype=dtype, device=device)
         self.context_gradient = torch.zeros_like(self.contexts)
         self.weight_gradient = torch.zeros_like(self.weight)
@@ -153,8 +153,10 @@ class Products:
 
         def seconds(chunk):
             rows = self.candidates[-1] // chunk * chunk
-            return timed(lambda: self.run(chunk, rows=rows), 1, 1, device)[0] / rows
+            return timed(lambda: self.run(chunk, rows=rows), 1, 0, device)[0] / rows
 
+        # The first product of a process takes longer.
+        self.run(self.candidates[0], rows=1)
         return min(self.candidates, key=seconds)
 
 
@@ -237,7 +239,7 @@ def main():
         library=library(),
         dtype=None if args.dtype == "f32" else args.dtype,
         options=options,
-        chunk_rows=chunk,
+        chunk=chunk,
         seconds=round(median(seconds), 6),
         extra_mib=round(extra_mib, 1),
         loss=loss,

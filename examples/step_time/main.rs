@@ -80,7 +80,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         (true, false) => Ok(floor::three_products(floor_sizes)),
         (false, forward_only) => {
             let products = Products::new(floor_sizes, args.dtype, &device)?;
-            Ok::<_, candle_core::Error>(time(args, || products.run(!forward_only).map(|()| None))?.0)
+            Ok::<_, candle_core::Error>(time(args, args.reps, || products.run(!forward_only).map(|()| None))?.0)
         }
     };
 
@@ -91,9 +91,11 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     let memory = Peak::watch(&device);
     let (times, loss) = match (args.implementation, &system) {
-        (Implementation::Fused, Some(system)) => time(args, || system.step(&options()?))?,
-        (Implementation::Fused, None) => time(args, || fused_step(&leaves, components, &options()?))?,
-        (Implementation::Composed, _) => time(args, || composed_step(&leaves, components, args.forward_only))?,
+        (Implementation::Fused, Some(system)) => time(args, args.reps, || system.step(&options()?))?,
+        (Implementation::Fused, None) => time(args, args.reps, || fused_step(&leaves, components, &options()?))?,
+        (Implementation::Composed, _) => {
+            time(args, args.reps, || composed_step(&leaves, components, args.forward_only))?
+        }
         (Implementation::Gemm3, _) => (floor()?, None),
     };
     device.synchronize()?;
@@ -121,7 +123,9 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
             println!("{line}");
             return Ok(());
         }
-        let (mixture_times, _) = time(args, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
+        // As many as of the products, at least.
+        let reps = args.reps.max(3);
+        let (mixture_times, _) = time(args, reps, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
         line["mixture_seconds"] = json!(median(&mixture_times));
         let name = if args.forward_only { "gemm1_seconds" } else { "gemm3_seconds" };
         // On a GPU the products may need more memory than the step, since they hold all logits.
@@ -156,11 +160,11 @@ fn budget_of_rows(
     Ok(fixed + positions * per_position)
 }
 
-/// Runs `step` repeatedly: the sorted seconds of the timed steps, and the last loss.
-fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
+/// Runs `step` repeatedly: the sorted seconds of `reps` timed steps, and the last loss.
+fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
     let mut times = Vec::new();
     let mut loss = None;
-    for rep in 0..args.warmup + args.reps {
+    for rep in 0..args.warmup + reps {
         let start = Instant::now();
         let value = step()?;
         if let Some(value) = &value {

@@ -11,6 +11,10 @@ import subprocess
 import sys
 import time
 
+from age import check
+from lines import assignment_lines, composed_step, decoding_lines, json_of, loss_alone, rounded, sizes, training_step
+from machine import example, git, physical_cores, processor
+
 RESULTS = "benches/results"
 WORK = "target/measure"
 FILES = {
@@ -22,11 +26,8 @@ FILES = {
 }
 # What must be committed, so that a commit says what was measured.
 MEASURED = ["src", "examples", "benches/*.rs", "benches/peers", "tests/common", "Cargo.toml", "Cargo.lock", "build.rs"]
-MEASURED += ["scripts/measure.py", "scripts/measure.sh"]
+MEASURED += ["scripts/measure", "scripts/measure.sh"]
 SENTENCES = 4700
-
-
-# Programs
 
 
 class Run:
@@ -58,11 +59,6 @@ class Run:
         return line | {"command": prefix + self.display, "runs": len(self.lines)}
 
 
-def json_of(output):
-    """The last line of a program's output."""
-    return json.loads(output.strip().splitlines()[-1])
-
-
 class Legs:
     def __init__(self, args):
         self.quick, self.python, self.peers, self.data = args.quick, args.python, not args.ours, args.data
@@ -78,8 +74,6 @@ class Legs:
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "commit": git("rev-parse", "--short=7", "HEAD").strip(),
         }
-
-    # How programs are run
 
     def in_turn(self, runs, rounds=3):
         """Runs each program once in each round, and records what they measure."""
@@ -152,36 +146,35 @@ class Legs:
                     found[name] = json.load(file)["median"]["point_estimate"]
         return found
 
-    # The legs
-
     def steps(self):
         """The loss and all gradients."""
         ours, eager, compile = "ours", "eager", "compile"
         auto, large = "linear-cross-entropy --chunk auto", "linear-cross-entropy --chunk 512"
         shapes = [
-            ("ptb", 840, [ours, compile, eager, "composed", "products"]),
-            ("wt2", 1050, [ours, compile]),
-            ("wt2", 210, [ours, compile, eager]),
-            ("1b", 210, [ours, compile, eager]),
-            ("llm", 2048, [ours, eager, compile, large, auto, "products"]),
-            ("llm", 410, [ours, eager, compile]),
-            ("llm", 128, [ours, eager, compile, auto, "products"]),
+            ("ptb", 840, 3, [ours, compile, eager, "composed", "products"]),
+            ("wt2", 1050, 1, [ours, compile]),
+            ("wt2", 210, 3, [ours, compile, eager]),
+            ("1b", 210, 3, [ours, compile, eager]),
+            ("llm", 2048, 1, [ours, eager, compile, large, auto, "products"]),
+            ("llm", 410, 2, [ours, eager, compile]),
+            ("llm", 128, 3, [ours, eager, compile, auto, "products"]),
         ]
         if self.quick:
-            shapes = [("small", 60, [ours, compile, eager, "composed", "products"])]
-        for shape, positions, implementations in shapes:
+            shapes = [("small", 60, 1, [ours, compile, eager, "composed", "products"])]
+            shapes += [("small-softmax", 60, 1, [auto, large])]
+        for shape, positions, reps, implementations in shapes:
             runs = []
             for implementation in implementations:
                 if implementation == ours:
                     # The mixture and the products are in the same process.
                     flags = f"--shape {shape} --tokens {positions}"
-                    runs.append(self.step_time("step", flags, training_step, later=["--step-only"]))
+                    runs.append(self.step_time("step", flags, training_step, ["--step-only"], reps=reps))
                 elif implementation == "composed":
                     flags = f"--shape {shape} --tokens {positions} --impl composed"
                     runs.append(self.step_time("step", flags, composed_step))
                 else:
                     flags = f"--shape {shape} --positions {positions} --implementation {implementation}"
-                    runs += self.peer("step", flags + " --reps 1")
+                    runs += self.peer("step", f"{flags} --reps {1 if implementation == auto else reps}")
             self.in_turn(runs)
 
     def without_gradients(self):
@@ -256,13 +249,13 @@ class Legs:
         shapes += [("ptb", "840 positions, K = 15, d = 280, V = 10 000", ptb)]
         if self.quick:
             shapes = [("small", "256 positions, K = 4, d = 64, V = 2000", wide[:2] + ptb[:2])]
-        for shape, sizes, rows in shapes:
+        for shape, told, rows in shapes:
             runs = []
             for implementation, flags, reps in rows:
 
-                def convert(line, implementation=implementation, sizes=sizes):
+                def convert(line, implementation=implementation, told=told):
                     memory = {"seconds": line["seconds"], "extra_mib": line["peak_extra_mib"]}
-                    return {"shape": sizes, "implementation": implementation} | memory
+                    return {"shape": told, "implementation": implementation} | memory
 
                 flags = f"--shape {shape} {flags} --step-only".replace("  ", " ")
                 environment = {"CANDLE_BARRIER_POOL_SPIN_LIMIT": "100"}
@@ -378,220 +371,6 @@ class Legs:
                 flags = f"--shape {shape} --tokens {positions} --chunk-rows {rows} --step-only"
                 runs.append(self.step_time("budget", flags, convert))
             self.in_turn(runs)
-
-
-# Conversions
-
-
-def sizes(line):
-    keys = {"shape": "shape", "positions": "tokens", "components": "mixtures", "context": "context", "vocab": "vocab"}
-    return {key: line[name] for key, name in keys.items()}
-
-
-def composed_step(line):
-    other = {"implementation": "composed of candle operations", "seconds": line["seconds"]}
-    return sizes(line) | other | {"extra_mib": line["peak_extra_mib"]}
-
-
-def training_step(line):
-    kept = sizes(line) | {"seconds": line["seconds"], "extra_mib": line["peak_extra_mib"]}
-    if "gemm3_seconds" in line:
-        kept |= {"mixture_seconds": line["mixture_seconds"], "products_seconds": line["gemm3_seconds"]}
-        kept["mixture_over_products"] = line["mixture_over_products"]
-    return kept
-
-
-def loss_alone(line):
-    kept = sizes(line) | {"seconds": line["seconds"], "extra_mib": line["peak_extra_mib"]}
-    kept |= {"mixture_seconds": line["mixture_seconds"], "product_seconds": line["gemm1_seconds"]}
-    return kept | {"mixture_over_product": line["mixture_over_products"]}
-
-
-def decoding_lines(times):
-    """From milliseconds by the names of criterion."""
-    keys = {"top_k1": "top_1_ms", "top_k10": "top_10_ms", "top_k50": "top_50_ms"}
-    widths = {"10000": 280, "33278": 300, "128256": 1024}
-    lines = {}
-    for name, milliseconds in times.items():
-        device, way, *what, shape, _ = name.split("/")
-        if device != "cpu":
-            continue
-        line = {"figure": "decoding", "shape": shape}
-        bench = "/".join([way, *what, shape])
-        if way == "read":
-            vocab = shape[1:]
-            line |= {"vocab": int(vocab), "context": widths[vocab], "implementation": "read of the decoder"}
-            key = "read_ms"
-        elif shape.startswith("ptb-b"):
-            line |= {"figure": "decoding-heads", "positions": int(shape[5:]), "implementation": "mos-head", "head": way}
-            key = "sample_ms"
-        else:
-            vocab, components, batch = re.fullmatch(r"v(\d+)-k(\d+)-b(\d+)", shape).groups()
-            line |= {"vocab": int(vocab), "components": int(components), "context": widths[vocab]}
-            implementation = "mos-head" if way == "mixture" else "composed of candle operations"
-            line |= {"positions": int(batch), "implementation": implementation}
-            key = keys.get(what[0], what[0] + "_ms")
-            bench = f"{way}/.*/{shape}/"
-        line["command"] = f"cargo bench --bench decoding -- '{bench}'"
-        lines.setdefault((way, shape), line)[key] = milliseconds
-    ways = ["softmax", "mos", "mos-ancestral", "mixture", "composed", "read"]
-    order = [lines[key] for way in ways for key in lines if key[0] == way]
-    return sorted(order, key=lambda line: [int(number) for number in re.findall(r"\d+", line["shape"])])
-
-
-def assignment_lines(output):
-    """From what the test `report` prints."""
-    lines, names = [], {"equal counts": "of equal counts", "Zipf's counts": "by Zipf's law"}
-    names["the same costs"] = "of the same costs"
-    for text in output.splitlines():
-        found = re.search(r"^(?:test .* \.\.\. )?(.*), (\d+) words in (\d+) x \d+ cells, (.*): ([\d.]+) s, cost", text)
-        gap = re.search(r"([\d.]+)% above the least", text)
-        if found and found[1] in names and found[2] in ("2500", "100000"):
-            words, side, candidates = f"{int(found[2]):,}".replace(",", " "), found[3], re.search(r"\d+", found[4])
-            words = found[2] if len(found[2]) == 4 else words
-            lines.append(
-                {
-                    "figure": "assignment",
-                    "shape": f"{words} words {names[found[1]]}, {side} x {side}",
-                    "implementation": f"{candidates[0]} candidates" if candidates else "exact",
-                    "seconds": float(found[5]),
-                }
-            )
-            last = lines[-1]
-        elif found:
-            last = {}
-        elif gap:
-            last["gap_percent"] = float(gap[1])
-    return lines
-
-
-def rounded(key, value):
-    """Four significant digits."""
-    if not isinstance(value, float):
-        return value
-    value = round(value, 1) if key.endswith("_mib") else float(f"{value:.4g}")
-    return int(value) if value == int(value) and value >= 1000 else value
-
-
-# The machine and the repository
-
-
-def git(*arguments):
-    return subprocess.run(["git", *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def example(name):
-    return os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release", "examples", name)
-
-
-def physical_cores():
-    """The cores that this process may use, each counted once whatever its number of threads."""
-    allowed, cores, core = os.sched_getaffinity(0), set(), {}
-    with open("/proc/cpuinfo") as lines:
-        for line in list(lines) + ["\n"]:
-            key, _, value = line.partition(":")
-            core[key.strip()] = value.strip()
-            if not line.strip():
-                number = int(core.get("processor", -1))
-                if number in allowed:
-                    cores.add((core.get("physical id"), core.get("core id", number)))
-                core = {}
-    return len(cores) or len(allowed)
-
-
-def processor(cores):
-    """As "2 cores of an AMD EPYC (Zen 4) with AVX-512"."""
-    fields = {}
-    with open("/proc/cpuinfo") as lines:
-        for line in lines:
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    name = fields.get("model name", "processor")
-    flags = fields.get("flags", "").split()
-    number = (int(fields.get("cpu family", 0)), int(fields.get("model", 0)))
-    kind, generation = name, None
-    if fields.get("vendor_id") == "GenuineIntel":
-        kind = "Intel Xeon" if "Xeon" in name else "Intel Core" if "Core" in name else "Intel processor"
-        known = {85: "Skylake or Cascade Lake", 106: "Ice Lake", 108: "Ice Lake", 143: "Sapphire Rapids"}
-        known |= {207: "Emerald Rapids", 173: "Granite Rapids", 174: "Granite Rapids"}
-        later = "Sapphire Rapids or later" if "amx_tile" in flags else None
-        generation = known.get(number[1], later)
-    elif fields.get("vendor_id") == "AuthenticAMD":
-        kind = next((f"AMD {line}" for line in ("EPYC", "Ryzen") if line in name), "AMD processor")
-        family, model = number
-        zen4 = family == 25 and (16 <= model < 32 or 96 <= model < 128 or 160 <= model < 176)
-        generation = "Zen 4" if zen4 else {23: "Zen 1 or 2", 25: "Zen 3", 26: "Zen 5"}.get(family)
-    widths = [("avx512f", "AVX-512"), ("avx2", "AVX2, without AVX-512"), ("asimd", "NEON")]
-    flags += fields.get("Features", "").split()
-    simd = next((text for flag, text in widths if flag in flags), None)
-    article = "an" if kind[0] in "AEIOU" else "a"
-    text = f"{cores} core{'s' * (cores != 1)} of {article} {kind}"
-    return text + (f" ({generation})" if generation else "") + (f" with {simd}" if simd else "")
-
-
-# Which tables are older than the code
-
-DOCUMENTS = ["README.md", "examples/README.md", "benches/RESULTS.md", "docs/measurements.md"]
-ENGINE = ["src/backend/cpu", "src/backend/*.rs", "src/mixture", "src/loss"]
-DECODING = ["src/decoding", "src/backend/cpu", "src/backend/*.rs", "src/mixture"]
-TRAINING = [*ENGINE, "examples/common", "examples/lstm_lm"]
-VOCABULARIES = [*ENGINE, "src/decoder", "src/factorised", "src/two_level", "src/*softmax*.rs"]
-CODE = dict.fromkeys(["step-ptb", "step-llm", "steps", "without-gradients", "dtypes", "instruction-sets"], ENGINE)
-CODE |= dict.fromkeys(["positions", "confident", "budget", "docs/step.svg"], ENGINE)
-CODE |= {"decoding": DECODING, "decoding-all": DECODING, "decoding-heads": DECODING}
-CODE |= {"output-steps": VOCABULARIES, "outputs": [*VOCABULARIES, *TRAINING], "language-model": TRAINING}
-CODE |= {"penn-treebank": TRAINING, "assignment": ["src/codes/assignment", "codes/src"]}
-CODE |= {"fast-mos": [*ENGINE, "src/codes", "codes/src", "examples/seq2seq"]}
-CODE |= {"translation": [*ENGINE, "examples/seq2seq"], "characters": [*ENGINE, "examples/char_lm"]}
-
-
-def changes(commit, paths):
-    """What happened to the code since a commit, without comments; empty if nothing did."""
-    known = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], stderr=subprocess.DEVNULL)
-    if known.returncode:
-        return "not in this repository"
-    globs = [f":(glob){path}" if "*" in path else path for path in paths]
-    file, files = None, set()
-    for line in git("diff", "-U0", "-M", commit, "HEAD", "--", *globs).splitlines():
-        if line.startswith("diff --git"):
-            file = line
-        elif line[:1] in ("+", "-") and line[:4] not in ("+++ ", "--- "):
-            code = line[1:].strip()
-            if code and not code.startswith("//"):
-                files.add(file)
-    commits = git("log", "--oneline", f"{commit}..HEAD", "--", *globs).count("\n")
-    return f"{commits} commits, which changed {len(files)} files" if files else ""
-
-
-def shown():
-    """The tables and pictures of time or memory: document, name, commits."""
-    commits = re.compile(r"\bcommits? ((?:[0-9a-f]{7,40}(?:, )?)+)")
-    for document in DOCUMENTS:
-        if not os.path.exists(document):
-            continue
-        with open(document, encoding="utf-8") as file:
-            text = file.read()
-        for name, table in re.findall(r"<!-- figures: (\S+) -->\n(.*?)<!-- /figures -->", text, re.DOTALL):
-            if name in CODE:
-                yield document, f"table {name}", CODE[name], re.findall(r"[0-9a-f]{7,}", commits.findall(table)[-1])
-        for picture in set(re.findall(r"\(([^()\s]+\.svg)\)", text)):
-            path = os.path.normpath(os.path.join(os.path.dirname(document), picture))
-            if path in CODE:
-                with open(path, encoding="utf-8") as file:
-                    found = commits.findall(" ".join(file.read().split()))
-                yield document, f"picture {path}", CODE[path], re.findall(r"[0-9a-f]{7,}", " ".join(found))
-
-
-def check():
-    old = []
-    for document, name, paths, commits in shown():
-        reasons = [f"{commit}: {reason}" for commit in commits if (reason := changes(commit, paths))]
-        if reasons or not commits:
-            old.append(document)
-            print(f"{document}: {name} is older than the code: {'; '.join(reasons) or 'it has no commit'}")
-    if not old:
-        print("every table of time or memory is as new as the code that it measures")
-    return 1 if "README.md" in old else 0
 
 
 def main():

@@ -9,8 +9,8 @@
 # with other workspaces; decoding; sanitizer, tests under compute-sanitizer; profile, the bandwidth of the kernels by ncu.
 # `run` looks for the CUDA libraries in PyTorch's wheels and in /usr/local/cuda. No program runs longer than LIMIT
 # seconds (120), so one that hangs does not cost the other results.
-# With PEERS=FILE, `steps` also times FILE, a Python program with the same flags, on the same shapes (with --impl set to
-# each of PEER_IMPLEMENTATIONS).
+# With PEERS=benches/peers/step.py, or another Python program with the same flags, `steps` also times it on the same shapes
+# (with --implementation set to each of PEER_IMPLEMENTATIONS).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -82,8 +82,8 @@ run_steps() {
                 limited "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda --filter "$filter" \
                     >>"$out/steps.jsonl" 2>>"$out/steps.log" || echo "failed: $shape $dtype, filter $filter"
             done
-            for implementation in ${PEERS:+${PEER_IMPLEMENTATIONS:-gemm3 compile stable eager}}; do
-                limited python3 "$PEERS" --shape "$shape" --dtype "$dtype" --device cuda --impl "$implementation" \
+            for implementation in ${PEERS:+${PEER_IMPLEMENTATIONS:-products compile log-space eager}}; do
+                limited python3 "$PEERS" --shape "$shape" --dtype "$dtype" --device cuda --implementation "$implementation" \
                     >>"$out/steps.jsonl" 2>>"$out/steps.log" || echo "failed: $shape $dtype, $implementation"
             done
         done
@@ -95,9 +95,10 @@ for line in open(sys.argv[1]) if os.path.exists(sys.argv[1]) else []:
     if line.startswith("{"):
         row = json.loads(line)
         milliseconds = lambda name: f"{1e3 * row[name]:.2f} ms" if row.get(name) else ""
-        extra, ratio = row.get("peak_extra_mib"), row.get("mixture_over_products")
-        name = row["library"].split()[0] + " " + row["impl"] + (f", filter {row['filter']}" if row.get("filter") else "")
-        print(f"| {row['shape']} | {row['dtype']} | {name} | {milliseconds('seconds')} "
+        extra, ratio = row.get("peak_extra_mib", row.get("extra_mib")), row.get("mixture_over_products")
+        name = row.get("implementation") or row["library"].split()[0] + " " + row["impl"]
+        name += f", filter {row['filter']}" if row.get("filter") else ""
+        print(f"| {row['shape']} | {row.get('dtype', 'f32')} | {name} | {milliseconds('seconds')} "
               f"| {'' if extra is None else round(extra)} | {milliseconds('mixture_seconds')} "
               f"| {'' if ratio is None else round(ratio, 2)} |")
 TABLE

@@ -1,9 +1,12 @@
-//! Draws the pictures in `docs` and rewrites the tables of the READMEs and of benches/RESULTS.md, from the measurements in
-//! `benches/results`.
+//! Draws the pictures in `docs` and rewrites the tables of the documents, from the measurements in `benches/results`. A
+//! line there that no table or picture shows any more is removed.
 //!
 //!     cargo run --release --example figures
 //!
 //! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`; `tables.rs` lists the names.
+//! Tables of time and memory show the processor on which this crate was measured last, and the newest measurement there;
+//! a training step's other processors have a table of their own.
+//!
 //! `tests/figures.rs` fails if a picture or a table is not what this command makes.
 
 mod codes;
@@ -28,9 +31,9 @@ fn main() -> ExitCode {
 
 fn run(root: &Path) -> results::Result<()> {
     for (path, text) in outputs::outputs(root)? {
-        let changed = results::read(root, path).ok().as_ref() != Some(&text);
+        let changed = results::read(root, &path).ok().as_ref() != Some(&text);
         if changed {
-            std::fs::write(root.join(path), text).map_err(|error| format!("cannot write {path}: {error}"))?;
+            std::fs::write(root.join(&path), text).map_err(|error| format!("cannot write {path}: {error}"))?;
         }
         println!("{path}: {}", if changed { "written" } else { "unchanged" });
     }

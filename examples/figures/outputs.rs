@@ -5,17 +5,27 @@ use std::path::Path;
 use crate::results::{read, Result, Results};
 use crate::{pictures, tables};
 
-/// Paths below `root` and the texts that belong there.
-pub(crate) fn outputs(root: &Path) -> Result<Vec<(&'static str, String)>> {
+/// The documents in which tables may stand.
+pub(crate) const DOCUMENTS: [&str; 4] =
+    ["README.md", "examples/README.md", "benches/RESULTS.md", "docs/measurements.md"];
+
+/// The documents that exist, with their texts.
+pub(crate) fn documents(root: &Path) -> Result<Vec<(&'static str, String)>> {
+    let existing = DOCUMENTS.into_iter().filter(|path| root.join(path).exists());
+    existing.map(|path| Ok((path, read(root, path)?))).collect()
+}
+
+/// Paths below `root` and the texts that belong there: pictures, documents with their tables, and the measurements
+/// without those that are replaced.
+pub(crate) fn outputs(root: &Path) -> Result<Vec<(String, String)>> {
     let results = Results::load(root)?;
-    let mut outputs = vec![
-        ("docs/step.svg", pictures::step(&results)?),
-        ("docs/curves.svg", pictures::curves(&results)?),
-        ("docs/rank.svg", pictures::rank(&results)?),
-    ];
-    for path in ["README.md", "examples/README.md", "benches/RESULTS.md"] {
-        let text = tables::rewrite(&read(root, path)?, &results).map_err(|error| format!("{path}, {error}"))?;
-        outputs.push((path, text));
+    let pictures = [("step", pictures::step(&results)?), ("curves", pictures::curves(&results)?)];
+    let pictures = pictures.into_iter().chain([("rank", pictures::rank(&results)?)]);
+    let mut outputs: Vec<_> = pictures.map(|(name, picture)| (format!("docs/{name}.svg"), picture)).collect();
+    for (path, text) in documents(root)? {
+        let text = tables::rewrite(&text, &results).map_err(|error| format!("{path}, {error}"))?;
+        outputs.push((path.to_owned(), text));
     }
+    outputs.extend(results.files().iter().cloned());
     Ok(outputs)
 }

@@ -6,7 +6,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::quality::head_name;
 use crate::results::{Line, Result, Results};
-use crate::tables::{beside, count, digits, need, softmaxes};
+use crate::tables::{beside, count, decoder_gradient_mib, digits, need, softmaxes, source};
 
 const WIDTH: i32 = 800;
 /// The height of a bar and the space below it.
@@ -55,16 +55,17 @@ fn svg(height: i32, draw: impl FnOnce(&Area) -> Result<()>) -> Result<String> {
 pub(crate) fn step(results: &Results) -> Result<String> {
     let panels = [
         ("Penn Treebank model", beside(results, "ptb", 840.0)?),
-        ("Large language model", beside(results, "llm", 128.0)?),
+        ("Large language model", beside(results, "llm", 2048.0)?),
     ];
-    let processor = panels[0].1[0].text("processor");
-    let library = panels[0].1.iter().map(|line| line.text("library")).find(|library| !library.is_empty()).unwrap_or("");
-    let rows = panels.iter().map(|(_, lines)| lines.len() as i32).sum::<i32>();
-    let height = 84 + panels.len() as i32 * 76 + rows * ROW + 10;
+    let all: Vec<&Line> = panels.iter().flat_map(|(_, lines)| lines.iter().copied()).collect();
+    let processor = all[0].text("processor");
+    let library = all.iter().map(|line| line.text("library")).find(|library| !library.is_empty()).unwrap_or("");
+    let height = 84 + panels.len() as i32 * 76 + all.len() as i32 * ROW + 30;
     svg(height, |area| {
         text(area, "One training step of the output layer: loss and all gradients, f32", (20, 26), TITLE, INK)?;
         text(area, &format!("on {processor}; {library}; shorter is better"), (20, 50), TEXT, GREY)?;
         let mut top = 84;
+        let mut gradient = None;
         for (name, lines) in &panels {
             let (positions, vocab) = (need(lines[0], "positions")?, count(need(lines[0], "vocab")?));
             let sizes = format!("{} over {vocab} ids, d = {}", softmaxes(lines[0])?, need(lines[0], "context")?);
@@ -77,14 +78,17 @@ pub(crate) fn step(results: &Results) -> Result<String> {
                 let font = Font(13.0, weight(i), HPos::Right);
                 text(area, &implementation(line), (TIME.left - 10, middle), font, INK)?;
             }
-            TIME.bars(area, lines, "seconds", first, |seconds| digits(seconds) + " s")?;
-            MEMORY.bars(area, lines, "extra_mib", first, |mib| format!("{mib:.0} MiB"))?;
+            let of_panel = decoder_gradient_mib(lines[0], lines[0])?;
+            TIME.bars(area, lines, "seconds", first, None, |seconds| digits(seconds) + " s")?;
+            MEMORY.bars(area, lines, "extra_mib", first, of_panel, |mib| format!("{mib:.0} MiB"))?;
             top = first + lines.len() as i32 * ROW + 40;
+            gradient = gradient.or(of_panel);
         }
-        if let Some(mib) = panels[1].1.iter().find_map(|line| line.number("decoder_gradient_mib")) {
+        if let Some(mib) = gradient {
             let note = format!("Of this memory, {mib:.0} MiB (up to the white line) are the decoder's gradient.");
             text(area, &note, (20, top - 12), SMALL, GREY)?;
         }
+        text(area, source(&all, false).trim().trim_matches('*'), (20, top + 10), SMALL, GREY)?;
         Ok(())
     })
 }
@@ -96,17 +100,24 @@ struct Column {
     length: i32,
 }
 
-const TIME: Column = Column { left: 226, length: 160 };
-const MEMORY: Column = Column { left: 510, length: 150 };
+const TIME: Column = Column { left: 330, length: 95 };
+const MEMORY: Column = Column { left: 552, length: 105 };
 
 impl Column {
-    /// Bars from `top` on, each with its value and its ratio to the first; a white line ends the decoder's gradient.
-    fn bars(&self, area: &Area, lines: &[&Line], key: &str, top: i32, label: fn(f64) -> String) -> Result<()> {
+    /// Bars from `top` on, each with its value and its ratio to the first; a white line ends a part of each.
+    fn bars(
+        &self,
+        area: &Area,
+        lines: &[&Line],
+        key: &str,
+        top: i32,
+        part: Option<f64>,
+        label: fn(f64) -> String,
+    ) -> Result<()> {
         let values: Vec<f64> = lines.iter().filter_map(|line| line.number(key)).collect();
         if values.len() < lines.len() {
             return Err(format!("a line without a number under \"{key}\"").into());
         }
-        let part = lines.iter().find_map(|line| line.number("decoder_gradient_mib")).filter(|_| key == "extra_mib");
         let most = values.iter().copied().fold(0.0, f64::max);
         for (i, &value) in values.iter().enumerate() {
             let middle = top + i as i32 * ROW + ROW / 2;
@@ -143,7 +154,8 @@ fn weight(row: usize) -> FontStyle {
 fn implementation(line: &Line) -> String {
     match line.text("implementation") {
         "composed of candle operations" => "candle, composed operations".into(),
-        other => other.into(),
+        // The subtitle names PyTorch.
+        other => other.replace("PyTorch, linear", "linear"),
     }
 }
 

@@ -10,9 +10,25 @@ pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 pub(crate) const FILES: [&str; 9] =
     ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs", "codes"];
-const REQUIRED: [&str; 7] = ["figure", "shape", "implementation", "command", "processor", "date", "commit"];
+/// Where a measurement comes from.
+const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
+/// Figures of time and memory, of which tables show one processor: the one that was measured last.
+const OF_ONE_PROCESSOR: [&str; 12] = [
+    "step",
+    "without-gradients",
+    "dtypes",
+    "instruction-sets",
+    "positions",
+    "confident",
+    "budget",
+    "decoding",
+    "decoding-heads",
+    "output-step",
+    "language-model",
+    "assignment",
+];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
-const IDENTITY: [&str; 17] = [
+const IDENTITY: [&str; 18] = [
     "figure",
     "shape",
     "positions",
@@ -29,16 +45,21 @@ const IDENTITY: [&str; 17] = [
     "spread",
     "dtype",
     "row_kernels",
+    "chunk_rows",
     "processor",
 ];
 
 /// One measurement.
 #[derive(Clone, Debug)]
-pub(crate) struct Line(Map<String, Value>);
+pub(crate) struct Line {
+    values: Map<String, Value>,
+    /// As it stands in the file.
+    text: String,
+}
 
 impl Line {
     fn parse(text: &str) -> Result<Self> {
-        let line = Line(serde_json::from_str(text)?);
+        let line = Line { values: serde_json::from_str(text)?, text: text.to_owned() };
         for key in REQUIRED {
             if line.text(key).is_empty() {
                 return Err(format!("no text under \"{key}\"").into());
@@ -59,42 +80,58 @@ impl Line {
 
     /// The text under `key`, empty if there is none.
     pub(crate) fn text(&self, key: &str) -> &str {
-        self.0.get(key).and_then(Value::as_str).unwrap_or("")
+        self.values.get(key).and_then(Value::as_str).unwrap_or("")
     }
 
     pub(crate) fn number(&self, key: &str) -> Option<f64> {
-        self.0.get(key).and_then(Value::as_f64)
+        self.values.get(key).and_then(Value::as_f64)
     }
 
     /// The numbers of the array under `key`, empty if there is none.
     pub(crate) fn numbers(&self, key: &str) -> Vec<f64> {
-        self.0.get(key).and_then(Value::as_array).map_or(vec![], |all| all.iter().filter_map(Value::as_f64).collect())
+        self.values
+            .get(key)
+            .and_then(Value::as_array)
+            .map_or(vec![], |all| all.iter().filter_map(Value::as_f64).collect())
     }
 
     pub(crate) fn is(&self, key: &str, value: &str) -> bool {
         self.text(key) == value
     }
 
+    /// Whether it measures PyTorch.
+    pub(crate) fn is_of_peer(&self) -> bool {
+        self.text("implementation").starts_with("PyTorch")
+    }
+
     fn replaces(&self, earlier: &Line) -> bool {
-        IDENTITY.iter().all(|&key| self.0.get(key) == earlier.0.get(key))
+        IDENTITY.iter().all(|&key| self.values.get(key) == earlier.values.get(key))
     }
 }
 
 /// All measurements that hold, in the order of the files.
-pub(crate) struct Results(Vec<Line>);
+pub(crate) struct Results {
+    lines: Vec<Line>,
+    /// Of each file, its path and the lines that hold.
+    files: Vec<(String, String)>,
+}
 
 impl Results {
     /// Reads `benches/results` below `root`.
     pub(crate) fn load(root: &Path) -> Result<Self> {
+        let mut files = vec![];
         let mut lines = vec![];
         for file in FILES {
             let path = format!("benches/results/{file}.jsonl");
-            lines.extend(parse(&read(root, &path)?).map_err(|error| format!("{path}, {error}"))?);
+            let of_file = parse(&read(root, &path)?).map_err(|error| format!("{path}, {error}"))?;
+            let of_file = Self::new(of_file).lines;
+            files.push((path, of_file.iter().map(|line| line.text.clone() + "\n").collect()));
+            lines.extend(of_file);
         }
-        Ok(Self::new(lines))
+        Ok(Results { lines, files })
     }
 
-    /// A line takes the place of an earlier one of the same measurement.
+    /// A line takes the place of an earlier one of the same measurement; lines that no table shows do not hold.
     pub(crate) fn new(lines: Vec<Line>) -> Self {
         let mut kept: Vec<Line> = vec![];
         for line in lines {
@@ -103,20 +140,36 @@ impl Results {
                 None => kept.push(line),
             }
         }
-        Results(kept)
+        let mut results = Results { lines: kept, files: vec![] };
+        for figure in OF_ONE_PROCESSOR.into_iter().filter(|figure| *figure != "step") {
+            let processor = results.processor(figure).to_owned();
+            results.lines.retain(|line| !line.is("figure", figure) || line.is("processor", &processor));
+        }
+        results
     }
 
-    /// The lines of a figure; of a training step, those of the processor named first.
+    /// Every file without the lines that do not hold.
+    pub(crate) fn files(&self) -> &[(String, String)] {
+        &self.files
+    }
+
+    /// The processor that this crate was measured on last, by the date, and by the order of lines of one date.
+    fn processor(&self, figure: &str) -> &str {
+        let ours = self.lines.iter().filter(|line| line.is("figure", figure) && !line.is_of_peer());
+        ours.max_by_key(|line| line.text("date")).map_or("", |line| line.text("processor"))
+    }
+
+    /// The lines of a figure; of time and memory, those of the processor that was measured last.
     pub(crate) fn of(&self, figure: &str) -> Vec<&Line> {
-        let lines = || self.0.iter().filter(|line| line.is("figure", figure));
-        let processor = lines().next().map_or("", |line| line.text("processor"));
-        lines().filter(|line| figure != "step" || line.is("processor", processor)).collect()
+        let processor = self.processor(figure);
+        let is_shown = |line: &&Line| !OF_ONE_PROCESSOR.contains(&figure) || line.is("processor", processor);
+        self.lines.iter().filter(|line| line.is("figure", figure)).filter(is_shown).collect()
     }
 
     /// Training steps on all other processors.
     pub(crate) fn steps_elsewhere(&self) -> Vec<&Line> {
-        let processor = self.of("step").first().map_or("", |line| line.text("processor"));
-        self.0.iter().filter(|line| line.is("figure", "step") && !line.is("processor", processor)).collect()
+        let processor = self.processor("step");
+        self.lines.iter().filter(|line| line.is("figure", "step") && !line.is("processor", processor)).collect()
     }
 }
 

@@ -1,4 +1,4 @@
-//! The tables of the READMEs and of benches/RESULTS.md, in markdown.
+//! The tables of the documents, in markdown.
 
 use std::collections::BTreeSet;
 
@@ -8,10 +8,13 @@ use crate::results::{Line, Result, Results};
 
 type Generator = fn(&Results) -> Result<String>;
 
+/// What stands in place of a table that nothing has been measured for.
+pub(crate) const UNMEASURED: &str = "Not measured yet.\n";
+
 /// By the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 30] = [
+pub(crate) const TABLES: [(&str, Generator); 33] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
-    ("step-llm", |results| step(results, "llm", 128.0)),
+    ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
     ("examples", quality::examples),
     ("steps", steps),
@@ -20,6 +23,9 @@ pub(crate) const TABLES: [(&str, Generator); 30] = [
     ("without-gradients", without_gradients),
     ("instruction-sets", instruction_sets),
     ("positions", positions),
+    ("confident", confident),
+    ("budget", budget),
+    ("language-model", language_model),
     ("decoding-all", decoding_all),
     ("decoding-heads", decoding_heads),
     ("penn-treebank-trials", |results| quality::trials(results, "penn-treebank-trials")),
@@ -63,7 +69,7 @@ pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
 fn step(results: &Results, shape: &str, positions: f64) -> Result<String> {
     let lines = beside(results, shape, positions)?;
     let row = |line: &&Line| {
-        let gradient = line.number("decoder_gradient_mib");
+        let gradient = decoder_gradient_mib(line, lines[0])?;
         let gradient = gradient.map_or(String::new(), |mib| format!(", of which {mib:.0} are the decoder's gradient"));
         Ok(vec![label(line), digits(need(line, "seconds")?), format!("{:.0} MiB{gradient}", need(line, "extra_mib")?)])
     };
@@ -74,20 +80,52 @@ fn step(results: &Results, shape: &str, positions: f64) -> Result<String> {
     Ok(markdown("| | seconds | memory beyond parameters and inputs |", rows) + &source(&lines, true))
 }
 
-/// The implementations of the whole step at one shape, mos-head first.
+/// The size of the decoder's gradient in f32, at `ours`, and only if it is most of the memory there.
+pub(crate) fn decoder_gradient_mib(line: &Line, ours: &Line) -> Result<Option<f64>> {
+    let mib = need(ours, "vocab")? * need(ours, "context")? * 4.0 / f64::from(1 << 20);
+    let most = need(ours, "extra_mib")?;
+    Ok(Some(mib).filter(|mib| std::ptr::eq(line, ours) && *mib > 0.5 * most))
+}
+
+/// The implementations of the whole step at one shape, mos-head first, the others from the fastest to the slowest.
 pub(crate) fn beside<'a>(results: &'a Results, shape: &str, positions: f64) -> Result<Vec<&'a Line>> {
-    let mut lines = results.of("step");
+    let mut lines = in_order(results.of("step"))?;
     lines.retain(|line| line.is("shape", shape) && line.number("positions") == Some(positions));
-    lines.retain(|line| !line.text("implementation").ends_with("products alone"));
+    lines.retain(|line| !is_products(line));
     match lines.first() {
         Some(first) if first.is("implementation", "mos-head") => Ok(lines),
-        _ => Err(format!("mos-head is not the first implementation of {shape} with {positions} positions").into()),
+        _ => Err(format!("mos-head was not measured at {shape} with {positions} positions").into()),
     }
 }
 
+fn is_products(line: &Line) -> bool {
+    line.text("implementation").ends_with("products alone")
+}
+
+/// Steps by shape, falling number of positions, and time; in each group mos-head first and products last.
+fn in_order(mut lines: Vec<&Line>) -> Result<Vec<&Line>> {
+    const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
+    for line in &lines {
+        need(line, "positions")?;
+        need(line, "seconds")?;
+    }
+    lines.sort_by(|a, b| {
+        let shape = |line: &Line| SHAPES.iter().position(|shape| line.is("shape", shape)).unwrap_or(SHAPES.len());
+        let place = |line: &Line| (!line.is("implementation", "mos-head"), is_products(line));
+        let number = |line: &Line, key| line.number(key).unwrap_or(0.0);
+        let by_positions = number(b, "positions").total_cmp(&number(a, "positions"));
+        let by_time = number(a, "seconds").total_cmp(&number(b, "seconds"));
+        shape(a).cmp(&shape(b)).then(by_positions).then(place(a).cmp(&place(b))).then(by_time)
+    });
+    Ok(lines)
+}
+
+fn seconds(line: &Line, key: &str) -> String {
+    line.number(key).map_or(String::new(), |seconds| digits(seconds) + " s")
+}
+
 fn steps(results: &Results) -> Result<String> {
-    let lines = results.of("step");
-    let optional = |line: &Line, key| line.number(key).map_or(String::new(), |seconds| digits(seconds) + " s");
+    let lines = in_order(results.of("step"))?;
     let mut rows = vec![];
     for (i, line) in lines.iter().enumerate() {
         let is_new = i == 0 || sizes_key(lines[i - 1]) != sizes_key(line);
@@ -97,8 +135,8 @@ fn steps(results: &Results) -> Result<String> {
             label(line),
             digits(need(line, "seconds")?) + " s",
             format!("{:.0} MiB", need(line, "extra_mib")?),
-            optional(line, "mixture_seconds"),
-            optional(line, "products_seconds"),
+            seconds(line, "mixture_seconds"),
+            seconds(line, "products_seconds"),
             line.number("mixture_over_products").map_or(String::new(), |ratio| format!("{ratio:.2}")),
         ]);
     }
@@ -107,7 +145,17 @@ fn steps(results: &Results) -> Result<String> {
 }
 
 fn steps_elsewhere(results: &Results) -> Result<String> {
-    let lines = results.steps_elsewhere();
+    let elsewhere = results.steps_elsewhere();
+    let mut processors: Vec<&str> = vec![];
+    for line in &elsewhere {
+        if !processors.contains(&line.text("processor")) {
+            processors.push(line.text("processor"));
+        }
+    }
+    let mut lines = vec![];
+    for processor in processors {
+        lines.extend(in_order(elsewhere.iter().copied().filter(|line| line.is("processor", processor)).collect())?);
+    }
     let mut rows = vec![];
     for (i, line) in lines.iter().enumerate() {
         let same = |key| i > 0 && lines[i - 1].text(key) == line.text(key);
@@ -137,10 +185,88 @@ fn output_steps(results: &Results) -> Result<String> {
 
 fn dtypes(results: &Results) -> Result<String> {
     let lines = results.of("dtypes");
-    let row =
-        |line: &&Line| Ok(vec![line.text("dtype").into(), format!("{:.2}", need(line, "mixture_over_products")?)]);
+    let row = |line: &&Line| {
+        let peer = |implementation: &str| {
+            let mut peers = lines.iter().filter(|peer| peer.text("dtype") == line.text("dtype"));
+            peers
+                .find(|peer| peer.is("implementation", implementation))
+                .map_or(String::new(), |p| seconds(p, "seconds"))
+        };
+        Ok(vec![
+            line.text("dtype").into(),
+            seconds(line, "seconds"),
+            seconds(line, "mixture_seconds"),
+            format!("{:.2}", need(line, "mixture_over_products")?),
+            peer("PyTorch, torch.compile"),
+            peer("PyTorch, three products alone"),
+        ])
+    };
+    let rows = lines.iter().filter(|line| !line.is_of_peer()).map(row).collect::<Result<_>>()?;
+    let header = "| ptb in | step | mixture | mixture / products in f32 | PyTorch, torch.compile | its products |";
+    Ok(markdown(header, rows) + &source(&lines, true))
+}
+
+/// Logits and log-priors of a model that is sure of itself.
+fn confident(results: &Results) -> Result<String> {
+    const CASES: [(&str, &str); 5] = [
+        ("plain_ms", "plain"),
+        ("logits_ms", "logits of scale 15"),
+        ("priors_ms", "log-priors over 20 nats"),
+        ("wide_priors_ms", "log-priors over 40 nats"),
+        ("confident_ms", "logits of scale 15, log-priors over 20 nats"),
+    ];
+    let lines = results.of("confident");
+    let Some(line) = lines.first() else { return Ok(UNMEASURED.into()) };
+    let plain = need(line, "plain_ms")?;
+    let row = |(key, case): (&str, &str)| {
+        let time = need(line, key)?;
+        Ok(vec![case.into(), format!("{} ms", digits(time)), format!("{:.2}", time / plain)])
+    };
+    let rows = CASES.into_iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| mixture with gradients, 84 positions of ptb | time | of plain |", rows) + &source(&lines, true))
+}
+
+/// Chunks of fewer rows than by default.
+fn budget(results: &Results) -> Result<String> {
+    let lines = results.of("budget");
+    if lines.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let row = |line: &&Line| {
+        Ok(vec![
+            format!("{}, {} positions", line.text("shape"), count(need(line, "positions")?)),
+            plain(need(line, "chunk_rows")?),
+            format!("{:.0} MiB", need(line, "workspace_mib")?),
+            format!("{:.0} MiB", need(line, "extra_mib")?),
+            digits(need(line, "seconds")?) + " s",
+        ])
+    };
     let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| ptb in | mixture / products in f32 |", rows) + &source(&lines, true))
+    Ok(markdown("| shape | rows of a chunk, at most | workspace | extra | step |", rows) + &source(&lines, true))
+}
+
+/// Positions per second of a whole language model.
+fn language_model(results: &Results) -> Result<String> {
+    const IMPLEMENTATIONS: [&str; 3] = ["mos-head", "PyTorch, eager", "PyTorch, torch.compile"];
+    let lines = results.of("language-model");
+    let ours = || lines.iter().filter(|line| !line.is_of_peer());
+    let Some(first) = ours().next() else { return Ok(UNMEASURED.into()) };
+    let row = |line: &&Line| {
+        let mut row = vec![match line.text("head") {
+            "softmax" => "softmax".into(),
+            head => format!("{}, K = {}", quality::head_name(head), need(line, "components")?),
+        }];
+        for implementation in IMPLEMENTATIONS {
+            let of_head =
+                |other: &&&Line| other.text("head") == line.text("head") && other.is("implementation", implementation);
+            let speed = lines.iter().find(of_head).map(|line| need(line, "positions_per_second")).transpose()?;
+            row.push(speed.map_or(String::new(), count));
+        }
+        Ok(row)
+    };
+    let rows = ours().map(row).collect::<Result<_>>()?;
+    let header = format!("| {} | {} |", first.text("shape"), IMPLEMENTATIONS.join(" | "));
+    Ok(markdown(&header, rows) + &source(&lines, true))
 }
 
 fn without_gradients(results: &Results) -> Result<String> {

@@ -52,6 +52,12 @@ pub(crate) struct Args {
     /// Budget of the workspace, in MiB
     #[arg(long, value_parser = positive)]
     pub(crate) workspace_mib: Option<usize>,
+    /// Budget of the workspace for chunks of at most N rows
+    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["workspace_mib", "output"])]
+    pub(crate) chunk_rows: Option<usize>,
+    /// Time the step alone, without the mixture and the matrix products
+    #[arg(long)]
+    pub(crate) step_only: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -120,7 +126,7 @@ mod tests {
 
     #[test]
     fn sizes_of_zero_are_errors_that_name_the_flag() {
-        for flag in ["--tokens", "--components", "--vocab", "--sampled", "--reps", "--workspace-mib"] {
+        for flag in ["--tokens", "--components", "--vocab", "--sampled", "--reps", "--workspace-mib", "--chunk-rows"] {
             let error = Args::try_parse_from(["step_time", flag, "0"]).err().expect("must fail").to_string();
             assert!(error.contains(flag) && error.contains("at least 1"), "{error}");
         }

@@ -29,7 +29,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use gpu_floor::Products;
 use memory::Peak;
-use mos_head::{LossOptions, Proposal};
+use mos_head::{LossOptions, Mixture, Proposal};
 use output::System;
 use serde_json::json;
 use steps::{composed_step, detached_mixture, fused_step, Leaves};
@@ -56,6 +56,10 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     if let Some(mib) = args.workspace_mib {
         options = options.with_workspace_bytes(mib << 20);
     }
+    if let Some(rows) = args.chunk_rows {
+        let bytes = budget_of_rows(&detached_mixture(&leaves, components)?, &options, rows)?;
+        options = options.with_workspace_bytes(bytes);
+    }
     let proposal = Proposal::log_uniform(vocab)?;
     let mut step = 0;
     // Those of the next step.
@@ -76,7 +80,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         (true, false) => Ok(floor::three_products(floor_sizes)),
         (false, forward_only) => {
             let products = Products::new(floor_sizes, args.dtype, &device)?;
-            Ok::<_, candle_core::Error>(time(args, || products.run(!forward_only).map(|()| None))?.0)
+            Ok::<_, candle_core::Error>(time(args, args.reps, || products.run(!forward_only).map(|()| None))?.0)
         }
     };
 
@@ -87,9 +91,11 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     let memory = Peak::watch(&device);
     let (times, loss) = match (args.implementation, &system) {
-        (Implementation::Fused, Some(system)) => time(args, || system.step(&options()?))?,
-        (Implementation::Fused, None) => time(args, || fused_step(&leaves, components, &options()?))?,
-        (Implementation::Composed, _) => time(args, || composed_step(&leaves, components, args.forward_only))?,
+        (Implementation::Fused, Some(system)) => time(args, args.reps, || system.step(&options()?))?,
+        (Implementation::Fused, None) => time(args, args.reps, || fused_step(&leaves, components, &options()?))?,
+        (Implementation::Composed, _) => {
+            time(args, args.reps, || composed_step(&leaves, components, args.forward_only))?
+        }
         (Implementation::Gemm3, _) => (floor()?, None),
     };
     device.synchronize()?;
@@ -109,7 +115,17 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     if args.implementation == Implementation::Fused && system.is_none() {
         let mixture = detached_mixture(&leaves, components)?;
         let plan = mixture.plan(&options()?)?;
-        let (mixture_times, _) = time(args, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
+        line["kernels"] = json!(plan.kernels);
+        line["rows_per_chunk"] = json!(plan.rows_per_chunk);
+        line["workspace_mib"] = json!(plan.workspace_bytes as f64 / f64::from(1 << 20));
+        line["plan"] = json!(plan.to_string());
+        if args.step_only {
+            println!("{line}");
+            return Ok(());
+        }
+        // As many as of the products, at least.
+        let reps = args.reps.max(3);
+        let (mixture_times, _) = time(args, reps, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
         line["mixture_seconds"] = json!(median(&mixture_times));
         let name = if args.forward_only { "gemm1_seconds" } else { "gemm3_seconds" };
         // On a GPU the products may need more memory than the step, since they hold all logits.
@@ -120,17 +136,35 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
             }
             Err(error) => eprintln!("the matrix products alone: {error}"),
         }
-        line["plan"] = json!(plan.to_string());
     }
     println!("{line}");
     Ok(())
 }
 
-/// Runs `step` repeatedly: the sorted seconds of the timed steps, and the last loss.
-fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
+/// The budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position needs.
+fn budget_of_rows(
+    mixture: &Mixture,
+    options: &LossOptions,
+    rows: usize,
+) -> std::result::Result<usize, Box<dyn std::error::Error>> {
+    let large = mixture.plan(options)?;
+    let small = mixture.plan(&options.clone().with_workspace_bytes(large.workspace_bytes - 1))?;
+    let chunks = large.positions_per_chunk - small.positions_per_chunk;
+    let per_position = (large.workspace_bytes - small.workspace_bytes) / chunks;
+    let fixed = large.workspace_bytes - large.positions_per_chunk * per_position;
+    let components = large.rows_per_chunk / large.positions_per_chunk;
+    let positions = rows / components;
+    if positions == 0 {
+        return Err(format!("--chunk-rows is {rows}, but one position has {components}").into());
+    }
+    Ok(fixed + positions * per_position)
+}
+
+/// Runs `step` repeatedly: the sorted seconds of `reps` timed steps, and the last loss.
+fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
     let mut times = Vec::new();
     let mut loss = None;
-    for rep in 0..args.warmup + args.reps {
+    for rep in 0..args.warmup + reps {
         let start = Instant::now();
         let value = step()?;
         if let Some(value) = &value {
@@ -148,4 +182,27 @@ fn time(args: &Args, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result
 
 fn median(times: &[f64]) -> f64 {
     times[times.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_of_rows_gives_chunks_of_no_more() {
+        let leaves = Leaves::new((97, 3, 5, 211, 4), DType::F32, &Device::Cpu).expect("leaves");
+        let mixture = detached_mixture(&leaves, 3).expect("a mixture");
+        for options in [LossOptions::default(), LossOptions::evaluation()] {
+            let plan = |rows| {
+                let bytes = budget_of_rows(&mixture, &options, rows).expect("a budget");
+                mixture.plan(&options.clone().with_workspace_bytes(bytes)).expect("a plan")
+            };
+            for rows in [3, 30, 60, 96] {
+                let plan = plan(rows);
+                assert!(plan.rows_per_chunk <= rows && plan.rows_per_chunk > rows / 2, "{rows}: {plan}");
+                assert!(plan.workspace_bytes <= plan.budget_bytes, "{rows}: {plan}");
+            }
+            assert!(budget_of_rows(&mixture, &options, 2).is_err());
+        }
+    }
 }

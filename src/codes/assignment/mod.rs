@@ -190,7 +190,7 @@ mod tests {
             let cell_of = assign(row_costs, column_costs, side, side, method).unwrap();
             let seconds = start.elapsed().as_secs_f64();
             let cost = total(row_costs, column_costs, side, side, &cell_of);
-            println!("{name}, {words} words in {side} x {side} cells, {method:?}: {seconds:.2} s, cost {cost:.0}");
+            println!("{name}, {words} words in {side} x {side} cells, {method:?}: {seconds:.3} s, cost {cost:.0}");
             cost
         };
         for (words, zipf) in [(2500, false), (2250, false), (2500, true), (2250, true)] {

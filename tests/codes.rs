@@ -297,6 +297,24 @@ fn sizes_that_no_table_has_are_errors() {
         assert!(error.starts_with("table: expected at most"), "{error}");
     }
     assert!(TableConfig::hybrid(usize::MAX, usize::MAX - 1).is_err());
+    // Two words would take 25 GB: half a billion rows, each a code.
+    let config = TableConfig::light_rnn(2).with_table(1 << 29, 2);
+    let error = CodeTable::by_frequency(config, &[2.0, 1.0]).unwrap_err().to_string();
+    assert_eq!(error, "table: expected at most 16777216 places, got 0 codes and a table of 536870912 x 2");
+    // Of costs of 2^24 words in 2^23 rows there would be 2^47 numbers.
+    let config = TableConfig::light_rnn(1 << 24).with_table(1 << 23, 2);
+    let error = CodeTable::by_frequency(config, &[]).unwrap_err().to_string();
+    assert!(error.starts_with("words * (rows + columns): expected at most"), "{error}");
+    for codes in [(1 << 24) + 1, 1 << 30] {
+        let error = Codebook::new(codes, &[&[0u32][..], &[1, 2]]).unwrap_err();
+        assert_eq!(error.to_string(), format!("codes: expected at most 16777216, got {codes}"));
+        assert!(matches!(error, Error::Config { argument: "codes", .. }));
+    }
+    let endless = Tensor::zeros((1, 3), DType::F32, &Device::Cpu).unwrap().broadcast_as((1 << 62, 3)).unwrap();
+    let book = Codebook::new(3, &[&[0u32][..], &[1, 2]]).unwrap();
+    let second = |_: &Tensor, _: &Tensor| -> Result<Tensor> { unreachable!() };
+    let error = book.top_words(&endless, 1, second).unwrap_err().to_string();
+    assert!(error.starts_with("first: expected shape of at most"), "{error}");
     assert!(Codebook::new(usize::MAX, &[&[0u32][..]]).unwrap_err().to_string().starts_with("codes"));
     // Smaller than LightRNN's table, with a code for a word that has no cell.
     assert_eq!(TableConfig::hybrid(10, 7).unwrap().own(), 1);

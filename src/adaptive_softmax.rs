@@ -38,7 +38,8 @@ pub struct AdaptiveConfig {
     pub cutoffs: Vec<usize>,
     /// The contexts of cluster i have the size `hidden / div_value^(i + 1)`, rounded down. The default is 4.
     pub div_value: f64,
-    /// Whether the head, the softmax over the shortlist and the clusters, has a bias. The default is false.
+    /// Whether the head, the softmax over the shortlist and the clusters, has a bias. The default is false. For
+    /// [`AdaptiveSoftmax::new`]: a head that is given has its own.
     pub head_bias: bool,
 }
 
@@ -176,17 +177,17 @@ impl AdaptiveSoftmax {
         let (size, head) = (config.head_size(), vb.pp("head"));
         let weight = head.get_with_hints((size, config.hidden), "weight", linear(config.hidden))?;
         let bias = config.head_bias.then(|| head.get_with_hints(size, "bias", linear(config.hidden))).transpose()?;
-        Self::with_head(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
+        Self::of_head(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
     }
 
     /// With another head, such as a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), whose vocabulary is the ids of
     /// the shortlist, then the clusters: frequent ids from a mixture of softmaxes, rare ones from a softmax. The
-    /// variables are those of the clusters; `head_bias` has no effect.
+    /// variables are those of the clusters. Whether the head has a bias is its own affair: `head_bias` must be false.
     ///
     /// # Errors
     ///
-    /// As for [`AdaptiveSoftmax::new`], or if the head's vocabulary does not have [`AdaptiveConfig::head_size`] entries
-    /// or its hidden states are of another size.
+    /// As for [`AdaptiveSoftmax::new`], or if `head_bias` is set, the head's vocabulary does not have
+    /// [`AdaptiveConfig::head_size`] entries or its hidden states are of another size.
     ///
     /// # Examples
     ///
@@ -210,6 +211,13 @@ impl AdaptiveSoftmax {
     /// ```
     pub fn with_head(config: &AdaptiveConfig, head: Arc<dyn MixtureLayer>, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
+        if config.head_bias {
+            return Err(Error::config("head_bias", "false for a head that is given", true));
+        }
+        Self::of_head(config, head, vb)
+    }
+
+    fn of_head(config: &AdaptiveConfig, head: Arc<dyn MixtureLayer>, vb: VarBuilder) -> Result<Self> {
         let ends = config.cutoffs[1..].iter().chain([&config.vocab]);
         let cluster = |(i, (&start, &end)): (usize, (&usize, &usize))| {
             let (context, tail) = (config.context(i), vb.pp("tail").pp(i));

@@ -119,9 +119,16 @@
 //!
 //! # Gradients that candle drops
 //!
-//! `candle_nn::RmsNorm`, `candle_nn::ops::softmax_last_dim` and other fused operations of candle have no backward pass
-//! and detach their result silently. If a training step leaves the variables before the head without gradients, look
-//! for them between those variables and `hidden`.
+//! Fused operations of candle have no backward pass and detach their result without a word: an optimizer leaves the
+//! variables before them as they are. Models of candle-transformers use them. [`Loss::check_gradients`], called once after
+//! the first backward pass, is an error that names the variables without a gradient. In `candle_nn`:
+//!
+//! | detaches its result | has a backward pass |
+//! |---|---|
+//! | `RmsNorm::forward` and `ops::rms_norm`, of a contiguous tensor | `RmsNorm::forward_diff`, `ops::rms_norm_slow` |
+//! | `LayerNorm::forward` with a bias, of a contiguous tensor; `ops::layer_norm` | `ops::layer_norm_slow` |
+//! | `rotary_emb::rope`, `rope_i`, `rope_thd` | `rotary_emb::rope_slow`, `rope_i_slow` |
+//! | `ops::softmax_last_dim`, `ops::sdpa` | `ops::softmax`, between matrix products |
 //!
 //! # References
 //!
@@ -133,6 +140,7 @@
 mod adaptive_softmax;
 mod hierarchical_softmax;
 mod linear_cross_entropy;
+mod missing_gradients;
 
 mod mixture_of_contexts;
 mod mixture_of_softmaxes;

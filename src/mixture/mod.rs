@@ -9,8 +9,9 @@ mod sample;
 mod sampled_gradients;
 mod sampled_softmax;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, TensorId};
 
+use crate::autograd::variables;
 use crate::backend;
 use crate::backend::contract::{
     accumulation_dtype, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
@@ -330,14 +331,22 @@ impl Mixture {
                     false => value,
                 };
                 let nll = results.nll.reshape(self.leading.as_slice())?;
-                Ok(Loss { decoder_rows: sample.leaves, ..Loss::new(value, results.sum, results.count, nll) })
+                let loss = Loss::new(value, results.sum, results.count, nll);
+                Ok(Loss { decoder_rows: sample.leaves, spared: self.spared(options), ..loss })
             }
             Sampled::Nce(negatives) => {
                 let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
                 let nll = sample.nce()?.reshape(self.leading.as_slice())?;
-                Ok(Loss { decoder_rows: sample.leaves, ..Loss::from_nll("NCE", &nll, targets, &exact)? })
+                let loss = Loss::from_nll("NCE", &nll, targets, &exact)?;
+                Ok(Loss { decoder_rows: sample.leaves, spared: self.spared(options), ..loss })
             }
         }
+    }
+
+    /// The variables of the decoder, if a sampled loss has the gradients of its rows instead.
+    fn spared(&self, options: &LossOptions) -> Vec<TensorId> {
+        let decoder = [Some(&self.operands.weight), self.operands.bias.as_ref()];
+        decoder.into_iter().flatten().filter(|_| options.decoder_rows).flat_map(variables).collect()
     }
 
     /// An error if the options or the mixture have what a loss over a sample does not support.

@@ -12,7 +12,7 @@ use crate::initial_values::linear;
 use crate::loss::{Loss, LossOptions};
 use crate::output_layer::{MixtureLayer, OutputLayer};
 use crate::softmax_head::SoftmaxHead;
-use crate::validate::{check_number, check_sizes};
+use crate::validate::{check_number, check_product, check_sizes, check_vocab};
 
 /// The sizes and options of an [`AdaptiveSoftmax`], named as in PyTorch's `AdaptiveLogSoftmaxWithLoss`.
 ///
@@ -38,7 +38,8 @@ pub struct AdaptiveConfig {
     pub cutoffs: Vec<usize>,
     /// The contexts of cluster i have the size `hidden / div_value^(i + 1)`, rounded down. The default is 4.
     pub div_value: f64,
-    /// Whether the head, the softmax over the shortlist and the clusters, has a bias. The default is false.
+    /// Whether the head, the softmax over the shortlist and the clusters, has a bias. The default is false. For
+    /// [`AdaptiveSoftmax::new`]: a head that is given has its own.
     pub head_bias: bool,
 }
 
@@ -60,7 +61,7 @@ impl AdaptiveConfig {
 
     /// The number of entries of the head: the ids of the shortlist, then the clusters.
     pub fn head_size(&self) -> usize {
-        self.cutoffs.first().map_or(0, |shortlist| shortlist + self.cutoffs.len())
+        self.cutoffs.first().map_or(0, |shortlist| shortlist.saturating_add(self.cutoffs.len()))
     }
 
     /// The size of the contexts of a cluster.
@@ -71,7 +72,8 @@ impl AdaptiveConfig {
     }
 
     fn validate(&self) -> Result<()> {
-        check_sizes(&[("hidden", self.hidden), ("vocab", self.vocab)])?;
+        check_sizes(&[("hidden", self.hidden)])?;
+        check_vocab(self.vocab)?;
         let cutoffs = &self.cutoffs;
         let increases = cutoffs.windows(2).all(|pair| pair[0] < pair[1]);
         let is_within = |&cutoff: &usize| (1..self.vocab).contains(&cutoff);
@@ -83,7 +85,10 @@ impl AdaptiveConfig {
         check_number(div_value >= 1.0 && div_value.is_finite(), "div_value", "a finite number, at least 1", div_value)?;
         let last = cutoffs.len() - 1;
         let expected = format!("hidden / div_value^{} of at least 1 for cluster {last}", last + 1);
-        check_number(self.context(last) >= 1, "div_value", &expected, div_value)
+        check_number(self.context(last) >= 1, "div_value", &expected, div_value)?;
+        // The head and each cluster have at most as many rows as there are ids, the contexts at most the hidden size.
+        check_product("vocab * hidden", &[self.vocab, self.hidden])?;
+        check_product("context * hidden", &[self.context(0), self.hidden])
     }
 }
 
@@ -165,23 +170,24 @@ impl AdaptiveSoftmax {
     /// # Errors
     ///
     /// If a size is zero, the cutoffs do not increase from at least 1 to below the size of the vocabulary, the contexts
-    /// of a cluster would have no dimension, or a variable is missing or of another shape.
+    /// of a cluster would have no dimension, a variable would have more than 2^40 elements, there are more than 2^32 - 1
+    /// token ids, or a variable is missing or of another shape.
     pub fn new(config: &AdaptiveConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (size, head) = (config.head_size(), vb.pp("head"));
         let weight = head.get_with_hints((size, config.hidden), "weight", linear(config.hidden))?;
         let bias = config.head_bias.then(|| head.get_with_hints(size, "bias", linear(config.hidden))).transpose()?;
-        Self::with_head(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
+        Self::of_head(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
     }
 
     /// With another head, such as a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), whose vocabulary is the ids of
     /// the shortlist, then the clusters: frequent ids from a mixture of softmaxes, rare ones from a softmax. The
-    /// variables are those of the clusters; `head_bias` has no effect.
+    /// variables are those of the clusters. Whether the head has a bias is its own affair: `head_bias` must be false.
     ///
     /// # Errors
     ///
-    /// As for [`AdaptiveSoftmax::new`], or if the head's vocabulary does not have [`AdaptiveConfig::head_size`] entries
-    /// or its hidden states are of another size.
+    /// As for [`AdaptiveSoftmax::new`], or if `head_bias` is set, the head's vocabulary does not have
+    /// [`AdaptiveConfig::head_size`] entries or its hidden states are of another size.
     ///
     /// # Examples
     ///
@@ -205,6 +211,13 @@ impl AdaptiveSoftmax {
     /// ```
     pub fn with_head(config: &AdaptiveConfig, head: Arc<dyn MixtureLayer>, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
+        if config.head_bias {
+            return Err(Error::config("head_bias", "false for a head that is given", true));
+        }
+        Self::of_head(config, head, vb)
+    }
+
+    fn of_head(config: &AdaptiveConfig, head: Arc<dyn MixtureLayer>, vb: VarBuilder) -> Result<Self> {
         let ends = config.cutoffs[1..].iter().chain([&config.vocab]);
         let cluster = |(i, (&start, &end)): (usize, (&usize, &usize))| {
             let (context, tail) = (config.context(i), vb.pp("tail").pp(i));

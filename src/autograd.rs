@@ -231,6 +231,11 @@ pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Lea
     Ok(gradients)
 }
 
+/// The variables that a tensor depends on, or is.
+pub(crate) fn variables(tensor: &Tensor) -> Vec<TensorId> {
+    tensor.sorted_nodes().into_iter().filter(|node| node.is_variable()).map(Tensor::id).collect()
+}
+
 /// Whether `value` is the loss of this backward pass, so that its gradient is one.
 pub(crate) fn is_root(value: &Tensor) -> bool {
     PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))

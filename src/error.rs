@@ -99,9 +99,32 @@ pub enum Error {
         /// The requested budget.
         got: usize,
     },
+    /// Variables have no gradient after a backward pass, see [`Loss::check_gradients`](crate::Loss::check_gradients).
+    #[error("{} of {variables} variables have no gradient: {}. {DETACHING}", names.len(), listed(names))]
+    MissingGradients {
+        /// The variables without a gradient, in alphabetical order.
+        names: Vec<String>,
+        /// The number of all variables.
+        variables: usize,
+    },
     /// candle reported an error.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// Why variables have no gradient, and what to do about it.
+const DETACHING: &str = "The loss does not depend on them, or only through an operation of candle without a backward \
+    pass, which detaches its result: use RmsNorm::forward_diff in place of forward (ops::rms_norm), \
+    ops::layer_norm_slow in place of LayerNorm::forward with a bias (ops::layer_norm), rotary_emb::rope_slow or \
+    rope_i_slow in place of rope, rope_i and rope_thd, and ops::softmax in place of ops::softmax_last_dim and ops::sdpa";
+
+/// The first names of a list, and how many more there are.
+fn listed(names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    match names.len().checked_sub(SHOWN) {
+        None | Some(0) => names.join(", "),
+        Some(more) => format!("{} and {more} more", names[..SHOWN].join(", ")),
+    }
 }
 
 impl From<Error> for candle_core::Error {

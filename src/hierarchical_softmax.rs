@@ -12,7 +12,10 @@ use crate::initial_values;
 use crate::loss::{Loss, LossOptions};
 use crate::output_layer::{MixtureLayer, OutputLayer};
 use crate::softmax_head::SoftmaxHead;
-use crate::validate::check_sizes;
+use crate::validate::{check_most, check_product, check_sizes, check_vocab};
+
+/// The most classes: each has variables of its own, and only few of them are computed.
+const MOST_CLASSES: usize = 1 << 20;
 
 /// The classes of a [`HierarchicalSoftmax`].
 #[derive(Clone, Debug, PartialEq)]
@@ -119,17 +122,21 @@ impl HierarchicalConfig {
     ///
     /// # Errors
     ///
-    /// If the classes are not valid.
+    /// If a size is zero, a level would have more than 2^40 weights or 2^32 - 1 ids, or the classes are not valid: more
+    /// than 2^20, or as for [`HierarchicalSoftmax::new`].
     pub fn class_count(&self) -> Result<usize> {
         Ok(self.sizes()?.0.len())
     }
 
     /// The number of ids of each class, checked, and the order of the ids by class if that is not their own.
     fn sizes(&self) -> Result<(Vec<usize>, Option<Permutation>)> {
-        check_sizes(&[("hidden", self.hidden), ("vocab", self.vocab)])?;
+        check_sizes(&[("hidden", self.hidden)])?;
+        check_vocab(self.vocab)?;
+        check_product("vocab * hidden", &[self.vocab, self.hidden])?;
         let vocab = self.vocab;
         match &self.classes {
             &Classes::Consecutive(classes) if (1..=vocab).contains(&classes) => {
+                check_most("classes", classes, MOST_CLASSES)?;
                 let start = |class| (class as u128 * vocab as u128 / classes as u128) as usize;
                 Ok(((0..classes).map(|class| start(class + 1) - start(class)).collect(), None))
             }
@@ -137,7 +144,7 @@ impl HierarchicalConfig {
                 Err(Error::config("classes", format!("a number from 1 to vocab {vocab}"), classes))
             }
             Classes::Given(given) if given.len() == vocab => {
-                let classes = given.iter().max().map_or(0, |&last| last as usize + 1);
+                let classes = given.iter().max().map_or(0, |&last| (last as usize).saturating_add(1));
                 let mut sizes = vec![0; classes.min(vocab)];
                 for &class in given {
                     if let Some(size) = sizes.get_mut(class as usize) {
@@ -151,6 +158,7 @@ impl HierarchicalConfig {
                         format!("none in {class}"),
                     ));
                 }
+                check_most("classes", classes, MOST_CLASSES)?;
                 let mut id_of_rank: Vec<u32> = (0..vocab as u32).collect();
                 if given.is_sorted() {
                     return Ok((sizes, None));
@@ -243,8 +251,8 @@ impl HierarchicalSoftmax {
     ///
     /// # Errors
     ///
-    /// If a size is zero, a class is empty, the classes are more than the ids or not given for each id, or a variable
-    /// is missing or of another shape.
+    /// If a size is zero, a level would have more than 2^40 weights or 2^32 - 1 ids, a class is empty, the classes are
+    /// more than the ids or 2^20 or not given for each id, or a variable is missing or of another shape.
     pub fn new(config: &HierarchicalConfig, vb: VarBuilder) -> Result<Self> {
         let classes = config.sizes()?.0.len();
         let (weight, bias) = linear(classes, config, &vb.pp("class"))?;

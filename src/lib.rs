@@ -121,16 +121,16 @@
 //!
 //! # Gradients that candle drops
 //!
-//! Some fused operations of candle have no backward pass and detach their result silently. If a training step leaves the
-//! variables before the head without gradients, look for these between those variables and `hidden`
-//! (`missing_gradients` names the variables):
+//! Fused operations of candle have no backward pass and detach their result without a word: an optimizer leaves the
+//! variables before them as they are. Models of candle-transformers use them. [`Loss::check_gradients`], called once after
+//! the first backward pass, is an error that names the variables without a gradient. In `candle_nn`:
 //!
-//! | operation of candle-nn | with gradients |
+//! | detaches its result | has a backward pass |
 //! |---|---|
-//! | `RmsNorm` (its `forward`), `ops::rms_norm` | `RmsNorm::forward_diff`, `ops::rms_norm_slow` |
-//! | `ops::layer_norm`, and `LayerNorm` with a bias | `ops::layer_norm_slow` |
+//! | `RmsNorm::forward` and `ops::rms_norm`, of a contiguous tensor | `RmsNorm::forward_diff`, `ops::rms_norm_slow` |
+//! | `LayerNorm::forward` with a bias, of a contiguous tensor; `ops::layer_norm` | `ops::layer_norm_slow` |
 //! | `rotary_emb::rope`, `rope_i`, `rope_thd` | `rotary_emb::rope_slow`, `rope_i_slow` |
-//! | `ops::softmax_last_dim` | `ops::softmax` |
+//! | `ops::softmax_last_dim`, `ops::sdpa` | `ops::softmax`, between matrix products |
 //!
 //! # References
 //!
@@ -142,6 +142,7 @@
 mod adaptive_softmax;
 mod hierarchical_softmax;
 mod linear_cross_entropy;
+mod missing_gradients;
 
 mod mixture_of_contexts;
 mod mixture_of_softmaxes;

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
-use crate::validate::{check_float, check_hidden, check_targets, leading};
+use crate::validate::{check_elements, check_float, check_hidden, check_targets, leading};
 
 /// The cross-entropy of a linear layer: what `cross_entropy(linear(hidden), targets)` gives, and its gradients, at the
 /// memory of one chunk of logits. The same as the loss of a
@@ -47,6 +47,7 @@ pub fn linear_cross_entropy(
     let &[_, width] = weight.dims() else {
         return Err(Error::shape("weight", "[vocab, hidden]", weight.dims()));
     };
+    check_elements("weight", weight.dims())?;
     check_float("weight", weight)?;
     check_hidden(hidden, width, weight)?;
     check_targets("targets", targets, leading(hidden)?)?;

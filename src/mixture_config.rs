@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::error::{Error, Result};
-use crate::validate::{check_dropout, check_logits, check_number, check_sizes};
+use crate::validate::{check_dropout, check_logits, check_number, check_product, check_sizes, check_vocab};
 
 /// The activation of the contexts.
 ///
@@ -144,7 +144,7 @@ impl MixtureConfig {
     ///
     /// # Errors
     ///
-    /// If the shape does not match the configuration, or the spread is not from 0 to 1.
+    /// If the configuration is not valid, the shape does not match it, or the spread is not from 0 to 1.
     ///
     /// # Examples
     ///
@@ -190,6 +190,9 @@ impl MixtureConfig {
             ("components", self.components),
         ];
         check_sizes(&sizes)?;
+        check_vocab(self.vocab)?;
+        check_product("vocab * context", &[self.vocab, self.context])?;
+        check_product("components * context * hidden", &[self.components, self.context, self.hidden])?;
         check_dropout(self.dropout)?;
         check_logits(self.logit_scale, self.softcap)
     }

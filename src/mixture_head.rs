@@ -83,7 +83,8 @@ macro_rules! mixture_head {
             ///
             /// # Errors
             ///
-            /// If a size is zero, an option is out of range, or a variable is missing or of another shape.
+            /// If a size is zero, a variable would have more than 2^40 elements, there are more than 2^32 - 1 token ids,
+            /// an option is out of range, or a variable is missing or of another shape.
             pub fn new(config: &MixtureConfig, vb: VarBuilder) -> Result<Self> {
                 Ok($head(Parameters::new(config, None, &vb)?))
             }

@@ -105,7 +105,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     fn vocab_size(&self) -> usize;
 
     /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden
-    /// states and of every parameter that is a variable.
+    /// states and of every parameter that is a variable. Whether those reach the variables before the hidden states depends
+    /// on the model: [`Loss::check_gradients`] names the ones that they do not reach.
     ///
     /// An option that a head does not support is [`Error::Unsupported`], never ignored.
     ///

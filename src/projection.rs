@@ -15,7 +15,9 @@ use crate::error::{Error, Result};
 use crate::initial_values::linear;
 use crate::mixture_config::{Activation, MixtureConfig, MixtureTensors};
 use crate::permutation::inverse;
-use crate::validate::{check_alike, check_dropout, check_float, check_hidden, check_sizes};
+use crate::validate::{
+    check_alike, check_dropout, check_elements, check_float, check_hidden, check_product, check_sizes,
+};
 
 /// The linear maps from a hidden state to the contexts and log-priors of K components.
 #[derive(Clone, Debug)]
@@ -60,12 +62,14 @@ impl Projection {
 
     pub(crate) fn from_tensors(tensors: &MixtureTensors, activation: Activation) -> Result<Self> {
         let matrix = |argument, tensor: &Tensor| match *tensor.dims() {
-            [rows, columns] => Ok((rows, columns)),
+            [rows, columns] => check_elements(argument, tensor.dims()).map(|_| (rows, columns)),
             _ => Err(Error::shape(argument, "a matrix", tensor.dims())),
         };
         let (components, hidden) = matrix("prior.weight", &tensors.prior_weight)?;
         let (_, context) = matrix("decoder.weight", &tensors.decoder_weight)?;
+        matrix("latent.weight", &tensors.latent_weight)?;
         check_sizes(&[("hidden", hidden), ("context", context), ("components", components)])?;
+        check_product("components * context * hidden", &[components, context, hidden])?;
         let check = |argument, tensor: &Tensor, dims: &[usize]| match tensor.dims() == dims {
             true => Ok(()),
             false => Err(Error::shape(argument, format!("{dims:?}"), tensor.dims())),

@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::output_layer::{delegate_to_mixture, MixtureLayer, OutputLayer};
-use crate::validate::{check_logits, check_sizes, check_targets, leading};
+use crate::validate::{check_logits, check_product, check_sizes, check_targets, check_vocab, leading};
 
 /// The sizes and options of a [`SoftmaxHead`].
 ///
@@ -74,7 +74,9 @@ impl SoftmaxConfig {
     }
 
     fn validate(&self) -> Result<()> {
-        check_sizes(&[("hidden", self.hidden), ("vocab", self.vocab)])?;
+        check_sizes(&[("hidden", self.hidden)])?;
+        check_vocab(self.vocab)?;
+        check_product("vocab * hidden", &[self.vocab, self.hidden])?;
         check_logits(self.logit_scale, self.softcap)
     }
 }
@@ -179,7 +181,8 @@ impl SoftmaxHead {
     ///
     /// # Errors
     ///
-    /// If a size is zero, or a variable is missing or of another shape.
+    /// If a size is zero, the weight would have more than 2^40 elements or 2^32 - 1 token ids, or a variable is missing
+    /// or of another shape.
     pub fn new(config: &SoftmaxConfig, vb: VarBuilder) -> Result<Self> {
         Self::with_rows(config, None, &vb)
     }

@@ -4,11 +4,21 @@ use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
+/// The most elements of a tensor: 2^40, eight TiB in f64. A 32-bit machine has fewer, as its addresses allow.
+const MOST_ELEMENTS: usize = match 1usize.checked_shl(40) {
+    Some(most) => most,
+    None => isize::MAX as usize / 8,
+};
+
+/// The most token ids: they are u32, and candle reads the largest u32 as no index.
+const MOST_IDS: usize = u32::MAX as usize;
+
 /// Checks that the last dimension, the dtype and the device of hidden states match the parameters of a head.
 pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
     if hidden.dims().last() != Some(&size) {
         return Err(Error::shape("hidden", format!("[.., {size}]"), hidden.dims()));
     }
+    check_elements("hidden", hidden.dims())?;
     check_alike("hidden", hidden, "the head's parameters", weight)
 }
 
@@ -41,8 +51,9 @@ pub(crate) fn check_targets(argument: &'static str, targets: &Tensor, dims: &[us
     }
 }
 
-/// The leading dimensions of hidden states.
+/// The leading dimensions of hidden states, whose product is at most the number of elements of a tensor.
 pub(crate) fn leading(hidden: &Tensor) -> Result<&[usize]> {
+    check_elements("hidden", hidden.dims())?;
     match hidden.dims() {
         [leading @ .., _] => Ok(leading),
         [] => Err(Error::shape("hidden", "[.., hidden]", &[])),
@@ -81,6 +92,46 @@ pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| *size == 0) {
         Some((argument, size)) => Err(Error::config(argument, "at least 1", size)),
         None => Ok(()),
+    }
+}
+
+/// Checks that a tensor of this shape can exist, and returns the number of its elements: candle computes it without a
+/// check for overflow, so that a tensor of 2^62 x 4 elements has none.
+pub(crate) fn check_elements(argument: &'static str, dims: &[usize]) -> Result<usize> {
+    let expected = || format!("of at most {MOST_ELEMENTS} elements");
+    product(dims).ok_or_else(|| Error::shape(argument, expected(), dims))
+}
+
+/// Checks that a tensor with so many elements, a product of sizes that `argument` names, can exist.
+pub(crate) fn check_product(argument: &'static str, sizes: &[usize]) -> Result<()> {
+    if product(sizes).is_some() {
+        return Ok(());
+    }
+    let got = sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(" * ");
+    Err(Error::config(argument, format!("at most {MOST_ELEMENTS}"), got))
+}
+
+/// The product, if it is at most the number of elements of a tensor.
+fn product(sizes: &[usize]) -> Option<usize> {
+    // Whatever the order, one zero makes it zero.
+    if sizes.contains(&0) {
+        return Some(0);
+    }
+    let product = sizes.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
+    product.filter(|product| *product <= MOST_ELEMENTS)
+}
+
+/// Checks the size of a vocabulary.
+pub(crate) fn check_vocab(vocab: usize) -> Result<()> {
+    check_sizes(&[("vocab", vocab)])?;
+    check_most("vocab", vocab, MOST_IDS)
+}
+
+/// Checks that a size is not above the most.
+pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Result<()> {
+    match size <= most {
+        true => Ok(()),
+        false => Err(Error::config(argument, format!("at most {most}"), size)),
     }
 }
 

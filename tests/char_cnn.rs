@@ -286,6 +286,56 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
 }
 
 #[test]
+fn ids_of_rows_are_a_vector_of_u32() -> Result<()> {
+    let cnn = CharCnn::new(&config(), &WORDS, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    let error = |ids: &Tensor| cnn.rows_of(ids).unwrap_err();
+    let ids = Tensor::new(&[1u32, 8], &Device::Cpu)?;
+    for dtype in [DType::I64, DType::U8, DType::F32] {
+        let error = error(&ids.to_dtype(dtype)?);
+        assert_eq!(error.to_string(), format!("ids: expected dtype u32, got {dtype:?}"));
+        assert!(matches!(error, Error::DType { argument: "ids", .. }), "{error:?}");
+    }
+    for shape in [&[1, 2][..], &[2, 1], &[2, 1, 1]] {
+        let error = error(&ids.reshape(shape)?);
+        assert_eq!(error.to_string(), format!("ids: expected shape [n], got {shape:?}"));
+        assert!(matches!(error, Error::Shape { argument: "ids", .. }), "{error:?}");
+    }
+    assert_eq!(error(&ids.get(0)?).to_string(), "ids: expected shape [n], got []");
+    let endless = ids.get(0)?.broadcast_as(1 << 62)?;
+    assert!(matches!(error(&endless), Error::Shape { argument: "ids", .. }));
+    assert_eq!(cnn.rows_of(&ids)?.dims(), [2, 5]);
+    Ok(())
+}
+
+#[test]
+fn sizes_that_no_machine_holds_are_errors_that_name_them() {
+    let vars = VarMap::new();
+    let error = |config: CharCnnConfig| {
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+        let error = CharCnn::new(&config, &WORDS, vb).unwrap_err();
+        assert!(matches!(error, Error::Config { .. }), "{error:?}");
+        error.to_string()
+    };
+    let huge = usize::MAX;
+    // A window of 2^64 + .. characters: 2 in 64 bits.
+    let filters = |filters: &[(usize, usize)]| error(config().with_filters(filters));
+    assert!(filters(&[(huge, 2)]).starts_with("width * embedding * channels: expected at most 1099511627776, got 1844"));
+    assert!(filters(&[(1, 2), (1 << 62, 4)]).starts_with("width * embedding * channels: expected at most"));
+    assert!(filters(&[(1, huge), (2, 3)]).starts_with("width * embedding * channels: expected at most"));
+    // Their sum.
+    let most = (1 << 39) / 3;
+    assert!(filters(&[(1, most), (2, most)]).starts_with("channels * channels: expected at most"));
+    assert!(error(config().with_embedding(huge)).starts_with("width * embedding * channels: expected at most"));
+    assert!(error(config().with_highway(huge)).starts_with("highway: expected at most"));
+    assert!(error(config().with_correction(huge)).starts_with("context * correction: expected at most"));
+    let of_context = |context| CharCnnConfig::new(context).with_filters(&[(1, 2), (3, 4)]);
+    assert!(error(of_context(1 << 39)).starts_with("context * channels: expected at most"));
+    let corrected = of_context(1).with_correction(1 << 39);
+    assert!(error(corrected).starts_with("spellings * correction: expected at most"));
+    assert!(vars.all_vars().is_empty(), "a refused network leaves no variables");
+}
+
+#[test]
 fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
     let words: Vec<String> = (0..3000).map(|id| format!("{id:b}")).collect();
     let config = config().with_budget_bytes(1 << 20);

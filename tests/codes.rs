@@ -297,6 +297,24 @@ fn sizes_that_no_table_has_are_errors() {
         assert!(error.starts_with("table: expected at most"), "{error}");
     }
     assert!(TableConfig::hybrid(usize::MAX, usize::MAX - 1).is_err());
+    // Two words would take 25 GB: half a billion rows, each a code.
+    let config = TableConfig::light_rnn(2).with_table(1 << 29, 2);
+    let error = CodeTable::by_frequency(config, &[2.0, 1.0]).unwrap_err().to_string();
+    assert_eq!(error, "table: expected at most 16777216 places, got 0 codes and a table of 536870912 x 2");
+    // Of costs of 2^24 words in 2^23 rows there would be 2^47 numbers.
+    let config = TableConfig::light_rnn(1 << 24).with_table(1 << 23, 2);
+    let error = CodeTable::by_frequency(config, &[]).unwrap_err().to_string();
+    assert!(error.starts_with("words * (rows + columns): expected at most"), "{error}");
+    for codes in [(1 << 24) + 1, 1 << 30] {
+        let error = Codebook::new(codes, &[&[0u32][..], &[1, 2]]).unwrap_err();
+        assert_eq!(error.to_string(), format!("codes: expected at most 16777216, got {codes}"));
+        assert!(matches!(error, Error::Config { argument: "codes", .. }));
+    }
+    let endless = Tensor::zeros((1, 3), DType::F32, &Device::Cpu).unwrap().broadcast_as((1 << 62, 3)).unwrap();
+    let book = Codebook::new(3, &[&[0u32][..], &[1, 2]]).unwrap();
+    let second = |_: &Tensor, _: &Tensor| -> Result<Tensor> { unreachable!() };
+    let error = book.top_words(&endless, 1, second).unwrap_err().to_string();
+    assert!(error.starts_with("first: expected shape of at most"), "{error}");
     assert!(Codebook::new(usize::MAX, &[&[0u32][..]]).unwrap_err().to_string().starts_with("codes"));
     // Smaller than LightRNN's table, with a code for a word that has no cell.
     assert_eq!(TableConfig::hybrid(10, 7).unwrap().own(), 1);
@@ -313,6 +331,67 @@ fn costs_of_frequent_words_stay_exact() -> Result<()> {
     }
     let expected = 0.4 * f64::from(300 << 16);
     assert!((costs.total(&table)? / expected - 1.0).abs() < 1e-6);
+    Ok(())
+}
+
+/// Costs of `words` words in a square table at the cells of `table`: about `base`, with differences of up to `spread`.
+fn large_costs(table: &CodeTable, base: f64, spread: u64) -> Result<CodeCosts> {
+    let (words, codes) = (table.codebook().words(), table.config().codes());
+    let mut state = 7u64;
+    let cost = |_| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        -(base + (state >> 33) as f64 % spread as f64)
+    };
+    let log_probs = (0..2 * words * codes).map(cost).collect::<Vec<f64>>();
+    let log_probs = Tensor::from_vec(log_probs, (2 * words, codes), &Device::Cpu)?;
+    let places = [CodePlace::First, CodePlace::Second];
+    let targets: Vec<_> = (0..words as u32).flat_map(|word| places.map(|place| (word, place))).collect();
+    let mut costs = CodeCosts::new(table);
+    costs.add(&log_probs, &targets)?;
+    Ok(costs)
+}
+
+#[test]
+fn the_best_table_is_found_by_differences_that_are_small_beside_the_costs() -> Result<()> {
+    let config = TableConfig::light_rnn(4);
+    let orders: Vec<Vec<u32>> = (0..256u32)
+        .map(|i| (0..4).map(|place| i >> (2 * place) & 3).collect::<Vec<_>>())
+        .filter(|cells| (0..4).all(|cell| cells.contains(&cell)))
+        .collect();
+    assert_eq!(orders.len(), 24);
+    let tables = orders.iter().map(|cells| {
+        let codes: Vec<u32> = cells.iter().flat_map(|cell| [cell / 2, 2 + cell % 2]).collect();
+        CodeTable::from_codes(config, &Tensor::from_vec(codes, (4, 2), &Device::Cpu)?)
+    });
+    let tables = tables.collect::<Result<Vec<_>>>()?;
+    for (base, spread) in [(0.0, 100), (1e8, 5), (1e8, 100), (1e11, 100)] {
+        let costs = large_costs(&tables[0], base, spread)?;
+        let totals = tables.iter().map(|table| costs.total(table)).collect::<Result<Vec<f64>>>()?;
+        let least = totals.iter().copied().fold(f64::INFINITY, f64::min);
+        for method in [Assignment::Exact, Assignment::Approximate { candidates: 4 }] {
+            for table in &tables {
+                assert_eq!(costs.total(&costs.reallocate(table, method)?)?, least, "{base} {spread} {method:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn no_table_is_worse_than_the_one_given() -> Result<()> {
+    // Too many words for the least cost in the approximation.
+    let table = CodeTable::random(TableConfig::light_rnn(900), &counts(900), 1)?;
+    for base in [0.0, 1e8] {
+        let costs = large_costs(&table, base, 100)?;
+        let best = costs.reallocate(&table, Assignment::Exact)?;
+        assert!(costs.total(&best)? < costs.total(&table)?);
+        for candidates in [1, 64] {
+            let near = costs.reallocate(&best, Assignment::Approximate { candidates })?;
+            assert!(costs.total(&near)? <= costs.total(&best)?, "{base} {candidates}");
+            let near = costs.reallocate(&table, Assignment::Approximate { candidates })?;
+            assert!(costs.total(&near)? < costs.total(&table)?, "{base} {candidates}");
+        }
+    }
     Ok(())
 }
 

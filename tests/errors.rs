@@ -8,8 +8,10 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::{
-    Activation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
-    MixtureTensors, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    linear_cross_entropy, Activation, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, Error, HierarchicalConfig,
+    HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
+    MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead,
+    TopK,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 2, 7);
@@ -375,4 +377,114 @@ fn operands_of_a_mixture_that_do_not_fit_are_refused() {
     assert_dtype(Mixture::new(&contexts, Some(&long(&log_priors)), &weight, None), "log_priors", &["f32", "I64"]);
     assert_dtype(Mixture::new(&contexts, Some(&log_priors), &weight, Some(&long(&bias))), "bias", &["f32", "I64"]);
     assert_dtype(Mixture::new(&long(&contexts), Some(&log_priors), &long(&weight), None), "contexts", &["f32", "I64"]);
+}
+
+/// A tensor of one element that claims to have this shape.
+fn broadcast(shape: &[usize]) -> Tensor {
+    zeros(&[]).broadcast_as(shape).expect("a broadcast")
+}
+
+#[test]
+fn sizes_that_no_machine_holds_are_refused() {
+    let variables = VarMap::new();
+    let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+    let huge = usize::MAX / 2;
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(4, huge), vb()), "vocab", &["got 9223372036854775807"]);
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(4, 1 << 32), vb()), "vocab", &["4294967295", "4294967296"]);
+    // 2^62 x 4 is 0 in 64 bits.
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(1 << 62, 4), vb()), "vocab * hidden", &["4 * 46116860184"]);
+    let products = "components * context * hidden";
+    let configs = [
+        ("vocab", MixtureConfig::new(4, huge, 2)),
+        ("vocab * context", MixtureConfig::new(4, 16, 2).with_context(1 << 60)),
+        (products, MixtureConfig::new(1 << 62, 7, 2).with_context(2)),
+        // 2^61 + 1 components of 8 rows each are 8 rows in 64 bits.
+        (products, MixtureConfig::new(8, 7, (1 << 61) + 1).with_context(8)),
+        (products, MixtureConfig::new(1 << 17, 7, 1 << 24).with_context(1)),
+    ];
+    for (name, config) in configs {
+        assert_config(MixtureOfContexts::new(&config, vb()), name, &["at most"]);
+        assert_config(MixtureOfSoftmaxes::new(&config, vb()), name, &["at most"]);
+        assert_config(config.similar_components(&zeros(&[6, 5]), 0.5), name, &["at most"]);
+    }
+    assert!(variables.all_vars().is_empty(), "a refused head leaves no variables");
+}
+
+#[test]
+fn two_levels_that_no_machine_holds_are_refused() {
+    let variables = VarMap::new();
+    let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+    let adaptive = |hidden, vocab, cutoffs: &[usize]| {
+        let config = AdaptiveConfig::new(hidden, vocab, cutoffs.to_vec()).with_div_value(1.0);
+        // Not 0, as it is in 64 bits.
+        assert!(config.head_size() > cutoffs.len());
+        AdaptiveSoftmax::new(&config, vb())
+    };
+    assert_config(adaptive(4, usize::MAX, &[10]), "vocab", &["got 18446744073709551615"]);
+    assert_config(adaptive(4, 7, &[usize::MAX]), "cutoffs", &["18446744073709551615"]);
+    assert_config(adaptive(1 << 62, 4, &[2]), "vocab * hidden", &["at most", "4 * 4611686018427387904"]);
+    assert_config(adaptive(1 << 32, 4, &[2]), "context * hidden", &["at most", "4294967296 * 4294967296"]);
+    let hierarchical = |config| HierarchicalSoftmax::new(&config, vb());
+    assert_config(hierarchical(HierarchicalConfig::new(4, usize::MAX)), "vocab", &["got 18446744073709551615"]);
+    assert_config(hierarchical(HierarchicalConfig::new(1 << 62, 4)), "vocab * hidden", &["at most"]);
+    // A variable for each class.
+    let classes = HierarchicalConfig::new(4, 1 << 31).with_classes(Classes::Consecutive(1 << 31));
+    assert_config(classes.class_count(), "classes", &["at most", "got 2147483648"]);
+    assert_config(hierarchical(classes), "classes", &["at most", "got 2147483648"]);
+    assert!(variables.all_vars().is_empty(), "a refused head leaves no variables");
+}
+
+#[test]
+fn tensors_whose_elements_overflow_are_refused() {
+    let (hidden, targets) = (zeros(&[2, 4]), Tensor::zeros(2, DType::U32, &Device::Cpu).expect("zeros"));
+    let options = LossOptions::new();
+    // Both have 0 elements in 64 bits; the first is contiguous, the second one row again and again.
+    for weight in [zeros(&[1 << 62, 4]), zeros(&[1, 4]).broadcast_as((1 << 62, 4)).expect("a broadcast")] {
+        let shape = ["at most", "[4611686018427387904, 4]"];
+        assert_shape(SoftmaxHead::from_tensors(weight.clone(), None), "decoder.weight", &shape);
+        assert_shape(linear_cross_entropy(&hidden, &weight, None, &targets, &options), "weight", &shape);
+        assert_shape(Mixture::new(&zeros(&[2, 1, 4]), None, &weight, None), "weight", &shape);
+        let linear = SoftmaxHead::from(candle_nn::Linear::new(weight.clone(), None));
+        assert_shape(linear.loss(&hidden, &targets, &options), "decoder.weight", &shape);
+        assert_shape(linear.log_probs(&hidden), "decoder.weight", &shape);
+        type Change = fn(&mut MixtureTensors, Tensor);
+        let changes: [(&str, Change); 3] = [
+            ("prior.weight", |t, weight| t.prior_weight = weight),
+            ("latent.weight", |t, weight| t.latent_weight = weight),
+            ("decoder.weight", |t, weight| t.decoder_weight = weight),
+        ];
+        for (name, change) in changes {
+            both(|t| change(t, weight.clone())).into_iter().for_each(|head| assert_shape(head, name, &shape));
+        }
+        let head = SoftmaxHead::from_tensors(zeros(&[7, 4]), None).expect("a head");
+        assert_shape(head.log_probs(&weight), "hidden", &shape);
+        assert_shape(head.loss(&weight, &targets, &options), "hidden", &shape);
+        assert_shape(head.loss(&hidden, &weight, &options), "targets", &["[2]", "[4611686018427387904, 4]"]);
+        let mixed = MixtureOfSoftmaxes::from_tensors(parameters(), Activation::Tanh).expect("a head");
+        assert_shape(mixed.log_probs(&broadcast(&[1 << 62, 4, 5])), "hidden", &["at most"]);
+        assert_shape(TopK::of_log_probs(&weight, 1), "log_probs", &shape);
+        let sampler = Sampler::new(Sampling::new(), 1);
+        assert_shape(sampler.expect("a sampler").sample(&weight), "log_probs", &shape);
+    }
+    let contexts = broadcast(&[1 << 31, 1 << 31, 1, 4]);
+    assert_shape(Mixture::new(&contexts, None, &zeros(&[7, 4]), None), "contexts", &["at most", "[2147483648, "]);
+    let weight = broadcast(&[1 << 32, 4]);
+    assert_config(Mixture::new(&zeros(&[2, 1, 4]), None, &weight, None), "vocab", &["4294967295", "got 4294967296"]);
+    assert_config(SoftmaxHead::from_tensors(weight, None), "vocab", &["4294967295", "got 4294967296"]);
+    // A result of more elements than a tensor has, from operands that are small.
+    let head = SoftmaxHead::from_tensors(broadcast(&[1 << 20, 1]), None).expect("a head");
+    assert_config(head.log_probs(&broadcast(&[1 << 21, 1])), "positions * vocab", &["2097152 * 1048576"]);
+    let start = Tensor::zeros((), DType::U32, &Device::Cpu).expect("a tensor").broadcast_as(1 << 62);
+    let found =
+        BeamSearch::new(0).search(7, &start.expect("a broadcast"), |_, _, _| -> Result<TopK> { unreachable!() });
+    assert_shape(found, "start", &["at most", "[4611686018427387904]"]);
+}
+
+#[test]
+fn a_dimension_of_zero_leaves_no_elements_whatever_the_others() {
+    let hidden = zeros(&[1 << 40, 0, 1 << 40, 5]);
+    let targets = Tensor::zeros((1 << 40, 0, 1 << 40), DType::U32, &Device::Cpu).expect("zeros");
+    let head = SoftmaxHead::from_tensors(zeros(&[7, 5]), None).expect("a head");
+    let loss = head.loss(&hidden, &targets, &LossOptions::new()).expect("an empty batch");
+    assert_eq!(numbers(&loss.value), [0.0]);
 }

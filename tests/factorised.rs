@@ -306,7 +306,8 @@ on_each_device! {
         let same = SoftmaxHead::from_tensors(tensors["head.weight"].clone(), Some(tensors["head.bias"].clone()))?;
         for head in [one, Arc::new(same)] {
             let vb = VarBuilder::from_tensors(tensors.clone(), exact(device), device);
-            let head = AdaptiveSoftmax::with_head(&Kind::AdaptiveWithBias.adaptive(), head, vb)?;
+            let config = Kind::AdaptiveWithBias.adaptive().with_head_bias(false);
+            let head = AdaptiveSoftmax::with_head(&config, head, vb)?;
             assert_eq!(head.head().vocab_size(), 7);
             let (found, expected) = (head.log_probs(&hidden)?, plain.log_probs(&hidden)?);
             assert_near("log_probs", &numbers(&found), &numbers(&expected), tolerance(exact(device)));

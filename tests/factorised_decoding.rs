@@ -282,6 +282,19 @@ fn a_head_of_other_sizes_is_an_error() -> Result<()> {
 }
 
 #[test]
+fn a_bias_of_a_head_that_is_given_is_an_error() -> Result<()> {
+    let config = AdaptiveConfig::new(16, 20, vec![5, 10]);
+    let head = Arc::new(SoftmaxHead::new(&SoftmaxConfig::new(16, 7), vb())?);
+    let error = AdaptiveSoftmax::with_head(&config.clone().with_head_bias(true), head.clone(), vb());
+    let error = error.expect_err("a bias that nothing would have");
+    assert_eq!(error.to_string(), "head_bias: expected false for a head that is given, got true");
+    assert!(matches!(error, Error::Config { argument: "head_bias", .. }), "{error:?}");
+    assert!(AdaptiveSoftmax::with_head(&config.clone(), head, vb()).is_ok());
+    assert!(AdaptiveSoftmax::new(&config.with_head_bias(true), vb()).is_ok());
+    Ok(())
+}
+
+#[test]
 fn classes_with_gaps_or_of_another_number_of_ids_are_errors() {
     let fails = |classes: Classes, expected: &str| {
         let config = HierarchicalConfig::new(4, 5).with_classes(classes);

@@ -40,6 +40,9 @@ pub(crate) struct TrainingFlags {
     pub(crate) json: bool,
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) device: DeviceKind,
+    /// Heads that are not trained, and why.
+    #[arg(skip)]
+    pub(crate) left_out: Vec<(HeadKind, &'static str)>,
     /// When the flags were read.
     #[arg(skip = Instant::now())]
     start: Instant,
@@ -47,7 +50,20 @@ pub(crate) struct TrainingFlags {
 
 impl TrainingFlags {
     pub(crate) fn heads(&self) -> Vec<HeadKind> {
-        HeadKind::ALL.into_iter().filter(|kind| [None, Some("all"), Some(kind.name())].contains(&self.head())).collect()
+        let is_asked_for = |kind: &HeadKind| self.asks_for_all() || self.head() == Some(kind.name());
+        let is_left_out = |kind: &HeadKind| self.left_out.iter().any(|(other, _)| other == kind);
+        HeadKind::ALL.into_iter().filter(|kind| is_asked_for(kind) && !is_left_out(kind)).collect()
+    }
+
+    fn asks_for_all(&self) -> bool {
+        [None, Some("all")].contains(&self.head())
+    }
+
+    /// These flags, of all heads without those that there is a reason against.
+    pub(crate) fn without(&self, reason: impl Fn(HeadKind) -> Option<&'static str>) -> Self {
+        let all = HeadKind::ALL.into_iter().filter(|_| self.asks_for_all());
+        let left_out = all.filter_map(|kind| Some((kind, reason(kind)?))).collect();
+        Self { left_out, ..self.clone() }
     }
 
     fn head(&self) -> Option<&str> {

@@ -149,6 +149,7 @@ pub(crate) fn finish<T>(
 #[cfg(test)]
 mod tests {
     use super::super::language_model::LanguageModel;
+    use super::super::output::{Entries, Output, OutputKind};
     use super::super::sizes::{InitialValues, Sizes};
     use super::super::{model::Data, optimizer::OptimizerKind, recipe::Recipe};
     use super::*;
@@ -158,6 +159,37 @@ mod tests {
     struct Args {
         #[command(flatten)]
         flags: TrainingFlags,
+    }
+
+    fn flags(args: &str) -> TrainingFlags {
+        Args::try_parse_from(["example"].into_iter().chain(args.split_whitespace())).expect("valid flags").flags
+    }
+
+    #[test]
+    fn a_head_that_the_output_is_not_for_is_left_out() {
+        let text: Vec<u32> = (0..200).map(|i| i * i % 7).collect();
+        let words: Vec<String> = (0..7).map(|id| format!("w{id}")).collect();
+        let entries = Entries::of(&words, &text);
+        let data = Data::new("squares".into(), ["a"], text.clone(), text);
+        let output = Output { kind: OutputKind::Nce, samples: Some(3) };
+        let recipe = Recipe { hidden: 4, context: Some(3), epochs: 1, output, ..Recipe::BASE };
+        let build = |kind, recipe: &Recipe| {
+            let sizes = Sizes::new(kind, recipe, 7);
+            let model = LanguageModel::of_entries(kind, sizes, InitialValues::Even, recipe, &entries, &Device::Cpu)?;
+            Session::new(kind, model, data.clone(), recipe)
+        };
+        let run = |args: &str| {
+            let flags = flags(args).without(|kind| output.kind.reason_against(kind));
+            train(&flags, &Device::Cpu, |kind, _| build(kind, &recipe), |session| session.valid_nll())
+        };
+        for args in ["", "--head all"] {
+            let rows = run(args).expect("two heads are left").expect("no leg");
+            assert_eq!(rows.iter().map(|row| row.kind).collect::<Vec<_>>(), [HeadKind::Softmax, HeadKind::Moc]);
+            assert!(rows.iter().all(|row| row.valid_nll.is_finite() && row.diverged.is_none()));
+        }
+        // Nothing would be trained.
+        let error = run("--head mos").err().expect("no head is left").to_string();
+        assert_eq!(error, "--output nce is for one softmax, as --head softmax and moc are");
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub(crate) enum OutputKind {
     Full,
     /// A sampled softmax
     Sampled,
-    /// Noise-contrastive estimation; for --head softmax and moc
+    /// Noise-contrastive estimation; for --head softmax and moc: all leaves out mos
     Nce,
     /// Rows of the decoder computed from spellings, trained with a sampled softmax
     CharCnn,
@@ -39,6 +39,12 @@ impl OutputKind {
     /// Whether words are sequences of codes, and the head's vocabulary is that of the codes.
     pub(crate) fn is_coded(self) -> bool {
         matches!(self, OutputKind::LightRnn | OutputKind::HybridLightRnn | OutputKind::Bpe)
+    }
+
+    /// Why a head cannot have this output, if it cannot.
+    pub(crate) fn reason_against(self, kind: HeadKind) -> Option<&'static str> {
+        let is_several = self == OutputKind::Nce && kind == HeadKind::Mos;
+        is_several.then_some("--output nce is for one softmax, as --head softmax and moc are")
     }
 }
 
@@ -125,6 +131,9 @@ impl Output {
                 format!("--tied needs a decoder with a row for each entry: not --output {}", self.name()).into()
             );
         }
+        if let Some(reason) = self.kind.reason_against(kind) {
+            return Err(reason.into());
+        }
         let mixture = |vocab: usize| HeadSizes { vocab, ..sizes }.mixture().with_dropout(dropout);
         // The softmax or the mixture of the ids or classes of the first level.
         let first_level = |vocab: usize, vb: VarBuilder| -> Result<Arc<dyn MixtureLayer>> {
@@ -135,7 +144,6 @@ impl Output {
             })
         };
         match self.kind {
-            OutputKind::Nce if kind == HeadKind::Mos => Err("--output nce is for --head softmax and moc".into()),
             _ if is_whole => Ok(Built::Plain(sizes.build(kind, dropout, tied, vb)?)),
             OutputKind::CharCnn => {
                 let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
@@ -234,7 +242,7 @@ mod tests {
     fn every_output_is_a_distribution_that_trains() {
         let (hidden, targets) = (hidden(), Tensor::new(&[0u32, 3, 29, 3, 11], &Device::Cpu).expect("ids"));
         for head in HeadKind::ALL {
-            for kind in KINDS.into_iter().filter(|kind| *kind != OutputKind::Nce || head != HeadKind::Mos) {
+            for kind in KINDS.into_iter().filter(|kind| kind.reason_against(head).is_none()) {
                 let model = model(head, kind, false).expect("valid sizes");
                 let total = model.head().log_probs(&hidden).unwrap().exp().unwrap().sum(D::Minus1).unwrap();
                 assert!(total.to_vec1::<f32>().unwrap().iter().all(|sum| (sum - 1.0).abs() < 1e-5), "{kind:?}");

@@ -158,12 +158,14 @@ impl Args {
         })
     }
 
-    /// The flags of training, with the head of the preset or of --spell.
+    /// The flags of training, with the head of the preset or of --spell; without heads that cannot have the output, if
+    /// all are asked for.
     pub(crate) fn training(&self) -> TrainingFlags {
-        match self.spelling.word() {
+        let flags = match self.spelling.word() {
             Some(_) => self.common.or_head("softmax"),
             None => self.common.or_head(self.preset.map_or("all", Preset::head)),
-        }
+        };
+        flags.without(|kind| self.output.reason_against(kind))
     }
 
     /// Fails if the preset is for another head.
@@ -288,6 +290,22 @@ mod tests {
         let args = Args::try_parse_from(["lstm_lm", "--data", "DIR", "--preset", "ptb-mos", "--head", "softmax"]);
         let error = args.expect("valid flags").check_head().expect_err("another head").to_string();
         assert!(error.contains("--head mos") && error.contains("softmax"), "{error}");
+    }
+
+    #[test]
+    fn heads_that_cannot_have_the_output_are_left_out_of_all() {
+        let flags = |flags: &str| {
+            let args = ["lstm_lm"].into_iter().chain(flags.split_whitespace());
+            Args::try_parse_from(args).expect("valid flags").training()
+        };
+        for all in ["--output nce", "--output nce --head all", "--output nce --search 2"] {
+            assert_eq!(flags(all).heads(), [HeadKind::Softmax, HeadKind::Moc], "{all}");
+            assert_eq!(flags(all).left_out.len(), 1);
+            assert!(flags(all).left_out[0].1.contains("one softmax"));
+        }
+        // An error when it is built: nothing else is asked for.
+        assert_eq!(flags("--output nce --head mos").heads(), [HeadKind::Mos]);
+        assert_eq!(flags("--output sampled").heads(), HeadKind::ALL);
     }
 
     #[test]

@@ -77,6 +77,9 @@ fn run(args: &Args) -> Result<()> {
         corpus.words.len(),
         corpus.data.valid.len() - 1
     );
+    for (kind, reason) in &flags.left_out {
+        eprintln!("{} is left out: {reason}", kind.name());
+    }
     let coding = codes::coding(args, &corpus, &recipe, &device)?;
     let (data, vocabulary) = match &coding {
         None => (corpus.data.clone(), &corpus.words[..]),

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 
 use crate::decoding::transfer::to_device;
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::validate::{check_most, check_sizes};
 
 /// Words as sequences of one or two codes over a smaller vocabulary (Li et al., NIPS 2016; Kong et al., AAAI 2019).
 ///
@@ -62,23 +62,20 @@ enum Begins {
     Words(Vec<u32>, Vec<u32>),
 }
 
-/// The most words, and codes.
-pub(super) const MOST: usize = 1 << 30;
+/// The most words, and codes: each code takes memory, whether words have it or not.
+pub(super) const MOST: usize = 1 << 24;
 
 impl Codebook {
     /// The book of these sequences, one for each word, over `codes` codes.
     ///
     /// # Errors
     ///
-    /// If there are no words, more than 2^30 words or codes, a sequence is empty or longer than two codes, a code is not below `codes`, or two words
-    /// have the same sequence, or one that begins with the other's.
+    /// If there are no words, more than 2^24 words or codes, a sequence is empty or longer than two codes, a code is not
+    /// below `codes`, or two words have the same sequence, or one that begins with the other's.
     pub fn new(codes: usize, sequences: &[impl AsRef<[u32]>]) -> Result<Self> {
         check_sizes(&[("words", sequences.len()), ("codes", codes)])?;
-        for (argument, size) in [("words", sequences.len()), ("codes", codes)] {
-            if size > MOST {
-                return Err(Error::config(argument, format!("at most {MOST}"), size));
-            }
-        }
+        check_most("words", sequences.len(), MOST)?;
+        check_most("codes", codes, MOST)?;
         let error = |word: usize, expected: &str, got: &[u32]| {
             Err(Error::config("sequences", format!("{expected} for word {word}"), format!("{got:?}")))
         };

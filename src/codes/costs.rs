@@ -132,19 +132,21 @@ impl CodeCosts {
         Ok(table.shared().enumerate().map(cost).sum())
     }
 
-    /// The table in which the words cost the least, or nearly ([`Assignment`]); the same words keep codes of their own.
+    /// The table in which the words cost the least, or nearly ([`Assignment`]), but never more than in the one given; the
+    /// same words keep codes of their own.
     ///
     /// # Errors
     ///
     /// If the table has other sizes, or a cost is not finite.
     pub fn reallocate(&self, table: &CodeTable, assignment: Assignment) -> Result<CodeTable> {
         self.check(table)?;
-        let (rows, columns) = (self.config.rows(), self.config.columns());
         if self.rows.is_empty() {
             return Ok(table.clone());
         }
-        let single = |costs: &[f64]| costs.iter().map(|cost| *cost as f32).collect::<Vec<_>>();
-        table.with_cells(&assign(&single(&self.rows), &single(&self.columns), rows, columns, assignment)?)
+        let cells = assign(&self.rows, &self.columns, self.config.rows(), self.config.columns(), assignment)?;
+        let found = table.with_cells(&cells)?;
+        // An approximation may be worse than a table that is good already.
+        Ok(if self.total(&found)? <= self.total(table)? { found } else { table.clone() })
     }
 
     fn check(&self, table: &CodeTable) -> Result<()> {

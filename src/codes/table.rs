@@ -7,7 +7,7 @@ use rand::SeedableRng;
 
 use super::codebook::{Codebook, MOST};
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::validate::{check_most, check_product, check_sizes};
 
 /// The sizes of a [`CodeTable`].
 ///
@@ -46,14 +46,12 @@ impl TableConfig {
     ///
     /// # Errors
     ///
-    /// If the codes are too few for the words, or there are more than 2^30 words.
+    /// If the codes are too few for the words, or there are more than 2^24 words.
     pub fn hybrid(words: usize, codes: usize) -> Result<Self> {
         if codes >= words {
             return Ok(TableConfig { words, own: words, rows: 0, columns: 0 });
         }
-        if words > MOST {
-            return Err(Error::config("words", format!("at most {MOST}"), words));
-        }
+        check_most("words", words, MOST)?;
         // What a table of this side needs: its rows and columns, and codes for the words that have no cell.
         let needs = |side: usize| 2 * side + words.saturating_sub(side * side);
         let sides = 1..=(words as f64).sqrt().ceil() as usize;
@@ -66,7 +64,8 @@ impl TableConfig {
         }
     }
 
-    /// Another shape of the table that words share.
+    /// Another shape of the table that words share. Tables of more than 2^24 places are errors when a [`CodeTable`] is
+    /// made.
     pub fn with_table(self, rows: usize, columns: usize) -> Self {
         TableConfig { rows, columns, ..self }
     }
@@ -115,7 +114,9 @@ impl TableConfig {
             let got = format!("{own} codes and a table of {rows} x {columns}");
             return Err(Error::config("table", format!("places for {} words", self.words), got));
         }
-        Ok(())
+        // The costs of the words that share the table are held.
+        let shared = self.words.saturating_sub(self.own);
+        check_product("words * (rows + columns)", &[shared, self.rows + self.columns])
     }
 }
 
@@ -152,7 +153,7 @@ impl CodeTable {
     ///
     /// # Errors
     ///
-    /// If the table has not enough places, there is not one count for each word, or a count is NaN.
+    /// If the table has not enough places, or more than 2^24, there is not one count for each word, or a count is NaN.
     pub fn by_frequency(config: TableConfig, counts: &[f64]) -> Result<Self> {
         let order = order(config, counts)?;
         let mut places = vec![0; order.len()];

@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use super::codebook::Codebook;
 use crate::decoding::transfer::matrix;
 use crate::error::{Error, Result};
-use crate::validate::check_float;
+use crate::validate::{check_elements, check_float};
 
 impl Codebook {
     /// The log-probability of a word at each position, in nats.
@@ -62,6 +62,7 @@ impl Codebook {
             return Err(Error::shape(argument, format!("[{rows}, {}]", self.codes()), log_probs.dims()));
         }
         check_float(argument, log_probs)?;
+        check_elements(argument, log_probs.dims())?;
         if rows == 0 {
             return Ok(Vec::new());
         }

@@ -10,7 +10,9 @@ use candle_nn::{Init, VarBuilder};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
-use crate::validate::{check_device, check_float, check_hidden, check_logits, check_sizes};
+use crate::validate::{
+    check_device, check_elements, check_float, check_hidden, check_logits, check_sizes, check_vocab,
+};
 pub use char_cnn::{CharCnn, CharCnnConfig};
 
 /// The logits of a context c: `z = cap tanh(scale (c W^T + b) / cap)`.
@@ -71,7 +73,9 @@ impl Decoder {
         let &[vocab, context] = weight.dims() else {
             return Err(Error::shape("decoder.weight", "[vocab, context]", weight.dims()));
         };
-        check_sizes(&[("vocab", vocab), ("context", context)])?;
+        check_elements("decoder.weight", weight.dims())?;
+        check_vocab(vocab)?;
+        check_sizes(&[("context", context)])?;
         check_float("decoder.weight", weight)?;
         let Some(bias) = bias else { return Ok(()) };
         if bias.dims() != [vocab] {

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use super::top_k::TopK;
 use super::transfer;
 use crate::error::{Error, Result};
-use crate::validate::{check_number, check_sizes, check_targets};
+use crate::validate::{check_elements, check_number, check_sizes, check_targets};
 
 /// Beam search for a batch of sentences, over any model that ranks the next token.
 ///
@@ -133,6 +133,7 @@ impl BeamSearch {
             return Err(Error::shape("start", "[batch]", start.dims()).into());
         }
         check_targets("start", start, start.dims())?;
+        check_elements("start", start.dims())?;
         let mut tokens = read_start(start)?;
         let mut finished = vec![Vec::new(); tokens.len()];
         let mut open: Vec<Open> =

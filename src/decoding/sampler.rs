@@ -10,6 +10,7 @@ use super::transfer;
 use crate::backend;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
+use crate::validate::check_elements;
 
 /// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same
 /// ids on the same device with the same version of this crate.
@@ -66,6 +67,7 @@ impl Sampler {
     pub fn sample(&mut self, log_probs: &Tensor) -> Result<Tensor> {
         self.reject_components("log-probabilities")?;
         let leading = &log_probs.dims()[..log_probs.rank().saturating_sub(1)];
+        check_elements("log_probs", log_probs.dims())?;
         let uniform = self.uniform(leading.iter().product());
         let ids = transfer::visit(log_probs, &Draw { sampling: &self.sampling, uniform: &uniform })?;
         transfer::to_device(ids, leading, log_probs.device())

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::backend::contract::{Computed, Real, Visit};
 use crate::error::{Error, Result};
-use crate::validate::check_float;
+use crate::validate::{check_elements, check_float};
 
 /// Values of the host as a tensor. candle's Metal backend does not allocate empty buffers.
 pub(crate) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
@@ -35,6 +35,7 @@ pub(super) fn visit<V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Ou
         rows.par_iter().enumerate().map(|(position, row)| visit.visit(position, &Computed(row))).collect()
     }
     check_float("log_probs", log_probs)?;
+    check_elements("log_probs", log_probs.dims())?;
     let log_probs = log_probs.to_device(&Device::Cpu)?;
     match (log_probs.dims(), log_probs.dtype()) {
         ([] | [.., 0], _) => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),

@@ -5,10 +5,10 @@
 //! `narrow` is as large as its argument, so that C cuts from the whole would cost C times the whole, and halving costs
 //! log2 C times.
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, TensorId};
 
 use super::{Cluster, Factorised, Place};
-use crate::autograd::Leaf;
+use crate::autograd::{variables, Leaf};
 use crate::backend::contract::accumulation_dtype;
 use crate::decoding::transfer::to_device;
 use crate::error::{Error, Result};
@@ -116,10 +116,25 @@ impl Factorised {
         match is_reduced {
             true => {
                 let loss = Loss::from_nll(self.name, &part.nll, targets, options)?;
-                Ok(Loss { value: part.value, parts: part.leaves, ..loss })
+                Ok(Loss { value: part.value, parts: part.leaves, spared: self.spared(&groups), ..loss })
             }
-            false => Loss::from_nll(self.name, &part.value, targets, options),
+            false => {
+                let loss = Loss::from_nll(self.name, &part.value, targets, options)?;
+                Ok(Loss { spared: self.spared(&groups), ..loss })
+            }
         }
+    }
+
+    /// The variables of the clusters that have no target.
+    fn spared(&self, groups: &[Group]) -> Vec<TensorId> {
+        // The groups are in the order of the clusters.
+        let has_target = |cluster: &Cluster| {
+            groups.binary_search_by_key(&cluster.ranks.start, |group| group.cluster.ranks.start).is_ok()
+        };
+        let idle = self.clusters.iter().filter(|cluster| !has_target(cluster));
+        let parameters = idle
+            .flat_map(|Cluster { projection, weight, bias, .. }| [projection.as_ref(), Some(weight), bias.as_ref()]);
+        parameters.flatten().flat_map(variables).collect()
     }
 
     /// The clusters that have a target, and the positions sorted by cluster, each with its target there.

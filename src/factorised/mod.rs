@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::output_layer::MixtureLayer;
 use crate::projection::layer;
-use crate::validate::{check_hidden, leading};
+use crate::validate::{check_hidden, check_product, leading};
 
 /// A head whose vocabulary is a shortlist and clusters.
 #[derive(Clone, Debug)]
@@ -120,6 +120,7 @@ impl Factorised {
     pub(crate) fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
         accumulation_dtype("dtype", dtype)?;
         let rows = self.rows(hidden)?;
+        check_product("positions * vocab", &[rows.dim(0)?, self.vocab])?;
         let shape = [leading(hidden)?, &[self.vocab]].concat();
         if rows.elem_count() == 0 {
             return Ok(Tensor::zeros(shape, dtype, hidden.device())?);

@@ -4,7 +4,7 @@ mod negatives;
 mod options;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, TensorId, Var};
 
 use crate::autograd::{self, Leaf};
 use crate::error::{Error, Result};
@@ -71,6 +71,8 @@ pub struct Loss {
     pub(crate) decoder: Option<Tensor>,
     /// The decoders of other nodes that are summed in the value.
     pub(crate) parts: Vec<Leaf>,
+    /// The variables of the head that these options or targets leave without a gradient.
+    pub(crate) spared: Vec<TensorId>,
     /// Targets on a GPU, which the loss does not check.
     pub(crate) unchecked: Option<Unchecked>,
 }
@@ -145,6 +147,7 @@ impl Loss {
             decoder_rows: None,
             decoder: None,
             parts: Vec::new(),
+            spared: Vec::new(),
             unchecked: None,
         }
     }
@@ -213,6 +216,9 @@ impl Loss {
 
     /// The gradients of the value with respect to every variable that it depends on: those of `loss.value.backward()`,
     /// with one copy less of the decoder's gradient, the largest.
+    ///
+    /// A variable whose every path to the value leads through one of candle's fused operations, such as
+    /// `candle_nn::RmsNorm`, has no gradient: [`Loss::check_gradients`] names it.
     ///
     /// # Errors
     ///

@@ -8,8 +8,9 @@ mod node;
 mod sample;
 mod sampled_softmax;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, TensorId};
 
+use crate::autograd::variables;
 use crate::backend;
 use crate::backend::contract::{
     accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
@@ -17,7 +18,10 @@ use crate::backend::contract::{
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::{mask_ignored, mean, Loss, LossOptions, Reduction, Sampled, Unchecked};
-use crate::validate::{check_alike, check_device, check_logits, check_sizes, check_targets, check_weights};
+use crate::validate::{
+    check_alike, check_device, check_elements, check_logits, check_product, check_sizes, check_targets, check_vocab,
+    check_weights,
+};
 use sample::{rows_of, Sample};
 use sampled_softmax::small_loss;
 
@@ -79,8 +83,11 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If shapes, dtypes or devices do not match, or a dimension other than the number of positions is zero.
+    /// If shapes, dtypes or devices do not match, a dimension other than the number of positions is zero, a tensor has
+    /// more than 2^40 elements, or there are more than 2^32 - 1 token ids.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
+        // Before a copy is made.
+        sizes(contexts, weight)?;
         let is_read_in_place = weight.is_contiguous() || weight.rank() == 2 && weight.t()?.is_contiguous();
         let weight = if is_read_in_place { weight.clone() } else { weight.contiguous()? };
         Self::of_rows(contexts, log_priors, weight, bias)
@@ -93,20 +100,11 @@ impl Mixture {
         weight: Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Self> {
-        let [leading @ .., components, context] = contexts.dims() else {
-            return Err(Error::shape("contexts", "[.., components, context]", contexts.dims()));
-        };
-        let (components, context) = (*components, *context);
-        let &[vocab, width] = weight.dims() else {
-            return Err(Error::shape("weight", format!("[vocab, {context}]"), weight.dims()));
-        };
-        if width != context {
-            return Err(Error::shape("weight", format!("[vocab, {context}]"), weight.dims()));
-        }
-        check_sizes(&[("components", components), ("context", context), ("vocab", vocab)])?;
+        let sizes = sizes(contexts, &weight)?;
+        let Sizes { positions, components, context, vocab } = sizes;
+        let leading = &contexts.dims()[..contexts.rank() - 2];
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
         check_alike("weight", &weight, "contexts", contexts)?;
-        let positions = leading.iter().product();
         let log_priors = match log_priors {
             None if components == 1 => None,
             None => return Err(Error::config("log_priors", "log-priors for more than one component", "none")),
@@ -134,7 +132,7 @@ impl Mixture {
         Ok(Mixture {
             leading: leading.to_vec(),
             operands: Operands {
-                sizes: Sizes { positions, components, context, vocab },
+                sizes,
                 contexts: match contexts.rank() {
                     // Not even a reshape: candle would copy its gradient.
                     3 => contexts.contiguous()?,
@@ -322,14 +320,21 @@ impl Mixture {
                 let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
                 let (operands, objective) = small_loss(&sample, options, grad_scale(options.reduction))?;
                 let loss = self.with_operands(operands).fused_loss(objective, &exact)?;
-                Ok(Loss { decoder_rows: sample.leaves, ..loss })
+                Ok(Loss { decoder_rows: sample.leaves, spared: self.spared(options), ..loss })
             }
             Sampled::Nce(negatives) => {
                 let sample = Sample::new(&self.operands, rows, negatives, targets, options)?;
                 let nll = sample.nce()?.reshape(self.leading.as_slice())?;
-                Ok(Loss { decoder_rows: sample.leaves, ..Loss::from_nll("NCE", &nll, targets, &exact)? })
+                let loss = Loss::from_nll("NCE", &nll, targets, &exact)?;
+                Ok(Loss { decoder_rows: sample.leaves, spared: self.spared(options), ..loss })
             }
         }
+    }
+
+    /// The variables of the decoder, if a sampled loss has the gradients of its rows instead.
+    fn spared(&self, options: &LossOptions) -> Vec<TensorId> {
+        let decoder = [Some(&self.operands.weight), self.operands.bias.as_ref()];
+        decoder.into_iter().flatten().filter(|_| options.decoder_rows).flat_map(variables).collect()
     }
 
     /// An error if the options or the mixture have what a loss over a sample does not support.
@@ -375,10 +380,12 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If there are no kernels for the device, or the dtype is none of f16, bf16, f32 and f64.
+    /// If there are no kernels for the device, the dtype is none of f16, bf16, f32 and f64, or the result would have more
+    /// than 2^40 elements.
     pub fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
         let operands = &self.operands;
         accumulation_dtype("dtype", dtype)?;
+        check_product("positions * vocab", &[operands.sizes.positions, operands.sizes.vocab])?;
         let own = operands.contexts.dtype();
         let computed = if dtype == own { own } else { accumulation_dtype("contexts", own)? };
         let needs_grad = needs_grad(operands);
@@ -469,6 +476,22 @@ fn grad_scale(reduction: Reduction) -> GradScale {
         Reduction::Mean => GradScale::OneOverCount,
         Reduction::Sum | Reduction::None => GradScale::One,
     }
+}
+
+/// The sizes of a mixture of these contexts `[.., K, d]` and this weight `[vocab, d]`, whose shapes are checked.
+fn sizes(contexts: &Tensor, weight: &Tensor) -> Result<Sizes> {
+    let &[ref leading @ .., components, context] = contexts.dims() else {
+        return Err(Error::shape("contexts", "[.., components, context]", contexts.dims()));
+    };
+    let vocab = match *weight.dims() {
+        [vocab, width] if width == context => vocab,
+        _ => return Err(Error::shape("weight", format!("[vocab, {context}]"), weight.dims())),
+    };
+    check_elements("contexts", contexts.dims())?;
+    check_elements("weight", weight.dims())?;
+    check_sizes(&[("components", components), ("context", context)])?;
+    check_vocab(vocab)?;
+    Ok(Sizes { positions: check_elements("contexts", leading)?, components, context, vocab })
 }
 
 /// Which operands depend on a variable.

@@ -23,6 +23,15 @@ const MOST_EXACT: usize = 1 << 27;
 /// A second one still gains a little, a third hardly anything.
 const EXCHANGES: usize = 2;
 
+/// Whether so many words are placed at the least cost.
+pub(super) fn is_exact(words: usize, cells: usize) -> bool {
+    is_below(words, cells, MOST_EXACT)
+}
+
+fn is_below(words: usize, cells: usize, most_exact: usize) -> bool {
+    words.saturating_pow(2).saturating_mul(cells) <= most_exact
+}
+
 /// The cell of each word.
 pub(super) fn approximate(costs: &Costs, candidates: usize) -> Result<Vec<usize>> {
     let mut cell_of = match_in_rounds(costs, candidates, MOST_EXACT)?;
@@ -33,7 +42,7 @@ pub(super) fn approximate(costs: &Costs, candidates: usize) -> Result<Vec<usize>
 }
 
 fn match_in_rounds(costs: &Costs, candidates: usize, most_exact: usize) -> Result<Vec<usize>> {
-    let is_exact = |words: usize, cells: usize| words.saturating_pow(2).saturating_mul(cells) <= most_exact;
+    let is_exact = |words: usize, cells: usize| is_below(words, cells, most_exact);
     let mut table = Table::new(costs);
     let mut visits = candidates;
     if !is_exact(costs.words, costs.cells()) {
@@ -174,7 +183,7 @@ mod tests {
         ) {
             let numbers: Vec<f32> = seeds.into_iter().map(|x| f32::from(x % levels)).collect();
             let (row_costs, column_costs) = (&numbers[..words * rows], &numbers[36 * 6..][..words * columns]);
-            let costs = Costs::new(row_costs, column_costs, rows, columns).unwrap();
+            let costs = Costs::new(row_costs, column_costs, rows, columns);
             let mut cell_of = match_in_rounds(&costs, candidates, most_exact).unwrap();
             prop_assert!(is_injection(&cell_of, &costs), "{cell_of:?}");
             let total = |cell_of: &[usize]| cell_of.iter().enumerate().map(|(w, c)| costs.of_cell(w, *c)).sum::<f64>();
@@ -189,7 +198,7 @@ mod tests {
     fn words_that_want_the_same_cells() {
         let line: Vec<f32> = (0..30).map(|x| x as f32).collect();
         let all = line.repeat(900);
-        let costs = Costs::new(&all, &all, 30, 30).unwrap();
+        let costs = Costs::new(&all, &all, 30, 30);
         // The first round places 4 of them.
         let cell_of = match_in_rounds(&costs, 4, 0).unwrap();
         assert!(is_injection(&cell_of, &costs));
@@ -200,7 +209,7 @@ mod tests {
         // All prefer the first cells; the last word the most.
         let line = |word: usize| (0..3).map(move |x| (x * word) as f32);
         let all: Vec<f32> = (0..9).flat_map(line).collect();
-        let costs = Costs::new(&all, &all, 3, 3).unwrap();
+        let costs = Costs::new(&all, &all, 3, 3);
         assert_eq!(one_by_one(&costs, &Table::new(&costs))[8], Some(0));
         assert_eq!(
             round(&costs, &Prices { rows: vec![0.0; 3], columns: vec![0.0; 3] }, &Table::new(&costs), (9, 9))[8],

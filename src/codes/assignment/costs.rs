@@ -3,10 +3,49 @@
 use crate::error::{Error, Result};
 use crate::validate::check_sizes;
 
-/// Their sums over words are numbers of f32.
-const LARGEST_COST: f32 = 1e30;
+/// Sums over words, and their squares, are far from overflow.
+const LARGEST_COST: f64 = 1e30;
 
-/// Costs `row_costs[word][row] + column_costs[word][column]` of each word in the cells `row * columns + column`.
+/// Checks costs `[words, rows]` and `[words, columns]` of words that all have a cell of their own, and returns the number
+/// of words.
+pub(super) fn check(row_costs: &[f64], column_costs: &[f64], rows: usize, columns: usize) -> Result<usize> {
+    check_sizes(&[("rows", rows), ("columns", columns)])?;
+    let words = row_costs.len() / rows;
+    if !row_costs.len().is_multiple_of(rows) {
+        return Err(Error::shape("row_costs", format!("[words, {rows}]"), &[row_costs.len()]));
+    }
+    if words.checked_mul(columns) != Some(column_costs.len()) {
+        return Err(Error::shape("column_costs", format!("[{words}, {columns}]"), &[column_costs.len()]));
+    }
+    // Cells are numbered in u32, of which the largest stands for none.
+    let most = u32::MAX as usize - 1;
+    let cells = rows.checked_mul(columns).filter(|cells| *cells <= most);
+    let cells = cells
+        .ok_or_else(|| Error::config("rows * columns", format!("at most {most}"), format!("{rows} * {columns}")))?;
+    if words > cells {
+        return Err(Error::config("words", format!("at most {cells}, the number of cells"), words));
+    }
+    for (argument, costs) in [("row_costs", row_costs), ("column_costs", column_costs)] {
+        // NaN is in no range.
+        if let Some(cost) = costs.iter().find(|cost| !(-LARGEST_COST..=LARGEST_COST).contains(*cost)) {
+            return Err(Error::config(argument, format!("from {:e} to {LARGEST_COST:e}", -LARGEST_COST), cost));
+        }
+    }
+    Ok(words)
+}
+
+/// What each line costs a word more than its cheapest, rounded, from costs `[words, lines]`: the best assignment stays
+/// the same, and rounding is relative to the differences between lines, not to the costs.
+pub(super) fn relative<T>(costs: &[f64], lines: usize, round: impl Fn(f64) -> T + Copy) -> Vec<T> {
+    let of_word = |of_word: &[f64]| {
+        let least = of_word.iter().copied().fold(f64::INFINITY, f64::min);
+        of_word.iter().map(|cost| round(cost - least)).collect::<Vec<T>>()
+    };
+    costs.chunks(lines).flat_map(of_word).collect()
+}
+
+/// Costs `row_costs[word][row] + column_costs[word][column]` of each word in the cells `row * columns + column`, of sizes
+/// that [`check`] accepts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Costs<'a> {
     pub(super) row_costs: &'a [f32],
@@ -17,30 +56,8 @@ pub(super) struct Costs<'a> {
 }
 
 impl<'a> Costs<'a> {
-    pub(super) fn new(row_costs: &'a [f32], column_costs: &'a [f32], rows: usize, columns: usize) -> Result<Self> {
-        check_sizes(&[("rows", rows), ("columns", columns)])?;
-        let words = row_costs.len() / rows;
-        if !row_costs.len().is_multiple_of(rows) {
-            return Err(Error::shape("row_costs", format!("[words, {rows}]"), &[row_costs.len()]));
-        }
-        if words.checked_mul(columns) != Some(column_costs.len()) {
-            return Err(Error::shape("column_costs", format!("[{words}, {columns}]"), &[column_costs.len()]));
-        }
-        // Cells are numbered in u32, of which the largest stands for none.
-        let most = u32::MAX as usize - 1;
-        let cells = rows.checked_mul(columns).filter(|cells| *cells <= most);
-        let cells = cells
-            .ok_or_else(|| Error::config("rows * columns", format!("at most {most}"), format!("{rows} * {columns}")))?;
-        if words > cells {
-            return Err(Error::config("words", format!("at most {cells}, the number of cells"), words));
-        }
-        for (argument, costs) in [("row_costs", row_costs), ("column_costs", column_costs)] {
-            // NaN is in no range.
-            if let Some(cost) = costs.iter().find(|cost| !(-LARGEST_COST..=LARGEST_COST).contains(*cost)) {
-                return Err(Error::config(argument, format!("from {:e} to {LARGEST_COST:e}", -LARGEST_COST), cost));
-            }
-        }
-        Ok(Costs { row_costs, column_costs, words, rows, columns })
+    pub(super) fn new(row_costs: &'a [f32], column_costs: &'a [f32], rows: usize, columns: usize) -> Self {
+        Costs { row_costs, column_costs, words: row_costs.len() / rows, rows, columns }
     }
 
     pub(super) fn cells(&self) -> usize {

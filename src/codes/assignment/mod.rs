@@ -10,7 +10,7 @@ mod prices;
 
 use crate::error::{Error, Result};
 use crate::validate::check_sizes;
-use costs::Costs;
+use costs::{check, relative, Costs};
 
 /// The most costs that [`Assignment::Exact`] holds: 8 GiB.
 const MOST_COSTS: usize = 1 << 30;
@@ -38,26 +38,39 @@ pub enum Assignment {
 /// If the sizes do not match, there are more words than cells, a cost is not a number from -1e30 to 1e30, the number of
 /// candidates is zero, or the product of words and cells is above 2^30 for [`Assignment::Exact`].
 pub(crate) fn assign(
-    row_costs: &[f32],
-    column_costs: &[f32],
+    row_costs: &[f64],
+    column_costs: &[f64],
     rows: usize,
     columns: usize,
     method: Assignment,
 ) -> Result<Vec<usize>> {
-    let costs = Costs::new(row_costs, column_costs, rows, columns)?;
-    let (words, cells) = (costs.words, costs.cells());
-    match method {
-        Assignment::Exact => {
-            if words.saturating_mul(cells) > MOST_COSTS {
-                let expected = format!("at most {MOST_COSTS} for an exact assignment");
-                return Err(Error::config("words * cells", expected, format!("{words} * {cells}")));
-            }
-            let pairs = (0..words).flat_map(|word| (0..cells).map(move |cell| costs.of_cell(word, cell)));
-            exact::exact(pairs.collect(), words, cells)
+    let words = check(row_costs, column_costs, rows, columns)?;
+    let cells = rows * columns;
+    let is_exact = match method {
+        Assignment::Exact if words.saturating_mul(cells) > MOST_COSTS => {
+            let expected = format!("at most {MOST_COSTS} for an exact assignment");
+            return Err(Error::config("words * cells", expected, format!("{words} * {cells}")));
         }
+        Assignment::Exact => true,
         Assignment::Approximate { candidates } => {
             check_sizes(&[("candidates", candidates)])?;
-            approximate::approximate(&costs, candidates)
+            approximate::is_exact(words, cells)
+        }
+    };
+    match method {
+        Assignment::Approximate { candidates } if !is_exact => {
+            let single = |costs: &[f64], lines| relative(costs, lines, |cost| cost as f32);
+            let (row_costs, column_costs) = (single(row_costs, rows), single(column_costs, columns));
+            approximate::approximate(&Costs::new(&row_costs, &column_costs, rows, columns), candidates)
+        }
+        _ => {
+            let double = |costs: &[f64], lines| relative(costs, lines, |cost| cost);
+            let (row_costs, column_costs) = (double(row_costs, rows), double(column_costs, columns));
+            let of_cells = |(rows, columns): (&[f64], &[f64])| {
+                rows.iter().flat_map(|row| columns.iter().map(move |column| row + column)).collect::<Vec<f64>>()
+            };
+            let costs = row_costs.chunks(rows).zip(column_costs.chunks(columns)).flat_map(of_cells);
+            exact::exact(costs.collect(), words, cells)
         }
     }
 }
@@ -75,17 +88,16 @@ mod tests {
 
     const APPROXIMATE: Assignment = Assignment::Approximate { candidates: 64 };
 
-    fn total(row_costs: &[f32], column_costs: &[f32], rows: usize, columns: usize, cell_of: &[usize]) -> f64 {
+    fn total(row_costs: &[f64], column_costs: &[f64], rows: usize, columns: usize, cell_of: &[usize]) -> f64 {
         let cost = |(word, cell): (usize, &usize)| {
-            f64::from(row_costs[word * rows + cell / columns])
-                + f64::from(column_costs[word * columns + cell % columns])
+            row_costs[word * rows + cell / columns] + column_costs[word * columns + cell % columns]
         };
         cell_of.iter().enumerate().map(cost).sum()
     }
 
     /// Negative log-likelihoods of words that are near some rows and columns, and of rows and columns that all words
     /// prefer. With Zipf's counts, those of frequent words are up to a thousand times larger.
-    fn costs(words: usize, side: usize, zipf: bool) -> [Vec<f32>; 2] {
+    fn costs(words: usize, side: usize, zipf: bool) -> [Vec<f64>; 2] {
         let mut rng = StdRng::seed_from_u64(1);
         [(); 2].map(|()| {
             let mut normal = |count: usize| (0..count).map(|_| rng.sample(StandardNormal)).collect::<Vec<f32>>();
@@ -96,7 +108,7 @@ mod tests {
                 let logits: Vec<f32> = vectors.chunks(8).zip(&biases).map(|(v, bias)| product(v) + bias).collect();
                 let log_sum_exp = logits.iter().map(|z| z.exp()).sum::<f32>().ln();
                 let count = if zipf { (1000.0 / (1.0 + word as f32 / 10.0)).max(1.0) } else { 1.0 };
-                logits.into_iter().map(move |z| count * (log_sum_exp - z)).collect::<Vec<f32>>()
+                logits.into_iter().map(move |z| f64::from(count * (log_sum_exp - z))).collect::<Vec<f64>>()
             };
             (0..words).flat_map(nll).collect()
         })
@@ -108,7 +120,7 @@ mod tests {
             (rows, columns, words) in (1usize..4, 1usize..4).prop_flat_map(|(r, c)| (Just(r), Just(c), 0..=r * c)),
             numbers in prop::collection::vec(-9i8..9, 2 * 9 * 3),
         ) {
-            let numbers: Vec<f32> = numbers.into_iter().map(f32::from).collect();
+            let numbers: Vec<f64> = numbers.into_iter().map(f64::from).collect();
             let (row_costs, column_costs) = (&numbers[..words * rows], &numbers[27..][..words * columns]);
             let total = |method| {
                 let cell_of = assign(row_costs, column_costs, rows, columns, method).unwrap();
@@ -151,7 +163,7 @@ mod tests {
 
     #[test]
     fn wrong_arguments_are_errors() {
-        let message = |row_costs: &[f32], column_costs: &[f32], rows, columns| {
+        let message = |row_costs: &[f64], column_costs: &[f64], rows, columns| {
             let of = |method| assign(row_costs, column_costs, rows, columns, method).unwrap_err().to_string();
             assert_eq!(of(Assignment::Exact), of(APPROXIMATE));
             of(Assignment::Exact)
@@ -165,7 +177,7 @@ mod tests {
             message(&[], &[], 1 << 16, 1 << 16),
             "rows * columns: expected at most 4294967294, got 65536 * 65536"
         );
-        for (cost, name) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf"), (2e30, "2e30")] {
+        for (cost, name) in [(f64::NAN, "NaN"), (f64::INFINITY, "inf"), (f64::NEG_INFINITY, "-inf"), (2e30, "2e30")] {
             let got = if cost.is_finite() { cost.to_string() } else { name.into() };
             let expected = format!("expected from -1e30 to 1e30, got {got}");
             assert_eq!(message(&[0.0, cost], &[0.0; 2], 2, 2), format!("row_costs: {expected}"));
@@ -185,7 +197,7 @@ mod tests {
     #[test]
     #[ignore = "prints how long assignments take, and what they cost"]
     fn report() {
-        let report = |name: &str, words: usize, side: usize, [row_costs, column_costs]: &[Vec<f32>; 2], method| {
+        let report = |name: &str, words: usize, side: usize, [row_costs, column_costs]: &[Vec<f64>; 2], method| {
             let start = Instant::now();
             let cell_of = assign(row_costs, column_costs, side, side, method).unwrap();
             let seconds = start.elapsed().as_secs_f64();

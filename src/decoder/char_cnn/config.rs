@@ -1,7 +1,10 @@
 //! The sizes of a [`CharCnn`](super::CharCnn).
 
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::validate::{check_most, check_product, check_sizes};
+
+/// The most highway layers.
+const MOST_LAYERS: usize = 1024;
 
 /// The sizes and options of a [`CharCnn`](crate::CharCnn).
 ///
@@ -58,7 +61,7 @@ impl CharCnnConfig {
         CharCnnConfig { filters: filters.to_vec(), ..self }
     }
 
-    /// Sets the number of highway layers.
+    /// Sets the number of highway layers, at most 1024.
     pub fn with_highway(self, highway: usize) -> Self {
         CharCnnConfig { highway, ..self }
     }
@@ -85,18 +88,24 @@ impl CharCnnConfig {
         let is_wrong = |&(i, &(width, channels)): &(usize, &(usize, usize))| {
             width == 0 || channels == 0 || self.filters[..i].iter().any(|filter| filter.0 == width)
         };
-        match self.filters.iter().enumerate().find(is_wrong) {
-            Some((_, filter)) => {
-                let expected = "different widths of at least 1, and channels of at least 1";
-                Err(Error::config("filters", expected, format!("{filter:?}")))
-            }
-            None => Ok(()),
+        if let Some((_, filter)) = self.filters.iter().enumerate().find(is_wrong) {
+            let expected = "different widths of at least 1, and channels of at least 1";
+            return Err(Error::config("filters", expected, format!("{filter:?}")));
         }
+        check_most("highway", self.highway, MOST_LAYERS)?;
+        for &(width, channels) in &self.filters {
+            check_product("width * embedding * channels", &[width, self.embedding, channels])?;
+        }
+        if self.highway > 0 {
+            check_product("channels * channels", &[self.channels(), self.channels()])?;
+        }
+        check_product("context * channels", &[self.context, self.channels()])?;
+        check_product("context * correction", &[self.context, self.correction])
     }
 
     /// Number of channels of all convolutions.
     pub(super) fn channels(&self) -> usize {
-        self.filters.iter().map(|(_, channels)| channels).sum()
+        self.filters.iter().fold(0, |sum, (_, channels)| sum.saturating_add(*channels))
     }
 }
 

@@ -6,7 +6,7 @@ mod spelling;
 
 use std::sync::Arc;
 
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 
 use crate::autograd;
@@ -14,7 +14,7 @@ use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::initial_values::linear;
 use crate::permutation::inverse;
-use crate::validate::{check_float, check_sizes};
+use crate::validate::{check_elements, check_float, check_product, check_sizes};
 pub use config::CharCnnConfig;
 use network::Parameters;
 use spelling::Alphabet;
@@ -79,15 +79,18 @@ impl CharCnn {
     ///
     /// # Errors
     ///
-    /// If there are no spellings, a size is zero, two convolutions have the same width, a character is not in the
-    /// configured alphabet, or a variable is missing or of another shape.
+    /// If there are no spellings, a size is zero, a variable would have more than 2^40 elements, there are more than 1024
+    /// highway layers, two convolutions have the same width, a character is not in the configured alphabet, or a variable
+    /// is missing or of another shape.
     pub fn new(config: &CharCnnConfig, spellings: &[impl AsRef<str>], vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         check_sizes(&[("spellings", spellings.len())])?;
+        check_product("spellings * correction", &[spellings.len(), config.correction])?;
         let alphabet = match &config.alphabet {
             Some(alphabet) => Alphabet::new(alphabet.chars()),
             None => Alphabet::new(spellings.iter().flat_map(|spelling| spelling.as_ref().chars())),
         };
+        check_product("characters * embedding", &[alphabet.size(), config.embedding])?;
         let encoded = spellings.iter().map(|spelling| alphabet.encode(spelling.as_ref()));
         let encoded = encoded.collect::<Result<Vec<_>>>()?;
         let correction = (config.correction > 0).then(|| {
@@ -146,8 +149,15 @@ impl CharCnn {
     ///
     /// # Errors
     ///
-    /// If an id is not that of an entry.
+    /// If the ids are no vector of u32, or an id is not that of an entry.
     pub fn rows_of(&self, ids: &Tensor) -> Result<Tensor> {
+        if ids.rank() != 1 {
+            return Err(Error::shape("ids", "[n]", ids.dims()));
+        }
+        if ids.dtype() != DType::U32 {
+            return Err(Error::DType { argument: "ids", expected: "u32".into(), got: ids.dtype() });
+        }
+        check_elements("ids", ids.dims())?;
         let vocab = self.vocab();
         let spelling = |(position, &id): (usize, &u32)| {
             let spelling = self.spellings.get(id as usize).cloned();
@@ -251,8 +261,8 @@ impl Groups {
         let (mut sizes, mut size) = (Vec::new(), 0);
         for &entry in &order {
             let length = spellings[entry as usize].len();
-            let bytes = bytes_of_number * network::numbers_per_entry(config, length);
-            if size > 0 && (size + 1) * bytes > config.budget_bytes {
+            let bytes = network::numbers_per_entry(config, length).saturating_mul(bytes_of_number);
+            if size > 0 && bytes.saturating_mul(size + 1) > config.budget_bytes {
                 sizes.push(std::mem::take(&mut size));
             }
             size += 1;

@@ -41,10 +41,11 @@ pub(super) fn variables(config: &CharCnnConfig, alphabet: usize, vb: &VarBuilder
 /// Intermediate results, gradients included, per entry of `length` characters: a count of numbers.
 pub(super) fn numbers_per_entry(config: &CharCnnConfig, length: usize) -> usize {
     let length = length.max(widest(config));
-    let windows: usize = config.filters.iter().map(|(width, channels)| width * config.embedding + channels).sum();
-    let numbers = length * (config.embedding + windows) + (8 * config.highway + 6) * config.channels();
+    let window = |(width, channels): &(usize, usize)| width.saturating_mul(config.embedding).saturating_add(*channels);
+    let windows = config.filters.iter().map(window).fold(config.embedding, usize::saturating_add);
+    let maxima = (8 * config.highway + 6).saturating_mul(config.channels());
     // Values and their gradients, which candle adds to zeros.
-    3 * numbers
+    length.saturating_mul(windows).saturating_add(maxima).saturating_mul(3)
 }
 
 /// The width of the widest convolution: shorter spellings are padded.

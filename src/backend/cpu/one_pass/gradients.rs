@@ -77,8 +77,8 @@ impl<F: Float> DecoderGradient<'_, F> {
     pub(super) fn run(&self, exponentials: &mut [F], weight: Option<&mut [F]>, bias: Option<&mut [F]>) {
         let Layout { tile_ids, vocab, .. } = *self.factors.layout;
         let tiles = self.factors.layout.tiles();
-        let (weight, mut weight_behind) = weight.map(|weight| weight.split_at_mut(vocab * self.d)).unzip();
-        let (bias, mut bias_behind) = bias.map(|bias| bias.split_at_mut(vocab)).unzip();
+        let (weight, weight_behind) = weight.map(|weight| weight.split_at_mut(vocab * self.d)).unzip();
+        let (bias, bias_behind) = bias.map(|bias| bias.split_at_mut(vocab)).unzip();
         let mut weights: Vec<Option<&mut [F]>> =
             weight.map_or(vec![], |weight| weight.chunks_mut(tile_ids * self.d).map(Some).collect());
         weights.resize_with(tiles, || None);
@@ -94,7 +94,7 @@ impl<F: Float> DecoderGradient<'_, F> {
             .for_each_init(Vec::new, |buffer, (tile, ((exponentials, weight), bias))| {
                 self.tile(tile, exponentials, weight, bias, buffer)
             });
-        self.subtract_targets(vocab..usize::MAX, weight_behind.as_deref_mut(), bias_behind.as_deref_mut());
+        self.subtract_targets(vocab..usize::MAX, weight_behind, bias_behind);
     }
 
     /// The targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.

@@ -109,7 +109,7 @@ impl Operands {
 }
 
 pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.to_dtype(DType::F32)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
+    Ok(tensor.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
 pub fn numbers_of(tensor: &Tensor) -> Result<Vec<f64>> {

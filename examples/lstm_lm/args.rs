@@ -51,7 +51,8 @@ pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens); without it, a built-in language
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
-    /// The sizes and the recipe of a paper, AWD-LSTM included; other flags change them
+    /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters. Other
+    /// flags change them
     #[arg(long, value_enum, requires = "data")]
     preset: Option<Preset>,
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves

@@ -76,8 +76,8 @@ fn what_the_language_forbids_is_caught() {
         // A wrong address space
         ("uint tid, SHARED X *of_warps", "uint tid, GLOBAL X *of_warps"),
         (
-            "GLOBAL const float *row = logits.z + r * logits.stride;\n    Sum",
-            "LOCAL const float *row = logits.z + r * logits.stride;\n    Sum",
+            "GLOBAL const float *row = logits.z + r * logits.stride;\n    const int id",
+            "LOCAL const float *row = logits.z + r * logits.stride;\n    const int id",
         ),
         ("constant i64 &row_numbers", "i64 &row_numbers"),
         // Threadgroup memory outside a kernel

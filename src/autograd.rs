@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp3, InplaceOp1, Layout, MetalStorage, Shape, Storage, Tensor, TensorId,
+    CpuStorage, CudaStorage, CustomOp3, InplaceOp1, Layout, MetalStorage, Shape, Storage, Tensor, TensorId, Var,
 };
 
 use crate::error::Result;
@@ -77,6 +77,27 @@ impl InplaceOp1 for Take {
         }
         Ok(())
     }
+}
+
+/// A variable of these values, which nothing else may refer to: on the CPU without a copy.
+pub(crate) fn variable_of(values: Tensor) -> Result<Var> {
+    let is_whole = match &*values.storage_and_layout().0 {
+        Storage::Cpu(storage) => values.is_contiguous() && length(storage) == Some(values.elem_count()),
+        _ => false,
+    };
+    if !is_whole || values.elem_count() == 0 {
+        return Ok(Var::from_tensor(&values)?);
+    }
+    let (shape, device) = (values.shape().clone(), values.device().clone());
+    let take = Take(Mutex::new(None));
+    values.inplace_op1(&take)?;
+    Ok(match take.0.into_inner().ok().flatten() {
+        Some(CpuStorage::F16(values)) => Var::from_vec(values, shape, &device)?,
+        Some(CpuStorage::BF16(values)) => Var::from_vec(values, shape, &device)?,
+        Some(CpuStorage::F32(values)) => Var::from_vec(values, shape, &device)?,
+        Some(CpuStorage::F64(values)) => Var::from_vec(values, shape, &device)?,
+        _ => Var::from_tensor(&values)?,
+    })
 }
 
 /// The number of elements of a storage of floats.

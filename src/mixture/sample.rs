@@ -5,8 +5,9 @@
 //! -log sigmoid(z'_y) - sum_{v in S} log(1 - sigmoid(z'_v)),    z' = z - log E[count]
 //! ```
 
-use candle_core::{DType, Device, Tensor, Var, D};
+use candle_core::{DType, Device, Tensor, D};
 
+use crate::autograd::variable_of;
 use crate::backend::contract::{accumulation_dtype, Operands, Sizes};
 use crate::error::{Error, Result};
 use crate::loss::{DecoderRows, LossOptions, Negatives};
@@ -61,9 +62,8 @@ impl Sample {
         let (weight, bias, leaves) = match options.decoder_rows {
             false => (rows(&ids)?, select(&operands.bias, &ids)?, None),
             true => {
-                let leaf = |tensor: Tensor| Ok::<_, Error>(Var::from_tensor(&tensor)?);
-                let weight = leaf(rows(&ids)?.detach())?;
-                let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(leaf).transpose()?;
+                let weight = variable_of(rows(&ids)?.detach())?;
+                let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(variable_of).transpose()?;
                 (weight.as_tensor().clone(), bias.as_deref().cloned(), Some(DecoderRows { ids, weight, bias }))
             }
         };

@@ -296,7 +296,7 @@ fn instruction_sets(results: &Results) -> Result<String> {
         ])
     };
     let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| row kernels | mixture | products | ratio |", rows) + &source(&lines, true))
+    Ok(markdown("| kernels | mixture | products | ratio |", rows) + &source(&lines, true))
 }
 
 fn positions(results: &Results) -> Result<String> {

@@ -17,8 +17,8 @@ pub(super) struct Inputs<'a, T: Element> {
     pub(super) decoder: DecoderMatrix<'a, T>,
     /// `[positions, K]`
     pub(super) log_priors: Vec<T::Acc>,
-    /// Of each row of the decoder, padded with minus infinity to a multiple of [`ROW_ALIGN`]: multiplied by the logit
-    /// scale
+    /// A number for each row of the decoder, times the logit scale; padded with minus infinity to a multiple of
+    /// [`ROW_ALIGN`]
     pub(super) bias: Vec<T::Acc>,
 }
 

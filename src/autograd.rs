@@ -79,19 +79,24 @@ impl InplaceOp1 for Take {
     }
 }
 
-/// A variable of these values, which nothing else may refer to: on the CPU without a copy.
-pub(crate) fn variable_of(values: Tensor) -> Result<Var> {
-    let is_whole = match &*values.storage_and_layout().0 {
-        Storage::Cpu(storage) => values.is_contiguous() && length(storage) == Some(values.elem_count()),
+/// Takes the storage of a tensor that is the whole of it, on the CPU, and leaves the tensor without elements.
+fn take_storage(tensor: &Tensor) -> candle_core::Result<Option<CpuStorage>> {
+    let is_whole = match &*tensor.storage_and_layout().0 {
+        Storage::Cpu(storage) => tensor.is_contiguous() && length(storage) == Some(tensor.elem_count()),
         _ => false,
     };
-    if !is_whole || values.elem_count() == 0 {
-        return Ok(Var::from_tensor(&values)?);
+    if !is_whole {
+        return Ok(None);
     }
-    let (shape, device) = (values.shape().clone(), values.device().clone());
     let take = Take(Mutex::new(None));
-    values.inplace_op1(&take)?;
-    Ok(match take.0.into_inner().ok().flatten() {
+    tensor.inplace_op1(&take)?;
+    Ok(take.0.into_inner().ok().flatten())
+}
+
+/// A variable of these values, which nothing else may refer to: on the CPU without a copy.
+pub(crate) fn variable_of(values: Tensor) -> Result<Var> {
+    let (shape, device) = (values.shape().clone(), values.device().clone());
+    Ok(match take_storage(&values)? {
         Some(CpuStorage::F16(values)) => Var::from_vec(values, shape, &device)?,
         Some(CpuStorage::BF16(values)) => Var::from_vec(values, shape, &device)?,
         Some(CpuStorage::F32(values)) => Var::from_vec(values, shape, &device)?,
@@ -129,14 +134,8 @@ where
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let value = self.value()?;
-        let is_whole = match &*value.storage_and_layout().0 {
-            Storage::Cpu(storage) => value.is_contiguous() && length(storage) == Some(value.elem_count()),
-            _ => false,
-        };
-        if is_whole && value.elem_count() > 1 {
-            let take = Take(Mutex::new(None));
-            value.inplace_op1(&take)?;
-            if let Some(storage) = take.0.into_inner().ok().flatten() {
+        if value.elem_count() > 1 {
+            if let Some(storage) = take_storage(&value)? {
                 return Ok((storage, self.shape.clone()));
             }
         }

@@ -227,8 +227,8 @@ impl Mixture {
     /// zero make the loss infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position, or
     /// minus infinity in all of them, makes the loss of that position NaN, and of no other, and with it the gradients.
     /// Log-priors that sum to more than one give a target more probability than one: its negative log-likelihood is
-    /// then reported as zero, while the gradient remains the formula's. On the CPU, gradients of logits below 1e-30 (f64: 1e-290)
-    /// are flushed to zero: products with subnormal numbers are up to 20 times slower on some processors.
+    /// then reported as zero, while the gradient remains the formula's. On the CPU, gradients of logits below 1e-30
+    /// (f64: 1e-290) are flushed to zero: products with subnormal numbers are up to 20 times slower on some processors.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let contexts = &self.operands.contexts;
         // The products of the CPU skip ignored rows, those of NCE do not.

@@ -19,7 +19,7 @@ use common::check;
 use common::composed::Operands;
 use common::objective::Objective;
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
-use mos_head::{Activation, LossOptions, OutputLayer};
+use mos_head::{ContextActivation, LossOptions, OutputLayer};
 
 struct Shape {
     name: &'static str,
@@ -59,7 +59,7 @@ impl Work {
     }
 
     fn composed(self, head: Head, tensors: &Tensors, targets: &[i64]) -> Result<()> {
-        let operands = Operands::project(head, tensors, Activation::Tanh)?;
+        let operands = Operands::project(head, tensors, ContextActivation::Tanh)?;
         match self {
             Work::Loss => drop(black_box(operands.loss(targets, &Objective::default(), Logits::PLAIN)?)),
             Work::LossBackward => {

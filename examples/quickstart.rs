@@ -44,7 +44,7 @@ fn main() -> Result<()> {
 
     let hidden = embedding.forward(&Tensor::new(&[7u32], &Device::Cpu)?)?;
     let top = head.top_k(&hidden, 3)?;
-    println!("after 7: {:?} with {:.2?}", top.tokens.to_vec2::<u32>()?, top.log_probs.exp()?.to_vec2::<f32>()?);
+    println!("after 7: {:?} with {:.2?}", top.token_ids.to_vec2::<u32>()?, top.log_probs.exp()?.to_vec2::<f32>()?);
     let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
     println!("a sample: {:?}", head.sample(&hidden, &mut sampler)?.to_vec1::<u32>()?);
 

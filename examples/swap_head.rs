@@ -47,7 +47,7 @@ fn main() -> Result<()> {
         loss.backward()?;
         loss.to_scalar()
     })?;
-    let head = SoftmaxHead::from(lm_head.clone());
+    let head = SoftmaxHead::try_from(lm_head.clone())?;
     measure("SoftmaxHead", || {
         let loss = head.loss(&hidden(&body, &tokens)?, &targets, &LossOptions::default())?;
         loss.backward()?;

@@ -38,9 +38,9 @@ mutant cuda/device.rs 'product.out_stride as i32' 'product.n as i32'
 mutant cuda/device.rs 'product.out as *mut _' 'product.lhs.address as *mut _'
 
 # The memory and the arguments of the chunks
-mutant gpu/chunks.rs 'zeros(7 * rows, DType::F32)' 'zeros(6 * rows, DType::F32)'
-mutant gpu/chunks.rs 'logits: zeros(rows * stride, DType::F32)' 'logits: zeros(rows * vocab, DType::F32)'
-mutant gpu/chunks.rs 'rows / components * stride, DType::F32)' '(rows / components - 1) * stride, DType::F32)'
+mutant gpu/chunks.rs 'zeros(7 * rows)' 'zeros(6 * rows)'
+mutant gpu/chunks.rs 'logits: zeros(rows * stride)' 'logits: zeros(rows * operands.sizes.vocab)'
+mutant gpu/chunks.rs 'self.rows_per_chunk / self.inputs.sizes.components * self.stride' '(self.rows_per_chunk / self.inputs.sizes.components - 1) * self.stride'
 mutant gpu/chunks.rs 'count: self.rows_per_chunk as i64' 'count: self.rows_per_chunk as i64 + 1'
 mutant gpu/chunks.rs 'Argument::Write(ids.at(positions.start * k))' 'Argument::Write(ids.at(positions.start * k + 1))'
 

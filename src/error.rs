@@ -1,5 +1,7 @@
 //! The error type of the crate: each variant names the argument, the expected value and the actual one.
 
+use std::fmt;
+
 use candle_core::DType;
 
 /// The result of every fallible function of this crate.
@@ -19,7 +21,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// let targets = Tensor::new(&[7u32, 100], &Device::Cpu)?;
 /// let error = head.loss(&hidden, &targets, &LossOptions::default()).unwrap_err();
 /// assert_eq!(error.to_string(), "target 100 at position 1 is not below vocab_size 100");
-/// assert!(matches!(error, Error::Target { position: 1, got: 100, vocab: 100 }));
+/// assert!(matches!(error, Error::Target { position: 1, got: 100, vocab_size: 100 }));
 /// # Ok(())
 /// # }
 /// ```
@@ -67,14 +69,14 @@ pub enum Error {
         got: String,
     },
     /// A target is neither in the vocabulary nor the ignored index.
-    #[error("target {got} at position {position} is not below vocab_size {vocab}")]
+    #[error("target {got} at position {position} is not below vocab_size {vocab_size}")]
     Target {
         /// The first such position in the flattened targets.
         position: usize,
         /// The target.
         got: i64,
         /// The size of the vocabulary.
-        vocab: usize,
+        vocab_size: usize,
     },
     /// A distribution has NaN log-probabilities, or no possible outcome.
     #[error("the distribution at position {position} is NaN")]
@@ -85,16 +87,16 @@ pub enum Error {
     /// A head does not support an option. Heads never ignore one silently.
     #[error("{option}: not supported by {head}")]
     Unsupported {
-        /// The option's name.
-        option: &'static str,
-        /// The head's name.
+        /// The option.
+        option: OptionName,
+        /// The head or the loss.
         head: &'static str,
     },
     /// The workspace budget cannot hold even one position.
     #[error("workspace_bytes: expected at least {least} for one position, got {got}")]
     Workspace {
-        /// The smallest sufficient budget for these shapes: on the CPU that of one thread. With a budget that is too small
-        /// for all threads, fewer compute.
+        /// The smallest sufficient budget for these shapes. On the CPU, one thread computes with it; with a budget that
+        /// is too small for all threads, fewer compute.
         least: usize,
         /// The requested budget.
         got: usize,
@@ -112,13 +114,56 @@ pub enum Error {
     Candle(#[from] candle_core::Error),
 }
 
+/// An option that not every head or loss supports, as [`Error::Unsupported`] names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum OptionName {
+    /// [`LossOptions::label_smoothing`](crate::LossOptions::label_smoothing)
+    LabelSmoothing,
+    /// [`LossOptions::z_loss`](crate::LossOptions::z_loss)
+    ZLoss,
+    /// [`LossOptions::gradient_filter`](crate::LossOptions::gradient_filter)
+    GradientFilter,
+    /// [`LossOptions::correct`](crate::LossOptions::correct)
+    Correct,
+    /// [`LossOptions::with_sampled_softmax`](crate::LossOptions::with_sampled_softmax)
+    SampledSoftmax,
+    /// [`LossOptions::with_nce`](crate::LossOptions::with_nce)
+    Nce,
+    /// [`LossOptions::decoder_rows`](crate::LossOptions::decoder_rows)
+    DecoderRows,
+    /// The softcap of a head's configuration.
+    Softcap,
+    /// [`Sampling::ancestral`](crate::Sampling::ancestral)
+    Ancestral,
+    /// [`Sampling::component_temperature`](crate::Sampling::component_temperature)
+    ComponentTemperature,
+}
+
+impl fmt::Display for OptionName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OptionName::LabelSmoothing => "label_smoothing",
+            OptionName::ZLoss => "z_loss",
+            OptionName::GradientFilter => "gradient_filter",
+            OptionName::Correct => "correct",
+            OptionName::SampledSoftmax => "sampled_softmax",
+            OptionName::Nce => "nce",
+            OptionName::DecoderRows => "decoder_rows",
+            OptionName::Softcap => "softcap",
+            OptionName::Ancestral => "ancestral",
+            OptionName::ComponentTemperature => "component_temperature",
+        })
+    }
+}
+
 /// Why variables have no gradient, and what to do about it.
 const DETACHING: &str = "The loss does not depend on them, or only through an operation of candle without a backward \
     pass, which detaches its result: use RmsNorm::forward_diff in place of forward (ops::rms_norm), \
     ops::layer_norm_slow in place of LayerNorm::forward with a bias (ops::layer_norm), rotary_emb::rope_slow or \
     rope_i_slow in place of rope, rope_i and rope_thd, and ops::softmax in place of ops::softmax_last_dim and ops::sdpa";
 
-/// The first names of a list, and how many more there are.
+/// Lists the first names, and how many more there are.
 fn listed(names: &[String]) -> String {
     const SHOWN: usize = 8;
     match names.len().checked_sub(SHOWN) {

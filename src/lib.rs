@@ -26,7 +26,7 @@
 //! | [`HierarchicalSoftmax`] | classes, by any of the above; the ids of each class | about two softmaxes over sqrt(vocab) ids |
 //!
 //! The first three can also train on a sample of the vocabulary ([`LossOptions::with_sampled_softmax`], with negatives
-//! drawn from a [`Proposal`]), and with a decoder whose rows are computed from spellings ([`CharCnn`]).
+//! drawn from a [`NoiseDistribution`]), and with a decoder whose rows are computed from spellings ([`CharCnn`]).
 //!
 //! A vocabulary can also be made small: words are one or two codes of a [`Codebook`], and a head predicts codes. A
 //! [`CodeTable`] is the table of LightRNN or Hybrid-LightRNN; [`CodeCosts`] learn it.
@@ -56,7 +56,7 @@
 //! # fn main() -> mos_head::Result<()> {
 //! let vars = VarMap::new();
 //! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-//! let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 1000, 4).with_context(16), vb.pp("head"))?;
+//! let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 1000, 4).with_context_dim(16), vb.pp("head"))?;
 //! let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW::default())?;
 //!
 //! let hidden = Tensor::randn(0f32, 1., (8, 20, 32), &Device::Cpu)?; // [batch, seq, hidden], from your model
@@ -84,8 +84,8 @@
 //! | [`with_label_smoothing`](LossOptions::with_label_smoothing) | of the log-probabilities of the mixture |
 //! | [`with_z_loss`](LossOptions::with_z_loss) | keeps the normalisers of the logits near zero |
 //! | [`with_workspace_bytes`](LossOptions::with_workspace_bytes) | the budget of the workspace |
-//! | [`with_responsibility_filter`](LossOptions::with_responsibility_filter) | skips the gradient of components with a small responsibility |
-//! | [`with_hits`](LossOptions::with_hits) | also counts correct top-1 predictions |
+//! | [`with_gradient_filter`](LossOptions::with_gradient_filter) | skips the gradient of components with a small responsibility |
+//! | [`with_correct`](LossOptions::with_correct) | also counts correct top-1 predictions |
 //! | [`with_sampled_softmax`](LossOptions::with_sampled_softmax), [`with_nce`](LossOptions::with_nce) | a training step over a sample of the vocabulary |
 //! | [`with_decoder_rows`](LossOptions::with_decoder_rows) | the gradient of a sample's rows, in place of the whole decoder's |
 //! | [`evaluation`](LossOptions::evaluation) | no gradients (one product instead of three), no dropout |
@@ -135,27 +135,19 @@
 //! # References
 //!
 //! Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN
-//! Language Model*. ICLR 2018.
+//! Language Model*. ICLR 2018, arXiv 1711.03953.
 
 #![warn(unreachable_pub)]
 
-mod adaptive_softmax;
-mod hierarchical_softmax;
-mod linear_cross_entropy;
-mod missing_gradients;
+mod deprecated;
 
-mod mixture_of_contexts;
-mod mixture_of_softmaxes;
-mod softmax_head;
+mod beam_search;
+mod head_config;
 
 mod codes;
-mod factorised;
-mod mixture_head;
-mod output_layer;
+mod two_level;
 
-mod projection;
-
-mod mixture_config;
+mod heads;
 
 mod decoder;
 mod decoding;
@@ -163,32 +155,31 @@ mod mixture;
 
 mod loss;
 
-mod autograd;
 mod backend;
-mod dropout;
-mod initial_values;
-mod permutation;
 
-mod validate;
+mod tensors;
 
 mod error;
 
-pub use adaptive_softmax::{AdaptiveConfig, AdaptiveSoftmax};
-pub use backend::plan::Plan;
+pub use backend::plan::{Kernels, Plan};
+pub use beam_search::{BeamSearch, Hypothesis};
 pub use codes::{Assignment, CodeCosts, CodePlace, CodeTable, Codebook, TableConfig};
-pub use decoder::{CharCnn, CharCnnConfig};
-pub use decoding::{BeamSearch, Hypothesis, Pruned, Sampler, Sampling, TopK};
-pub use dropout::Dropout;
-pub use error::{Error, Result};
-pub use hierarchical_softmax::{Classes, HierarchicalConfig, HierarchicalSoftmax};
-pub use linear_cross_entropy::linear_cross_entropy;
-pub use loss::{DecoderRows, Loss, LossOptions, Negatives, Proposal, Reduction};
-pub use mixture::Mixture;
-pub use mixture_config::{Activation, MixtureConfig, MixtureTensors};
-pub use mixture_of_contexts::MixtureOfContexts;
-pub use mixture_of_softmaxes::MixtureOfSoftmaxes;
-pub use output_layer::{MixtureLayer, OutputLayer};
-pub use softmax_head::{SoftmaxConfig, SoftmaxHead};
+pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig};
+pub use decoding::{Pruned, Sampler, Sampling, TopK};
+#[allow(deprecated)]
+pub use deprecated::Proposal;
+pub use error::{Error, OptionName, Result};
+pub use head_config::HeadConfig;
+pub use heads::{
+    Configured, ContextActivation, Contexts, Head, Identity, MixedContexts, MixtureConfig, MixtureLayer,
+    MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Projection, SoftmaxConfig, SoftmaxHead,
+};
+pub use loss::{DecoderRows, GradientSum, Loss, LossOptions, Negatives, NoiseDistribution, Reduction, SampledLoss};
+pub use mixture::{linear_cross_entropy, Mixture};
+pub use tensors::dropout::DropoutMasks;
+pub use two_level::{
+    Adaptive, AdaptiveConfig, AdaptiveSoftmax, Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax, TwoLevel,
+};
 
 /// The examples of the README.
 #[cfg(doctest)]

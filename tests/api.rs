@@ -5,8 +5,9 @@ use std::fmt::{Debug, Display};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::{
-    Activation, AdaptiveSoftmax, Error, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
-    MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Plan, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    AdaptiveSoftmax, ContextActivation, Error, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig,
+    MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Plan, Reduction, Result, SoftmaxConfig,
+    SoftmaxHead,
 };
 
 fn is_shareable<T: Send + Sync + 'static>() {}
@@ -56,7 +57,7 @@ fn an_error_converts_to_any_error_and_through_candle() {
 fn a_boxed_head_is_chosen_at_run_time_and_used_from_several_threads() -> Result<()> {
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-    let mixture = MixtureConfig::new(6, 10, 2).with_context(4);
+    let mixture = MixtureConfig::new(6, 10, 2).with_context_dim(4);
     let heads: Vec<Box<dyn MixtureLayer>> = vec![
         Box::new(SoftmaxHead::new(&SoftmaxConfig::new(6, 10), vb.pp("softmax"))?),
         Box::new(MixtureOfContexts::new(&mixture, vb.pp("moc"))?),
@@ -82,11 +83,11 @@ fn a_boxed_head_is_chosen_at_run_time_and_used_from_several_threads() -> Result<
 #[test]
 fn defaults_are_those_of_a_training_step_and_of_the_paper() {
     assert_eq!(Reduction::default(), Reduction::Mean);
-    assert_eq!(Activation::default(), Activation::Tanh);
-    let config = MixtureConfig::new(4, 10, 2).with_context(3);
-    assert_eq!((config.hidden, config.context, config.vocab, config.components), (4, 3, 10, 2));
+    assert_eq!(ContextActivation::default(), ContextActivation::Tanh);
+    let config = MixtureConfig::new(4, 10, 2).with_context_dim(3);
+    assert_eq!((config.hidden_size, config.context_dim, config.vocab_size, config.components), (4, 3, 10, 2));
     assert!(config.decoder_bias && !config.prior_bias);
-    assert_eq!((config.activation, config.dropout), (Activation::Tanh, 0.0));
+    assert_eq!((config.activation, config.dropout), (ContextActivation::Tanh, 0.0));
     assert!(SoftmaxConfig::new(4, 10).decoder_bias);
 }
 
@@ -97,7 +98,7 @@ fn a_plan_keeps_to_the_budget_and_can_be_printed() -> Result<()> {
     }
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-    let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(16, 1000, 4).with_context(8), vb)?;
+    let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(16, 1000, 4).with_context_dim(8), vb)?;
     let hidden = Tensor::zeros((5, 40, 16), DType::F32, &Device::Cpu)?;
     let whole = head.plan(&hidden, &LossOptions::new())?;
     assert_eq!((whole.positions, whole.positions_per_chunk, whole.rows_per_chunk), (200, 200, 800));
@@ -118,7 +119,7 @@ fn the_default_budget_is_32_mib_or_480_rows_of_logits() -> Result<()> {
     let plan = |vocab: usize, positions: usize| {
         let variables = VarMap::new();
         let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(4, vocab, 4).with_context(4), vb)?;
+        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(4, vocab, 4).with_context_dim(4), vb)?;
         head.plan(&Tensor::zeros((positions, 4), DType::F32, &Device::Cpu)?, &LossOptions::new())
     };
     let budget = plan(100, 1000)?.budget_bytes;

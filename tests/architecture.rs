@@ -1,12 +1,17 @@
 //! Imports never turn back: each module imports only modules that `lib.rs` lists below it, no files import each other
-//! in a circle, and nothing is imported through `lib.rs`.
+//! in a circle, no two modules import each other's layer, and nothing is imported through `lib.rs`. Run it with
+//! `-- --nocapture` to see the folders and children that would import each other if re-exports counted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-type Files = BTreeMap<String, String>;
+/// How many modules `lib.rs` may list: the entries of `src` beside it.
+const TOP_LEVEL: usize = 15;
 
-/// The code of every module, without comments and unit tests, by its path: `backend::cpu::rows`.
+type Files = BTreeMap<String, String>;
+type Imports = BTreeMap<String, BTreeSet<String>>;
+
+/// The code of every module, without comments and unit tests, by its path: `::backend::cpu::rows`.
 fn files(folder: &Path, module: &str, found: &mut Files) {
     for entry in std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path()) {
         let name = entry.file_stem().and_then(|name| name.to_str()).expect("a name").to_owned();
@@ -22,22 +27,61 @@ fn files(folder: &Path, module: &str, found: &mut Files) {
     }
 }
 
-/// The modules that a module names, by `crate::` or `super::`.
+/// The modules that a module names, by `crate::`, by `super::`, or its children by their own names.
 fn imports(module: &str, files: &Files) -> BTreeSet<String> {
-    let starts = [("crate::", ""), ("super::", module.rsplit_once("::").map_or("", |(parent, _)| parent))];
-    let paths =
-        starts.iter().flat_map(|(start, base)| files[module].split(start).skip(1).map(move |rest| (base, rest)));
-    let paths = paths.flat_map(|(base, rest)| {
-        let end = rest.find(|c: char| !c.is_alphanumeric() && c != ':' && c != '_').unwrap_or(rest.len());
-        let (path, rest) = rest.split_at(end);
-        let items = rest.strip_prefix('{').and_then(|rest| rest.split_once('}')).map_or("", |(items, _)| items);
-        items.split(',').map(move |item| format!("{base}::{path}{}", item.trim()))
-    });
+    // Neither a visibility nor what the modules inside a file begin with, `super::*`, is an import.
+    let code = files[module].replace("(in crate::", "(").replace("super::*", "");
+    let parent = |path: &str| path.rsplit_once("::").map_or(String::new(), |(parent, _)| parent.to_owned());
+    let mut starts = vec![("crate::".to_owned(), String::new()), ("super::".to_owned(), parent(module))];
+    starts.push(("super::super::".to_owned(), parent(&parent(module))));
+    let children = files.keys().filter_map(|path| path.strip_prefix(module)?.strip_prefix("::"));
+    starts.extend(children.map(|child| (format!("{child}::"), format!("{module}::{child}"))));
+    let of_path = |c: char| c.is_alphanumeric() || c == ':' || c == '_';
+    let mut paths = Vec::new();
+    for (start, base) in starts {
+        for (at, _) in code.match_indices(&start).filter(|(at, _)| !code[..*at].ends_with(of_path)) {
+            let rest = &code[at + start.len()..];
+            if rest.starts_with("super::") {
+                continue;
+            }
+            let (path, rest) = rest.split_at(rest.find(|c| !of_path(c)).unwrap_or(rest.len()));
+            let items = rest.strip_prefix('{').and_then(|rest| rest.split_once('}')).map_or("", |(items, _)| items);
+            let items = items.trim().trim_end_matches(',').split(',');
+            paths.extend(items.map(|item| format!("{base}::{path}{}", item.trim())));
+        }
+    }
     let home = |path: String| {
         let ends = path.rmatch_indices("::").map(|(end, _)| path[..end].to_owned());
         std::iter::once(path.clone()).chain(ends).find(|prefix| files.contains_key(prefix)).unwrap_or_default()
     };
-    paths.map(home).filter(|home| home != module).collect()
+    paths.into_iter().map(home).filter(|home| home != module).collect()
+}
+
+fn all_imports(files: &Files) -> Imports {
+    files.keys().filter(|module| !module.is_empty()).map(|module| (module.clone(), imports(module, files))).collect()
+}
+
+/// The two modules in which an import's ends lie where their paths part: `::cpu::one_pass` and `::cpu::two_pass` if
+/// `::cpu::one_pass::product` imports `::cpu::two_pass::rows`; a folder and its child if one end is the folder's `mod.rs`.
+fn layers<'a>(module: &'a str, import: &'a str) -> (&'a str, &'a str) {
+    let same = module.split("::").zip(import.split("::")).take_while(|(a, b)| a == b).count();
+    let layer = |path: &'a str| path.match_indices("::").nth(same).map_or(path, |(end, _)| &path[..end]);
+    (layer(module), layer(import))
+}
+
+/// The pairs of modules, folders or files at any depth, of which each imports something of the other. A folder and its
+/// child are such a pair if `mod.rs` uses the child, which uses items of `mod.rs`: these belong in a file of their own.
+fn pairs(imports: &Imports) -> BTreeSet<(&str, &str)> {
+    let edges = imports.iter().flat_map(|(module, imports)| imports.iter().map(|import| layers(module, import)));
+    let edges: BTreeSet<_> = edges.collect();
+    edges.iter().copied().filter(|&(a, b)| a < b && edges.contains(&(b, a))).collect()
+}
+
+/// A `mod.rs` may define what its children import, and re-export them: that gives them shorter paths, and no use.
+fn without_re_exports(files: &Files) -> Files {
+    let own = |line: &&str| !(line.trim_start().starts_with("pub") && line.contains(" use "));
+    let code = |code: &String| code.lines().filter(own).map(|line| line.to_owned() + "\n").collect();
+    files.iter().map(|(module, text)| (module.clone(), code(text))).collect()
 }
 
 #[test]
@@ -46,15 +90,44 @@ fn imports_never_turn_back() {
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), "", &mut all);
     all.retain(|module, _| !module.contains("testing"));
     let order: Vec<&str> = all[""].lines().filter_map(|line| line.strip_prefix("mod ")?.strip_suffix(';')).collect();
+    assert!(order.len() <= TOP_LEVEL, "{} entries in src", order.len());
+    for (folder, child) in pairs(&all_imports(&all)) {
+        println!("{folder} and {child} import each other's layer, if re-exports count");
+    }
+    let mut rest = all_imports(&without_re_exports(&all));
+    let found = pairs(&rest);
+    assert!(found.is_empty(), "modules that import each other's layer: {found:#?}");
     let place = |module: &str| order.iter().position(|top| module.split("::").nth(1) == Some(top));
-    let mut rest: BTreeMap<&String, BTreeSet<String>> = all.keys().map(|m| (m, imports(m, &all))).collect();
-    rest.remove(&String::new());
     for (module, import) in rest.iter().flat_map(|(module, imports)| imports.iter().map(move |i| (module, i))) {
         assert!(place(import) >= place(module) && !import.is_empty(), "{module} imports {import:?}");
     }
     // What imports nothing that is left goes, until nothing does.
-    while let Some(leaf) = rest.iter().find(|(_, i)| i.iter().all(|i| !rest.contains_key(i))).map(|(m, _)| *m) {
-        rest.remove(leaf);
+    while let Some(leaf) = rest.iter().find(|(_, i)| i.iter().all(|i| !rest.contains_key(i))).map(|(m, _)| m.clone()) {
+        rest.remove(&leaf);
     }
     assert!(rest.is_empty(), "circles among {rest:#?}");
+}
+
+#[test]
+fn pairs_are_found_at_any_depth() {
+    let files = |texts: &[(&str, &str)]| -> Files {
+        texts.iter().map(|(module, code)| (format!("::{module}"), (*code).to_owned())).collect()
+    };
+    // No two files import each other, yet the folders `cpu::one` and `cpu::two` do; so do `head` and its child `config`.
+    let made_up = files(&[
+        ("cpu", "mod one;\nuse two::rows;"),
+        ("cpu::one::layout", "use crate::plan::{Plan, Size};"),
+        ("cpu::one::product", "use crate::cpu::two::{\n    rows,\n};"),
+        ("cpu::two", "pub(super) mod rows;"),
+        ("cpu::two::rows", "pub(in crate::cpu) fn rows() {}"),
+        ("cpu::two::chunks", "fn panel() -> super::super::one::layout::Panel {}"),
+        ("head", "mod config;\npub use config::Config;"),
+        ("head::config", "use super::Head;"),
+        ("plan", "mod tests { use super::*; }"),
+    ]);
+    let found = all_imports(&made_up);
+    assert_eq!(Vec::from_iter(&found["::cpu"]), ["::cpu::two::rows"]);
+    assert_eq!(Vec::from_iter(&found["::cpu::one::layout"]), ["::plan"]);
+    assert_eq!(Vec::from_iter(pairs(&found)), [("::cpu::one", "::cpu::two"), ("::head", "::head::config")]);
+    assert_eq!(Vec::from_iter(pairs(&all_imports(&without_re_exports(&made_up)))), [("::cpu::one", "::cpu::two")]);
 }

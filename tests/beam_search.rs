@@ -104,7 +104,7 @@ on_each_device! {
                         assert!((got.score - score).abs() < 1e-4, "{got:?} {tokens:?} {score}");
                         assert!((got.log_prob - model.log_prob_of(start, got)?).abs() < 1e-4);
                         if all.iter().filter(|other| (other.2 - score).abs() < 1e-4).count() == 1 {
-                            assert_eq!((&got.tokens, got.finished), (tokens, *finished));
+                            assert_eq!((&got.token_ids, got.finished), (tokens, *finished));
                             assert!((got.log_prob - log_prob).abs() < 1e-4);
                         }
                     }
@@ -124,10 +124,10 @@ on_each_device! {
                 assert!(found.windows(2).all(|pair| pair[0].score >= pair[1].score));
                 for hypothesis in found {
                     assert!((hypothesis.log_prob - model.log_prob_of(start, &hypothesis)?).abs() < 1e-4);
-                    let length = hypothesis.tokens.len() + usize::from(hypothesis.finished);
+                    let length = hypothesis.token_ids.len() + usize::from(hypothesis.finished);
                     let penalty = ((5.0 + length as f64) / 6.0).powf(0.7);
                     assert!((hypothesis.score - hypothesis.log_prob / penalty).abs() < 1e-9);
-                    assert!(length <= 12 && !hypothesis.tokens.contains(&END));
+                    assert!(length <= 12 && !hypothesis.token_ids.contains(&END));
                 }
             }
         }
@@ -142,7 +142,7 @@ on_each_device! {
             for (start, found) in [4, 1, 2, 1].into_iter().zip(together) {
                 let alone = model.search(&search, &[start])?.remove(0);
                 for (a, b) in found.iter().zip(&alone) {
-                    assert_eq!(a.tokens, b.tokens);
+                    assert_eq!(a.token_ids, b.token_ids);
                     assert!((a.log_prob - b.log_prob).abs() < 1e-5);
                 }
             }
@@ -164,7 +164,7 @@ on_each_device! {
                 }
                 ids.push(id);
             }
-            assert_eq!(found.tokens, ids);
+            assert_eq!(found.token_ids, ids);
             assert_eq!(found.finished, id == END);
         }
         Ok(())
@@ -180,7 +180,7 @@ on_each_device! {
         })?;
         assert_eq!(*steps.borrow(), 1);
         for found in found {
-            assert!(found.len() == 1 && found[0].tokens.is_empty() && found[0].finished && found[0].log_prob > -1e-3);
+            assert!(found.len() == 1 && found[0].token_ids.is_empty() && found[0].finished && found[0].log_prob > -1e-3);
         }
         Ok(())
     }
@@ -194,7 +194,7 @@ on_each_device! {
             Ok(Tensor::ones((tokens.dim(0)?, 1), DType::F32, device)?)
         })?;
         assert_eq!(found[0].len(), 1);
-        assert_eq!(found[0][0].tokens, [2; 5]);
+        assert_eq!(found[0][0].token_ids, [2; 5]);
         assert!(!found[0][0].finished && found[0][0].log_prob == 0.0);
         Ok(())
     }
@@ -257,6 +257,6 @@ on_each_device! {
 impl Model {
     fn log_prob_of(&self, start: u32, hypothesis: &Hypothesis) -> Result<f64> {
         let end: &[u32] = if hypothesis.finished { &[END] } else { &[] };
-        self.log_prob(start, &[&hypothesis.tokens[..], end].concat())
+        self.log_prob(start, &[&hypothesis.token_ids[..], end].concat())
     }
 }

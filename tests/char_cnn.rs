@@ -9,8 +9,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::{dtypes, on_each_device};
 use mos_head::{
-    Activation, CharCnn, CharCnnConfig, Error, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes,
-    OutputLayer, Proposal, Result, SoftmaxConfig, SoftmaxHead,
+    CharCnn, CharCnnConfig, ContextActivation, Error, LossOptions, MixtureConfig, MixtureOfContexts,
+    MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 /// Empty, short, with equal windows, longer than the rest.
@@ -137,11 +137,11 @@ fn gradients(cnn: &CharCnn, vars: &VarMap, head: &str, options: &LossOptions) ->
     let hidden =
         Tensor::from_iter((0..20).map(|i| ((i * 7) % 13) as f64 / 6.0 - 1.0), &Device::Cpu)?.reshape((4, 5))?;
     let targets = Tensor::new(&[0u32, 2, 4, 8], &Device::Cpu)?;
-    let config = MixtureConfig::new(5, WORDS.len(), 2).with_activation(Activation::Identity);
+    let config = MixtureConfig::new(5, WORDS.len(), 2).with_activation(ContextActivation::Identity);
     let head: Box<dyn OutputLayer> = match head {
-        "softmax" => Box::new(SoftmaxHead::computed(&SoftmaxConfig::new(5, WORDS.len()), cnn.clone(), vb)?),
-        "moc" => Box::new(MixtureOfContexts::computed(&config, cnn.clone(), vb)?),
-        _ => Box::new(MixtureOfSoftmaxes::computed(&config, cnn.clone(), vb)?),
+        "softmax" => Box::new(SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(5, WORDS.len()), cnn.clone(), vb)?),
+        "moc" => Box::new(MixtureOfContexts::with_char_cnn(&config, cnn.clone(), vb)?),
+        _ => Box::new(MixtureOfSoftmaxes::with_char_cnn(&config, cnn.clone(), vb)?),
     };
     let gradients = head.loss(&hidden, &targets, options)?.backward()?;
     let of = |(name, var): (String, Var)| Some((name, gradients.get(&var)?.clone()));
@@ -192,7 +192,7 @@ fn a_small_budget_changes_nothing_but_rounding() -> Result<()> {
 #[test]
 fn every_head_has_the_gradients_of_a_matrix_of_these_rows() -> Result<()> {
     let (vars, cnn) = variables(&config(), DType::F64, &Device::Cpu)?;
-    let negatives = Proposal::log_uniform(WORDS.len())?.draw(3, 1)?;
+    let negatives = NoiseDistribution::log_uniform(WORDS.len())?.draw(3, 1)?;
     for options in [LossOptions::default(), LossOptions::default().with_sampled_softmax(negatives)] {
         for head in ["softmax", "moc", "mos"] {
             let found = gradients(&cnn, &vars, head, &options)?;
@@ -220,21 +220,17 @@ fn computed_rows_decode_like_the_matrix() -> Result<()> {
     let (vars, cnn) = variables(&config(), DType::F32, &Device::Cpu)?;
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu).pp("head");
     let mixture = MixtureConfig::new(5, WORDS.len(), 2);
-    let heads: [(Box<dyn OutputLayer>, Box<dyn OutputLayer>); 2] = {
-        let softmax = SoftmaxHead::computed(&SoftmaxConfig::new(5, WORDS.len()), cnn.clone(), vb.clone())?;
-        let mos = MixtureOfSoftmaxes::computed(&mixture, cnn, vb)?;
-        assert_eq!(softmax.weight()?.dims(), [WORDS.len(), 5]);
-        [
-            (Box::new(softmax.with_rows_computed()?), Box::new(softmax)),
-            (Box::new(mos.with_rows_computed()?), Box::new(mos)),
-        ]
-    };
+    let softmax = SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(5, WORDS.len()), cnn.clone(), vb.clone())?;
+    let mos = MixtureOfSoftmaxes::with_char_cnn(&mixture, cnn, vb)?;
+    assert_eq!(softmax.weight()?.dims(), [WORDS.len(), 5]);
+    let heads: [&dyn OutputLayer; 2] = [&softmax, &mos];
     let hidden = Tensor::randn(0f32, 1., (3, 5), &Device::Cpu)?;
-    for (frozen, head) in heads {
+    for head in heads {
+        let frozen = head.frozen()?;
         close("log_probs", &frozen.log_probs(&hidden)?, &numbers(&head.log_probs(&hidden)?)?, 1e-6);
         assert_eq!(
-            frozen.top_k(&hidden, 3)?.tokens.to_vec2::<u32>()?,
-            head.top_k(&hidden, 3)?.tokens.to_vec2::<u32>()?
+            frozen.top_k(&hidden, 3)?.token_ids.to_vec2::<u32>()?,
+            head.top_k(&hidden, 3)?.token_ids.to_vec2::<u32>()?
         );
     }
     Ok(())
@@ -259,7 +255,7 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     let vb = || VarBuilder::zeros(DType::F32, &Device::Cpu);
     let message = |config: CharCnnConfig, words: &[&str]| CharCnn::new(&config, words, vb()).unwrap_err().to_string();
     assert_eq!(message(config(), &[]), "spellings: expected at least 1, got 0");
-    assert_eq!(message(CharCnnConfig::new(0), &WORDS), "context: expected at least 1, got 0");
+    assert_eq!(message(CharCnnConfig::new(0), &WORDS), "context_dim: expected at least 1, got 0");
     assert_eq!(message(config().with_embedding(0), &WORDS), "embedding: expected at least 1, got 0");
     assert_eq!(message(config().with_filters(&[]), &WORDS), "filters: expected at least 1, got 0");
     for filters in [[(0, 1), (1, 1)], [(1, 1), (2, 0)], [(2, 1), (2, 3)]] {
@@ -271,13 +267,14 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
         "spellings: expected characters of the alphabet, got 'é' in \"é\""
     );
     let cnn = CharCnn::new(&config(), &WORDS, vb())?;
-    let error = SoftmaxHead::computed(&SoftmaxConfig::new(5, 10), cnn.clone(), vb()).unwrap_err();
-    assert_eq!(error.to_string(), "computed rows: expected shape [10, 5], got [9, 5]");
+    let error = SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(5, 10), cnn.clone(), vb()).unwrap_err();
+    assert_eq!(error.to_string(), "rows of the char-CNN: expected shape [10, 5], got [9, 5]");
     let error = cnn.rows_of(&Tensor::new(&[1u32, 9], &Device::Cpu)?).unwrap_err();
-    assert!(matches!(error, Error::Target { position: 1, got: 9, vocab: 9 }));
-    let head = SoftmaxHead::computed(&SoftmaxConfig::new(5, 9), cnn, vb())?;
+    assert!(matches!(error, Error::Target { position: 1, got: 9, vocab_size: 9 }));
+    let head = SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(5, 9), cnn, vb())?;
     let hidden = Tensor::zeros((1, 5), DType::F32, &Device::Cpu)?;
-    let rows = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(9)?.draw(2, 0)?).with_decoder_rows(true);
+    let rows =
+        LossOptions::new().with_sampled_softmax(NoiseDistribution::log_uniform(9)?.draw(2, 0)?).with_decoder_rows(true);
     let error = head.loss(&hidden, &Tensor::new(&[1u32], &Device::Cpu)?, &rows).unwrap_err();
     assert_eq!(error.to_string(), "decoder_rows: not supported by a decoder whose rows are computed");
     let error = head.loss(&hidden.to_dtype(DType::F64)?, &Tensor::new(&[1u32], &Device::Cpu)?, &rows).unwrap_err();
@@ -327,9 +324,9 @@ fn sizes_that_no_machine_holds_are_errors_that_name_them() {
     assert!(filters(&[(1, most), (2, most)]).starts_with("channels * channels: expected at most"));
     assert!(error(config().with_embedding(huge)).starts_with("width * embedding * channels: expected at most"));
     assert!(error(config().with_highway(huge)).starts_with("highway: expected at most"));
-    assert!(error(config().with_correction(huge)).starts_with("context * correction: expected at most"));
+    assert!(error(config().with_correction(huge)).starts_with("context_dim * correction: expected at most"));
     let of_context = |context| CharCnnConfig::new(context).with_filters(&[(1, 2), (3, 4)]);
-    assert!(error(of_context(1 << 39)).starts_with("context * channels: expected at most"));
+    assert!(error(of_context(1 << 39)).starts_with("context_dim * channels: expected at most"));
     let corrected = of_context(1).with_correction(1 << 39);
     assert!(error(corrected).starts_with("spellings * correction: expected at most"));
     assert!(vars.all_vars().is_empty(), "a refused network leaves no variables");

@@ -103,10 +103,10 @@ fn the_frequent_words_have_codes_of_their_own() -> Result<()> {
     for table in [CodeTable::by_frequency(config, &counts)?, CodeTable::random(config, &counts, 3)?] {
         let is_own = |word: &u32| table.codebook().codes_of(*word).unwrap().len() == 1;
         let (own, shared): (Vec<u32>, Vec<u32>) = (0..40).partition(is_own);
-        assert_eq!(own.len(), config.own());
+        assert_eq!(own.len(), config.own);
         let least = own.iter().map(|&word| counts[word as usize]).fold(f64::INFINITY, f64::min);
         assert!(shared.iter().all(|&word| counts[word as usize] <= least));
-        let mut in_rows: Vec<u32> = (0..config.rows()).flat_map(|row| table.row(row)).flatten().collect();
+        let mut in_rows: Vec<u32> = (0..config.rows).flat_map(|row| table.row(row)).flatten().collect();
         in_rows.sort_unstable();
         assert_eq!(in_rows, shared);
     }
@@ -148,7 +148,7 @@ fn the_best_words_are_those_of_a_full_sort() -> Result<()> {
             steps.sort_unstable();
             steps.dedup();
             assert_eq!(steps.len(), taken, "no step twice");
-            let (tokens, log_probs) = (found.tokens.to_vec2::<u32>()?, found.log_probs.to_vec2::<f64>()?);
+            let (tokens, log_probs) = (found.token_ids.to_vec2::<u32>()?, found.log_probs.to_vec2::<f64>()?);
             for position in 0..5 {
                 let all = model.log_probs(position, book)?;
                 let mut expected: Vec<u32> = (0..40).collect();
@@ -175,7 +175,7 @@ fn few_first_codes_are_tried_for_the_best_word() -> Result<()> {
         rows += codes.dim(0)?;
         Ok((Tensor::zeros((codes.dim(0)?, 60), DType::F64, &Device::Cpu)? - 60f64.ln())?)
     })?;
-    assert_eq!(found.tokens.dims(), [1, 2]);
+    assert_eq!(found.token_ids.dims(), [1, 2]);
     assert!(rows < 10, "{rows} of 30 rows");
     Ok(())
 }
@@ -317,7 +317,7 @@ fn sizes_that_no_table_has_are_errors() {
     assert!(error.starts_with("first: expected shape of at most"), "{error}");
     assert!(Codebook::new(usize::MAX, &[&[0u32][..]]).unwrap_err().to_string().starts_with("codes"));
     // Smaller than LightRNN's table, with a code for a word that has no cell.
-    assert_eq!(TableConfig::hybrid(10, 7).unwrap().own(), 1);
+    assert_eq!(TableConfig::hybrid(10, 7).unwrap().own, 1);
 }
 
 #[test]
@@ -424,7 +424,7 @@ fn impossible_words_are_in_the_order_of_their_ids() -> Result<()> {
     for k in 1..=7 {
         let second = |_: &Tensor, codes: &Tensor| Ok(Tensor::full(impossible, (codes.dim(0)?, 8), &Device::Cpu)?);
         let found = book.top_words(&first, k, second)?;
-        assert_eq!(found.tokens.to_vec2::<u32>()?, [(0..k as u32).collect::<Vec<_>>()]);
+        assert_eq!(found.token_ids.to_vec2::<u32>()?, [(0..k as u32).collect::<Vec<_>>()]);
         assert_eq!(found.log_probs.dtype(), DType::F64);
     }
     Ok(())

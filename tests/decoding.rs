@@ -7,7 +7,7 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::{
-    Dropout, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead,
+    DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 4, 30);
@@ -95,9 +95,9 @@ on_each_device! {
                             Layer::Head(head, hidden) => head.top_k(hidden, k)?,
                             Layer::Mixture(mixture) => mixture.top_k(k)?,
                         };
-                        assert_eq!((top.tokens.dims(), top.log_probs.dims()), (&[2, 3, k][..], &[2, 3, k][..]));
+                        assert_eq!((top.token_ids.dims(), top.log_probs.dims()), (&[2, 3, k][..], &[2, 3, k][..]));
                         let found = top.log_probs.to_dtype(dtype)?.reshape((6, k))?;
-                        let gathered = log_probs.gather(&top.tokens.reshape((6, k))?, 1)?;
+                        let gathered = log_probs.gather(&top.token_ids.reshape((6, k))?, 1)?;
                         assert_eq!(numbers(&found), numbers(&gathered), "{head:?} {dtype:?}");
                         if !matches!(dtype, DType::F32 | DType::F64) {
                             // Rounding makes different log-probabilities equal.
@@ -106,7 +106,7 @@ on_each_device! {
                         for (t, row) in numbers(&log_probs).chunks(vocab).enumerate() {
                             let mut order: Vec<u32> = (0..vocab as u32).collect();
                             order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]).then(a.cmp(&b)));
-                            assert_eq!(ids(&top.tokens)?[t * k..(t + 1) * k], order[..k], "{head:?} {dtype:?} {k}");
+                            assert_eq!(ids(&top.token_ids)?[t * k..(t + 1) * k], order[..k], "{head:?} {dtype:?} {k}");
                         }
                     }
                 }
@@ -118,7 +118,7 @@ on_each_device! {
     fn ties_are_ranked_by_the_lower_id(device: &Device) -> Result<()> {
         let head = head_of(&[0.0; 2000], device)?;
         let top = head.top_k(&ones(2, device)?, 3)?;
-        assert_eq!(ids(&top.tokens)?, [0, 1, 2, 0, 1, 2]);
+        assert_eq!(ids(&top.token_ids)?, [0, 1, 2, 0, 1, 2]);
         Ok(())
     }
 
@@ -146,7 +146,7 @@ on_each_device! {
                 assert!((got - expected).abs() < 1e-5, "{got} {expected}");
             }
             let error = layer.log_prob(&tensors["hidden"], &given.flatten_all()?).expect_err("another shape");
-            assert!(matches!(error, Error::Shape { argument: "tokens", .. }), "{error:?}");
+            assert!(matches!(error, Error::Shape { argument: "token_ids", .. }), "{error:?}");
         }
         Ok(())
     }
@@ -198,13 +198,13 @@ on_each_device! {
             let draws = ids(&layer.sample(&hidden, &mut sampler(ancestral.clone(), 12))?)?;
             assert_drawn_from(&draws, &probabilities);
             // The head computes only the contexts of the drawn components, the mixture has all: the draws agree.
-            let of_mixture = layer.mixture(&hidden, Dropout::Off)?.sample(&mut sampler(ancestral, 12))?;
+            let of_mixture = layer.mixture(&hidden, DropoutMasks::Off)?.sample(&mut sampler(ancestral, 12))?;
             let differing = ids(&of_mixture)?.iter().zip(&draws).filter(|(a, b)| a != b).count();
             assert!(differing <= positions / 1000, "{differing} draws differ by more than rounding");
 
             let sampling = Sampling::new().with_component_temperature(0.5);
             let draws = ids(&layer.sample(&hidden, &mut sampler(sampling, 13))?)?;
-            let tempered = layer.mixture(&tensors["hidden"], Dropout::Off)?.with_component_temperature(0.5)?;
+            let tempered = layer.mixture(&tensors["hidden"], DropoutMasks::Off)?.with_component_temperature(0.5)?;
             let probabilities: Vec<f64> = numbers(&tempered.log_probs()?).iter().map(|x| x.exp()).collect();
             assert_drawn_from(&draws, &probabilities);
         }
@@ -304,7 +304,7 @@ on_each_device! {
             assert!(draws.iter().all(|&id| id == 1027), "{sampling:?}");
         }
         let top = head.top_k(&ones(1, device)?, 3)?;
-        assert_eq!(ids(&top.tokens)?, [1027, 0, 1]);
+        assert_eq!(ids(&top.token_ids)?, [1027, 0, 1]);
         assert_eq!(numbers(&top.log_probs), [0.0, f64::NEG_INFINITY, f64::NEG_INFINITY]);
         Ok(())
     }
@@ -323,11 +323,11 @@ on_each_device! {
             let tensors = case.constants(DType::F32, device)?;
             let (layer, hidden) = (build(&case, &tensors)?, &tensors["hidden"]);
             let top = layer.top_k(hidden, 2)?;
-            assert_eq!((top.tokens.dims(), top.log_probs.dims()), (&[0, 3, 2][..], &[0, 3, 2][..]));
+            assert_eq!((top.token_ids.dims(), top.log_probs.dims()), (&[0, 3, 2][..], &[0, 3, 2][..]));
             for sampling in [Sampling::new(), Sampling::new().with_ancestral(true)] {
                 assert_eq!(layer.sample(hidden, &mut sampler(sampling, 1))?.dims(), [0, 3]);
             }
-            let pruned = layer.mixture(hidden, Dropout::Off)?.prune(0.1)?;
+            let pruned = layer.mixture(hidden, DropoutMasks::Off)?.prune(0.1)?;
             assert_eq!(pruned.total_variation.dims(), [0, 3]);
             assert_eq!(pruned.mixture.log_probs()?.dims(), [0, 3, 30]);
         }

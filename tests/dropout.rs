@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use common::check::numbers;
 use common::on_each_device;
 use mos_head::{
-    Activation, Dropout, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
+    ContextActivation, DropoutMasks, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
     MixtureTensors, OutputLayer, Reduction, Result,
 };
 
@@ -33,7 +33,7 @@ fn heads_with(latent_bias: &Tensor, dropout: f64) -> Result<[Box<dyn OutputLayer
             decoder_bias: None,
         })
     };
-    let identity = Activation::Identity;
+    let identity = ContextActivation::Identity;
     Ok([
         Box::new(MixtureOfContexts::from_tensors(tensors()?, identity)?.with_dropout(dropout)?),
         Box::new(MixtureOfSoftmaxes::from_tensors(tensors()?, identity)?.with_dropout(dropout)?),
@@ -63,7 +63,7 @@ on_each_device! {
     fn one_mask_is_shared_over_time_but_not_between_sequences(device: &Device) -> Result<()> {
         const DROPOUT: f64 = 0.3;
         let (batch, seq) = (4000, 5);
-        let options = [LossOptions::new(), LossOptions::new().with_dropout(Dropout::Seeded(7))];
+        let options = [LossOptions::new(), LossOptions::new().with_dropout(DropoutMasks::Seeded(7))];
         for (head, options) in heads(DROPOUT, device)?.iter().flat_map(|head| options.iter().map(move |o| (head, o))) {
             let seen = contexts(head.as_ref(), (batch, seq), options, device)?;
             let mut dropped = 0;
@@ -94,7 +94,7 @@ on_each_device! {
     fn a_seed_draws_the_same_mask_on_every_device(device: &Device) -> Result<()> {
         for (head, on_cpu) in heads(0.5, device)?.iter().zip(heads(0.5, &Device::Cpu)?) {
             let ask = |head: &dyn OutputLayer, seed, device: &Device| {
-                let seen = contexts(head, (200, 2), &LossOptions::new().with_dropout(Dropout::Seeded(seed)), device)?;
+                let seen = contexts(head, (200, 2), &LossOptions::new().with_dropout(DropoutMasks::Seeded(seed)), device)?;
                 Ok::<_, mos_head::Error>(seen.into_iter().map(|c| c.iter().map(|c| *c > 1.0).collect::<Vec<_>>()).collect::<Vec<_>>())
             };
             assert_eq!(ask(head.as_ref(), 7, device)?, ask(on_cpu.as_ref(), 7, &Device::Cpu)?, "{head:?}");
@@ -105,7 +105,7 @@ on_each_device! {
 
     fn elements_of_a_context_are_dropped_independently(device: &Device) -> Result<()> {
         // 2 components of width 3 with every context 1: the logits of one-hot decoder rows show the masks.
-        let config = MixtureConfig::new(1, 4, 2).with_context(3);
+        let config = MixtureConfig::new(1, 4, 2).with_context_dim(3);
         assert_eq!(config.dropout, 0.0);
         let eye: Vec<f32> = (0..12).map(|i| if i % 4 == 0 { 1.0 } else { 0.0 }).collect();
         let tensors = MixtureTensors {
@@ -116,9 +116,9 @@ on_each_device! {
             decoder_weight: Tensor::from_vec(eye, (4, 3), device)?,
             decoder_bias: None,
         };
-        let head = MixtureOfSoftmaxes::from_tensors(tensors, Activation::Identity)?.with_dropout(0.5)?;
+        let head = MixtureOfSoftmaxes::from_tensors(tensors, ContextActivation::Identity)?.with_dropout(0.5)?;
         let (batch, hidden) = (500, Tensor::ones((500, 2, 1), DType::F32, device)?);
-        let log_probs = head.mixture(&hidden, Dropout::Random)?.log_probs()?;
+        let log_probs = head.mixture(&hidden, DropoutMasks::Random)?.log_probs()?;
         let rows: Vec<Vec<f32>> = log_probs.narrow(1, 0, 1)?.squeeze(1)?.to_vec2()?;
         // Ids 0, 1, 2 depend on one element each, id 3 on none: those above id 3 are the mask of component 0.
         let mask = |row: &Vec<f32>| (0..3).map(|v| u8::from(row[v] > row[3] + 1.0) << v).sum::<u8>();
@@ -153,7 +153,7 @@ on_each_device! {
         for head in heads(0.5, device)? {
             let seen = contexts(head.as_ref(), (50, 2), &LossOptions::evaluation(), device)?;
             assert!(seen.iter().flatten().all(|c| (c - CONTEXT).abs() < 1e-5), "{head:?}");
-            let gradients_alone = LossOptions::new().with_dropout(Dropout::Off);
+            let gradients_alone = LossOptions::new().with_dropout(DropoutMasks::Off);
             assert_eq!(contexts(head.as_ref(), (50, 2), &gradients_alone, device)?, seen, "{head:?}");
             let log_probs = head.log_probs(&Tensor::ones((50, 2, 1), DType::F32, device)?)?;
             let expected = -(1.0 + (-CONTEXT).exp()).ln();

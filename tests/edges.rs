@@ -117,9 +117,9 @@ on_each_device! {
                         .with_ignore_index(-100)
                         .with_label_smoothing(0.1)
                         .with_z_loss(0.1)
-                        .with_hits(true);
+                        .with_correct(true);
                     let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
-                    for result in [&loss.value, &loss.sum, &loss.count, &loss.nll, loss.hits.as_ref().expect("hits")] {
+                    for result in [&loss.value, &loss.sum, &loss.count, &loss.nll, loss.correct.as_ref().expect("correct")] {
                         assert!(numbers(result).iter().all(|&x| x == 0.0), "{head:?} {reduction:?}: {result}");
                     }
                     let found = gradients(&loss.value.sum_all()?.backward()?, &tensors);
@@ -195,19 +195,19 @@ on_each_device! {
 
     fn a_vocabulary_of_impossible_ids_has_nan_in_loss_and_gradients(device: &Device) -> Result<()> {
         for dtype in strict(device) {
-            // Two computations on the CPU: hits take the second. And the loss alone, of few rows and of many.
-            for (positions, hits) in [(1, false), (1, true), (9, false)] {
+            // Two computations on the CPU: counted predictions take the second. And the loss alone, of few rows and of many.
+            for (positions, correct) in [(1, false), (1, true), (9, false)] {
                 let hidden = Var::ones((positions, 2), dtype, device)?;
                 let weight = Var::ones((3, 2), dtype, device)?;
                 let bias = Var::from_tensor(&Tensor::full(f32::NEG_INFINITY, 3, device)?.to_dtype(dtype)?)?;
                 let mixture = Mixture::new(&hidden.unsqueeze(1)?, None, &weight, Some(&bias))?;
                 let targets = Tensor::zeros(positions, DType::U32, device)?;
-                let loss = mixture.loss(&targets, &LossOptions::new().with_hits(hits))?;
+                let loss = mixture.loss(&targets, &LossOptions::new().with_correct(correct))?;
                 assert!(numbers(&loss.value).iter().chain(&numbers(&loss.nll)).all(|x| x.is_nan()), "{dtype:?}");
                 let gradients = loss.backward()?;
                 for variable in [&hidden, &weight, &bias] {
                     let gradient = numbers(gradients.get(variable).unwrap());
-                    assert!(gradient.iter().all(|x| x.is_nan()), "{dtype:?}, hits {hits}: {gradient:?}");
+                    assert!(gradient.iter().all(|x| x.is_nan()), "{dtype:?}, correct {correct}: {gradient:?}");
                 }
                 let loss = mixture.loss(&targets, &LossOptions::evaluation())?;
                 assert!(numbers(&loss.value)[0].is_nan());

@@ -8,10 +8,10 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::{
-    linear_cross_entropy, Activation, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, Error, HierarchicalConfig,
-    HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
-    MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead,
-    TopK,
+    linear_cross_entropy, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, ContextActivation, Error,
+    HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
+    MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, Sampler, Sampling,
+    SoftmaxConfig, SoftmaxHead, TopK,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 2, 7);
@@ -85,8 +85,9 @@ fn both(change: impl Fn(&mut MixtureTensors)) -> [Result<Box<dyn OutputLayer>>; 
         tensors
     };
     let boxed = |head| -> Box<dyn OutputLayer> { Box::new(head) };
-    let contexts = MixtureOfContexts::from_tensors(changed(), Activation::Tanh).map(|head| Box::new(head) as Box<_>);
-    [contexts, MixtureOfSoftmaxes::from_tensors(changed(), Activation::Tanh).map(boxed)]
+    let contexts =
+        MixtureOfContexts::from_tensors(changed(), ContextActivation::Tanh).map(|head| Box::new(head) as Box<_>);
+    [contexts, MixtureOfSoftmaxes::from_tensors(changed(), ContextActivation::Tanh).map(boxed)]
 }
 
 on_each_device! {
@@ -147,7 +148,7 @@ on_each_device! {
                             assert!(nll[2].is_nan() && !nll[0].is_nan() && !nll[1].is_nan(), "{head:?}: {nll:?}");
                         }
                         let error = loss.and_then(|loss| loss.sum_and_count()).expect_err("a target outside");
-                        let is_right = matches!(error, Error::Target { position: 2, got, vocab: 7, .. } if got == bad);
+                        let is_right = matches!(error, Error::Target { position: 2, got, vocab_size: 7, .. } if got == bad);
                         assert!(is_right, "{head:?}: {error:?}");
                         assert_message(&error, &["target", shown, "vocab_size 7", "2"]);
                     }
@@ -202,7 +203,7 @@ on_each_device! {
         let cases: [(&str, With, &[f64]); 3] = [
             ("label_smoothing", LossOptions::with_label_smoothing, &[-0.1, 1.0, 1.5, inf, nan]),
             ("z_loss", LossOptions::with_z_loss, &[-1e-4, -inf, inf, nan]),
-            ("responsibility_filter", LossOptions::with_responsibility_filter, &[-0.1, 1.0, 2.0, nan]),
+            ("gradient_filter", LossOptions::with_gradient_filter, &[-0.1, 1.0, 2.0, nan]),
         ];
         for (name, with, values) in cases {
             for &value in values {
@@ -217,9 +218,9 @@ on_each_device! {
     }
 
     fn a_filter_with_a_z_loss_is_refused(device: &Device) -> Result<()> {
-        let options = LossOptions::new().with_z_loss(1e-4).with_responsibility_filter(0.01);
+        let options = LossOptions::new().with_z_loss(1e-4).with_gradient_filter(0.01);
         for (_, loss) in losses(device, &targets(device)?, &options)? {
-            assert_config(loss, "responsibility_filter", &["z_loss", "got 0.01"]);
+            assert_config(loss, "gradient_filter", &["z_loss", "got 0.01"]);
         }
         Ok(())
     }
@@ -251,7 +252,7 @@ on_each_device! {
             let before = numbers(&layer.loss(&good, &LossOptions::new())?.value);
             // A GPU may check the targets only when a result is read back.
             let refusal = layer.loss(&bad, &LossOptions::new()).and_then(|loss| loss.sum_and_count());
-            assert!(matches!(refusal, Err(Error::Target { position: 3, got: 99, vocab: 7 })), "{refusal:?}");
+            assert!(matches!(refusal, Err(Error::Target { position: 3, got: 99, vocab_size: 7 })), "{refusal:?}");
             assert_eq!(numbers(&layer.loss(&good, &LossOptions::new())?.value), before);
         }
         Ok(())
@@ -262,13 +263,13 @@ on_each_device! {
 fn sizes_of_zero_are_refused() {
     let variables = VarMap::new();
     let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(0, 7), vb()), "hidden", &["got 0"]);
-    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(5, 0), vb()), "vocab", &["got 0"]);
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(0, 7), vb()), "hidden_size", &["got 0"]);
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(5, 0), vb()), "vocab_size", &["got 0"]);
     let configs = [
-        ("hidden", MixtureConfig::new(0, 7, 2).with_context(3)),
-        ("context", MixtureConfig::new(5, 7, 2).with_context(0)),
-        ("vocab", MixtureConfig::new(5, 0, 2).with_context(3)),
-        ("components", MixtureConfig::new(5, 7, 0).with_context(3)),
+        ("hidden_size", MixtureConfig::new(0, 7, 2).with_context_dim(3)),
+        ("context_dim", MixtureConfig::new(5, 7, 2).with_context_dim(0)),
+        ("vocab_size", MixtureConfig::new(5, 0, 2).with_context_dim(3)),
+        ("components", MixtureConfig::new(5, 7, 0).with_context_dim(3)),
     ];
     for (name, config) in configs {
         assert_config(MixtureOfContexts::new(&config, vb()), name, &["got 0"]);
@@ -279,15 +280,18 @@ fn sizes_of_zero_are_refused() {
 
 #[test]
 fn tensors_with_a_dimension_of_zero_are_refused() {
-    assert!(matches!(SoftmaxHead::from_tensors(zeros(&[0, 5]), None), Err(Error::Config { argument: "vocab", .. })));
+    assert!(matches!(
+        SoftmaxHead::from_tensors(zeros(&[0, 5]), None),
+        Err(Error::Config { argument: "vocab_size", .. })
+    ));
     assert!(SoftmaxHead::from_tensors(zeros(&[7, 0]), None).is_err());
     let mixture = |contexts: &[usize], weight: &[usize]| {
         let log_priors = zeros(&contexts[..2]);
         Mixture::new(&zeros(contexts), Some(&log_priors), &zeros(weight), None)
     };
     assert_config(mixture(&[4, 0, 3], &[7, 3]), "components", &["got 0"]);
-    assert_config(mixture(&[4, 2, 0], &[7, 0]), "context", &["got 0"]);
-    assert_config(mixture(&[4, 2, 3], &[0, 3]), "vocab", &["got 0"]);
+    assert_config(mixture(&[4, 2, 0], &[7, 0]), "context_dim", &["got 0"]);
+    assert_config(mixture(&[4, 2, 3], &[0, 3]), "vocab_size", &["got 0"]);
     assert!(both(|t| t.prior_weight = zeros(&[0, 5])).iter().all(Result::is_err));
 }
 
@@ -297,10 +301,10 @@ fn dropout_out_of_range_is_refused() {
         let got = format!("got {dropout}");
         let variables = VarMap::new();
         let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-        let config = MixtureConfig::new(5, 7, 2).with_context(3).with_dropout(dropout);
+        let config = MixtureConfig::new(5, 7, 2).with_context_dim(3).with_dropout(dropout);
         assert_config(MixtureOfContexts::new(&config, vb()), "dropout", &[&got]);
         assert_config(MixtureOfSoftmaxes::new(&config, vb()), "dropout", &[&got]);
-        let head = MixtureOfSoftmaxes::from_tensors(parameters(), Activation::Tanh).expect("a head");
+        let head = MixtureOfSoftmaxes::from_tensors(parameters(), ContextActivation::Tanh).expect("a head");
         assert_config(head.with_dropout(dropout), "dropout", &[&got]);
     }
 }
@@ -354,7 +358,7 @@ fn an_embedding_of_another_shape_is_refused() {
     let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
     let embedding = Embedding::new(zeros(&[7, 4]), 4);
     let got = ["[7, 4]"];
-    let mixture = MixtureConfig::new(5, 7, 2).with_context(3);
+    let mixture = MixtureConfig::new(5, 7, 2).with_context_dim(3);
     let [softmax, mixed] = [["[7, 5]"], ["[7, 3]"]].map(|expected| [expected, got].concat());
     assert_shape(SoftmaxHead::tied(&SoftmaxConfig::new(5, 7), &embedding, vb()), "embedding", &softmax);
     assert_shape(MixtureOfContexts::tied(&mixture, &embedding, vb()), "embedding", &mixed);
@@ -389,18 +393,22 @@ fn sizes_that_no_machine_holds_are_refused() {
     let variables = VarMap::new();
     let vb = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
     let huge = usize::MAX / 2;
-    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(4, huge), vb()), "vocab", &["got 9223372036854775807"]);
-    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(4, 1 << 32), vb()), "vocab", &["4294967295", "4294967296"]);
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(4, huge), vb()), "vocab_size", &["got 9223372036854775807"]);
+    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(4, 1 << 32), vb()), "vocab_size", &["4294967295", "4294967296"]);
     // 2^62 x 4 is 0 in 64 bits.
-    assert_config(SoftmaxHead::new(&SoftmaxConfig::new(1 << 62, 4), vb()), "vocab * hidden", &["4 * 46116860184"]);
-    let products = "components * context * hidden";
+    assert_config(
+        SoftmaxHead::new(&SoftmaxConfig::new(1 << 62, 4), vb()),
+        "vocab_size * hidden_size",
+        &["4 * 46116860184"],
+    );
+    let products = "components * context_dim * hidden_size";
     let configs = [
-        ("vocab", MixtureConfig::new(4, huge, 2)),
-        ("vocab * context", MixtureConfig::new(4, 16, 2).with_context(1 << 60)),
-        (products, MixtureConfig::new(1 << 62, 7, 2).with_context(2)),
+        ("vocab_size", MixtureConfig::new(4, huge, 2)),
+        ("vocab_size * context_dim", MixtureConfig::new(4, 16, 2).with_context_dim(1 << 60)),
+        (products, MixtureConfig::new(1 << 62, 7, 2).with_context_dim(2)),
         // 2^61 + 1 components of 8 rows each are 8 rows in 64 bits.
-        (products, MixtureConfig::new(8, 7, (1 << 61) + 1).with_context(8)),
-        (products, MixtureConfig::new(1 << 17, 7, 1 << 24).with_context(1)),
+        (products, MixtureConfig::new(8, 7, (1 << 61) + 1).with_context_dim(8)),
+        (products, MixtureConfig::new(1 << 17, 7, 1 << 24).with_context_dim(1)),
     ];
     for (name, config) in configs {
         assert_config(MixtureOfContexts::new(&config, vb()), name, &["at most"]);
@@ -420,13 +428,13 @@ fn two_levels_that_no_machine_holds_are_refused() {
         assert!(config.head_size() > cutoffs.len());
         AdaptiveSoftmax::new(&config, vb())
     };
-    assert_config(adaptive(4, usize::MAX, &[10]), "vocab", &["got 18446744073709551615"]);
+    assert_config(adaptive(4, usize::MAX, &[10]), "vocab_size", &["got 18446744073709551615"]);
     assert_config(adaptive(4, 7, &[usize::MAX]), "cutoffs", &["18446744073709551615"]);
-    assert_config(adaptive(1 << 62, 4, &[2]), "vocab * hidden", &["at most", "4 * 4611686018427387904"]);
-    assert_config(adaptive(1 << 32, 4, &[2]), "context * hidden", &["at most", "4294967296 * 4294967296"]);
+    assert_config(adaptive(1 << 62, 4, &[2]), "vocab_size * hidden_size", &["at most", "4 * 4611686018427387904"]);
+    assert_config(adaptive(1 << 32, 4, &[2]), "context_dim * hidden_size", &["at most", "4294967296 * 4294967296"]);
     let hierarchical = |config| HierarchicalSoftmax::new(&config, vb());
-    assert_config(hierarchical(HierarchicalConfig::new(4, usize::MAX)), "vocab", &["got 18446744073709551615"]);
-    assert_config(hierarchical(HierarchicalConfig::new(1 << 62, 4)), "vocab * hidden", &["at most"]);
+    assert_config(hierarchical(HierarchicalConfig::new(4, usize::MAX)), "vocab_size", &["got 18446744073709551615"]);
+    assert_config(hierarchical(HierarchicalConfig::new(1 << 62, 4)), "vocab_size * hidden_size", &["at most"]);
     // A variable for each class.
     let classes = HierarchicalConfig::new(4, 1 << 31).with_classes(Classes::Consecutive(1 << 31));
     assert_config(classes.class_count(), "classes", &["at most", "got 2147483648"]);
@@ -444,9 +452,8 @@ fn tensors_whose_elements_overflow_are_refused() {
         assert_shape(SoftmaxHead::from_tensors(weight.clone(), None), "decoder.weight", &shape);
         assert_shape(linear_cross_entropy(&hidden, &weight, None, &targets, &options), "weight", &shape);
         assert_shape(Mixture::new(&zeros(&[2, 1, 4]), None, &weight, None), "weight", &shape);
-        let linear = SoftmaxHead::from(candle_nn::Linear::new(weight.clone(), None));
-        assert_shape(linear.loss(&hidden, &targets, &options), "decoder.weight", &shape);
-        assert_shape(linear.log_probs(&hidden), "decoder.weight", &shape);
+        let linear = candle_nn::Linear::new(weight.clone(), None);
+        assert_shape(SoftmaxHead::try_from(linear), "decoder.weight", &shape);
         type Change = fn(&mut MixtureTensors, Tensor);
         let changes: [(&str, Change); 3] = [
             ("prior.weight", |t, weight| t.prior_weight = weight),
@@ -460,7 +467,7 @@ fn tensors_whose_elements_overflow_are_refused() {
         assert_shape(head.log_probs(&weight), "hidden", &shape);
         assert_shape(head.loss(&weight, &targets, &options), "hidden", &shape);
         assert_shape(head.loss(&hidden, &weight, &options), "targets", &["[2]", "[4611686018427387904, 4]"]);
-        let mixed = MixtureOfSoftmaxes::from_tensors(parameters(), Activation::Tanh).expect("a head");
+        let mixed = MixtureOfSoftmaxes::from_tensors(parameters(), ContextActivation::Tanh).expect("a head");
         assert_shape(mixed.log_probs(&broadcast(&[1 << 62, 4, 5])), "hidden", &["at most"]);
         assert_shape(TopK::of_log_probs(&weight, 1), "log_probs", &shape);
         let sampler = Sampler::new(Sampling::new(), 1);
@@ -469,8 +476,12 @@ fn tensors_whose_elements_overflow_are_refused() {
     let contexts = broadcast(&[1 << 31, 1 << 31, 1, 4]);
     assert_shape(Mixture::new(&contexts, None, &zeros(&[7, 4]), None), "contexts", &["at most", "[2147483648, "]);
     let weight = broadcast(&[1 << 32, 4]);
-    assert_config(Mixture::new(&zeros(&[2, 1, 4]), None, &weight, None), "vocab", &["4294967295", "got 4294967296"]);
-    assert_config(SoftmaxHead::from_tensors(weight, None), "vocab", &["4294967295", "got 4294967296"]);
+    assert_config(
+        Mixture::new(&zeros(&[2, 1, 4]), None, &weight, None),
+        "vocab_size",
+        &["4294967295", "got 4294967296"],
+    );
+    assert_config(SoftmaxHead::from_tensors(weight, None), "vocab_size", &["4294967295", "got 4294967296"]);
     // A result of more elements than a tensor has, from operands that are small.
     let head = SoftmaxHead::from_tensors(broadcast(&[1 << 20, 1]), None).expect("a head");
     assert_config(head.log_probs(&broadcast(&[1 << 21, 1])), "positions * vocab", &["2097152 * 1048576"]);

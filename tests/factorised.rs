@@ -14,8 +14,8 @@ use common::factorised::{build, central_differences, variables, Kind, HIDDEN, KI
 use common::objective::Objective;
 use common::{dtypes, exact, on, on_each_device};
 use mos_head::{
-    Activation, AdaptiveConfig, AdaptiveSoftmax, Dropout, HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions,
-    MixtureLayer, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, SoftmaxHead,
+    AdaptiveConfig, AdaptiveSoftmax, ContextActivation, DropoutMasks, HierarchicalConfig, HierarchicalSoftmax, Loss,
+    LossOptions, MixtureLayer, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, SoftmaxHead,
 };
 use serde_json::Value;
 
@@ -42,7 +42,7 @@ fn tolerance(dtype: DType) -> f64 {
 
 /// Without dropout, which the mixtures have.
 fn training() -> LossOptions {
-    LossOptions::new().with_dropout(Dropout::Off)
+    LossOptions::new().with_dropout(DropoutMasks::Off)
 }
 
 fn objectives() -> Vec<Objective> {
@@ -72,7 +72,7 @@ fn assert_fields(loss: &Loss, kind: Kind, expected: &common::factorised::Expecte
     near("count", &loss.count, &[expected.count]);
     near("nll", &loss.nll, &expected.nll);
     assert_eq!(loss.nll.dims(), LEAD);
-    assert!(loss.hits.is_none() && loss.dropped_mass.is_none());
+    assert!(loss.correct.is_none() && loss.dropped_mass.is_none());
 }
 
 on_each_device! {
@@ -253,7 +253,7 @@ on_each_device! {
                 let loss = head.loss(&hidden, &targets, &options)?;
                 assert_eq!((loss.nll.dims(), loss.sum_and_count()?), (&[0, 2][..], (0.0, 0.0)));
                 assert_eq!(head.log_probs(&hidden)?.dims(), [0, 2, VOCAB]);
-                assert_eq!(head.top_k(&hidden, 2)?.tokens.dims(), [0, 2, 2]);
+                assert_eq!(head.top_k(&hidden, 2)?.token_ids.dims(), [0, 2, 2]);
             }
         }
         Ok(())
@@ -285,8 +285,8 @@ on_each_device! {
         let nll = |dropout| -> Result<Vec<f64>> {
             Ok(numbers(&head.loss(&hidden, &targets, &LossOptions::new().with_dropout(dropout))?.nll))
         };
-        assert_eq!(nll(Dropout::Seeded(1))?, nll(Dropout::Seeded(1))?);
-        assert_ne!(nll(Dropout::Seeded(1))?, nll(Dropout::Off)?);
+        assert_eq!(nll(DropoutMasks::Seeded(1))?, nll(DropoutMasks::Seeded(1))?);
+        assert_ne!(nll(DropoutMasks::Seeded(1))?, nll(DropoutMasks::Off)?);
         Ok(())
     }
 
@@ -302,7 +302,7 @@ on_each_device! {
             decoder_weight: tensors["head.weight"].clone(),
             decoder_bias: Some(tensors["head.bias"].clone()),
         };
-        let one: Arc<dyn MixtureLayer> = Arc::new(MixtureOfSoftmaxes::from_tensors(parts, Activation::Identity)?);
+        let one: Arc<dyn MixtureLayer> = Arc::new(MixtureOfSoftmaxes::from_tensors(parts, ContextActivation::Identity)?);
         let same = SoftmaxHead::from_tensors(tensors["head.weight"].clone(), Some(tensors["head.bias"].clone()))?;
         for head in [one, Arc::new(same)] {
             let vb = VarBuilder::from_tensors(tensors.clone(), exact(device), device);

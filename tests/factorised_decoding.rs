@@ -12,7 +12,7 @@ use common::factorised::{build, variables, Kind, Values, CUTOFFS, HIDDEN, KINDS,
 use common::{exact, on_each_device};
 use mos_head::{
     AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, Error, HierarchicalConfig, HierarchicalSoftmax, LossOptions,
-    OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead, TopK,
+    OptionName, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead, TopK,
 };
 
 /// The parameters of the root multiplied by a factor: its distribution is flat or peaked.
@@ -27,8 +27,8 @@ fn sharpened(mut values: Values, factor: f64) -> Values {
 
 fn assert_same_top_k(head: &dyn OutputLayer, hidden: &Tensor, k: usize, context: &str) -> Result<()> {
     let (found, expected) = (head.top_k(hidden, k)?, TopK::of_log_probs(&head.log_probs(hidden)?, k)?);
-    assert_eq!(found.tokens.dims(), expected.tokens.dims());
-    assert_eq!(numbers(&found.tokens), numbers(&expected.tokens), "{context}");
+    assert_eq!(found.token_ids.dims(), expected.token_ids.dims());
+    assert_eq!(numbers(&found.token_ids), numbers(&expected.token_ids), "{context}");
     assert_eq!(found.log_probs.dtype(), expected.log_probs.dtype());
     for (found, expected) in numbers(&found.log_probs).iter().zip(numbers(&expected.log_probs)) {
         assert!((found - expected).abs() < 1e-5, "{context}: {found} {expected}");
@@ -61,7 +61,7 @@ on_each_device! {
         let hidden = Tensor::ones((3, HIDDEN), DType::F32, device)?;
         for k in [1, 3, 6, 16] {
             let expected: Vec<f64> = (0..k).map(|id| id as f64).collect();
-            assert_eq!(numbers(&head.top_k(&hidden, k)?.tokens), expected.repeat(3));
+            assert_eq!(numbers(&head.top_k(&hidden, k)?.token_ids), expected.repeat(3));
             assert_same_top_k(&head, &hidden, k, "zeros")?;
         }
         // Classes of one id, the last of which has the lowest: as probable as the id.
@@ -77,7 +77,7 @@ on_each_device! {
         for k in 1..=9 {
             assert_same_top_k(&head, &hidden, k, "zeros")?;
         }
-        assert_eq!(numbers(&head.top_k(&hidden, 5)?.tokens), [0.0, 1.0, 2.0, 3.0, 4.0].repeat(3));
+        assert_eq!(numbers(&head.top_k(&hidden, 5)?.token_ids), [0.0, 1.0, 2.0, 3.0, 4.0].repeat(3));
         Ok(())
     }
 
@@ -177,7 +177,7 @@ on_each_device! {
         let start = Tensor::zeros(2, DType::U32, device)?;
         let found = search.run(&head, &start, |_, _| -> Result<Tensor> { Ok(hidden.clone()) })?;
         for (found, id) in found.iter().zip(best) {
-            assert_eq!(found[0].tokens, [id]);
+            assert_eq!(found[0].token_ids, [id]);
         }
         Ok(())
     }
@@ -187,17 +187,17 @@ on_each_device! {
             let (head, hidden) = build(kind, &variables(&kind.random(&[2], 50)?, DType::F32, device)?, DType::F32, device)?;
             let targets = Tensor::new(&[1u32, 2], device)?;
             for (unsupported, options) in [
-                ("label_smoothing", LossOptions::new().with_label_smoothing(0.1)),
-                ("z_loss", LossOptions::new().with_z_loss(0.1)),
-                ("responsibility_filter", LossOptions::new().with_responsibility_filter(0.1)),
-                ("hits", LossOptions::new().with_hits(true)),
+                (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
+                (OptionName::ZLoss, LossOptions::new().with_z_loss(0.1)),
+                (OptionName::GradientFilter, LossOptions::new().with_gradient_filter(0.1)),
+                (OptionName::Correct, LossOptions::new().with_correct(true)),
             ] {
                 let error = head.loss(&hidden, &targets, &options).expect_err("unsupported");
                 assert!(matches!(error, Error::Unsupported { option, head } if (option, head) == (unsupported, name)));
             }
             let sampling = Sampling::new().with_component_temperature(0.5);
             let error = head.sample(&hidden, &mut Sampler::new(sampling, 1)?).expect_err("unsupported");
-            assert!(matches!(error, Error::Unsupported { option: "component_temperature", head } if head == name));
+            assert!(matches!(error, Error::Unsupported { option: OptionName::ComponentTemperature, head } if head == name));
         }
         Ok(())
     }
@@ -211,7 +211,7 @@ on_each_device! {
             };
             for bad in [23i64, -1, 1 << 40] {
                 let error = fails(&hidden, &Tensor::new(&[1i64, bad], device)?, LossOptions::new());
-                assert!(matches!(error, Error::Target { position: 1, got, vocab: VOCAB } if got == bad), "{error}");
+                assert!(matches!(error, Error::Target { position: 1, got, vocab_size: VOCAB } if got == bad), "{error}");
             }
             let error = fails(&hidden.narrow(1, 0, 7)?, &targets, LossOptions::new());
             assert!(matches!(error, Error::Shape { argument: "hidden", .. }), "{error}");
@@ -263,7 +263,7 @@ fn contexts_without_a_dimension_are_errors() {
     }
     for (hidden, vocab) in [(0, 20), (16, 0)] {
         let error = AdaptiveSoftmax::new(&AdaptiveConfig::new(hidden, vocab, vec![5]), vb()).expect_err("a size");
-        assert!(matches!(error, Error::Config { argument: "hidden" | "vocab", got, .. } if got == "0"));
+        assert!(matches!(error, Error::Config { argument: "hidden_size" | "vocab_size", got, .. } if got == "0"));
     }
 }
 
@@ -302,8 +302,8 @@ fn classes_with_gaps_or_of_another_number_of_ids_are_errors() {
         assert!(matches!(error, Error::Config { argument: "classes", .. }), "{error}");
         assert!(error.to_string().contains(expected), "{error}");
     };
-    fails(Classes::Consecutive(0), "1 to vocab 5");
-    fails(Classes::Consecutive(6), "1 to vocab 5");
+    fails(Classes::Consecutive(0), "1 to vocab_size 5");
+    fails(Classes::Consecutive(6), "1 to vocab_size 5");
     fails(Classes::Given(vec![0, 1, 0]), "got 3");
     fails(Classes::Given(vec![0, 2, 0, 2, 0]), "none in 1");
     fails(Classes::Given(vec![1, 2, 1, 2, 3]), "none in 0");

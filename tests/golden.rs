@@ -9,7 +9,7 @@ use common::check::{backward, gradients, numbers, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::{dtypes, on_each_device};
-use mos_head::{Activation, LossOptions, Reduction, Result};
+use mos_head::{ContextActivation, LossOptions, Reduction, Result};
 use serde_json::Value;
 
 fn golden() -> Value {
@@ -39,7 +39,7 @@ fn case(golden: &Value, key: &str, head: Head) -> Case {
         head,
         sizes: Sizes::new(size("hidden"), context, components, size("vocab")),
         lead: vec![size("rows")],
-        activation: Activation::Tanh,
+        activation: ContextActivation::Tanh,
         logits: Logits::PLAIN,
         values: names.into_iter().filter_map(operand).collect(),
         targets: integers(&stored["targets"]),

@@ -19,8 +19,8 @@ use common::objective::Objective;
 use common::reference::truth;
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    Activation, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Reduction,
-    Result, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer,
+    Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 3, 7);
@@ -58,7 +58,7 @@ on_each_device! {
                 let mut case = Case::random(head, Sizes::new(9, 10, 3, 23), &[7], 12).without("decoder.bias");
                 Check::new(dtype).run(&case, &Objective::default(), device)?;
                 if head != Head::Softmax {
-                    case.activation = Activation::Identity;
+                    case.activation = ContextActivation::Identity;
                     case = case.without("prior.bias");
                     Check::new(dtype).run(&case, &Objective::default(), device)?;
                 }
@@ -453,7 +453,7 @@ on_each_device! {
 /// The head of `case` with its decoder tied to `embedding`; the rest comes from `vb`.
 fn tied(case: &Case, embedding: &Embedding, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
     let Sizes { hidden, context, components, vocab } = case.sizes;
-    let mixture = MixtureConfig::new(hidden, vocab, components).with_context(context).with_prior_bias(true);
+    let mixture = MixtureConfig::new(hidden, vocab, components).with_context_dim(context).with_prior_bias(true);
     Ok(match case.head {
         Head::MixtureOfContexts => Box::new(MixtureOfContexts::tied(&mixture, embedding, vb)?),
         Head::MixtureOfSoftmaxes => Box::new(MixtureOfSoftmaxes::tied(&mixture, embedding, vb)?),

@@ -9,7 +9,7 @@ const CONTEXT: usize = 50;
 const COMPONENTS: usize = 4;
 
 fn config() -> MixtureConfig {
-    MixtureConfig::new(HIDDEN, 30, COMPONENTS).with_context(CONTEXT)
+    MixtureConfig::new(HIDDEN, 30, COMPONENTS).with_context_dim(CONTEXT)
 }
 
 fn latent_weight() -> Result<Tensor> {
@@ -45,7 +45,7 @@ fn a_spread_of_one_changes_nothing() -> Result<()> {
     let weight = latent_weight()?;
     let same = config().similar_components(&weight, 1.0)?;
     assert_eq!(same.to_vec2::<f32>()?, weight.to_vec2::<f32>()?);
-    let one = MixtureConfig::new(HIDDEN, 30, 1).with_context(COMPONENTS * CONTEXT);
+    let one = MixtureConfig::new(HIDDEN, 30, 1).with_context_dim(COMPONENTS * CONTEXT);
     assert_eq!(one.similar_components(&weight, 0.5)?.to_vec2::<f32>()?, weight.to_vec2::<f32>()?);
     Ok(())
 }
@@ -56,7 +56,7 @@ fn a_variable_can_be_set_to_the_result() -> Result<()> {
     for components in [1, 2] {
         let mut vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-        let config = MixtureConfig::new(HIDDEN, 30, components).with_context(CONTEXT);
+        let config = MixtureConfig::new(HIDDEN, 30, components).with_context_dim(CONTEXT);
         let head = MixtureOfSoftmaxes::new(&config, vb)?;
         for spread in [0.0, 1.0] {
             vars.set_one("latent.weight", config.similar_components(&head.tensors()?.latent_weight, spread)?)?;
@@ -96,7 +96,7 @@ fn a_wrong_shape_or_spread_is_an_error_that_names_it() -> Result<()> {
     let weight = latent_weight()?;
     let error = config().similar_components(&weight, 1.5).expect_err("above 1");
     assert!(matches!(error, Error::Config { argument: "spread", .. }), "{error}");
-    let error = config().with_context(CONTEXT + 1).similar_components(&weight, 0.5).expect_err("another context");
+    let error = config().with_context_dim(CONTEXT + 1).similar_components(&weight, 0.5).expect_err("another context");
     assert!(matches!(error, Error::Shape { argument: "latent_weight", .. }), "{error}");
     assert!(error.to_string().contains("[204, 60]") && error.to_string().contains("[200, 60]"), "{error}");
     Ok(())

@@ -11,7 +11,8 @@ use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
 use mos_head::{
-    CharCnn, CharCnnConfig, LossOptions, Mixture, OutputLayer, Proposal, Result, Sampler, Sampling, SoftmaxHead,
+    CharCnn, CharCnnConfig, GradientSum, LossOptions, Mixture, NoiseDistribution, OutputLayer, Result, Sampler,
+    Sampling, SoftmaxHead,
 };
 
 /// The system's allocator, which counts the bytes in use and their peak.
@@ -117,6 +118,15 @@ fn the_decoders_gradient_is_held_once() -> Result<()> {
     gradients?;
     let (decoder, rest) = (VOCAB * WIDTH * 4, 16 << 20);
     assert!(peak <= decoder + rest, "{peak} bytes, of which the decoder's gradient has {decoder}");
+
+    // A second batch adds to it in place.
+    let (weight, hidden) =
+        (Var::randn(0f32, 0.1, (VOCAB, WIDTH), &Device::Cpu)?, Tensor::ones((3, WIDTH), DType::F32, &Device::Cpu)?);
+    let (head, sum) = (SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?, GradientSum::new());
+    let (targets, options) = (Tensor::new(&[1u32, 2, 3], &Device::Cpu)?, options.with_gradient_sum(&sum));
+    let (summed, peak) = peak_of(|| (0..3).try_for_each(|_| sum.add(&head.loss(&hidden, &targets, &options)?)));
+    summed?;
+    assert!(peak <= decoder + rest, "{peak} bytes for three batches, of which the decoder's gradient has {decoder}");
     Ok(())
 }
 
@@ -165,7 +175,7 @@ fn a_sampled_loss_holds_no_copy_of_all_contexts() -> Result<()> {
     let weight = Var::from_tensor(&Tensor::randn(0f32, 0.1, (5000, WIDTH), &Device::Cpu)?)?;
     let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
     let targets = Tensor::from_iter((0..POSITIONS as u32).map(|i| i % 5000), &Device::Cpu)?;
-    let options = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(5000)?.draw(16, 1)?);
+    let options = LossOptions::new().with_sampled_softmax(NoiseDistribution::log_uniform(5000)?.draw(16, 1)?);
     let step = || mixture.loss(&targets, &options)?.backward();
     step()?;
     let (gradients, peak) = peak_of(step);

@@ -7,8 +7,8 @@ use candle_nn::{
     ops, rotary_emb, AdamW, Embedding, LayerNorm, Linear, Optimizer, ParamsAdamW, RmsNorm, VarBuilder, VarMap,
 };
 use mos_head::{
-    Error, HierarchicalConfig, HierarchicalSoftmax, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer,
-    Proposal, Result, SoftmaxConfig, SoftmaxHead,
+    Error, HierarchicalConfig, HierarchicalSoftmax, LossOptions, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution,
+    OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 const VOCAB: usize = 12;
@@ -95,7 +95,7 @@ fn named(vars: &VarMap) -> BTreeMap<String, Var> {
 fn train(operations: Ops) -> Result<[f32; 2]> {
     let vars = VarMap::new();
     let model = Model::new(operations, builder(&vars))?;
-    let config = MixtureConfig::new(HIDDEN, VOCAB, 2).with_context(6);
+    let config = MixtureConfig::new(HIDDEN, VOCAB, 2).with_context_dim(6);
     let head = MixtureOfSoftmaxes::new(&config, builder(&vars).pp("head"))?;
     let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() })?;
     let (tokens, targets) = tokens()?;
@@ -157,7 +157,7 @@ fn a_model_of_differentiable_operations_trains_all_variables() -> Result<()> {
 #[test]
 fn rows_of_the_decoder_stand_for_the_decoder() -> Result<()> {
     let (tokens, targets) = tokens()?;
-    let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 1)?;
+    let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(4, 1)?;
     let sampled = [LossOptions::new().with_sampled_softmax(negatives.clone()), LossOptions::new().with_nce(negatives)];
     let init = candle_nn::Init::Uniform { lo: -0.1, up: 0.1 };
     for (operations, missing) in [(Ops::Differentiable, &[][..]), (Ops::FusedRope, &["key.weight", "query.weight"])] {

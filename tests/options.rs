@@ -193,19 +193,19 @@ on_each_device! {
         Ok(())
     }
 
-    fn hits_are_counted_only_on_request(device: &Device) -> Result<()> {
+    fn correct_predictions_are_counted_only_on_request(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let mut case = case(head, 66);
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let targets = case.target_tensor(device)?;
-            assert!(layer.loss(&targets, &LossOptions::new())?.hits.is_none());
+            assert!(layer.loss(&targets, &LossOptions::new())?.correct.is_none());
             // One target is not the argmax, and one is ignored.
             case.targets = layer.argmax()?.flatten_all()?.to_vec1::<u32>()?.into_iter().map(i64::from).collect();
             case.targets[0] = (case.targets[0] + 1) % SIZES.vocab as i64;
             case.targets[9] = -1;
-            let options = LossOptions::evaluation().with_hits(true).with_ignore_index(-1);
-            let hits = layer.loss(&case.target_tensor(device)?, &options)?.hits.expect("hits");
-            assert_eq!(numbers(&hits), [(POSITIONS - 2) as f64], "{head:?}");
+            let options = LossOptions::evaluation().with_correct(true).with_ignore_index(-1);
+            let correct = layer.loss(&case.target_tensor(device)?, &options)?.correct.expect("correct");
+            assert_eq!(numbers(&correct), [(POSITIONS - 2) as f64], "{head:?}");
         }
         Ok(())
     }
@@ -238,11 +238,11 @@ on_each_device! {
         for head in ENTRIES {
             let mut case = case(head, 68);
             let objective = objective("csf", &mut case);
-            let options = objective.options(&case.lead, device)?.with_hits(true);
+            let options = objective.options(&case.lead, device)?.with_correct(true);
             let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
             let loss = layer.loss(&case.target_tensor(device)?, &options)?;
             assert!(loss.value.track_op());
-            let optional = [&loss.hits, &loss.dropped_mass].map(|result| result.as_ref().expect("every result"));
+            let optional = [&loss.correct, &loss.dropped_mass].map(|result| result.as_ref().expect("every result"));
             for detached in [&loss.sum, &loss.count, &loss.nll].into_iter().chain(optional) {
                 assert!(!detached.track_op(), "{head:?}");
             }
@@ -256,7 +256,7 @@ on_each_device! {
             for head in ENTRIES {
                 let case = case(head, 69);
                 let layer = Layer::new(&case, &case.constants(dtype, device)?)?;
-                let loss = layer.loss(&case.target_tensor(device)?, &LossOptions::new().with_hits(true))?;
+                let loss = layer.loss(&case.target_tensor(device)?, &LossOptions::new().with_correct(true))?;
                 for tensor in [&loss.value, &loss.sum, &loss.count, &loss.nll] {
                     assert_eq!(tensor.dtype(), expected, "{head:?} in {dtype:?}");
                 }
@@ -278,8 +278,8 @@ on_each_device! {
                 Ok((gradients(&loss.backward()?, &tensors), loss.dropped_mass.map(|mass| numbers(&mass))))
             };
             let (exact, none) = ask(&LossOptions::new())?;
-            let (off, still_none) = ask(&LossOptions::new().with_responsibility_filter(0.0))?;
-            let (tiny, dropped) = ask(&LossOptions::new().with_responsibility_filter(1e-12))?;
+            let (off, still_none) = ask(&LossOptions::new().with_gradient_filter(0.0))?;
+            let (tiny, dropped) = ask(&LossOptions::new().with_gradient_filter(1e-12))?;
             assert_eq!((none, still_none, dropped), (None, None, Some(vec![0.0])), "{head:?}");
             assert_eq!(off, exact, "{head:?}");
             for (name, exact) in exact {
@@ -296,7 +296,7 @@ on_each_device! {
         let tensors = case.variables(dtype, device)?;
         let mut last = 0.0;
         for threshold in [0.05, 0.2, 0.4, 0.9] {
-            let options = LossOptions::new().with_responsibility_filter(threshold);
+            let options = LossOptions::new().with_gradient_filter(threshold);
             let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
             let found = gradients(&loss.backward()?, &tensors);
             assert_close("value", &numbers(&loss.value), &exact.value, None, Tolerance::value(dtype));
@@ -351,7 +351,7 @@ on_each_device! {
             Ok((numbers(loss.backward()?.get(&contexts).expect("a gradient")), dropped))
         };
         let (exact, _) = ask(options.clone())?;
-        let (filtered, dropped) = ask(options.with_responsibility_filter(0.1))?;
+        let (filtered, dropped) = ask(options.with_gradient_filter(0.1))?;
         let lost: f64 = exact.iter().zip(&filtered).map(|(a, b)| (a - b).abs()).sum();
         assert!(lost < 1e-6 || dropped > 0.1, "{exact:?} {filtered:?} dropped {dropped}");
         Ok(())
@@ -361,7 +361,7 @@ on_each_device! {
         for positions in [0, 3] {
             let case = Case::random(Head::Mixture, SIZES, &[positions], 78);
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
-            let options = LossOptions::new().with_reduction(Reduction::Sum).with_responsibility_filter(1e-9);
+            let options = LossOptions::new().with_reduction(Reduction::Sum).with_gradient_filter(1e-9);
             let loss = layer.loss(&case.target_tensor(device)?, &options)?;
             let Layer::Mixture(mixture) = layer else { unreachable!() };
             let pruned = mixture.prune(0.0)?.total_variation;

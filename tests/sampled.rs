@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use common::sampled::{close, draws, numbers_of, targets, tolerance, Operands, VOCAB};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    Activation, Dropout, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes,
-    OutputLayer, Proposal, Reduction, Result, SoftmaxHead,
+    ContextActivation, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
+    MixtureOfSoftmaxes, NoiseDistribution, OptionName, OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
 on_each_device! {
@@ -16,7 +16,7 @@ on_each_device! {
         let (tensor, ids) = targets(device)?;
         let [first, second, ..] = draws()?;
         // Targets are among the negatives, one of them more than once.
-        assert!(first.ids().contains(&3) && second.ids().iter().zip(second.repeats()).any(|(id, n)| *id < 2 && *n > 1));
+        assert!(first.token_ids().contains(&3) && second.token_ids().iter().zip(second.repeats()).any(|(id, n)| *id < 2 && *n > 1));
         for &dtype in dtypes(device) {
             for negatives in draws()? {
                 for (components, scale, has_bias) in [(1, 1.0, true), (3, 1.0, true), (3, 2.5, false)] {
@@ -65,7 +65,7 @@ on_each_device! {
         let mixture = operands.mixture()?;
         let weights = Tensor::new(&[1f32, 2., 0., 0.5, 1., 3., 1.], device)?;
         let class_weights = Tensor::from_iter((0..VOCAB).map(|id| 0.5 + (id % 3) as f32), device)?;
-        let negatives = Proposal::log_uniform(VOCAB)?.draw(VOCAB, 3)?;
+        let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(VOCAB, 3)?;
         for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
             let exact = LossOptions::new()
                 .with_reduction(reduction)
@@ -101,10 +101,10 @@ on_each_device! {
             let loss = operands.mixture()?.loss(&tensor, &options.with_decoder_rows(true))?;
             let gradients = loss.backward()?;
             let rows = loss.decoder_rows.unwrap();
-            let mut ids = rows.ids.to_vec1::<u32>()?;
+            let mut ids = rows.token_ids.to_vec1::<u32>()?;
             let expected = dense.get(&operands.weight).unwrap();
-            close("rows", gradients.get(&rows.weight).unwrap(), &expected.index_select(&rows.ids, 0)?, 1e-12)?;
-            let bias = dense.get(operands.bias.as_ref().unwrap()).unwrap().index_select(&rows.ids, 0)?;
+            close("rows", gradients.get(&rows.weight).unwrap(), &expected.index_select(&rows.token_ids, 0)?, 1e-12)?;
+            let bias = dense.get(operands.bias.as_ref().unwrap()).unwrap().index_select(&rows.token_ids, 0)?;
             close("bias", gradients.get(rows.bias.as_ref().unwrap()).unwrap(), &bias, 1e-12)?;
             assert!(gradients.get(&operands.weight).is_none() && gradients.get(&operands.contexts).is_some());
             ids.sort_unstable();
@@ -124,7 +124,7 @@ on_each_device! {
         let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
         let hidden = Tensor::new(&[[0.5f32, 1.0], [f32::NAN, f32::INFINITY]], device)?.to_dtype(dtype)?;
         let targets = Tensor::new(&[3i64, -100], device)?;
-        let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+        let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(4, 0)?;
         let options = LossOptions::new().with_ignore_index(-100);
         for options in [options.clone().with_sampled_softmax(negatives.clone()), options.with_nce(negatives)] {
             let loss = head.loss(&hidden, &targets, &options)?;
@@ -146,7 +146,7 @@ on_each_device! {
         let weight = Var::from_tensor(&Tensor::ones((VOCAB, 2), dtype, device)?)?;
         let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
         let (hidden, targets) = (Tensor::zeros((0, 2), dtype, device)?, Tensor::zeros(0, DType::U32, device)?);
-        let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+        let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(4, 0)?;
         for options in [
             LossOptions::new().with_sampled_softmax(negatives.clone()),
             LossOptions::new().with_nce(negatives),
@@ -163,7 +163,7 @@ on_each_device! {
         let (tensor, _) = targets(device)?;
         let mixture = Operands::random(7, 3, exact(device), device)?.mixture()?;
         let expected = mixture.loss(&tensor, &LossOptions::evaluation())?;
-        let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+        let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(4, 0)?;
         for options in [
             LossOptions::evaluation().with_sampled_softmax(negatives.clone()),
             LossOptions::evaluation().with_nce(negatives),
@@ -179,15 +179,15 @@ fn every_head_takes_a_sampled_loss() -> Result<()> {
     let device = &Device::Cpu;
     let vars = candle_nn::VarMap::new();
     let vb = candle_nn::VarBuilder::from_varmap(&vars, DType::F64, device);
-    let config = MixtureConfig::new(6, VOCAB, 3).with_activation(Activation::Identity);
+    let config = MixtureConfig::new(6, VOCAB, 3).with_activation(ContextActivation::Identity);
     let head = MixtureOfSoftmaxes::new(&config, vb)?;
     let hidden = Tensor::randn(0f64, 1., (2, 3, 6), device)?;
     let targets = Tensor::new(&[[1u32, 2, 3], [4, 5, 6]], device)?;
-    let options = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(VOCAB)?.draw(9, 1)?);
+    let options = LossOptions::new().with_sampled_softmax(NoiseDistribution::log_uniform(VOCAB)?.draw(9, 1)?);
     let loss = head.loss(&hidden, &targets, &options.clone().with_reduction(Reduction::None))?;
     assert_eq!((loss.value.dims(), loss.nll.dims()), (&[2, 3][..], &[2, 3][..]));
     // A loss of the head is that of its mixture.
-    let mixture = head.mixture(&hidden, Dropout::Off)?.loss(&targets, &options)?;
+    let mixture = head.mixture(&hidden, DropoutMasks::Off)?.loss(&targets, &options)?;
     close("value", &loss.value.mean_all()?, &mixture.value, 1e-12)?;
     let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
     assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
@@ -201,8 +201,8 @@ fn losses_are_those_of_tensorflow_for_the_same_draws() -> Result<()> {
     let head = SoftmaxHead::from_tensors(weight, None)?;
     let hidden = Tensor::new(&[[0.5f64, -1.0], [1.5, 0.25]], device)?;
     let targets = Tensor::new(&[1u32, 6], device)?;
-    let negatives = Proposal::log_uniform(10)?.draw_with_replacement(6, 19)?;
-    assert_eq!((negatives.ids(), negatives.repeats()), (&[0, 1, 3, 4, 9][..], &[1, 2, 1, 1, 1][..]));
+    let negatives = NoiseDistribution::log_uniform(10)?.draw_with_replacement(6, 19)?;
+    assert_eq!((negatives.token_ids(), negatives.repeats()), (&[0, 1, 3, 4, 9][..], &[1, 2, 1, 1, 1][..]));
     // By its formulas in Python: `log_uniform_candidate_sampler` with `unique=False`, hits removed from the sampled
     // softmax only; the first target is drawn twice.
     let options = LossOptions::new().with_reduction(Reduction::None);
@@ -220,19 +220,22 @@ fn losses_are_those_of_tensorflow_for_the_same_draws() -> Result<()> {
 fn mistakes_are_errors_that_name_them() -> Result<()> {
     let device = &Device::Cpu;
     let message = |result: Result<Loss>| result.map(|_| ()).unwrap_err().to_string();
-    let draw = |vocab, samples| Proposal::log_uniform(vocab)?.draw(samples, 0);
+    let draw = |vocab, samples| NoiseDistribution::log_uniform(vocab)?.draw(samples, 0);
     assert_eq!(
         draw(5, 6).unwrap_err().to_string(),
         "samples: expected at most 5, the number of ids of positive probability, got 6"
     );
     assert_eq!(draw(5, 0).unwrap_err().to_string(), "samples: expected at least 1, got 0");
-    assert_eq!(draw(0, 1).unwrap_err().to_string(), "vocab: expected at least 1, got 0");
+    assert_eq!(draw(0, 1).unwrap_err().to_string(), "vocab_size: expected at least 1, got 0");
     for counts in [&[][..], &[0.0], &[1.0, -1.0], &[f64::NAN, 1.0], &[f64::INFINITY]] {
-        assert!(matches!(Proposal::unigram(counts), Err(Error::Config { argument: "counts", .. })), "{counts:?}");
+        assert!(
+            matches!(NoiseDistribution::unigram(counts), Err(Error::Config { argument: "counts", .. })),
+            "{counts:?}"
+        );
     }
-    assert!(Proposal::unigram(&[1.0, 0.0])?.draw(2, 0).is_err());
-    assert!(Proposal::log_uniform(3)?.draw_with_replacement(0, 0).is_err());
-    assert!(Proposal::log_uniform(3)?.draw_with_replacement(usize::MAX, 0).is_err());
+    assert!(NoiseDistribution::unigram(&[1.0, 0.0])?.draw(2, 0).is_err());
+    assert!(NoiseDistribution::log_uniform(3)?.draw_with_replacement(0, 0).is_err());
+    assert!(NoiseDistribution::log_uniform(3)?.draw_with_replacement(usize::MAX, 0).is_err());
 
     let (tensor, _) = targets(device)?;
     let operands = Operands::random(7, 3, DType::F32, device)?;
@@ -244,9 +247,9 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     let softmax = Operands::random(7, 1, DType::F32, device)?.mixture()?;
     for options in [&sampled, &nce] {
         for (option, options) in [
-            ("hits", options.clone().with_hits(true)),
-            ("z_loss", options.clone().with_z_loss(0.1)),
-            ("label_smoothing", options.clone().with_label_smoothing(0.1)),
+            (OptionName::Correct, options.clone().with_correct(true)),
+            (OptionName::ZLoss, options.clone().with_z_loss(0.1)),
+            (OptionName::LabelSmoothing, options.clone().with_label_smoothing(0.1)),
         ] {
             let error = softmax.loss(&tensor, &options).unwrap_err();
             assert!(matches!(error, Error::Unsupported { option: got, .. } if got == option), "{error}");
@@ -259,15 +262,15 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     let other = LossOptions::new().with_sampled_softmax(draw(VOCAB + 1, 4)?);
     assert_eq!(
         message(mixture.loss(&tensor, &other)),
-        "vocab of the negatives: expected 40, the size of the vocabulary, got 41"
+        "vocab_size of the negatives: expected 40, the size of the vocabulary, got 41"
     );
     let outside = Tensor::new(&[3u32, 0, 40, 17, 3, 1, 20], device)?;
     assert_eq!(message(mixture.loss(&outside, &sampled)), "target 40 at position 2 is not below vocab_size 40");
     let counts: Vec<f64> = (0..VOCAB).map(|id| f64::from(id != 17)).collect();
-    let never = LossOptions::new().with_sampled_softmax(Proposal::unigram(&counts)?.draw(4, 0)?);
+    let never = LossOptions::new().with_sampled_softmax(NoiseDistribution::unigram(&counts)?.draw(4, 0)?);
     assert_eq!(
         message(mixture.loss(&tensor, &never)),
-        "proposal: expected a positive probability of the target 17, got 0"
+        "noise: expected a positive probability of the target 17, got 0"
     );
     assert_eq!(
         message(mixture.loss(&tensor, &LossOptions::new().with_decoder_rows(true))),
@@ -275,7 +278,7 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     );
     // A head that computes its loss itself.
     let nll = Tensor::zeros(7, DType::F32, device)?;
-    assert_eq!(message(Loss::from_nll("Mine", &nll, &tensor, &sampled)), "sampled_softmax: not supported by Mine");
+    assert_eq!(message(Loss::from_nll(&nll, &tensor, &sampled)), "sampled_softmax: not supported by Loss::from_nll");
     Ok(())
 }
 
@@ -298,8 +301,8 @@ fn many(dtype: DType, components: usize) -> Result<(Mixture, [Var; 2], Tensor)> 
 
 #[test]
 fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
-    let negatives = Proposal::log_uniform(VOCAB)?.draw(6, 2)?;
-    assert!(!negatives.ids().contains(&39));
+    let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(6, 2)?;
+    assert!(!negatives.token_ids().contains(&39));
     let options = |kind: &str| match kind {
         "nce" => LossOptions::new().with_nce(negatives.clone()),
         _ => LossOptions::new().with_sampled_softmax(negatives.clone()),
@@ -337,11 +340,12 @@ fn of_two_ids(
     scale: f64,
     dtype: DType,
 ) -> Result<(Loss, Var, f64)> {
-    let negatives = Proposal::unigram(&[1.0, 1.0])?;
-    let negatives =
-        (0..).map(|seed| negatives.draw(1, seed)).find(|drawn| drawn.as_ref().is_ok_and(|drawn| drawn.ids() == [0]));
+    let negatives = NoiseDistribution::unigram(&[1.0, 1.0])?;
+    let negatives = (0..)
+        .map(|seed| negatives.draw(1, seed))
+        .find(|drawn| drawn.as_ref().is_ok_and(|drawn| drawn.token_ids() == [0]));
     let negatives = negatives.expect("a seed that draws the first id")?;
-    // Both ids are equally probable in the proposal: no shift remains.
+    // Both ids are equally probable in the noise: no shift remains.
     let expected_difference = negatives.expected_count(1).ln() - negatives.expected_count(0).ln();
     assert_eq!(expected_difference, 0.0);
     let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
@@ -425,7 +429,7 @@ fn many_positions_are_one_loss() -> Result<()> {
     let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
     let targets = Tensor::from_iter((0..positions as u32).map(|i| i * 7 % VOCAB as u32), &Device::Cpu)?;
     let exact = mixture.loss(&targets, &LossOptions::new())?;
-    let negatives = Proposal::log_uniform(VOCAB)?.draw(VOCAB, 1)?;
+    let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(VOCAB, 1)?;
     let sampled = mixture.loss(&targets, &LossOptions::new().with_sampled_softmax(negatives))?;
     close("nll", &sampled.nll, &exact.nll, 1e-5)?;
     let (found, expected) = (sampled.backward()?, exact.backward()?);
@@ -443,15 +447,16 @@ fn a_scale_of_the_logits_is_exact_in_half_precision() -> Result<()> {
         let weight = Tensor::full(8f32, (VOCAB, 128), &Device::Cpu)?.to_dtype(dtype)?;
         let mixture = Mixture::new(&contexts, None, &weight, None)?.with_logit_scale(scale)?;
         let targets = Tensor::new(&[0u32, 20, 39], &Device::Cpu)?;
-        let negatives = Proposal::log_uniform(VOCAB)?.draw(VOCAB, 1)?;
+        let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(VOCAB, 1)?;
         let sampled = mixture.loss(&targets, &LossOptions::new().with_sampled_softmax(negatives))?;
         close("all", &sampled.nll, &Tensor::full((VOCAB as f32).ln(), 3, &Device::Cpu)?, 1e-5)?;
-        let negatives = Proposal::log_uniform(VOCAB)?.draw(2, 1)?;
+        let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(2, 1)?;
         let log_expected = |id: usize| negatives.expected_count(id).ln();
         let options = LossOptions::new().with_sampled_softmax(negatives.clone());
         let found = mixture.loss(&targets, &options)?.nll.to_vec1::<f32>()?;
         for (found, id) in found.into_iter().zip([0usize, 20, 39]) {
-            let others = negatives.ids().iter().filter(|other| **other != id).map(|id| (-log_expected(*id)).exp());
+            let others =
+                negatives.token_ids().iter().filter(|other| **other != id).map(|id| (-log_expected(*id)).exp());
             let own = (-log_expected(id)).exp();
             let expected = ((own + others.sum::<f64>()) / own).ln();
             assert!((f64::from(found) - expected).abs() < 1e-3 * expected.max(1.0), "{dtype:?} {scale} {id}");
@@ -467,7 +472,7 @@ fn an_impossible_target_has_an_infinite_loss_and_spoils_no_other() -> Result<()>
     let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), Some(bias))?;
     let hidden = Var::from_tensor(&Tensor::ones((2, 2), DType::F32, &Device::Cpu)?)?;
     let targets = Tensor::new(&[3u32, 39], &Device::Cpu)?;
-    let negatives = Proposal::log_uniform(VOCAB)?.draw(4, 0)?;
+    let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(4, 0)?;
     for options in [LossOptions::new().with_sampled_softmax(negatives.clone()), LossOptions::new().with_nce(negatives)]
     {
         for weight_of_it in [1f32, 0.0] {
@@ -504,7 +509,7 @@ fn weights_that_sum_to_zero_have_no_mean() -> Result<()> {
 fn layouts_frozen_operands_and_second_passes_are_those_of_the_exact_loss() -> Result<()> {
     let (tensor, _) = targets(&Device::Cpu)?;
     let operands = Operands::random(7, 3, DType::F64, &Device::Cpu)?;
-    let options = LossOptions::new().with_sampled_softmax(Proposal::log_uniform(VOCAB)?.draw(VOCAB, 1)?);
+    let options = LossOptions::new().with_sampled_softmax(NoiseDistribution::log_uniform(VOCAB)?.draw(VOCAB, 1)?);
     // A transposed decoder, frozen contexts, an upstream gradient of each position, twice.
     let transposed = Var::from_tensor(&operands.weight.t()?.contiguous()?)?;
     let mixture = Mixture::new(&operands.contexts.detach(), Some(&operands.log_priors()?), &transposed.t()?, None)?;

@@ -4,7 +4,7 @@ mod common;
 
 use candle_core::{DType, Device, Tensor};
 use common::sampled::{numbers_of, targets, Operands, VOCAB};
-use mos_head::{LossOptions, Negatives, Proposal, Reduction, Result};
+use mos_head::{LossOptions, Negatives, NoiseDistribution, Reduction, Result};
 
 /// Mean and standard error of each entry.
 fn mean(draws: usize, mut draw: impl FnMut(u64) -> Result<Vec<f64>>) -> Result<Vec<(f64, f64)>> {
@@ -28,25 +28,25 @@ fn agrees(name: &str, found: &[(f64, f64)], expected: &[f64]) {
     }
 }
 
-type Draw = fn(&Proposal, usize, u64) -> Result<Negatives>;
-const SCHEMES: [Draw; 2] = [Proposal::draw, Proposal::draw_with_replacement];
+type Draw = fn(&NoiseDistribution, usize, u64) -> Result<Negatives>;
+const SCHEMES: [Draw; 2] = [NoiseDistribution::draw, NoiseDistribution::draw_with_replacement];
 
 #[test]
 fn expected_counts_are_those_of_many_draws() -> Result<()> {
     let counts: Vec<f64> = (0..12).map(|id| ((id * 5) % 7) as f64).collect();
-    for proposal in [Proposal::log_uniform(12)?, Proposal::unigram(&counts)?] {
+    for noise in [NoiseDistribution::log_uniform(12)?, NoiseDistribution::unigram(&counts)?] {
         for draw in SCHEMES {
             // The ratio of an id's count to the count expected is one on average, whatever the random time.
             let ratios = mean(20_000, |seed| {
-                let negatives = draw(&proposal, 5, seed)?;
+                let negatives = draw(&noise, 5, seed)?;
                 assert_eq!(negatives.repeats().iter().sum::<usize>(), 5);
                 let mut ratios = vec![0.0; 12];
-                for (&id, &repeats) in negatives.ids().iter().zip(negatives.repeats()) {
+                for (&id, &repeats) in negatives.token_ids().iter().zip(negatives.repeats()) {
                     ratios[id] = repeats as f64 / negatives.expected_count(id);
                 }
                 Ok(ratios)
             })?;
-            let expected: Vec<f64> = (0..12).map(|id| f64::from(proposal.probability(id) > 0.0)).collect();
+            let expected: Vec<f64> = (0..12).map(|id| f64::from(noise.probability(id) > 0.0)).collect();
             agrees("count", &ratios, &expected);
         }
     }
@@ -68,7 +68,7 @@ fn the_sum_over_the_negatives_is_unbiased() -> Result<()> {
     let counts: Vec<f64> = (0..VOCAB).map(|id| 1.0 + (id % 5) as f64).collect();
     for draw in SCHEMES {
         let found = mean(1500, |seed| {
-            let negatives = draw(&Proposal::unigram(&counts)?, 12, seed)?;
+            let negatives = draw(&NoiseDistribution::unigram(&counts)?, 12, seed)?;
             let own = own(&negatives)??;
             let options = LossOptions::new().with_sampled_softmax(negatives).with_reduction(Reduction::None);
             let loss = operands.mixture()?.loss(&tensor, &options)?.value;
@@ -92,21 +92,21 @@ fn the_sum_over_the_negatives_is_unbiased() -> Result<()> {
 fn nce_with_replacement_is_its_sum_over_the_vocabulary_on_average() -> Result<()> {
     let (tensor, ids) = targets(&Device::Cpu)?;
     let operands = Operands::random(7, 1, DType::F64, &Device::Cpu)?;
-    let proposal = Proposal::log_uniform(VOCAB)?;
+    let noise = NoiseDistribution::log_uniform(VOCAB)?;
     let all: Vec<usize> = (0..VOCAB).collect();
-    let log_expected = |id: usize| (8.0 * proposal.probability(id)).ln();
+    let log_expected = |id: usize| (8.0 * noise.probability(id)).ln();
     let table = |of: &dyn Fn(usize) -> f64, ids: &[usize]| {
         Tensor::from_iter(ids.iter().map(|&id| of(id)).collect::<Vec<_>>(), &Device::Cpu)
     };
     let logits = operands.logits(&all)?.squeeze(1)?;
     let sigmoid = |x: Tensor| (x.neg()?.exp()? + 1.0)?.recip();
     let own = (logits.gather(&tensor.unsqueeze(1)?, 1)?.squeeze(1)? - table(&log_expected, &ids)?)?;
-    let noise = sigmoid(logits.broadcast_sub(&table(&log_expected, &all)?)?.neg()?)?.log()?;
-    let noise = noise.broadcast_mul(&table(&|id| 8.0 * proposal.probability(id), &all)?)?.sum(1)?;
-    let exact = (sigmoid(own)?.log()? + noise)?.neg()?;
+    let rest = sigmoid(logits.broadcast_sub(&table(&log_expected, &all)?)?.neg()?)?.log()?;
+    let rest = rest.broadcast_mul(&table(&|id| 8.0 * noise.probability(id), &all)?)?.sum(1)?;
+    let exact = (sigmoid(own)?.log()? + rest)?.neg()?;
     let gradient = exact.sum_all()?.backward()?;
     let found = mean(1500, |seed| {
-        let negatives = proposal.draw_with_replacement(8, seed)?;
+        let negatives = noise.draw_with_replacement(8, seed)?;
         let options = LossOptions::new().with_nce(negatives).with_reduction(Reduction::Sum);
         let loss = operands.mixture()?.loss(&tensor, &options)?;
         let mut all = numbers_of(&loss.nll)?;
@@ -121,13 +121,13 @@ fn nce_with_replacement_is_its_sum_over_the_vocabulary_on_average() -> Result<()
 
 #[test]
 fn the_log_uniform_distribution_is_that_of_tensorflow() -> Result<()> {
-    let proposal = Proposal::log_uniform(10)?;
+    let noise = NoiseDistribution::log_uniform(10)?;
     // (log(c + 2) - log(c + 1)) / log(11)
     let expected = [0.2890648263178878, 0.1690920836734384, 0.11997274264444943, 0.09305808883546389];
     for (id, expected) in expected.into_iter().enumerate() {
-        assert!((proposal.probability(id) - expected).abs() < 1e-15);
+        assert!((noise.probability(id) - expected).abs() < 1e-15);
     }
-    let total: f64 = (0..11).map(|id| proposal.probability(id)).sum();
+    let total: f64 = (0..11).map(|id| noise.probability(id)).sum();
     assert!((total - 1.0).abs() < 1e-12);
     Ok(())
 }

@@ -19,7 +19,7 @@ const COMPONENTS: usize = 3;
 type Build = fn(VarBuilder) -> Result<Box<dyn OutputLayer>>;
 
 fn mixture() -> MixtureConfig {
-    MixtureConfig::new(HIDDEN, VOCAB, COMPONENTS).with_context(CONTEXT)
+    MixtureConfig::new(HIDDEN, VOCAB, COMPONENTS).with_context_dim(CONTEXT)
 }
 
 fn softmax() -> SoftmaxConfig {
@@ -129,7 +129,7 @@ on_each_device! {
 
     fn parameters_start_as_in_the_released_code(device: &Device) -> Result<()> {
         let variables = VarMap::new();
-        let config = MixtureConfig::new(100, 500, 5).with_context(40).with_prior_bias(true);
+        let config = MixtureConfig::new(100, 500, 5).with_context_dim(40).with_prior_bias(true);
         MixtureOfSoftmaxes::new(&config, VarBuilder::from_varmap(&variables, DType::F32, device))?;
         let variables = variables.data().lock().expect("the variables");
         let bounds = [

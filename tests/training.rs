@@ -21,7 +21,7 @@ const HEADS: [(&str, Make); 3] = [
 ];
 
 fn config() -> MixtureConfig {
-    MixtureConfig::new(12, 70, 4).with_context(9).with_prior_bias(true)
+    MixtureConfig::new(12, 70, 4).with_context_dim(9).with_prior_bias(true)
 }
 
 /// Numbers from -2 to 2.
@@ -68,7 +68,7 @@ fn train(make: Make, dtype: DType, device: &Device) -> Result<Trained> {
     }
     let parameters = variables.data().lock().unwrap();
     let parameters = parameters.iter().map(|(name, v)| Ok((name.clone(), values(v)?))).collect::<Result<_>>()?;
-    Ok(Trained { losses, parameters, ids: head.top_k(&hidden, 1)?.tokens.flatten_all()?.to_vec1()? })
+    Ok(Trained { losses, parameters, ids: head.top_k(&hidden, 1)?.token_ids.flatten_all()?.to_vec1()? })
 }
 
 /// Panics unless all values are the same up to a tolerance relative to the larger of them and one.

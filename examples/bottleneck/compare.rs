@@ -84,7 +84,7 @@ fn context(text: &Text, i: usize) -> String {
 /// The five most probable tokens, with their probabilities.
 fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
     let top = source.head.top_k(&source.hidden.narrow(0, i, 1)?, 5.min(corpus.words.len()))?;
-    let ids = top.tokens.flatten_all()?.to_vec1::<u32>()?;
+    let ids = top.token_ids.flatten_all()?.to_vec1::<u32>()?;
     let log_probs = top.log_probs.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
     let pair = |(id, log_prob): (u32, f64)| format!("{} {:.2}", word(corpus, id), log_prob.exp());
     Ok(ids.into_iter().zip(log_probs).map(pair).collect::<Vec<_>>().join(", "))

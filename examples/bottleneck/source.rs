@@ -9,7 +9,9 @@ use crate::common::{model::Model, progress, recipe::Recipe, Result};
 use crate::corpus::Corpus;
 use crate::language;
 use candle_core::{DType, Device, Tensor};
-use mos_head::{Dropout, Mixture, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, SoftmaxHead};
+use mos_head::{
+    DropoutMasks, Mixture, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, SoftmaxHead,
+};
 use std::path::Path;
 
 pub(crate) struct Source {
@@ -51,7 +53,7 @@ pub(crate) fn open(args: &Args) -> Result<Vec<Source>> {
 impl Source {
     /// The mixture of some contexts.
     pub(crate) fn mixture(&self, start: usize, count: usize) -> Result<Mixture> {
-        Ok(self.head.mixture(&self.hidden.narrow(0, start, count)?, Dropout::Off)?)
+        Ok(self.head.mixture(&self.hidden.narrow(0, start, count)?, DropoutMasks::Off)?)
     }
 
     pub(crate) fn contexts(&self) -> usize {

@@ -30,7 +30,7 @@ pub(crate) struct Awd {
     /// Dropout of the recurrent weights (DropConnect), one mask for all steps and streams of a backward pass
     #[arg(long, value_name = "P", value_parser = below_one)]
     pub(crate) weight_dropout: Option<f64>,
-    /// Activation regularisation: factor of the mean square of the last layer's outputs
+    /// ContextActivation regularisation: factor of the mean square of the last layer's outputs
     #[arg(long, value_name = "ALPHA", value_parser = not_negative)]
     pub(crate) ar: Option<f64>,
     /// Temporal activation regularisation: factor of the mean square of their differences

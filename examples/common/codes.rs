@@ -16,9 +16,9 @@ impl Coding {
     pub(crate) fn of_table(table: &CodeTable, words: &[String]) -> Result<Self> {
         let book = table.codebook();
         let config = table.config();
-        let rows = (0..config.rows()).map(|row| format!("row {row}"));
-        let columns = (0..config.columns()).map(|column| format!("column {column}"));
-        let mut names = vec![String::new(); config.own()].into_iter().chain(rows).chain(columns).collect::<Vec<_>>();
+        let rows = (0..config.rows).map(|row| format!("row {row}"));
+        let columns = (0..config.columns).map(|column| format!("column {column}"));
+        let mut names = vec![String::new(); config.own].into_iter().chain(rows).chain(columns).collect::<Vec<_>>();
         let mut sequences = Vec::with_capacity(words.len());
         for (id, word) in (0u32..).zip(words) {
             let codes = book.codes_of(id)?;
@@ -85,7 +85,7 @@ impl Coding {
 
 /// A table of a checkpoint.
 pub(crate) fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
-    let sizes = [("own", config.own()), ("rows", config.rows()), ("columns", config.columns())];
+    let sizes = [("own", config.own), ("rows", config.rows), ("columns", config.columns)];
     for (key, size) in sizes {
         let stored: usize = file.get(key)?;
         if stored != size {
@@ -100,7 +100,7 @@ pub(crate) fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Re
 pub(crate) fn insert_table(file: &mut Checkpoint, name: &str, table: &CodeTable) -> Result<()> {
     let config = table.config();
     file.tensors.insert(name.into(), table.codes()?);
-    for (key, size) in [("own", config.own()), ("rows", config.rows()), ("columns", config.columns())] {
+    for (key, size) in [("own", config.own), ("rows", config.rows), ("columns", config.columns)] {
         file.metadata.insert(key.into(), size.to_string());
     }
     Ok(())

@@ -37,8 +37,7 @@ pub(crate) fn generate(
     sampler: &mut Sampler,
     book: Option<&Codebook>,
 ) -> Result<Vec<u32>> {
-    let frozen = model.frozen_head()?;
-    let head = frozen.as_deref().unwrap_or(model.head());
+    let head = model.head().frozen()?;
     let mut states = model.state(1)?;
     let mut last = Tensor::new(&[[start]], model.device())?;
     let (mut text, mut first) = (Vec::with_capacity(count), None);

@@ -5,7 +5,7 @@ use candle_nn::{Embedding, VarBuilder, VarMap};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::ValueEnum;
 use mos_head::{
-    Activation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -33,12 +33,12 @@ impl HeadKind {
 }
 
 /// The parser of an activation's name.
-pub(crate) fn activation() -> impl TypedValueParser<Value = Activation> {
+pub(crate) fn activation() -> impl TypedValueParser<Value = ContextActivation> {
     PossibleValuesParser::new(["tanh", "identity"]).map(|name| {
         if name == "tanh" {
-            Activation::Tanh
+            ContextActivation::Tanh
         } else {
-            Activation::Identity
+            ContextActivation::Identity
         }
     })
 }
@@ -50,7 +50,7 @@ pub(crate) struct HeadSizes {
     /// Size of the mixtures' contexts; the softmax's context is the hidden state.
     pub(crate) context: usize,
     pub(crate) components: usize,
-    pub(crate) activation: Activation,
+    pub(crate) activation: ContextActivation,
 }
 
 impl HeadSizes {
@@ -75,7 +75,7 @@ impl HeadSizes {
 
     pub(crate) fn mixture(self) -> MixtureConfig {
         let HeadSizes { vocab, hidden, context, components, activation } = self;
-        MixtureConfig::new(hidden, vocab, components).with_context(context).with_activation(activation)
+        MixtureConfig::new(hidden, vocab, components).with_context_dim(context).with_activation(activation)
     }
 
     /// Lets the components of `head.latent.weight` start alike; nothing if there are none.

@@ -5,14 +5,14 @@ use super::batches::{Streams, Window, IGNORED};
 use super::codes::insert_table;
 use super::head::HeadKind;
 use super::model::{Forward, Model, Part, Pass};
-use super::output::{Built, Entries, Output};
+use super::output::{Entries, Output};
 use super::recurrent::{self, Lstm, LstmDropout, Outputs};
 use super::sizes::{InitialValues, Sizes};
 use super::{checkpoint::Checkpoint, init, recipe::Recipe, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
-use mos_head::{CodeTable, LossOptions, OutputLayer, Proposal};
+use mos_head::{CodeTable, LossOptions, NoiseDistribution, OutputLayer};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::HashMap;
 
@@ -23,10 +23,10 @@ pub(crate) struct LanguageModel {
     /// Dropout of whole rows of the embedding.
     embedding_dropout: f64,
     lstm: Lstm,
-    head: Built,
+    head: Box<dyn OutputLayer>,
     output: Output,
     /// What negatives are drawn from, if any are.
-    proposal: Option<Proposal>,
+    noise: Option<NoiseDistribution>,
     /// Of the codes that this is a model of, if it is one.
     table: Option<CodeTable>,
     /// Factors of activation regularisation and temporal activation regularisation.
@@ -80,7 +80,7 @@ impl LanguageModel {
             lstm,
             head,
             output,
-            proposal: output.proposal(entries)?,
+            noise: output.noise(entries)?,
             table: None,
             regularization: [recipe.awd.ar.unwrap_or(0.0), recipe.awd.tar.unwrap_or(0.0)],
             varmap,
@@ -170,7 +170,7 @@ impl LanguageModel {
         Ok(outputs)
     }
 
-    /// Activation regularisation of the outputs that the head sees, and temporal activation regularisation of those
+    /// ContextActivation regularisation of the outputs that the head sees, and temporal activation regularisation of those
     /// before dropout (Merity et al., 2017).
     fn penalty(&self, outputs: &Outputs) -> Result<Option<Tensor>> {
         let [ar, tar] = self.regularization;
@@ -207,16 +207,12 @@ impl Model for LanguageModel {
     const IGNORED: i64 = IGNORED;
 
     fn head(&self) -> &dyn OutputLayer {
-        self.head.head()
-    }
-
-    fn frozen_head(&self) -> Result<Option<Box<dyn OutputLayer>>> {
-        self.head.frozen()
+        self.head.as_ref()
     }
 
     fn options(&self, options: LossOptions, rng: &mut StdRng) -> Result<LossOptions> {
-        match &self.proposal {
-            Some(proposal) => self.output.options(options, proposal, rng.random()),
+        match &self.noise {
+            Some(noise) => self.output.options(options, noise, rng.random()),
             None => Ok(options),
         }
     }

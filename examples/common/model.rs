@@ -47,11 +47,6 @@ pub(crate) trait Model {
 
     fn head(&self) -> &dyn OutputLayer;
 
-    /// The head for an evaluation, if another is cheaper.
-    fn frozen_head(&self) -> Result<Option<Box<dyn OutputLayer>>> {
-        Ok(None)
-    }
-
     /// The options of a training step, from those that all models share.
     fn options(&self, options: LossOptions, _: &mut StdRng) -> Result<LossOptions> {
         Ok(options)

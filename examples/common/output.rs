@@ -7,7 +7,7 @@ use candle_nn::{Embedding, VarBuilder};
 use clap::ValueEnum;
 use mos_head::{
     AdaptiveConfig, AdaptiveSoftmax, CharCnn, CharCnnConfig, Classes, HierarchicalConfig, HierarchicalSoftmax,
-    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Proposal, SoftmaxConfig,
+    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, SoftmaxConfig,
     SoftmaxHead,
 };
 use std::sync::Arc;
@@ -72,40 +72,6 @@ impl Entries {
     }
 }
 
-/// A head of any kind of output.
-pub(crate) enum Built {
-    Plain(Box<dyn OutputLayer>),
-    CharCnn(Spelled),
-}
-
-/// Heads whose rows are computed.
-pub(crate) enum Spelled {
-    Softmax(SoftmaxHead),
-    Moc(MixtureOfContexts),
-    Mos(MixtureOfSoftmaxes),
-}
-
-impl Built {
-    pub(crate) fn head(&self) -> &dyn OutputLayer {
-        match self {
-            Built::Plain(head) => head.as_ref(),
-            Built::CharCnn(Spelled::Softmax(head)) => head,
-            Built::CharCnn(Spelled::Moc(head)) => head,
-            Built::CharCnn(Spelled::Mos(head)) => head,
-        }
-    }
-
-    /// For an evaluation: the head with its rows computed once.
-    pub(crate) fn frozen(&self) -> Result<Option<Box<dyn OutputLayer>>> {
-        Ok(match self {
-            Built::Plain(_) => None,
-            Built::CharCnn(Spelled::Softmax(head)) => Some(Box::new(head.with_rows_computed()?)),
-            Built::CharCnn(Spelled::Moc(head)) => Some(Box::new(head.with_rows_computed()?)),
-            Built::CharCnn(Spelled::Mos(head)) => Some(Box::new(head.with_rows_computed()?)),
-        })
-    }
-}
-
 impl Output {
     pub(crate) const FULL: Output = Output { kind: OutputKind::Full, samples: None };
 
@@ -122,7 +88,7 @@ impl Output {
         tied: Option<&Embedding>,
         entries: &Entries,
         vb: VarBuilder,
-    ) -> Result<Built> {
+    ) -> Result<Box<dyn OutputLayer>> {
         let HeadSizes { vocab, hidden, .. } = sizes;
         let is_whole =
             matches!(self.kind, OutputKind::Full | OutputKind::Sampled | OutputKind::Nce) || self.kind.is_coded();
@@ -144,47 +110,47 @@ impl Output {
             })
         };
         match self.kind {
-            _ if is_whole => Ok(Built::Plain(sizes.build(kind, dropout, tied, vb)?)),
+            _ if is_whole => sizes.build(kind, dropout, tied, vb),
             OutputKind::CharCnn => {
                 let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
                 let cnn = CharCnn::new(&char_cnn(width), &entries.words, vb.pp("rows"))?;
-                Ok(Built::CharCnn(match kind {
+                Ok(match kind {
                     HeadKind::Softmax => {
-                        Spelled::Softmax(SoftmaxHead::computed(&SoftmaxConfig::new(hidden, vocab), cnn, vb)?)
+                        Box::new(SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(hidden, vocab), cnn, vb)?)
                     }
-                    HeadKind::Moc => Spelled::Moc(MixtureOfContexts::computed(&mixture(vocab), cnn, vb)?),
-                    HeadKind::Mos => Spelled::Mos(MixtureOfSoftmaxes::computed(&mixture(vocab), cnn, vb)?),
-                }))
+                    HeadKind::Moc => Box::new(MixtureOfContexts::with_char_cnn(&mixture(vocab), cnn, vb)?),
+                    HeadKind::Mos => Box::new(MixtureOfSoftmaxes::with_char_cnn(&mixture(vocab), cnn, vb)?),
+                })
             }
             OutputKind::Adaptive => {
                 // Twice the default size of the projections, as the hidden states are small here.
                 let config = AdaptiveConfig::new(hidden, vocab, cutoffs(vocab)).with_div_value(2.0);
                 let head = first_level(config.head_size(), vb.pp("head"))?;
-                Ok(Built::Plain(Box::new(AdaptiveSoftmax::with_head(&config, head, vb)?)))
+                Ok(Box::new(AdaptiveSoftmax::with_head(&config, head, vb)?))
             }
             _ => {
                 let classes = Classes::of_frequencies(&entries.counts, (vocab as f64).sqrt().ceil() as usize)?;
                 let config = HierarchicalConfig::new(hidden, vocab).with_classes(classes);
                 let classes = first_level(config.class_count()?, vb.pp("class"))?;
-                Ok(Built::Plain(Box::new(HierarchicalSoftmax::with_class_layer(&config, classes, vb)?)))
+                Ok(Box::new(HierarchicalSoftmax::with_class_layer(&config, classes, vb)?))
             }
         }
     }
 
     /// What negatives are drawn from, if any are.
-    pub(crate) fn proposal(self, entries: &Entries) -> Result<Option<Proposal>> {
+    pub(crate) fn noise(self, entries: &Entries) -> Result<Option<NoiseDistribution>> {
         match self.kind {
             OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn => {
-                Ok(Some(Proposal::unigram(&entries.counts)?))
+                Ok(Some(NoiseDistribution::unigram(&entries.counts)?))
             }
             _ => Ok(None),
         }
     }
 
     /// The options of a training step, with negatives of this seed.
-    pub(crate) fn options(self, options: LossOptions, proposal: &Proposal, seed: u64) -> Result<LossOptions> {
-        let samples = self.samples.unwrap_or((proposal.vocab() / 10).max(16)).min(proposal.vocab());
-        let negatives = proposal.draw(samples, seed)?;
+    pub(crate) fn options(self, options: LossOptions, noise: &NoiseDistribution, seed: u64) -> Result<LossOptions> {
+        let samples = self.samples.unwrap_or((noise.vocab_size() / 10).max(16)).min(noise.vocab_size());
+        let negatives = noise.draw(samples, seed)?;
         Ok(match self.kind {
             OutputKind::Nce => options.with_nce(negatives),
             _ => options.with_sampled_softmax(negatives),
@@ -265,8 +231,9 @@ mod tests {
     fn a_frozen_head_is_the_head() {
         for head in HeadKind::ALL {
             let model = model(head, OutputKind::CharCnn, false).expect("valid sizes");
-            let frozen = model.frozen_head().unwrap().expect("rows are computed");
-            let ids = |head: &dyn OutputLayer, hidden: &Tensor| head.top_k(hidden, 4).unwrap().tokens.to_vec2::<u32>();
+            let frozen = model.head().frozen().expect("rows are computed");
+            let ids =
+                |head: &dyn OutputLayer, hidden: &Tensor| head.top_k(hidden, 4).unwrap().token_ids.to_vec2::<u32>();
             let hidden = hidden();
             assert_eq!(ids(frozen.as_ref(), &hidden).unwrap(), ids(model.head(), &hidden).unwrap());
         }

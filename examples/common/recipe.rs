@@ -3,7 +3,7 @@
 use super::head::{activation, HeadKind, HeadSizes};
 use super::values::{above_zero, below_one, not_negative, positive, up_to_one};
 use super::{awd::Awd, checkpoint::Checkpoint, measure::Measure, optimizer::OptimizerKind, output::Output, Result};
-use mos_head::Activation;
+use mos_head::ContextActivation;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 /// Declares each setting once: its flag and its most common default.
@@ -90,9 +90,9 @@ recipe! {
     /// LSTM units per layer
     #[arg(long, value_parser = positive)]
     hidden: usize = 256,
-    /// Activation of the contexts
+    /// ContextActivation of the contexts
     #[arg(long, value_parser = activation())]
-    activation: Activation = Activation::Tanh,
+    activation: ContextActivation = ContextActivation::Tanh,
     /// Number of LSTM layers
     #[arg(long, value_parser = positive)]
     layers: usize = 1,
@@ -143,7 +143,7 @@ impl Recipe {
             recipe.context = Some(checkpoint.get("context")?);
             recipe.components = checkpoint.get("components")?;
             let tanh = checkpoint.get::<String>("activation")? == "tanh";
-            recipe.activation = if tanh { Activation::Tanh } else { Activation::Identity };
+            recipe.activation = if tanh { ContextActivation::Tanh } else { ContextActivation::Identity };
         }
         Ok(recipe)
     }
@@ -171,8 +171,8 @@ impl Recipe {
         let lr = rounded(format!("{:.1e}", self.lr * 2f64.powf(rng.random_range(-1.0..=1.0))));
         let dropout = rounded(format!("{:.2}", rng.random_range(0.0..=0.4f64)));
         let activation = match (self.activation, trial % 2) {
-            (Activation::Tanh, 1) | (Activation::Identity, 0) => Activation::Identity,
-            _ => Activation::Tanh,
+            (ContextActivation::Tanh, 1) | (ContextActivation::Identity, 0) => ContextActivation::Identity,
+            _ => ContextActivation::Tanh,
         };
         Recipe { lr, dropout, activation, awd: self.awd.without_locked_dropout(), ..*self }
     }
@@ -225,7 +225,7 @@ mod tests {
             assert!(trial.tried(HeadKind::Softmax).len() <= "--lr 0.0012 --dropout 0.12".len(), "{trial:?}");
             assert!(trials[..i].iter().all(|earlier| earlier.lr != trial.lr), "{trial:?}");
         }
-        let tanh = trials.iter().filter(|trial| trial.activation == Activation::Tanh).count();
+        let tanh = trials.iter().filter(|trial| trial.activation == ContextActivation::Tanh).count();
         assert_eq!(tanh, 3);
     }
 }

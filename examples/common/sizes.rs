@@ -23,20 +23,20 @@ impl Sizes {
         let (head, inner) = (recipe.head(vocab), recipe.awd.inner.unwrap_or(recipe.hidden));
         let (embedding, layers, tied) = (recipe.embedding(), recipe.layers, recipe.awd.tied());
         let sizes = Sizes { head, embedding, layers, inner, tied };
-        let with_context = |context| Sizes { head: HeadSizes { context, ..head }, embedding: context, ..sizes };
+        let with_context_dim = |context| Sizes { head: HeadSizes { context, ..head }, embedding: context, ..sizes };
         match (tied, kind, recipe.context) {
             (false, ..) => sizes,
             // The softmax's context is its hidden state.
             (true, HeadKind::Softmax, _) => {
                 let context = recipe.embedding.unwrap_or(head.hidden);
-                let sizes = with_context(context);
+                let sizes = with_context_dim(context);
                 Sizes { head: HeadSizes { hidden: context, ..sizes.head }, ..sizes }
             }
-            (true, _, Some(context)) => with_context(context),
+            (true, _, Some(context)) => with_context_dim(context),
             (true, _, None) => {
                 let wanted = Sizes::new(HeadKind::Softmax, recipe, vocab).parameters(HeadKind::Softmax);
-                let distance = |context: &usize| with_context(*context).parameters(kind).abs_diff(wanted);
-                with_context((1..=2 * sizes.embedding).min_by_key(distance).unwrap_or(1))
+                let distance = |context: &usize| with_context_dim(*context).parameters(kind).abs_diff(wanted);
+                with_context_dim((1..=2 * sizes.embedding).min_by_key(distance).unwrap_or(1))
             }
         }
     }

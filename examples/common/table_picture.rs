@@ -24,7 +24,7 @@ pub(crate) fn draw(path: &Path, table: &CodeTable, words: &[String], counts: &[f
 /// Rows by the sum of their counts, with their words by count.
 fn frequent_rows(table: &CodeTable, counts: &[f64]) -> Vec<(usize, Vec<u32>)> {
     let count = |word: &u32| counts[*word as usize];
-    let mut rows: Vec<(usize, Vec<u32>)> = (0..table.config().rows())
+    let mut rows: Vec<(usize, Vec<u32>)> = (0..table.config().rows)
         .map(|row| {
             let mut words: Vec<u32> = table.row(row).into_iter().flatten().collect();
             words.sort_by(|a, b| count(b).total_cmp(&count(a)));

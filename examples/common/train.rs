@@ -3,7 +3,7 @@
 use super::model::{Model, Part, Pass};
 use super::{optimizer::Optimizer, recipe::Recipe, Result};
 use indicatif::ProgressBar;
-use mos_head::{Dropout, LossOptions};
+use mos_head::{DropoutMasks, LossOptions};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::time::Instant;
 
@@ -48,7 +48,7 @@ pub(crate) fn train_epoch<M: Model>(
         let Part { share, is_last, lr_factor } = model.part(batch);
         let mut rng = masks(recipe.seed, epoch, i);
         let forward = model.forward(items, batch, &mut progress.state, Some(&mut rng))?;
-        let options = options.clone().with_dropout(Dropout::Seeded(rng.random()));
+        let options = options.clone().with_dropout(DropoutMasks::Seeded(rng.random()));
         let options = model.options(options, &mut rng)?;
         let loss = model.head().loss(&forward.hidden, &forward.targets, &options)?;
         let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
@@ -94,8 +94,7 @@ fn masks(seed: u64, epoch: usize, batch: usize) -> StdRng {
 /// Mean NLL of all targets of `items`.
 pub(crate) fn evaluate<M: Model>(model: &M, items: &[M::Item], recipe: &Recipe) -> Result<f64> {
     let options = LossOptions::evaluation().with_ignore_index(M::IGNORED);
-    let frozen = model.frozen_head()?;
-    let head = frozen.as_deref().unwrap_or(model.head());
+    let head = model.head().frozen()?;
     let (mut sum, mut count) = (0.0, 0.0);
     let mut state = model.start(recipe, Pass::Evaluation)?;
     for batch in model.batches(items, recipe, Pass::Evaluation) {

@@ -16,14 +16,14 @@ use crate::evaluate::Evaluation;
 use crate::presets::Preset;
 use crate::spell::{self, SpellFlags};
 use clap::Parser;
-use mos_head::Activation;
+use mos_head::ContextActivation;
 use std::path::PathBuf;
 
 const BUILT_IN: Recipe = Recipe {
     components: 8,
     hidden: 6,
     embedding: Some(32),
-    activation: Activation::Identity,
+    activation: ContextActivation::Identity,
     epochs: 6,
     batch: 128,
     bptt: 4,

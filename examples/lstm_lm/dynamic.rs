@@ -16,7 +16,7 @@ use crate::common::model::{Model, Pass};
 use crate::common::recipe::Recipe;
 use crate::common::{progress, Result};
 use candle_core::{DType, Tensor, Var};
-use mos_head::{Dropout, Loss, LossOptions};
+use mos_head::{DropoutMasks, Loss, LossOptions};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DynamicSettings {
@@ -40,7 +40,7 @@ pub(crate) fn gradient_rms(model: &LanguageModel, train: &[u32], steps: usize) -
     let bar = progress::bar(batches.len(), "gradient statistics".into());
     let mut state = model.start(&recipe, pass)?;
     let mut squares: Vec<Tensor> = vars.iter().map(|(_, var)| Ok(var.zeros_like()?)).collect::<Result<_>>()?;
-    let options = LossOptions::new().with_dropout(Dropout::Off).with_ignore_index(LanguageModel::IGNORED);
+    let options = LossOptions::new().with_dropout(DropoutMasks::Off).with_ignore_index(LanguageModel::IGNORED);
     for batch in &batches {
         let forward = model.forward(train, batch, &mut state, None)?;
         let gradients = model.head().loss(&forward.hidden, &forward.targets, &options)?.backward()?;

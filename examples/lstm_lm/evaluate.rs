@@ -13,7 +13,7 @@ use crate::dynamic::{gradient_rms, Adaptation, DynamicSettings};
 use crate::released;
 use candle_core::{Device, Tensor};
 use clap::ValueEnum;
-use mos_head::{Dropout, LossOptions, Reduction};
+use mos_head::{DropoutMasks, LossOptions, Reduction};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -131,7 +131,7 @@ pub(crate) fn nlls(model: &LanguageModel, text: &[u32], method: Method, name: &s
     let mut cache = method.cache.map(Cache::new);
     let options = match adaptation {
         // A loss of each position, and the gradient of their mean.
-        Some(_) => LossOptions::new().with_dropout(Dropout::Off),
+        Some(_) => LossOptions::new().with_dropout(DropoutMasks::Off),
         None => LossOptions::evaluation().with_reduction(Reduction::None),
     };
     let mut states = model.state(1)?;
@@ -254,7 +254,7 @@ mod tests {
         let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).unwrap();
         let loss = || {
             let hidden = model.hidden(&ids, &mut model.state(1).unwrap()).unwrap();
-            model.head().loss(&hidden, &ids, &LossOptions::new().with_dropout(Dropout::Off)).unwrap()
+            model.head().loss(&hidden, &ids, &LossOptions::new().with_dropout(DropoutMasks::Off)).unwrap()
         };
         let start = parameters(&model);
         let adaptation = Adaptation::new(&model, &rms, DYNAMIC).unwrap();

@@ -6,12 +6,12 @@ use crate::common::table::TableFlags;
 use crate::common::values::{not_negative, positive};
 use crate::task::{Task, VocabularyKind};
 use clap::Parser;
-use mos_head::Activation;
+use mos_head::ContextActivation;
 use std::path::PathBuf;
 
 const TOY: Recipe = Recipe {
     hidden: 64,
-    activation: Activation::Identity,
+    activation: ContextActivation::Identity,
     spread: 0.3,
     epochs: 4,
     batch: 32,

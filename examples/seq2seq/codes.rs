@@ -17,7 +17,7 @@ pub(crate) struct Codes {
 
 impl Codes {
     pub(crate) fn new(words: Words, table: CodeTable) -> Result<Self> {
-        let (known, placed) = (words.len(), table.config().words());
+        let (known, placed) = (words.len(), table.config().words);
         if known != placed {
             return Err(format!("the table of codes has {placed} words, but the vocabulary has {known}").into());
         }
@@ -66,7 +66,7 @@ impl Codes {
 
     pub(crate) fn table_json(&self) -> Result<Value> {
         let config = self.table.config();
-        let (own, rows, columns) = (config.own(), config.rows(), config.columns());
+        let (own, rows, columns) = (config.own, config.rows, config.columns);
         let codes = self.table.codes()?.to_vec2::<u32>()?;
         Ok(json!({ "own": own, "rows": rows, "columns": columns, "codes": codes }))
     }

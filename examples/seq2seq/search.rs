@@ -36,7 +36,7 @@ pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<
     for chosen in by_length((0..sources.len()).collect(), BATCH, |i| sources[i].len()) {
         let batch: Vec<&[u32]> = chosen.iter().map(|&i| sources[i]).collect();
         for (&i, hypotheses) in chosen.iter().zip(search_batch(model, &batch, &search, beam.diversity)?) {
-            found[i] = hypotheses.into_iter().map(|hypothesis| whole(model, hypothesis.tokens)).collect();
+            found[i] = hypotheses.into_iter().map(|hypothesis| whole(model, hypothesis.token_ids)).collect();
         }
         bar.inc(chosen.len() as u64);
     }

@@ -29,7 +29,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use gpu_floor::Products;
 use memory::Peak;
-use mos_head::{LossOptions, Mixture, Proposal};
+use mos_head::{LossOptions, Mixture, NoiseDistribution};
 use output::System;
 use serde_json::json;
 use steps::{composed_step, detached_mixture, fused_step, Leaves};
@@ -52,7 +52,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let sizes = (positions, components, context, vocab, hidden);
     let leaves = Leaves::new(sizes, args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
-    options = options.with_responsibility_filter(args.filter);
+    options = options.with_gradient_filter(args.filter);
     if let Some(mib) = args.workspace_mib {
         options = options.with_workspace_bytes(mib << 20);
     }
@@ -60,13 +60,13 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let bytes = budget_of_rows(&detached_mixture(&leaves, components)?, &options, rows)?;
         options = options.with_workspace_bytes(bytes);
     }
-    let proposal = Proposal::log_uniform(vocab)?;
+    let noise = NoiseDistribution::log_uniform(vocab)?;
     let mut step = 0;
     // Those of the next step.
     let mut options = || match args.sampled {
         Some(samples) => {
             step += 1;
-            let negatives = proposal.draw(samples, step)?;
+            let negatives = noise.draw(samples, step)?;
             Ok::<_, candle_core::Error>(
                 options.clone().with_sampled_softmax(negatives).with_decoder_rows(args.decoder_rows),
             )
@@ -115,7 +115,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     if args.implementation == Implementation::Fused && system.is_none() {
         let mixture = detached_mixture(&leaves, components)?;
         let plan = mixture.plan(&options()?)?;
-        line["kernels"] = json!(plan.kernels);
+        line["kernels"] = json!(plan.kernels.to_string());
         line["rows_per_chunk"] = json!(plan.rows_per_chunk);
         line["workspace_mib"] = json!(plan.workspace_bytes as f64 / f64::from(1 << 20));
         line["plan"] = json!(plan.to_string());

@@ -26,15 +26,15 @@ impl System {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, dtype, device);
         let softmax = SoftmaxConfig::new(hidden, vocab);
-        let mixture = MixtureConfig::new(hidden, vocab, components).with_context(context);
+        let mixture = MixtureConfig::new(hidden, vocab, components).with_context_dim(context);
         let head: Box<dyn OutputLayer> = match output {
             Output::CharCnn => {
                 let words: Vec<String> = (0..vocab).map(word).collect();
                 let width = if components > 1 { context } else { hidden };
                 let cnn = CharCnn::new(&CharCnnConfig::new(width), &words, vb.pp("rows"))?;
                 match components {
-                    1 => Box::new(SoftmaxHead::computed(&softmax, cnn, vb)?),
-                    _ => Box::new(MixtureOfSoftmaxes::computed(&mixture, cnn, vb)?),
+                    1 => Box::new(SoftmaxHead::with_char_cnn(&softmax, cnn, vb)?),
+                    _ => Box::new(MixtureOfSoftmaxes::with_char_cnn(&mixture, cnn, vb)?),
                 }
             }
             Output::Adaptive => {

@@ -2,7 +2,7 @@
 
 use crate::common::composed::Operands;
 use candle_core::{DType, Device, Result, Tensor, Var};
-use mos_head::{Activation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
+use mos_head::{ContextActivation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
 
 /// The leaves of the computation.
 pub(crate) struct Leaves {
@@ -52,7 +52,7 @@ pub(crate) fn fused_step(leaves: &Leaves, components: usize, options: &LossOptio
                 decoder_weight: weight,
                 decoder_bias: Some(leaves.bias.as_tensor().clone()),
             };
-            Box::new(MixtureOfSoftmaxes::from_tensors(tensors, Activation::Tanh)?)
+            Box::new(MixtureOfSoftmaxes::from_tensors(tensors, ContextActivation::Tanh)?)
         }
     };
     let loss = head.loss(&leaves.hidden, &leaves.targets, options)?;

@@ -1,11 +1,13 @@
 //! The contract of a backend: its operations, and the types of their arguments and results.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 
-/// The sizes of one mixture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
     /// Number of positions: the product of the leading dimensions of the hidden states.
@@ -13,7 +15,7 @@ pub(crate) struct Sizes {
     /// Number of components, K.
     pub(crate) components: usize,
     /// Size of a context, d.
-    pub(crate) context: usize,
+    pub(crate) context_dim: usize,
     pub(crate) vocab: usize,
 }
 
@@ -27,22 +29,22 @@ pub(crate) struct Operands {
     pub(crate) contexts: Tensor,
     /// `[positions, K]`, in the accumulation dtype
     pub(crate) log_priors: Option<Tensor>,
-    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax has further rows, of targets
-    /// that are not in its vocabulary ([`TargetLoss::own_shifts`]).
+    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax appends a row for each target
+    /// outside its vocabulary ([`TargetLoss::own_shifts`]).
     pub(crate) weight: Tensor,
-    /// A number for each row of the weight, in the accumulation dtype
+    /// `[rows of the weight]`, in the accumulation dtype
     pub(crate) bias: Option<Tensor>,
     pub(crate) logit_scale: f64,
     pub(crate) softcap: Option<f64>,
 }
 
 impl Operands {
-    /// The number of rows of the weight: the vocabulary's, and those of further targets.
+    /// The number of rows of the weight: the vocabulary, and the targets outside it.
     pub(crate) fn weight_rows(&self) -> Result<usize> {
         Ok(self.weight.dim(0)?)
     }
 
-    /// The decoder's weight as stored, and whether that is its transpose `[d, vocab]`.
+    /// The weight as it is stored, and whether it is stored as its transpose `[d, vocab]`.
     pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
         match self.weight.is_contiguous() {
             true => Ok((self.weight.clone(), false)),
@@ -75,6 +77,24 @@ pub(crate) enum Objective {
     LogProbs { upstream: Tensor },
 }
 
+impl Objective {
+    /// The task of a plan for this objective and the gradients of the operands that need one.
+    pub(crate) fn task(&self, needs_grad: NeedsGrad) -> Task {
+        match self {
+            Objective::Targets(loss) => Task::of(loss, needs_grad),
+            Objective::LogProbs { .. } => Task::log_probs(needs_grad),
+        }
+    }
+
+    /// The place of the gradient that earlier losses have, if this one adds to it.
+    pub(crate) fn so_far(&self) -> Option<&SoFar> {
+        match self {
+            Objective::Targets(loss) => loss.so_far.as_ref(),
+            Objective::LogProbs { .. } => None,
+        }
+    }
+}
+
 /// A loss over targets whose shape and dtype have been checked.
 #[derive(Clone, Debug)]
 pub(crate) struct TargetLoss {
@@ -87,32 +107,47 @@ pub(crate) struct TargetLoss {
     pub(crate) class_weights: Option<Tensor>,
     pub(crate) terms: Terms,
     pub(crate) scale: GradScale,
-    /// `[positions]`, in the accumulation dtype: of a sampled softmax, what is added to the logit of each target. A target
-    /// is then a row of the weight, not below `vocab` if it is not in the vocabulary, and competes with all ids of the
-    /// vocabulary but itself:
+    /// `[positions]`, in the accumulation dtype: a sampled softmax adds these to the targets' logits. A target then is a
+    /// row of the weight, from `vocab` on if the vocabulary lacks it, and competes with all ids of the vocabulary but
+    /// itself:
     ///
     /// ```text
     /// log p_k(y) = z_ky + shift - log( exp(z_ky + shift) + sum_{v != y} exp z_kv )
     /// ```
     ///
-    /// There is neither a softcap nor a term but the target's.
+    /// Such a loss has no softcap, and the target's negative log-likelihood is its only term.
     pub(crate) own_shifts: Option<Tensor>,
+    /// The gradient of the weight that earlier losses have: it is taken, and this loss adds its own.
+    pub(crate) so_far: Option<SoFar>,
 }
 
-/// The hyperparameters of a loss.
+/// The place of a variable's gradient among the gradients of earlier losses.
+#[derive(Clone, Debug)]
+pub(crate) struct SoFar {
+    pub(crate) gradients: Arc<Mutex<GradStore>>,
+    pub(crate) variable: Tensor,
+}
+
+impl SoFar {
+    /// Takes the gradient, which nothing else refers to, so that a backend can write to it.
+    pub(crate) fn take(&self) -> Option<Tensor> {
+        self.gradients.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.variable)
+    }
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Terms {
     pub(crate) label_smoothing: f64,
     pub(crate) z_loss: f64,
-    pub(crate) responsibility_filter: f64,
+    pub(crate) gradient_filter: f64,
     /// Whether to count the positions whose target is the most probable id.
-    pub(crate) hits: bool,
+    pub(crate) correct: bool,
 }
 
 /// The factor of the gradient of each position's weighted objective.
 #[derive(Clone, Debug)]
 pub(crate) enum GradScale {
-    One,
+    Constant(f64),
     /// The reciprocal of the sum of all weights; zero if the sum is zero.
     OneOverCount,
     /// `[positions]`
@@ -120,7 +155,7 @@ pub(crate) enum GradScale {
 }
 
 /// The task that a plan is made for.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Task {
     /// Whether the logits of a position are needed again once their log-sum-exp is known.
     pub(crate) keeps_logits: bool,
@@ -129,7 +164,7 @@ pub(crate) struct Task {
     pub(crate) all_ids: bool,
     /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
     pub(crate) soft_targets: bool,
-    /// Whether rows are skipped in the products of the backward pass. (The CPU needs no workspace for this.)
+    /// Whether the products of the backward pass skip rows. (The CPU needs no workspace for this.)
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) filters: bool,
     /// Whether chunks of a few rows suffice.
@@ -139,40 +174,37 @@ pub(crate) struct Task {
 }
 
 impl Task {
-    /// A loss over targets and the gradients of the operands that need one.
+    /// Computes a loss over targets, and the gradients of the operands that need one.
     pub(crate) fn of(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
         Task { own_targets: loss.own_shifts.is_some(), ..Self::loss(&loss.terms, needs_grad) }
     }
 
-    /// The same for a loss with these terms over the ids of the vocabulary.
+    /// Computes a loss with these terms whose targets are ids of the vocabulary.
     pub(crate) fn loss(terms: &Terms, needs_grad: NeedsGrad) -> Self {
         let soft_targets = terms.label_smoothing > 0.0;
-        let all_ids = soft_targets || terms.hits;
+        let all_ids = soft_targets || terms.correct;
         Task {
             keeps_logits: needs_grad.any() || all_ids,
             bias_gradient: needs_grad.bias,
             all_ids,
             soft_targets,
-            filters: terms.responsibility_filter > 0.0 && needs_grad.any(),
-            few_rows: false,
-            own_targets: false,
+            filters: terms.gradient_filter > 0.0 && needs_grad.any(),
+            ..Task::default()
         }
     }
 
-    /// Log-probabilities and the gradients of the operands that need one.
+    /// Computes log-probabilities, and in the backward pass the gradients of the operands that need one.
     pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
         Task {
             keeps_logits: true,
             bias_gradient: needs_grad.bias,
             all_ids: true,
             soft_targets: needs_grad.any(),
-            filters: false,
-            few_rows: false,
-            own_targets: false,
+            ..Task::default()
         }
     }
 
-    /// A query of each position's distribution, tile by tile.
+    /// Reads each position's distribution, tile by tile.
     pub(crate) fn decoding() -> Self {
         Task { few_rows: true, all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
     }
@@ -187,23 +219,22 @@ pub(crate) struct Gradients {
     pub(crate) bias: Option<Tensor>,
 }
 
-/// The results of a loss.
 #[derive(Debug)]
 pub(crate) struct LossResults {
-    /// `[positions]`: the objective of each position, times its weight
+    /// `[positions]`: each position's objective times its weight
     pub(crate) objective: Tensor,
     /// `[positions]`
     pub(crate) nll: Tensor,
     pub(crate) sum: Tensor,
     pub(crate) count: Tensor,
-    pub(crate) hits: Option<Tensor>,
+    pub(crate) correct: Option<Tensor>,
     pub(crate) dropped_mass: Option<Tensor>,
     pub(crate) gradients: Gradients,
 }
 
 /// The operations of a device. The CPU supports f16, bf16, f32 and f64; GPUs support f16, bf16 and f32.
 pub(crate) trait Backend {
-    /// Cuts a task into chunks.
+    /// Chooses the computation of a task, and cuts the positions into chunks.
     fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan>;
 
     /// The objective, and the gradients of the operands that need one.

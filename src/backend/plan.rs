@@ -1,4 +1,5 @@
-//! How the positions are cut into chunks, so that the workspace stays within a budget in bytes.
+//! The plan of a call: the computation that serves it, and how its positions are cut into chunks, so that the workspace
+//! stays within a budget in bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,8 +14,7 @@ pub(super) mod default {
     /// The default budget on the CPU also holds chunks of this many rows. Each chunk reads the whole decoder and adds
     /// to its whole gradient, which is costly with fewer rows.
     pub(in crate::backend) const CPU_ROWS: usize = 480;
-    /// Maximum rows of a chunk on the CPU if its logits are not kept: its contexts stay in a cache while the vocabulary
-    /// goes by.
+    /// Maximum rows of a chunk on the CPU if it keeps no logits: its contexts stay in a cache while the decoder passes.
     pub(in crate::backend) const CPU_ROWS_WITHOUT_LOGITS: usize = 768;
     /// Bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.
     pub(in crate::backend) const GPU_LOGITS: usize = 32 << 20;
@@ -23,21 +23,54 @@ pub(super) mod default {
 /// The workspace that a backend needs, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {
-    /// Per position of a chunk: its rows of logits and the buffers that go with them.
+    /// For each position of a chunk: its rows of logits and the buffers that go with them.
     pub(crate) per_position: usize,
-    /// Independent of the size of a chunk.
+    /// What a chunk of any size needs.
     pub(crate) fixed: usize,
-    /// Per thread of the host that computes.
+    /// For each thread of the host that computes.
     pub(crate) per_thread: usize,
     /// The budget if none is given, raised if a single position needs more.
     pub(crate) default_budget: usize,
-    /// Limit on the positions of a chunk; more are not faster.
+    /// The most positions of a chunk; larger chunks are not faster.
     pub(crate) most_positions: usize,
     pub(crate) keeps_logits: bool,
-    /// Instruction set or device of the kernels.
-    pub(crate) kernels: &'static str,
-    /// The threads of the host that are there. Fewer compute if the budget is too small for the workspace of all.
+    pub(super) computation: Computation,
+    pub(crate) kernels: Kernels,
+    /// How many threads the host has. Fewer compute if the budget is too small for the workspace of all.
     pub(crate) threads: usize,
+}
+
+/// The computation that serves a task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Computation {
+    /// The CPU's `one_pass`: one exponential per logit.
+    OnePass,
+    /// The CPU's `two_pass`, and every GPU: logits, then their gradient in their place.
+    TwoPasses,
+}
+
+/// The kernels of an instruction set of the CPU, or of a kind of GPU. `Display` prints the name in lower case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Kernels {
+    /// AVX-512, on x86-64.
+    Avx512,
+    /// AVX2 and FMA, on x86-64.
+    Avx2,
+    /// NEON, on AArch64.
+    Neon,
+    /// Code without vector instructions, on any CPU.
+    Scalar,
+    /// NVIDIA GPUs.
+    Cuda,
+    /// Apple GPUs.
+    Metal,
+}
+
+impl fmt::Display for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&format!("{self:?}").to_lowercase())
+    }
 }
 
 /// How a loss is computed: its chunks and its workspace. Returned by [`MixtureLayer::plan`](crate::MixtureLayer::plan);
@@ -69,22 +102,21 @@ pub struct Plan {
     pub positions_per_chunk: usize,
     /// Rows of logits per chunk: positions times components.
     pub rows_per_chunk: usize,
-    /// Whether the workspace holds a chunk's logits. On the CPU it does not if only the loss is computed, of more than 4
-    /// rows.
+    /// Whether the workspace holds a chunk's logits. On the CPU, the loss alone of more than 4 rows does not need them.
     pub keeps_logits: bool,
     /// Bytes of workspace, allocated by the call and freed before it returns; zero without positions.
     pub workspace_bytes: usize,
     /// Upper limit of the workspace in bytes.
     pub budget_bytes: usize,
-    /// The kernels: `avx512`, `avx2`, `neon`, `scalar`, `cuda`, `metal`.
-    pub kernels: &'static str,
-    /// Number of threads of the host that compute: those of rayon's pool, fewer if the budget is too small for all; 1 on a
-    /// GPU.
+    /// The kernels that compute the loss.
+    pub kernels: Kernels,
+    /// Number of threads of the host that compute: rayon's pool, or fewer if the budget is too small for all; 1 on a GPU.
     pub threads: usize,
+    pub(super) computation: Computation,
 }
 
 impl Plan {
-    /// Of so many positions with K components each.
+    /// Splits `positions`, of K components each, into chunks that fit the budget.
     pub(crate) fn new(positions: usize, components: usize, needs: Needs, budget: Option<usize>) -> Result<Self> {
         let Needs { per_position, per_thread, .. } = needs;
         let least = needs.fixed + per_thread + per_position;
@@ -93,7 +125,7 @@ impl Plan {
             Some(budget) => budget,
             None => needs.default_budget.max(least),
         };
-        // A chunk of one position at least.
+        // A chunk has at least one position, whatever is left for further threads.
         let for_threads = budget.saturating_sub(needs.fixed + per_position);
         let threads = for_threads.checked_div(per_thread).unwrap_or(needs.threads).clamp(1, needs.threads.max(1));
         let fixed = needs.fixed + threads * per_thread;
@@ -109,6 +141,7 @@ impl Plan {
             workspace_bytes: if positions > 0 { fixed + positions_per_chunk * per_position } else { 0 },
             budget_bytes: budget,
             keeps_logits: needs.keeps_logits,
+            computation: needs.computation,
             kernels: needs.kernels,
             threads,
         })
@@ -137,7 +170,7 @@ impl fmt::Display for Plan {
             self.kernels,
         )?;
         match self.kernels {
-            "cuda" | "metal" => Ok(()),
+            Kernels::Cuda | Kernels::Metal => Ok(()),
             _ => write!(f, " on {}", counted(self.threads, "thread")),
         }
     }
@@ -154,7 +187,8 @@ mod tests {
         default_budget: 8500,
         most_positions: usize::MAX,
         keeps_logits: true,
-        kernels: "scalar",
+        computation: Computation::TwoPasses,
+        kernels: Kernels::Scalar,
         threads: 1,
     };
 
@@ -164,7 +198,7 @@ mod tests {
         let plan = Plan::new(10_000, 3, needs, None).unwrap();
         let expected = "10000 positions in 3 chunks of 3334 (10002 rows), 3.2 of 4.0 MiB workspace, scalar on 1 thread";
         assert_eq!(plan.to_string(), expected);
-        let plan = Plan::new(1, 1, Needs { kernels: "cuda", ..needs }, None).unwrap();
+        let plan = Plan::new(1, 1, Needs { kernels: Kernels::Cuda, ..needs }, None).unwrap();
         assert_eq!(plan.to_string(), "1 position in 1 chunk of 1 (1 row), 0.0 of 4.0 MiB workspace, cuda");
     }
 

@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use crate::backend::contract::{Distribution, Real, Visit, TILE};
@@ -10,7 +11,7 @@ use crate::error::{Error, Result};
 /// The log-probability of a token id, and the id.
 pub(crate) type Ranked<F> = (F, u32);
 
-/// Descending by log-probability; ties go to the lower id.
+/// Orders descending by log-probability; ties go to the lower id.
 pub(crate) fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
     b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
 }
@@ -50,7 +51,19 @@ impl Visit for Best {
     }
 }
 
-/// Minimum number of tiles per parallel task: fewer do not repay its overhead.
+/// The best ids of all positions and their log-probabilities, `[positions, k]`, in u32 and `dtype`.
+pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device: &Device) -> Result<(Tensor, Tensor)> {
+    let shape = (found.len(), k);
+    if found.is_empty() {
+        // candle's Metal backend cannot make a tensor from an empty vector.
+        return Ok((Tensor::zeros(shape, DType::U32, device)?, Tensor::zeros(shape, dtype, device)?));
+    }
+    let (log_probs, ids): (Vec<f64>, Vec<u32>) = found.iter().flatten().copied().unzip();
+    let log_probs = Tensor::from_vec(log_probs, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+    Ok((Tensor::from_vec(ids, shape, device)?, log_probs))
+}
+
+/// Minimum number of tiles per parallel task, so that the work repays its overhead.
 const LEAST_TILES: usize = 4;
 
 /// The best ids so far, and others that are not yet ranked.

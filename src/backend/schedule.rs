@@ -19,7 +19,7 @@ pub(super) trait Steps {
     /// Third product: the chunk's contribution to the gradients of the decoder.
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()>;
 
-    /// The loss and its gradients: three matrix products, the minimum of an exact method; one without gradients.
+    /// Three matrix products are the minimum of an exact method; the loss alone needs only the first.
     fn run_loss(&mut self, plan: &Plan, needs_grad: NeedsGrad) -> Result<()> {
         for positions in plan.chunks() {
             self.logits(positions.clone())?;

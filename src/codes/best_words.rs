@@ -1,19 +1,20 @@
-//! The most probable words under a model of codes, without a step of the model after every first code.
+//! Finds the most probable words under a model of codes, without a step of the model after every first code.
 
 use candle_core::{DType, Tensor};
 
 use super::codebook::{Codebook, Words};
-use crate::decoding::transfer::{rounded, to_device};
 use crate::decoding::TopK;
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::tensors::checks::check_sizes;
+use crate::tensors::transfer::{rounded, to_device};
 
-/// First codes of a position that are tried at a time.
+/// How many first codes of a position are tried at a time.
 const TRIED: usize = 4;
 
 impl Codebook {
-    /// The `k` most probable words of each position; of equals the lowest. Arguments as those of
-    /// [`Codebook::word_log_probs`]; `second` is called until no other first code is as probable as the words found.
+    /// The `k` most probable words of each position and their log-probabilities in nats; among equals the lowest id
+    /// comes first. The arguments mean what they mean in [`Codebook::word_log_probs`]; `second` is called until no
+    /// other first code is as probable as the words found.
     ///
     /// # Shapes
     ///
@@ -61,7 +62,7 @@ impl Codebook {
         let shape = (searches.len(), k);
         let found = || searches.iter().flat_map(|search| &search.found);
         Ok(TopK {
-            tokens: to_device(found().map(|(_, word)| *word).collect(), shape, device)?,
+            token_ids: to_device(found().map(|(_, word)| *word).collect(), shape, device)?,
             log_probs: rounded(found().map(|(log_prob, _)| *log_prob).collect(), &[shape.0, shape.1], dtype, device)?,
         })
     }
@@ -76,7 +77,7 @@ struct Search {
 }
 
 impl Search {
-    /// `row` are the log-probabilities of the first codes.
+    /// `row` has the log-probabilities of the first codes.
     fn new(book: &Codebook, row: &[f64], position: usize) -> Result<Self> {
         check_numbers(row, position)?;
         let (mut found, mut open) = (Vec::new(), Vec::new());
@@ -84,7 +85,7 @@ impl Search {
             let log_prob = row[code as usize];
             match book.words_of(code) {
                 Words::One(word) => found.push((log_prob, word)),
-                // No step of the model for what is impossible.
+                // What is impossible needs no step of the model.
                 Words::Two(_, words) if log_prob == f64::NEG_INFINITY => {
                     found.extend(words.iter().map(|word| (log_prob, *word)));
                 }
@@ -107,7 +108,7 @@ impl Search {
     }
 }
 
-/// The order of words or codes by their log-probabilities; of equals the lowest first.
+/// Orders words or codes by falling log-probability; among equals the lowest comes first.
 fn best_first(a: &(f64, u32), b: &(f64, u32)) -> std::cmp::Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }

@@ -4,21 +4,21 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 
-use crate::decoding::transfer::to_device;
 use crate::error::{Error, Result};
-use crate::validate::{check_most, check_sizes};
+use crate::tensors::checks::{check_most, check_sizes};
+use crate::tensors::transfer::to_device;
 
-/// Words as sequences of one or two codes over a smaller vocabulary (Li et al., NIPS 2016; Kong et al., AAAI 2019).
+/// Words as sequences of one or two codes over a smaller vocabulary (Li et al., 2016; Kong et al., 2019).
 ///
-/// A model of codes is a model of words: it reads and predicts the codes of a text with any head, whose vocabulary is
-/// that of the codes, and
+/// A model of codes is a model of words: it reads and predicts the codes of a text with any head over the vocabulary of
+/// codes, and
 ///
 /// ```text
 /// log P(word | text) = log P(first code | text) + log P(second code | text, first code)
 /// ```
 ///
-/// No code that is a word by itself begins another word, so that codes have one reading. What a model of codes gives to
-/// sequences that are no words is lost: probabilities of words sum to at most one.
+/// No code that is a word by itself begins another word, so that a sequence of codes has one reading. Probability that
+/// a model gives to sequences of codes that spell no word is lost: the probabilities of words sum to at most one.
 ///
 /// # Examples
 ///
@@ -36,18 +36,25 @@ use crate::validate::{check_most, check_sizes};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # References
+///
+/// - Li, Qin, Yang, Hu, Liu: LightRNN: Memory and Computation-Efficient Recurrent Neural Networks. NIPS 2016, arXiv
+///   1610.09893.
+/// - Kong et al.: Fast and Simple Mixture of Softmaxes with BPE and Hybrid-LightRNN for Language Generation. AAAI 2019,
+///   arXiv 1809.09296.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Codebook {
     code_count: usize,
-    /// Of each word.
+    /// The codes of each word.
     words: Vec<Sequence>,
     /// Codes that begin a word, ascending.
     firsts: Vec<u32>,
-    /// What each code begins.
+    /// The words that each code begins.
     begins: Vec<Begins>,
 }
 
-/// The codes of a word; the second is the first again if there is one only.
+/// The codes of a word. A word with one code has it twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Sequence {
     codes: [u32; 2],
@@ -62,16 +69,16 @@ enum Begins {
     Words(Vec<u32>, Vec<u32>),
 }
 
-/// The most words, and codes: each code takes memory, whether words have it or not.
+/// The largest number of words, and of codes: each code takes memory, whether a word has it or not.
 pub(super) const MOST: usize = 1 << 24;
 
 impl Codebook {
-    /// The book of these sequences, one for each word, over `codes` codes.
+    /// Makes the book of these sequences, one for each word, over `codes` codes.
     ///
     /// # Errors
     ///
-    /// If there are no words, more than 2^24 words or codes, a sequence is empty or longer than two codes, a code is not
-    /// below `codes`, or two words have the same sequence, or one that begins with the other's.
+    /// If there are no words, there are more than 2^24 words or codes, a sequence is empty or longer than two codes, a
+    /// code is not below `codes`, two words have the same sequence, or one word's sequence begins with another's.
     pub fn new(codes: usize, sequences: &[impl AsRef<[u32]>]) -> Result<Self> {
         check_sizes(&[("words", sequences.len()), ("codes", codes)])?;
         check_most("words", sequences.len(), MOST)?;
@@ -157,7 +164,7 @@ impl Codebook {
     ///
     /// # Errors
     ///
-    /// If the codes are no sequence of words; also, if they end within a word.
+    /// If the codes spell no sequence of words, or end within a word.
     pub fn decode(&self, codes: &[u32]) -> Result<Vec<u32>> {
         let (mut words, mut first) = (Vec::with_capacity(codes.len()), None);
         for &code in codes {
@@ -188,8 +195,8 @@ impl Codebook {
         })
     }
 
-    /// The codes that may follow the first code of a word, or, if it is `None` or a word by itself, that begin a word:
-    /// ascending, never empty.
+    /// The codes that may come after `first`, ascending, never empty: the second codes of its words, or, if it is
+    /// `None` or a word by itself, the codes that begin a word.
     ///
     /// # Errors
     ///
@@ -203,8 +210,8 @@ impl Codebook {
         }
     }
 
-    /// What is added to the logits or log-probabilities of the next code after each of these: zero where a word begins
-    /// or continues ([`Codebook::continuations`]), minus infinity elsewhere.
+    /// A mask to add to the logits or log-probabilities of the next code, one row for each of `firsts`: it is zero
+    /// where a word begins or continues ([`Codebook::continuations`]) and minus infinity elsewhere.
     ///
     /// # Shapes
     ///
@@ -221,7 +228,7 @@ impl Codebook {
         to_device(mask, (firsts.len(), self.code_count), device)
     }
 
-    /// What a code is, after the first code of a word, if it is within one.
+    /// Reads a code: `first` is the first code of the word that it may complete, `None` at the start of a word.
     pub(super) fn read(&self, first: Option<u32>, code: u32) -> Result<Read> {
         let found = match first {
             None => match self.begins.get(code as usize) {
@@ -243,7 +250,7 @@ impl Codebook {
         found.ok_or_else(|| Error::config("codes", expected(), code))
     }
 
-    /// The words that a code begins: itself, or by their second codes.
+    /// The words that a code begins: the one that it is by itself, or all that continue with a second code.
     pub(super) fn words_of(&self, first: u32) -> Words<'_> {
         match &self.begins[first as usize] {
             Begins::Nothing => Words::Two(&[], &[]),
@@ -253,19 +260,19 @@ impl Codebook {
     }
 }
 
-/// What a code is.
+/// What a code turns out to be when it is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Read {
-    /// The last of a word.
+    /// The last code of this word.
     Word(u32),
-    /// The first of two.
+    /// The first of two codes.
     First,
 }
 
 /// Words with the same first code.
 pub(super) enum Words<'a> {
     One(u32),
-    /// Second codes and words.
+    /// Second codes, and the words that they complete.
     Two(&'a [u32], &'a [u32]),
 }
 

@@ -1,16 +1,17 @@
-//! What each word would cost in each row and each column of a table, from one pass of a model over a text.
+//! What each word would cost, in nats, in each row and each column of a table, from one pass of a model over a text.
 
 use candle_core::Tensor;
 
 use super::assignment::{assign, Assignment};
 use super::table::{CodeTable, TableConfig};
-use crate::decoding::transfer::matrix;
 use crate::error::{Error, Result};
-use crate::validate::check_float;
+use crate::tensors::checks::check_float;
+use crate::tensors::transfer::matrix;
 
-/// Summed negative log-likelihoods `[words, rows]` and `[words, columns]` of all rows at the first code of each word,
-/// and of all columns at its second: what the text would cost, in nats, if the word were there and the rest of the table
-/// stayed (Kong et al., AAAI 2019, equation 6).
+/// The costs of each word in each row and each column of a table, in nats: the negative log-likelihoods `[words, rows]`
+/// of all rows at the first code of each word, and `[words, columns]` of all columns at its second code, summed over a
+/// text. They are what the text would cost if the word were there and the rest of the table stayed (Kong et al., 2019,
+/// equation 6).
 ///
 /// # Examples
 ///
@@ -31,10 +32,15 @@ use crate::validate::check_float;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # References
+///
+/// Kong et al.: Fast and Simple Mixture of Softmaxes with BPE and Hybrid-LightRNN for Language Generation. AAAI 2019,
+/// arXiv 1809.09296.
 #[derive(Clone, Debug)]
 pub struct CodeCosts {
     config: TableConfig,
-    /// Of each word: its place among those that share the table.
+    /// The place of each word among the words that share the table; `None` if the word has a code of its own.
     shared: Vec<Option<usize>>,
     rows: Vec<f64>,
     columns: Vec<f64>,
@@ -43,29 +49,24 @@ pub struct CodeCosts {
 /// Which code of a word a position has as its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CodePlace {
-    /// The first of two, or the only one.
+    /// The first of two codes, or the only one.
     First,
-    /// The second.
+    /// The second of two codes.
     Second,
 }
 
 impl CodeCosts {
-    /// No costs yet, for the words that share this table.
+    /// Starts at zero for the words that share this table.
     pub fn new(table: &CodeTable) -> Self {
         let config = table.config();
-        let mut shared = vec![None; config.words()];
+        let mut shared = vec![None; config.words];
         table.shared().zip(0..).for_each(|((word, _), place)| shared[word as usize] = Some(place));
         let count = shared.iter().flatten().count();
-        CodeCosts {
-            config,
-            shared,
-            rows: vec![0.0; count * config.rows()],
-            columns: vec![0.0; count * config.columns()],
-        }
+        CodeCosts { config, shared, rows: vec![0.0; count * config.rows], columns: vec![0.0; count * config.columns] }
     }
 
     /// Adds the costs of positions, whose targets are these codes of these words. Words with a code of their own have
-    /// no costs: they stay.
+    /// no costs, because they stay.
     ///
     /// # Shapes
     ///
@@ -81,14 +82,14 @@ impl CodeCosts {
             return Err(Error::shape("log_probs", format!("[{}, {codes}]", targets.len()), log_probs.dims()));
         }
         check_float("log_probs", log_probs)?;
-        let words = self.config.words();
+        let words = self.config.words;
         if let Some((word, _)) = targets.iter().find(|(word, _)| *word as usize >= words) {
             return Err(Error::config("targets", format!("words below {words}"), word));
         }
-        let own = self.config.own();
+        let own = self.config.own;
         let mut added = Vec::new();
         let parts =
-            [(CodePlace::First, own..own + self.config.rows()), (CodePlace::Second, own + self.config.rows()..codes)];
+            [(CodePlace::First, own..own + self.config.rows), (CodePlace::Second, own + self.config.rows..codes)];
         for (place, part) in parts {
             let positions = targets.iter().enumerate().filter(|(_, target)| target.1 == place);
             let positions = positions.filter_map(|(at, (word, _))| Some((at as u32, self.shared[*word as usize]?)));
@@ -105,7 +106,7 @@ impl CodeCosts {
                 added.push((place, word, found));
             }
         }
-        // Nothing is added before all of it is known to be numbers.
+        // Nothing is added before every log-probability is known to be a number.
         for (place, word, log_probs) in added {
             let costs = match place {
                 CodePlace::First => &mut self.rows,
@@ -117,23 +118,23 @@ impl CodeCosts {
         Ok(())
     }
 
-    /// The costs of the words that share this table, in nats: of all costs added, if it is the table of the
-    /// model.
+    /// The summed costs, in nats, of the words in the cells that they have in `table`. With the model's own table, this
+    /// is what their codes cost in the texts that were added.
     ///
     /// # Errors
     ///
     /// If the table has other sizes.
     pub fn total(&self, table: &CodeTable) -> Result<f64> {
         self.check(table)?;
-        let (rows, columns) = (self.config.rows(), self.config.columns());
+        let (rows, columns) = (self.config.rows, self.config.columns);
         let cost = |(word, (_, cell)): (usize, (u32, usize))| {
             self.rows[word * rows + cell / columns] + self.columns[word * columns + cell % columns]
         };
         Ok(table.shared().enumerate().map(cost).sum())
     }
 
-    /// The table in which the words cost the least, or nearly ([`Assignment`]), but never more than in the one given; the
-    /// same words keep codes of their own.
+    /// Returns the table in which the words cost the least, or nearly ([`Assignment`]), and never more than in `table`.
+    /// Words with a code of their own keep it.
     ///
     /// # Errors
     ///
@@ -143,9 +144,9 @@ impl CodeCosts {
         if self.rows.is_empty() {
             return Ok(table.clone());
         }
-        let cells = assign(&self.rows, &self.columns, self.config.rows(), self.config.columns(), assignment)?;
+        let cells = assign(&self.rows, &self.columns, self.config.rows, self.config.columns, assignment)?;
         let found = table.with_cells(&cells)?;
-        // An approximation may be worse than a table that is good already.
+        // An approximate assignment may be worse than a table that is good already.
         Ok(if self.total(&found)? <= self.total(table)? { found } else { table.clone() })
     }
 

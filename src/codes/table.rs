@@ -7,7 +7,7 @@ use rand::SeedableRng;
 
 use super::codebook::{Codebook, MOST};
 use crate::error::{Error, Result};
-use crate::validate::{check_most, check_product, check_sizes};
+use crate::tensors::checks::{check_most, check_product, check_sizes};
 
 /// The sizes of a [`CodeTable`].
 ///
@@ -21,28 +21,40 @@ use crate::validate::{check_most, check_product, check_sizes};
 /// assert_eq!(TableConfig::light_rnn(10_000).codes(), 200);
 /// // 2,000 codes: 1,818 words have one of their own, the others share 91 rows and 91 columns.
 /// let config = TableConfig::hybrid(10_000, 2000)?;
-/// assert_eq!((config.own(), config.rows(), config.columns()), (1818, 91, 91));
+/// assert_eq!((config.own, config.rows, config.columns), (1818, 91, 91));
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # References
+///
+/// - Li, Qin, Yang, Hu, Liu: LightRNN: Memory and Computation-Efficient Recurrent Neural Networks. NIPS 2016, arXiv
+///   1610.09893.
+/// - Kong et al.: Fast and Simple Mixture of Softmaxes with BPE and Hybrid-LightRNN for Language Generation. AAAI 2019,
+///   arXiv 1809.09296.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TableConfig {
-    words: usize,
-    own: usize,
-    rows: usize,
-    columns: usize,
+    /// The number of words.
+    pub words: usize,
+    /// The number of words with a code of their own: the codes 0 to `own - 1`.
+    pub own: usize,
+    /// The number of rows, which are the first codes of the other words. They are numbered after the words' own codes.
+    pub rows: usize,
+    /// The number of columns, which are the second codes of the other words. They are numbered after the rows.
+    pub columns: usize,
 }
 
 impl TableConfig {
-    /// LightRNN (Li et al., NIPS 2016): a square table, the smallest that holds the words, whose every word has two
+    /// LightRNN (Li et al., 2016): the words share a square table, the smallest that holds them, and every word has two
     /// codes, its row and its column.
     pub fn light_rnn(words: usize) -> Self {
         let side = (words as f64).sqrt().ceil() as usize;
         TableConfig { words, own: 0, rows: side, columns: side }
     }
 
-    /// Hybrid-LightRNN (Kong et al., AAAI 2019): of `codes` codes, as many as possible are words by themselves; the
-    /// other words share a square table, the smallest that holds them.
+    /// Hybrid-LightRNN (Kong et al., 2019): as many of the `codes` codes as possible are words by themselves; the other
+    /// words share a square table, the smallest that holds them.
     ///
     /// # Errors
     ///
@@ -52,7 +64,7 @@ impl TableConfig {
             return Ok(TableConfig { words, own: words, rows: 0, columns: 0 });
         }
         check_most("words", words, MOST)?;
-        // What a table of this side needs: its rows and columns, and codes for the words that have no cell.
+        // How many codes a table of this side needs: its rows, its columns, and one for each word that has no cell.
         let needs = |side: usize| 2 * side + words.saturating_sub(side * side);
         let sides = 1..=(words as f64).sqrt().ceil() as usize;
         match sides.clone().find(|side| needs(*side) <= codes) {
@@ -64,35 +76,15 @@ impl TableConfig {
         }
     }
 
-    /// Another shape of the table that words share. Tables of more than 2^24 places are errors when a [`CodeTable`] is
+    /// Sets the shape of the table that words share. A [`CodeTable`] of more than 2^24 places is an error when it is
     /// made.
     pub fn with_table(self, rows: usize, columns: usize) -> Self {
         TableConfig { rows, columns, ..self }
     }
 
-    /// Another number of words with a code of their own.
+    /// Sets the number of words with a code of their own.
     pub fn with_own(self, own: usize) -> Self {
         TableConfig { own, ..self }
-    }
-
-    /// The number of words.
-    pub fn words(&self) -> usize {
-        self.words
-    }
-
-    /// The number of words with a code of their own: the codes 0 to `own - 1`.
-    pub fn own(&self) -> usize {
-        self.own
-    }
-
-    /// The number of rows: the first codes of the other words, after those of words.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// The number of columns: the second codes of the other words, after those of rows.
-    pub fn columns(&self) -> usize {
-        self.columns
     }
 
     /// The number of codes: the vocabulary of a head.
@@ -114,14 +106,14 @@ impl TableConfig {
             let got = format!("{own} codes and a table of {rows} x {columns}");
             return Err(Error::config("table", format!("places for {} words", self.words), got));
         }
-        // The costs of the words that share the table are held.
+        // `CodeCosts` holds the costs of the words that share the table.
         let shared = self.words.saturating_sub(self.own);
         check_product("words * (rows + columns)", &[shared, self.rows + self.columns])
     }
 }
 
-/// A bijection of words and codes: frequent words have a code of their own; each of the others has a cell of a table,
-/// and the codes of its row and its column, which it shares with the words of that row and that column.
+/// A bijection of words and codes: frequent words have a code of their own; every other word has a cell of a table, and
+/// two codes: its row, which it shares with the other words there, and its column, likewise.
 ///
 /// # Examples
 ///
@@ -142,14 +134,14 @@ impl TableConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CodeTable {
     config: TableConfig,
-    /// Of each word: its own code, or `own` and the place of its cell, row by row.
+    /// The place of each word: its own code, or `own` plus the number of its cell, row by row.
     places: Vec<usize>,
     book: Codebook,
 }
 
 impl CodeTable {
-    /// Words in the order of falling counts, one for each word: the first have codes of their own, the others fill the
-    /// table row by row. Of equal counts, the lowest id is first.
+    /// Orders the words by falling counts, one count for each word: the first have codes of their own, the others fill
+    /// the table row by row. Among equal counts, the lowest id comes first.
     ///
     /// # Errors
     ///
@@ -161,11 +153,11 @@ impl CodeTable {
         Self::of_places(config, places)
     }
 
-    /// As [`CodeTable::by_frequency`], with the words that share the table in random cells.
+    /// Like [`CodeTable::by_frequency`], but puts the words that share the table into random cells.
     ///
     /// # Errors
     ///
-    /// As [`CodeTable::by_frequency`].
+    /// If [`CodeTable::by_frequency`] fails for these arguments.
     pub fn random(config: TableConfig, counts: &[f64], seed: u64) -> Result<Self> {
         let order = order(config, counts)?;
         let mut cells: Vec<usize> = (config.own..config.own + config.rows * config.columns).collect();
@@ -175,7 +167,7 @@ impl CodeTable {
         Self::of_places(config, places)
     }
 
-    /// The table of codes `[words, 2]` (u32), as [`CodeTable::codes`] returns them.
+    /// Makes the table from codes `[words, 2]` (u32), as [`CodeTable::codes`] returns them.
     ///
     /// # Errors
     ///
@@ -196,7 +188,7 @@ impl CodeTable {
             }
             match (first.checked_sub(own), second.checked_sub(own + rows)) {
                 (Some(row), Some(column)) if row < rows && column < columns => Ok(own + row * columns + column),
-                _ => Err(Error::config("codes", format!("those of a place for word {word}"), format!("{codes:?}"))),
+                _ => Err(Error::config("codes", format!("the codes of a place for word {word}"), format!("{codes:?}"))),
             }
         };
         let codes = codes.to_device(&Device::Cpu)?.to_vec2::<u32>()?;
@@ -236,7 +228,8 @@ impl CodeTable {
     ///
     /// # Errors
     ///
-    /// If candle cannot create the tensor.
+    /// None is known: candle's constructor of tensors returns a `Result`, but does not fail on the CPU for a matching
+    /// shape.
     pub fn codes(&self) -> Result<Tensor> {
         let mut all = Vec::with_capacity(2 * self.places.len());
         for word in 0..self.places.len() as u32 {
@@ -246,7 +239,7 @@ impl CodeTable {
         Ok(Tensor::from_vec(all, (self.places.len(), 2), &Device::Cpu)?)
     }
 
-    /// The words of a row, by column; none beyond the last row.
+    /// The words of a row, by column; a row beyond the last has none.
     pub fn row(&self, row: usize) -> Vec<Option<u32>> {
         let TableConfig { own, columns, .. } = self.config;
         let mut words = vec![None; if row < self.config.rows { columns } else { 0 }];
@@ -264,7 +257,7 @@ impl CodeTable {
         (0u32..).zip(&self.places).filter_map(move |(word, place)| Some((word, place.checked_sub(own)?)))
     }
 
-    /// The same with these cells of the words that share the table, in the order of [`CodeTable::shared`].
+    /// Moves the words that share the table to these cells, in the order of [`CodeTable::shared`].
     pub(super) fn with_cells(&self, cells: &[usize]) -> Result<Self> {
         let (own, mut places) = (self.config.own, self.places.clone());
         for ((word, _), cell) in self.shared().zip(cells) {
@@ -274,7 +267,7 @@ impl CodeTable {
     }
 }
 
-/// The words by falling counts.
+/// Returns the words by falling counts.
 fn order(config: TableConfig, counts: &[f64]) -> Result<Vec<usize>> {
     config.validate()?;
     if counts.len() != config.words {

@@ -3,15 +3,15 @@
 use candle_core::{Device, Tensor};
 
 use super::codebook::Codebook;
-use crate::decoding::transfer::matrix;
 use crate::error::{Error, Result};
-use crate::validate::{check_elements, check_float};
+use crate::tensors::checks::{check_elements, check_float};
+use crate::tensors::transfer::matrix;
 
 impl Codebook {
     /// The log-probability of a word at each position, in nats.
     ///
-    /// `first` are the log-probabilities of the first codes. `second(positions, codes)` takes the step of the model
-    /// that reads a first code: it returns the log-probabilities of the second codes after these codes at these
+    /// `first` has the log-probabilities of the first codes, in nats. `second(positions, codes)` takes the step of the
+    /// model that reads a first code: it returns the log-probabilities of the second codes after these codes at these
     /// positions. Positions whose word has one code take no step.
     ///
     /// # Shapes
@@ -56,7 +56,7 @@ impl Codebook {
         self.rows("the result of second", &second(&positions, &codes)?, firsts.len())
     }
 
-    /// Log-probabilities of codes, checked.
+    /// Checks log-probabilities of codes and returns them row by row.
     pub(super) fn rows(&self, argument: &'static str, log_probs: &Tensor, rows: usize) -> Result<Vec<Vec<f64>>> {
         if log_probs.dims() != [rows, self.codes()] {
             return Err(Error::shape(argument, format!("[{rows}, {}]", self.codes()), log_probs.dims()));

@@ -5,163 +5,267 @@ mod char_cnn;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use candle_nn::{Init, VarBuilder};
+use candle_nn::{Embedding, Init, VarBuilder};
 
-use crate::error::{Error, Result};
-use crate::loss::{Loss, LossOptions};
+use crate::error::{Error, OptionName, Result};
+use crate::loss::{Loss, Request};
 use crate::mixture::Mixture;
-use crate::validate::{
-    check_device, check_elements, check_float, check_hidden, check_logits, check_sizes, check_vocab,
+use crate::tensors::checks::{
+    check_device, check_elements, check_float, check_hidden, check_logits, check_product, check_sizes, check_vocab,
 };
 pub use char_cnn::{CharCnn, CharCnnConfig};
 
-/// The logits of a context c: `z = cap tanh(scale (c W^T + b) / cap)`.
+/// The sizes and options of a [`Decoder`].
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct DecoderConfig {
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Size of a context, d.
+    pub context_dim: usize,
+    /// Whether there is a bias. The default is true.
+    pub bias: bool,
+    /// The scale of the logits, bias included, before the softcap. The default is 1.
+    pub logit_scale: f64,
+    /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
+    pub softcap: Option<f64>,
+}
+
+impl DecoderConfig {
+    /// A decoder of these sizes, with a bias.
+    pub fn new(vocab_size: usize, context_dim: usize) -> Self {
+        DecoderConfig { vocab_size, context_dim, bias: true, logit_scale: 1.0, softcap: None }
+    }
+
+    /// Sets whether there is a bias.
+    pub fn with_bias(self, bias: bool) -> Self {
+        DecoderConfig { bias, ..self }
+    }
+
+    /// Sets the scale of the logits, bias included, before the softcap.
+    pub fn with_logit_scale(self, logit_scale: f64) -> Self {
+        DecoderConfig { logit_scale, ..self }
+    }
+
+    /// Sets the softcap of the logits, `z = cap tanh(z / cap)` (Gemma Team: Gemma 2, arXiv 2408.00118).
+    pub fn with_softcap(self, softcap: Option<f64>) -> Self {
+        DecoderConfig { softcap, ..self }
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        check_sizes(&[("context_dim", self.context_dim)])?;
+        check_vocab(self.vocab_size)?;
+        check_product("vocab_size * context_dim", &[self.vocab_size, self.context_dim])?;
+        check_logits(self.logit_scale, self.softcap)
+    }
+}
+
+/// The rows that contexts are multiplied by to give logits, and what follows the product:
+///
+/// ```text
+/// z = cap tanh(scale (c W^T + b) / cap)
+/// ```
+///
+/// A [`Head`](crate::Head) is a projection and a decoder.
 #[derive(Clone, Debug)]
-pub(crate) struct Decoder {
+pub struct Decoder {
     rows: Rows,
     /// `[vocab]`
-    pub(crate) bias: Option<Tensor>,
+    bias: Option<Tensor>,
     logit_scale: f64,
     softcap: Option<f64>,
 }
 
 /// The weight, `[vocab, d]`.
 #[derive(Clone, Debug)]
-pub(crate) enum Rows {
+enum Rows {
     Matrix(Tensor),
     Computed(Arc<CharCnn>),
 }
 
 impl Decoder {
-    /// Variables `decoder.weight`, uniform within 0.1 unless there are rows, and `decoder.bias`, zero, as in the
-    /// released code.
-    pub(crate) fn new(vocab: usize, context: usize, bias: bool, rows: Option<Rows>, vb: &VarBuilder) -> Result<Self> {
-        let vb = vb.pp("decoder");
-        let rows = match rows {
-            Some(Rows::Matrix(weight)) if weight.dims() != [vocab, context] => {
-                return Err(Error::shape("embedding", format!("[{vocab}, {context}]"), weight.dims()));
-            }
-            Some(Rows::Computed(cnn)) if (cnn.vocab(), cnn.context()) != (vocab, context) => {
-                let got = [cnn.vocab(), cnn.context()];
-                return Err(Error::shape("computed rows", format!("[{vocab}, {context}]"), &got));
-            }
-            Some(rows) => rows,
-            None => {
-                let init = Init::Uniform { lo: -0.1, up: 0.1 };
-                Rows::Matrix(vb.get_with_hints((vocab, context), "weight", init)?)
-            }
-        };
-        let bias = bias.then(|| vb.get_with_hints(vocab, "bias", Init::Const(0.0))).transpose()?;
-        Ok(Decoder { rows, bias, logit_scale: 1.0, softcap: None })
+    /// A decoder with the variables `decoder.weight` `[vocab, d]`, uniform within 0.1, and `decoder.bias` `[vocab]`, zero, as
+    /// in the released code of Yang et al. (2018).
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, the weight would have more than 2^40 elements or 2^32 - 1 token ids, a number is out of range, or a
+    /// variable is missing or of another shape.
+    pub fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let init = Init::Uniform { lo: -0.1, up: 0.1 };
+        let shape = (config.vocab_size, config.context_dim);
+        Self::of_rows(config, Rows::Matrix(vb.pp("decoder").get_with_hints(shape, "weight", init)?), &vb)
     }
 
-    pub(crate) fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        let decoder = Self::unchecked(weight, bias);
-        decoder.check()?;
-        Ok(decoder)
+    /// A decoder tied to the matrix of an embedding, `[vocab, d]`, with the variable `decoder.bias`. The gradients of both
+    /// uses are summed.
+    ///
+    /// # Shapes
+    ///
+    /// - embedding: `[vocab, d]`
+    ///
+    /// # Errors
+    ///
+    /// If the embedding is of another shape, or as for [`Decoder::new`].
+    pub fn tied(config: &DecoderConfig, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let (weight, expected) = (embedding.embeddings(), [config.vocab_size, config.context_dim]);
+        match weight.dims() == expected {
+            true => Self::of_rows(config, Rows::Matrix(weight.clone()), &vb),
+            false => Err(Error::shape("embedding", format!("{expected:?}"), weight.dims())),
+        }
     }
 
-    /// A decoder whose tensors are checked at first use.
-    pub(crate) fn unchecked(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Decoder { rows: Rows::Matrix(weight), bias, logit_scale: 1.0, softcap: None }
+    /// A decoder whose rows are computed from spellings, `[vocab, d]`, with the variable `decoder.bias`. They are computed
+    /// anew for each call.
+    ///
+    /// # Errors
+    ///
+    /// If the rows are of another shape, or as for [`Decoder::new`].
+    pub fn with_char_cnn(config: &DecoderConfig, cnn: CharCnn, vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let (got, expected) = ([cnn.vocab_size(), cnn.context_dim()], [config.vocab_size, config.context_dim]);
+        match got == expected {
+            true => Self::of_rows(config, Rows::Computed(Arc::new(cnn)), &vb),
+            false => Err(Error::shape("rows of the char-CNN", format!("{expected:?}"), &got)),
+        }
     }
 
-    /// Checks shapes, dtypes and devices.
-    pub(crate) fn check(&self) -> Result<()> {
-        // Computed rows are of a known shape.
-        let Decoder { rows: Rows::Matrix(weight), bias, .. } = self else { return Ok(()) };
-        let &[vocab, context] = weight.dims() else {
-            return Err(Error::shape("decoder.weight", "[vocab, context]", weight.dims()));
+    fn of_rows(config: &DecoderConfig, rows: Rows, vb: &VarBuilder) -> Result<Self> {
+        let &DecoderConfig { vocab_size, bias, logit_scale, softcap, .. } = config;
+        let bias = bias.then(|| vb.pp("decoder").get_with_hints(vocab_size, "bias", Init::Const(0.0))).transpose()?;
+        Ok(Decoder { rows, bias, logit_scale, softcap })
+    }
+
+    /// A decoder from its weight and bias.
+    ///
+    /// # Shapes
+    ///
+    /// - weight: `[vocab, d]`
+    /// - bias: `[vocab]`
+    ///
+    /// # Errors
+    ///
+    /// If the shapes do not match, or a dtype is not a float type.
+    pub fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
+        let &[vocab_size, context_dim] = weight.dims() else {
+            return Err(Error::shape("decoder.weight", "[vocab_size, context_dim]", weight.dims()));
         };
         check_elements("decoder.weight", weight.dims())?;
-        check_vocab(vocab)?;
-        check_sizes(&[("context", context)])?;
-        check_float("decoder.weight", weight)?;
-        let Some(bias) = bias else { return Ok(()) };
-        if bias.dims() != [vocab] {
-            return Err(Error::shape("decoder.bias", format!("[{vocab}]"), bias.dims()));
+        check_vocab(vocab_size)?;
+        check_sizes(&[("context_dim", context_dim)])?;
+        check_float("decoder.weight", &weight)?;
+        if let Some(bias) = &bias {
+            if bias.dims() != [vocab_size] {
+                return Err(Error::shape("decoder.bias", format!("[{vocab_size}]"), bias.dims()));
+            }
+            check_float("decoder.bias", bias)?;
+            check_device("decoder.bias", bias, &weight)?;
         }
-        check_float("decoder.bias", bias)?;
-        check_device("decoder.bias", bias, weight)
+        Ok(Decoder { rows: Rows::Matrix(weight), bias, logit_scale: 1.0, softcap: None })
     }
 
-    pub(crate) fn with_softcap(self, softcap: Option<f64>) -> Result<Self> {
+    /// The decoder with softly bounded logits, `z = cap tanh(z / cap)`, or without a bound.
+    ///
+    /// # Errors
+    ///
+    /// If the cap is not from 1e-30 to 1e30.
+    pub fn with_softcap(self, softcap: Option<f64>) -> Result<Self> {
         check_logits(self.logit_scale, softcap)?;
         Ok(Decoder { softcap, ..self })
     }
 
-    pub(crate) fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
+    /// The decoder with another scale of the logits, bias included, before the softcap.
+    ///
+    /// # Errors
+    ///
+    /// If the scale is not from 1e-30 to 1e30.
+    pub fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
         check_logits(logit_scale, self.softcap)?;
         Ok(Decoder { logit_scale, ..self })
     }
 
-    /// The mixture of these contexts `[.., K, d]` and log-priors `[.., K]`.
-    pub(crate) fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
-        let mixture = Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?;
-        mixture.with_logits(self.logit_scale, self.softcap)
-    }
-
-    /// The loss of the mixture of these contexts, which are masked at ignored positions. Of a sampled loss only the rows
-    /// that it looks at are computed.
-    pub(crate) fn loss_of_masked(
-        &self,
-        contexts: &Tensor,
-        log_priors: Option<&Tensor>,
-        targets: &Tensor,
-        options: &LossOptions,
-    ) -> Result<Loss> {
-        let sampled = options.sampled_step().filter(|_| targets.elem_count() > 0);
-        let (Rows::Computed(cnn), Some(sampled)) = (&self.rows, sampled) else {
-            return self.mixture(contexts, log_priors)?.loss_of_masked(targets, options);
-        };
-        if options.decoder_rows {
-            return Err(Error::Unsupported { option: "decoder_rows", head: "a decoder whose rows are computed" });
-        }
-        options.validate()?;
-        // In place of the weight, which is not read.
-        let unread = Tensor::zeros((1, 1), cnn.parameter().dtype(), cnn.parameter().device())?
-            .broadcast_as((self.vocab(), self.context()))?;
-        let mixture = Mixture::of_rows(contexts, log_priors, unread, self.bias.as_ref())?;
-        let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
-        mixture.sampled_loss(|ids| cnn.rows_of(ids), sampled, targets, options)
-    }
-
     /// The weight, `[vocab, d]`.
-    pub(crate) fn weight(&self) -> Result<Tensor> {
+    ///
+    /// # Errors
+    ///
+    /// If the rows are computed, and candle has no memory or no kernels for it.
+    pub fn weight(&self) -> Result<Tensor> {
         match &self.rows {
             Rows::Matrix(weight) => Ok(weight.clone()),
             Rows::Computed(cnn) => cnn.rows(),
         }
     }
 
-    /// The decoder with the present weight as a constant, if it is computed.
-    pub(crate) fn with_rows_computed(&self) -> Result<Self> {
+    /// The bias, `[vocab]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
+    /// The size of the vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        match &self.rows {
+            Rows::Matrix(weight) => weight.dims()[0],
+            Rows::Computed(cnn) => cnn.vocab_size(),
+        }
+    }
+
+    /// The size of a context, d.
+    pub fn context_dim(&self) -> usize {
+        match &self.rows {
+            Rows::Matrix(weight) => weight.dims()[1],
+            Rows::Computed(cnn) => cnn.context_dim(),
+        }
+    }
+
+    /// The mixture of these contexts and log-priors under this decoder.
+    ///
+    /// # Shapes
+    ///
+    /// - contexts: `[.., K, d]`
+    /// - log_priors: `[.., K]`; `None` is accepted if K = 1
+    ///
+    /// # Errors
+    ///
+    /// As for [`Mixture::new`].
+    pub fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
+        let mixture = Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?;
+        mixture.with_logits(self.logit_scale, self.softcap)
+    }
+
+    /// The loss of the mixture of these contexts, which are masked at ignored positions. Of computed rows, a sampled loss
+    /// computes only those that it looks at.
+    pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
+        let is_sampled = request.options.sampled_step().is_some() && request.positions() > 0;
+        let (Rows::Computed(cnn), true) = (&self.rows, is_sampled) else {
+            return self.mixture(contexts, log_priors)?.loss_of(request);
+        };
+        if request.options.decoder_rows {
+            let head = "a decoder whose rows are computed";
+            return Err(Error::Unsupported { option: OptionName::DecoderRows, head });
+        }
+        // In place of the weight, which is not read.
+        let unread = Tensor::zeros((1, 1), cnn.parameter().dtype(), cnn.parameter().device())?
+            .broadcast_as((self.vocab_size(), self.context_dim()))?;
+        let mixture = Mixture::of_rows(contexts, log_priors, unread, self.bias.as_ref())?;
+        let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
+        mixture.sampled_loss(|ids| cnn.rows_of(ids), request)
+    }
+
+    /// The decoder with its rows as a constant, if they are computed.
+    pub(crate) fn frozen(&self) -> Result<Self> {
         match &self.rows {
             Rows::Matrix(_) => Ok(self.clone()),
             Rows::Computed(cnn) => Ok(Decoder { rows: Rows::Matrix(cnn.rows()?.detach()), ..self.clone() }),
         }
     }
 
-    /// Checks that hidden states or contexts have the dtype and the device of the decoder.
-    pub(crate) fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
+    /// Checks that hidden states of this size have the dtype and the device of the decoder.
+    pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize) -> Result<()> {
         match &self.rows {
-            Rows::Matrix(weight) => check_hidden(hidden, self.context(), weight),
-            Rows::Computed(cnn) => check_hidden(hidden, self.context(), cnn.parameter()),
-        }
-    }
-
-    pub(crate) fn vocab(&self) -> usize {
-        match &self.rows {
-            Rows::Matrix(weight) => weight.dims().first().copied().unwrap_or(0),
-            Rows::Computed(cnn) => cnn.vocab(),
-        }
-    }
-
-    /// The size of a context.
-    pub(crate) fn context(&self) -> usize {
-        match &self.rows {
-            Rows::Matrix(weight) => weight.dims().get(1).copied().unwrap_or(0),
-            Rows::Computed(cnn) => cnn.context(),
+            Rows::Matrix(weight) => check_hidden(hidden, size, weight),
+            Rows::Computed(cnn) => check_hidden(hidden, size, cnn.parameter()),
         }
     }
 }

@@ -1,17 +1,15 @@
-//! From the distribution of each position to the token ids that are chosen, without a tensor of the vocabulary's size.
+//! Chooses token ids from the distribution of each position, without a tensor of the vocabulary's size.
 //!
-//! A distribution is looked at tile by tile ([`Distribution`](crate::backend::contract::Distribution)); its ids are
-//! ranked ([`top_k`]), drawn from ([`multinomial`]), or searched for whole sequences ([`beam_search`]).
+//! A distribution is read tile by tile ([`Distribution`](crate::backend::contract::Distribution)): [`top_k`] ranks its
+//! ids, [`multinomial`] draws one of them.
 
-mod beam_search;
+mod log_probs;
 mod multinomial;
 mod pruning;
 mod sampler;
 mod sampling;
 mod top_k;
-pub(crate) mod transfer;
 
-pub use beam_search::{BeamSearch, Hypothesis};
 pub use pruning::Pruned;
 pub use sampler::Sampler;
 pub use sampling::Sampling;

@@ -1,4 +1,4 @@
-//! A token id drawn from a distribution with one random number.
+//! Draws a token id from a distribution with one random number.
 
 use rayon::prelude::*;
 
@@ -30,7 +30,7 @@ impl Visit for Draw<'_> {
     }
 }
 
-/// The mass of a distribution at a temperature: of each tile, the largest log-probability, and the sum of
+/// The mass of a distribution at temperature T. `tiles` has each tile's largest log-probability and the sum of its
 /// `exp((x - largest) / T)`.
 struct Masses {
     temperature: f64,
@@ -53,7 +53,7 @@ impl Masses {
         Masses { temperature, tiles, largest, total }
     }
 
-    /// The token id in which the cumulative probability passes `u`; the tile is found first.
+    /// Returns the token id at which the cumulative probability passes `u`. Its tile is found first.
     fn draw<F: Real>(&self, distribution: &impl Distribution<F>, u: f64) -> Option<u32> {
         let mass = |&(largest, sum): &(f64, f64)| sum * relative(largest, self.largest, self.temperature);
         let (tile, left) = pass(self.tiles.iter().map(mass), u * self.total)?;
@@ -73,8 +73,8 @@ fn relative(x: f64, largest: f64, temperature: f64) -> f64 {
     }
 }
 
-/// The index at which the cumulative mass exceeds `target`, and the remainder of `target` there. An element without
-/// mass is never chosen; if rounding leaves a remainder at the end, the last element with mass is.
+/// Returns the index at which the cumulative mass exceeds `target`, and the remainder of `target` there. An element
+/// without mass is never chosen; if rounding leaves a remainder at the end, the last element with mass is chosen.
 pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(usize, f64)> {
     let mut left = target;
     let mut last = None;
@@ -90,12 +90,12 @@ pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(us
     last
 }
 
-/// A draw from the token ids that top-k, top-p and min-p keep.
+/// Draws from the token ids that top-k, top-p and min-p keep.
 fn from_the_best<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
     let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
     let all = (top_k.is_none() && top_p < 1.0).then(|| Masses::new(distribution, temperature).total);
-    // Without top-k the number of ids in the nucleus is unknown: start small and grow.
+    // Without top-k the number of ids in the nucleus is unknown, so that the search starts small and grows.
     let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_CANDIDATES) };
     loop {
         let ids = best(distribution, n);

@@ -1,12 +1,12 @@
-//! Pruning: a mixture without its least probable components.
+//! Prunes the least probable components of a mixture.
 
 use candle_core::{Tensor, D};
 
-use super::transfer;
 use crate::backend::contract::{accumulation_dtype, Sizes};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
-use crate::validate::check_number;
+use crate::tensors::checks::check_number;
+use crate::tensors::transfer;
 
 /// A mixture without its least probable components, from [`Mixture::prune`].
 #[derive(Clone, Debug)]
@@ -21,9 +21,9 @@ pub struct Pruned {
 
 impl Mixture {
     /// Prunes the components of each position whose priors sum to at most `mass`. All positions keep the same number of
-    /// components, that of the position that needs most. Waits for the device.
+    /// components, the largest that one of them needs. Waits for the device.
     ///
-    /// With `m` the pruned prior probability, `P = (1 - m) P' + m Q`: the total variation between `P` and the pruned
+    /// If `m` is the pruned prior probability, `P = (1 - m) P' + m Q`: the total variation between `P` and the pruned
     /// `P'` is at most `m`.
     ///
     /// # Shapes
@@ -83,7 +83,7 @@ impl Mixture {
     /// Differentiable.
     pub(super) fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
         let mut operands = self.operands().clone();
-        let Sizes { positions, components, context, .. } = operands.sizes;
+        let Sizes { positions, components, context_dim, .. } = operands.sizes;
         operands.sizes.components = kept;
         let log_priors = operands.log_priors.take().filter(|_| keep_priors);
         // candle's index_select does not take empty tensors.
@@ -96,7 +96,7 @@ impl Mixture {
         let rows = indices.iter().enumerate().map(|(i, &k)| (i / kept * components) as u32 + k).collect();
         let rows = transfer::to_device::<u32>(rows, positions * kept, operands.contexts.device())?;
         let select = |rows_of: Tensor| rows_of.index_select(&rows, 0);
-        operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((positions, kept, context))?;
+        operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((positions, kept, context_dim))?;
         if let Some(log_priors) = log_priors {
             let log_priors = select(log_priors.flatten_all()?)?.reshape((positions, kept))?;
             operands.log_priors = Some(candle_nn::ops::log_softmax(&log_priors, D::Minus1)?);

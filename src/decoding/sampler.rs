@@ -6,11 +6,11 @@ use rand::{Rng, SeedableRng};
 
 use super::multinomial::{pass, Draw};
 use super::sampling::Sampling;
-use super::transfer;
 use crate::backend;
-use crate::error::{Error, Result};
+use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
-use crate::validate::check_elements;
+use crate::tensors::checks::check_elements;
+use crate::tensors::transfer;
 
 /// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same
 /// ids on the same device with the same version of this crate.
@@ -37,7 +37,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler with a seed.
+    /// Makes a sampler with a seed.
     ///
     /// # Errors
     ///
@@ -52,7 +52,7 @@ impl Sampler {
         &self.sampling
     }
 
-    /// Draws one token id `[..]`, u32, from each distribution of log-probabilities `[.., vocab]`: for models without an
+    /// Draws one token id from each distribution of log-probabilities `[.., vocab]`, in nats: for models without an
     /// output layer of this crate. [`OutputLayer::sample`](crate::OutputLayer::sample) of a mixture reads the
     /// distributions in tiles instead.
     ///
@@ -69,30 +69,27 @@ impl Sampler {
         let leading = &log_probs.dims()[..log_probs.rank().saturating_sub(1)];
         check_elements("log_probs", log_probs.dims())?;
         let uniform = self.uniform(leading.iter().product());
-        let ids = transfer::visit(log_probs, &Draw { sampling: &self.sampling, uniform: &uniform })?;
+        let ids = super::log_probs::visit(log_probs, &Draw { sampling: &self.sampling, uniform: &uniform })?;
         transfer::to_device(ids, leading, log_probs.device())
     }
 
-    /// An error that names `head`, which has no components, if the options need them.
+    /// Returns an error that names `head`, which has no components, if the options need them.
     pub(crate) fn reject_components(&self, head: &'static str) -> Result<()> {
         let Sampling { ancestral, component_temperature, .. } = self.sampling;
         match (ancestral, component_temperature != 1.0) {
-            (true, _) => Err(Error::Unsupported { option: "ancestral", head }),
-            (_, true) => Err(Error::Unsupported { option: "component_temperature", head }),
+            (true, _) => Err(Error::Unsupported { option: OptionName::Ancestral, head }),
+            (_, true) => Err(Error::Unsupported { option: OptionName::ComponentTemperature, head }),
             _ => Ok(()),
         }
     }
 
-    pub(crate) fn is_ancestral(&self) -> bool {
-        self.sampling.ancestral
-    }
-
-    /// Numbers from 0 to below 1, drawn before the work is split, so that the number of threads does not matter.
+    /// Draws `n` numbers from 0 to below 1. They are drawn before the work is split, so that the number of threads does
+    /// not matter.
     pub fn uniform(&mut self, n: usize) -> Vec<f64> {
         (0..n).map(|_| self.rng.random()).collect()
     }
 
-    /// One index for each row of log-probabilities `[rows, n]`, `[rows]`.
+    /// Draws one index from each row of log-probabilities `[rows, n]`.
     pub(crate) fn choose(&mut self, log_probs: &Tensor) -> Result<Vec<u32>> {
         let rows = transfer::matrix(log_probs)?;
         let uniform = self.uniform(rows.len());
@@ -108,7 +105,7 @@ impl Sampler {
 }
 
 impl Mixture {
-    /// Draws one token id at each position, `[..]`, u32.
+    /// Draws one token id at each position.
     ///
     /// # Shapes
     ///
@@ -125,7 +122,7 @@ impl Mixture {
             mixture = &tempered;
         }
         let drawn;
-        if sampler.is_ancestral() {
+        if sampler.sampling.ancestral {
             drawn = mixture.draw_component(sampler)?;
             mixture = &drawn;
         }
@@ -135,8 +132,8 @@ impl Mixture {
         transfer::to_device(ids, self.leading(), operands.contexts.device())
     }
 
-    /// The mixture with the logits of its components divided by `temperature`: their scale, and their softcap if there
-    /// is one. The priors do not change.
+    /// Divides the logits of all components by `temperature`: their scale, and their softcap if there is one. The
+    /// priors do not change.
     ///
     /// # Errors
     ///

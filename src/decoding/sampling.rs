@@ -1,29 +1,38 @@
 //! How a token id is drawn: temperature and truncation.
 
 use crate::error::{Error, Result};
-use crate::validate::check_number;
+use crate::tensors::checks::check_number;
 
 /// How the next token id is drawn from a distribution. The default draws from the full distribution.
 ///
-/// The steps, in this order: temperature; the [`top_k`](Sampling::with_top_k) most probable ids; of these the
-/// [`top_p`](Sampling::with_top_p) nucleus; of these the ids with at least [`min_p`](Sampling::with_min_p) times the
-/// largest probability. The remaining probabilities are renormalised.
+/// The temperature comes first; then [`top_k`](Sampling::with_top_k) keeps the most probable ids,
+/// [`top_p`](Sampling::with_top_p) keeps their nucleus, and [`min_p`](Sampling::with_min_p) drops ids whose probability
+/// is below that fraction of the largest. The probabilities that remain are renormalised.
 ///
 /// # References
 ///
-/// - top-k: Fan, Lewis, Dauphin: Hierarchical Neural Story Generation. ACL 2018.
-/// - top-p: Holtzman, Buys, Du, Forbes, Choi: The Curious Case of Neural Text Degeneration. ICLR 2020.
-/// - min-p: Nguyen et al.: Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs. ICLR 2025.
+/// - top-k: Fan, Lewis, Dauphin: Hierarchical Neural Story Generation. ACL 2018, arXiv 1805.04833.
+/// - top-p: Holtzman, Buys, Du, Forbes, Choi: The Curious Case of Neural Text Degeneration. ICLR 2020, arXiv
+///   1904.09751.
+/// - min-p: Nguyen et al.: Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs. ICLR 2025, arXiv
+///   2407.01082.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(default))]
+#[non_exhaustive]
 pub struct Sampling {
-    pub(super) temperature: f64,
-    pub(super) component_temperature: f64,
-    pub(super) top_k: Option<usize>,
-    pub(super) top_p: f64,
-    pub(super) min_p: f64,
-    pub(super) ancestral: bool,
+    /// The temperature of the mixture. The default is 1.
+    pub temperature: f64,
+    /// The temperature of the components. The default is 1.
+    pub component_temperature: f64,
+    /// The number of most probable ids that are kept. The default is all.
+    pub top_k: Option<usize>,
+    /// The probability of the nucleus. The default is 1.
+    pub top_p: f64,
+    /// The smallest probability that is kept, relative to the largest. The default is 0.
+    pub min_p: f64,
+    /// Whether a component is drawn first. The default is false.
+    pub ancestral: bool,
 }
 
 impl Default for Sampling {
@@ -38,13 +47,14 @@ impl Sampling {
         Self::default()
     }
 
-    /// Always the most probable token id; of equals the lowest.
+    /// Always chooses the most probable token id; among equals the lowest.
     pub fn greedy() -> Self {
         Self::default().with_temperature(0.0)
     }
 
-    /// Divides the log-probabilities of the mixture by T and renormalises: `P(v)^(1/T)`. 0 is greedy. For one softmax
-    /// this equals dividing the logits; for a mixture it does not, see [`Sampling::with_component_temperature`].
+    /// Divides the log-probabilities of the mixture by T and renormalises: `P(v)^(1/T)`. Temperature 0 is greedy. For
+    /// one softmax this equals dividing the logits; for a mixture it does not, see
+    /// [`Sampling::with_component_temperature`].
     pub fn with_temperature(self, temperature: f64) -> Self {
         Sampling { temperature, ..self }
     }
@@ -54,7 +64,7 @@ impl Sampling {
         Sampling { component_temperature: temperature, ..self }
     }
 
-    /// Draws from the `k` most probable token ids only (all, if there are fewer).
+    /// Draws from the `k` most probable token ids only, or from all if there are fewer.
     pub fn with_top_k(self, k: usize) -> Self {
         Sampling { top_k: Some(k), ..self }
     }
@@ -75,36 +85,6 @@ impl Sampling {
     /// never computed.
     pub fn with_ancestral(self, ancestral: bool) -> Self {
         Sampling { ancestral, ..self }
-    }
-
-    /// The temperature of the mixture.
-    pub fn temperature(&self) -> f64 {
-        self.temperature
-    }
-
-    /// The temperature of the components.
-    pub fn component_temperature(&self) -> f64 {
-        self.component_temperature
-    }
-
-    /// The number of most probable ids that are kept, if limited.
-    pub fn top_k(&self) -> Option<usize> {
-        self.top_k
-    }
-
-    /// The probability of the nucleus.
-    pub fn top_p(&self) -> f64 {
-        self.top_p
-    }
-
-    /// The smallest probability that is kept, relative to the largest.
-    pub fn min_p(&self) -> f64 {
-        self.min_p
-    }
-
-    /// Whether a component is drawn first.
-    pub fn is_ancestral(&self) -> bool {
-        self.ancestral
     }
 
     pub(super) fn is_truncated(&self) -> bool {

@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Device, Tensor, D};
 
-use super::transfer;
 use crate::backend;
 use crate::backend::ranking::{Best, Ranked};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
+use crate::tensors::transfer;
 
 /// The most probable token ids at each position, from [`OutputLayer::top_k`](crate::OutputLayer::top_k).
 ///
@@ -20,7 +20,7 @@ use crate::mixture::Mixture;
 /// let weight = Tensor::new(&[[0f32], [3.], [1.], [2.]], &Device::Cpu)?;
 /// let head = SoftmaxHead::from_tensors(weight, None)?;
 /// let top = head.top_k(&Tensor::ones((2, 1), DType::F32, &Device::Cpu)?, 3)?;
-/// assert_eq!(top.tokens.to_vec2::<u32>()?, [[1, 3, 2], [1, 3, 2]]);
+/// assert_eq!(top.token_ids.to_vec2::<u32>()?, [[1, 3, 2], [1, 3, 2]]);
 /// assert_eq!(top.log_probs.dims(), [2, 3]);
 /// # Ok(())
 /// # }
@@ -28,14 +28,15 @@ use crate::mixture::Mixture;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TopK {
-    /// `[.., k]`, u32: token ids, the most probable first; of equals the lowest id.
-    pub tokens: Tensor,
-    /// `[.., k]`: their log-probabilities, f32 (f64 for heads in f64). Not differentiable.
+    /// `[.., k]`, u32: token ids, the most probable first; among equals the lowest id comes first.
+    pub token_ids: Tensor,
+    /// `[.., k]`: their log-probabilities in nats, f32 (f64 for heads in f64). Not differentiable.
     pub log_probs: Tensor,
 }
 
 impl TopK {
-    /// The `k` most probable token ids of log-probabilities `[.., vocab]`, for distributions from outside this crate.
+    /// Ranks the `k` most probable token ids of log-probabilities `[.., vocab]`, in nats, for distributions from
+    /// outside this crate.
     ///
     /// # Shapes
     ///
@@ -54,7 +55,7 @@ impl TopK {
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let log_probs = Tensor::new(&[[0.1f32, 0.6, 0.3]], &Device::Cpu)?.log()?;
-    /// assert_eq!(TopK::of_log_probs(&log_probs, 2)?.tokens.to_vec2::<u32>()?, [[1, 2]]);
+    /// assert_eq!(TopK::of_log_probs(&log_probs, 2)?.token_ids.to_vec2::<u32>()?, [[1, 2]]);
     /// # Ok(())
     /// # }
     /// ```
@@ -62,12 +63,12 @@ impl TopK {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         Self::check_k(k, vocab)?;
-        let found = transfer::visit(log_probs, &Best { k })?;
+        let found = super::log_probs::visit(log_probs, &Best { k })?;
         let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Self::of_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
     }
 
-    /// The ranked ids of each position as tensors of this shape, with log-probabilities in this dtype.
+    /// Makes tensors of this shape from the ranked ids of each position, with log-probabilities in this dtype.
     pub(crate) fn of_ranked(
         found: &[Vec<Ranked<f64>>],
         shape: &[usize],
@@ -77,7 +78,7 @@ impl TopK {
         let ids = found.iter().flatten().map(|best| best.1).collect();
         let of_ids = found.iter().flatten().map(|best| best.0).collect();
         Ok(TopK {
-            tokens: transfer::to_device::<u32>(ids, shape, device)?,
+            token_ids: transfer::to_device::<u32>(ids, shape, device)?,
             log_probs: transfer::rounded(of_ids, shape, dtype, device)?,
         })
     }
@@ -91,7 +92,7 @@ impl TopK {
 }
 
 impl Mixture {
-    /// The `k` most probable token ids at each position, `[.., k]`; of equals the lowest.
+    /// The `k` most probable token ids at each position; among equals the lowest id comes first.
     ///
     /// # Shapes
     ///
@@ -103,12 +104,12 @@ impl Mixture {
     pub fn top_k(&self, k: usize) -> Result<TopK> {
         let operands = self.operands();
         TopK::check_k(k, operands.sizes.vocab)?;
-        let (tokens, log_probs) = backend::top_k(operands, k)?;
+        let (token_ids, log_probs) = backend::top_k(operands, k)?;
         let shape = [self.leading(), &[k]].concat();
-        Ok(TopK { tokens: tokens.reshape(shape.as_slice())?, log_probs: log_probs.reshape(shape)? })
+        Ok(TopK { token_ids: token_ids.reshape(shape.as_slice())?, log_probs: log_probs.reshape(shape)? })
     }
 
-    /// The most probable token id at each position, `[..]`, u32; of equals the lowest.
+    /// The most probable token id at each position; among equals the lowest.
     ///
     /// # Shapes
     ///
@@ -118,6 +119,6 @@ impl Mixture {
     ///
     /// If a distribution is NaN: the error names its position.
     pub fn argmax(&self) -> Result<Tensor> {
-        Ok(self.top_k(1)?.tokens.squeeze(D::Minus1)?)
+        Ok(self.top_k(1)?.token_ids.squeeze(D::Minus1)?)
     }
 }

@@ -10,52 +10,59 @@ use rand_distr::weighted::WeightedAliasIndex;
 use rand_distr::Exp1;
 
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::tensors::checks::check_sizes;
 
 /// The distribution that negatives are drawn from.
 ///
 /// # Examples
 ///
 /// ```
-/// use mos_head::Proposal;
+/// use mos_head::NoiseDistribution;
 ///
 /// # fn main() -> mos_head::Result<()> {
-/// let by_rank = Proposal::log_uniform(10_000)?;
-/// let by_count = Proposal::unigram(&[90.0, 9.0, 1.0])?;
+/// let by_rank = NoiseDistribution::log_uniform(10_000)?;
+/// let by_count = NoiseDistribution::unigram(&[90.0, 9.0, 1.0])?;
 /// assert_eq!(by_count.probability(1), 0.09);
 /// let negatives = by_rank.draw(256, 42)?;
-/// assert_eq!(negatives.ids().len(), 256);
+/// assert_eq!(negatives.token_ids().len(), 256);
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # References
+///
+/// - Sampled softmax: Jean, Cho, Memisevic, Bengio: On Using Very Large Target Vocabulary for Neural Machine
+///   Translation. ACL 2015, arXiv 1412.2007.
+/// - Noise-contrastive estimation: Mnih, Teh: A Fast and Simple Algorithm for Training Neural Probabilistic Language
+///   Models. ICML 2012, arXiv 1206.6426.
 #[derive(Clone, Debug)]
-pub struct Proposal(Kind);
+pub struct NoiseDistribution(Kind);
 
 const MOST_SAMPLES: usize = 1 << 24;
 
 #[derive(Clone, Debug)]
 enum Kind {
-    LogUniform { vocab: usize },
+    LogUniform { vocab_size: usize },
     Unigram(Arc<Unigram>),
 }
 
 #[derive(Debug)]
 struct Unigram {
     probabilities: Vec<f64>,
-    /// Of positive probability.
+    /// How many ids have a positive probability.
     possible: usize,
     alias: WeightedAliasIndex<f64>,
 }
 
-impl Proposal {
-    /// `P(c) = log((c + 2) / (c + 1)) / log(vocab + 1)`: Zipf's law, for ids in the order of falling frequency.
+impl NoiseDistribution {
+    /// `P(c) = log((c + 2) / (c + 1)) / log(vocab_size + 1)`: Zipf's law, for ids in the order of falling frequency.
     ///
     /// # Errors
     ///
-    /// If `vocab` is zero.
-    pub fn log_uniform(vocab: usize) -> Result<Self> {
-        check_sizes(&[("vocab", vocab)])?;
-        Ok(Proposal(Kind::LogUniform { vocab }))
+    /// If `vocab_size` is zero.
+    pub fn log_uniform(vocab_size: usize) -> Result<Self> {
+        check_sizes(&[("vocab_size", vocab_size)])?;
+        Ok(NoiseDistribution(Kind::LogUniform { vocab_size }))
     }
 
     /// Probabilities in proportion to counts, one for each token id. Ids with a count of zero are never drawn, and must
@@ -73,13 +80,13 @@ impl Proposal {
         let probabilities: Vec<f64> = counts.iter().map(|count| count / total).collect();
         let alias = WeightedAliasIndex::new(probabilities.clone()).map_err(|_| error())?;
         let possible = probabilities.iter().filter(|probability| **probability > 0.0).count();
-        Ok(Proposal(Kind::Unigram(Arc::new(Unigram { probabilities, possible, alias }))))
+        Ok(NoiseDistribution(Kind::Unigram(Arc::new(Unigram { probabilities, possible, alias }))))
     }
 
     /// The number of token ids.
-    pub fn vocab(&self) -> usize {
+    pub fn vocab_size(&self) -> usize {
         match &self.0 {
-            Kind::LogUniform { vocab } => *vocab,
+            Kind::LogUniform { vocab_size } => *vocab_size,
             Kind::Unigram(unigram) => unigram.probabilities.len(),
         }
     }
@@ -87,14 +94,14 @@ impl Proposal {
     /// The probability of a token id in one draw; zero outside the vocabulary.
     pub fn probability(&self, id: usize) -> f64 {
         match &self.0 {
-            Kind::LogUniform { vocab } if id >= *vocab => 0.0,
-            Kind::LogUniform { vocab } => (1.0 / (id as f64 + 1.0)).ln_1p() / (*vocab as f64).ln_1p(),
+            Kind::LogUniform { vocab_size } if id >= *vocab_size => 0.0,
+            Kind::LogUniform { vocab_size } => (1.0 / (id as f64 + 1.0)).ln_1p() / (*vocab_size as f64).ln_1p(),
             Kind::Unigram(unigram) => unigram.probabilities.get(id).copied().unwrap_or(0.0),
         }
     }
 
-    /// Draws `samples` different ids: one after the other, each without those drawn before. Use another seed for each
-    /// step. Takes no longer than in proportion to the vocabulary, and less for few samples.
+    /// Draws `samples` different ids: one after the other, each among the ids that were not drawn before. Use another
+    /// seed for each step. The time is at most in proportion to the vocabulary, and less for few samples.
     ///
     /// # Errors
     ///
@@ -110,10 +117,11 @@ impl Proposal {
             return Err(Error::config("samples", expected, samples));
         }
         let mut rng = StdRng::seed_from_u64(seed);
-        // Draws at the arrivals of a Poisson process: each id arrives first after an exponential time of its rate.
+        // The ids arrive in a Poisson process, each at the rate of its probability, and are drawn in the order of their
+        // first arrivals.
         let (mut ids, mut found) = (Vec::with_capacity(samples), HashSet::with_capacity(samples));
         let (mut time, mut until) = (0.0, None);
-        for _ in 0..self.vocab() {
+        for _ in 0..self.vocab_size() {
             time += rng.sample::<f64, _>(Exp1);
             let id = self.one(&mut rng);
             if !found.insert(id) {
@@ -126,8 +134,8 @@ impl Proposal {
             ids.push(id);
         }
         let until = until.unwrap_or_else(|| {
-            // Rare ids are left. The process has no memory: the times from here on are exponential too.
-            let rest = (0..self.vocab()).filter(|id| self.probability(*id) > 0.0 && !found.contains(id));
+            // Only rare ids are left. The process has no memory: the times from here on are exponential too.
+            let rest = (0..self.vocab_size()).filter(|id| self.probability(*id) > 0.0 && !found.contains(id));
             let rest = rest.map(|id| (time + rng.sample::<f64, _>(Exp1) / self.probability(id), id));
             let mut rest: Vec<(f64, usize)> = rest.collect();
             let missing = samples - ids.len();
@@ -140,7 +148,7 @@ impl Proposal {
         });
         ids.sort_unstable();
         let repeats = vec![1; ids.len()];
-        Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::Without { until } })
+        Ok(Negatives { noise: self.clone(), ids, repeats, scheme: Scheme::Without { until } })
     }
 
     /// Draws `samples` ids, each from all of them. Use another seed for each step.
@@ -158,14 +166,14 @@ impl Proposal {
         drawn.sort_unstable();
         let runs = drawn.chunk_by(|a, b| a == b).map(|run| (run[0], run.len()));
         let (ids, repeats) = runs.unzip();
-        Ok(Negatives { proposal: self.clone(), ids, repeats, scheme: Scheme::With { samples } })
+        Ok(Negatives { noise: self.clone(), ids, repeats, scheme: Scheme::With { samples } })
     }
 
-    /// One id.
+    /// Draws one id.
     fn one(&self, rng: &mut StdRng) -> usize {
         match &self.0 {
-            Kind::LogUniform { vocab } => {
-                ((rng.random::<f64>() * (*vocab as f64).ln_1p()).exp_m1() as usize).min(vocab - 1)
+            Kind::LogUniform { vocab_size } => {
+                ((rng.random::<f64>() * (*vocab_size as f64).ln_1p()).exp_m1() as usize).min(vocab_size - 1)
             }
             Kind::Unigram(unigram) => unigram.alias.sample(rng),
         }
@@ -174,30 +182,30 @@ impl Proposal {
     /// The number of ids of positive probability.
     fn possible(&self) -> usize {
         match &self.0 {
-            Kind::LogUniform { vocab } => *vocab,
+            Kind::LogUniform { vocab_size } => *vocab_size,
             Kind::Unigram(unigram) => unigram.possible,
         }
     }
 }
 
-/// Token ids that were drawn from a [`Proposal`]: the argument of
+/// Token ids that were drawn from a [`NoiseDistribution`]: the argument of
 /// [`LossOptions::with_sampled_softmax`](crate::LossOptions::with_sampled_softmax) and
 /// [`LossOptions::with_nce`](crate::LossOptions::with_nce).
 ///
 /// # Examples
 ///
 /// ```
-/// use mos_head::Proposal;
+/// use mos_head::NoiseDistribution;
 ///
 /// # fn main() -> mos_head::Result<()> {
-/// let negatives = Proposal::unigram(&[2.0, 1.0, 1.0])?.draw_with_replacement(8, 42)?;
+/// let negatives = NoiseDistribution::unigram(&[2.0, 1.0, 1.0])?.draw_with_replacement(8, 42)?;
 /// assert_eq!(negatives.expected_count(0), 4.0);
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug)]
 pub struct Negatives {
-    proposal: Proposal,
+    noise: NoiseDistribution,
     ids: Vec<usize>,
     repeats: Vec<usize>,
     scheme: Scheme,
@@ -216,28 +224,29 @@ enum Scheme {
 
 impl Negatives {
     /// The ids, ascending, each once.
-    pub fn ids(&self) -> &[usize] {
+    pub fn token_ids(&self) -> &[usize] {
         &self.ids
     }
 
-    /// How often each of [`Negatives::ids`] was drawn.
+    /// How often each of [`Negatives::token_ids`] was drawn.
     pub fn repeats(&self) -> &[usize] {
         &self.repeats
     }
 
-    /// The distribution that they were drawn from.
-    pub fn proposal(&self) -> &Proposal {
-        &self.proposal
+    /// The distribution that the ids were drawn from.
+    pub fn noise(&self) -> &NoiseDistribution {
+        &self.noise
     }
 
-    /// How often an id is expected among the draws: `S P(c)` with replacement. Without, `1 - exp(-t P(c))`, an estimate
-    /// of the probability that it is among them: t is such that sums over the draws, each divided by it, are unbiased.
-    /// (TensorFlow has `1 - (1 - P(c))^t`, with the number of tries as t.)
+    /// How often an id is expected among the draws: `S P(c)` for S draws with replacement. Without replacement it is
+    /// `1 - exp(-t P(c))`, an estimate of the probability that the id is among them; t is such that a sum over the draws,
+    /// each term divided by this estimate, is unbiased. (TensorFlow has `1 - (1 - P(c))^t`, where t is the number of
+    /// tries.)
     pub fn expected_count(&self, id: usize) -> f64 {
-        let probability = self.proposal.probability(id);
+        let probability = self.noise.probability(id);
         match self.scheme {
             Scheme::With { samples } => samples as f64 * probability,
-            // Infinity times zero is not a number.
+            // Infinity times zero is NaN.
             Scheme::Without { .. } if probability == 0.0 => 0.0,
             Scheme::Without { until } => -(-until * probability).exp_m1(),
         }

@@ -1,12 +1,13 @@
 //! The options of a loss, the same for every head.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 
+use super::gradient_sum::GradientSum;
 use super::negatives::Negatives;
 use crate::backend::contract::Terms;
-use crate::dropout::Dropout;
-use crate::error::{Error, Result};
-use crate::validate::{check_device, check_number, check_targets, leading};
+use crate::error::{Error, OptionName, Result};
+use crate::tensors::checks::check_number;
+use crate::tensors::dropout::DropoutMasks;
 
 /// The reduction of the losses of the positions to one value.
 ///
@@ -52,7 +53,7 @@ pub enum Reduction {
 /// ```
 ///
 /// with position weights tau, class weights c, label smoothing epsilon, z-loss coefficient zeta, and `lse_k` the
-/// log-sum-exp of component k's logits. The convention for c and epsilon is that of PyTorch's `cross_entropy`.
+/// log-sum-exp of component k's logits. PyTorch's `cross_entropy` has the same convention for c and epsilon.
 ///
 /// # Examples
 ///
@@ -63,24 +64,59 @@ pub enum Reduction {
 /// let perplexity = LossOptions::evaluation().with_reduction(Reduction::Sum);
 /// # let _ = (training, perplexity);
 /// ```
+///
+/// # References
+///
+/// - label smoothing: Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: Rethinking the Inception Architecture for Computer Vision.
+///   CVPR 2016, arXiv 1512.00567.
+/// - z-loss: Chowdhery et al.: PaLM: Scaling Language Modeling with Pathways. 2022, arXiv 2204.02311.
+/// - sampled softmax: Jean, Cho, Memisevic, Bengio: On Using Very Large Target Vocabulary for Neural Machine Translation.
+///   ACL 2015, arXiv 1412.2007.
+/// - noise-contrastive estimation: Mnih, Teh: A Fast and Simple Algorithm for Training Neural Probabilistic Language
+///   Models. ICML 2012, arXiv 1206.6426.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct LossOptions {
-    pub(crate) train: bool,
-    dropout: Dropout,
-    pub(crate) reduction: Reduction,
-    pub(crate) ignore_index: Option<i64>,
-    pub(crate) position_weights: Option<Tensor>,
-    pub(crate) class_weights: Option<Tensor>,
-    pub(crate) workspace_bytes: Option<usize>,
-    pub(crate) terms: Terms,
-    pub(crate) sampled: Option<Sampled>,
-    pub(crate) decoder_rows: bool,
+    /// Whether this is a training step, with gradients. The default of [`LossOptions::new`] is true.
+    pub train: bool,
+    /// The dropout of the head. The default is [`DropoutMasks::Random`] for a training step and [`DropoutMasks::Off`] for an
+    /// evaluation.
+    pub dropout: DropoutMasks,
+    /// The reduction. The default is the mean.
+    pub reduction: Reduction,
+    /// The denominator of the mean, in place of [`Loss::count`](crate::Loss::count). The default is none.
+    pub denominator: Option<f64>,
+    /// The gradients of earlier losses, to which the decoder's are added. The default is none.
+    pub gradient_sum: Option<GradientSum>,
+    /// The ignored target. The default is none.
+    pub ignore_index: Option<i64>,
+    /// The weights of the positions, of the targets' shape. The default is one for each.
+    pub position_weights: Option<Tensor>,
+    /// The weights of the token ids, `[vocab]`. The default is one for each.
+    pub class_weights: Option<Tensor>,
+    /// The fraction of each target's mass that is spread over the vocabulary. The default is 0.
+    pub label_smoothing: f64,
+    /// The coefficient of the z-loss. The default is 0.
+    pub z_loss: f64,
+    /// The responsibility below which the gradient of a component is skipped. The default is 0, off.
+    pub gradient_filter: f64,
+    /// Whether correct top-1 predictions are counted. The default is false.
+    pub correct: bool,
+    /// The sample of the vocabulary that a training step looks at. The default is none.
+    pub sampled: Option<SampledLoss>,
+    /// Whether a sampled loss returns the decoder's rows as variables. The default is false.
+    pub decoder_rows: bool,
+    /// The budget of the workspace in bytes. By default the device decides: see [`LossOptions::with_workspace_bytes`].
+    pub workspace_bytes: Option<usize>,
 }
 
-/// A loss that looks at a sample of the vocabulary.
+/// A loss that looks at a sample of the vocabulary in a training step.
 #[derive(Clone, Debug)]
-pub(crate) enum Sampled {
+#[non_exhaustive]
+pub enum SampledLoss {
+    /// The sampled softmax, [`LossOptions::with_sampled_softmax`].
     Softmax(Negatives),
+    /// Noise-contrastive estimation, [`LossOptions::with_nce`].
     Nce(Negatives),
 }
 
@@ -95,33 +131,50 @@ impl LossOptions {
     pub fn new() -> Self {
         LossOptions {
             train: true,
-            dropout: Dropout::Random,
+            dropout: DropoutMasks::Random,
             reduction: Reduction::Mean,
+            denominator: None,
+            gradient_sum: None,
             ignore_index: None,
             position_weights: None,
             class_weights: None,
-            workspace_bytes: None,
-            terms: Terms::default(),
+            label_smoothing: 0.0,
+            z_loss: 0.0,
+            gradient_filter: 0.0,
+            correct: false,
             sampled: None,
             decoder_rows: false,
+            workspace_bytes: None,
         }
     }
 
     /// The options of an evaluation: no gradients, which saves two of the three products, and no dropout. The value is
     /// detached.
     pub fn evaluation() -> Self {
-        LossOptions { train: false, dropout: Dropout::Off, ..Self::new() }
+        LossOptions { train: false, dropout: DropoutMasks::Off, ..Self::new() }
     }
 
-    /// Sets the dropout of the head. The default is [`Dropout::Random`] for a training step and [`Dropout::Off`] for an
-    /// evaluation. [`Dropout::Seeded`] makes a step repeatable; use a different seed for each step.
-    pub fn with_dropout(self, dropout: Dropout) -> Self {
+    /// Sets the dropout of the head. The default is [`DropoutMasks::Random`] for a training step and [`DropoutMasks::Off`] for an
+    /// evaluation. [`DropoutMasks::Seeded`] makes a step repeatable; use a different seed for each step.
+    pub fn with_dropout(self, dropout: DropoutMasks) -> Self {
         LossOptions { dropout, ..self }
     }
 
     /// Sets the reduction. The default is the mean.
     pub fn with_reduction(self, reduction: Reduction) -> Self {
         LossOptions { reduction, ..self }
+    }
+
+    /// Divides the sum by this number in place of [`Loss::count`](crate::Loss::count), with [`Reduction::Mean`]: for several
+    /// batches with one optimizer step, the number of targets of all of them (or the sum of their weights). Above 0.
+    pub fn with_denominator(self, denominator: f64) -> Self {
+        LossOptions { denominator: Some(denominator), ..self }
+    }
+
+    /// Adds the gradient of the decoder, the largest, to the one in `sum` while it is computed, so that several batches need
+    /// memory for one. See [`GradientSum`].
+    pub fn with_gradient_sum(self, sum: &GradientSum) -> Self {
+        LossOptions { gradient_sum: Some(sum.clone()), ..self }
     }
 
     /// Ignores positions with this target: no loss and no gradient, whatever their hidden state holds, NaN included.
@@ -135,7 +188,7 @@ impl LossOptions {
     ///
     /// # Shapes
     ///
-    /// - weights: `[..]`, that of the targets; a float type
+    /// - weights: `[..]`, the shape of the targets; a float type
     pub fn with_position_weights(self, weights: Tensor) -> Self {
         LossOptions { position_weights: Some(weights), ..self }
     }
@@ -152,13 +205,13 @@ impl LossOptions {
     /// Spreads this fraction of each target's mass evenly over the vocabulary (Szegedy et al., 2016). At least 0 and
     /// below 1. It applies to the log-probabilities of the mixture, not of each component.
     pub fn with_label_smoothing(self, epsilon: f64) -> Self {
-        LossOptions { terms: Terms { label_smoothing: epsilon, ..self.terms }, ..self }
+        LossOptions { label_smoothing: epsilon, ..self }
     }
 
     /// Adds `coefficient * mean_k lse_k^2`, which keeps the normalisers of the logits near zero: the z-loss of PaLM
     /// (Chowdhery et al., 2022), for every component.
     pub fn with_z_loss(self, coefficient: f64) -> Self {
-        LossOptions { terms: Terms { z_loss: coefficient, ..self.terms }, ..self }
+        LossOptions { z_loss: coefficient, ..self }
     }
 
     /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU a budget
@@ -179,13 +232,13 @@ impl LossOptions {
     /// gradient of the priors stays exact. Negative weights are compared by magnitude. It cannot be combined with a
     /// z-loss, which every component has a gradient of. On a GPU each chunk waits for the device once, to read the
     /// number of remaining rows.
-    pub fn with_responsibility_filter(self, threshold: f64) -> Self {
-        LossOptions { terms: Terms { responsibility_filter: threshold, ..self.terms }, ..self }
+    pub fn with_gradient_filter(self, threshold: f64) -> Self {
+        LossOptions { gradient_filter: threshold, ..self }
     }
 
-    /// Also counts the positions whose target is the most probable token id, [`Loss::hits`](crate::Loss::hits).
-    pub fn with_hits(self, hits: bool) -> Self {
-        LossOptions { terms: Terms { hits, ..self.terms }, ..self }
+    /// Also counts the positions whose target is the most probable token id, [`Loss::correct`](crate::Loss::correct).
+    pub fn with_correct(self, correct: bool) -> Self {
+        LossOptions { correct, ..self }
     }
 
     /// Normalises over a sample of the vocabulary: the negatives, which all positions share, and the position's own
@@ -198,24 +251,24 @@ impl LossOptions {
     /// as in TensorFlow's `sampled_softmax_loss`, for every component of a mixture. Only the decoder's rows of negatives
     /// and targets are read. Draw new negatives for each step.
     ///
-    /// An evaluation is exact, whatever the negatives. [`Loss::nll`](crate::Loss::nll) of a training step is that of the
-    /// sample. It cannot be combined with label smoothing, z-loss, hits, a responsibility filter or a softcap. The targets
+    /// An evaluation is exact, whatever the negatives. A training step's [`Loss::nll`](crate::Loss::nll) is over
+    /// the sample. It cannot be combined with label smoothing, z-loss, a gradient filter, counted predictions or a softcap. The targets
     /// are read on the host: on a GPU this waits for the device.
     ///
     /// # Examples
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{LossOptions, OutputLayer, Proposal, SoftmaxHead};
+    /// use mos_head::{LossOptions, OutputLayer, NoiseDistribution, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 1., (1000, 8), &Device::Cpu)?;
     /// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
-    /// let proposal = Proposal::log_uniform(1000)?;
+    /// let noise = NoiseDistribution::log_uniform(1000)?;
     /// for step in 0..2 {
     ///     let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
     ///     let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
-    ///     let options = LossOptions::new().with_sampled_softmax(proposal.draw(64, step)?);
+    ///     let options = LossOptions::new().with_sampled_softmax(noise.draw(64, step)?);
     ///     let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
     ///     # assert!(gradients.get(&weight).is_some());
     /// }
@@ -223,7 +276,7 @@ impl LossOptions {
     /// # }
     /// ```
     pub fn with_sampled_softmax(self, negatives: Negatives) -> Self {
-        LossOptions { sampled: Some(Sampled::Softmax(negatives)), ..self }
+        LossOptions { sampled: Some(SampledLoss::Softmax(negatives)), ..self }
     }
 
     /// Noise-contrastive estimation (Mnih & Teh, 2012), with normalisers of one: tells the target from the negatives by
@@ -235,213 +288,64 @@ impl LossOptions {
     ///
     /// For one softmax; a mixture of several is [`Error::Unsupported`](crate::Error::Unsupported). An evaluation is
     /// exact: its probabilities are normalised. [`Loss::nll`](crate::Loss::nll) of a training step is this loss. It
-    /// cannot be combined with label smoothing, z-loss, hits or a responsibility filter. The targets are read on the
+    /// cannot be combined with label smoothing, z-loss, a gradient filter or counted predictions. The targets are read on the
     /// host: on a GPU this waits for the device. Memory: a few tensors of `[positions, negatives]`.
     pub fn with_nce(self, negatives: Negatives) -> Self {
-        LossOptions { sampled: Some(Sampled::Nce(negatives)), ..self }
+        LossOptions { sampled: Some(SampledLoss::Nce(negatives)), ..self }
     }
 
     /// Returns the decoder's rows that a sampled loss reads as variables,
     /// [`Loss::decoder_rows`](crate::Loss::decoder_rows), in place of a gradient of the whole decoder, which is mostly
-    /// zeros. No gradient reaches the decoder's own variables then; those of a tied embedding have that of their use as
-    /// inputs alone. For a training step with a sample.
+    /// zeros. No gradient reaches the decoder's own variables then; a tied embedding gets the gradient of its use as
+    /// input alone. For a training step with a sample.
     pub fn with_decoder_rows(self, decoder_rows: bool) -> Self {
         LossOptions { decoder_rows, ..self }
     }
 
-    /// Whether these are the options of a training step, with gradients.
-    pub fn is_training(&self) -> bool {
-        self.train
-    }
-
-    /// The dropout of the head: the argument of [`MixtureLayer::mixture`](crate::MixtureLayer::mixture).
-    pub fn dropout(&self) -> Dropout {
-        self.dropout
-    }
-
-    /// The reduction.
-    pub fn reduction(&self) -> Reduction {
-        self.reduction
-    }
-
-    /// The ignored target.
-    pub fn ignore_index(&self) -> Option<i64> {
-        self.ignore_index
-    }
-
-    /// The weights of the positions.
-    pub fn position_weights(&self) -> Option<&Tensor> {
-        self.position_weights.as_ref()
-    }
-
-    /// The weights of the token ids.
-    pub fn class_weights(&self) -> Option<&Tensor> {
-        self.class_weights.as_ref()
-    }
-
-    /// The fraction of each target's mass that is spread over the vocabulary.
-    pub fn label_smoothing(&self) -> f64 {
-        self.terms.label_smoothing
-    }
-
-    /// The coefficient of the z-loss.
-    pub fn z_loss(&self) -> f64 {
-        self.terms.z_loss
-    }
-
-    /// The budget of the workspace in bytes, if it is not the default.
-    pub fn workspace_bytes(&self) -> Option<usize> {
-        self.workspace_bytes
-    }
-
-    /// The responsibility below which the gradient of a component is skipped.
-    pub fn responsibility_filter(&self) -> f64 {
-        self.terms.responsibility_filter
-    }
-
-    /// The negatives of a sampled loss.
-    pub fn negatives(&self) -> Option<&Negatives> {
-        self.sampled.as_ref().map(|(Sampled::Softmax(negatives) | Sampled::Nce(negatives))| negatives)
-    }
-
-    /// Whether a sampled loss returns the decoder's rows.
-    pub fn decoder_rows(&self) -> bool {
-        self.decoder_rows
-    }
-
-    /// Whether correct top-1 predictions are counted.
-    pub fn hits(&self) -> bool {
-        self.terms.hits
-    }
-
-    /// Hidden states `[.., hidden]` with zeros at ignored positions, and targets `[..]` (i64) with id 0 there: what a
-    /// head of your own computes its loss from, so that nothing at an ignored position, NaN included, reaches a
-    /// gradient. Pass the original targets to [`Loss::from_nll`](crate::Loss::from_nll).
-    ///
-    /// # Shapes
-    ///
-    /// - hidden: `[.., hidden]`
-    /// - targets: `[..]`; u8, u32 or i64
-    /// - returns `[.., hidden]` and `[..]`, i64
-    ///
-    /// # Errors
-    ///
-    /// If `targets` do not have the leading dimensions of `hidden`, an integer dtype and its device.
-    pub fn mask_ignored(&self, hidden: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
-        Ok((self.mask_hidden(hidden, targets)?, self.target_ids(targets)?))
-    }
-
-    /// The hidden states of [`LossOptions::mask_ignored`], with its checks.
-    pub(crate) fn mask_hidden(&self, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        check_targets("targets", targets, leading(hidden)?)?;
-        check_device("targets", targets, hidden)?;
-        super::mask_ignored(hidden, targets, self)
-    }
-
-    /// Where targets are ignored (u8); `None` if none is, or, on a GPU, where reading them would wait, if no index is.
-    pub(super) fn ignored(&self, targets: &Tensor) -> Result<Option<Tensor>> {
-        let Some(index) = self.ignore_index.filter(|_| targets.elem_count() > 0) else { return Ok(None) };
-        let ignored = targets.to_dtype(DType::I64)?.eq(index)?;
-        match ignored.device().is_cpu() && ignored.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0 {
-            true => Ok(None),
-            false => Ok(Some(ignored)),
-        }
-    }
-
-    /// Targets as i64, with id 0 in place of ignored ones.
-    pub(super) fn target_ids(&self, targets: &Tensor) -> Result<Tensor> {
-        let ids = if targets.elem_count() == 0 { targets.clone() } else { targets.to_dtype(DType::I64)? };
-        match self.ignored(targets)? {
-            Some(ignored) => Ok(ignored.where_cond(&ids.zeros_like()?, &ids)?),
-            None => Ok(ids),
-        }
-    }
-
-    /// The weight of each position, that of its target included; zero where there is none. Waits for the weights' device.
-    pub(crate) fn weights_of(&self, targets: &[Option<usize>]) -> Result<Vec<f64>> {
-        let read = |weights: &Option<Tensor>| match weights {
-            None => Ok(None),
-            Some(weights) => {
-                let weights = weights.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
-                Ok::<_, Error>(Some(weights.to_vec1::<f64>()?))
-            }
-        };
-        let (of_positions, of_classes) = (read(&self.position_weights)?, read(&self.class_weights)?);
-        let weight = |(position, target): (usize, &Option<usize>)| {
-            let Some(id) = *target else { return 0.0 };
-            of_positions.as_ref().map_or(1.0, |weights| weights[position])
-                * of_classes.as_ref().map_or(1.0, |weights| weights[id])
-        };
-        Ok(targets.iter().enumerate().map(weight).collect())
-    }
-
     /// The sampled loss of a training step; an evaluation is exact.
-    pub(crate) fn sampled_step(&self) -> Option<&Sampled> {
+    pub(crate) fn sampled_step(&self) -> Option<&SampledLoss> {
         self.sampled.as_ref().filter(|_| self.train)
     }
 
-    /// The options without a sample.
-    pub(crate) fn exact(&self) -> Self {
-        LossOptions { sampled: None, decoder_rows: false, ..self.clone() }
+    /// The terms of the objective that the kernels compute.
+    pub(crate) fn terms(&self) -> Terms {
+        let &LossOptions { label_smoothing, z_loss, gradient_filter, correct, .. } = self;
+        Terms { label_smoothing, z_loss, gradient_filter, correct }
     }
 
-    /// An error that names `head` if the options need more than the negative log-likelihoods of the targets.
-    pub(crate) fn require_nll_only(&self, head: &'static str) -> Result<()> {
-        self.reject(head, &["label_smoothing", "z_loss", "responsibility_filter", "hits", "sampled_softmax", "nce"])
+    /// The options that are set and that not every head or loss supports.
+    pub(crate) fn asked(&self) -> impl Iterator<Item = OptionName> {
+        let sampled = self.sampled_step();
+        let asked = [
+            (OptionName::LabelSmoothing, self.label_smoothing > 0.0),
+            (OptionName::ZLoss, self.z_loss > 0.0),
+            (OptionName::GradientFilter, self.gradient_filter > 0.0),
+            (OptionName::Correct, self.correct),
+            (OptionName::SampledSoftmax, matches!(sampled, Some(SampledLoss::Softmax(_)))),
+            (OptionName::Nce, matches!(sampled, Some(SampledLoss::Nce(_)))),
+            (OptionName::DecoderRows, sampled.is_some() && self.decoder_rows),
+        ];
+        asked.into_iter().filter_map(|(option, is_set)| is_set.then_some(option))
     }
 
-    /// An error if one of these options is set, which `head` does not support.
-    pub(crate) fn reject(&self, head: &'static str, options: &[&'static str]) -> Result<()> {
-        let Terms { label_smoothing, z_loss, responsibility_filter, hits } = self.terms;
-        let is_set = |option: &str| match option {
-            "label_smoothing" => label_smoothing > 0.0,
-            "z_loss" => z_loss > 0.0,
-            "responsibility_filter" => responsibility_filter > 0.0,
-            "hits" => hits,
-            "sampled_softmax" => matches!(self.sampled_step(), Some(Sampled::Softmax(_))),
-            "nce" => matches!(self.sampled_step(), Some(Sampled::Nce(_))),
-            _ => false,
-        };
-        match options.iter().find(|option| is_set(option)) {
-            Some(option) => Err(Error::Unsupported { option, head }),
-            None => Ok(()),
-        }
-    }
-
-    /// Checks the ranges of the numbers.
+    /// Checks the ranges of the numbers, and which options exclude each other.
     pub(crate) fn validate(&self) -> Result<()> {
         if self.decoder_rows && self.train && self.sampled.is_none() {
             return Err(Error::config("decoder_rows", "a sampled loss", "none"));
         }
-        let unit = 0.0..1.0;
-        check_number(
-            unit.contains(&self.terms.label_smoothing),
-            "label_smoothing",
-            "at least 0 and below 1",
-            self.terms.label_smoothing,
-        )?;
-        check_number(
-            unit.contains(&self.terms.responsibility_filter),
-            "responsibility_filter",
-            "at least 0 and below 1",
-            self.terms.responsibility_filter,
-        )?;
-        check_number(
-            self.terms.z_loss >= 0.0 && self.terms.z_loss.is_finite(),
-            "z_loss",
-            "a finite number, at least 0",
-            self.terms.z_loss,
-        )?;
-        if self.terms.z_loss > 0.0 {
-            // The z-loss has a gradient in every component, whatever its responsibility.
-            let expected = "0 with a z_loss";
-            check_number(
-                self.terms.responsibility_filter == 0.0,
-                "responsibility_filter",
-                expected,
-                self.terms.responsibility_filter,
-            )?;
+        let &LossOptions { label_smoothing, z_loss, gradient_filter, .. } = self;
+        for (argument, share) in [("label_smoothing", label_smoothing), ("gradient_filter", gradient_filter)] {
+            check_number((0.0..1.0).contains(&share), argument, "at least 0 and below 1", share)?;
         }
-        Ok(())
+        check_number(z_loss >= 0.0 && z_loss.is_finite(), "z_loss", "a finite number, at least 0", z_loss)?;
+        if let Some(denominator) = self.denominator {
+            check_number(denominator > 0.0 && denominator.is_finite(), "denominator", "finite, above 0", denominator)?;
+            if self.reduction != Reduction::Mean {
+                return Err(Error::config("denominator", "the reduction to a mean", format!("{:?}", self.reduction)));
+            }
+        }
+        // The z-loss has a gradient in every component, whatever its responsibility.
+        let is_exact = z_loss == 0.0 || gradient_filter == 0.0;
+        check_number(is_exact, "gradient_filter", "0 with a z_loss", gradient_filter)
     }
 }

@@ -7,12 +7,20 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Tensor};
 
-use crate::autograd::{attach, is_root};
 use crate::backend;
 use crate::backend::contract::{accumulation_dtype, Gradients, NeedsGrad, Objective, Operands};
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;
+use crate::tensors::autograd::{attach, is_root};
+use crate::tensors::checks::check_number;
+
+/// The gradients of a value that are known before the backward pass.
+pub(super) struct Known {
+    pub(super) gradients: Gradients,
+    /// Whether the weight's gradient contains the gradients of earlier losses.
+    pub(super) is_sum: bool,
+}
 
 /// The `value` of a loss as a function of the operands. `known` are the gradients of the value, if they are known
 /// already: the first backward pass takes them, a second one computes them again. `compute` has the upstream gradient
@@ -22,7 +30,7 @@ pub(super) fn attach_loss(
     operands: Operands,
     needs_grad: NeedsGrad,
     reduction: Reduction,
-    known: Option<Gradients>,
+    known: Option<Known>,
     compute: impl Fn(&Operands, Option<Tensor>) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let known = Mutex::new(known);
@@ -36,10 +44,19 @@ pub(super) fn attach_loss(
             }
             _ => (None, Some(upstream.clone()).filter(|_| !is_root(value))),
         };
-        let gradients = match known {
-            Some(gradients) => gradients,
-            None => compute(operands, of_positions)?,
+        let Some(Known { gradients, is_sum }) = known else {
+            return compute(operands, of_positions)?.scaled_by(factor);
         };
+        if let Some(factor) = factor.as_ref().filter(|_| is_sum) {
+            let factor = factor.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+            check_number(
+                factor == 1.0,
+                "gradient_sum",
+                "the loss itself in the backward pass, not a multiple",
+                factor,
+            )?;
+            return Ok(gradients);
+        }
         gradients.scaled_by(factor)
     })
 }
@@ -127,5 +144,16 @@ impl Gradients {
             weight: scale(self.weight)?,
             bias: scale(self.bias)?,
         })
+    }
+}
+
+/// Which operands depend on a variable.
+pub(super) fn needs_grad(operands: &Operands) -> NeedsGrad {
+    let tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
+    NeedsGrad {
+        contexts: operands.contexts.track_op(),
+        log_priors: tracked(&operands.log_priors),
+        weight: operands.weight.track_op(),
+        bias: tracked(&operands.bias),
     }
 }

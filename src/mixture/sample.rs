@@ -7,15 +7,14 @@
 
 use candle_core::{DType, Device, Tensor, D};
 
-use crate::autograd::variable_of;
 use crate::backend::contract::{accumulation_dtype, Operands, Sizes};
 use crate::error::{Error, Result};
-use crate::loss::{DecoderRows, LossOptions, Negatives};
-use crate::validate::read_ids;
+use crate::loss::{DecoderRows, Negatives, Request};
+use crate::tensors::autograd::variable_of;
 
 /// What a loss over a sample reads.
 pub(super) struct Sample {
-    /// The weight and the bias are those of the negatives, then of the other targets.
+    /// The weight and the bias have the rows of the negatives, then of the other targets.
     pub(super) operands: Operands,
     pub(super) negatives: Negatives,
     /// The token ids of the rows of the weight.
@@ -28,25 +27,24 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// `rows` are those of some ids `[n]`: the weight of the operands is not read. Reads the targets, which waits for
+    /// `rows` returns the rows of some ids `[n]`: the weight of the operands is not read. Reads the targets, which waits for
     /// their device.
     pub(super) fn new(
         operands: &Operands,
         rows: impl Fn(&Tensor) -> Result<Tensor>,
         negatives: &Negatives,
-        targets: &Tensor,
-        options: &LossOptions,
+        request: &Request,
     ) -> Result<Self> {
         let vocab = operands.sizes.vocab;
-        if negatives.proposal().vocab() != vocab {
+        if negatives.noise().vocab_size() != vocab {
             let expected = format!("{vocab}, the size of the vocabulary");
-            return Err(Error::config("vocab of the negatives", expected, negatives.proposal().vocab()));
+            return Err(Error::config("vocab_size of the negatives", expected, negatives.noise().vocab_size()));
         }
-        let targets = read_ids(targets, options.ignore_index, vocab)?;
-        if let Some(id) = targets.iter().flatten().find(|id| negatives.proposal().probability(**id) == 0.0) {
-            return Err(Error::config("proposal", format!("a positive probability of the target {id}"), 0));
+        let targets = request.read_ids(vocab)?;
+        if let Some(id) = targets.iter().flatten().find(|id| negatives.noise().probability(**id) == 0.0) {
+            return Err(Error::config("noise", format!("a positive probability of the target {id}"), 0));
         }
-        let sampled = negatives.ids();
+        let sampled = negatives.token_ids();
         let mut others: Vec<usize> = targets.iter().flatten().copied().collect();
         others.retain(|id| sampled.binary_search(id).is_err());
         others.sort_unstable();
@@ -59,12 +57,16 @@ impl Sample {
         let all: Vec<usize> = sampled.iter().chain(&others).copied().collect();
         let sizes = Sizes { vocab: all.len(), ..operands.sizes };
         let ids = Tensor::from_iter(all.iter().map(|&id| id as u32), operands.weight.device())?;
-        let (weight, bias, leaves) = match options.decoder_rows {
+        let (weight, bias, leaves) = match request.options.decoder_rows {
             false => (rows(&ids)?, select(&operands.bias, &ids)?, None),
             true => {
                 let weight = variable_of(rows(&ids)?.detach())?;
                 let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(variable_of).transpose()?;
-                (weight.as_tensor().clone(), bias.as_deref().cloned(), Some(DecoderRows { ids, weight, bias }))
+                (
+                    weight.as_tensor().clone(),
+                    bias.as_deref().cloned(),
+                    Some(DecoderRows { token_ids: ids, weight, bias }),
+                )
             }
         };
         let operands = Operands { sizes, weight, bias, ..operands.clone() };
@@ -75,9 +77,9 @@ impl Sample {
     pub(super) fn nce(&self) -> Result<Tensor> {
         let Sample { operands, negatives, .. } = self;
         let Operands { sizes, weight, bias, logit_scale, softcap, .. } = operands;
-        let &Sizes { positions, context, .. } = sizes;
+        let &Sizes { positions, context_dim, .. } = sizes;
         let accumulation = accumulation_dtype("contexts", weight.dtype())?;
-        let samples = negatives.ids().len();
+        let samples = negatives.token_ids().len();
         let bounded = |z: Tensor| {
             let z = (z * *logit_scale)?;
             match softcap {
@@ -85,13 +87,13 @@ impl Sample {
                 None => Ok(z),
             }
         };
-        let contexts = operands.contexts.reshape((positions, context))?.to_dtype(accumulation)?;
+        let contexts = operands.contexts.reshape((positions, context_dim))?.to_dtype(accumulation)?;
         let mut logits = contexts.matmul(&weight.narrow(0, 0, samples)?.to_dtype(accumulation)?.t()?)?;
         if let Some(bias) = bias {
             logits = logits.broadcast_add(&bias.narrow(0, 0, samples)?)?;
         }
         let of_ids = |f: &dyn Fn(usize, usize) -> f64| {
-            let ids = negatives.ids().iter().zip(negatives.repeats());
+            let ids = negatives.token_ids().iter().zip(negatives.repeats());
             vector(ids.map(|(&id, &repeats)| f(id, repeats)), accumulation, weight.device())
         };
         let log_expected = |id: usize| negatives.expected_count(id).ln();
@@ -119,7 +121,7 @@ fn own_rows(weight: &Tensor, places: &[u32]) -> Result<Tensor> {
     Ok(weight.to_dtype(accumulation)?.index_select(&Tensor::new(places, weight.device())?, 0)?)
 }
 
-/// `c . W[y] + b[y]`, `[positions, K]`, in the accumulation dtype; `rows` are those of the targets, which are in these
+/// `c . W[y] + b[y]`, `[positions, K]`, in the accumulation dtype; `rows` belong to the targets, which are in these
 /// places of the bias.
 fn own_logits(contexts: &Tensor, rows: &Tensor, bias: Option<&Tensor>, places: &[u32]) -> Result<Tensor> {
     let contexts = contexts.to_dtype(rows.dtype())?;
@@ -151,7 +153,7 @@ fn softplus(x: &Tensor) -> Result<Tensor> {
     // Infinite values have no gradient.
     let infinite = x.gt(1e30)?;
     let finite = infinite.where_cond(&x.zeros_like()?, x)?;
-    // A constant, so that the derivative at zero is that of the formula.
+    // A constant, so that the derivative at zero is one half.
     let largest = finite.detach().relu()?;
     let value = ((&finite - &largest)?.exp()? + largest.neg()?.exp()?)?.log()?.add(&largest)?;
     Ok(infinite.where_cond(&x.detach(), &value)?)

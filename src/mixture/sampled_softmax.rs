@@ -10,15 +10,15 @@
 use candle_core::Tensor;
 
 use super::sample::{vector, Sample};
-use crate::backend::contract::{accumulation_dtype, GradScale, Operands, Sizes, TargetLoss};
+use crate::backend::contract::{accumulation_dtype, Operands, Sizes, TargetLoss};
 use crate::error::Result;
-use crate::loss::{LossOptions, Negatives};
+use crate::loss::{Negatives, Request};
 
 /// The target of an ignored position.
 const IGNORED: i64 = -1;
 
 /// The operands and the loss over the sample.
-pub(super) fn small_loss(sample: &Sample, options: &LossOptions, scale: GradScale) -> Result<(Operands, TargetLoss)> {
+pub(super) fn small_loss(sample: &Sample, request: &Request) -> Result<(Operands, TargetLoss)> {
     let Sample { operands, negatives, targets, places, .. } = sample;
     let accumulation = accumulation_dtype("contexts", operands.weight.dtype())?;
     let numbers = |values: Vec<f64>| vector(values.into_iter(), accumulation, operands.weight.device());
@@ -34,17 +34,17 @@ pub(super) fn small_loss(sample: &Sample, options: &LossOptions, scale: GradScal
         Some(bias) => (bias + shifts)?,
         None => shifts,
     };
-    let weighted = options.position_weights().is_some() || options.class_weights().is_some();
     let id = |(&place, target): (&u32, &Option<usize>)| target.map_or(IGNORED, |_| i64::from(place));
     let ids: Vec<i64> = places.iter().zip(targets).map(id).collect();
     let loss = TargetLoss {
         targets: Tensor::from_vec(ids, places.len(), operands.weight.device())?,
         ignore_index: Some(IGNORED),
         // The weights of classes among them: targets are not token ids here.
-        position_weights: if weighted { Some(numbers(options.weights_of(targets)?)?) } else { None },
+        position_weights: if request.is_weighted() { Some(numbers(request.read_weights(targets)?)?) } else { None },
         class_weights: None,
         terms: Default::default(),
-        scale,
+        scale: request.gradient_scale(),
+        so_far: None,
         own_shifts: Some(numbers(places.iter().map(|&place| -log_repeats(place as usize)).collect())?),
     };
     let sizes = sizes(operands.sizes, negatives);
@@ -53,5 +53,5 @@ pub(super) fn small_loss(sample: &Sample, options: &LossOptions, scale: GradScal
 
 /// The sizes of the loss over the sample.
 pub(super) fn sizes(sizes: Sizes, negatives: &Negatives) -> Sizes {
-    Sizes { vocab: negatives.ids().len(), ..sizes }
+    Sizes { vocab: negatives.token_ids().len(), ..sizes }
 }

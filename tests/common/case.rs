@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::on;
 use candle_core::{DType, Device, Result, Tensor, Var};
-use mos_head::Activation;
+use mos_head::ContextActivation;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 /// Tensors by the crate's parameter names, with `hidden`, `contexts` and `log_priors` for the inputs.
@@ -59,7 +59,7 @@ pub struct Case {
     pub sizes: Sizes,
     /// The shape of the targets: every dimension of `hidden` but the last.
     pub lead: Vec<usize>,
-    pub activation: Activation,
+    pub activation: ContextActivation,
     pub logits: Logits,
     pub values: BTreeMap<&'static str, Vec<f64>>,
     pub targets: Vec<i64>,
@@ -79,7 +79,7 @@ impl Case {
             head,
             sizes,
             lead: lead.to_vec(),
-            activation: Activation::Tanh,
+            activation: ContextActivation::Tanh,
             logits: Logits::PLAIN,
             values: BTreeMap::new(),
             targets: (0..positions).map(|_| rng.random_range(0..sizes.vocab as i64)).collect(),

@@ -153,7 +153,7 @@ impl Check {
         Tolerance::gradient(self.dtype).condition(self.condition).least_scale(self.least_scale)
     }
 
-    /// Computes the loss with all its fields and its gradients, the loss of an evaluation, both with hits and without,
+    /// Computes the loss with all its fields and its gradients, the loss of an evaluation, both with counted predictions and without,
     /// which the CPU computes in different ways, log-probabilities and argmax, and compares each.
     pub fn run(&self, case: &Case, objective: &Objective, device: &Device) -> Result<Truth> {
         let case = case.clone().rounded(self.dtype)?;
@@ -177,9 +177,9 @@ impl Check {
         };
         let losses = [
             ("training", ask(LossOptions::new())?),
-            ("training with hits", ask(LossOptions::new().with_hits(true))?),
+            ("training with correct", ask(LossOptions::new().with_correct(true))?),
             ("evaluation", ask(LossOptions::evaluation())?),
-            ("evaluation with hits", ask(LossOptions::evaluation().with_hits(true))?),
+            ("evaluation with correct", ask(LossOptions::evaluation().with_correct(true))?),
         ];
         let log_probs = layer.log_probs()?;
         let vocab = case.sizes.vocab;
@@ -209,9 +209,9 @@ impl Check {
                 let dropped = loss.dropped_mass.as_ref().expect("the dropped mass of a filter");
                 value("dropped_mass", dropped, &[truth.dropped_mass]);
             }
-            assert_eq!(loss.hits.is_some(), mode.ends_with("with hits"), "{mode}");
-            if let Some(hits) = loss.hits.as_ref().filter(|_| is_strict) {
-                assert_eq!(numbers(hits), [truth.hits], "{}", name(&format!("hits of {mode}")));
+            assert_eq!(loss.correct.is_some(), mode.ends_with("with correct"), "{mode}");
+            if let Some(correct) = loss.correct.as_ref().filter(|_| is_strict) {
+                assert_eq!(numbers(correct), [truth.correct], "{}", name(&format!("correct of {mode}")));
             }
         }
         if is_strict {

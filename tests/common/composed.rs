@@ -4,7 +4,7 @@
 //! Softmaxes are written out, because candle's fused ones drop gradients.
 
 use candle_core::{DType, Device, Result, Tensor, D};
-use mos_head::{Activation, Reduction};
+use mos_head::{ContextActivation, Reduction};
 
 use super::case::{Head, Logits, Tensors};
 use super::objective::Objective;
@@ -24,7 +24,7 @@ pub struct Operands {
 
 impl Operands {
     /// Projects the hidden states of a case as `head` does.
-    pub fn project(head: Head, tensors: &Tensors, activation: Activation) -> Result<Self> {
+    pub fn project(head: Head, tensors: &Tensors, activation: ContextActivation) -> Result<Self> {
         let weight = tensors["decoder.weight"].clone();
         let bias = tensors.get("decoder.bias").cloned();
         let d = weight.dim(1)?;
@@ -50,7 +50,7 @@ impl Operands {
         let contexts = layer("latent.weight", "latent.bias")?;
         let contexts = contexts.reshape(((), log_priors.dim(1)?, d))?;
         let contexts = match activation {
-            Activation::Tanh => contexts.tanh()?,
+            ContextActivation::Tanh => contexts.tanh()?,
             _ => contexts,
         };
         if head == Head::MixtureOfSoftmaxes {

@@ -63,7 +63,7 @@ impl Kind {
 
     pub fn build(self, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
         let mixture = |vocab, vb| -> Result<_> {
-            let config = MixtureConfig::new(HIDDEN, vocab, COMPONENTS).with_context(CONTEXT).with_prior_bias(true);
+            let config = MixtureConfig::new(HIDDEN, vocab, COMPONENTS).with_context_dim(CONTEXT).with_prior_bias(true);
             Ok(Arc::new(MixtureOfSoftmaxes::new(&config.with_dropout(0.3), vb)?))
         };
         Ok(match self {

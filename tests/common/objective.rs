@@ -81,7 +81,7 @@ impl Objective {
             options = options.with_z_loss(self.z_loss);
         }
         if self.filter != 0.0 {
-            options = options.with_responsibility_filter(self.filter);
+            options = options.with_gradient_filter(self.filter);
         }
         Ok(options)
     }

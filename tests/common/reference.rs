@@ -23,7 +23,7 @@ pub struct Truth {
     pub sum: f64,
     pub count: f64,
     pub nll: Vec<f64>,
-    pub hits: f64,
+    pub correct: f64,
     /// The share of the responsibility mass that the filter drops: absolute values, weighted like the loss.
     pub dropped_mass: f64,
     pub argmax: Vec<u32>,
@@ -69,7 +69,7 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
         let tau = objective.position_weight(t, y);
         let y = y as usize;
         truth.nll.push(-position.log_probs[y]);
-        truth.hits += f64::from(u8::from(argmax(&position.log_probs) == y));
+        truth.correct += f64::from(u8::from(argmax(&position.log_probs) == y));
         truth.value.push(tau * position.objective(y, objective));
         let upstream = match objective.reduction {
             Reduction::None => upstream[t],

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
-use mos_head::{Error, Mixture, Negatives, Proposal, Result};
+use mos_head::{Error, Mixture, Negatives, NoiseDistribution, Result};
 
 use super::exact;
 
@@ -75,7 +75,7 @@ impl Operands {
                 .to_dtype(exact)?
                 .to_device(device)
         };
-        let logits = self.logits(negatives.ids())?.broadcast_add(&table(&shift, negatives.ids())?)?;
+        let logits = self.logits(negatives.token_ids())?.broadcast_add(&table(&shift, negatives.token_ids())?)?;
         let own: Vec<Tensor> = targets
             .iter()
             .enumerate()
@@ -88,7 +88,7 @@ impl Operands {
     pub fn softmax(&self, negatives: &Negatives, targets: &[usize]) -> Result<Tensor> {
         let (logits, own) = self.shifted(negatives, targets)?;
         let counts = targets.iter().flat_map(|target| {
-            let ids = negatives.ids().iter().zip(negatives.repeats());
+            let ids = negatives.token_ids().iter().zip(negatives.repeats());
             ids.map(move |(id, &repeats)| if id == target { -1e9 } else { (repeats as f64).ln() })
         });
         let counts = Tensor::from_iter(counts.collect::<Vec<f64>>(), &Device::Cpu)?;
@@ -148,7 +148,7 @@ pub fn targets(device: &Device) -> Result<(Tensor, Vec<usize>)> {
 
 pub fn draws() -> Result<[Negatives; 4]> {
     let counts: Vec<f64> = (0..VOCAB).map(|id| 1.0 + (id % 5) as f64).collect();
-    let (log_uniform, unigram) = (Proposal::log_uniform(VOCAB)?, Proposal::unigram(&counts)?);
+    let (log_uniform, unigram) = (NoiseDistribution::log_uniform(VOCAB)?, NoiseDistribution::unigram(&counts)?);
     Ok([
         log_uniform.draw(12, 1)?,
         log_uniform.draw_with_replacement(12, 1)?,

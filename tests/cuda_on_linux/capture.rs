@@ -14,7 +14,7 @@ fn only_the_filter_waits_for_the_device_and_candle_can_keep_all_uploads() -> Res
     let device = Device::new_cuda(0)?;
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
-    let config = MixtureConfig::new(6, 20, 3).with_context(5).with_softcap(30.0);
+    let config = MixtureConfig::new(6, 20, 3).with_context_dim(5).with_softcap(30.0);
     let heads: [Box<dyn OutputLayer>; 3] = [
         Box::new(SoftmaxHead::new(&SoftmaxConfig::new(6, 20), vb.pp("softmax"))?),
         Box::new(MixtureOfContexts::new(&config, vb.pp("contexts"))?),
@@ -26,10 +26,10 @@ fn only_the_filter_waits_for_the_device_and_candle_can_keep_all_uploads() -> Res
     let plain = [
         LossOptions::new(),
         LossOptions::new().with_label_smoothing(0.1).with_ignore_index(0),
-        LossOptions::new().with_z_loss(1e-3).with_hits(true),
+        LossOptions::new().with_z_loss(1e-3).with_correct(true),
         LossOptions::new().with_position_weights(weights(4)?).with_class_weights(weights(20)?),
     ];
-    let filtered = LossOptions::new().with_responsibility_filter(1e-3);
+    let filtered = LossOptions::new().with_gradient_filter(1e-3);
     // Uploads and waits of a training step.
     let step = |head: &dyn OutputLayer, options: &LossOptions| -> Result<(i64, i64)> {
         let before = (driver.uploads(), driver.waits());

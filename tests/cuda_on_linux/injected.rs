@@ -9,7 +9,7 @@ use mos_head::{
 use crate::driver::Driver;
 
 fn heads(device: &Device) -> Result<[Box<dyn OutputLayer>; 3]> {
-    let config = MixtureConfig::new(6, 20, 3).with_context(5);
+    let config = MixtureConfig::new(6, 20, 3).with_context_dim(5);
     let variables = || VarMap::new();
     let builder = |map: &VarMap| VarBuilder::from_varmap(map, DType::F32, device);
     Ok([
@@ -24,7 +24,7 @@ fn step(head: &dyn OutputLayer, hidden: &Tensor, targets: &Tensor, options: &Los
     let loss = head.loss(hidden, targets, options)?;
     loss.backward()?;
     let top = head.top_k(hidden, 2)?;
-    let ids = top.tokens.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+    let ids = top.token_ids.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
     Ok([vec![loss.value.to_scalar()?], ids].concat())
 }
 
@@ -39,8 +39,8 @@ fn every_error_in_a_step_comes_back() -> Result<()> {
     let device = Device::new_cuda(0)?;
     let (hidden, targets) = batch(&device)?;
     let plain = LossOptions::new();
-    let full = LossOptions::new().with_label_smoothing(0.1).with_z_loss(1e-3).with_hits(true);
-    let filtered = LossOptions::new().with_responsibility_filter(1e-4);
+    let full = LossOptions::new().with_label_smoothing(0.1).with_z_loss(1e-3).with_correct(true);
+    let filtered = LossOptions::new().with_gradient_filter(1e-4);
     let [softmax, contexts, softmaxes] = heads(&device)?;
     for (head, options) in [(softmax, plain), (contexts, full), (softmaxes, filtered)] {
         let expected = step(&*head, &hidden, &targets, &options)?;

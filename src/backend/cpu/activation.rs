@@ -1,9 +1,9 @@
 //! The activation of the contexts, applied before the mixture, and its gradient, each in one pass.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use super::dtype::{with_slice, Element};
+use super::dtype::{with_slice, with_type, Element};
 use super::math::tanh;
 use super::memory::zeros;
 use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
@@ -14,44 +14,16 @@ const BLOCK: usize = 2048;
 
 /// `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
 pub(super) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    struct BiasTanh;
-    impl<F: Float> Pairwise<F> for BiasTanh {
-        #[inline(always)]
-        fn apply<V: Vector<F>>(v: V, z: V::Reg, bias: V::Reg) -> V::Reg {
-            tanh(v, v.add(z, bias))
-        }
-    }
-    pairwise::<BiasTanh>(z, bias)
+    with_type!(z.dtype(), T => run::<T, false>(z, bias))
 }
 
 /// `upstream (1 - result^2)`, the gradient of the argument of `tanh`.
 pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
-    struct TanhGradient;
-    impl<F: Float> Pairwise<F> for TanhGradient {
-        #[inline(always)]
-        fn apply<V: Vector<F>>(v: V, result: V::Reg, upstream: V::Reg) -> V::Reg {
-            v.mul(upstream, v.sub(v.splat(F::one()), v.mul(result, result)))
-        }
-    }
-    pairwise::<TanhGradient>(result, upstream)
+    with_type!(result.dtype(), T => run::<T, true>(result, upstream))
 }
 
-/// An elementwise function of two arguments.
-trait Pairwise<F: Float> {
-    fn apply<V: Vector<F>>(v: V, a: V::Reg, b: V::Reg) -> V::Reg;
-}
-
-/// `P(a, b)` element by element; `b` is repeated if it is shorter than `a`.
-fn pairwise<P: Pairwise<f32> + Pairwise<f64>>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    match a.dtype() {
-        DType::F64 => run::<f64, P>(a, b),
-        DType::F16 => run::<half::f16, P>(a, b),
-        DType::BF16 => run::<half::bf16, P>(a, b),
-        _ => run::<f32, P>(a, b),
-    }
-}
-
-fn run<T: Element, P: Pairwise<T::Acc>>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+/// Runs [`TanhRow`] on the elements of `a` and `b`; `b` is repeated if it is shorter than `a`.
+fn run<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let isa = Isa::best()?;
     let values = with_slice("hidden", a, |a: &[T]| {
         with_slice("hidden", b, |b: &[T]| {
@@ -72,8 +44,7 @@ fn run<T: Element, P: Pairwise<T::Acc>>(a: &Tensor, b: &Tensor) -> Result<Tensor
                     for (y, b) in y.iter_mut().zip(b) {
                         *y = b.widen();
                     }
-                    let kernel = PairwiseRow::<_, P>(&mut x[..padded], &y[..padded], std::marker::PhantomData);
-                    T::Acc::dispatch(isa, kernel);
+                    T::Acc::dispatch(isa, TanhRow::<_, GRADIENT>(&mut x[..padded], &y[..padded]));
                     for (out, &x) in out.iter_mut().zip(&*x) {
                         *out = T::narrow(x);
                     }
@@ -85,16 +56,17 @@ fn run<T: Element, P: Pairwise<T::Acc>>(a: &Tensor, b: &Tensor) -> Result<Tensor
     Ok(Tensor::from_vec(values, a.shape(), &Device::Cpu)?)
 }
 
-/// `row := P(row, other)`
-struct PairwiseRow<'a, F, P>(&'a mut [F], &'a [F], std::marker::PhantomData<P>);
+/// `a := tanh(a + b)`, or `a := b (1 - a^2)` for the gradient.
+struct TanhRow<'a, F, const GRADIENT: bool>(&'a mut [F], &'a [F]);
 
-impl<F: Float, P: Pairwise<F>> Kernel<F> for PairwiseRow<'_, F, P> {
+impl<F: Float, const GRADIENT: bool> Kernel<F> for TanhRow<'_, F, GRADIENT> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
+        let one = v.splat(F::one());
         for (a, &b) in V::registers_mut(self.0).iter_mut().zip(V::registers(self.1)) {
-            *a = P::apply(v, *a, b);
+            *a = if GRADIENT { v.mul(b, v.sub(one, v.mul(*a, *a))) } else { tanh(v, v.add(*a, b)) };
         }
     }
 }

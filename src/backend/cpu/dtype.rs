@@ -1,4 +1,6 @@
-//! From candle's tensors to slices of Rust types: `f16`, `bf16` and `f32` are computed in `f32`, `f64` in `f64`.
+//! How candle's tensors become slices of Rust types: `f16`, `bf16` and `f32` are computed in `f32`, `f64` in `f64`.
+
+use std::convert::identity;
 
 use candle_core::{Storage, Tensor, WithDType};
 use half::{bf16, f16};
@@ -33,42 +35,27 @@ pub(crate) trait Element: WithDType {
 }
 
 macro_rules! impl_element {
-    ($type:ty, computes in itself) => {
+    ($type:ty as $acc:ty, $widen:expr, $narrow:expr, $as_acc:expr) => {
         impl Element for $type {
-            type Acc = $type;
-            const IS_ACC: bool = true;
-            fn widen(self) -> Self {
-                self
+            type Acc = $acc;
+            const IS_ACC: bool = size_of::<$type>() == size_of::<$acc>();
+            fn widen(self) -> $acc {
+                $widen(self)
             }
-            fn narrow(value: Self) -> Self {
-                value
+            fn narrow(value: $acc) -> Self {
+                $narrow(value)
             }
-            fn as_acc(values: &[Self]) -> Option<&[Self]> {
-                Some(values)
-            }
-        }
-    };
-    ($type:ty, computes in f32) => {
-        impl Element for $type {
-            type Acc = f32;
-            const IS_ACC: bool = false;
-            fn widen(self) -> f32 {
-                self.to_f32()
-            }
-            fn narrow(value: f32) -> Self {
-                Self::from_f32(value)
-            }
-            fn as_acc(_: &[Self]) -> Option<&[f32]> {
-                None
+            fn as_acc(values: &[Self]) -> Option<&[$acc]> {
+                $as_acc(values)
             }
         }
     };
 }
 
-impl_element!(f32, computes in itself);
-impl_element!(f64, computes in itself);
-impl_element!(f16, computes in f32);
-impl_element!(bf16, computes in f32);
+impl_element!(f32 as f32, identity, identity, Some);
+impl_element!(f64 as f64, identity, identity, Some);
+impl_element!(f16 as f32, f16::to_f32, f16::from_f32, |_| None);
+impl_element!(bf16 as f32, bf16::to_f32, bf16::from_f32, |_| None);
 
 /// Evaluates `$call` with `$T` as the Rust type of `$dtype`, which is one of the four.
 macro_rules! with_type {

@@ -1,13 +1,11 @@
-//! The first product for a few rows of contexts, called by `gemm`. Its cost is that of reading the decoder, so it takes
-//! inner products of rows as stored, several contexts with several ids at a time, so that each loaded register serves
-//! several sums.
+//! The first product for a few rows of contexts, as inner products. Reading the decoder is its whole cost, so the rows
+//! stay as they are stored, and each loaded register serves the sums of several contexts and ids.
 
 use super::matrix::ViewMut;
 use super::memory::{prefetch, CACHE_LINE};
 use super::simd::{Float, Kernel, Vector};
 
-/// Maximum rows for this kernel. With more, the first product uses the `gemm` crate, which first packs and transposes
-/// its operands.
+/// Maximum rows for which this is faster than the `gemm` crate, which first packs and transposes its operands.
 pub(super) const MOST_ROWS: usize = 64;
 
 /// `to[row, id] = contexts[row] . decoder[id]`
@@ -34,7 +32,7 @@ impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
         while id < ids {
             let (decoder, column) = (&decoder[id * stride..], first_column + id);
             id += match ids - id {
-                // As many ids as keep all sums in registers.
+                // All sums stay in registers.
                 4.. if V::REGISTERS >= 32 => few_ids::<4, F, V>(v, contexts, decoder, stride, d, column, to),
                 2.. => few_ids::<2, F, V>(v, contexts, decoder, stride, d, column, to),
                 _ => few_ids::<1, F, V>(v, contexts, decoder, stride, d, column, to),
@@ -43,7 +41,7 @@ impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
     }
 }
 
-/// `IDS` ids with all contexts; returns `IDS`.
+/// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
 fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     v: V,
@@ -120,7 +118,7 @@ fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
             }
         }
     }
-    // Loops, because the closure of a `map` is not compiled with the target features of the kernel.
+    // These are loops because the closure of a `map` is not compiled with the target features of the kernel.
     let mut results = [[F::zero(); IDS]; ROWS];
     for (results, sums) in results.iter_mut().zip(&sums) {
         for (result, &sum) in results.iter_mut().zip(sums) {

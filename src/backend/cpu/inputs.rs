@@ -3,7 +3,8 @@
 use super::dtype::{with_slice, Element};
 use super::matrix::DecoderMatrix;
 use super::memory::zeros;
-use super::simd::{Isa, ROW_ALIGN};
+use super::simd::{Float, Isa, ROW_ALIGN};
+use super::softcap::Softcap;
 use crate::backend::contract::{Operands, Sizes};
 use crate::error::Result;
 
@@ -11,39 +12,38 @@ pub(super) struct Inputs<'a, T: Element> {
     pub(super) sizes: Sizes,
     pub(super) isa: Isa,
     pub(super) logit_scale: T::Acc,
-    pub(super) softcap: Option<T::Acc>,
+    pub(super) softcap: Option<Softcap<T::Acc>>,
     /// `[positions, K, d]`
     pub(super) contexts: &'a [T],
     pub(super) decoder: DecoderMatrix<'a, T>,
     /// `[positions, K]`
     pub(super) log_priors: Vec<T::Acc>,
-    /// A number for each row of the decoder, times the logit scale; padded with minus infinity to a multiple of
-    /// [`ROW_ALIGN`]
+    /// `[rows of the decoder]`, times the logit scale, padded with minus infinity to a multiple of [`ROW_ALIGN`]
     pub(super) bias: Vec<T::Acc>,
 }
 
 impl<T: Element> Inputs<'_, T> {
     /// Calls `f` with the inputs of these operands.
     pub(super) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, T>) -> Result<R>) -> Result<R> {
-        let sizes @ Sizes { positions, components, context, .. } = operands.sizes;
+        let sizes @ Sizes { positions, components, context_dim, .. } = operands.sizes;
         let rows = operands.weight_rows()?;
         let log_priors = match &operands.log_priors {
             Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
             None => zeros(positions * components),
         };
-        let logit_scale = <T::Acc as super::simd::Float>::of(operands.logit_scale);
+        let logit_scale = T::Acc::of(operands.logit_scale);
         let mut bias = match &operands.bias {
             Some(bias) => bias.to_vec1()?,
             None => zeros(rows),
         };
         bias.iter_mut().for_each(|b| *b *= logit_scale);
         bias.resize(rows.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
-        let softcap = operands.softcap.map(<T::Acc as super::simd::Float>::of);
+        let softcap = operands.softcap.map(|cap| Softcap::new(T::Acc::of(cap)));
         let isa = Isa::best()?;
         let (weight, transposed) = operands.stored_weight()?;
         with_slice("contexts", &operands.contexts, |contexts| {
             with_slice("weight", &weight, |values| {
-                let decoder = DecoderMatrix { values, vocab: rows, context, transposed };
+                let decoder = DecoderMatrix { values, vocab: rows, context_dim, transposed };
                 f(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
             })
         })

@@ -1,5 +1,5 @@
-//! Elementary functions for the row kernels: range reduction and a Taylor series, accurate to about one unit in the
-//! last place.
+//! Elementary functions for the row kernels, by range reduction and a Taylor series, accurate to about one unit in the
+//! last place; and guards of single numbers.
 
 use super::simd::{Float, Vector};
 
@@ -10,7 +10,7 @@ pub(super) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     exp_or_zero(v, x, v.splat(F::EXP_UNDERFLOW))
 }
 
-/// As [`exp`]; zero also for `x` below `least`, which is no less than [`Float::EXP_UNDERFLOW`].
+/// [`exp`], but zero for `x` below `least`, which is no less than [`Float::EXP_UNDERFLOW`].
 #[inline(always)]
 pub(super) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg) -> V::Reg {
     // x = n ln 2 + r with |r| <= ln 2 / 2.
@@ -72,6 +72,33 @@ fn polynomial<F: Float, V: Vector<F>>(v: V, coefficients: &[F], x: V::Reg) -> V:
     sum
 }
 
+/// `x`, or zero if its absolute value is below [`Float::LEAST_GRADIENT`].
+pub(super) fn flushed<F: Float>(x: F) -> F {
+    if x.abs() < F::LEAST_GRADIENT {
+        F::zero()
+    } else {
+        x
+    }
+}
+
+/// `x`, or plus zero if rounding has made it negative.
+pub(super) fn not_negative<F: Float>(x: F) -> F {
+    if x <= F::zero() {
+        F::zero()
+    } else {
+        x
+    }
+}
+
+/// `weight * x`, or zero for weight zero even if `x` is infinite or NaN.
+pub(super) fn weighted<F: Float>(weight: F, x: F) -> F {
+    if weight == F::zero() {
+        F::zero()
+    } else {
+        weight * x
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::simd::{Isa, Kernel, ROW_ALIGN};
@@ -112,7 +139,7 @@ mod tests {
                 assert!(
                     same || error <= tolerance || (want > 0.0 && want < F::min_positive_value().f64() * 2.0),
                     "{} of {x}: expected {want:e}, got {got:e} (relative error {error:e})",
-                    isa.name()
+                    isa.kernels()
                 );
             }
         }
@@ -136,7 +163,7 @@ mod tests {
         for isa in Isa::available() {
             let mut row = [f32::from_bits(0x7fff_ffff); ROW_ALIGN];
             f32::dispatch(isa, Apply(Function::Exp, &mut row));
-            assert!(row.iter().all(|x| x.is_nan()), "{}", isa.name());
+            assert!(row.iter().all(|x| x.is_nan()), "{}", isa.kernels());
         }
     }
 

@@ -58,10 +58,6 @@ impl<'a, F> ViewMut<'a, F> {
         ViewMut { data: data.as_mut_ptr(), rows, cols, row_stride: stride as isize, lifetime: PhantomData }
     }
 
-    pub(super) fn rows(&self) -> usize {
-        self.rows
-    }
-
     pub(super) fn row_mut(&mut self, row: usize) -> &mut [F] {
         assert!(row < self.rows);
         // SAFETY: the row lies in the matrix, which is a unique borrow, and its elements are contiguous.
@@ -86,7 +82,7 @@ impl<'a, F> ViewMut<'a, F> {
                     rows: row_range.len(),
                     cols: col_range.len(),
                     row_stride: self.row_stride,
-                    // Unique: `self` is consumed, and the tiles are disjoint.
+                    // The borrow is unique: `self` is consumed, and the tiles are disjoint.
                     lifetime: PhantomData,
                 };
                 tiles.push((row_range, col_range, tile));
@@ -100,9 +96,9 @@ impl<'a, F> ViewMut<'a, F> {
 #[derive(Clone, Copy)]
 pub(super) struct DecoderMatrix<'a, T> {
     pub(super) values: &'a [T],
-    /// Number of rows.
+    /// Number of rows, which may be more than the vocabulary.
     pub(super) vocab: usize,
-    pub(super) context: usize,
+    pub(super) context_dim: usize,
     /// Whether `values` is stored as `[d, vocab]`.
     pub(super) transposed: bool,
 }
@@ -121,14 +117,14 @@ impl<T: Element> DecoderMatrix<'_, T> {
         buffer: &'b mut Vec<T::Acc>,
     ) -> (&'b [T::Acc], usize) {
         match self.transposed {
-            false => widened_block(self.values, self.context, ids, columns, buffer),
+            false => widened_block(self.values, self.context_dim, ids, columns, buffer),
             true => transposed_block(self.values, self.vocab, columns, ids, buffer),
         }
     }
 
     /// All columns of some ids, in the layout of the decoder: part of the decoder itself, or a copy in `buffer`.
     pub(super) fn block<'b>(&'b self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc> {
-        let (d, vocab) = (self.context, self.vocab);
+        let (d, vocab) = (self.context_dim, self.vocab);
         match self.transposed {
             false => {
                 let (values, id) = widened_block(self.values, d, ids, 0..d, buffer);
@@ -141,11 +137,12 @@ impl<T: Element> DecoderMatrix<'_, T> {
         }
     }
 
-    /// The row of an id.
     pub(super) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
         to.clear();
         match self.transposed {
-            false => to.extend(self.values[id * self.context..(id + 1) * self.context].iter().map(|x| x.widen())),
+            false => {
+                to.extend(self.values[id * self.context_dim..(id + 1) * self.context_dim].iter().map(|x| x.widen()))
+            }
             true => to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen())),
         }
     }
@@ -158,7 +155,7 @@ impl<T: Element> DecoderMatrix<'_, T> {
         buffer: &'b mut Vec<T::Acc>,
     ) -> (&'b [T::Acc], usize) {
         match self.transposed {
-            false => transposed_block(self.values, self.context, ids, columns, buffer),
+            false => transposed_block(self.values, self.context_dim, ids, columns, buffer),
             true => widened_block(self.values, self.vocab, columns, ids, buffer),
         }
     }

@@ -1,4 +1,4 @@
-//! Memory: allocation of the large buffers, logits and gradients, and prefetching.
+//! Allocation of the large buffers, logits and gradients, and prefetching.
 
 use std::ops::{Deref, DerefMut};
 
@@ -6,11 +6,11 @@ use super::simd::Float;
 
 /// The size of a workspace, in elements.
 pub(super) struct Workspace {
-    /// Per row of logits of a chunk.
+    /// For each row of logits of a chunk.
     pub(super) per_row: usize,
-    /// Independent of the size of a chunk.
+    /// What a chunk of any size needs.
     pub(super) fixed: usize,
-    /// Per thread that computes.
+    /// For each thread that computes.
     pub(super) per_thread: usize,
 }
 
@@ -22,7 +22,7 @@ pub(super) fn zeros<F: Float>(n: usize) -> Vec<F> {
     zeros
 }
 
-/// A buffer that starts at a cache line, so that no vector of it lies on two.
+/// A buffer that starts at a cache line, so that none of its vectors lies on two.
 #[derive(Default)]
 pub(super) struct Aligned<F> {
     values: Vec<F>,
@@ -37,7 +37,7 @@ impl<F: Float> Aligned<F> {
         Aligned { first: if first < values.len() { first } else { 0 }, values, len }
     }
 
-    /// The first `len` elements; a buffer that has fewer is replaced by a larger one, of zeros.
+    /// The first `len` elements; a larger buffer of zeros replaces one that has fewer.
     pub(super) fn at_least(&mut self, len: usize) -> &mut [F] {
         if self.len < len {
             *self = Self::zeros(len);

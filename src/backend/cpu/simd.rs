@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 use pulp::Simd as _;
 
 use crate::backend::contract::Real;
+use crate::backend::plan::Kernels;
 use crate::error::{Error, Result};
 
 /// Rows are padded to a multiple of this many elements: the lanes of the widest vector (AVX-512, `f32`).
@@ -17,9 +18,7 @@ pub(super) const ROW_ALIGN: usize = 16;
 
 /// A vector instruction set for elements of type `F`.
 pub(crate) trait Vector<F>: Copy {
-    /// A vector register.
     type Reg: Copy;
-    /// Number of registers.
     const REGISTERS: usize;
 
     /// Views a row whose length is a multiple of [`ROW_ALIGN`] as registers.
@@ -67,15 +66,15 @@ pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default
     const ROUND: Self;
     /// Below this the exponential is subnormal and is set to zero.
     const EXP_UNDERFLOW: Self;
-    /// Exponentials of smaller numbers, relative to a row's largest, are set to zero: they are far below the rounding of
-    /// the sum, and their products with factors no smaller are not subnormal.
+    /// Exponentials of smaller numbers, relative to a row's largest, are set to zero. They are far below the rounding of
+    /// the sum, and no product of a larger exponential and a factor of [`Float::NEGLIGIBLE`] or more is subnormal.
     const NEGLIGIBLE_EXPONENT: Self;
-    /// Factors of a row's exponentials below this absolute value are set to zero.
+    /// A row's factor of its exponentials is set to zero below this absolute value.
     const NEGLIGIBLE: Self;
     /// Gradients of logits below this absolute value are stored as zero. Their products with the decoder and the
     /// contexts would be subnormal numbers, which some processors multiply twenty times slower.
     const LEAST_GRADIENT: Self;
-    /// ln 2 in two parts; products of the first with small integers are exact.
+    /// ln 2 is the sum of a high part, whose products with small integers are exact, and a low part.
     const LN_2_HIGH: Self;
     const LN_2_LOW: Self;
     /// 1/n!, n descending to 0: the Taylor series of exp is exact to rounding on |x| <= ln 2 / 2.
@@ -114,7 +113,7 @@ impl Isa {
             Self::choose(name.map(|name| name.to_string_lossy().into_owned()))
         });
         best.clone().map_err(|got| {
-            let names: Vec<_> = Self::available().into_iter().map(Self::name).collect();
+            let names: Vec<_> = Self::available().into_iter().map(|isa| isa.kernels().to_string()).collect();
             Error::config("MOS_HEAD_SIMD", format!("one of {} on this machine", names.join(", ")), got)
         })
     }
@@ -123,7 +122,7 @@ impl Isa {
     fn choose(name: Option<String>) -> std::result::Result<Self, String> {
         let mut available = Self::available().into_iter();
         match name {
-            Some(name) => available.find(|isa| isa.name() == name).ok_or(name),
+            Some(name) => available.find(|isa| isa.kernels().to_string() == name).ok_or(name),
             None => Ok(available.next().unwrap_or(Isa::Scalar(pulp::Scalar))),
         }
     }
@@ -142,15 +141,16 @@ impl Isa {
         isas
     }
 
-    pub(crate) fn name(self) -> &'static str {
+    /// The kernels that this instruction set compiles.
+    pub(crate) fn kernels(self) -> Kernels {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512(_) => "avx512",
+            Isa::Avx512(_) => Kernels::Avx512,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2(_) => "avx2",
+            Isa::Avx2(_) => Kernels::Avx2,
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon(_) => "neon",
-            Isa::Scalar(_) => "scalar",
+            Isa::Neon(_) => Kernels::Neon,
+            Isa::Scalar(_) => Kernels::Scalar,
         }
     }
 }
@@ -219,6 +219,16 @@ impl_float! { f64,
     ];
 }
 
+/// Functions of two registers, which have the names of `pulp`'s.
+macro_rules! binary {
+    ($float:ident: $($name:ident)*) => { ::pastey::paste! { $(
+        #[inline(always)]
+        fn $name(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
+            self.[<$name _ $float s>](a, b)
+        }
+    )* } };
+}
+
 /// Implements [`Vector`] on a `Simd` type of `pulp` for one element type. `$shl` and `$shr` shift the bits of a
 /// register by the number of mantissa bits.
 macro_rules! impl_vector {
@@ -260,29 +270,10 @@ macro_rules! impl_vector {
                 fn splat(self, value: $float) -> Self::Reg {
                     self.[<splat_ $float s>](value)
                 }
-                #[inline(always)]
-                fn add(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
-                    self.[<add_ $float s>](a, b)
-                }
-                #[inline(always)]
-                fn sub(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
-                    self.[<sub_ $float s>](a, b)
-                }
-                #[inline(always)]
-                fn mul(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
-                    self.[<mul_ $float s>](a, b)
-                }
-                #[inline(always)]
-                fn div(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
-                    self.[<div_ $float s>](a, b)
-                }
+                binary!($float: add sub mul div max);
                 #[inline(always)]
                 fn mul_add(self, a: Self::Reg, b: Self::Reg, c: Self::Reg) -> Self::Reg {
                     self.[<mul_add_e_ $float s>](a, b, c)
-                }
-                #[inline(always)]
-                fn max(self, a: Self::Reg, b: Self::Reg) -> Self::Reg {
-                    self.[<max_ $float s>](a, b)
                 }
                 #[inline(always)]
                 fn if_less(self, a: Self::Reg, b: Self::Reg, yes: Self::Reg, no: Self::Reg) -> Self::Reg {
@@ -355,8 +346,8 @@ mod tests {
 
     #[test]
     fn an_unknown_instruction_set_is_an_error() {
-        assert_eq!(Isa::choose(Some("scalar".into())).unwrap().name(), "scalar");
-        assert_eq!(Isa::choose(None).unwrap().name(), Isa::available()[0].name());
+        assert_eq!(Isa::choose(Some("scalar".into())).unwrap().kernels(), Kernels::Scalar);
+        assert_eq!(Isa::choose(None).unwrap().kernels(), Isa::available()[0].kernels());
         assert_eq!(Isa::choose(Some("nonsense".into())).unwrap_err(), "nonsense");
     }
 }

@@ -1,4 +1,4 @@
-//! Both ways to compute a loss agree wherever both can serve, in the workspace of their plan and with any number of
+//! Both computations of a loss agree wherever both can serve, in the workspace of their plan and with any number of
 //! threads.
 
 use candle_core::{DType, Device, Tensor};
@@ -7,20 +7,19 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 use super::dtype::{with_type, Element};
 use super::inputs::Inputs;
 use super::one_pass::OnePass;
-use super::path::Path;
-use super::results::{results, BufferedGradients};
+use super::plan::{computation, plan};
+use super::results::BufferedGradients;
 use super::targets::Targets;
-use super::Cpu;
-use super::{plan, run};
+use super::{loss, Cpu};
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
 };
-use crate::backend::plan::Plan;
+use crate::backend::plan::{Computation, Plan};
 use crate::error::Result;
 
 const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, bias: true };
 
-/// A mixture whose logits have about this slope over the vocabulary, in all.
+/// A mixture whose logits rise by about `slope` from the first id to the last.
 struct Case {
     sizes: Sizes,
     slope: f64,
@@ -34,9 +33,9 @@ struct Case {
 }
 
 impl Case {
-    fn new(positions: usize, components: usize, context: usize, vocab: usize) -> Self {
+    fn new(positions: usize, components: usize, context_dim: usize, vocab: usize) -> Self {
         Case {
-            sizes: Sizes { positions, components, context, vocab },
+            sizes: Sizes { positions, components, context_dim, vocab },
             slope: 0.0,
             dtype: DType::F32,
             transposed: false,
@@ -48,15 +47,15 @@ impl Case {
     }
 
     fn operands(&self) -> Result<(Operands, Objective)> {
-        let Sizes { positions, components, context, vocab } = self.sizes;
+        let Sizes { positions, components, context_dim, vocab } = self.sizes;
         let mut rng = StdRng::seed_from_u64(7);
         let mut tensor = |shape: &[usize], bound: f64| -> Result<Tensor> {
             let values = (0..shape.iter().product()).map(|_| bound * (2.0 * rng.random::<f64>() - 1.0)).collect();
             Ok(Tensor::from_vec::<_, f64>(values, shape, &Device::Cpu)?)
         };
         let accumulation = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
-        let contexts = tensor(&[positions, components, context], 1.0)?.to_dtype(self.dtype)?;
-        let weight = tensor(&[vocab, context], 2.0 / (context as f64).sqrt())?.to_dtype(self.dtype)?;
+        let contexts = tensor(&[positions, components, context_dim], 1.0)?.to_dtype(self.dtype)?;
+        let weight = tensor(&[vocab, context_dim], 2.0 / (context_dim as f64).sqrt())?.to_dtype(self.dtype)?;
         let weight = if self.transposed { weight.t()?.contiguous()?.t()? } else { weight };
         let ramp: Vec<f64> = (0..vocab).map(|id| self.slope * id as f64 / vocab as f64).collect();
         let bias = (tensor(&[vocab], 0.5)? + Tensor::from_vec(ramp, vocab, &Device::Cpu)?)?.to_dtype(accumulation)?;
@@ -72,6 +71,7 @@ impl Case {
             terms: self.terms,
             scale: GradScale::OneOverCount,
             own_shifts: None,
+            so_far: None,
         };
         let (logit_scale, softcap) = (0.8, self.softcap);
         let operands = Operands {
@@ -89,7 +89,7 @@ impl Case {
     fn plan<T: Element>(&self, operands: &Operands) -> Result<Plan> {
         let task = Task::loss(&self.terms, self.needs_grad);
         let many_rows = Sizes { positions: 1000, ..operands.sizes };
-        assert_eq!(Path::of(&task, many_rows), Path::OnePass);
+        assert_eq!(computation(&task, many_rows), Computation::OnePass);
         let budget = self.budget.map(|factor| match plan::<T>(operands, task, Some(0)) {
             Err(crate::Error::Workspace { least, .. }) => factor * least,
             other => panic!("a workspace of 0 bytes was accepted: {other:?}"),
@@ -97,23 +97,17 @@ impl Case {
         plan::<T>(operands, task, budget)
     }
 
-    fn run<T: Element>(&self, path: Path) -> Result<LossResults> {
+    fn run<T: Element>(&self, computation: Computation) -> Result<LossResults> {
         let (operands, objective) = self.operands()?;
-        let plan = self.plan::<T>(&operands)?;
-        Inputs::with(&operands, |inputs: Inputs<'_, T>| {
-            let rows = operands.weight_rows()?;
-            let targets = Targets::new(&objective, operands.sizes, rows)?;
-            let gradients = BufferedGradients::new(operands.sizes, rows, self.needs_grad);
-            let (losses, gradients) = run(path, inputs, &targets, gradients, self.needs_grad, &plan)?;
-            results(operands.sizes, self.needs_grad, &targets, &losses, gradients)
-        })
+        let plan = Plan { computation, ..self.plan::<T>(&operands)? };
+        loss::<T>(&operands, &objective, self.needs_grad, &plan)
     }
 
     fn check(&self) -> Result<()> {
-        let found = |path| with_type!(self.dtype, T => self.run::<T>(path));
-        let (one, two) = (flat(&found(Path::OnePass)?)?, flat(&found(Path::TwoPasses)?)?);
+        let found = |computation| with_type!(self.dtype, T => self.run::<T>(computation));
+        let (one, two) = (flat(&found(Computation::OnePass)?)?, flat(&found(Computation::TwoPasses)?)?);
         let (tolerance, epsilon) = if self.dtype == DType::F64 { (1e-12, f64::EPSILON) } else { (1e-5, 1.2e-7) };
-        // An exponential is as precise as its logit.
+        // The relative error of an exponential is the absolute error of its logit.
         let tolerance = tolerance + 2.0 * self.slope.abs() * epsilon;
         for ((name, one), (_, two)) in one.into_iter().zip(two) {
             let largest = two.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
@@ -142,13 +136,14 @@ fn flat(results: &LossResults) -> Result<Vec<(&'static str, Vec<f64>)>> {
 }
 
 #[test]
-fn both_paths_agree_at_odd_sizes() -> Result<()> {
-    for (positions, components, context, vocab) in
+fn both_computations_agree_at_odd_sizes() -> Result<()> {
+    for (positions, components, context_dim, vocab) in
         [(1, 1, 1, 1), (2, 1, 3, 9), (7, 3, 5, 257), (40, 5, 33, 1000), (11, 15, 330, 1700), (130, 1, 17, 3001)]
     {
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
             for (transposed, needs_grad) in [(false, ALL), (true, ALL), (true, NeedsGrad::default())] {
-                Case { dtype, transposed, needs_grad, ..Case::new(positions, components, context, vocab) }.check()?;
+                Case { dtype, transposed, needs_grad, ..Case::new(positions, components, context_dim, vocab) }
+                    .check()?;
             }
         }
     }
@@ -156,7 +151,7 @@ fn both_paths_agree_at_odd_sizes() -> Result<()> {
 }
 
 #[test]
-fn both_paths_agree_whatever_the_order_of_the_logits() -> Result<()> {
+fn both_computations_agree_whatever_the_order_of_the_logits() -> Result<()> {
     // Offsets move in many tiles, or whole segments are negligible.
     for slope in [-400.0, -60.0, 60.0, 400.0] {
         for (dtype, needs_grad) in [(DType::F32, ALL), (DType::F64, ALL), (DType::F32, NeedsGrad::default())] {
@@ -167,7 +162,7 @@ fn both_paths_agree_whatever_the_order_of_the_logits() -> Result<()> {
 }
 
 #[test]
-fn both_paths_agree_with_options() -> Result<()> {
+fn both_computations_agree_with_options() -> Result<()> {
     let z_loss = Terms { z_loss: 0.01, ..Terms::default() };
     for (softcap, terms) in [(Some(2.0), Terms::default()), (None, z_loss), (Some(30.0), z_loss)] {
         Case { softcap, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
@@ -195,7 +190,6 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let with_threads = |threads: usize, needs_grad: NeedsGrad| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
         pool.install(|| {
-            // More than one chunk.
             let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
             let plan = Cpu.plan(&operands, Task::loss(&Terms::default(), needs_grad), None)?;
             assert!(plan.chunks().count() > 1, "{plan}");
@@ -237,18 +231,18 @@ fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
 
 #[test]
 fn the_buffers_are_those_of_the_plan() -> Result<()> {
-    for (positions, components, context, vocab) in
+    for (positions, components, context_dim, vocab) in
         [(700, 5, 40, 900), (400, 1, 300, 2000), (40, 15, 280, 3000), (7, 2, 600, 10_000), (1, 1, 64, 40)]
     {
         let budgets = [None, Some(1), Some(3)].into_iter();
         for (budget, needs_grad) in budgets.flat_map(|budget| [(budget, ALL), (budget, NeedsGrad::default())]) {
-            let case = Case { budget, needs_grad, ..Case::new(positions, components, context, vocab) };
+            let case = Case { budget, needs_grad, ..Case::new(positions, components, context_dim, vocab) };
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<f32>(&operands)?;
             Inputs::with(&operands, |inputs: Inputs<'_, f32>| {
                 let rows = operands.weight_rows()?;
                 let targets = Targets::new(&objective, operands.sizes, rows)?;
-                let gradients = BufferedGradients::new(operands.sizes, rows, needs_grad);
+                let gradients = BufferedGradients::new(operands.sizes, rows, needs_grad, None);
                 let allocated = 4 * OnePass::new(inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if !needs_grad.any() {

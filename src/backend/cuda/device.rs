@@ -30,7 +30,7 @@ pub(in crate::backend) struct Cuda {
     /// A handle of this crate, which reads the factors of products from device memory; candle's handle reads them from
     /// host memory.
     blas: Rc<CudaBlas>,
-    /// `[2]`: 0 and 1, factors of products
+    /// `[2]`: 0 and 1, as factors of products
     constants: Tensor,
 }
 
@@ -140,8 +140,8 @@ impl Gpu for Cuda {
         }
         let config =
             LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (BLOCK as u32, 1, 1), shared_mem_bytes: 0 };
-        // SAFETY: the arguments are those that the kernel declares (the tests run the same launches on the host), and
-        // the addresses among them are those of tensors whose memory the stream frees only after the kernel.
+        // SAFETY: the kernel declares these arguments (the tests run the same launches on the host), and
+        // the addresses among them point into tensors whose memory the stream frees only after the kernel.
         unsafe { builder.launch(config) }.w()?;
         Ok(())
     }

@@ -1,5 +1,7 @@
 //! The kernels' arguments in CUDA's layout. Addresses come from [`Gpu::address`](super::device::Gpu::address).
 
+use crate::backend::contract;
+
 /// `struct Logits` of `rows.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -23,9 +25,28 @@ pub(in crate::backend) struct Objective {
     pub(in crate::backend) soft: u64,
     pub(in crate::backend) factor: u64,
     pub(in crate::backend) soft_stride: i64,
-    pub(in crate::backend) z_loss: f32,
-    pub(in crate::backend) filter: f32,
-    pub(in crate::backend) unit: f32,
+    pub(in crate::backend) terms: Terms,
+}
+
+/// `struct Terms` of `rows.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::backend) struct Terms {
+    z_loss: f32,
+    filter: f32,
+    unit: f32,
+}
+
+impl Terms {
+    /// `unit` multiplies the gradient of the logits.
+    pub(in crate::backend) fn new(terms: &contract::Terms, unit: f32) -> Self {
+        Terms { z_loss: terms.z_loss as f32, filter: terms.gradient_filter as f32, unit }
+    }
+
+    /// The bytes in the order of the structure.
+    pub(in crate::backend) fn bytes(&self) -> Vec<u8> {
+        [self.z_loss, self.filter, self.unit].iter().flat_map(|x| x.to_ne_bytes()).collect()
+    }
 }
 
 /// `struct Rows` of `rows.h`.
@@ -38,7 +59,6 @@ pub(in crate::backend) struct Rows {
     pub(in crate::backend) count: i64,
 }
 
-/// One argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) enum Argument {
     Logits(Logits),

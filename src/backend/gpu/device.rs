@@ -1,28 +1,27 @@
 //! The interface of a GPU that the chunks use.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::arguments::Argument;
 use crate::backend::contract::Sizes;
+use crate::backend::plan::Kernels;
 use crate::error::Result;
 
 /// A device that runs the kernels in the order of their launches.
 pub(in crate::backend) trait Gpu {
     fn kind(&self) -> &'static Kind;
-    /// The address of the first element of a contiguous tensor, in bytes; never zero. Valid as long as the tensor
+    /// The address of the first element of a contiguous tensor, in bytes; never zero, and valid as long as the tensor
     /// lives.
     fn address(&self, tensor: &Tensor) -> Result<u64>;
     /// Launches a kernel with `blocks` blocks of [`BLOCK`] threads.
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()>;
-    /// Computes a matrix product.
     fn multiply(&self, product: &Product) -> Result<()>;
 }
 
 /// The properties of a kind of GPU that the chunks and their plan depend on.
 #[derive(Debug)]
 pub(in crate::backend) struct Kind {
-    /// The name in a [`Plan`](crate::Plan)
-    pub(in crate::backend) name: &'static str,
+    pub(in crate::backend) kernels: Kernels,
     /// Whether products take the gradient of the logits in f32 even if the other operands are in half precision
     pub(in crate::backend) f32_gradient: bool,
     /// Whether products can read a decoder that is stored as its transpose; otherwise it is copied
@@ -59,6 +58,11 @@ impl Buffer {
     pub(in crate::backend) fn new<G: Gpu>(gpu: &G, tensor: Tensor) -> Result<Self> {
         let tensor = tensor.contiguous()?;
         Ok(Buffer { address: gpu.address(&tensor)?, tensor })
+    }
+
+    /// Room for `n` elements, at least one.
+    pub(super) fn zeros<G: Gpu>(gpu: &G, n: usize, dtype: DType, device: &Device) -> Result<Self> {
+        Self::new(gpu, Tensor::zeros(n.max(1), dtype, device)?)
     }
 
     /// The buffer of an optional tensor.

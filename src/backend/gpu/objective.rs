@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{self, Argument};
 use super::device::{Buffer, Gpu, BLOCK};
-use crate::backend::contract::{GradScale, Objective, Operands, Sizes, TargetLoss};
+use crate::backend::contract::{GradScale, Objective, Operands, Sizes, TargetLoss, Terms};
 use crate::error::{Error, Result};
 
 /// The targets of a loss.
@@ -24,17 +24,15 @@ pub(super) struct Prepared {
     /// `[vocab]`, or `[positions, vocab]` if `soft_stride` is not zero
     soft: Option<Buffer>,
     soft_stride: usize,
-    z_loss: f32,
-    pub(super) filter: f32,
+    /// All zero without targets
+    pub(super) terms: Terms,
     unit: f32,
-    pub(super) hits: bool,
-    /// Scalar: the factor by which the gradients remain to be multiplied.
+    /// Scalar: the kernels leave out this factor of the gradients.
     pub(super) factor: Tensor,
-    /// `[1]`: the same for the gradient of the logits.
     logits_factor: LogitsFactor,
 }
 
-/// The factor of the gradient of the logits, and where it is applied.
+/// `[1]`: the factor that the gradient of the logits still needs, and where it is applied.
 enum LogitsFactor {
     /// In the kernel that writes the gradient
     Kernel(Buffer),
@@ -42,8 +40,8 @@ enum LogitsFactor {
     Products(Buffer),
 }
 
-/// An f16 gradient of the logits is multiplied by this power of two. Apart from the z-loss it is at most 1, since weights
-/// are relative to the largest, and mostly far less; that of the z-loss is `2 z_loss` log-sum-exps, which may be 500.
+/// An f16 gradient of the logits is multiplied by this power of two. Without a z-loss the gradient is at most 1, since
+/// weights are relative to the largest, and mostly far less; a z-loss adds `2 z_loss` log-sum-exps, which may be 500.
 fn half_unit(objective: &Objective) -> f32 {
     const UNIT: f64 = 64.0;
     match objective {
@@ -74,10 +72,8 @@ impl Prepared {
                     ids: None,
                     soft: Some(Buffer::new(gpu, upstream.broadcast_div(&factor)?.neg()?)?),
                     soft_stride: vocab,
-                    z_loss: 0.0,
-                    filter: 0.0,
+                    terms: Terms::default(),
                     unit,
-                    hits: false,
                     logits_factor: logits_factor(&factor)?,
                     factor,
                 });
@@ -118,7 +114,7 @@ impl Prepared {
         )?;
         let count = counts.tensor.sum_all()?;
         let upstream = match scale {
-            // Positions without weight have no part in it, whatever their upstream gradient is.
+            // Positions without weight do not count, whatever their upstream gradient is.
             GradScale::Upstream(upstream) if positions > 0 => {
                 let upstream = upstream.to_dtype(DType::F32)?;
                 let counts = weights.tensor.ne(0f32)?;
@@ -131,6 +127,7 @@ impl Prepared {
         let common_scale = match (&upstream, scale) {
             (Some(upstream), _) if positions > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
             (None, GradScale::OneOverCount) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
+            (None, GradScale::Constant(factor)) => (count.ones_like()? * *factor)?,
             _ => count.ones_like()?,
         };
         let largest_weight = match &class_weights {
@@ -170,10 +167,8 @@ impl Prepared {
             ids: Some(TargetIds { ids, hard, weights, count, scales }),
             soft,
             soft_stride: 0,
-            z_loss: terms.z_loss as f32,
-            filter: terms.responsibility_filter as f32,
+            terms: *terms,
             unit,
-            hits: terms.hits,
             logits_factor: logits_factor(&factor)?,
             factor,
         })
@@ -208,9 +203,7 @@ impl Prepared {
                 LogitsFactor::Products(_) => 0,
             },
             soft_stride: self.soft_stride as i64,
-            z_loss: self.z_loss,
-            filter: self.filter,
-            unit: self.unit,
+            terms: arguments::Terms::new(&self.terms, self.unit),
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::error::Result;
 pub(super) struct OwnTargets {
     /// `[positions]`, u32: the row of the weight; zero where the target is ignored
     rows: Tensor,
-    /// `[positions, d]`, f32: these rows
+    /// `[positions, d]`, f32: the decoder's rows of the targets
     decoder: Tensor,
     /// `[positions, K]`, f32
     pub(super) logits: Tensor,
@@ -29,8 +29,8 @@ impl OwnTargets {
         Ok(Some(OwnTargets { rows, decoder, logits }))
     }
 
-    /// Adds the parts that come from these logits, whose gradient this is, `[positions, K]`, to the gradients of the
-    /// operands. The weight and the bias get their rows behind the vocabulary.
+    /// Adds to the operands' gradients what follows from `of_logits`, the gradient of these logits `[positions, K]`. The
+    /// weight and the bias get their rows behind the vocabulary.
     pub(super) fn add_to(&self, gradients: Gradients, of_logits: &Tensor, operands: &Operands) -> Result<Gradients> {
         let of_products = (of_logits * operands.logit_scale)?;
         let contexts = match gradients.contexts {

@@ -1,5 +1,5 @@
 // The row kernels of the mixture on GPUs: the computations on the logits between the products. The equations are at the
-// head of cpu/rows.rs, whose names these kernels share.
+// head of cpu/components.rs, whose names these kernels share.
 //
 // One source for two languages: cuda/mixture.cu and metal/mixture.metal include it, wrap these functions into kernels,
 // and define first
@@ -42,10 +42,17 @@ struct Logits {
         logit *= scale;
         return softcap == 0.f ? logit : softcap * hyperbolic_tangent(logit / softcap);
     }
-    // The derivative of the softcap, from its result. The factor of the gradient holds that of the scale.
+    // The derivative of the softcap, from its result. The factor of the gradient contains the scale.
     FUNCTION float slope(float logit) const {
         return softcap == 0.f ? 1.f : 1.f - (logit / softcap) * (logit / softcap);
     }
+};
+
+// The numbers of an objective.
+struct Terms {
+    float z_loss;
+    float filter;
+    float unit; // another factor of the gradient of the logits, against underflow in f16
 };
 
 // The objective of each position of the chunk.
@@ -57,9 +64,7 @@ struct Objective {
     GLOBAL const float *soft;   // [vocab] or [positions, soft_stride]: the rest of q; null: none
     GLOBAL const float *factor; // [1]: a factor of the gradient of the logits; null: 1
     i64 soft_stride;            // 0: the same for all positions
-    float z_loss;
-    float filter;
-    float unit; // another factor of the gradient of the logits, against underflow in f16
+    Terms terms;
 
     FUNCTION GLOBAL const float *soft_of(i64 position) const { return soft ? soft + position * soft_stride : nullptr; }
     FUNCTION float scale(i64 position) const { return scales ? scales[position] : 1.f; }
@@ -203,7 +208,7 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
         const float lse = rows.largest(r) + rows.log_sum(r);
         squares += lse * lse;
     }
-    if (id >= 0 && objective.z_loss != 0.f) of_position += objective.z_loss * squares / components;
+    if (id >= 0 && objective.terms.z_loss != 0.f) of_position += objective.terms.z_loss * squares / components;
     nll[t] = of_target;
     loss[t] = of_position;
 }
@@ -298,7 +303,7 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
     const float scale = objective.scale(t);
     float total = 0.f, lost = 0.f;
     for (int k = 0; k < components; ++k) total += rows.size(t * components + k);
-    const float least = objective.filter * total;
+    const float least = objective.terms.filter * total;
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         const float mass = rows.mass(r);
@@ -310,7 +315,7 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
         const bool dropped = rows.size(r) < least;
         if (dropped) lost += rows.size(r);
         const float lse = rows.largest(r) + rows.log_sum(r);
-        const float softmax_scale = scale * (mass + 2.f * objective.z_loss / components * lse);
+        const float softmax_scale = scale * (mass + 2.f * objective.terms.z_loss / components * lse);
         const bool ignored = objective.ids && objective.ids[t] == -1;
         // The parts of the softmax and of the target may cancel in their sum, but not in each logit.
         const bool is_zero = softmax_scale == 0.f && weighted(scale, rows.hard_mass(r)) == 0.f && !objective.soft;
@@ -353,7 +358,7 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL
         for (int v = tid; v < logits.stride; v += BLOCK) store(to + v, 0.f);
         return;
     }
-    const float unit = objective.factor ? objective.unit * objective.factor[0] : objective.unit;
+    const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
     const float scale = unit * objective.scale(t), largest = rows.largest(r);
     const float exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
     const int id = objective.ids ? objective.ids[t] : -1;

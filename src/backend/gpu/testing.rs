@@ -10,7 +10,7 @@ use std::sync::{Mutex, OnceLock};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 
-use super::arguments::{self, Argument};
+use super::arguments::Argument;
 use super::device::{Gpu, Kind, Matrix, Product};
 use crate::backend::cuda;
 use crate::backend::metal;
@@ -31,7 +31,6 @@ pub(super) enum Language {
 pub(super) const LANGUAGES: [Language; 2] = [Language::Cuda, Language::Metal];
 
 impl Language {
-    /// The names and texts of its source files.
     fn files(self) -> [(&'static str, &'static str); 2] {
         let own = match self {
             Language::Cuda => ("mixture.cu", include_str!("../cuda/mixture.cu")),
@@ -66,7 +65,7 @@ impl EmulatedGpu {
         Some(Self::with(language, launch))
     }
 
-    /// One for each language, none without a C++ compiler.
+    /// An emulated GPU for each language; none without a C++ compiler.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         LANGUAGES.into_iter().filter_map(Self::new)
     }
@@ -228,15 +227,14 @@ impl Gpu for EmulatedGpu {
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()> {
         let mut arguments = arguments.to_vec();
         let mut bindings = bindings(&arguments);
-        let mut pointers: Vec<*mut c_void> = match self.language {
-            Language::Cuda => arguments.iter_mut().map(pointer_of).collect(),
-            Language::Metal => bindings.iter_mut().map(bound_pointer).collect(),
-        };
-        let sizes: Vec<usize> = arguments.iter().map(size_of_argument).collect();
+        let (mut pointers, sizes): (Vec<_>, Vec<_>) = arguments.iter_mut().map(value_of).unzip();
+        if self.language == Language::Metal {
+            pointers = bindings.iter_mut().map(bound_pointer).collect();
+        }
         let name = CString::new(kernel).unwrap();
         let launch = self.launch.lock().unwrap();
-        // SAFETY: each pointer is that of an argument of the type that the kernel has there, and the addresses among
-        // them are those of copies that live as long as `self`.
+        // SAFETY: each pointer points to an argument of the type that the kernel has there, and the addresses among the
+        // arguments belong to copies that live as long as `self`.
         let status =
             unsafe { launch(name.as_ptr(), blocks as c_uint, pointers.as_mut_ptr(), sizes.as_ptr(), sizes.len()) };
         assert_eq!(status, 0, "no kernel {kernel}");
@@ -252,29 +250,19 @@ impl Gpu for EmulatedGpu {
     }
 }
 
-/// The pointer to an argument's value that a CUDA launch takes.
-fn pointer_of(argument: &mut Argument) -> *mut c_void {
-    match argument {
-        Argument::Logits(x) => (x as *mut arguments::Logits).cast(),
-        Argument::Objective(x) => (x as *mut arguments::Objective).cast(),
-        Argument::Rows(x) => (x as *mut arguments::Rows).cast(),
-        Argument::Read(x) | Argument::Write(x) => (x as *mut u64).cast(),
-        Argument::Int(x) => (x as *mut i32).cast(),
-        Argument::Long(x) => (x as *mut i64).cast(),
-        Argument::Float(x) => (x as *mut f32).cast(),
+/// The pointer to an argument's value that a CUDA launch takes, and the bytes of the value.
+fn value_of(argument: &mut Argument) -> (*mut c_void, usize) {
+    fn of<T>(value: &mut T) -> (*mut c_void, usize) {
+        ((value as *mut T).cast(), size_of::<T>())
     }
-}
-
-/// The bytes of an argument of a CUDA launch.
-fn size_of_argument(argument: &Argument) -> usize {
     match argument {
-        Argument::Logits(x) => size_of_val(x),
-        Argument::Objective(x) => size_of_val(x),
-        Argument::Rows(x) => size_of_val(x),
-        Argument::Read(x) | Argument::Write(x) => size_of_val(x),
-        Argument::Int(x) => size_of_val(x),
-        Argument::Long(x) => size_of_val(x),
-        Argument::Float(x) => size_of_val(x),
+        Argument::Logits(x) => of(x),
+        Argument::Objective(x) => of(x),
+        Argument::Rows(x) => of(x),
+        Argument::Read(x) | Argument::Write(x) => of(x),
+        Argument::Int(x) => of(x),
+        Argument::Long(x) => of(x),
+        Argument::Float(x) => of(x),
     }
 }
 
@@ -293,7 +281,7 @@ impl Products for EmulatedGpu {
         self.multiply_on_host(product)
     }
 
-    /// Small, so that small matrices have several tiles.
+    /// Small matrices have several tiles of this size.
     fn tile(&self) -> usize {
         40
     }
@@ -335,7 +323,7 @@ impl EmulatedGpu {
 }
 
 fn read(address: u64, index: usize, dtype: DType) -> f32 {
-    // SAFETY: the address and index are those of an element of a tensor of this dtype.
+    // SAFETY: the address and index name an element of a tensor of this dtype.
     unsafe {
         match dtype {
             DType::F32 => *(address as *const f32).add(index),

@@ -39,12 +39,7 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
                 read(x.scales),
                 read(x.soft),
                 read(x.factor),
-                numbers(&[
-                    &x.soft_stride.to_ne_bytes(),
-                    &x.z_loss.to_ne_bytes(),
-                    &x.filter.to_ne_bytes(),
-                    &x.unit.to_ne_bytes(),
-                ]),
+                numbers(&[&x.soft_stride.to_ne_bytes(), &x.terms.bytes()]),
             ]),
             Argument::Rows(x) => {
                 let count = numbers(&[&x.count.to_ne_bytes()]);

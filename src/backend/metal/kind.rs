@@ -2,6 +2,7 @@
 
 use super::products;
 use crate::backend::gpu::device::Kind;
+use crate::backend::plan::Kernels;
 
 /// The source of the kernels.
 #[cfg(any(feature = "metal", test))]
@@ -11,7 +12,7 @@ pub(in crate::backend) fn source() -> String {
 
 /// Products are in f32. candle rounds allocations up to a power of two.
 pub(in crate::backend) const KIND: Kind = Kind {
-    name: "metal",
+    kernels: Kernels::Metal,
     f32_gradient: true,
     reads_transposed: false,
     product_bytes: products::bytes,

@@ -47,7 +47,7 @@ fn errors(text: &str) -> Option<String> {
             && !name.contains(':')
             && match head {
                 _ if head.contains("VarDecl ") || head.contains("FieldDecl ") => kind.contains("__generic"),
-                // The result type; an address space after the parameters is that of `this`.
+                // The result type; an address space after the parameters belongs to `this`.
                 _ if head.contains("FunctionDecl ") || head.contains("CXXMethodDecl ") => {
                     kind.split('(').next().is_some_and(|result| result.contains("__generic"))
                 }

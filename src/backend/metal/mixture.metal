@@ -99,9 +99,7 @@ struct LogitsNumbers {
 };
 struct ObjectiveNumbers {
     i64 soft_stride;
-    float z_loss;
-    float filter;
-    float unit;
+    Terms terms;
 };
 
 #ifndef KERNEL
@@ -127,8 +125,7 @@ struct ObjectiveNumbers {
 #define OBJECTIVE_AT(first)                                                                                            \
     Objective {                                                                                                        \
         GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                   \
-            GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.z_loss, of_objective.filter,              \
-            of_objective.unit                                                                                          \
+            GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.terms                                     \
     }
 #define ROWS_AT(first) Rows { GIVEN(first, log_priors), GIVEN(first + 1, own), numbers, row_numbers }
 

@@ -68,11 +68,11 @@ impl Scratch {
 /// The workspace bytes of products: for each row of a chunk, and a fixed number.
 pub(super) fn bytes(sizes: Sizes, dtype: DType) -> (usize, usize) {
     let f32_size = DType::F32.size_in_bytes();
-    let last_rows = f32_size * MOST_TILE_ROWS * sizes.context;
-    let tile = TILE.max(sizes.context).min(sizes.vocab.max(WARP) * sizes.context);
+    let last_rows = f32_size * MOST_TILE_ROWS * sizes.context_dim;
+    let tile = TILE.max(sizes.context_dim).min(sizes.vocab.max(WARP) * sizes.context_dim);
     match dtype {
         DType::F32 => (0, last_rows),
-        _ => (f32_size * sizes.context, f32_size * tile + last_rows),
+        _ => (f32_size * sizes.context_dim, f32_size * tile + last_rows),
     }
 }
 

@@ -1,5 +1,5 @@
-//! Assignment in nearly linear time: rounds of heavy matchings of words with their cheapest free cells, at prices that
-//! spread the demand; then exchanges.
+//! Assigns words in nearly linear time: rounds of heavy matchings pair words with their cheapest free cells, at prices
+//! that spread the demand; then words exchange cells.
 
 use rayon::prelude::*;
 
@@ -11,19 +11,20 @@ use super::half_approximate::Graph;
 use super::prices::prices;
 use crate::error::Result;
 
-/// The cells visited per candidate after the first round, when most of a word's cheapest cells are taken.
+/// How many cells are visited per candidate after the first round, when most of a word's cheapest cells are taken.
 const VISITS: usize = 4;
 
-/// A round that places fewer than one in so many of the words that are left is the last.
+/// The rounds end with one that places fewer than one in so many of the words that are left.
 const LEAST_PROGRESS: usize = 8;
 
-/// Up to this product of `words^2 * cells`, words are placed at the least cost: a fraction of a second.
+/// Words are placed at the least cost while `words^2 * cells` is at most this number: that takes a fraction of a
+/// second.
 const MOST_EXACT: usize = 1 << 27;
 
-/// A second one still gains a little, a third hardly anything.
+/// How often all words may exchange cells: a second time still gains a little, a third hardly anything.
 const EXCHANGES: usize = 2;
 
-/// Whether so many words are placed at the least cost.
+/// Whether words and cells are few enough to place the words at the least cost.
 pub(super) fn is_exact(words: usize, cells: usize) -> bool {
     is_below(words, cells, MOST_EXACT)
 }
@@ -67,7 +68,7 @@ fn match_in_rounds(costs: &Costs, candidates: usize, most_exact: usize) -> Resul
 
 /// Which words are in which cells.
 struct Table {
-    /// Of the words that are placed.
+    /// The cells of the words that are placed.
     cell_of: Vec<usize>,
     is_free: Vec<bool>,
     /// The words that are not placed.
@@ -112,8 +113,8 @@ impl Prices {
     }
 }
 
-/// Matches the words that are left with their cheapest free cells. The weight of an edge is what the cell costs less
-/// than the dearest of the word's candidates: of two words that want a cell, the one that would lose more gets it.
+/// Matches the words that are left with their cheapest free cells. An edge weighs how much cheaper its cell is than the
+/// dearest of the word's candidates: if two words want a cell, the one that would lose more gets it.
 fn round(costs: &Costs, prices: &Prices, table: &Table, limits: (usize, usize)) -> Vec<Option<usize>> {
     let edges = |word: &usize| {
         let rows: Vec<f32> = costs.of_rows(*word).iter().zip(&prices.rows).map(|(a, b)| a + b).collect();
@@ -127,7 +128,7 @@ fn round(costs: &Costs, prices: &Prices, table: &Table, limits: (usize, usize)) 
     Graph::new(&edges).matching(costs.cells())
 }
 
-/// Places of the words that are left, at the least sum of costs.
+/// Places the words that are left at the least sum of costs.
 fn at_least_cost(costs: &Costs, table: &Table) -> Result<Vec<Option<usize>>> {
     let free: Vec<usize> = (0..costs.cells()).filter(|cell| table.is_free[*cell]).collect();
     let pairs = table.left.iter().flat_map(|word| free.iter().map(|cell| costs.of_cell(*word, *cell)));
@@ -135,8 +136,8 @@ fn at_least_cost(costs: &Costs, table: &Table) -> Result<Vec<Option<usize>>> {
     Ok(places.into_iter().map(|place| Some(free[place])).collect())
 }
 
-/// One word after the other takes the cheapest row that has a free cell, and there the cheapest free column. Those to
-/// which cells matter most come first.
+/// One word after the other takes the cheapest row that has a free cell, and there the cheapest free column. Words
+/// whose best cell is cheapest by far ([`Costs::gain`]) come first.
 fn one_by_one(costs: &Costs, table: &Table) -> Vec<Option<usize>> {
     let mut is_free = table.is_free.clone();
     let free_cells = |row: &[bool]| row.iter().filter(|is_free| **is_free).count();

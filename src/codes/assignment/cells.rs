@@ -1,12 +1,12 @@
-//! The cheapest cells of a word, whose costs are those of rows and columns, added.
+//! Finds the cheapest cells of a word. A cell costs its row's cost plus its column's.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use ordered_float::OrderedFloat;
 
-/// Up to `k` free cells `row * columns + column` with their costs, cheapest first, among the `visits` cheapest cells.
-/// Only so many rows and columns matter.
+/// Returns up to `k` free cells, `row * columns + column`, with their costs, cheapest first, among the `visits`
+/// cheapest cells. These lie in the `visits` cheapest rows and columns.
 pub(super) fn cheapest(
     row_costs: &[f32],
     column_costs: &[f32],
@@ -17,7 +17,7 @@ pub(super) fn cheapest(
     let columns = ascending(column_costs, visits);
     let entry = |i: usize, j: usize| Reverse((OrderedFloat(rows[i].0 .0 + columns[j].0 .0), i, j));
     let mut found = Vec::new();
-    // In each row that was begun, the next cell. The next row begins when the first cell of this one is visited.
+    // The next cell of each row that was begun. A row begins when the first cell of the row before it is visited.
     let mut next = BinaryHeap::from_iter((!rows.is_empty() && !columns.is_empty()).then(|| entry(0, 0)));
     for _ in 0..visits {
         let Some(Reverse((OrderedFloat(cost), i, j))) = next.pop() else { break };
@@ -38,7 +38,7 @@ pub(super) fn cheapest(
     found
 }
 
-/// The `most` least numbers and their places, ascending.
+/// Returns the `most` smallest numbers and their places, ascending.
 fn ascending(numbers: &[f32], most: usize) -> Vec<(OrderedFloat<f64>, usize)> {
     let mut sorted: Vec<_> = numbers.iter().map(|x| OrderedFloat(f64::from(*x))).zip(0..).collect();
     if most < sorted.len() {

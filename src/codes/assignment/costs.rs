@@ -1,13 +1,13 @@
 //! The costs of words in the cells of a table: a row's and a column's cost, added.
 
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::tensors::checks::check_sizes;
 
-/// Sums over words, and their squares, are far from overflow.
+/// No cost may be larger, so that sums over words, and their squares, are far from overflow.
 const LARGEST_COST: f64 = 1e30;
 
-/// Checks costs `[words, rows]` and `[words, columns]` of words that all have a cell of their own, and returns the number
-/// of words.
+/// Checks costs `[words, rows]` and `[words, columns]`, and that each word can have a cell of its own. Returns the
+/// number of words.
 pub(super) fn check(row_costs: &[f64], column_costs: &[f64], rows: usize, columns: usize) -> Result<usize> {
     check_sizes(&[("rows", rows), ("columns", columns)])?;
     let words = row_costs.len() / rows;
@@ -17,7 +17,7 @@ pub(super) fn check(row_costs: &[f64], column_costs: &[f64], rows: usize, column
     if words.checked_mul(columns) != Some(column_costs.len()) {
         return Err(Error::shape("column_costs", format!("[{words}, {columns}]"), &[column_costs.len()]));
     }
-    // Cells are numbered in u32, of which the largest stands for none.
+    // Cells are numbered in u32, whose largest value stands for no cell.
     let most = u32::MAX as usize - 1;
     let cells = rows.checked_mul(columns).filter(|cells| *cells <= most);
     let cells = cells
@@ -26,7 +26,7 @@ pub(super) fn check(row_costs: &[f64], column_costs: &[f64], rows: usize, column
         return Err(Error::config("words", format!("at most {cells}, the number of cells"), words));
     }
     for (argument, costs) in [("row_costs", row_costs), ("column_costs", column_costs)] {
-        // NaN is in no range.
+        // NaN is outside every range.
         if let Some(cost) = costs.iter().find(|cost| !(-LARGEST_COST..=LARGEST_COST).contains(*cost)) {
             return Err(Error::config(argument, format!("from {:e} to {LARGEST_COST:e}", -LARGEST_COST), cost));
         }
@@ -34,8 +34,8 @@ pub(super) fn check(row_costs: &[f64], column_costs: &[f64], rows: usize, column
     Ok(words)
 }
 
-/// What each line costs a word more than its cheapest, rounded, from costs `[words, lines]`: the best assignment stays
-/// the same, and rounding is relative to the differences between lines, not to the costs.
+/// Subtracts from each word's costs, `[words, lines]`, its cheapest line's, then rounds: the best assignment stays the
+/// same, and rounding is relative to the differences between lines, not to the costs.
 pub(super) fn relative<T>(costs: &[f64], lines: usize, round: impl Fn(f64) -> T + Copy) -> Vec<T> {
     let of_word = |of_word: &[f64]| {
         let least = of_word.iter().copied().fold(f64::INFINITY, f64::min);
@@ -77,7 +77,7 @@ impl<'a> Costs<'a> {
         f64::from(row) + f64::from(self.of_columns(word)[cell % self.columns])
     }
 
-    /// What the cheapest cell costs less than the mean of all.
+    /// How much cheaper the best cell is than the mean.
     pub(super) fn gain(&self, word: usize) -> f64 {
         let gain = |costs: &[f32]| {
             let mean = costs.iter().map(|cost| f64::from(*cost)).sum::<f64>() / costs.len() as f64;

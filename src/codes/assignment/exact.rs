@@ -1,4 +1,4 @@
-//! Minimum-cost assignment by the Kuhn-Munkres algorithm, in cubic time.
+//! Finds a minimum-cost assignment by the Kuhn-Munkres algorithm, in cubic time.
 
 use ordered_float::OrderedFloat;
 use pathfinding::kuhn_munkres::kuhn_munkres;
@@ -6,10 +6,10 @@ use pathfinding::matrix::Matrix;
 
 use crate::error::{Error, Result};
 
-/// Far from overflow: the algorithm adds and subtracts costs, and does not end if a sum is infinite.
+/// No cost may be larger: the algorithm adds and subtracts costs, and does not end if a sum is infinite.
 const LARGEST_COST: f64 = 1e100;
 
-/// The place of each item, no two alike, at the least sum of costs `[items, places]`.
+/// Returns the place of each item, no two alike, at the least sum of costs `[items, places]`.
 pub(super) fn exact(costs: Vec<f64>, items: usize, places: usize) -> Result<Vec<usize>> {
     if items > places {
         return Err(Error::config("items", format!("at most {places}, the number of places"), items));
@@ -19,7 +19,7 @@ pub(super) fn exact(costs: Vec<f64>, items: usize, places: usize) -> Result<Vec<
     if items.checked_mul(places) != Some(numbers) {
         return Err(shape_error());
     }
-    // NaN is in no range.
+    // NaN is outside every range.
     if let Some(cost) = costs.iter().find(|cost| !(-LARGEST_COST..=LARGEST_COST).contains(*cost)) {
         return Err(Error::config("costs", format!("from {:e} to {LARGEST_COST:e}", -LARGEST_COST), cost));
     }
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(message(&[f64::INFINITY], 1, 1), "costs: expected from -1e100 to 1e100, got inf");
         assert_eq!(message(&[f64::NEG_INFINITY], 1, 1), "costs: expected from -1e100 to 1e100, got -inf");
         assert!(exact(vec![f64::MAX; 9], 3, 3).is_err());
-        // The largest costs that are allowed.
+        // These are the largest costs that are allowed.
         assert_eq!(exact(vec![1e100, -1e100, 1e100, 1e100], 2, 2).unwrap(), [1, 0]);
     }
 }

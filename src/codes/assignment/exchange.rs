@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::costs::Costs;
 
-/// Limits the time; few words gain in later passes.
+/// How many passes are made: few words gain in later ones.
 const PASSES: usize = 4;
 
 /// A word and its place in a row or a column.
@@ -75,7 +75,7 @@ mod tests {
         let column_costs = [0.0, 1.0, 9.0, 0.0, 2.0, 9.0];
         assert_eq!(exchanged(&[0.0; 4], &column_costs, vec![0, 1]), [1, 0]);
         assert_eq!(exchanged(&[0.0; 4], &column_costs, vec![1, 0]), [1, 0]);
-        // Not those of different rows.
+        // Words of different rows do not exchange columns with each other.
         assert_eq!(exchanged(&[0.0; 4], &[0.0, 1.0, 9.0, 1.0, 0.0, 9.0], vec![1, 3]), [0, 4]);
     }
 

@@ -1,10 +1,11 @@
-//! Heavy matchings of words and cells in linear time: at least half the greatest weight.
+//! Finds heavy matchings of words and cells in linear time: they have at least half the greatest weight.
 //!
-//! Robert Preis: *Linear Time 1/2-Approximation Algorithm for Maximum Weighted Matching in General Graphs*. STACS 1999,
-//! repeatedly takes an edge that is heavier than all edges at its ends. In a strict order of the edges there is one
-//! matching of this kind. Here it is found by proposals (Fredrik Manne, Mahantesh Halappanavar: *New Effective
-//! Multithreaded Matching Algorithms*. IPDPS 2014): each word proposes to its cells, heaviest edge first; each cell
-//! keeps the heaviest proposal; a word that is displaced goes on. Each edge is proposed at most once.
+//! The algorithm repeatedly takes an edge that is heavier than all edges at its ends (Robert Preis: *Linear Time
+//! 1/2-Approximation Algorithm for Maximum Weighted Matching in General Graphs*. STACS 1999). If the edges have a
+//! strict order, it finds one and the same matching in whatever order it meets them. Here proposals find it (Fredrik
+//! Manne, Mahantesh Halappanavar: *New Effective Multithreaded Matching Algorithms*. IPDPS 2014): each word proposes to
+//! its cells, heaviest edge first; each cell keeps the heaviest proposal; a word that is displaced goes on. Each edge
+//! is proposed at most once.
 
 /// A bipartite graph of words and cells in compressed rows.
 #[derive(Debug)]
@@ -15,11 +16,11 @@ pub(super) struct Graph {
     weights: Vec<f64>,
 }
 
-/// A free word or cell.
+/// Stands for the word of a free cell.
 const FREE: u32 = u32::MAX;
 
 impl Graph {
-    /// From each word's cells and weights, heaviest first.
+    /// Makes the graph from each word's cells and weights, heaviest first.
     pub(super) fn new(edges: &[Vec<(u32, f64)>]) -> Self {
         let mut graph = Graph { starts: vec![0], cells: Vec::new(), weights: Vec::new() };
         for edges in edges {
@@ -31,8 +32,8 @@ impl Graph {
         graph
     }
 
-    /// The cell of each word in the matching of locally heaviest edges. Of equally heavy edges that of the lowest word
-    /// comes first, then the first of that word.
+    /// The cell of each word in the matching of locally heaviest edges. Among equally heavy edges, an edge of a lower
+    /// word comes first, then the earlier edge of a word.
     pub(super) fn matching(&self, cells: usize) -> Vec<Option<usize>> {
         let words = self.starts.len() - 1;
         // The edge that each cell keeps, and its word.

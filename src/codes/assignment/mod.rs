@@ -1,4 +1,4 @@
-//! Words are put into the cells of a table, each into one of its own, at a small sum of costs.
+//! Puts words into the cells of a table, each into a cell of its own, at a small sum of costs.
 
 mod approximate;
 mod cells;
@@ -9,27 +9,27 @@ mod half_approximate;
 mod prices;
 
 use crate::error::{Error, Result};
-use crate::validate::check_sizes;
+use crate::tensors::checks::check_sizes;
 use costs::{check, relative, Costs};
 
-/// The most costs that [`Assignment::Exact`] holds: 8 GiB.
+/// The largest number of costs that [`Assignment::Exact`] holds: 8 GiB.
 const MOST_COSTS: usize = 1 << 30;
 
 /// How words are put into the cells of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Assignment {
-    /// At the least cost, by the Kuhn-Munkres algorithm: in time that grows with the cube of the vocabulary.
+    /// Finds the least cost, by the Kuhn-Munkres algorithm, in time that grows with the cube of the vocabulary.
     Exact,
-    /// At a cost that is a few per cent higher, in time that grows with the vocabulary and with the rows and columns:
-    /// by heavy matchings of the words with candidates, which are the cheapest free cells of each word. At the least
-    /// cost if there are only hundreds of words.
+    /// Finds a cost that is a few per cent higher, in time that grows with the vocabulary and with the rows and
+    /// columns: heavy matchings pair the words with candidates, the cheapest free cells of each word. If there are only
+    /// hundreds of words, it finds the least cost.
     Approximate {
         /// The number of candidates of each word.
         candidates: usize,
     },
 }
 
-/// The cell `row * columns + column` of each word, no two alike. In a cell, a word costs
+/// Returns the cell `row * columns + column` of each word, no two alike. In a cell, a word costs
 /// `row_costs[word][row] + column_costs[word][column]`; `row_costs` is `[words, rows]`, `column_costs`
 /// `[words, columns]`. The same arguments give the same cells, with any number of threads.
 ///
@@ -96,7 +96,7 @@ mod tests {
     }
 
     /// Negative log-likelihoods of words that are near some rows and columns, and of rows and columns that all words
-    /// prefer. With Zipf's counts, those of frequent words are up to a thousand times larger.
+    /// prefer. With Zipf's counts, frequent words have up to a thousand times larger ones.
     fn costs(words: usize, side: usize, zipf: bool) -> [Vec<f64>; 2] {
         let mut rng = StdRng::seed_from_u64(1);
         [(); 2].map(|()| {

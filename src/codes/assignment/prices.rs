@@ -1,14 +1,15 @@
-//! Prices of rows or columns, so that not all words ask for the same: those of too great demand become dearer.
+//! Finds prices of rows or columns, so that not all words ask for the same ones: a line in too great demand becomes
+//! dearer.
 //!
-//! Added to everyone's costs, the prices of a full table change all assignments by the same sum, hence not the best
-//! one. They approximate the Lagrange multipliers of the capacities, by subgradient steps.
+//! In a full table, prices add the same sum to the cost of every assignment, so that the best one stays the best. They
+//! approximate the Lagrange multipliers of the capacities, by subgradient steps.
 
 use rayon::prelude::*;
 
 const STEPS: usize = 40;
 
-/// A price for each line, which is a row or a column, from costs `[words, lines]`; each line has places for `capacity`
-/// words.
+/// Finds a price for each line, which is a row or a column, from costs `[words, lines]`. Each line has places for
+/// `capacity` words.
 pub(super) fn prices(costs: &[f32], lines: usize, capacity: usize) -> Vec<f32> {
     let mut prices = vec![0.0; lines];
     let mut gains: Vec<f32> = costs.par_chunks(lines).map(gain).filter(|gain| *gain > 0.0).collect();
@@ -28,12 +29,12 @@ pub(super) fn prices(costs: &[f32], lines: usize, capacity: usize) -> Vec<f32> {
     prices
 }
 
-/// What the cheapest line costs less than the mean.
+/// How much cheaper the best line is than the mean.
 fn gain(costs: &[f32]) -> f32 {
     costs.iter().sum::<f32>() / costs.len() as f32 - costs.iter().copied().fold(f32::INFINITY, f32::min)
 }
 
-/// How many words each line is the cheapest of. Words without a preference are not counted.
+/// Counts the words for which each line is the cheapest. Words without a preference are left out.
 fn demand(costs: &[f32], prices: &[f32]) -> Vec<usize> {
     let lines = prices.len();
     let count = |mut demand: Vec<usize>, of_word: &[f32]| {

@@ -1,9 +1,9 @@
 //! The sizes of a [`CharCnn`](super::CharCnn).
 
 use crate::error::{Error, Result};
-use crate::validate::{check_most, check_product, check_sizes};
+use crate::tensors::checks::{check_most, check_product, check_sizes};
 
-/// The most highway layers.
+/// The largest number of highway layers.
 const MOST_LAYERS: usize = 1024;
 
 /// The sizes and options of a [`CharCnn`](crate::CharCnn).
@@ -21,27 +21,28 @@ const MOST_LAYERS: usize = 1024;
 #[non_exhaustive]
 pub struct CharCnnConfig {
     /// Size of a row, d.
-    pub context: usize,
+    pub context_dim: usize,
     /// Size of a character's embedding. The default is 16.
     pub embedding: usize,
     /// The convolutions, (width, channels) each. The default is (1, 32), (2, 64), (3, 96), (4, 128), (5, 160): in
-    /// proportion to the width, as in Kim et al. (2016).
+    /// proportion to the width, as in Kim et al. (2016, arXiv 1508.06615).
     pub filters: Vec<(usize, usize)>,
     /// Number of highway layers. The default is 2.
     pub highway: usize,
-    /// Size of the correction of each entry; zero for none, the default.
+    /// Size of the correction of each entry. The default is 0: no correction.
     pub correction: usize,
-    /// The characters that spellings may have. The default, none, are those that they have.
+    /// The characters that spellings may have. The default, `None`, allows the characters of the vocabulary's
+    /// spellings.
     pub alphabet: Option<String>,
     /// Limit on the memory of intermediate results, in bytes. The default is 64 MiB.
     pub budget_bytes: usize,
 }
 
 impl CharCnnConfig {
-    /// Rows of this size.
-    pub fn new(context: usize) -> Self {
+    /// The default network for rows of this size.
+    pub fn new(context_dim: usize) -> Self {
         CharCnnConfig {
-            context,
+            context_dim,
             embedding: 16,
             filters: (1..=5).map(|width| (width, 32 * width)).collect(),
             highway: 2,
@@ -67,12 +68,13 @@ impl CharCnnConfig {
     }
 
     /// Adds a vector of this size for each entry, times a matrix, to its row: it tells apart entries that are spelled
-    /// alike (Jozefowicz et al., 2016: 128).
+    /// alike. Jozefowicz et al. (2016, arXiv 1602.02410) have 128.
     pub fn with_correction(self, correction: usize) -> Self {
         CharCnnConfig { correction, ..self }
     }
 
-    /// Sets the characters that spellings may have: more than those of the vocabulary, for rows of other entries.
+    /// Sets the characters that spellings may have: with more characters than the vocabulary has, other entries have
+    /// rows too ([`CharCnn::rows_of_spellings`](crate::CharCnn::rows_of_spellings)).
     pub fn with_alphabet(self, alphabet: &str) -> Self {
         CharCnnConfig { alphabet: Some(alphabet.into()), ..self }
     }
@@ -84,7 +86,11 @@ impl CharCnnConfig {
     }
 
     pub(super) fn validate(&self) -> Result<()> {
-        check_sizes(&[("context", self.context), ("embedding", self.embedding), ("filters", self.filters.len())])?;
+        check_sizes(&[
+            ("context_dim", self.context_dim),
+            ("embedding", self.embedding),
+            ("filters", self.filters.len()),
+        ])?;
         let is_wrong = |&(i, &(width, channels)): &(usize, &(usize, usize))| {
             width == 0 || channels == 0 || self.filters[..i].iter().any(|filter| filter.0 == width)
         };
@@ -99,8 +105,8 @@ impl CharCnnConfig {
         if self.highway > 0 {
             check_product("channels * channels", &[self.channels(), self.channels()])?;
         }
-        check_product("context * channels", &[self.context, self.channels()])?;
-        check_product("context * correction", &[self.context, self.correction])
+        check_product("context_dim * channels", &[self.context_dim, self.channels()])?;
+        check_product("context_dim * correction", &[self.context_dim, self.correction])
     }
 
     /// Number of channels of all convolutions.
@@ -109,11 +115,12 @@ impl CharCnnConfig {
     }
 }
 
-/// The configuration as deserialized: the size is required, options default to those of `new`.
+/// The configuration as deserialized: the size is required, and options default to the values of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct Read {
-    context: usize,
+    #[serde(alias = "context")]
+    context_dim: usize,
     embedding: Option<usize>,
     filters: Option<Vec<(usize, usize)>>,
     highway: Option<usize>,
@@ -125,7 +132,7 @@ struct Read {
 #[cfg(feature = "serde")]
 impl From<Read> for CharCnnConfig {
     fn from(read: Read) -> Self {
-        let default = CharCnnConfig::new(read.context);
+        let default = CharCnnConfig::new(read.context_dim);
         CharCnnConfig {
             embedding: read.embedding.unwrap_or(default.embedding),
             filters: read.filters.unwrap_or(default.filters.clone()),

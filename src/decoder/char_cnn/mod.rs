@@ -9,12 +9,12 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 
-use crate::autograd;
 use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
-use crate::initial_values::linear;
-use crate::permutation::inverse;
-use crate::validate::{check_elements, check_float, check_product, check_sizes};
+use crate::tensors::autograd;
+use crate::tensors::checks::{check_elements, check_float, check_product, check_sizes};
+use crate::tensors::initial_values::linear;
+use crate::tensors::permutation::inverse;
 pub use config::CharCnnConfig;
 use network::Parameters;
 use spelling::Alphabet;
@@ -27,8 +27,8 @@ use spelling::Alphabet;
 /// ```
 ///
 /// The network has a character embedding, convolutions of several widths with the maximum over time, highway layers and
-/// a projection (Kim et al., 2016). Its intermediate results are computed in groups of entries, again in the backward
-/// pass, so that they stay within a budget: [`CharCnnConfig::budget_bytes`].
+/// a projection (Kim et al., 2016). Its intermediate results are computed for one group of entries after the other, and
+/// once more in the backward pass, so that they stay within a budget: [`CharCnnConfig::budget_bytes`].
 ///
 /// # Examples
 ///
@@ -43,7 +43,7 @@ use spelling::Alphabet;
 /// let words = ["the", "cat", "sat", "on", "mat"];
 /// let config = CharCnnConfig::new(16).with_filters(&[(2, 8), (3, 8)]).with_correction(4);
 /// let cnn = CharCnn::new(&config, &words, vb.pp("rows"))?;
-/// let head = SoftmaxHead::computed(&SoftmaxConfig::new(16, words.len()), cnn, vb.pp("head"))?;
+/// let head = SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(16, words.len()), cnn, vb.pp("head"))?;
 ///
 /// let hidden = Tensor::randn(0f32, 1., (3, 16), &Device::Cpu)?;
 /// let targets = Tensor::new(&[0u32, 1, 2], &Device::Cpu)?;
@@ -51,7 +51,7 @@ use spelling::Alphabet;
 /// assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
 ///
 /// // Its rows are computed once for all that follows.
-/// let frozen = head.with_rows_computed()?;
+/// let frozen = head.frozen()?;
 /// let best = frozen.top_k(&hidden, 2)?;
 /// # Ok(())
 /// # }
@@ -59,23 +59,23 @@ use spelling::Alphabet;
 ///
 /// # References
 ///
-/// Kim, Jernite, Sontag, Rush: Character-Aware Neural Language Models. AAAI 2016. Jozefowicz, Vinyals, Schuster,
-/// Shazeer, Wu: Exploring the Limits of Language Modeling. 2016.
+/// - Kim, Jernite, Sontag, Rush: Character-Aware Neural Language Models. AAAI 2016, arXiv 1508.06615.
+/// - Jozefowicz, Vinyals, Schuster, Shazeer, Wu: Exploring the Limits of Language Modeling. 2016, arXiv 1602.02410.
 #[derive(Clone, Debug)]
 pub struct CharCnn {
     config: CharCnnConfig,
     alphabet: Alphabet,
-    /// Of each entry.
+    /// The encoded spelling of each entry.
     spellings: Arc<Vec<Vec<u32>>>,
     parameters: Parameters,
-    /// `[vocab, c]` and `[d, c]`
+    /// A vector for each entry, `[vocab, c]`, and the matrix M, `[d, c]`.
     correction: Option<(Tensor, Tensor)>,
 }
 
 impl CharCnn {
-    /// A network for these entries, with the variables `embedding.weight`, `convolution.{width}.weight` and `.bias`,
-    /// `highway.{layer}.value` and `.gate`, `projection.weight` and `.bias` and, if configured, `correction.weight`
-    /// `[vocab, c]` and `correction.projection` `[d, c]`. The correction is zero at first.
+    /// Makes a network for these entries, with the variables `embedding.weight`, `convolution.{width}.weight` and
+    /// `.bias`, `highway.{layer}.value` and `.gate`, `projection.weight` and `.bias` and, if configured,
+    /// `correction.weight` `[vocab, c]` and `correction.projection` `[d, c]`. The correction is zero at first.
     ///
     /// # Errors
     ///
@@ -97,7 +97,7 @@ impl CharCnn {
             let (vb, size) = (vb.pp("correction"), config.correction);
             Ok::<_, Error>((
                 vb.get_with_hints((spellings.len(), size), "weight", Init::Const(0.0))?,
-                vb.get_with_hints((config.context, size), "projection", linear(size))?,
+                vb.get_with_hints((config.context_dim, size), "projection", linear(size))?,
             ))
         });
         let parameters = network::variables(config, alphabet.size(), &vb)?;
@@ -112,13 +112,13 @@ impl CharCnn {
     }
 
     /// The number of entries.
-    pub fn vocab(&self) -> usize {
+    pub fn vocab_size(&self) -> usize {
         self.spellings.len()
     }
 
     /// The size of a row, d.
-    pub fn context(&self) -> usize {
-        self.config.context
+    pub fn context_dim(&self) -> usize {
+        self.config.context_dim
     }
 
     /// The configuration.
@@ -126,7 +126,7 @@ impl CharCnn {
         &self.config
     }
 
-    /// The rows of all entries, `[vocab, d]`. Differentiable.
+    /// Computes the rows of all entries. Differentiable.
     ///
     /// # Shapes
     ///
@@ -134,13 +134,14 @@ impl CharCnn {
     ///
     /// # Errors
     ///
-    /// If candle fails.
+    /// If candle cannot compute them: the device has no memory left, or candle has no kernel there for the parameters'
+    /// dtype.
     pub fn rows(&self) -> Result<Tensor> {
         let correction = self.correction.as_ref().map(|(correction, _)| correction.clone());
         self.corrected(self.spellings.clone(), correction)
     }
 
-    /// The rows of some entries, of which alone the network is computed. Differentiable.
+    /// Computes the rows of these entries only. Differentiable.
     ///
     /// # Shapes
     ///
@@ -149,7 +150,7 @@ impl CharCnn {
     ///
     /// # Errors
     ///
-    /// If the ids are no vector of u32, or an id is not that of an entry.
+    /// If the ids are not a vector of u32, or an id is not below the number of entries.
     pub fn rows_of(&self, ids: &Tensor) -> Result<Tensor> {
         if ids.rank() != 1 {
             return Err(Error::shape("ids", "[n]", ids.dims()));
@@ -158,17 +159,17 @@ impl CharCnn {
             return Err(Error::DType { argument: "ids", expected: "u32".into(), got: ids.dtype() });
         }
         check_elements("ids", ids.dims())?;
-        let vocab = self.vocab();
+        let vocab = self.vocab_size();
         let spelling = |(position, &id): (usize, &u32)| {
             let spelling = self.spellings.get(id as usize).cloned();
-            spelling.ok_or(Error::Target { position, got: i64::from(id), vocab })
+            spelling.ok_or(Error::Target { position, got: i64::from(id), vocab_size: vocab })
         };
         let spellings = ids.to_vec1::<u32>()?.iter().enumerate().map(spelling).collect::<Result<Vec<_>>>()?;
         let correction = self.correction.as_ref().map(|(correction, _)| correction.index_select(ids, 0));
         self.corrected(Arc::new(spellings), correction.transpose()?)
     }
 
-    /// The rows of other entries than those of the vocabulary, without a correction. Differentiable.
+    /// Computes the rows of entries outside the vocabulary, which have no correction. Differentiable.
     ///
     /// # Shapes
     ///
@@ -195,10 +196,10 @@ impl CharCnn {
         }
     }
 
-    /// The network's rows as one node of the graph, which keeps no intermediate results.
+    /// Computes the network's rows as one node of the graph, which keeps no intermediate results.
     fn computed(&self, spellings: Arc<Vec<Vec<u32>>>) -> Result<Tensor> {
         if spellings.is_empty() {
-            return Ok(Tensor::zeros((0, self.context()), self.parameter().dtype(), self.parameter().device())?);
+            return Ok(Tensor::zeros((0, self.context_dim()), self.parameter().dtype(), self.parameter().device())?);
         }
         let (dtype, device) = (self.parameter().dtype(), self.parameter().device());
         let accumulation = accumulation_dtype("embedding.weight", dtype)?;
@@ -219,7 +220,7 @@ impl CharCnn {
         let none = Tensor::zeros(1, dtype, device)?;
         let packed = if trained.is_empty() { none.clone() } else { Tensor::cat(&trained, 0)? };
         autograd::attach("char-cnn", rows, [&packed, &none, &none], move |_, _, upstream| {
-            // In the accumulation dtype: a bias has a gradient from every entry.
+            // The accumulation dtype serves for sums of many terms: a bias has a gradient from every entry.
             let leaf = |(value, &is_trained): (&Tensor, &bool)| {
                 let value = value.to_dtype(accumulation)?;
                 Ok::<_, Error>(if is_trained { Var::from_tensor(&value)?.into_inner() } else { value })
@@ -235,7 +236,7 @@ impl CharCnn {
                 first += spellings.len();
                 for (sum, leaf) in sums.iter_mut().zip(&trained) {
                     if let Some(gradient) = gradients.get(leaf) {
-                        // Detached: the sum must not keep the graphs of the groups alive.
+                        // A sum that is not detached would keep the graphs of the groups alive.
                         *sum = (&*sum + gradient.detach())?;
                     }
                 }
@@ -271,7 +272,7 @@ impl Groups {
         Groups { order, sizes }
     }
 
-    /// A result for each group.
+    /// Returns what `f` makes of each group.
     fn map<T>(&self, spellings: &[Vec<u32>], mut f: impl FnMut(&[&[u32]]) -> Result<T>) -> Result<Vec<T>> {
         let mut rest = &self.order[..];
         let group = |&size: &usize| {
@@ -282,12 +283,12 @@ impl Groups {
         self.sizes.iter().map(group).collect()
     }
 
-    /// Rows of the groups, in the order of the entries.
+    /// Brings rows from the order of the groups to the order of the entries.
     fn in_order(&self, rows: &Tensor) -> Result<Tensor> {
         Ok(rows.index_select(&Tensor::new(inverse(&self.order), rows.device())?, 0)?)
     }
 
-    /// Rows of the entries, in the order of the groups.
+    /// Brings rows from the order of the entries to the order of the groups.
     fn sorted(&self, rows: &Tensor) -> Result<Tensor> {
         Ok(rows.contiguous()?.index_select(&Tensor::new(&self.order[..], rows.device())?, 0)?)
     }

@@ -1,5 +1,5 @@
-//! The network from spellings to rows (Kim et al., 2016): character embedding, convolutions of several widths with the
-//! maximum over time, highway layers, projection.
+//! The network from spellings to rows (Kim et al., 2016, arXiv 1508.06615): character embedding, convolutions of
+//! several widths with the maximum over time, highway layers, projection.
 
 use candle_core::{Tensor, D};
 use candle_nn::{Init, VarBuilder};
@@ -7,14 +7,14 @@ use candle_nn::{Init, VarBuilder};
 use super::config::CharCnnConfig;
 use super::spelling::padded;
 use crate::error::Result;
-use crate::initial_values::linear;
+use crate::tensors::initial_values::linear;
 
-/// The parameters' values, in this order: the embedding `[alphabet, e]`; of each convolution `[width * e, channels]` and
-/// `[channels]`; of each highway layer the weights and biases of its value and of its gate; of the projection `[d,
-/// channels]` and `[d]`.
+/// The parameters' values, in this order: the embedding `[alphabet, e]`; each convolution's weight
+/// `[width * e, channels]` and bias `[channels]`; each highway layer's weight and bias of the value, then of the gate;
+/// the projection's weight `[d, channels]` and bias `[d]`.
 pub(super) type Parameters = Vec<Tensor>;
 
-/// The variables of a network.
+/// Creates the variables of a network.
 pub(super) fn variables(config: &CharCnnConfig, alphabet: usize, vb: &VarBuilder) -> Result<Parameters> {
     let channels = config.channels();
     let mut parameters = vec![vb.get_with_hints((alphabet, config.embedding), "embedding.weight", linear(1))?];
@@ -33,30 +33,30 @@ pub(super) fn variables(config: &CharCnnConfig, alphabet: usize, vb: &VarBuilder
         }
     }
     let vb = vb.pp("projection");
-    parameters.push(vb.get_with_hints((config.context, channels), "weight", linear(channels))?);
-    parameters.push(vb.get_with_hints(config.context, "bias", Init::Const(0.0))?);
+    parameters.push(vb.get_with_hints((config.context_dim, channels), "weight", linear(channels))?);
+    parameters.push(vb.get_with_hints(config.context_dim, "bias", Init::Const(0.0))?);
     Ok(parameters)
 }
 
-/// Intermediate results, gradients included, per entry of `length` characters: a count of numbers.
+/// How many numbers the intermediate results of one entry of `length` characters are, gradients included.
 pub(super) fn numbers_per_entry(config: &CharCnnConfig, length: usize) -> usize {
     let length = length.max(widest(config));
     let window = |(width, channels): &(usize, usize)| width.saturating_mul(config.embedding).saturating_add(*channels);
     let windows = config.filters.iter().map(window).fold(config.embedding, usize::saturating_add);
     let maxima = (8 * config.highway + 6).saturating_mul(config.channels());
-    // Values and their gradients, which candle adds to zeros.
+    // Each value has a gradient, and zeros that candle adds it to.
     length.saturating_mul(windows).saturating_add(maxima).saturating_mul(3)
 }
 
-/// The width of the widest convolution: shorter spellings are padded.
+/// The width of the widest convolution. Shorter spellings are padded to it.
 fn widest(config: &CharCnnConfig) -> usize {
     config.filters.iter().map(|(width, _)| *width).max().unwrap_or(1)
 }
 
-/// The rows of some spellings, `[spellings, d]`.
+/// Computes the rows of some spellings, `[spellings, d]`.
 pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &[&[u32]]) -> Result<Tensor> {
     let mut parameters = parameters.iter();
-    // There are as many parameters as `variables` made.
+    // `variables` made as many parameters as are taken here.
     let mut next = || parameters.next().ok_or_else(|| candle_core::Error::Msg("a parameter is missing".into()));
     let embedding = next()?;
     let (device, dtype) = (embedding.device(), embedding.dtype());
@@ -77,13 +77,13 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
         let unfolded = Tensor::cat(&shifted.collect::<candle_core::Result<Vec<_>>>()?, 2)?;
         let unfolded = unfolded.reshape((count * windows, width * config.embedding))?;
         let products = unfolded.matmul(weight)?.reshape((count, windows, channels))?;
-        // Minus infinity at windows that begin behind the end of a spelling, other than the first.
+        // Minus infinity excludes windows that reach beyond the end of a spelling, except the first window.
         let mask = spellings.iter().flat_map(|spelling| {
             let windows_inside = (spelling.len() + 1).saturating_sub(width).max(1);
             (0..windows).map(move |window| if window < windows_inside { 0f32 } else { f32::NEG_INFINITY })
         });
         let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (count, windows, 1), device)?.to_dtype(dtype)?;
-        // Not `max`, which gives each of several equal windows the whole gradient.
+        // `max` would give each of several equal windows the whole gradient.
         let best = products.detach().broadcast_add(&mask)?.argmax_keepdim(1)?;
         maxima.push(products.gather(&best, 1)?.squeeze(1)?.broadcast_add(bias)?);
     }

@@ -1,4 +1,4 @@
-//! Spellings as numbers.
+//! Encodes spellings as numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,12 +19,12 @@ impl Alphabet {
         Alphabet(characters.into_iter().zip(END + 1..).collect())
     }
 
-    /// The number of all numbers.
+    /// How many numbers there are: padding, both marks, and one for each character.
     pub(super) fn size(&self) -> usize {
         self.0.len() + END as usize + 1
     }
 
-    /// A spelling between its marks, or an error that names the first character that is not in the alphabet.
+    /// Encodes a spelling between its marks. An error names the first character that is not in the alphabet.
     pub(super) fn encode(&self, spelling: &str) -> Result<Vec<u32>> {
         let unknown = |c| Error::config("spellings", "characters of the alphabet", format!("{c:?} in {spelling:?}"));
         let number = |c: char| self.0.get(&c).copied().ok_or_else(|| unknown(c));
@@ -33,7 +33,7 @@ impl Alphabet {
     }
 }
 
-/// Spellings of equal length, padded at the end.
+/// Pads spellings at the end to the same length.
 pub(super) fn padded(spellings: &[&[u32]], length: usize) -> Vec<u32> {
     let padding = std::iter::repeat(PADDING);
     spellings.iter().flat_map(|spelling| spelling.iter().copied().chain(padding.clone()).take(length)).collect()

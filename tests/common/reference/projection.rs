@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use mos_head::Activation;
+use mos_head::ContextActivation;
 
 use super::{add_scaled, dot, log_softmax};
 use crate::common::case::{Case, Head};
@@ -92,7 +92,7 @@ impl Projected {
             add_scaled(slopes, -total, priors);
         }
         let slope = |(dc, c): (&f64, &f64)| match case.activation {
-            Activation::Tanh => dc * (1.0 - c * c),
+            ContextActivation::Tanh => dc * (1.0 - c * c),
             _ => *dc,
         };
         let latent: Vec<f64> = contexts.iter().zip(&self.activated).map(slope).collect();
@@ -128,7 +128,7 @@ fn project(case: &Case) -> (Vec<f64>, Vec<f64>) {
         log_priors.extend(logits);
         let latent = linear(case, hidden, "latent.weight", "latent.bias");
         activated.extend(latent.into_iter().map(|x| match case.activation {
-            Activation::Tanh => x.tanh(),
+            ContextActivation::Tanh => x.tanh(),
             _ => x,
         }));
     }

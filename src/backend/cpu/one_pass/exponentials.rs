@@ -1,19 +1,20 @@
 //! From logits to scaled exponentials, in place, while a tile is in the cache.
 
 use super::product::lanes;
-use crate::backend::cpu::math::{exp_or_zero, tanh};
+use crate::backend::cpu::math::exp_or_zero;
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::softcap::Softcap;
 
 /// The state of a panel's rows as the tiles of a segment go by, `[width]` each.
 pub(super) struct Running<F> {
-    /// Subtracted from the logits before exponentiation; minus infinity before the first logit that is larger. It stays
-    /// until a logit exceeds it by [`SLACK`].
+    /// The kernel subtracts it from the logits before exponentiation. It starts at minus infinity, and stays until a logit
+    /// exceeds it by [`SLACK`].
     pub(super) offset: Vec<F>,
     /// The largest logit.
     pub(super) largest: Vec<F>,
     /// The sum of the exponentials.
     pub(super) sum: Vec<f64>,
-    /// By what earlier sums are multiplied when offsets change.
+    /// When offsets change, earlier sums are multiplied by these factors.
     pub(super) rescale: Vec<F>,
 }
 
@@ -32,8 +33,8 @@ const SLACK: f64 = 16.0;
 pub(super) struct Exponentials<'a, F> {
     pub(super) tile: &'a mut [F],
     pub(super) running: &'a mut Running<F>,
-    /// With a softcap, the logits are final already.
-    pub(super) softcap: Option<F>,
+    /// The softcap, which the logits already have.
+    pub(super) softcap: Option<Softcap<F>>,
 }
 
 impl<F: Float> Kernel<F> for Exponentials<'_, F> {
@@ -44,8 +45,8 @@ impl<F: Float> Kernel<F> for Exponentials<'_, F> {
         let Exponentials { tile, running, softcap } = self;
         let changed = update_offsets(v, tile, running);
         match softcap {
-            None => exponentials::<false, F, V>(v, tile, running, F::one()),
-            Some(cap) => exponentials::<true, F, V>(v, tile, running, F::one() / cap),
+            None => exponentials::<false, F, V>(v, tile, running, Softcap::new(F::one())),
+            Some(softcap) => exponentials::<true, F, V>(v, tile, running, softcap),
         }
         changed
     }
@@ -97,11 +98,11 @@ fn exponentials<const CAP: bool, F: Float, V: Vector<F>>(
     v: V,
     tile: &mut [F],
     running: &mut Running<F>,
-    inverse_cap: F,
+    softcap: Softcap<F>,
 ) {
     let lanes = lanes::<F, V>();
     let n = running.offset.len() / lanes;
-    let (zero, one, inverse_cap) = (v.splat(F::zero()), v.splat(F::one()), v.splat(inverse_cap));
+    let zero = v.splat(F::zero());
     let negligible = v.splat(F::NEGLIGIBLE_EXPONENT);
     for j in 0..n {
         let offset = V::registers(&running.offset)[j];
@@ -112,13 +113,7 @@ fn exponentials<const CAP: bool, F: Float, V: Vector<F>>(
             let z = row[j];
             let e = exp_or_zero(v, v.sub(z, offset), negligible);
             sum = v.add(sum, e);
-            row[j] = match CAP {
-                false => e,
-                true => {
-                    let t = v.mul(z, inverse_cap);
-                    v.mul(e, v.sub(one, v.mul(t, t)))
-                }
-            };
+            row[j] = if CAP { v.mul(e, softcap.slope(v, z)) } else { e };
         }
         let mut sums = [F::zero(); 16];
         v.store_partial(sum, &mut sums[..lanes]);
@@ -128,20 +123,19 @@ fn exponentials<const CAP: bool, F: Float, V: Vector<F>>(
     }
 }
 
-/// `z := cap tanh(z / cap)`.
-pub(super) struct Softcap<'a, F> {
+/// Applies the softcap to a tile of logits.
+pub(super) struct Capped<'a, F> {
     pub(super) tile: &'a mut [F],
-    pub(super) cap: F,
+    pub(super) softcap: Softcap<F>,
 }
 
-impl<F: Float> Kernel<F> for Softcap<'_, F> {
+impl<F: Float> Kernel<F> for Capped<'_, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let (cap, inverse) = (v.splat(self.cap), v.splat(F::one() / self.cap));
         for z in V::registers_mut(self.tile) {
-            *z = v.mul(cap, tanh(v, v.mul(*z, inverse)));
+            *z = self.softcap.apply(v, *z);
         }
     }
 }

@@ -6,12 +6,13 @@ use rayon::prelude::*;
 use super::first_pass::Part;
 use super::layout::{Layout, Panel};
 use crate::backend::contract::{Real, Sizes};
+use crate::backend::cpu::components::{Components, PositionLoss};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::gemv::Dots;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
+use crate::backend::cpu::math::{flushed, weighted};
 use crate::backend::cpu::matrix::ViewMut;
-use crate::backend::cpu::rows::{flushed, weighted, PositionLoss, Scratch};
 use crate::backend::cpu::simd::Float;
 use crate::backend::cpu::targets::Targets;
 
@@ -19,10 +20,10 @@ use crate::backend::cpu::targets::Targets;
 #[derive(Clone, Copy)]
 pub(super) struct Row<F> {
     pub(super) target: usize,
-    /// Factor of `exp(z - largest)` in the gradient, without `scale`.
+    /// The factor of `exp(z - largest)` in the gradient, without `scale`.
     factor: f64,
     largest: F,
-    /// Factor of the objective and of the logits.
+    /// The factor of the objective times the factor of the logits.
     scale: f64,
     /// The gradient of the target's logit, negated: h - f E.
     pub(super) mass: F,
@@ -46,15 +47,16 @@ impl<F: Float> Row<F> {
     }
 }
 
-/// The logits of targets that are entries of their own, of each row; `contexts` are those of these positions.
+/// Each row's logit of its target, if targets are entries of their own; else nothing. `contexts` belong to `positions`.
 pub(super) fn own_logits<T: Element>(
     inputs: &Inputs<'_, T>,
     targets: &Targets<T::Acc>,
     positions: &[usize],
     contexts: &[T::Acc],
 ) -> Vec<T::Acc> {
-    let Sizes { components, context: d, .. } = inputs.sizes;
-    let mut logits = vec![T::Acc::zero(); positions.len() * components];
+    let Sizes { components, context_dim: d, .. } = inputs.sizes;
+    let rows = if targets.are_own() { positions.len() * components } else { 0 };
+    let mut logits = vec![T::Acc::zero(); rows];
     let of_positions = logits.par_chunks_exact_mut(components).zip(contexts.par_chunks_exact(components * d));
     of_positions.zip(positions).for_each_init(Vec::new, |decoder_row, ((logits, contexts), &t)| {
         let (Some(id), Some(shift)) = (targets.id(t), targets.own_shift(t)) else { return };
@@ -72,7 +74,7 @@ pub(super) fn own_logits<T: Element>(
 pub(super) struct Passed<'p, F> {
     pub(super) panels: &'p [Panel],
     pub(super) parts: &'p [Part<F>],
-    /// `[rows]`: the logits of targets that are entries of their own; empty if they are not
+    /// `[rows]`: the targets' logits if they are entries of their own; else empty
     pub(super) own: &'p [F],
 }
 
@@ -85,10 +87,8 @@ pub(super) fn rows<T: Element>(
     Passed { panels, parts, own }: Passed<'_, T::Acc>,
 ) -> (Vec<PositionLoss>, Vec<Row<T::Acc>>) {
     let components = inputs.sizes.components;
-    let mut target_logits = match own.is_empty() {
-        true => vec![T::Acc::zero(); positions.len() * components],
-        false => own.to_vec(),
-    };
+    let mut target_logits = own.to_vec();
+    target_logits.resize(positions.len() * components, T::Acc::zero());
     for &(row, z) in parts.iter().flat_map(|part| &part.target_logits) {
         target_logits[row] = z;
     }
@@ -96,29 +96,25 @@ pub(super) fn rows<T: Element>(
         let panel = layout.panel_of(row);
         parts.iter().skip(panel).step_by(panels.len()).map(move |part| (part, row - panels[panel].first))
     };
-    let position = |scratch: &mut Scratch<T::Acc>, (i, &t): (usize, &usize)| {
+    let position = |state: &mut Components<T::Acc>, (i, &t): (usize, &usize)| {
         let rows = i * components..(i + 1) * components;
         let lse: Vec<_> = rows.clone().map(|row| log_sum_exp(parts_of(row), own.get(row).copied())).collect();
-        scratch.set_components(&lse, &inputs.log_priors[t * components..][..components]);
-        // Ignored positions take no part.
+        state.set(&lse, &inputs.log_priors[t * components..][..components]);
+        // An ignored position has no rows.
         let Some(target) = targets.position(t) else { return (PositionLoss::default(), vec![]) };
-        let mut loss = scratch.hard_loss(&target, |k, _| target_logits[rows.start + k]);
-        scratch.least_magnitude(&target, &mut loss);
+        let mut loss = state.hard_loss(&target, |k, _| target_logits[rows.start + k]);
+        state.least_magnitude(&target, &mut loss);
         let scale = targets.scale(t);
         let logit_scale = scale.f64() * inputs.logit_scale.f64();
-        let z_loss = 2.0 * target.z_loss.f64() / components as f64;
         let row = |(k, (row, lse)): (usize, (usize, LogSumExp<T::Acc>))| {
-            let factor = scratch.mass[k].f64() + weighted(z_loss, lse.value().f64());
-            let slope = match inputs.softcap {
-                Some(cap) => T::Acc::of(1.0) - (target_logits[row] / cap).powi(2),
-                None => T::Acc::of(1.0),
-            };
+            let factor = state.precise_softmax_mass(&target, k);
             let z = target_logits[row];
+            let slope = inputs.softcap.map_or(T::Acc::of(1.0), |softcap| softcap.slope_at(z));
             let at_target = match z == T::Acc::neg_infinity() {
                 true => 0.0,
                 false => weighted(factor, ((z - lse.largest).f64() - lse.log_sum.f64()).exp()),
             };
-            let has_gradient = logit_scale != 0.0 && (factor != 0.0 || !scratch.mass[k].is_zero());
+            let has_gradient = logit_scale != 0.0 && (factor != 0.0 || !state.mass[k].is_zero());
             Row {
                 target: target.hard.map_or(0, |(y, _)| y),
                 factor: match lse.log_sum == T::Acc::neg_infinity() {
@@ -128,18 +124,15 @@ pub(super) fn rows<T: Element>(
                 },
                 largest: lse.largest,
                 scale: logit_scale,
-                mass: flushed(T::Acc::of(weighted(
-                    logit_scale,
-                    (scratch.hard_mass[k].f64() - at_target) * slope.f64(),
-                ))),
-                log_prior: flushed(weighted(scale, -scratch.mass[k])),
+                mass: flushed(T::Acc::of(weighted(logit_scale, (state.hard_mass[k].f64() - at_target) * slope.f64()))),
+                log_prior: flushed(weighted(scale, -state.mass[k])),
                 is_void: !has_gradient && parts_of(row).any(|(part, r)| !part.running.sum[r].is_finite()),
             }
         };
         (loss, rows.zip(lse).enumerate().map(row).collect::<Vec<_>>())
     };
-    let scratch = || Scratch::new(components, 0, false, false);
-    let found: Vec<_> = positions.par_iter().enumerate().map_init(scratch, position).collect();
+    let state = || Components::new(components);
+    let found: Vec<_> = positions.par_iter().enumerate().map_init(state, position).collect();
     let (losses, rows): (Vec<_>, Vec<_>) = found.into_iter().unzip();
     (losses, rows.into_iter().flatten().collect())
 }
@@ -167,7 +160,7 @@ pub(super) struct Factors<'p, F> {
     pub(super) rows: &'p [Row<F>],
     pub(super) layout: &'p Layout,
     pub(super) panels: &'p [Panel],
-    /// `[segment][column]`: for the offsets at the end of each segment, which are those of the sums
+    /// `[segment][column]`: for the offsets at the end of each segment, which the sums have
     pub(super) of_segments: &'p [Vec<F>],
 }
 
@@ -192,7 +185,7 @@ pub(super) fn of_segments<F: Float>(
 }
 
 impl<F: Float> Factors<'_, F> {
-    /// `[column]`: for the exponentials of a tile, whose offsets may be earlier ones.
+    /// `[column]`: for the exponentials of a tile, which may have an earlier offset than its segment.
     pub(super) fn of_tile(&self, tile: usize) -> Vec<F> {
         let segment = self.layout.segment_of(tile);
         let in_segment = tile - self.layout.segment(segment).start;

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::exponentials::{Exponentials, Running, Softcap};
+use super::exponentials::{Capped, Exponentials, Running};
 use super::layout::{Layout, Panel};
-use super::product::{multiply, Left, Start};
+use super::product::{Left, Product, Start};
 use super::scaling::Scaled;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
@@ -29,12 +29,12 @@ pub(super) struct Part<F> {
 /// The target of each row in the first pass.
 pub(super) struct RowTargets<I> {
     pub(super) id: I,
-    /// Whether targets are entries of their own: the vocabulary's logits of theirs take no part.
+    /// Whether targets are entries of their own, whose logits in the vocabulary take no part.
     pub(super) are_own: bool,
 }
 
 impl<F: Float> Part<F> {
-    /// Elements of a part without offsets, and of the piece that it is computed from, per row of a panel of so many rows.
+    /// Elements per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
     pub(super) fn elements_per_row(rows: usize) -> usize {
         // An offset, the largest logit, a factor and the sum of each row.
         let numbers = 3 + size_of::<f64>().div_ceil(size_of::<F>());
@@ -52,7 +52,7 @@ pub(super) struct Buffers<'b, F> {
     pub(super) packed: &'b mut [F],
 }
 
-/// The parts, segment by segment.
+/// Computes the parts, segment by segment.
 pub(super) fn first_pass<T: Element>(
     inputs: &Inputs<'_, T>,
     layout: &Layout,
@@ -61,7 +61,7 @@ pub(super) fn first_pass<T: Element>(
     targets: RowTargets<impl Fn(usize) -> Option<usize> + Sync>,
     Buffers { exponentials, sums, packed }: Buffers<'_, T::Acc>,
 ) -> Vec<Part<T::Acc>> {
-    let d = inputs.sizes.context;
+    let d = inputs.sizes.context_dim;
     split(packed, panels, d).into_par_iter().zip(panels).for_each(|(to, panel)| pack(inputs, contexts, *panel, to));
     let packed = &*packed;
 
@@ -80,7 +80,7 @@ pub(super) fn first_pass<T: Element>(
     pieces.into_par_iter().map_init(Tiles::default, run).collect()
 }
 
-/// The part of one segment and panel that is computed on one thread.
+/// The work of one thread for one segment and panel.
 struct Piece<'b, F> {
     segment: usize,
     panel: Panel,
@@ -90,7 +90,7 @@ struct Piece<'b, F> {
     sums: &'b mut [F],
 }
 
-/// Tiles of a thread: of a decoder in half precision, widened, and of exponentials that are not kept.
+/// A thread's copy of a decoder's tile in half precision, widened, and its exponentials if they are not kept.
 #[derive(Default)]
 struct Tiles<F> {
     decoder: Vec<F>,
@@ -107,7 +107,7 @@ impl<F: Float> Piece<'_, F> {
         targets_of: &RowTargets<impl Fn(usize) -> Option<usize>>,
         buffers: &mut Tiles<F>,
     ) -> Part<F> {
-        let d = inputs.sizes.context;
+        let d = inputs.sizes.context_dim;
         let Panel { first, rows, width } = self.panel;
         let packed = &packed[first * d..][..width * d];
         let running = Running::new(width);
@@ -149,7 +149,9 @@ impl<F: Float> Piece<'_, F> {
             }
             let left = Left { values: decoder.values, row: decoder.column, step: decoder.id, depth: ids.len() };
             let start = if i > 0 { Start::Stored } else { Start::Zero };
-            multiply(inputs.isa, start, d, &[left], to, width, sums, width, width);
+            let product =
+                Product { start, rows: d, left: &[left], right: to, width, to: sums, to_row: width, columns: width };
+            F::dispatch(inputs.isa, product);
         }
         part
     }
@@ -167,7 +169,7 @@ fn split<'b, F>(mut buffer: &'b mut [F], panels: &[Panel], rows: usize) -> Vec<&
 
 /// A panel's contexts times the logit scale, `[d, width]`.
 fn pack<T: Element>(inputs: &Inputs<'_, T>, contexts: &[T::Acc], panel: Panel, to: &mut [T::Acc]) {
-    let d = inputs.sizes.context;
+    let d = inputs.sizes.context_dim;
     let Panel { first, rows, width } = panel;
     if rows < width {
         to.fill(num_traits::Zero::zero());
@@ -187,8 +189,8 @@ fn logits<T: Element>(
     width: usize,
     to: &mut [T::Acc],
 ) {
-    let d = inputs.sizes.context;
-    // Equal parts.
+    let d = inputs.sizes.context_dim;
+    // All parts have nearly the same size.
     let depth = d.div_ceil(d.div_ceil(MOST_DEPTH));
     for first in (0..d).step_by(depth) {
         let left = Left {
@@ -198,9 +200,11 @@ fn logits<T: Element>(
             depth: depth.min(d - first),
         };
         let start = if first == 0 { Start::Rows(&inputs.bias[ids.clone()]) } else { Start::Stored };
-        multiply(inputs.isa, start, ids.len(), &[left], &packed[first * width..], width, to, width, width);
+        let (rows, left, right) = (ids.len(), &[left][..], &packed[first * width..]);
+        let product = Product { start, rows, left, right, width, to, to_row: width, columns: width };
+        T::Acc::dispatch(inputs.isa, product);
     }
-    if let Some(cap) = inputs.softcap {
-        T::Acc::dispatch(inputs.isa, Softcap { tile: to, cap });
+    if let Some(softcap) = inputs.softcap {
+        T::Acc::dispatch(inputs.isa, Capped { tile: to, softcap });
     }
 }

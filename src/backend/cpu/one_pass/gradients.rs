@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::factors::{Factors, Row};
 use super::layout::{Layout, Panel};
-use super::product::{multiply, Left, Start};
+use super::product::{Left, Product, Start};
 use super::scaling::{AddScaled, Scaled, ScaledRows, WeightedSums};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
@@ -16,7 +16,7 @@ use crate::backend::cpu::simd::{Float, Isa};
 /// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
 pub(super) const BLOCK_ROWS: usize = 240;
 
-/// `dC = f O - m W[y]` for each row of contexts; `sums` are the products O.
+/// Computes `dC = f O - m W[y]` for each row of contexts; `sums` are the products O.
 pub(super) fn context_gradient<T: Element>(
     inputs: &Inputs<'_, T>,
     layout: &Layout,
@@ -26,7 +26,7 @@ pub(super) fn context_gradient<T: Element>(
     sums: &mut [T::Acc],
     mut gradient: Vec<&mut [T::Acc]>,
 ) {
-    let d = inputs.sizes.context;
+    let d = inputs.sizes.context_dim;
     // The sums of each panel, segment by segment.
     let mut of_panels: Vec<Vec<&mut [T::Acc]>> = Vec::new();
     of_panels.resize_with(panels.len(), Vec::new);
@@ -67,13 +67,13 @@ pub(super) struct DecoderGradient<'a, F> {
     /// `[rows, d]`
     pub(super) contexts: &'a [F],
     pub(super) d: usize,
-    /// Whether the weight's gradient holds that of earlier chunks.
+    /// Whether the weight's gradient already holds the contribution of earlier chunks.
     pub(super) add: bool,
 }
 
 impl<F: Float> DecoderGradient<'_, F> {
-    /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, and the bias likewise, where they are needed.
-    /// Targets that are not in the vocabulary have rows behind it.
+    /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, and the bias likewise, if they are needed.
+    /// Targets outside the vocabulary have rows behind it.
     pub(super) fn run(&self, exponentials: &mut [F], weight: Option<&mut [F]>, bias: Option<&mut [F]>) {
         let Layout { tile_ids, vocab, .. } = *self.factors.layout;
         let tiles = self.factors.layout.tiles();
@@ -97,7 +97,7 @@ impl<F: Float> DecoderGradient<'_, F> {
         self.subtract_targets(vocab..usize::MAX, weight_behind, bias_behind);
     }
 
-    /// The targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
+    /// Subtracts the targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
     fn subtract_targets(&self, ids: Range<usize>, mut weight: Option<&mut [F]>, mut bias: Option<&mut [F]>) {
         for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
             if !ids.contains(&row.target) || row.mass.is_zero() {
@@ -145,7 +145,8 @@ impl<F: Float> DecoderGradient<'_, F> {
                     let contexts = &self.contexts[first * d + column..];
                     let factors = &factors[first..][..rows];
                     F::dispatch(self.isa, ScaledRows { contexts, d, columns, factors, to: scaled });
-                    multiply(self.isa, start, ids.len(), &left, scaled, width, &mut weight[column..], d, columns);
+                    let (rows, left, right, to) = (ids.len(), &left[..], &scaled[..], &mut weight[column..]);
+                    F::dispatch(self.isa, Product { start, rows, left, right, width, to, to_row: d, columns });
                 }
             }
             if let Some(bias) = &mut bias {

@@ -6,14 +6,14 @@ use std::ops::Range;
 use super::product::Registers;
 use crate::backend::cpu::simd::{Float, Isa};
 
-/// Minimum number of pieces, pairs of a panel and a segment, and approximate minimum number of tiles, where the
-/// vocabulary is large enough: work for as many threads.
+/// Minimum number of pieces, pairs of a panel and a segment, and approximate minimum number of tiles, if the vocabulary
+/// is large enough: as many threads have work.
 const PIECES: usize = 64;
 /// Maximum number of ids of a tile.
 const MOST_IDS: usize = 256;
 /// Bytes of the decoder's rows of a tile, which stay in the second-level cache with the tile's logits.
 const TILE_BYTES: usize = 320 << 10;
-/// Minimum number of ids of a tile.
+/// Minimum number of ids of a tile, if the vocabulary has as many.
 const LEAST_IDS: usize = 32;
 
 /// The cut that all chunks share.
@@ -33,18 +33,18 @@ pub(super) struct Layout {
 /// Rows that are computed together, as the columns of a tile.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Panel {
-    /// Index of its first row in the chunk; that of its first column if all panels lie side by side.
+    /// Index of its first row in the chunk, and of its first column when all panels lie side by side.
     pub(super) first: usize,
     pub(super) rows: usize,
-    /// `rows`, up to a multiple of a vector.
+    /// `rows`, rounded up to whole vectors.
     pub(super) width: usize,
 }
 
 impl Layout {
-    /// For chunks of at most `rows` rows.
-    pub(super) fn new<F: Float>(isa: Isa, rows: usize, context: usize, vocab: usize) -> Self {
+    /// Cuts chunks of at most `rows` rows.
+    pub(super) fn new<F: Float>(isa: Isa, rows: usize, context_dim: usize, vocab: usize) -> Self {
         let Registers { rows: at_a_time, width: panel_rows, lanes } = Registers::of::<F>(isa);
-        let cached = TILE_BYTES / (context * size_of::<F>()).max(1);
+        let cached = TILE_BYTES / (context_dim * size_of::<F>()).max(1);
         let of_piece = vocab.div_ceil(PIECES).next_multiple_of(at_a_time);
         let ids = cached.min(of_piece).clamp(LEAST_IDS, MOST_IDS);
         let tile_ids = (ids / at_a_time * at_a_time).min(vocab.max(1));
@@ -53,13 +53,12 @@ impl Layout {
         Layout { vocab, tile_ids, segment_tiles: tiles.div_ceil(segments).max(1), panel_rows, lanes }
     }
 
-    /// With segments of at most so many bytes of the decoder, or of one tile if that is larger.
-    pub(super) fn with_segments_of<F>(self, bytes: usize, context: usize) -> Self {
-        let of_tile = (self.tile_ids * context * size_of::<F>()).max(1);
+    /// Limits segments to `bytes` bytes of the decoder, or to one tile if that is larger.
+    pub(super) fn with_segments_of<F>(self, bytes: usize, context_dim: usize) -> Self {
+        let of_tile = (self.tile_ids * context_dim * size_of::<F>()).max(1);
         Layout { segment_tiles: self.segment_tiles.min((bytes / of_tile).max(1)), ..self }
     }
 
-    /// The panels of a chunk of `rows` rows.
     pub(super) fn panels(&self, rows: usize) -> Vec<Panel> {
         let panel = |first| {
             let rows = self.panel_rows.min(rows - first);
@@ -68,7 +67,6 @@ impl Layout {
         (0..rows).step_by(self.panel_rows).map(panel).collect()
     }
 
-    /// The panel of a row.
     pub(super) fn panel_of(&self, row: usize) -> usize {
         row / self.panel_rows
     }
@@ -82,7 +80,6 @@ impl Layout {
         self.vocab.div_ceil(self.tile_ids)
     }
 
-    /// The ids of a tile.
     pub(super) fn ids(&self, tile: usize) -> Range<usize> {
         tile * self.tile_ids..self.vocab.min((tile + 1) * self.tile_ids)
     }
@@ -91,12 +88,11 @@ impl Layout {
         self.tiles().div_ceil(self.segment_tiles)
     }
 
-    /// The pieces of a chunk of `rows` rows.
     pub(super) fn pieces(&self, rows: usize) -> usize {
         self.segments() * rows.div_ceil(self.panel_rows)
     }
 
-    /// By how many a chunk's pieces may exceed its panels.
+    /// How many more pieces than panels a chunk may have.
     pub(super) fn more_pieces(&self) -> usize {
         if self.tiles() > 1 {
             PIECES - 1
@@ -105,12 +101,10 @@ impl Layout {
         }
     }
 
-    /// The tiles of a segment.
     pub(super) fn segment(&self, segment: usize) -> Range<usize> {
         segment * self.segment_tiles..self.tiles().min((segment + 1) * self.segment_tiles)
     }
 
-    /// The segment of a tile.
     pub(super) fn segment_of(&self, tile: usize) -> usize {
         tile / self.segment_tiles
     }
@@ -123,8 +117,8 @@ mod tests {
     #[test]
     fn tiles_segments_and_panels_cover_everything_once() {
         for isa in Isa::available() {
-            for (rows, context, vocab) in [(1, 1, 1), (47, 3, 257), (480, 280, 10_000), (129, 2048, 128_256)] {
-                let layout = Layout::new::<f32>(isa, rows, context, vocab);
+            for (rows, context_dim, vocab) in [(1, 1, 1), (47, 3, 257), (480, 280, 10_000), (129, 2048, 128_256)] {
+                let layout = Layout::new::<f32>(isa, rows, context_dim, vocab);
                 let tiles: Vec<usize> = (0..layout.segments()).flat_map(|segment| layout.segment(segment)).collect();
                 assert_eq!(tiles, (0..layout.tiles()).collect::<Vec<_>>());
                 assert!((0..layout.segments()).all(|s| layout.segment(s).all(|tile| layout.segment_of(tile) == s)));
@@ -143,15 +137,16 @@ mod tests {
 
     #[test]
     fn segments_have_at_most_the_given_bytes() {
-        for (rows, context, vocab, bytes) in [(768, 280, 33_278, 4 << 20), (768, 5, 1000, 4000), (768, 300, 900, 1)] {
-            let layout = Layout::new::<f32>(Isa::available()[0], rows, context, vocab);
-            let cut = layout.with_segments_of::<f32>(bytes, context);
+        for (rows, context_dim, vocab, bytes) in [(768, 280, 33_278, 4 << 20), (768, 5, 1000, 4000), (768, 300, 900, 1)]
+        {
+            let layout = Layout::new::<f32>(Isa::available()[0], rows, context_dim, vocab);
+            let cut = layout.with_segments_of::<f32>(bytes, context_dim);
             assert!(cut.segments() > layout.segments(), "{cut:?}");
             let tiles: Vec<usize> = (0..cut.segments()).flat_map(|segment| cut.segment(segment)).collect();
             assert_eq!(tiles, (0..layout.tiles()).collect::<Vec<_>>());
             for segment in 0..cut.segments() {
                 let ids: usize = cut.segment(segment).map(|tile| cut.ids(tile).len()).sum();
-                assert!(ids * context * 4 <= bytes.max(cut.tile_ids * context * 4), "{segment} of {cut:?}");
+                assert!(ids * context_dim * 4 <= bytes.max(cut.tile_ids * context_dim * 4), "{segment} of {cut:?}");
             }
         }
     }

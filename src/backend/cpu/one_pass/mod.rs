@@ -26,11 +26,11 @@ mod scaling;
 
 use std::ops::Range;
 
+use super::components::PositionLoss;
 use super::dtype::Element;
 use super::inputs::Inputs;
 use super::memory::{Aligned, Workspace};
 use super::results::BufferedGradients;
-use super::rows::PositionLoss;
 use super::simd::{Float, Isa, ROW_ALIGN};
 use super::targets::Targets;
 use crate::backend::contract::{NeedsGrad, Sizes};
@@ -42,34 +42,32 @@ use first_pass::{first_pass, Buffers, Part, RowTargets};
 use gradients::{context_gradient, DecoderGradient, BLOCK_ROWS};
 use layout::{Layout, Panel};
 
-/// Bytes of the decoder that a thread reads again for each panel if exponentials are not kept.
+/// Bytes of the decoder that a thread reads again for each panel if it keeps no exponentials.
 const SEGMENT_BYTES: usize = 4 << 20;
 
 /// How the chunks of a plan are cut.
 fn cut<F: Float>(isa: Isa, rows: usize, sizes: Sizes, keeps_exponentials: bool) -> Layout {
-    let layout = Layout::new::<F>(isa, rows, sizes.context, sizes.vocab);
+    let layout = Layout::new::<F>(isa, rows, sizes.context_dim, sizes.vocab);
     match keeps_exponentials {
         true => layout,
-        false => layout.with_segments_of::<F>(SEGMENT_BYTES, sizes.context),
+        false => layout.with_segments_of::<F>(SEGMENT_BYTES, sizes.context_dim),
     }
 }
 
-/// The workspace.
 pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, keeps_exponentials: bool) -> Workspace {
-    /// Numbers of a row, in elements.
+    /// Elements that the numbers of a row take.
     const ROW_NUMBERS: usize = 32;
-    let Sizes { context: d, vocab, .. } = sizes;
+    let Sizes { context_dim: d, vocab, .. } = sizes;
     let layout = cut::<T::Acc>(isa, 1, sizes, keeps_exponentials);
     let panel = layout.panel_rows;
     let widened = if T::IS_ACC { 0 } else { layout.tile_ids * d };
     if !keeps_exponentials {
-        // Twice contexts, packed and gathered, and the part of each segment.
+        // The contexts exist packed and gathered; each segment has its part.
         let per_row = 2 * d + Part::<T::Acc>::elements_per_row(panel) * layout.segments() + ROW_NUMBERS;
         let fixed = layout.lanes * per_row + vocab.next_multiple_of(ROW_ALIGN);
         return Workspace { per_row, fixed, per_thread: layout.tile_ids * panel + widened };
     }
-    // The exponentials, the offsets of each tile and factors of each segment, and three times contexts: packed, gathered
-    // and the sums.
+    // The exponentials, the offsets of each tile, the factors of each segment; contexts packed and gathered, and sums.
     let per_row = vocab + 2 * layout.tiles() + 3 * d + ROW_NUMBERS;
     // All panels but the last are full.
     let sums = (layout.more_pieces() + 1) * panel * d;
@@ -77,7 +75,6 @@ pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, keeps_exponentials: 
     Workspace { per_row, fixed: layout.lanes * per_row + sums + vocab.next_multiple_of(ROW_ALIGN), per_thread }
 }
 
-/// The state of a computation.
 pub(super) struct OnePass<'a, T: Element> {
     inputs: Inputs<'a, T>,
     targets: &'a Targets<T::Acc>,
@@ -93,14 +90,13 @@ pub(super) struct OnePass<'a, T: Element> {
     sums: Aligned<T::Acc>,
     /// `[panel][d][row]`: contexts times the logit scale
     packed: Aligned<T::Acc>,
-    /// `[rows, d]`: contexts that are not stored in this form
+    /// `[rows, d]`: the contexts, if they are not stored in this form
     gathered: Vec<T::Acc>,
     chunk: Chunk<T::Acc>,
 }
 
-/// The state of one chunk.
 struct Chunk<F> {
-    /// Those that are not ignored.
+    /// The positions that are not ignored.
     positions: Vec<usize>,
     panels: Vec<Panel>,
     parts: Vec<Part<F>>,
@@ -117,7 +113,7 @@ impl<'a, T: Element> OnePass<'a, T> {
         needs_grad: NeedsGrad,
         plan: &Plan,
     ) -> Self {
-        let Sizes { positions, context: d, vocab, .. } = inputs.sizes;
+        let Sizes { positions, context_dim: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
         let layout = cut::<T::Acc>(inputs.isa, rows, inputs.sizes, needs_grad.any());
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
@@ -138,7 +134,7 @@ impl<'a, T: Element> OnePass<'a, T> {
         }
     }
 
-    /// Elements of the buffers that are large.
+    /// Elements of the large buffers.
     #[cfg(test)]
     pub(super) fn allocated(&self) -> usize {
         self.exponentials.len() + self.sums.len() + self.packed.len()
@@ -146,7 +142,7 @@ impl<'a, T: Element> OnePass<'a, T> {
 
     /// `[rows, d]`: the contexts of the chunk's rows.
     fn contexts(&self, chunk: Range<usize>) -> &[T::Acc] {
-        let size = self.inputs.sizes.components * self.inputs.sizes.context;
+        let size = self.inputs.sizes.components * self.inputs.sizes.context_dim;
         let is_whole = self.chunk.positions.len() == chunk.len();
         let stored = T::as_acc(&self.inputs.contexts[chunk.start * size..chunk.end * size]);
         stored.filter(|_| is_whole).unwrap_or(&self.gathered)
@@ -155,7 +151,7 @@ impl<'a, T: Element> OnePass<'a, T> {
 
 impl<T: Element> Steps for OnePass<'_, T> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
-        let Sizes { components, context: d, .. } = self.inputs.sizes;
+        let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let chunk = positions.clone();
         let positions: Vec<usize> = positions.filter(|&t| self.targets.id(t).is_some()).collect();
         self.gathered.clear();
@@ -190,10 +186,7 @@ impl<T: Element> Steps for OnePass<'_, T> {
             return Ok(());
         }
         let Chunk { positions, panels, parts, .. } = &self.chunk;
-        let own = match self.targets.are_own() {
-            true => own_logits(&self.inputs, self.targets, positions, self.contexts(chunk)),
-            false => Vec::new(),
-        };
+        let own = own_logits(&self.inputs, self.targets, positions, self.contexts(chunk));
         let (losses, found) =
             factors::rows(&self.inputs, self.targets, positions, &self.layout, Passed { panels, parts, own: &own });
         let Chunk { positions, panels, parts, rows, segment_factors } = &mut self.chunk;
@@ -212,7 +205,7 @@ impl<T: Element> Steps for OnePass<'_, T> {
     }
 
     fn context_gradient(&mut self, _: Range<usize>) -> Result<()> {
-        let Sizes { components, context: d, .. } = self.inputs.sizes;
+        let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let Chunk { positions, panels, rows, segment_factors, .. } = &self.chunk;
         let Some(&first) = positions.first() else { return Ok(()) };
         let mut positions = positions.iter().copied().peekable();
@@ -233,7 +226,7 @@ impl<T: Element> Steps for OnePass<'_, T> {
                 isa: self.inputs.isa,
                 factors: Factors { layout: &self.layout, panels, parts, rows, of_segments: segment_factors },
                 contexts: self.contexts(positions),
-                d: self.inputs.sizes.context,
+                d: self.inputs.sizes.context_dim,
                 add: self.gradients.weight_started,
             };
             let weight = self.needs_grad.weight.then_some(&mut weight[..]);

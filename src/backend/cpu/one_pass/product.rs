@@ -7,7 +7,7 @@
 use crate::backend::cpu::memory::{prefetch, CACHE_LINE};
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 
-/// The sizes of what is computed in registers.
+/// How much of a result is computed in registers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Registers {
     /// Rows of the result.
@@ -37,8 +37,7 @@ impl<F: Float> Kernel<F> for RegistersOf {
     }
 }
 
-/// The rows of the result and the vectors of a row of which all sums, a row of `right` and an element of `left` fit the
-/// registers.
+/// How many rows of the result, and vectors of each, fit the registers with a row of `right` and an element of `left`.
 #[inline(always)]
 fn in_registers<F: Float, V: Vector<F>>() -> (usize, usize) {
     if V::REGISTERS >= 32 {
@@ -63,7 +62,7 @@ pub(super) struct Left<'a, F> {
     pub(super) depth: usize,
 }
 
-/// What the products are added to.
+/// The value that the products are added to.
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a, F> {
     Zero,
@@ -79,14 +78,14 @@ pub(super) struct Product<'a, F> {
     pub(super) rows: usize,
     /// Parts of the left operand, side by side.
     pub(super) left: &'a [Left<'a, F>],
-    /// `[depth, width]`, the depth being that of all parts
+    /// `[depth, width]`; the depths of the left operand's parts add up to its depth
     pub(super) right: &'a [F],
-    /// At most that of a full panel, and a multiple of a vector.
+    /// Elements of a row of `right`: whole vectors, no more than a full panel has.
     pub(super) width: usize,
     pub(super) to: &'a mut [F],
     /// Distance between rows of `to`.
     pub(super) to_row: usize,
-    /// The columns of the result that are kept: all, or all but some of the last vector.
+    /// The columns of the result that are stored: all, or all but some of the last vector.
     pub(super) columns: usize,
 }
 
@@ -121,23 +120,7 @@ impl<F: Float> Kernel<F> for Product<'_, F> {
     }
 }
 
-/// Calls [`Product`].
-#[allow(clippy::too_many_arguments)]
-pub(super) fn multiply<F: Float>(
-    isa: Isa,
-    start: Start<'_, F>,
-    rows: usize,
-    left: &[Left<'_, F>],
-    right: &[F],
-    width: usize,
-    to: &mut [F],
-    to_row: usize,
-    columns: usize,
-) {
-    F::dispatch(isa, Product { start, rows, left, right, width, to, to_row, columns });
-}
-
-/// `ROWS` rows at a time, then four, then one.
+/// Computes `ROWS` rows at a time, then four, then one.
 #[inline(always)]
 fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut product: Product<'_, F>) {
     let across = product.left.iter().all(|left| left.row == 1);
@@ -155,8 +138,8 @@ fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut 
     }
 }
 
-/// The result's rows from `row` on; returns `ROWS`. With `ACROSS`, the rows of the left operand are one element apart;
-/// otherwise its columns are.
+/// Computes `ROWS` rows of the result from `row` on; returns `ROWS`. With `ACROSS`, the rows of the left operand are one
+/// element apart; otherwise its columns are.
 #[inline(always)]
 fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vector<F>>(
     v: V,
@@ -176,10 +159,7 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
                     prefetch(stored.as_ptr().wrapping_add(ROWS * product.to_row + j * lanes));
                 }
                 for (j, sum) in sums.iter_mut().enumerate() {
-                    *sum = match j + 1 < N || last == lanes {
-                        true => registers[j],
-                        false => v.load_partial(&stored[j * lanes..]),
-                    };
+                    *sum = if j + 1 < N || last == lanes { registers[j] } else { v.load_partial(&stored[j * lanes..]) };
                 }
             }
         }
@@ -244,7 +224,7 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
     ROWS
 }
 
-/// Elements of a row of the left operand after which its next rows are prefetched: those of a cache line, in f32.
+/// After so many elements of a row of the left operand, a cache line in f32, its next rows are prefetched.
 const LINE: usize = 16;
 /// Rows of the right operand that are prefetched ahead.
 const AHEAD: usize = 8;
@@ -257,7 +237,7 @@ mod tests {
         (0..n).map(|i| F::of(((i * 7 + seed * 13) % 19) as f64 - 9.0)).collect()
     }
 
-    /// Both orders of the left operand, in one part and in two, at sizes that are no multiples of those in registers.
+    /// Checks both orders of the left operand, in one part and in two, at sizes that do not fill the registers.
     fn check<F: Float>() {
         for isa in Isa::available() {
             let Registers { width, lanes, .. } = Registers::of::<F>(isa);
@@ -294,7 +274,12 @@ mod tests {
                                 Start::Stored => before + sum,
                                 Start::Rows(bias) => bias[row] + sum,
                             };
-                            assert_eq!(found.f64(), expected.f64(), "{} {rows} {depth} {width} {column}", isa.name());
+                            assert_eq!(
+                                found.f64(),
+                                expected.f64(),
+                                "{} {rows} {depth} {width} {column}",
+                                isa.kernels()
+                            );
                         }
                     }
                 }
@@ -307,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_those_of_plain_loops() {
+    fn products_equal_plain_loops() {
         check::<f32>();
         check::<f64>();
     }

@@ -51,7 +51,7 @@ impl<F: Float> Kernel<F> for AddScaled<'_, F> {
 
 /// `to[row, ..] = factors[row] contexts[row, ..]` for some columns, padded with zeros to whole vectors.
 pub(super) struct ScaledRows<'a, F> {
-    /// Rows `d` elements apart, from the first of the columns on.
+    /// Rows that start `d` elements apart, at the first of the columns.
     pub(super) contexts: &'a [F],
     pub(super) d: usize,
     pub(super) columns: usize,
@@ -83,7 +83,7 @@ impl<F: Float> Kernel<F> for ScaledRows<'_, F> {
 /// `to[i] += sum_k left[i, k] factors[k]`, for a left operand whose parts have rows of whole vectors.
 pub(super) struct WeightedSums<'a, F> {
     pub(super) left: &'a [Left<'a, F>],
-    /// Padded as the rows of the left operand are.
+    /// They have the padding of the left operand's rows.
     pub(super) factors: &'a [F],
     pub(super) to: &'a mut [F],
 }
@@ -93,7 +93,7 @@ impl<F: Float> Kernel<F> for WeightedSums<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        /// Sums at a time, which hide the latency.
+        /// Independent sums, which hide the latency.
         const SUMS: usize = 4;
         let WeightedSums { left, factors, to } = self;
         for (i, to) in to.chunks_mut(SUMS).enumerate() {

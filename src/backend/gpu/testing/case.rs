@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::backend::contract::{
-    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
+    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
 };
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
@@ -21,7 +21,7 @@ pub(super) struct Case {
     /// Whether the decoder is stored as `[d, vocab]`.
     pub(super) transposed: bool,
     pub(super) options: LossOptions,
-    /// If targets are entries of their own: the rows of the weight behind the vocabulary.
+    /// The number of rows of the weight behind the vocabulary, if targets are entries of their own.
     pub(super) own: Option<usize>,
     /// Positions per chunk.
     pub(super) chunk: usize,
@@ -42,21 +42,21 @@ pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
 
 impl Case {
     pub(super) fn operands(&self, dtype: DType) -> Operands {
-        let Sizes { positions, components, context, vocab } = self.sizes;
+        let Sizes { positions, components, context_dim, vocab } = self.sizes;
         let rows = vocab + self.own.unwrap_or(0);
         // candle has no softmax of an empty tensor.
         let log_priors = candle_nn::ops::log_softmax(&random(1, &[positions.max(1), components], 2.0), 1).unwrap();
         let log_priors = log_priors.narrow(0, 0, positions).unwrap().contiguous().unwrap();
         let accumulation = accumulation_dtype("contexts", dtype).unwrap();
-        // Rounded to the dtype first, so that the truth has the same operands.
+        // They are rounded to the dtype first, so that the truth has the same operands.
         let rounded = |t: Tensor| t.to_dtype(self.dtype).unwrap().to_dtype(dtype).unwrap();
         Operands {
             sizes: self.sizes,
-            contexts: rounded(random(2, &[positions, components, context], 1.0)),
+            contexts: rounded(random(2, &[positions, components, context_dim], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             weight: match self.transposed {
-                false => rounded(random(3, &[rows, context], self.scale)),
-                true => rounded(random(3, &[context, rows], self.scale)).t().unwrap(),
+                false => rounded(random(3, &[rows, context_dim], self.scale)),
+                true => rounded(random(3, &[context_dim, rows], self.scale)).t().unwrap(),
             },
             bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             logit_scale: self.logit_scale,
@@ -76,21 +76,22 @@ impl Case {
             position_weights: Some(weights(5, positions, 1.0).to_dtype(dtype).unwrap()),
             // Some are negative.
             class_weights: self.own.is_none().then(|| weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
-            terms: options.terms,
+            terms: options.terms(),
             scale: match options.reduction {
                 Reduction::Mean => GradScale::OneOverCount,
-                Reduction::Sum => GradScale::One,
+                Reduction::Sum => GradScale::Constant(1.0),
                 Reduction::None => {
                     let upstream = random(7, &[positions], 3.0).to_dtype(DType::F32).unwrap();
                     GradScale::Upstream(upstream.to_dtype(dtype).unwrap())
                 }
             },
             own_shifts: self.own.map(|_| weights(8, positions, -0.5).to_dtype(dtype).unwrap()),
+            so_far: None,
         })
     }
 
     pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
-        let task = Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms, ALL) };
+        let task = Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) };
         let plan = |budget| gpu::plan(gpu.kind(), self.sizes, self.dtype, task, budget);
         if self.sizes.positions == 0 {
             return plan(None).unwrap();
@@ -105,9 +106,9 @@ impl Case {
     /// The largest error of the results of a loss, each relative to the result's largest value, and that result's name.
     pub(super) fn loss_error(&self, gpu: &EmulatedGpu, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
         let truth_operands = self.operands(DType::F64);
-        let task = Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms, ALL) };
-        let plan = backend::plan(&truth_operands, task, None).unwrap();
-        let truth = backend::loss(&truth_operands, &objective(DType::F64), ALL, &plan).unwrap();
+        let true_objective = objective(DType::F64);
+        let plan = backend::plan(&truth_operands, true_objective.task(ALL), None).unwrap();
+        let truth = backend::loss(&truth_operands, &true_objective, ALL, &plan).unwrap();
         let got = gpu::loss(gpu, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(gpu)).unwrap();
         let mut pairs = vec![
             ("contexts", got.gradients.contexts, truth.gradients.contexts),
@@ -115,13 +116,13 @@ impl Case {
             ("weight", got.gradients.weight, truth.gradients.weight),
             ("bias", got.gradients.bias, truth.gradients.bias),
         ];
-        if matches!(objective(DType::F64), Objective::Targets(_)) {
+        if matches!(true_objective, Objective::Targets(_)) {
             pairs.extend([
                 ("objective", Some(got.objective), Some(truth.objective)),
                 ("nll", Some(got.nll), Some(truth.nll)),
                 ("sum", Some(got.sum), Some(truth.sum)),
                 ("count", Some(got.count), Some(truth.count)),
-                ("hits", got.hits, truth.hits),
+                ("correct", got.correct, truth.correct),
                 ("dropped_mass", got.dropped_mass, truth.dropped_mass),
             ]);
         }
@@ -146,6 +147,20 @@ impl Case {
     }
 }
 
+/// A loss without weights and ignored positions.
+pub(super) fn plain_objective(targets: Vec<i64>, terms: Terms, scale: GradScale) -> Objective {
+    Objective::Targets(TargetLoss {
+        targets: Tensor::new(targets, &Device::Cpu).unwrap(),
+        position_weights: None,
+        class_weights: None,
+        ignore_index: None,
+        terms,
+        scale,
+        own_shifts: None,
+        so_far: None,
+    })
+}
+
 /// The largest difference, relative to the largest finite magnitude (at least 0.5); infinite if values that are not
 /// finite differ.
 pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
@@ -161,9 +176,9 @@ pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
     errors.fold(0.0, f64::max)
 }
 
-pub(super) fn case(positions: usize, components: usize, context: usize, vocab: usize) -> Case {
+pub(super) fn case(positions: usize, components: usize, context_dim: usize, vocab: usize) -> Case {
     Case {
-        sizes: Sizes { positions, components, context, vocab },
+        sizes: Sizes { positions, components, context_dim, vocab },
         dtype: DType::F32,
         scale: 1.0,
         bias: 1.0,
@@ -179,8 +194,8 @@ pub(super) fn case(positions: usize, components: usize, context: usize, vocab: u
 pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore: bool) -> LossOptions {
     let options = LossOptions::new().with_reduction(reduction).with_label_smoothing(smoothing).with_z_loss(z_loss);
     match ignore {
-        true => options.with_ignore_index(3).with_hits(true),
-        false => options.with_hits(true),
+        true => options.with_ignore_index(3).with_correct(true),
+        false => options.with_correct(true),
     }
 }
 

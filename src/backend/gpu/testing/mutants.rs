@@ -19,7 +19,7 @@ const ROWS_MUTATIONS: [(&str, &str); 24] = [
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
     ("g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);", ""),
     ("rows.mass(r) += mass;", "rows.mass(r) = mass;"),
-    ("2.f * objective.z_loss / components", "objective.z_loss / components"),
+    ("2.f * objective.terms.z_loss / components", "objective.terms.z_loss / components"),
     ("log_prior_gradient[r] = weighted(scale, -mass);", "log_prior_gradient[r] = weighted(scale, mass);"),
     ("weights[t] / *largest_weight", "weights[t]"),
     ("hard[t] = class_weight * (1.f - smoothing);", "hard[t] = class_weight;"),
@@ -53,18 +53,18 @@ fn wrong_kernels_are_caught() {
     for language in LANGUAGES {
         let Some(gpu) = EmulatedGpu::new(language) else { return };
         let all = options(Reduction::Mean, 0.1, 0.01, true);
-        let filter = LossOptions::new().with_responsibility_filter(0.2);
+        let filter = LossOptions::new().with_gradient_filter(0.2);
         let mut cases = [all.clone(), filter]
             .map(|options| Case { logit_scale: 0.7, softcap: Some(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
             .into_iter()
             .collect::<Vec<_>>();
         // Few rows and many, in half precision.
-        cases.extend([(4, 70), (7, 33)].map(|(chunk, context)| Case {
+        cases.extend([(4, 70), (7, 33)].map(|(chunk, context_dim)| Case {
             dtype: DType::BF16,
             options: all.clone(),
             chunk,
             scale: 0.2,
-            ..case(7, 3, context, 40)
+            ..case(7, 3, context_dim, 40)
         }));
         // Targets that are entries of their own.
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
@@ -116,7 +116,7 @@ fn an_access_outside_a_tensor_ends_the_process() {
         let gpu =
             if text.is_empty() { EmulatedGpu::new(language) } else { EmulatedGpu::mutant(language, text, replacement) }
                 .unwrap();
-        let options = LossOptions::new().with_responsibility_filter(0.2);
+        let options = LossOptions::new().with_gradient_filter(0.2);
         let case = Case { options, ..case(4, 2, 3, 1024) };
         let objective = |dtype| match case.objective(dtype) {
             Objective::Targets(loss) => Objective::Targets(TargetLoss {

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Compares the public interface with docs/public-api.txt and prints the difference; `--update` writes that file anew.
+# Where Rust 1.95 or the few dependencies of tests/public_api cannot be had, it says so and compares nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+update=
+case "${1-}" in
+--update) update=1 ;;
+?*) echo "usage: $0 [--update]" >&2 && exit 2 ;;
+esac
+snapshot=docs/public-api.txt
+target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
+skip() {
+    echo "The public interface is not compared with $snapshot: $1." >&2
+    exit "${update:-0}"
+}
+
+# The format of rustdoc's JSON changes with Rust; tests/public_api reads the one of this release.
+toolchain=1.95.0
+if [[ "$(rustc --version)" != "rustc ${toolchain%.*}."* ]]; then
+    export RUSTUP_TOOLCHAIN=$toolchain
+    rustc --version >/dev/null 2>&1 || rustup toolchain install "$toolchain" --profile minimal ||
+        skip "Rust $toolchain cannot be installed"
+fi
+tool=(--quiet --locked --manifest-path tests/public_api/Cargo.toml)
+cargo fetch "${tool[@]}" || skip "the dependencies of tests/public_api cannot be fetched"
+cargo build "${tool[@]}" --target-dir "$target/public-api"
+
+# `serde` adds implementations; the other features add no items.
+RUSTDOC=$PWD/tests/public_api/rustdoc cargo rustdoc --quiet --locked --lib --features serde --target-dir "$target" -- \
+    -Z unstable-options --output-format json --cap-lints allow
+"$target/public-api/debug/public_api" "$target/doc/mos_head.json" >"$target/public-api.txt"
+
+if [[ $update ]]; then
+    cp "$target/public-api.txt" "$snapshot"
+elif ! diff -u "$snapshot" "$target/public-api.txt"; then
+    echo "The public interface differs from $snapshot; if that is intended, run $0 --update." >&2
+    exit 1
+fi

@@ -1,0 +1,143 @@
+//! The objective of one position, from the log-sum-exps of its components and the target's logits. Both computations
+//! share it.
+//!
+//! With the logits `z` of component k (after bias and softcap), its prior `pi` and the target `y`:
+//!
+//! ```text
+//! lse_k     = log sum_v exp z_kv                                       row log-sum-exp
+//! log p_k(v) = z_kv - lse_k                                            the component
+//! log p(v)  = logsumexp_k (log pi_k + log p_k(v))                      the mixture
+//! r_k(v)    = exp(log pi_k + log p_k(v) - log p(v))                    responsibility of k for v
+//! ```
+//!
+//! The objective is `sum_v q_v (-log p(v)) + zeta mean_k lse_k^2` with `q_v = hard [v = y] + soft_v`. Its gradient is,
+//! with `R_k = sum_v q_v r_k(v)`:
+//!
+//! ```text
+//! d/d z_kv      = (R_k + 2 zeta lse_k / K) softmax_k(v) - q_v r_k(v)
+//! d/d log pi_k  = -R_k
+//! ```
+
+use super::log_sum_exp::LogSumExp;
+use super::math::{not_negative, weighted};
+use super::simd::Float;
+use crate::backend::contract::Terms;
+
+/// What a position's objective depends on besides its logits.
+#[derive(Clone, Copy)]
+pub(super) struct Target<'a, F> {
+    /// The target id and its mass in `q`.
+    pub(super) hard: Option<(usize, F)>,
+    /// The rest of `q`, padded with zeros, if any: label smoothing, or minus the upstream gradient of the
+    /// log-probabilities.
+    pub(super) soft: Option<&'a [F]>,
+    pub(super) terms: Terms,
+}
+
+/// The results of one position.
+#[derive(Clone, Copy, Default)]
+pub(super) struct PositionLoss {
+    pub(super) nll: f64,
+    pub(super) objective: f64,
+    /// Whether the target is the most probable id, if this was asked for.
+    pub(super) is_correct: bool,
+    /// With a filter: the absolute mass of all rows.
+    pub(super) mass: f64,
+    /// With a filter: the absolute mass of the dropped rows.
+    pub(super) dropped: f64,
+}
+
+/// The K components of one position, in buffers that a thread reuses for every position.
+pub(super) struct Components<F> {
+    /// `lse_k`
+    pub(super) lse: Vec<LogSumExp<F>>,
+    /// `log pi_k - log sum_v exp(z_kv - max_u z_ku)`, which is added to `z_kv - max_u z_ku`
+    pub(super) log_scale: Vec<F>,
+    /// The target's part of `R_k`
+    pub(super) hard_mass: Vec<F>,
+    /// `R_k`
+    pub(super) mass: Vec<F>,
+    /// `sum_v |q_v| r_k(v)`, which the filter compares: weights of both signs may cancel in the mass
+    pub(super) magnitude: Vec<F>,
+}
+
+impl<F: Float> Components<F> {
+    pub(super) fn new(components: usize) -> Self {
+        let zeros = || vec![F::zero(); components];
+        let lse = vec![LogSumExp::default(); components];
+        Components { lse, log_scale: zeros(), hard_mass: zeros(), mass: zeros(), magnitude: zeros() }
+    }
+
+    /// Starts a position with these log-sum-exps and log-priors.
+    pub(super) fn set(&mut self, lse: &[LogSumExp<F>], log_priors: &[F]) {
+        self.lse.copy_from_slice(lse);
+        for ((log_scale, lse), &log_prior) in self.log_scale.iter_mut().zip(lse).zip(log_priors) {
+            *log_scale = log_prior - lse.log_sum;
+        }
+    }
+
+    /// For each component, the largest logit and the `log_scale`.
+    #[inline(always)]
+    pub(super) fn scales(&self) -> impl ExactSizeIterator<Item = (F, F)> + Clone + '_ {
+        self.lse.iter().zip(&self.log_scale).map(|(lse, &log_scale)| (lse.largest, log_scale))
+    }
+
+    /// The part of the loss that depends only on the target's logits and the log-sum-exps. Sets the masses accordingly.
+    pub(super) fn hard_loss(
+        &mut self,
+        target: &Target<'_, F>,
+        target_logit: impl Fn(usize, usize) -> F,
+    ) -> PositionLoss {
+        let components = self.lse.len();
+        let mut loss = PositionLoss::default();
+        self.hard_mass.fill(F::zero());
+        if let Some((y, hard)) = target.hard {
+            let joint = |k: usize| target_logit(k, y) - self.lse[k].largest + self.log_scale[k];
+            let log_p = LogSumExp::of((0..components).map(joint));
+            let nll = not_negative(-log_p.value());
+            loss.nll = nll.f64();
+            loss.objective = weighted(hard, nll).f64();
+            for k in 0..components {
+                // A single component has responsibility one, even for an impossible target.
+                let r = if components == 1 { F::one() } else { (joint(k) - log_p.largest - log_p.log_sum).exp() };
+                self.hard_mass[k] = weighted(hard, r);
+            }
+        }
+        let z_loss = F::of(target.terms.z_loss);
+        if z_loss != F::zero() {
+            let squares: F = self.lse.iter().map(|lse| lse.value() * lse.value()).sum();
+            loss.objective += (z_loss * squares).f64() / components as f64;
+        }
+        self.mass.copy_from_slice(&self.hard_mass);
+        for (magnitude, mass) in self.magnitude.iter_mut().zip(&self.mass) {
+            *magnitude = mass.abs();
+        }
+        loss
+    }
+
+    /// `R_k + 2 zeta lse_k / K`, the factor of component k's softmax in the gradient of its logits.
+    #[inline(always)]
+    pub(super) fn softmax_mass(&self, target: &Target<'_, F>, k: usize) -> F {
+        let z_loss = F::of(target.terms.z_loss) / F::of(self.lse.len() as f64);
+        self.mass[k] + F::of(2.0) * z_loss * self.lse[k].value()
+    }
+
+    /// The same in f64; without a z-loss it is finite even if the log-sum-exp is not.
+    pub(super) fn precise_softmax_mass(&self, target: &Target<'_, F>, k: usize) -> f64 {
+        let z_loss = 2.0 * F::of(target.terms.z_loss).f64() / self.lse.len() as f64;
+        self.mass[k].f64() + weighted(z_loss, self.lse[k].value().f64())
+    }
+
+    /// The magnitude below which the filter drops a row; records the dropped magnitude in `loss`.
+    pub(super) fn least_magnitude(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
+        let filter = F::of(target.terms.gradient_filter);
+        if filter == F::zero() {
+            return F::zero();
+        }
+        let total: F = self.magnitude.iter().copied().sum();
+        let least = filter * total;
+        loss.mass = total.f64();
+        loss.dropped = self.magnitude.iter().copied().filter(|&magnitude| magnitude < least).sum::<F>().f64();
+        least
+    }
+}

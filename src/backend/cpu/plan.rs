@@ -1,0 +1,56 @@
+//! The plan of a task: which computation serves it, and the workspace that this computation needs.
+
+use super::dtype::Element;
+use super::memory::Workspace;
+use super::simd::Isa;
+use super::{gemv, one_pass, two_pass};
+use crate::backend::contract::{Operands, Sizes, Task};
+use crate::backend::plan::{default, Computation, Needs, Plan};
+use crate::error::Result;
+
+/// Maximum rows of a loss without gradients that inner products compute faster: in the kernels of `one_pass` a row is
+/// one lane of a register.
+const FEW_ROWS: usize = 4;
+
+/// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
+/// log-probabilities of all ids (label smoothing, correct targets, log-probabilities, decoding), and the filter, which
+/// leaves rows out of the second product as well. They are also faster for the loss alone of a few rows. One pass serves
+/// all other losses, and only it knows the targets of a sampled softmax.
+pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
+    match task {
+        Task { own_targets: true, .. } => Computation::OnePass,
+        Task { all_ids: true, .. } | Task { soft_targets: true, .. } => Computation::TwoPasses,
+        Task { filters: true, .. } | Task { few_rows: true, .. } => Computation::TwoPasses,
+        Task { keeps_logits: false, .. } if sizes.positions * sizes.components <= FEW_ROWS => Computation::TwoPasses,
+        _ => Computation::OnePass,
+    }
+}
+
+pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    let Sizes { positions, components, .. } = operands.sizes;
+    let (size, threads, isa) = (size_of::<T::Acc>(), rayon::current_num_threads(), Isa::best()?);
+    let computation = computation(&task, operands.sizes);
+    let keeps_logits = task.keeps_logits || computation == Computation::TwoPasses;
+    let Workspace { per_row, fixed, per_thread } = match computation {
+        Computation::OnePass => one_pass::workspace::<T>(operands.sizes, isa, task.keeps_logits),
+        Computation::TwoPasses => two_pass::workspace(operands.sizes, task),
+    };
+    let (per_position, fixed, per_thread) = (components * per_row * size, fixed * size, per_thread * size);
+    // Decoding accumulates no gradient, so its chunks need no more rows than `gemv` takes.
+    let enough_rows = if task.few_rows { gemv::MOST_ROWS } else { default::CPU_ROWS };
+    let needs = Needs {
+        per_position,
+        fixed,
+        per_thread,
+        // The chunks of this budget do not depend on the number of threads.
+        default_budget: fixed
+            + threads * per_thread
+            + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
+        most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
+        keeps_logits,
+        computation,
+        kernels: isa.kernels(),
+        threads,
+    };
+    Plan::new(positions, components, needs, budget)
+}

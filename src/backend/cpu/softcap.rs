@@ -1,0 +1,33 @@
+//! The softcap of the logits, `z = cap tanh(u / cap)`, and its slope `dz/du = 1 - (z / cap)^2`, which follows from the
+//! result alone.
+
+use super::math::tanh;
+use super::simd::{Float, Vector};
+
+#[derive(Clone, Copy)]
+pub(super) struct Softcap<F> {
+    cap: F,
+    inverse: F,
+}
+
+impl<F: Float> Softcap<F> {
+    pub(super) fn new(cap: F) -> Self {
+        Softcap { cap, inverse: F::one() / cap }
+    }
+
+    #[inline(always)]
+    pub(super) fn apply<V: Vector<F>>(self, v: V, u: V::Reg) -> V::Reg {
+        v.mul(v.splat(self.cap), tanh(v, v.mul(u, v.splat(self.inverse))))
+    }
+
+    #[inline(always)]
+    pub(super) fn slope<V: Vector<F>>(self, v: V, z: V::Reg) -> V::Reg {
+        let t = v.mul(z, v.splat(self.inverse));
+        v.sub(v.splat(F::one()), v.mul(t, t))
+    }
+
+    /// The slope at a single logit. It divides, which is more precise and too slow for every logit.
+    pub(super) fn slope_at(self, z: F) -> F {
+        F::one() - (z / self.cap) * (z / self.cap)
+    }
+}

@@ -1,0 +1,280 @@
+//! The row kernel between the products: the loss of one position from its K rows of logits, and their gradient, written
+//! over them. The equations are in `components`.
+
+use super::mix::{Logits, Scratch};
+use crate::backend::cpu::components::{PositionLoss, Target};
+use crate::backend::cpu::math::{exp, flushed, weighted};
+use crate::backend::cpu::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::softcap::Softcap;
+
+/// The destinations and factors of the gradients of one position.
+pub(super) struct RowGradients<'a, F> {
+    /// Factor of the position's objective.
+    pub(super) scale: F,
+    /// Factor of contexts and bias in the logits.
+    pub(super) logit_scale: F,
+    /// `[K]`
+    pub(super) log_priors: &'a mut [F],
+    /// `[stride]`, accumulated
+    pub(super) bias: Option<&'a mut [F]>,
+    /// `[K]`: whether the row of logits now holds a gradient that is not all zeros
+    pub(super) live: &'a mut [bool],
+}
+
+/// The objective of one position; its gradient replaces the logits.
+pub(super) struct LossRows<'a, F> {
+    pub(super) logits: Logits<'a, F>,
+    pub(super) target: Target<'a, F>,
+    pub(super) gradients: Option<RowGradients<'a, F>>,
+    pub(super) scratch: &'a mut Scratch<F>,
+}
+
+impl<F: Float> Kernel<F> for LossRows<'_, F> {
+    type Output = PositionLoss;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) -> PositionLoss {
+        let LossRows { mut logits, target, gradients, scratch } = self;
+        scratch.components.set(logits.lse, logits.log_priors);
+        if target.soft.is_some() || target.terms.correct {
+            logits.mix(v, target.soft, scratch);
+        }
+
+        let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
+        let mut loss = scratch.components.hard_loss(&target, target_logit);
+        if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
+            loss.is_correct = !loss.nll.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
+        }
+        if let Some(soft) = target.soft {
+            let mut objective = F::zero();
+            for (&q, &log_p) in soft[..logits.vocab].iter().zip(&scratch.log_probs) {
+                objective += weighted(q, -log_p);
+            }
+            loss.objective += objective.f64();
+            for k in 0..logits.log_priors.len() {
+                let row = &logits.rows[k * logits.stride..][..logits.stride];
+                let terms = RowTerms::new(k, scratch);
+                let (mass, magnitude) = soft_mass(v, row, &terms);
+                scratch.components.mass[k] += mass;
+                scratch.components.magnitude[k] += magnitude;
+            }
+        }
+        let least_magnitude = scratch.components.least_magnitude(&target, &mut loss);
+        if let Some(gradients) = gradients {
+            logits.gradient(v, &target, least_magnitude, gradients, scratch);
+        }
+        loss
+    }
+}
+
+impl<F: Float> Logits<'_, F> {
+    /// Writes the gradient over the logits.
+    #[inline(always)]
+    fn gradient<V: Vector<F>>(
+        &mut self,
+        v: V,
+        target: &Target<'_, F>,
+        least_magnitude: F,
+        mut gradients: RowGradients<'_, F>,
+        scratch: &Scratch<F>,
+    ) {
+        let (scale, logits_scale) = (gradients.scale, gradients.scale * gradients.logit_scale);
+        let components = &scratch.components;
+        for (k, row) in self.rows.chunks_exact_mut(self.stride).enumerate() {
+            gradients.log_priors[k] = flushed(weighted(scale, -components.mass[k]));
+            let lse = components.lse[k];
+            let softmax_scale = logits_scale * components.softmax_mass(target, k);
+            let hard = logits_scale * components.hard_mass[k];
+            // Both parts must be zero: they may cancel in the sum over the row, yet not in any logit.
+            let is_zero = scale == F::zero()
+                || (target.soft.is_none() && flushed(softmax_scale) == F::zero() && flushed(hard) == F::zero());
+            gradients.live[k] = !(is_zero || components.magnitude[k] < least_magnitude);
+            if !gradients.live[k] {
+                continue;
+            }
+            let target_logit = target.hard.map(|(y, _)| (y, row[y]));
+            let terms = RowTerms {
+                exp_scale: softmax_scale * (-lse.log_sum).exp(),
+                scale: logits_scale,
+                softcap: self.softcap.unwrap_or(Softcap::new(F::one())),
+                ..RowTerms::new(k, scratch)
+            };
+            match (target.soft.is_some(), self.softcap.is_some()) {
+                (false, false) => gradient_row::<false, false, F, V>(v, row, &terms),
+                (false, true) => gradient_row::<false, true, F, V>(v, row, &terms),
+                (true, false) => gradient_row::<true, false, F, V>(v, row, &terms),
+                (true, true) => gradient_row::<true, true, F, V>(v, row, &terms),
+            }
+            if let Some((y, z)) = target_logit {
+                let slope = self.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
+                row[y] = flushed(row[y] - hard * slope);
+            }
+            if let Some(bias) = gradients.bias.as_deref_mut() {
+                for (sum, &g) in V::registers_mut(bias).iter_mut().zip(V::registers(row)) {
+                    *sum = v.add(*sum, g);
+                }
+            }
+        }
+    }
+}
+
+/// The inputs of the gradient of one row other than its logits.
+struct RowTerms<'a, F> {
+    /// The largest logit.
+    largest: F,
+    log_scale: F,
+    reference: &'a [F],
+    share: &'a [F],
+    /// Factor of `exp(z - largest)`: `scale (R_k + 2 zeta lse_k / K)` over the sum of these exponentials.
+    exp_scale: F,
+    scale: F,
+    softcap: Softcap<F>,
+}
+
+impl<'a, F: Float> RowTerms<'a, F> {
+    /// The terms of component `k`, without the factors of the gradient.
+    #[inline(always)]
+    fn new(k: usize, scratch: &'a Scratch<F>) -> Self {
+        RowTerms {
+            largest: scratch.components.lse[k].largest,
+            log_scale: scratch.components.log_scale[k],
+            reference: &scratch.reference,
+            share: &scratch.share,
+            exp_scale: F::zero(),
+            scale: F::one(),
+            softcap: Softcap::new(F::one()),
+        }
+    }
+}
+
+/// `z := exp_scale exp(z - largest) - scale soft_v r(v)`, times the slope of the softcap.
+#[inline(always)]
+fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
+    v: V,
+    row: &mut [F],
+    terms: &RowTerms<'_, F>,
+) {
+    let (largest, exp_scale) = (v.splat(terms.largest), v.splat(terms.exp_scale));
+    let (log_scale, scale) = (v.splat(terms.log_scale), v.splat(-terms.scale));
+    let zero = v.splat(F::zero());
+    // Exponentials below this give gradients that are flushed to zero. They are set to zero before the multiplication,
+    // which would otherwise be as slow as the products that flushing speeds up. (Comparisons with NaN are false.)
+    let least = v.splat(F::LEAST_GRADIENT / terms.exp_scale.abs());
+    let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
+    for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
+        let relative = v.sub(*z, largest);
+        let e = exp(v, relative);
+        let mut g = v.mul(v.if_less(e, least, zero, e), exp_scale);
+        if SOFT {
+            let term = relative_term(v, v.sub(v.add(relative, log_scale), reference[i]));
+            g = v.mul_add(v.mul(term, share[i]), scale, g);
+        }
+        if CAP {
+            // The padding is minus infinity; its softmax is already zero.
+            g = v.if_equal(g, zero, zero, v.mul(g, terms.softcap.slope(v, *z)));
+        }
+        if SOFT || CAP {
+            g = v.if_less(v.max(g, v.sub(zero, g)), v.splat(F::LEAST_GRADIENT), zero, g);
+        }
+        *z = g;
+    }
+}
+
+/// The exponential of a mixture term relative to the largest; zero where it is negligible.
+#[inline(always)]
+fn relative_term<F: Float, V: Vector<F>>(v: V, relative: V::Reg) -> V::Reg {
+    let e = exp(v, relative);
+    v.if_less(e, v.splat(F::LEAST_GRADIENT), v.splat(F::zero()), e)
+}
+
+/// `sum_v soft_v r(v)` and `sum_v |soft_v| r(v)` of one row.
+#[inline(always)]
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -> (F, F) {
+    let (largest, log_scale) = (v.splat(terms.largest), v.splat(terms.log_scale));
+    let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
+    let zero = v.splat(F::zero());
+    let (mut sum, mut magnitude) = (zero, zero);
+    for (i, &z) in V::registers(row).iter().enumerate() {
+        let term = relative_term(v, v.sub(v.add(v.sub(z, largest), log_scale), reference[i]));
+        sum = v.mul_add(term, share[i], sum);
+        magnitude = v.mul_add(term, v.max(share[i], v.sub(zero, share[i])), magnitude);
+    }
+    (v.sum(sum), v.sum(magnitude))
+}
+
+/// Index of the first NaN or, without any, of the largest value; ties go to the first.
+fn first_largest<F: Float>(values: &[F]) -> usize {
+    let mut best = 0;
+    for (i, &x) in values.iter().enumerate() {
+        if x.is_nan() {
+            return i;
+        }
+        if x > values[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::log_sum_exp::LogSumExp;
+    use crate::backend::cpu::simd::Isa;
+
+    /// The gradient of one position with respect to the logits of its live rows, then to its log-priors.
+    fn gradient<F: Float>(
+        isa: Isa,
+        rows: &mut [F],
+        log_priors: &[F],
+        soft: Option<&[F]>,
+        softcap: Option<Softcap<F>>,
+    ) -> Vec<F> {
+        let components = log_priors.len();
+        let stride = rows.len() / components;
+        let lse: Vec<_> = rows.chunks(stride).map(|row| LogSumExp::of(row.iter().copied())).collect();
+        let mut gradients = vec![F::zero(); components];
+        let mut live = vec![false; components];
+        let kernel = LossRows {
+            logits: Logits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
+            target: Target { hard: Some((0, F::of(0.9))), soft, terms: Default::default() },
+            gradients: Some(RowGradients {
+                scale: F::one(),
+                logit_scale: F::one(),
+                log_priors: &mut gradients,
+                bias: None,
+                live: &mut live,
+            }),
+            scratch: &mut Scratch::new(components, stride, soft.is_some(), soft.is_some()),
+        };
+        F::dispatch(isa, kernel);
+        let rows = rows.chunks(stride).zip(&live).filter(|(_, &live)| live);
+        rows.flat_map(|(row, _)| row).copied().chain(gradients).collect()
+    }
+
+    fn check_flush<F: Float>() {
+        let stride = 64;
+        // Logits from 0 down to -126, and log-priors from 0 down to -88, where an f32 exponential underflows.
+        let logits = |k: usize| (0..stride).map(move |v| F::of(-2.0 * ((v * 5 + k) % stride) as f64));
+        let log_priors: Vec<F> = (0..12).map(|k| F::of(-8.0 * f64::from(k))).collect();
+        let soft = vec![F::of(0.1 / 64.0); stride];
+        for isa in Isa::available() {
+            for soft in [None, Some(&soft[..])] {
+                for softcap in [None, Some(Softcap::new(F::of(200.0)))] {
+                    let mut rows: Vec<F> = (0..log_priors.len()).flat_map(logits).collect();
+                    let found = gradient(isa, &mut rows, &log_priors, soft, softcap);
+                    let small = found.iter().filter(|g| **g != F::zero() && g.abs() < F::LEAST_GRADIENT).count();
+                    assert_eq!(small, 0, "{} soft {} cap {}", isa.kernels(), soft.is_some(), softcap.is_some());
+                    assert!(found.iter().any(|g| g.abs() > F::of(0.1)), "{}", isa.kernels());
+                    assert!(found.len() > stride + log_priors.len(), "more than one row must be live");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_below_the_least_are_flushed_to_zero() {
+        check_flush::<f32>();
+        check_flush::<f64>();
+    }
+}

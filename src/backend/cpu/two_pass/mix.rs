@@ -1,0 +1,124 @@
+//! The mixture's log-probability of every id of one position, from its K rows of logits.
+
+use crate::backend::cpu::components::Components;
+use crate::backend::cpu::log_sum_exp::LogSumExp;
+use crate::backend::cpu::math::{exp, ln};
+use crate::backend::cpu::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::softcap::Softcap;
+
+/// The logits of one position.
+pub(super) struct Logits<'a, F> {
+    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity
+    pub(super) rows: &'a mut [F],
+    pub(super) stride: usize,
+    pub(super) vocab: usize,
+    /// `[K]`
+    pub(super) lse: &'a [LogSumExp<F>],
+    /// `[K]`
+    pub(super) log_priors: &'a [F],
+    pub(super) softcap: Option<Softcap<F>>,
+}
+
+/// Buffers that a thread reuses for every position.
+pub(super) struct Scratch<F> {
+    pub(super) components: Components<F>,
+    /// `[stride]`: log p(v)
+    pub(super) log_probs: Vec<F>,
+    /// `[stride]`: the largest of log(pi_k p_k(v)) over k, subtracted before exponentiation
+    pub(super) reference: Vec<F>,
+    /// `[stride]`: soft_v over the sum of pi_k p_k(v) / exp(reference_v), so that soft_v r_k(v) = share_v pi_k p_k(v) /
+    /// exp(reference_v)
+    pub(super) share: Vec<F>,
+}
+
+impl<F: Float> Scratch<F> {
+    /// Buffers for rows of `stride` elements; the ones that the task does not need are empty.
+    pub(super) fn new(components: usize, stride: usize, all_ids: bool, soft_targets: bool) -> Self {
+        let row = |is_needed| vec![F::zero(); if is_needed { stride } else { 0 }];
+        let components = Components::new(components);
+        Scratch { components, log_probs: row(all_ids), reference: row(soft_targets), share: row(soft_targets) }
+    }
+}
+
+/// The log-probabilities of one position, written to `scratch.log_probs`.
+pub(super) struct LogProbRows<'a, F> {
+    pub(super) logits: Logits<'a, F>,
+    pub(super) scratch: &'a mut Scratch<F>,
+}
+
+impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) {
+        self.scratch.components.set(self.logits.lse, self.logits.log_priors);
+        self.logits.mix(v, None, self.scratch);
+    }
+}
+
+impl<F: Float> Logits<'_, F> {
+    /// Computes `log p(v)` for every id and, for soft targets, its `reference` and `share`.
+    #[inline(always)]
+    pub(super) fn mix<V: Vector<F>>(&self, v: V, soft: Option<&[F]>, scratch: &mut Scratch<F>) {
+        let rows = V::registers(self.rows);
+        let log_probs = V::registers_mut(&mut scratch.log_probs);
+        let (references, shares) = (V::registers_mut(&mut scratch.reference), V::registers_mut(&mut scratch.share));
+        let soft = soft.map(V::registers);
+        let width = log_probs.len();
+        let components = scratch.components.scales();
+        let zero = v.splat(F::zero());
+        for i in 0..width {
+            let largest = largest_term(v, &rows[i..], width, components.clone());
+            let (log_p, reference, sum) = mix_register(v, &rows[i..], width, components.clone(), largest);
+            log_probs[i] = log_p;
+            if let Some(soft) = soft {
+                references[i] = reference;
+                // An id without mass gets no share, nor does an id of probability zero: it contributes no gradient.
+                shares[i] = v.if_equal(soft[i], zero, zero, v.if_equal(sum, zero, zero, v.div(soft[i], sum)));
+            }
+        }
+    }
+}
+
+/// The largest of `log(pi_k p_k(v))` for the ids of one register, from the logits of K components, `stride` registers
+/// apart. `components` yields the largest logit and the `log_scale` of each.
+#[inline(always)]
+pub(super) fn largest_term<F: Float, V: Vector<F>>(
+    v: V,
+    logits: &[V::Reg],
+    stride: usize,
+    components: impl Iterator<Item = (F, F)>,
+) -> V::Reg {
+    let mut largest = v.splat(F::neg_infinity());
+    for (k, (row_largest, log_scale)) in components.enumerate() {
+        let term = v.add(v.sub(logits[k * stride], v.splat(row_largest)), v.splat(log_scale));
+        largest = v.max(largest, term);
+    }
+    largest
+}
+
+/// For the ids of one register: `log p(v)`, the reference that is subtracted from its terms, and the sum of their
+/// exponentials.
+#[inline(always)]
+pub(super) fn mix_register<F: Float, V: Vector<F>>(
+    v: V,
+    logits: &[V::Reg],
+    stride: usize,
+    components: impl ExactSizeIterator<Item = (F, F)>,
+    largest: V::Reg,
+) -> (V::Reg, V::Reg, V::Reg) {
+    let zero = v.splat(F::zero());
+    // If an id has probability zero, every term is exp(-inf - 0) = 0 instead of exp(-inf + inf).
+    let reference = v.if_equal(largest, v.splat(F::neg_infinity()), zero, largest);
+    // Rounding may give a value above zero.
+    let log_probability = |x| v.if_less(zero, x, zero, x);
+    if components.len() == 1 {
+        return (log_probability(largest), reference, v.splat(F::one()));
+    }
+    let mut sum = zero;
+    for (k, (row_largest, log_scale)) in components.enumerate() {
+        let term = v.add(v.sub(logits[k * stride], v.splat(row_largest)), v.splat(log_scale));
+        sum = v.add(sum, exp(v, v.sub(term, reference)));
+    }
+    (log_probability(v.add(reference, ln(v, sum))), reference, sum)
+}

@@ -1,0 +1,313 @@
+//! A loss, log-probabilities, or the distributions that decoding reads, in two passes over a chunk's logits.
+//!
+//! The first product writes the logits, and the log-sum-exps of a tile are taken while it is in the cache. For a loss, a
+//! row kernel then replaces the logits by their gradient, which is an operand of the second and third product.
+
+mod distribution;
+mod loss_rows;
+mod mix;
+mod products;
+mod tile_log_sum_exp;
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::components::PositionLoss;
+use super::dtype::Element;
+use super::inputs::Inputs;
+use super::log_sum_exp::LogSumExp;
+use super::memory::{zeros, Workspace};
+use super::results::BufferedGradients;
+use super::simd::{Float, ROW_ALIGN};
+use super::targets::Targets;
+use crate::backend::contract::{NeedsGrad, Sizes, Task, Visit};
+use crate::backend::plan::Plan;
+use crate::backend::schedule::Steps;
+use crate::error::Result;
+use distribution::PositionRows;
+use loss_rows::{LossRows, RowGradients};
+use mix::{LogProbRows, Logits, Scratch};
+use tile_log_sum_exp::TileLogSumExp;
+
+/// Maximum number of parts into which a chunk's positions are split if the bias needs a gradient. Each part accumulates
+/// its own gradient, and these are added in order, so that the sum does not depend on the number of threads.
+const BIAS_PARTS: usize = 16;
+
+pub(super) fn workspace(sizes: Sizes, task: Task) -> Workspace {
+    let Sizes { context_dim, vocab, .. } = sizes;
+    let stride = vocab.next_multiple_of(ROW_ALIGN);
+    let tile = products::VOCAB_TILE.min(stride);
+    // The log-sum-exp of each tile, in two parts.
+    let summaries = 2 * vocab.div_ceil(tile);
+    // Contexts and their gradient, if they are widened or only some rows are live.
+    let contexts = 2 * context_dim;
+    let per_row = stride + summaries + contexts;
+    let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
+    let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
+    // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
+    let per_thread = scratch_rows * stride + products::buffered_tile(context_dim, vocab);
+    Workspace { per_row, fixed: stride * (2 + bias_parts), per_thread }
+}
+
+pub(super) struct TwoPasses<'a, T: Element> {
+    inputs: Inputs<'a, T>,
+    /// Distance between rows of the logits, in elements.
+    stride: usize,
+
+    /// `[rows of a chunk, stride]`: logits, then their gradient
+    logits: Vec<T::Acc>,
+    /// `[rows of a chunk]`
+    lse: Vec<LogSumExp<T::Acc>>,
+    /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or the live rows' contexts; unused if the products
+    /// read the stored contexts
+    chunk_contexts: Vec<T::Acc>,
+    /// `[rows of a chunk, d]`: the gradient of the live rows' contexts, unless all rows are live
+    chunk_gradient: Vec<T::Acc>,
+    /// The chunk's rows whose logits have a nonzero gradient; they come first in `logits` and in `chunk_contexts`.
+    live_rows: LiveRows,
+
+    /// Present if a loss is computed.
+    targets: Option<&'a Targets<T::Acc>>,
+    /// `[positions]`
+    pub(super) losses: Vec<PositionLoss>,
+    pub(super) gradients: BufferedGradients<T>,
+}
+
+/// The rows of a chunk that take part in the second and third product.
+enum LiveRows {
+    All(usize),
+    /// Indices of rows of the chunk, in the order in which they now lie in front
+    Some(Vec<usize>),
+}
+
+impl LiveRows {
+    fn len(&self) -> usize {
+        match self {
+            LiveRows::All(rows) => *rows,
+            LiveRows::Some(rows) => rows.len(),
+        }
+    }
+}
+
+impl<'a, T: Element> TwoPasses<'a, T> {
+    pub(super) fn new(inputs: Inputs<'a, T>, plan: &Plan) -> Self {
+        let sizes = inputs.sizes;
+        let stride = inputs.bias.len();
+        TwoPasses {
+            inputs,
+            stride,
+            logits: zeros(plan.rows_per_chunk * stride),
+            lse: Vec::new(),
+            chunk_contexts: Vec::new(),
+            chunk_gradient: Vec::new(),
+            live_rows: LiveRows::All(0),
+            targets: None,
+            losses: vec![PositionLoss::default(); sizes.positions],
+            gradients: BufferedGradients::new(sizes, sizes.vocab, NeedsGrad::default(), None),
+        }
+    }
+
+    /// Adds the targets of a loss, and its gradients.
+    pub(super) fn with_targets(self, targets: &'a Targets<T::Acc>, gradients: BufferedGradients<T>) -> Self {
+        TwoPasses { targets: Some(targets), gradients, ..self }
+    }
+
+    /// Runs a query on the distribution of each of the chunk's positions.
+    pub(super) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let first = positions.start;
+        let visit_position = |position: usize| {
+            let rows = (position - first) * components..(position - first + 1) * components;
+            let log_priors = &self.inputs.log_priors[position * components..][..components];
+            let logits = &self.logits[rows.start * self.stride..rows.end * self.stride];
+            visit.visit(
+                position,
+                &PositionRows::new(logits, self.stride, vocab, &self.lse[rows], log_priors, self.inputs.isa),
+            )
+        };
+        positions.into_par_iter().map(visit_position).collect()
+    }
+
+    /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.
+    pub(super) fn log_prob_rows<O: Element<Acc = T::Acc>>(&mut self, positions: Range<usize>, to: &mut [O]) {
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let log_priors = &self.inputs.log_priors[positions.start * components..];
+        self.logits
+            .par_chunks_exact_mut(components * stride)
+            .zip(log_priors.par_chunks_exact(components))
+            .zip(self.lse.par_chunks_exact(components))
+            .zip(to.par_chunks_exact_mut(vocab))
+            .for_each_init(
+                || Scratch::new(components, stride, true, false),
+                |scratch, (((rows, log_priors), lse), to)| {
+                    let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
+                    T::Acc::dispatch(isa, LogProbRows { logits, scratch });
+                    for (to, &from) in to.iter_mut().zip(&scratch.log_probs) {
+                        *to = O::narrow(from);
+                    }
+                },
+            );
+    }
+
+    /// Moves the live rows of the logits' gradient to the front, each dead row there being replaced by a live one from
+    /// behind, and copies their contexts to `chunk_contexts`.
+    fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
+        let count = live.iter().filter(|&&live| live).count();
+        if count == live.len() {
+            self.live_rows = LiveRows::All(count);
+            return;
+        }
+        let (d, stride) = (self.inputs.sizes.context_dim, self.stride);
+        let mut behind = (count..live.len()).filter(|&row| live[row]);
+        // In front, as many rows are dead as are live behind.
+        let order: Vec<usize> =
+            (0..count).filter_map(|row| if live[row] { Some(row) } else { behind.next() }).collect();
+        self.chunk_contexts.clear();
+        for (to, &from) in order.iter().enumerate() {
+            if to != from {
+                self.logits.copy_within(from * stride..(from + 1) * stride, to * stride);
+            }
+            let context = &self.inputs.contexts[(rows.start + from) * d..][..d];
+            self.chunk_contexts.extend(context.iter().map(|x| x.widen()));
+        }
+        self.live_rows = LiveRows::Some(order);
+    }
+
+    fn rows(&self, positions: Range<usize>) -> Range<usize> {
+        positions.start * self.inputs.sizes.components..positions.end * self.inputs.sizes.components
+    }
+}
+
+impl<T: Element> Steps for TwoPasses<'_, T> {
+    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
+        let d = self.inputs.sizes.context_dim;
+        let Inputs { isa, logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
+        let (isa, scale, softcap) = (*isa, *scale, *softcap);
+        let rows = self.rows(positions);
+        let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let logits = &mut self.logits[..rows.len() * self.stride];
+        // Each tile has the log-sum-exp of every row.
+        let tiles = products::logits(logits, self.stride, contexts, *decoder, isa, |ids, tile| {
+            let mut lse = Vec::with_capacity(tile.rows);
+            for r in 0..tile.rows {
+                let row = tile.row_mut(r);
+                let bias = &bias[ids.start..][..row.len()];
+                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap }));
+            }
+            lse
+        });
+        let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|tile| tile[r]));
+        self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
+        Ok(())
+    }
+
+    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
+        let Some(targets) = self.targets else { return Ok(()) };
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let (stride, isa, softcap, lse) = (self.stride, self.inputs.isa, self.inputs.softcap, &self.lse);
+        let logit_scale = self.inputs.logit_scale;
+        let rows = self.rows(positions.clone());
+        let mut live = vec![false; rows.len()];
+        let gradients = &mut self.gradients;
+
+        let parts = if gradients.bias.is_some() { BIAS_PARTS } else { usize::MAX };
+        let part = positions.len().div_ceil(parts.min(positions.len())).max(1);
+        let mut bias_parts = zeros(if gradients.bias.is_some() { positions.len().div_ceil(part) * stride } else { 0 });
+        let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
+        bias_slots.resize_with(positions.len().div_ceil(part), || None);
+        let mut unused = zeros(if gradients.needed { 0 } else { rows.len() });
+        let log_priors = if gradients.needed { &mut gradients.log_priors[rows.clone()] } else { &mut unused[..] };
+
+        self.logits[..rows.len() * stride]
+            .par_chunks_mut(part * components * stride)
+            .zip(self.losses[positions.clone()].par_chunks_mut(part))
+            .zip(live.par_chunks_mut(part * components))
+            .zip(log_priors.par_chunks_mut(part * components))
+            .zip(bias_slots)
+            .enumerate()
+            .for_each_init(
+                || Scratch::new(components, stride, targets.are_soft() || targets.terms.correct, targets.are_soft()),
+                |scratch, (i, ((((logits, losses), live), log_priors), mut bias_gradient))| {
+                    let rows_of_positions = logits
+                        .chunks_exact_mut(components * stride)
+                        .zip(losses)
+                        .zip(live.chunks_exact_mut(components))
+                        .zip(log_priors.chunks_exact_mut(components));
+                    for (j, (((logits, loss), live), log_prior_gradient)) in rows_of_positions.enumerate() {
+                        let position = positions.start + i * part + j;
+                        let Some(target) = targets.position(position) else { continue };
+                        let kernel = LossRows {
+                            logits: Logits {
+                                rows: logits,
+                                stride,
+                                vocab,
+                                lse: &lse[(i * part + j) * components..][..components],
+                                log_priors: &self.inputs.log_priors[position * components..][..components],
+                                softcap,
+                            },
+                            target,
+                            gradients: gradients.needed.then(|| RowGradients {
+                                scale: targets.scale(position),
+                                logit_scale,
+                                log_priors: log_prior_gradient,
+                                bias: bias_gradient.as_deref_mut(),
+                                live,
+                            }),
+                            scratch,
+                        };
+                        *loss = T::Acc::dispatch(isa, kernel);
+                    }
+                },
+            );
+
+        if let Some(bias) = &mut gradients.bias {
+            for part in bias_parts.chunks_exact(stride) {
+                for (sum, &g) in bias.iter_mut().zip(part) {
+                    *sum += g;
+                }
+            }
+        }
+        if gradients.needed {
+            self.gather_live_rows(rows, &live);
+        }
+        Ok(())
+    }
+
+    fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(positions), self.inputs.sizes.context_dim);
+        let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
+        match &self.live_rows {
+            LiveRows::All(_) => products::context_gradient(gradient, &self.logits, self.stride, self.inputs.decoder),
+            LiveRows::Some(rows) => {
+                self.chunk_gradient.resize(rows.len() * d, num_traits::Zero::zero());
+                products::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.inputs.decoder);
+                for (&row, values) in rows.iter().zip(self.chunk_gradient.chunks_exact(d)) {
+                    gradient[row * d..(row + 1) * d].copy_from_slice(values);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let (rows, d) = (self.rows(positions), self.inputs.sizes.context_dim);
+        if self.gradients.weight.is_empty() {
+            return Ok(());
+        }
+        let live = self.live_rows.len();
+        let stored = T::as_acc(&self.inputs.contexts[rows.start * d..rows.end * d]);
+        let contexts = match (&self.live_rows, stored) {
+            (LiveRows::All(_), Some(stored)) => stored,
+            _ => &self.chunk_contexts[..live * d],
+        };
+        let gradients = &mut self.gradients;
+        if live > 0 {
+            let started = gradients.weight_started;
+            products::decoder_gradient(&mut gradients.weight, started, &self.logits, self.stride, contexts, d);
+            gradients.weight_started = true;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,415 @@
+//! A loss on a GPU: the steps of its chunks, its results and its gradients.
+
+use std::ops::Range;
+
+use candle_core::{DType, Tensor};
+
+use super::arguments::Argument;
+use super::chunks::{matrix, Chunks, Mixed};
+use super::device::{Buffer, Gpu, Matrix, Product, BLOCK};
+use super::objective::Prepared;
+use super::own_targets::OwnTargets;
+use crate::backend::contract::{Gradients, LossResults, NeedsGrad, Objective, Operands, Sizes, SoFar};
+use crate::backend::plan::Plan;
+use crate::backend::schedule::Steps;
+use crate::error::Result;
+
+pub(super) fn loss<G: Gpu>(
+    gpu: &G,
+    operands: &Operands,
+    objective: &Objective,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    let prepared = Prepared::new(gpu, objective, operands)?;
+    let own = match objective {
+        Objective::Targets(loss) => OwnTargets::new(operands, loss)?,
+        Objective::LogProbs { .. } => None,
+    };
+    let mut chunks = LossChunks::new(gpu, operands, prepared, own.as_ref(), objective.so_far(), needs_grad, plan)?;
+    chunks.run_loss(plan, needs_grad)?;
+
+    let positions = operands.sizes.positions;
+    let of_positions = |padded: &Tensor| padded.narrow(0, 0, positions);
+    let LossChunks { objective, results: Results { nll, losses, argmax, masses }, .. } = &chunks;
+    let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
+    let Some(ids) = &objective.ids else {
+        // The caller has the log-probabilities, and needs only the gradients.
+        let (objective, nll) = (of_positions(losses)?, of_positions(nll)?);
+        let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
+        let gradients = chunks.into_gradients(needs_grad)?;
+        return Ok(LossResults { objective, nll, sum, count, correct: None, dropped_mass: None, gradients });
+    };
+    let weighted = weigh(&ids.weights.tensor, losses)?;
+    let count_correct = || {
+        let is_correct = argmax.tensor.eq(&ids.ids.tensor)?;
+        // A NaN distribution has no most probable id.
+        let is_number = nll.eq(nll)?;
+        (is_correct.to_dtype(DType::F32)? * is_number.to_dtype(DType::F32)?)?.sum_all()
+    };
+    let correct = objective.terms.correct.then(count_correct).transpose()?;
+    let share_of_dropped = || {
+        let masses = masses.tensor.reshape(((), 2))?;
+        let weights = ids.weights.tensor.abs()?;
+        let total = |column| weigh(&weights, &masses.narrow(1, column, 1)?.squeeze(1)?.contiguous()?)?.sum_all();
+        let (dropped, all) = (total(0)?, total(1)?);
+        let is_zero = all.eq(0f32)?;
+        is_zero.where_cond(&dropped.zeros_like()?, &(dropped / &all)?)
+    };
+    let dropped_mass = (objective.terms.gradient_filter > 0.0).then(share_of_dropped).transpose()?;
+    let (objective, nll) = (of_positions(&weighted)?, of_positions(nll)?);
+    let (sum, count) = (weighted.sum_all()?, ids.count.clone());
+    let of_own_logits = chunks.own_gradient()?;
+    let gradients = chunks.into_gradients(needs_grad)?;
+    let gradients = match own.zip(of_own_logits) {
+        Some((own, of_logits)) => own.add_to(gradients, &of_logits, operands)?,
+        None => gradients,
+    };
+    Ok(LossResults { objective, nll, sum, count, correct, dropped_mass, gradients })
+}
+
+/// `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
+fn weigh(weights: &Tensor, values: &Tensor) -> candle_core::Result<Tensor> {
+    weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)
+}
+
+struct LossChunks<'a, G> {
+    chunks: Chunks<'a, G>,
+    objective: Prepared,
+    targets: Targets,
+    results: Results,
+    gradients: Option<GradientBuffers>,
+}
+
+/// What the targets need besides the logits of the vocabulary.
+enum Targets {
+    /// Each target is one id of the vocabulary.
+    Hard,
+    /// All ids have mass: the mixture's log-probabilities, `[positions of a chunk, stride]`.
+    Soft(Buffer),
+    /// Each target is an entry of its own: its logits, `[positions, K]`.
+    Own(Buffer),
+}
+
+/// The results of all positions, `[positions]` each.
+struct Results {
+    nll: Buffer,
+    losses: Buffer,
+    argmax: Buffer,
+    /// `[positions, 2]`: the magnitude of the mass that the filter drops, and of all mass
+    masses: Buffer,
+}
+
+/// The gradients that are needed.
+struct GradientBuffers {
+    logits: LogitGradient,
+    contexts: Option<Buffer>,
+    log_priors: Buffer,
+    /// If targets are entries of their own: their logits' gradient, `[positions, K]`
+    own: Option<Buffer>,
+    weight: Option<Buffer>,
+    /// Whether `weight` holds the gradient of earlier losses
+    has_so_far: bool,
+    bias: Option<BiasGradient>,
+}
+
+/// Where the kernels write the gradient of a chunk's logits, which is an operand of the second and third product.
+enum LogitGradient {
+    /// It replaces the logits.
+    InPlace,
+    /// `[rows of a chunk, stride]`, in the dtype of the products
+    Separate(Buffer),
+    /// `[rows of a chunk, stride]`, of the rows that the filter keeps
+    Filtered(Buffer, Live),
+}
+
+/// The rows of a chunk that the filter keeps. Products with the gradient of the logits use only these.
+struct Live {
+    /// `[rows of a chunk]`: their indices
+    rows: Buffer,
+    /// `[1]`: their number, on the device
+    count: Buffer,
+    /// Their number, read back
+    known_count: usize,
+    /// `[rows of a chunk, d]`: their contexts
+    contexts: Buffer,
+    /// `[rows of a chunk, d]`
+    context_gradients: Buffer,
+}
+
+struct BiasGradient {
+    sum: Buffer,
+    /// `[rows of a chunk]`, in the dtype of the products: the product with it sums rows
+    ones: Buffer,
+}
+
+impl GradientBuffers {
+    fn new<G: Gpu>(
+        chunks: &Chunks<'_, G>,
+        filters: bool,
+        has_own: bool,
+        so_far: Option<Tensor>,
+        needs_grad: NeedsGrad,
+    ) -> Result<Self> {
+        let Chunks { gpu, inputs, stride, rows_per_chunk: rows, .. } = chunks;
+        let Sizes { positions, components, context_dim, vocab } = inputs.sizes;
+        let device = inputs.contexts.tensor.device();
+        let dtype = gpu.kind().gradient_dtype(inputs.dtype);
+        let zeros = |n, dtype| Buffer::zeros(*gpu, n, dtype, device);
+        let optional = |is_needed: bool, n| is_needed.then(|| zeros(n, DType::F32)).transpose();
+        Ok(GradientBuffers {
+            logits: match (filters, dtype) {
+                (false, DType::F32) => LogitGradient::InPlace,
+                (false, _) => LogitGradient::Separate(zeros(rows * stride, dtype)?),
+                (true, _) => {
+                    let live = Live {
+                        rows: zeros(*rows, DType::U32)?,
+                        count: zeros(1, DType::U32)?,
+                        known_count: 0,
+                        contexts: zeros(rows * context_dim, inputs.dtype)?,
+                        context_gradients: zeros(rows * context_dim, DType::F32)?,
+                    };
+                    LogitGradient::Filtered(zeros(rows * stride, dtype)?, live)
+                }
+            },
+            contexts: optional(needs_grad.contexts, positions * components * context_dim)?,
+            log_priors: zeros(positions * components, DType::F32)?,
+            own: optional(has_own, positions * components)?,
+            has_so_far: so_far.is_some(),
+            weight: match so_far {
+                Some(so_far) => Some(Buffer::new(*gpu, so_far.to_dtype(DType::F32)?.flatten_all()?.contiguous()?)?),
+                None => optional(needs_grad.weight, vocab * context_dim)?,
+            },
+            bias: match needs_grad.bias {
+                true => Some(BiasGradient {
+                    sum: zeros(vocab, DType::F32)?,
+                    ones: Buffer::new(*gpu, Tensor::ones(*rows, dtype, device)?)?,
+                }),
+                false => None,
+            },
+        })
+    }
+
+    fn live(&self) -> Option<&Live> {
+        match &self.logits {
+            LogitGradient::Filtered(_, live) => Some(live),
+            LogitGradient::InPlace | LogitGradient::Separate(_) => None,
+        }
+    }
+
+    /// The gradient of the chunk's logits, `[rows, vocab]`, as an operand of a product.
+    fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> Matrix {
+        let buffer = match &self.logits {
+            LogitGradient::InPlace => &chunks.logits,
+            LogitGradient::Separate(gradient) | LogitGradient::Filtered(gradient, _) => gradient,
+        };
+        matrix(buffer, 0, chunks.stride)
+    }
+
+    /// The number of rows of this matrix, and their contexts.
+    fn rows<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>) -> (usize, Matrix) {
+        let (rows, d) = (chunks.inputs.rows(positions), chunks.inputs.sizes.context_dim);
+        match self.live() {
+            Some(live) => (live.known_count, matrix(&live.contexts, 0, d)),
+            None => (rows.len(), matrix(&chunks.inputs.contexts, rows.start, d)),
+        }
+    }
+}
+
+impl<'a, G: Gpu> LossChunks<'a, G> {
+    fn new(
+        gpu: &'a G,
+        operands: &Operands,
+        objective: Prepared,
+        own: Option<&OwnTargets>,
+        so_far: Option<&SoFar>,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<Self> {
+        let chunks = Chunks::new(gpu, operands, plan)?;
+        let positions = operands.sizes.positions.max(1);
+        let zeros = |n, dtype| Buffer::zeros(gpu, n, dtype, operands.contexts.device());
+        let gradients = || {
+            let so_far = so_far.filter(|_| needs_grad.weight).and_then(SoFar::take);
+            GradientBuffers::new(&chunks, objective.terms.gradient_filter > 0.0, own.is_some(), so_far, needs_grad)
+        };
+        Ok(LossChunks {
+            targets: match own {
+                Some(own) => Targets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
+                None if objective.is_soft() => Targets::Soft(chunks.log_prob_rows()?),
+                None => Targets::Hard,
+            },
+            results: Results {
+                nll: zeros(positions, DType::F32)?,
+                losses: zeros(positions, DType::F32)?,
+                argmax: zeros(positions, DType::U32)?,
+                masses: zeros(2 * positions, DType::F32)?,
+            },
+            gradients: needs_grad.any().then(gradients).transpose()?,
+            objective,
+            chunks,
+        })
+    }
+
+    /// The gradient of the logits of targets that are entries of their own, `[positions, K]`.
+    fn own_gradient(&self) -> Result<Option<Tensor>> {
+        let Sizes { positions, components, .. } = self.chunks.inputs.sizes;
+        let Some(own) = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref()) else { return Ok(None) };
+        let gradient = own.tensor.narrow(0, 0, positions * components)?.reshape((positions, components))?;
+        Ok(Some(gradient.broadcast_mul(&self.objective.factor)?))
+    }
+
+    /// The gradients. The kernels leave the factor of all positions to this step only for the log-priors.
+    fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
+        let Sizes { positions, components, context_dim, vocab } = self.chunks.inputs.sizes;
+        let Some(gradients) = self.gradients else { return Ok(Gradients::default()) };
+        let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
+            gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
+        };
+        let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
+        let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
+        Ok(Gradients {
+            contexts: shaped(gradients.contexts, &[positions, components, context_dim])?,
+            log_priors: log_priors.filter(|_| needs_grad.log_priors).map(scaled).transpose()?,
+            weight: shaped(gradients.weight, &[vocab, context_dim])?,
+            bias: shaped(gradients.bias.map(|bias| bias.sum), &[vocab])?,
+        })
+    }
+
+    fn arguments(&self, positions: &Range<usize>) -> [Argument; 3] {
+        let own = if let Targets::Own(logits) = &self.targets { Some(logits) } else { None };
+        self.chunks.arguments(positions, self.objective.argument(positions.start), own)
+    }
+
+    /// Finds the rows that have a gradient. Reading back their number, the size of the next products, synchronizes.
+    fn find_live(&mut self, positions: &Range<usize>) -> Result<()> {
+        let [.., row_values] = self.arguments(positions);
+        let Chunks { gpu, inputs, .. } = &self.chunks;
+        let (rows, d) = (inputs.rows(positions), inputs.sizes.context_dim);
+        let Some(GradientBuffers { logits: LogitGradient::Filtered(_, live), .. }) = &mut self.gradients else {
+            return Ok(());
+        };
+        let (indices, count) = (live.rows.at(0), Argument::Write(live.count.at(0)));
+        let row_count = Argument::Int(rows.len() as i32);
+        gpu.launch("live_rows", 1, &[row_values, Argument::Write(indices), count, row_count])?;
+        live.known_count = live.count.tensor.to_vec1::<u32>()?[0] as usize;
+        let arguments = [
+            Argument::Read(inputs.contexts.at(rows.start * d)),
+            Argument::Read(indices),
+            Argument::Write(live.contexts.at(0)),
+            Argument::Int(d as i32),
+        ];
+        gpu.launch(&format!("gather_rows_{}", inputs.dtype.as_str()), live.known_count, &arguments)
+    }
+}
+
+impl<G: Gpu> Steps for LossChunks<'_, G> {
+    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
+        self.chunks.logits(&positions, &self.arguments(&positions))
+    }
+
+    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
+        let (gpu, Sizes { vocab, components, .. }) = (self.chunks.gpu, self.chunks.inputs.sizes);
+        let rows = self.chunks.inputs.rows(&positions);
+        let position_blocks = positions.len().div_ceil(BLOCK);
+        let arguments @ [logits, objective, row_values] = self.arguments(&positions);
+        let [position_count, components] = [positions.len(), components].map(|n| Argument::Int(n as i32));
+
+        let Results { nll, losses, argmax, masses } = &self.results;
+        let [nll, losses, argmax] = [nll, losses, argmax].map(|buffer| buffer.at(positions.start));
+        let [of_nll, of_losses] = [nll, losses].map(Argument::Write);
+        let position_loss = [objective, row_values, of_nll, of_losses, position_count, components];
+        gpu.launch("position_loss", position_blocks, &position_loss)?;
+
+        let soft = if let Targets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
+        let log_probs = Argument::Read(soft.map_or(0, |log_probs| log_probs.at(0)));
+        if soft.is_some() || self.objective.terms.correct {
+            let to = soft.map(|log_probs| (log_probs, 0, self.chunks.stride));
+            let argmax = if self.objective.terms.correct { argmax } else { 0 };
+            self.chunks.mix(&positions, &arguments, Mixed { log_probs: to, losses, argmax })?;
+        }
+        if soft.is_some() {
+            gpu.launch("row_soft_mass", rows.len(), &[logits, objective, row_values, log_probs])?;
+        }
+        if self.gradients.is_none() && self.objective.terms.gradient_filter == 0.0 {
+            return Ok(());
+        }
+        let log_priors = self.gradients.as_ref().map_or(0, |gradients| gradients.log_priors.at(rows.start));
+        let own = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref());
+        let own = own.map_or(0, |own| own.at(rows.start));
+        let [log_priors, own, masses] = [log_priors, own, masses.at(2 * positions.start)].map(Argument::Write);
+        let arguments = [objective, row_values, log_priors, own, masses, position_count, components];
+        gpu.launch("position_scales", position_blocks, &arguments)?;
+        self.find_live(&positions)?;
+        let Some(gradients) = &self.gradients else { return Ok(()) };
+        let (row_count, _) = gradients.rows(&self.chunks, &positions);
+        let live = Argument::Read(gradients.live().map_or(0, |live| live.rows.at(0)));
+        let matrix_of_logits = gradients.logit_matrix(&self.chunks);
+        let kernel = format!("row_gradient_{}", matrix_of_logits.dtype.as_str());
+        let to = Argument::Write(matrix_of_logits.address);
+        gpu.launch(&kernel, row_count, &[logits, objective, row_values, log_probs, live, to])?;
+
+        // Without live rows there is nothing to add: the gradients start as zeros.
+        let Some(bias) = gradients.bias.as_ref().filter(|_| row_count > 0) else { return Ok(()) };
+        gpu.multiply(&Product {
+            m: vocab,
+            n: 1,
+            k: row_count,
+            lhs: Matrix { transposed: true, ..matrix_of_logits },
+            rhs: matrix(&bias.ones, 0, 1),
+            out: bias.sum.at(0),
+            out_stride: 1,
+            alpha: self.objective.alpha(),
+            accumulate: positions.start > 0,
+        })
+    }
+
+    fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let Sizes { context_dim: d, vocab, .. } = self.chunks.inputs.sizes;
+        let Some(gradients) = &self.gradients else { return Ok(()) };
+        let Some(contexts) = &gradients.contexts else { return Ok(()) };
+        let (row_count, _) = gradients.rows(&self.chunks, &positions);
+        let destination = contexts.at(self.chunks.inputs.rows(&positions).start * d);
+        self.chunks.gpu.multiply(&Product {
+            m: row_count,
+            n: d,
+            k: vocab,
+            lhs: gradients.logit_matrix(&self.chunks),
+            rhs: self.chunks.inputs.decoder(false),
+            out: gradients.live().map_or(destination, |live| live.context_gradients.at(0)),
+            out_stride: d,
+            alpha: self.objective.alpha(),
+            accumulate: false,
+        })?;
+        let Some(live) = gradients.live() else { return Ok(()) };
+        let arguments = [
+            Argument::Read(live.context_gradients.at(0)),
+            Argument::Read(live.rows.at(0)),
+            Argument::Write(destination),
+            Argument::Int(d as i32),
+        ];
+        self.chunks.gpu.launch("scatter_rows", row_count, &arguments)
+    }
+
+    fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let Sizes { context_dim: d, vocab, .. } = self.chunks.inputs.sizes;
+        let Some(gradients) = &self.gradients else { return Ok(()) };
+        let Some(weight) = &gradients.weight else { return Ok(()) };
+        let (row_count, contexts) = gradients.rows(&self.chunks, &positions);
+        if row_count == 0 {
+            return Ok(());
+        }
+        self.chunks.gpu.multiply(&Product {
+            m: vocab,
+            n: d,
+            k: row_count,
+            lhs: Matrix { transposed: true, ..gradients.logit_matrix(&self.chunks) },
+            rhs: contexts,
+            out: weight.at(0),
+            out_stride: d,
+            alpha: self.objective.alpha(),
+            // Otherwise the first chunk overwrites.
+            accumulate: positions.start > 0 || gradients.has_so_far,
+        })
+    }
+}

@@ -1,0 +1,293 @@
+//! Searches for the most probable sequences with a beam.
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::decoding::TopK;
+use crate::error::{Error, Result};
+use crate::heads::OutputLayer;
+use crate::tensors::checks::{check_elements, check_number, check_sizes, check_targets};
+use crate::tensors::transfer;
+
+/// Beam search for a batch of sentences, over any model that ranks the next token.
+///
+/// Each step extends the `width` most probable open sequences of a sentence by every token id and keeps the `width`
+/// best; sequences that reach the end token are finished. A sentence is done when no open sequence can still score
+/// above its `n_best` finished ones, or at `max_length`. Sequences are ranked by
+///
+/// ```text
+/// score = log P(sequence) / ((5 + length) / 6)^alpha        (Wu et al., 2016, equation 14)
+/// ```
+///
+/// where the length counts the end token. With width 1 and `alpha` 0 this is greedy search.
+///
+/// # Examples
+///
+/// A "model" whose hidden state is the embedding of the last token:
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{BeamSearch, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let cpu = &Device::Cpu;
+/// // Token 0 ends a sequence; after token 1 comes 2, after 2 comes 0.
+/// let embeddings = Tensor::new(&[[0f32, 0., 0.], [0., 0., 9.], [9., 0., 0.]], cpu)?;
+/// let head = SoftmaxHead::from_tensors(Tensor::eye(3, candle_core::DType::F32, cpu)?, None)?;
+/// let search = BeamSearch::new(0).with_width(2).with_max_length(10);
+/// let start = Tensor::new(&[1u32, 2], cpu)?; // two sentences
+/// let found = search.run(&head, &start, |tokens, _parents| embeddings.index_select(tokens, 0))?;
+/// assert_eq!(found[0][0].token_ids, [2]);
+/// assert!(found[1][0].token_ids.is_empty() && found[1][0].finished);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Yonghui Wu et al.: Google's Neural Machine Translation System: Bridging the Gap between Human and Machine
+/// Translation. 2016, arXiv 1609.08144.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct BeamSearch {
+    /// The token id that ends a sequence.
+    pub end: u32,
+    /// The number of open sequences of a sentence. The default is 4.
+    pub width: usize,
+    /// The maximum number of tokens of a sequence, including the end token. The default is 100.
+    pub max_length: usize,
+    /// The number of results per sentence, at most `width`. The default is 1.
+    pub n_best: usize,
+    /// The exponent `alpha` of the length penalty. The default is 0: no penalty.
+    pub length_penalty: f64,
+}
+
+/// A sequence found by [`BeamSearch`].
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Hypothesis {
+    /// The token ids, without the start token and the end token.
+    pub token_ids: Vec<u32>,
+    /// The log-probability of the sequence in nats, including the end token if it was reached.
+    pub log_prob: f64,
+    /// The log-probability in nats, divided by the length penalty.
+    pub score: f64,
+    /// Whether the end token was reached before the maximum length.
+    pub finished: bool,
+}
+
+/// A sequence that has not ended.
+struct Open {
+    /// Its sentence.
+    sentence: usize,
+    tokens: Vec<u32>,
+    log_prob: f64,
+}
+
+impl BeamSearch {
+    /// A search that stops at the token id `end`, with width 4, at most 100 tokens, one result, and no length penalty.
+    pub fn new(end: u32) -> Self {
+        BeamSearch { end, width: 4, max_length: 100, n_best: 1, length_penalty: 0.0 }
+    }
+
+    /// Sets the number of open sequences of a sentence. The default is 4.
+    pub fn with_width(self, width: usize) -> Self {
+        BeamSearch { width, ..self }
+    }
+
+    /// Sets the maximum number of tokens of a sequence, including the end token. The default is 100.
+    pub fn with_max_length(self, max_length: usize) -> Self {
+        BeamSearch { max_length, ..self }
+    }
+
+    /// Sets the number of results per sentence, at most `width`; fewer are returned if fewer are possible. The default
+    /// is 1.
+    pub fn with_n_best(self, n_best: usize) -> Self {
+        BeamSearch { n_best, ..self }
+    }
+
+    /// Sets the exponent `alpha` of the length penalty. The default is 0, no penalty; larger values favour longer
+    /// sequences.
+    pub fn with_length_penalty(self, alpha: f64) -> Self {
+        BeamSearch { length_penalty: alpha, ..self }
+    }
+
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the
+    /// best first.
+    ///
+    /// `step(tokens, parents)` feeds one token to each row and returns the hidden states after it, `[rows, hidden]`.
+    /// `tokens` and `parents` are `[rows]` (u32); `parents` is the row of the previous call that each row continues: a
+    /// state with the rows in its first dimension is reordered by `index_select(parents, 0)`. At the first call row i
+    /// is sentence i. The number of rows shrinks as sentences finish.
+    ///
+    /// # Shapes
+    ///
+    /// - start: `[batch]`; u8, u32 or i64
+    /// - tokens, parents: `[rows]`, u32
+    /// - hidden states from `step`: `[rows, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// If a number is out of range, `start` is not a vector of token ids, the hidden states do not match the head, a
+    /// distribution is NaN, or `step` fails.
+    pub fn run<E: From<Error>>(
+        &self,
+        head: &dyn OutputLayer,
+        start: &Tensor,
+        mut step: impl FnMut(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Vec<Vec<Hypothesis>>, E> {
+        self.search(head.vocab_size(), start, |tokens, parents, k| {
+            let hidden = step(tokens, parents)?;
+            if hidden.rank() != 2 || hidden.dim(0).ok() != tokens.dim(0).ok() {
+                return Err(Error::shape("hidden", format!("[{}, hidden]", tokens.elem_count()), hidden.dims()).into());
+            }
+            Ok(head.top_k(&hidden, k)?)
+        })
+    }
+
+    /// Searches for continuations of the `start` tokens, `[batch]` (u8, u32 or i64); returns one list per sentence, the
+    /// best first. It searches like [`BeamSearch::run`], but for a model without an output layer of this crate, or with
+    /// constraints on the next token.
+    ///
+    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, `[rows, k]`, or fewer if
+    /// fewer are allowed; an id of log-probability minus infinity is never chosen.
+    ///
+    /// # Shapes
+    ///
+    /// - start: `[batch]`; u8, u32 or i64
+    /// - tokens, parents: `[rows]`, u32
+    /// - the result of `next`: `[rows, k]`
+    ///
+    /// # Errors
+    ///
+    /// If a number is out of range, `start` is not a vector of token ids, `next` returns another number of rows, or it
+    /// fails.
+    pub fn search<E: From<Error>>(
+        &self,
+        vocab_size: usize,
+        start: &Tensor,
+        mut next: impl FnMut(&Tensor, &Tensor, usize) -> std::result::Result<TopK, E>,
+    ) -> std::result::Result<Vec<Vec<Hypothesis>>, E> {
+        self.validate(vocab_size)?;
+        let device = start.device();
+        let vector = |values: Vec<u32>| Tensor::new(values, device).map_err(Error::from);
+        if start.rank() != 1 {
+            return Err(Error::shape("start", "[batch]", start.dims()).into());
+        }
+        check_targets("start", start, start.dims())?;
+        check_elements("start", start.dims())?;
+        let mut tokens = read_start(start)?;
+        let mut finished = vec![Vec::new(); tokens.len()];
+        let mut open: Vec<Open> =
+            (0..tokens.len()).map(|sentence| Open { sentence, tokens: vec![], log_prob: 0.0 }).collect();
+        let mut parents: Vec<u32> = (0..tokens.len() as u32).collect();
+        // At most one continuation of each sequence ends, which leaves `width` others.
+        let k = self.width.saturating_add(1).min(vocab_size);
+        for length in 1..=self.max_length {
+            if open.is_empty() {
+                break;
+            }
+            let top = next(&vector(tokens)?, &vector(parents)?, k)?;
+            if top.token_ids.rank() != 2 || top.token_ids.dim(0).ok() != Some(open.len()) {
+                return Err(Error::shape("token_ids", format!("[{}, k]", open.len()), top.token_ids.dims()).into());
+            }
+            if top.log_probs.dims() != top.token_ids.dims() {
+                let expected = format!("{:?}", top.token_ids.dims());
+                return Err(Error::shape("log_probs", expected, top.log_probs.dims()).into());
+            }
+            let ids = top.token_ids.to_vec2::<u32>().map_err(Error::from)?;
+            let log_probs = transfer::matrix(&top.log_probs)?;
+            if let Some(position) = log_probs.iter().position(|row| row.iter().any(|x| x.is_nan())) {
+                return Err(Error::Distribution { position }.into());
+            }
+
+            let mut continued = Vec::new();
+            (tokens, parents) = (Vec::new(), Vec::new());
+            let mut first = 0;
+            while first < open.len() {
+                let sentence = open[first].sentence;
+                let rows = first..first + open[first..].iter().take_while(|o| o.sentence == sentence).count();
+                first = rows.end;
+                let mut continuations: Vec<(f64, usize, u32)> = rows
+                    .flat_map(|row| {
+                        let log_prob = open[row].log_prob;
+                        ids[row].iter().zip(&log_probs[row]).map(move |(&id, &x)| (log_prob + x, row, id))
+                    })
+                    .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
+                    .collect();
+                // Among equals, the sequence that ranked higher before comes first, then the lower token id.
+                continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+                let before = continued.len();
+                for (rank, &(log_prob, row, id)) in continuations.iter().enumerate() {
+                    if continued.len() - before == self.width {
+                        break;
+                    }
+                    if id != self.end {
+                        let tokens_so_far = [&open[row].tokens[..], &[id]].concat();
+                        continued.push(Open { sentence, tokens: tokens_so_far, log_prob });
+                        tokens.push(id);
+                        parents.push(row as u32);
+                    } else if rank < self.width {
+                        finished[sentence].push(self.hypothesis(open[row].tokens.clone(), log_prob, length, true));
+                    }
+                }
+                let best_open = continued.get(before).map(|open| open.log_prob);
+                if best_open.is_none_or(|log_prob| self.is_done(&mut finished[sentence], log_prob)) {
+                    continued.truncate(before);
+                    tokens.truncate(before);
+                    parents.truncate(before);
+                }
+            }
+            open = continued;
+        }
+        for Open { sentence, tokens, log_prob } in open {
+            finished[sentence].push(self.hypothesis(tokens, log_prob, self.max_length, false));
+        }
+        for hypotheses in &mut finished {
+            self.rank(hypotheses);
+        }
+        Ok(finished)
+    }
+
+    fn validate(&self, vocab_size: usize) -> Result<()> {
+        check_sizes(&[("width", self.width), ("max_length", self.max_length), ("n_best", self.n_best)])?;
+        if self.n_best > self.width {
+            return Err(Error::config("n_best", format!("at most width {}", self.width), self.n_best));
+        }
+        let alpha = self.length_penalty;
+        check_number(alpha >= 0.0 && alpha.is_finite(), "length_penalty", "a finite number, at least 0", alpha)?;
+        match (self.end as usize) < vocab_size {
+            true => Ok(()),
+            false => Err(Error::config("end", format!("a token id below vocab_size {vocab_size}"), self.end)),
+        }
+    }
+
+    fn hypothesis(&self, token_ids: Vec<u32>, log_prob: f64, length: usize, finished: bool) -> Hypothesis {
+        Hypothesis { token_ids, log_prob, score: self.score(log_prob, length), finished }
+    }
+
+    fn score(&self, log_prob: f64, length: usize) -> f64 {
+        log_prob / ((5.0 + length as f64) / 6.0).powf(self.length_penalty)
+    }
+
+    /// Keeps the `n_best`, in descending order of score.
+    fn rank(&self, hypotheses: &mut Vec<Hypothesis>) {
+        hypotheses.sort_by(|a, b| b.score.total_cmp(&a.score).then_with(|| a.token_ids.cmp(&b.token_ids)));
+        hypotheses.truncate(self.n_best);
+    }
+
+    /// Whether no open sequence can still rank among the best: its log-probability only decreases, and its penalty is
+    /// at most the penalty at the maximum length.
+    fn is_done(&self, finished: &mut Vec<Hypothesis>, best_open: f64) -> bool {
+        self.rank(finished);
+        finished.len() == self.n_best
+            && finished.last().is_some_and(|worst| worst.score >= self.score(best_open, self.max_length))
+    }
+}
+
+/// Reads the start tokens as u32.
+fn read_start(start: &Tensor) -> Result<Vec<u32>> {
+    // The host converts them, because candle's GPU backends do not convert empty tensors.
+    let tokens = start.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let read = |got: i64| u32::try_from(got).map_err(|_| Error::config("start", "token ids, which fit u32", got));
+    tokens.into_iter().map(read).collect()
+}

@@ -1,0 +1,272 @@
+//! The output layer of Yang et al. (2018), section 2.3: K contexts and their priors by linear maps, and a mixture of K
+//! softmaxes.
+
+use candle_core::{Tensor, D};
+use candle_nn::VarBuilder;
+
+use super::config::{ContextActivation, MixtureConfig, MixtureTensors};
+use super::head::Head;
+use super::linear::layer;
+use super::projection::{Configured, Projection};
+use crate::backend;
+use crate::backend::contract::accumulation_dtype;
+use crate::decoder::{Decoder, DecoderConfig};
+use crate::decoding::Sampler;
+use crate::error::{Error, Result};
+use crate::tensors::checks::{check_alike, check_dropout, check_elements, check_float, check_product, check_sizes};
+use crate::tensors::dropout::DropoutMasks;
+use crate::tensors::initial_values::linear;
+use crate::tensors::permutation::inverse;
+
+/// A mixture of K softmaxes, each with its own context:
+///
+/// ```text
+/// P(v) = sum_k pi_k softmax(W c_k + b)_v,    pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
+/// ```
+///
+/// The logarithm of a sum of softmaxes is not linear in the contexts, so d does not bound the rank of the matrix of
+/// log-probabilities, as it does with one softmax. Cost: the time of K softmaxes of width d, and the workspace of one; the
+/// contexts `[positions, K, d]` and their gradients grow with K.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(64, 1000, 5).with_context_dim(32), vb)?;
+/// let hidden = Tensor::randn(0f32, 1., (2, 3, 64), &Device::Cpu)?;
+/// let targets = Tensor::new(&[[1u32, 2, 3], [4, 5, 6]], &Device::Cpu)?;
+/// let gradients = head.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
+/// assert_eq!(vars.all_vars().iter().filter(|var| gradients.get(var).is_some()).count(), 5);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, arXiv
+/// 1711.03953, section 2.3.
+pub type MixtureOfSoftmaxes = Head<Contexts>;
+
+/// The projection of a [`MixtureOfSoftmaxes`]: linear maps to K contexts and their priors.
+///
+/// ```text
+/// pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
+/// ```
+#[derive(Clone, Debug)]
+pub struct Contexts {
+    /// `[K, hidden]`
+    prior_weight: Tensor,
+    /// `[K]`
+    prior_bias: Option<Tensor>,
+    /// `[K * d, hidden]`
+    latent_weight: Tensor,
+    /// `[K * d]`
+    latent_bias: Tensor,
+    activation: ContextActivation,
+    dropout: f64,
+}
+
+impl Projection for Contexts {
+    fn hidden_size(&self) -> usize {
+        self.latent_weight.dims()[1]
+    }
+
+    fn context_dim(&self) -> usize {
+        self.latent_weight.dims()[0] / self.components()
+    }
+
+    fn components(&self) -> usize {
+        self.prior_weight.dims()[0]
+    }
+
+    /// The log-priors are in f32 for half-precision states.
+    fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
+        let leading = &hidden.dims()[..hidden.rank() - 1];
+        let rows = hidden.reshape(((), self.hidden_size()))?;
+        let log_priors = self.log_priors(&rows, &[leading, &[self.components()]].concat())?;
+        let mut contexts = self.contexts(&rows, &[leading, &[self.components(), self.context_dim()]].concat())?;
+        if let Some(mask) = dropout.locked_mask(&contexts, self.dropout)? {
+            contexts = contexts.broadcast_mul(&mask)?;
+        }
+        Ok((contexts, Some(log_priors)))
+    }
+
+    /// Computes the drawn contexts only.
+    fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
+        let rows = hidden.reshape(((), self.hidden_size()))?;
+        let log_priors = self.log_priors(&rows, &[rows.dim(0)?, self.components()])?;
+        Ok(Some(self.chosen_contexts(hidden, &sampler.choose(&log_priors.detach())?)?))
+    }
+}
+
+impl Configured for Contexts {
+    type Config = MixtureConfig;
+
+    /// Variables `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias` `[K * d]` and, if configured,
+    /// `prior.bias` `[K]`: uniform within 1 / sqrt(hidden), as in the released code and in PyTorch's `nn.Linear`.
+    fn new(config: &MixtureConfig, vb: &VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let &MixtureConfig { hidden_size, context_dim, components, .. } = config;
+        let init = linear(hidden_size);
+        let (prior, latent) = (vb.pp("prior"), vb.pp("latent"));
+        let prior_weight = prior.get_with_hints((components, hidden_size), "weight", init)?;
+        let prior_bias = config.prior_bias.then(|| prior.get_with_hints(components, "bias", init)).transpose()?;
+        Ok(Contexts {
+            prior_weight,
+            prior_bias,
+            latent_weight: latent.get_with_hints((components * context_dim, hidden_size), "weight", init)?,
+            latent_bias: latent.get_with_hints(components * context_dim, "bias", init)?,
+            activation: config.activation,
+            dropout: config.dropout,
+        })
+    }
+
+    fn decoder(config: &MixtureConfig) -> DecoderConfig {
+        let &MixtureConfig { vocab_size, context_dim, decoder_bias, logit_scale, softcap, .. } = config;
+        DecoderConfig { bias: decoder_bias, logit_scale, softcap, ..DecoderConfig::new(vocab_size, context_dim) }
+    }
+}
+
+impl Contexts {
+    fn from_tensors(tensors: &MixtureTensors, activation: ContextActivation) -> Result<Self> {
+        let matrix = |argument, tensor: &Tensor| match *tensor.dims() {
+            [rows, columns] => check_elements(argument, tensor.dims()).map(|_| (rows, columns)),
+            _ => Err(Error::shape(argument, "a matrix", tensor.dims())),
+        };
+        let (components, hidden_size) = matrix("prior.weight", &tensors.prior_weight)?;
+        let (_, context_dim) = matrix("decoder.weight", &tensors.decoder_weight)?;
+        matrix("latent.weight", &tensors.latent_weight)?;
+        check_sizes(&[("hidden_size", hidden_size), ("context_dim", context_dim), ("components", components)])?;
+        check_product("components * context_dim * hidden_size", &[components, context_dim, hidden_size])?;
+        check_float("decoder.weight", &tensors.decoder_weight)?;
+        let check = |argument, tensor: &Tensor, dims: &[usize]| match tensor.dims() == dims {
+            true => check_alike(argument, tensor, "decoder.weight", &tensors.decoder_weight),
+            false => Err(Error::shape(argument, format!("{dims:?}"), tensor.dims())),
+        };
+        check("prior.weight", &tensors.prior_weight, &[components, hidden_size])?;
+        check("latent.weight", &tensors.latent_weight, &[components * context_dim, hidden_size])?;
+        check("latent.bias", &tensors.latent_bias, &[components * context_dim])?;
+        if let Some(bias) = &tensors.prior_bias {
+            check("prior.bias", bias, &[components])?;
+        }
+        Ok(Contexts {
+            prior_weight: tensors.prior_weight.clone(),
+            prior_bias: tensors.prior_bias.clone(),
+            latent_weight: tensors.latent_weight.clone(),
+            latent_bias: tensors.latent_bias.clone(),
+            activation,
+            dropout: 0.0,
+        })
+    }
+
+    /// hidden `[.., H]` -> the context of one component of each position, `[.., 1, d]`. Not differentiable.
+    fn chosen_contexts(&self, hidden: &Tensor, chosen: &[u32]) -> Result<Tensor> {
+        let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context_dim()]].concat();
+        let rows = hidden.reshape(((), self.hidden_size()))?.detach();
+        // Rows sorted by component, and the inverse permutation.
+        let mut order: Vec<u32> = (0..chosen.len() as u32).collect();
+        order.sort_by_key(|&row| chosen[row as usize]);
+        let places = inverse(&order);
+        let index = |rows: &[u32]| Tensor::new(rows, hidden.device());
+        let contexts = order.chunk_by(|&a, &b| chosen[a as usize] == chosen[b as usize]).map(|of_one| {
+            let first = chosen[of_one[0] as usize] as usize * self.context_dim();
+            let weight = self.latent_weight.narrow(0, first, self.context_dim())?.detach();
+            let bias = self.latent_bias.narrow(0, first, self.context_dim())?.detach();
+            let z = rows.index_select(&index(of_one)?, 0)?.matmul(&weight.t()?)?.broadcast_add(&bias)?;
+            Ok(match self.activation {
+                ContextActivation::Tanh => z.tanh()?,
+                ContextActivation::Identity => z,
+            })
+        });
+        let contexts = contexts.collect::<Result<Vec<_>>>()?;
+        if contexts.is_empty() {
+            return Ok(Tensor::zeros(shape, hidden.dtype(), hidden.device())?);
+        }
+        Ok(Tensor::cat(&contexts, 0)?.index_select(&index(&places)?, 0)?.reshape(shape)?)
+    }
+
+    /// `activation(W h + b)` of all components, `[rows, K * d]` in another shape.
+    fn contexts(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
+        let activation = self.activation;
+        let forward = move |z: Tensor, bias: Option<&Tensor>| match (activation, bias) {
+            (ContextActivation::Tanh, Some(bias)) => backend::bias_tanh(&z, bias),
+            (ContextActivation::Tanh, None) => Ok(z.tanh()?),
+            (ContextActivation::Identity, Some(bias)) => Ok(z.broadcast_add(bias)?),
+            (ContextActivation::Identity, None) => Ok(z),
+        };
+        let gradient = move |result: &Tensor, upstream: &Tensor| match activation {
+            ContextActivation::Tanh => backend::tanh_gradient(result, upstream),
+            ContextActivation::Identity => Ok(upstream.clone()),
+        };
+        layer("contexts", rows, &self.latent_weight, Some(&self.latent_bias), shape, forward, gradient)
+    }
+
+    /// `log softmax(W h + b)`, `[rows, K]` in another shape.
+    fn log_priors(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
+        let forward = |z: Tensor, bias: Option<&Tensor>| {
+            let z = match bias {
+                Some(bias) => z.broadcast_add(bias)?,
+                None => z,
+            };
+            let z = z.to_dtype(accumulation_dtype("hidden", z.dtype())?)?;
+            // candle has no maximum of an empty tensor.
+            let is_empty = z.elem_count() == 0;
+            Ok(if is_empty { z } else { candle_nn::ops::log_softmax(&z, D::Minus1)? })
+        };
+        let gradient = |log_priors: &Tensor, upstream: &Tensor| {
+            let total = upstream.sum_keepdim(D::Minus1)?;
+            Ok((upstream - log_priors.exp()?.broadcast_mul(&total)?)?)
+        };
+        layer("priors", rows, &self.prior_weight, self.prior_bias.as_ref(), shape, forward, gradient)
+    }
+}
+
+/// Heads whose contexts are linear maps of the hidden state: [`MixtureOfSoftmaxes`] and
+/// [`MixtureOfContexts`](crate::MixtureOfContexts).
+impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
+    /// A head from its parameters.
+    ///
+    /// # Errors
+    ///
+    /// If the shapes do not match, or a dtype is not a float type.
+    pub fn from_tensors(tensors: MixtureTensors, activation: ContextActivation) -> Result<Self> {
+        let contexts = Contexts::from_tensors(&tensors, activation)?;
+        Head::from_parts(contexts.into(), Decoder::from_tensors(tensors.decoder_weight, tensors.decoder_bias)?)
+    }
+
+    /// The parameters, to export, freeze, tie or watch: tensors that share their storage with the head, except computed
+    /// rows.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Decoder::weight`].
+    pub fn tensors(&self) -> Result<MixtureTensors> {
+        let Contexts { prior_weight, prior_bias, latent_weight, latent_bias, .. } = self.projection().as_ref().clone();
+        let (decoder_weight, decoder_bias) = (self.weight()?, self.bias().cloned());
+        Ok(MixtureTensors { prior_weight, prior_bias, latent_weight, latent_bias, decoder_weight, decoder_bias })
+    }
+
+    /// The head with another probability of locked dropout on its contexts while training, see
+    /// [`MixtureConfig::dropout`].
+    ///
+    /// # Errors
+    ///
+    /// If the probability is not at least 0 and below 1.
+    pub fn with_dropout(self, dropout: f64) -> Result<Self> {
+        check_dropout(dropout)?;
+        let contexts = Contexts { dropout, ..self.projection().as_ref().clone() };
+        Head::from_parts(contexts.into(), self.decoder().clone())
+    }
+}
+
+impl AsRef<Contexts> for Contexts {
+    fn as_ref(&self) -> &Contexts {
+        self
+    }
+}

@@ -1,0 +1,182 @@
+//! A head: a projection and a decoder.
+
+use candle_core::{DType, Tensor};
+use candle_nn::{Embedding, VarBuilder};
+
+use super::output_layer::{MixtureLayer, OutputLayer};
+use super::projection::{Configured, Projection};
+use crate::decoder::{CharCnn, Decoder};
+use crate::decoding::{Sampler, TopK};
+use crate::error::{Error, Result};
+use crate::loss::{Loss, LossOptions, Request};
+use crate::mixture::Mixture;
+use crate::tensors::checks::leading;
+use crate::tensors::dropout::DropoutMasks;
+
+/// The output layer of a projection and a decoder:
+///
+/// ```text
+/// contexts c_k, log-priors log pi_k = projection(h),    P(v) = sum_k pi_k softmax(W c_k + b)_v
+/// ```
+///
+/// [`SoftmaxHead`](crate::SoftmaxHead), [`MixtureOfContexts`](crate::MixtureOfContexts) and
+/// [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) are heads; a [`Projection`] of your own makes another.
+#[derive(Clone, Debug)]
+pub struct Head<P> {
+    projection: P,
+    decoder: Decoder,
+}
+
+impl<P: Configured> Head<P> {
+    /// A head with new variables. The projection names its own; the decoder has `decoder.weight` `[vocab, d]`, uniform within
+    /// 0.1, and `decoder.bias` `[vocab]`, zero.
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, a variable would have more than 2^40 elements, there are more than 2^32 - 1 token ids, an option is
+    /// out of range, or a variable is missing or of another shape.
+    pub fn new(config: &P::Config, vb: VarBuilder) -> Result<Self> {
+        Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::new(&P::decoder(config), vb)? })
+    }
+
+    /// A head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are summed.
+    ///
+    /// # Shapes
+    ///
+    /// - embedding: `[vocab, d]`
+    ///
+    /// # Errors
+    ///
+    /// If the embedding is of another shape, or as for [`Head::new`].
+    pub fn tied(config: &P::Config, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
+        Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::tied(&P::decoder(config), embedding, vb)? })
+    }
+
+    /// A head whose decoder's rows are computed from spellings, `[vocab, d]`. They are computed anew for each call: for
+    /// evaluation and decoding see [`OutputLayer::frozen`].
+    ///
+    /// # Errors
+    ///
+    /// If the rows are of another shape, or as for [`Head::new`].
+    pub fn with_char_cnn(config: &P::Config, cnn: CharCnn, vb: VarBuilder) -> Result<Self> {
+        Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::with_char_cnn(&P::decoder(config), cnn, vb)? })
+    }
+}
+
+impl<P: Projection> Head<P> {
+    /// The head of this projection and this decoder.
+    ///
+    /// # Errors
+    ///
+    /// If their contexts are not of the same size.
+    pub fn from_parts(projection: P, decoder: Decoder) -> Result<Self> {
+        match projection.context_dim() == decoder.context_dim() {
+            true => Ok(Head { projection, decoder }),
+            false => {
+                let expected = format!("context_dim {}, as the decoder", decoder.context_dim());
+                Err(Error::config("projection", expected, projection.context_dim()))
+            }
+        }
+    }
+
+    /// The projection.
+    pub fn projection(&self) -> &P {
+        &self.projection
+    }
+
+    /// The decoder.
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// The decoder's weight, `[vocab, d]`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Decoder::weight`].
+    pub fn weight(&self) -> Result<Tensor> {
+        self.decoder.weight()
+    }
+
+    /// The decoder's bias, `[vocab]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.decoder.bias()
+    }
+
+    /// The head with another scale of the logits, bias included, before the softcap.
+    ///
+    /// # Errors
+    ///
+    /// If the scale is not from 1e-30 to 1e30.
+    pub fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
+        Ok(Head { projection: self.projection, decoder: self.decoder.with_logit_scale(logit_scale)? })
+    }
+
+    /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2, arXiv 2408.00118).
+    ///
+    /// # Errors
+    ///
+    /// If the cap is not from 1e-30 to 1e30.
+    pub fn with_softcap(self, cap: f64) -> Result<Self> {
+        Ok(Head { projection: self.projection, decoder: self.decoder.with_softcap(Some(cap))? })
+    }
+}
+
+impl<P: Projection> OutputLayer for Head<P> {
+    fn hidden_size(&self) -> usize {
+        self.projection.hidden_size()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.decoder.vocab_size()
+    }
+
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        self.decoder.check_hidden(hidden, self.hidden_size())?;
+        let request = Request::new(leading(hidden)?, Some(self.vocab_size()), hidden, targets, options)?;
+        let is_masked = self.projection.has_parameters() || request.needs_mask();
+        let hidden = if is_masked { request.mask(hidden)? } else { hidden.clone() };
+        let (contexts, log_priors) = self.projection.forward(&hidden, options.dropout)?;
+        self.decoder.loss(&contexts, log_priors.as_ref(), &request)
+    }
+
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.mixture(hidden, DropoutMasks::Off)?.log_probs()
+    }
+
+    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+        self.mixture(hidden, DropoutMasks::Off)?.log_probs_as(dtype)
+    }
+
+    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+        self.mixture(hidden, DropoutMasks::Off)?.top_k(k)
+    }
+
+    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        if sampler.sampling().ancestral {
+            self.decoder.check_hidden(hidden, self.hidden_size())?;
+            if let Some(contexts) = self.projection.draw(hidden, sampler)? {
+                return self.decoder.mixture(&contexts, None)?.sample(sampler);
+            }
+        }
+        self.mixture(hidden, DropoutMasks::Off)?.sample(sampler)
+    }
+
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        // Of one type, whatever the projection: a frozen head has a frozen head.
+        let projection: &dyn Projection = &self.projection;
+        Ok(Box::new(Head { projection, decoder: self.decoder.frozen()? }))
+    }
+}
+
+impl<P: Projection> MixtureLayer for Head<P> {
+    fn components(&self) -> usize {
+        self.projection.components()
+    }
+
+    fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
+        self.decoder.check_hidden(hidden, self.hidden_size())?;
+        let (contexts, log_priors) = self.projection.forward(hidden, dropout)?;
+        self.decoder.mixture(&contexts, log_priors.as_ref())
+    }
+}

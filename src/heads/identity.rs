@@ -1,0 +1,217 @@
+//! The ordinary output layer: one softmax, whose context is the hidden state.
+
+use candle_core::Tensor;
+use candle_nn::{Linear, VarBuilder};
+
+use super::head::Head;
+use super::projection::{Configured, Projection};
+use crate::decoder::{Decoder, DecoderConfig};
+use crate::error::{Error, Result};
+use crate::tensors::checks::{check_logits, check_product, check_sizes, check_vocab};
+use crate::tensors::dropout::DropoutMasks;
+
+/// The sizes and options of a [`SoftmaxHead`].
+///
+/// # Examples
+///
+/// A head tied to the token embedding:
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{SoftmaxConfig, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let embedding = candle_nn::embedding(1000, 64, vb.pp("embedding"))?;
+/// let config = SoftmaxConfig::new(64, 1000).with_decoder_bias(false);
+/// let head = SoftmaxHead::tied(&config, &embedding, vb.pp("head"))?;
+/// assert_eq!(vars.all_vars().len(), 1);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub struct SoftmaxConfig {
+    /// Size of a hidden state.
+    #[cfg_attr(feature = "serde", serde(alias = "hidden"))]
+    pub hidden_size: usize,
+    /// Number of token ids.
+    #[cfg_attr(feature = "serde", serde(alias = "vocab"))]
+    pub vocab_size: usize,
+    /// Whether the decoder has a bias. The default is true.
+    #[cfg_attr(feature = "serde", serde(default = "super::config::yes"))]
+    pub decoder_bias: bool,
+    /// The scale of the logits, bias included, before the softcap. The default is 1.
+    #[cfg_attr(feature = "serde", serde(default = "super::config::one"))]
+    pub logit_scale: f64,
+    /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub softcap: Option<f64>,
+}
+
+impl SoftmaxConfig {
+    /// A head of these sizes, with a bias.
+    pub fn new(hidden_size: usize, vocab_size: usize) -> Self {
+        SoftmaxConfig { hidden_size, vocab_size, decoder_bias: true, logit_scale: 1.0, softcap: None }
+    }
+
+    /// Sets whether the decoder has a bias.
+    pub fn with_decoder_bias(self, decoder_bias: bool) -> Self {
+        SoftmaxConfig { decoder_bias, ..self }
+    }
+
+    /// Sets the scale of the logits, bias included, before the softcap.
+    pub fn with_logit_scale(self, logit_scale: f64) -> Self {
+        SoftmaxConfig { logit_scale, ..self }
+    }
+
+    /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2, arXiv 2408.00118).
+    pub fn with_softcap(self, cap: f64) -> Self {
+        SoftmaxConfig { softcap: Some(cap), ..self }
+    }
+
+    fn validate(&self) -> Result<()> {
+        check_sizes(&[("hidden_size", self.hidden_size)])?;
+        check_vocab(self.vocab_size)?;
+        check_product("vocab_size * hidden_size", &[self.vocab_size, self.hidden_size])?;
+        check_logits(self.logit_scale, self.softcap)
+    }
+}
+
+/// One softmax over a linear map: `P(v) = softmax(W h + b)_v`.
+///
+/// The log-probabilities of all positions, `H W^T + 1 b^T - lse 1^T`, form a matrix of rank at most `hidden + 2`,
+/// without a bias `hidden + 1`: the softmax bottleneck. Cost: one linear cross-entropy, fused: the logits of one chunk of
+/// positions are held at a time.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxConfig, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let head = SoftmaxHead::new(&SoftmaxConfig::new(64, 1000), vb)?;
+/// let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
+/// let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+/// let gradients = head.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
+/// assert_eq!(vars.all_vars().iter().filter(|var| gradients.get(var).is_some()).count(), 2);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// From an existing `Linear`:
+///
+/// ```
+/// # fn main() -> mos_head::Result<()> {
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::{VarBuilder, VarMap};
+/// # use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+/// # let vars = VarMap::new();
+/// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let lm_head = candle_nn::linear_no_bias(64, 1000, vb.pp("lm_head"))?;
+/// let head = SoftmaxHead::try_from(lm_head)?;
+/// # let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
+/// # let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+/// let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
+/// # assert!(loss.backward()?.get(&vars.all_vars()[0]).is_some());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// With a computed weight, such as a low-rank adapter (LoRA), whose factors get their gradients:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Tensor::randn(0f32, 0.1, (1000, 64), &Device::Cpu)?; // frozen
+/// let a = Var::randn(0f32, 0.1, (4, 64), &Device::Cpu)?;
+/// let b = Var::zeros((1000, 4), DType::F32, &Device::Cpu)?;
+/// let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
+/// let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+/// for _step in 0..2 {
+///     let adapted = (&weight + (b.matmul(&a)? * 0.5)?)?;
+///     let loss = SoftmaxHead::from_tensors(adapted, None)?.loss(&hidden, &targets, &LossOptions::default())?;
+///     let gradients = loss.backward()?;
+///     assert!(gradients.get(&a).is_some() && gradients.get(&b).is_some());
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub type SoftmaxHead = Head<Identity>;
+
+/// The projection of a [`SoftmaxHead`]: the hidden state itself is the one context.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    hidden_size: usize,
+}
+
+impl Projection for Identity {
+    fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    fn context_dim(&self) -> usize {
+        self.hidden_size
+    }
+
+    fn components(&self) -> usize {
+        1
+    }
+
+    fn forward(&self, hidden: &Tensor, _: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
+        Ok((hidden.unsqueeze(hidden.rank() - 1)?, None))
+    }
+
+    fn has_parameters(&self) -> bool {
+        false
+    }
+}
+
+impl Configured for Identity {
+    type Config = SoftmaxConfig;
+
+    fn new(config: &SoftmaxConfig, _: &VarBuilder) -> Result<Self> {
+        config.validate()?;
+        Ok(Identity { hidden_size: config.hidden_size })
+    }
+
+    fn decoder(config: &SoftmaxConfig) -> DecoderConfig {
+        let &SoftmaxConfig { hidden_size, vocab_size, decoder_bias, logit_scale, softcap } = config;
+        DecoderConfig { bias: decoder_bias, logit_scale, softcap, ..DecoderConfig::new(vocab_size, hidden_size) }
+    }
+}
+
+impl Head<Identity> {
+    /// A head from its weight `[vocab, hidden]` and bias `[vocab]`.
+    ///
+    /// # Shapes
+    ///
+    /// - weight: `[vocab, hidden]`
+    /// - bias: `[vocab]`
+    ///
+    /// # Errors
+    ///
+    /// If the shapes do not match, or a dtype is not a float type.
+    pub fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
+        let decoder = Decoder::from_tensors(weight, bias)?;
+        Head::from_parts(Identity { hidden_size: decoder.context_dim() }, decoder)
+    }
+}
+
+impl TryFrom<Linear> for Head<Identity> {
+    type Error = Error;
+
+    /// The head with the parameters of a linear layer; an error as for [`Head::from_tensors`].
+    fn try_from(linear: Linear) -> Result<Self> {
+        Self::from_tensors(linear.weight().clone(), linear.bias().cloned())
+    }
+}

@@ -1,0 +1,21 @@
+//! Output layers of one mixture: a [`Projection`] from hidden states to contexts and log-priors, and a decoder.
+//!
+//! [`identity`], [`contexts`] and [`mixed_contexts`] are the projections of the three heads; [`Head`] makes each of them an
+//! [`OutputLayer`].
+
+mod config;
+mod contexts;
+mod head;
+mod identity;
+pub(crate) mod linear;
+mod mixed_contexts;
+mod output_layer;
+mod projection;
+
+pub use config::{ContextActivation, MixtureConfig, MixtureTensors};
+pub use contexts::{Contexts, MixtureOfSoftmaxes};
+pub use head::Head;
+pub use identity::{Identity, SoftmaxConfig, SoftmaxHead};
+pub use mixed_contexts::{MixedContexts, MixtureOfContexts};
+pub use output_layer::{MixtureLayer, OutputLayer};
+pub use projection::{Configured, Projection};

@@ -1,0 +1,355 @@
+//! The traits of heads: hidden states in, losses, log-probabilities and token ids out.
+
+use std::any::type_name;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor, D};
+
+use crate::backend::plan::Plan;
+use crate::decoding::{Pruned, Sampler, TopK};
+use crate::error::Result;
+use crate::loss::{Loss, LossOptions, Reduction};
+use crate::mixture::Mixture;
+use crate::tensors::checks::{check_targets, leading};
+use crate::tensors::dropout::DropoutMasks;
+
+/// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
+///
+/// The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and choose the head by its configuration. Your
+/// own head implements four methods; the others are provided, and can be overridden where a head knows a cheaper way.
+///
+/// # Shapes
+///
+/// `hidden` is `[.., hidden]`, with any leading dimensions, such as `[batch, seq, hidden]`; targets have these leading
+/// dimensions, `[batch, seq]`.
+///
+/// # Examples
+///
+/// A head chosen at run time:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let heads: [Box<dyn OutputLayer>; 2] = [
+///     Box::new(SoftmaxHead::new(&SoftmaxConfig::new(32, 500), vb.pp("softmax"))?),
+///     Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 500, 4).with_context_dim(16), vb.pp("mos"))?),
+/// ];
+/// let hidden = Tensor::randn(0f32, 1., (2, 7, 32), &Device::Cpu)?; // [batch, seq, hidden]
+/// let targets = Tensor::zeros((2, 7), DType::U32, &Device::Cpu)?; // [batch, seq]
+/// for head in heads {
+///     let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
+///     let gradients = loss.backward()?;
+///     let perplexity = loss.value.to_scalar::<f32>()?.exp();
+///     # assert!(perplexity > 1.0);
+///     # let _ = gradients;
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Your own head, `P(v) = (1 - epsilon) softmax(W h)_v + epsilon / V`:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, D};
+/// use mos_head::{Loss, LossOptions, OutputLayer, Result, Sampler, Sampling};
+///
+/// #[derive(Debug)]
+/// struct Floored {
+///     weight: Tensor, // [vocab, hidden]
+///     epsilon: f64,
+/// }
+///
+/// impl OutputLayer for Floored {
+///     fn hidden_size(&self) -> usize {
+///         self.weight.dims()[1]
+///     }
+///
+///     fn vocab_size(&self) -> usize {
+///         self.weight.dims()[0]
+///     }
+///
+///     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+///         let probs = candle_nn::ops::softmax(&hidden.broadcast_matmul(&self.weight.t()?)?, D::Minus1)?;
+///         Ok(probs.affine(1.0 - self.epsilon, self.epsilon / self.vocab_size() as f64)?.log()?)
+///     }
+///
+///     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+///         // Ignored targets need not be token ids.
+///         let (hidden, ids) = options.mask_ignored(hidden, targets)?;
+///         let of_ids = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
+///         Loss::from_nll(&of_ids.squeeze(D::Minus1)?.neg()?, targets, options)
+///     }
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+/// let head: Box<dyn OutputLayer> = Box::new(Floored { weight, epsilon: 0.01 });
+/// let hidden = Tensor::randn(0f32, 1., (2, 8), &Device::Cpu)?;
+/// let best = head.top_k(&hidden, 5)?;
+/// let next = head.sample(&hidden, &mut Sampler::new(Sampling::new().with_top_p(0.9), 42)?)?;
+/// # assert_eq!((best.token_ids.dims(), next.dims()), (&[2, 5][..], &[2][..]));
+/// # Ok(())
+/// # }
+/// ```
+pub trait OutputLayer: Debug + Send + Sync {
+    /// The size of the hidden states.
+    fn hidden_size(&self) -> usize;
+
+    /// The size of the vocabulary.
+    fn vocab_size(&self) -> usize;
+
+    /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden
+    /// states and of every parameter that is a variable. Whether those reach the variables before the hidden states depends
+    /// on the model: [`Loss::check_gradients`] names the ones that they do not reach.
+    ///
+    /// An option that a head does not support is [`Error::Unsupported`](crate::Error::Unsupported), never ignored.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - targets: `[..]`; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// If shapes, dtypes or devices do not match, a target is not in the vocabulary (on a GPU its loss is NaN instead),
+    /// or an option is out of range or not supported.
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss>;
+
+    /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
+    ///
+    /// They are valid logits for the samplers of other crates. The sampler of candle-transformers takes `[vocab]` (here from
+    /// `hidden` `[1, hidden]`):
+    ///
+    /// ```ignore
+    /// use candle_transformers::generation::{LogitsProcessor, Sampling};
+    ///
+    /// let mut processor = LogitsProcessor::from_sampling(42, Sampling::TopP { p: 0.9, temperature: 0.8 });
+    /// let next = processor.sample(&head.log_probs(&hidden)?.squeeze(0)?)?;
+    /// ```
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[.., vocab]`, of the dtype of `hidden`
+    ///
+    /// # Errors
+    ///
+    /// If the last dimension, dtype or device of the hidden states does not match the head.
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor>;
+
+    /// Log-probabilities `[.., vocab]` in another dtype. The heads of this crate do not round them to half precision
+    /// first if it is f32; by default [`OutputLayer::log_probs`] are converted.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[.., vocab]`
+    ///
+    /// # Errors
+    ///
+    /// As for [`OutputLayer::log_probs`].
+    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+        Ok(self.log_probs(hidden)?.to_dtype(dtype)?)
+    }
+
+    /// The log-probability `[..]` of given token ids `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not
+    /// differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - token_ids: `[..]`; u8, u32 or i64
+    /// - returns `[..]`, in nats
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`OutputLayer::loss`].
+    fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
+        check_targets("token_ids", token_ids, leading(hidden)?)?;
+        let options = LossOptions::evaluation().with_reduction(Reduction::None);
+        // Not `neg`, which makes a minus zero.
+        Ok(self.loss(hidden, token_ids, &options)?.nll.affine(-1.0, 0.0)?)
+    }
+
+    /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of
+    /// equals the lowest id. Unlike candle's sort on CUDA, which takes at most 8192 columns, it works for every size of
+    /// vocabulary.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns ids and log-probabilities `[.., k]`
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a
+    /// distribution is NaN.
+    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+        TopK::of_log_probs(&self.log_probs(hidden)?, k)
+    }
+
+    /// The most probable token id, `[..]` (u32), after hidden states `[.., hidden]`; of equals the lowest.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[..]`, u32
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not match the head, or a distribution is NaN: the error names its position.
+    fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(self.top_k(hidden, 1)?.token_ids.squeeze(D::Minus1)?)
+    }
+
+    /// One token id drawn for each of the hidden states `[.., hidden]`: `[..]`, u32.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[..]`, u32
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not match the head, a distribution is NaN, or the options of the sampler need components
+    /// that the head does not have.
+    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        sampler.reject_components(type_name::<Self>())?;
+        sampler.sample(&self.log_probs(hidden)?)
+    }
+
+    /// The head for evaluation and decoding: what it computes from its parameters alone, such as decoder rows from spellings,
+    /// is computed once, and constant. Where there is nothing to compute, and by default, it is the head itself.
+    ///
+    /// # Errors
+    ///
+    /// If the device has no memory for the computed rows.
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        Ok(Box::new(self))
+    }
+}
+
+/// An output layer that reduces to one [`Mixture`] of softmaxes, as every [`Head`](crate::Head) does.
+///
+/// Your own, if it is not a [`Projection`](crate::Projection) and a decoder, implements `mixture`, and the methods of [`OutputLayer`] by it, such as
+/// `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
+///
+/// # Examples
+///
+/// The priors of the components:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{DropoutMasks, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 500, 4), vb)?;
+/// let hidden = Tensor::zeros((2, 7, 32), DType::F32, &Device::Cpu)?;
+/// let log_priors = head.mixture(&hidden, DropoutMasks::Off)?.log_priors()?; // [batch, seq, K]
+/// assert_eq!((head.components(), log_priors.dims()), (4, &[2, 7, 4][..]));
+/// # Ok(())
+/// # }
+/// ```
+pub trait MixtureLayer: OutputLayer {
+    /// The number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which mixes
+    /// contexts.
+    fn components(&self) -> usize;
+
+    /// The mixture of these hidden states `[.., hidden]`. A loss passes [`LossOptions::dropout`]; decoding has no dropout.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    ///
+    /// # Errors
+    ///
+    /// If the last dimension, dtype or device of the hidden states does not match the head.
+    fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture>;
+
+    /// How [`OutputLayer::loss`] would split the work into chunks.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    ///
+    /// # Errors
+    ///
+    /// As for [`OutputLayer::loss`], or if the budget cannot hold one position.
+    fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
+        self.mixture(hidden, DropoutMasks::Off)?.plan(options)
+    }
+
+    /// The mixture without its least probable components, see [`Mixture::prune`].
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    ///
+    /// # Errors
+    ///
+    /// As for [`Mixture::prune`].
+    fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
+        self.mixture(hidden, DropoutMasks::Off)?.prune(mass)
+    }
+}
+
+macro_rules! delegate_to_pointee {
+    ($($pointer:ty),*) => {$(
+        impl<T: OutputLayer + ?Sized> OutputLayer for $pointer {
+            fn hidden_size(&self) -> usize {
+                (**self).hidden_size()
+            }
+            fn vocab_size(&self) -> usize {
+                (**self).vocab_size()
+            }
+            fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+                (**self).loss(hidden, targets, options)
+            }
+            fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+                (**self).log_probs(hidden)
+            }
+            fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+                (**self).log_probs_as(hidden, dtype)
+            }
+            fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
+                (**self).log_prob(hidden, token_ids)
+            }
+            fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+                (**self).top_k(hidden, k)
+            }
+            fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
+                (**self).argmax(hidden)
+            }
+            fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+                (**self).sample(hidden, sampler)
+            }
+            fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+                (**self).frozen()
+            }
+        }
+
+        impl<T: MixtureLayer + ?Sized> MixtureLayer for $pointer {
+            fn components(&self) -> usize {
+                (**self).components()
+            }
+            fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
+                (**self).mixture(hidden, dropout)
+            }
+            fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
+                (**self).plan(hidden, options)
+            }
+            fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
+                (**self).prune(hidden, mass)
+            }
+        }
+    )*};
+}
+delegate_to_pointee!(Box<T>, Arc<T>, &T);

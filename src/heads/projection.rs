@@ -1,0 +1,144 @@
+//! The projection of a head: from hidden states to contexts and log-priors.
+
+use std::fmt::Debug;
+
+use candle_core::Tensor;
+use candle_nn::VarBuilder;
+
+use crate::decoder::DecoderConfig;
+use crate::decoding::Sampler;
+use crate::error::Result;
+use crate::tensors::dropout::DropoutMasks;
+
+/// From a hidden state to the contexts and log-priors of K components: the part of a [`Head`](crate::Head) that is its
+/// own. With a [`Decoder`](crate::Decoder) it is a head with every loss, option and way of decoding of this crate.
+///
+/// # Examples
+///
+/// Contexts from a network of two layers, with uniform priors:
+///
+/// ```
+/// use candle_core::{DType, Device, Result, Tensor};
+/// use candle_nn::{linear, Linear, Module, VarBuilder, VarMap};
+/// use mos_head::{Decoder, DecoderConfig, DropoutMasks, Head, LossOptions, MixtureLayer, OutputLayer};
+/// use mos_head::{Projection, Sampler, Sampling};
+///
+/// #[derive(Debug)]
+/// struct TwoLayers(Linear, Linear); // hidden -> 32 -> 3 contexts of width 16
+///
+/// impl Projection for TwoLayers {
+///     fn hidden_size(&self) -> usize { 64 }
+///     fn context_dim(&self) -> usize { 16 }
+///     fn components(&self) -> usize { 3 }
+///     fn forward(&self, hidden: &Tensor, _: DropoutMasks) -> mos_head::Result<(Tensor, Option<Tensor>)> {
+///         let leading = &hidden.dims()[..hidden.rank() - 1];
+///         let contexts = self.1.forward(&self.0.forward(hidden)?.relu()?)?;
+///         let priors = Tensor::full(-3f32.ln(), [leading, &[3]].concat(), hidden.device())?;
+///         Ok((contexts.reshape([leading, &[3, 16]].concat())?, Some(priors)))
+///     }
+/// }
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let layers = TwoLayers(linear(64, 32, vb.pp("first"))?, linear(32, 3 * 16, vb.pp("second"))?);
+/// let head = Head::from_parts(layers, Decoder::new(&DecoderConfig::new(1000, 16), vb)?)?;
+///
+/// let hidden = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?; // [batch, seq, hidden]
+/// let targets = Tensor::zeros((2, 5), DType::U32, &Device::Cpu)?;
+/// let gradients = head.loss(&hidden, &targets, &LossOptions::new().with_label_smoothing(0.1))?.backward()?;
+/// assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
+/// let best = head.top_k(&hidden, 3)?;
+/// let drawn = head.sample(&hidden, &mut Sampler::new(Sampling::new().with_top_p(0.9), 42)?)?;
+/// let pruned = head.prune(&hidden, 0.4)?.mixture;
+/// vars.save(std::env::temp_dir().join("two_layers.safetensors"))?;
+/// # assert_eq!((best.token_ids.dims(), drawn.dims()), (&[2, 5, 3][..], &[2, 5][..]));
+/// # assert_eq!(pruned.contexts()?.dims(), [2, 5, 2, 16]);
+/// # Ok(())
+/// # }
+/// ```
+pub trait Projection: Debug + Send + Sync {
+    /// The size of the hidden states.
+    fn hidden_size(&self) -> usize;
+
+    /// The size of a context, d.
+    fn context_dim(&self) -> usize;
+
+    /// The number of components, K.
+    fn components(&self) -> usize;
+
+    /// The contexts and log-priors of hidden states, of which the size, the dtype and the device have been checked. Where a
+    /// context has dropout, this is its source of masks.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`, with any leading dimensions
+    /// - returns contexts `[.., K, d]`, of the decoder's dtype, and log-priors `[.., K]`, in nats, whose exponentials sum to
+    ///   one over K; `None` is accepted if K = 1
+    ///
+    /// # Errors
+    ///
+    /// Your own; the shapes of the results are checked.
+    fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)>;
+
+    /// Whether hidden states meet parameters here. Hidden states at ignored positions are then zero, so that a NaN there
+    /// reaches no gradient.
+    fn has_parameters(&self) -> bool {
+        true
+    }
+
+    /// For ancestral sampling: the contexts `[.., 1, d]` of one component at each position, which `sampler` draws from the
+    /// priors. `None`, the default, if drawing first saves nothing: then all contexts are computed.
+    ///
+    /// # Errors
+    ///
+    /// Your own, or [`Error::Distribution`](crate::Error::Distribution) if the priors of a position are NaN.
+    fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
+        let _ = (hidden, sampler);
+        Ok(None)
+    }
+}
+
+/// A projection that is made from a configuration: what [`Head::new`](crate::Head::new) needs.
+pub trait Configured: Projection + Sized {
+    /// The sizes and options of a head with this projection.
+    type Config;
+
+    /// The projection with variables of this configuration, all of which it checks, the decoder's sizes and options
+    /// included.
+    ///
+    /// # Errors
+    ///
+    /// If a size or an option is out of range, or a variable is missing or of another shape.
+    fn new(config: &Self::Config, vb: &VarBuilder) -> Result<Self>;
+
+    /// The configuration of the decoder.
+    fn decoder(config: &Self::Config) -> DecoderConfig;
+}
+
+/// So that two heads can share a projection.
+impl<P: Projection + ?Sized> Projection for &P {
+    fn hidden_size(&self) -> usize {
+        (**self).hidden_size()
+    }
+
+    fn context_dim(&self) -> usize {
+        (**self).context_dim()
+    }
+
+    fn components(&self) -> usize {
+        (**self).components()
+    }
+
+    fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
+        (**self).forward(hidden, dropout)
+    }
+
+    fn has_parameters(&self) -> bool {
+        (**self).has_parameters()
+    }
+
+    fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
+        (**self).draw(hidden, sampler)
+    }
+}

@@ -1,0 +1,93 @@
+//! Gradient accumulation: the gradients of several losses, with memory for one.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::backprop::GradStore;
+use candle_core::Tensor;
+
+use super::results::Loss;
+use crate::backend::contract::SoFar;
+use crate::error::Result;
+
+/// The sum of the gradients of several losses, such as those of the batches of one optimizer step.
+///
+/// candle's [`GradStore::extend`] adds two stores, which holds the decoder's gradient three times for a moment. A loss that
+/// is asked with the sum ([`LossOptions::with_gradient_sum`](crate::LossOptions::with_gradient_sum)) takes the decoder's
+/// gradient so far, and its kernels add to it in place: there is one. The decoder's weight must be a variable itself (not
+/// the transpose or another function of one), the reduction a mean or a sum, and the loss over the whole vocabulary;
+/// otherwise, and for all other variables, gradients are added as candle does.
+///
+/// A loss that was asked with a sum belongs to it: if it is not added, the decoder's gradient so far goes with it.
+///
+/// # Examples
+///
+/// The mean over the targets of three batches:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+/// use mos_head::{GradientSum, LossOptions, OutputLayer, SoftmaxConfig, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let head = SoftmaxHead::new(&SoftmaxConfig::new(8, 100), vb)?;
+/// let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW::default())?;
+///
+/// let batches = [[1u32, 2, 0], [3, 0, 0], [4, 5, 6]]; // 0 is ignored
+/// let targets = batches.iter().flatten().filter(|id| **id != 0).count();
+/// let sum = GradientSum::new();
+/// let options = LossOptions::new().with_ignore_index(0).with_denominator(targets as f64).with_gradient_sum(&sum);
+/// let mut mean = 0.0;
+/// for ids in batches {
+///     let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+///     let loss = head.loss(&hidden, &Tensor::new(&ids, &Device::Cpu)?, &options)?;
+///     mean += loss.value.to_scalar::<f32>()?;
+///     sum.add(&loss)?;
+/// }
+/// optimizer.step(&sum.take())?;
+/// println!("{mean} nats per target");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct GradientSum(Arc<Mutex<GradStore>>);
+
+impl GradientSum {
+    /// A sum without gradients. Its clones share the sum.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the gradients of a loss, as [`Loss::backward`] returns them.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Loss::backward`].
+    pub fn add(&self, loss: &Loss) -> Result<()> {
+        self.extend(loss.backward()?)
+    }
+
+    /// Adds the gradients of a loss and a penalty, as [`Loss::backward_with`] returns them.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Loss::backward_with`].
+    pub fn add_with(&self, loss: &Loss, penalty: &Tensor) -> Result<()> {
+        self.extend(loss.backward_with(penalty)?)
+    }
+
+    /// The gradients, for an optimizer. The sum is empty from then on.
+    pub fn take(&self) -> GradStore {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn extend(&self, gradients: GradStore) -> Result<()> {
+        Ok(self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(gradients)?)
+    }
+
+    /// The place of this variable's gradient.
+    pub(crate) fn so_far(&self, variable: &Tensor) -> SoFar {
+        SoFar { gradients: self.0.clone(), variable: variable.clone() }
+    }
+}

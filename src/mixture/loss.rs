@@ -1,0 +1,174 @@
+//! The loss of a mixture: over all ids by the fused operation, or over a sample of the vocabulary.
+
+use candle_core::{Tensor, TensorId};
+
+use super::node::{self, needs_grad, Known};
+use super::sample::{rows_of, Sample};
+use super::sampled_softmax::{self, small_loss};
+use super::Mixture;
+use crate::backend;
+use crate::backend::contract::{accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, TargetLoss, Task};
+use crate::backend::plan::Plan;
+use crate::error::{Error, OptionName, Result};
+use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, Unchecked};
+use crate::tensors::autograd::variables;
+
+impl Mixture {
+    /// The loss of the targets and, in the same three matrix products, the gradients of contexts, priors, weight and bias as
+    /// far as they depend on a variable. The logits of one chunk of positions are held at a time: see [`Plan`].
+    ///
+    /// # Shapes
+    ///
+    /// - targets: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// If the shape or dtype of the targets is wrong, a target is not in the vocabulary, or an option is out of range.
+    /// On a GPU a target that is not in the vocabulary makes its loss NaN instead, because reading it would wait for
+    /// the device; [`Loss::sum_and_count`] waits and names it.
+    ///
+    /// # Numerics
+    ///
+    /// Computed in f32 (f64 for f64) for every dtype, in log space, without a floor under the probabilities. On CUDA
+    /// the gradient of the logits is rounded to the dtype of the contexts, as an operand of the products. A target of
+    /// probability zero has an infinite loss and, for K > 1, NaN gradients. With label smoothing, ids of probability
+    /// zero make the loss infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position, or
+    /// minus infinity in all of them, makes the loss of that position NaN, and of no other, and with it the gradients.
+    /// Log-priors that sum to more than one give a target more probability than one: its negative log-likelihood is
+    /// then reported as zero, while the gradient remains the formula's. On the CPU, gradients of logits below 1e-30
+    /// (f64: 1e-290) are flushed to zero: products with subnormal numbers are up to 20 times slower on some processors.
+    pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        let Operands { contexts, sizes, .. } = &self.operands;
+        let request = Request::new(&self.leading, Some(sizes.vocab), contexts, targets, options)?;
+        if !request.needs_mask() {
+            return self.loss_of(&request);
+        }
+        let contexts = request.mask(&self.contexts()?)?.reshape(contexts.shape())?;
+        self.with_operands(Operands { contexts, ..self.operands.clone() }).loss_of(&request)
+    }
+
+    /// The loss of a mixture whose contexts are masked at ignored positions, see [`Request::mask`].
+    pub(crate) fn loss_of(&self, request: &Request) -> Result<Loss> {
+        if request.options.sampled_step().is_some() {
+            return self.sampled_loss(|ids| rows_of(&self.operands.weight, ids), request);
+        }
+        let loss = self.exact_loss(request)?;
+        let unchecked = (!request.targets.device().is_cpu()).then(|| Unchecked {
+            targets: request.targets.clone(),
+            ignore_index: request.options.ignore_index,
+            vocab_size: self.operands.sizes.vocab,
+        });
+        Ok(Loss { unchecked, ..loss })
+    }
+
+    fn exact_loss(&self, request: &Request) -> Result<Loss> {
+        let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
+        self.fused_loss(request.target_loss(dtype)?, request)
+    }
+
+    /// The loss of the fused operation, as a node of the graph.
+    fn fused_loss(&self, objective: TargetLoss, request: &Request) -> Result<Loss> {
+        let options = request.options;
+        let operands = self.operands.clone();
+        let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
+        // Without a reduction, the upstream gradient is known only in the backward pass.
+        let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
+        // The backward pass must fit the budget too: a budget that is too small is an error before any work.
+        let plan = |needs_grad| backend::plan(&operands, Task::of(&objective, needs_grad), options.workspace_bytes);
+        let with_gradients = plan(needs_grad)?;
+        let plan = if now == needs_grad { with_gradients.clone() } else { plan(now)? };
+        let so_far = options.gradient_sum.as_ref().filter(|_| now.weight && operands.weight.is_variable());
+        let so_far = so_far.map(|sum| sum.so_far(&operands.weight));
+        let is_sum = so_far.is_some();
+        let with_sum = TargetLoss { so_far, ..objective.clone() };
+        let results = backend::loss(&operands, &Objective::Targets(with_sum), now, &plan)?;
+
+        let each = || Ok(results.objective.reshape(self.leading.as_slice())?);
+        let value = request.value(&results.sum, &results.count, each)?;
+        let value = match needs_grad.any() {
+            true => {
+                let known = now.any().then_some(Known { gradients: results.gradients, is_sum });
+                node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
+                    let mut objective = objective.clone();
+                    if let Some(upstream) = upstream {
+                        objective.scale = GradScale::Upstream(upstream);
+                    }
+                    let objective = Objective::Targets(objective);
+                    Ok(backend::loss(operands, &objective, needs_grad, &with_gradients)?.gradients)
+                })?
+            }
+            false => value,
+        };
+        let nll = results.nll.reshape(self.leading.as_slice())?;
+        Ok(Loss {
+            correct: results.correct,
+            dropped_mass: results.dropped_mass,
+            decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
+            ..Loss::new(value, results.sum, results.count, nll)
+        })
+    }
+
+    /// The loss of a training step over a sample of the vocabulary, with contexts masked at ignored positions. `rows` are
+    /// the weight's for some ids `[n]`.
+    pub(crate) fn sampled_loss(&self, rows: impl Fn(&Tensor) -> Result<Tensor>, request: &Request) -> Result<Loss> {
+        let Some(sampled) = request.options.sampled_step() else { return self.loss_of(request) };
+        self.check_sampled(sampled, request)?;
+        if request.positions() == 0 {
+            return self.exact_loss(request);
+        }
+        let (SampledLoss::Softmax(negatives) | SampledLoss::Nce(negatives)) = sampled;
+        let sample = Sample::new(&self.operands, rows, negatives, request)?;
+        let loss = match sampled {
+            SampledLoss::Softmax(_) => {
+                let (operands, objective) = small_loss(&sample, request)?;
+                self.with_operands(operands).fused_loss(objective, request)?
+            }
+            SampledLoss::Nce(_) => request.loss_of_nll(&sample.nce()?.reshape(self.leading.as_slice())?)?,
+        };
+        Ok(Loss { decoder_rows: sample.leaves, spared: self.spared(request.options), ..loss })
+    }
+
+    /// The variables of the decoder, if a sampled loss has the gradients of its rows instead.
+    fn spared(&self, options: &LossOptions) -> Vec<TensorId> {
+        let decoder = [Some(&self.operands.weight), self.operands.bias.as_ref()];
+        decoder.into_iter().flatten().filter(|_| options.decoder_rows).flat_map(variables).collect()
+    }
+
+    /// An error if the options or the mixture have what a loss over a sample does not support.
+    fn check_sampled(&self, sampled: &SampledLoss, request: &Request) -> Result<()> {
+        match sampled {
+            SampledLoss::Softmax(_) => {
+                let head = "the sampled softmax";
+                request.require(head, &[OptionName::SampledSoftmax, OptionName::DecoderRows])?;
+                match self.operands.softcap {
+                    Some(_) => Err(Error::Unsupported { option: OptionName::Softcap, head }),
+                    None => Ok(()),
+                }
+            }
+            SampledLoss::Nce(_) => {
+                request.require("NCE", &[OptionName::Nce, OptionName::DecoderRows])?;
+                match self.operands.sizes.components {
+                    1 => Ok(()),
+                    _ => Err(Error::Unsupported { option: OptionName::Nce, head: "a mixture of several softmaxes" }),
+                }
+            }
+        }
+    }
+
+    /// How [`Mixture::loss`] would split the work with these options.
+    ///
+    /// # Errors
+    ///
+    /// If an option is out of its range, or the budget cannot hold one position.
+    pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
+        options.validate()?;
+        let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
+        let mut operands = self.operands.clone();
+        let mut task = Task::loss(&options.terms(), needs_grad);
+        if let Some(SampledLoss::Softmax(negatives)) = options.sampled_step() {
+            operands.sizes = sampled_softmax::sizes(operands.sizes, negatives);
+            task.own_targets = true;
+        }
+        backend::plan(&operands, task, options.workspace_bytes)
+    }
+}

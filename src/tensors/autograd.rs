@@ -1,0 +1,293 @@
+//! Attaches a computed value to candle's graph, so that `backward` finds its gradients.
+//!
+//! candle's own operations keep every intermediate result alive until the backward pass; its custom operations can keep
+//! none. Here the value is computed beforehand, outside the graph; the forward pass of one node then returns it, and
+//! its backward pass computes the gradients of its operands by a closure that holds whatever it needs.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use candle_core::backend::BackendStorage;
+use candle_core::backprop::GradStore;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp3, InplaceOp1, Layout, MetalStorage, Shape, Storage, Tensor, TensorId, Var,
+    WithDType,
+};
+
+use crate::error::Result;
+
+/// Makes `value` a function of `operands`, whose gradients `backward(operands, value, upstream)` computes: `None` where
+/// none is needed. If no operand depends on a variable, it returns the value as it is. On the CPU the node takes the
+/// value's storage, which nothing else may share; only a single number is copied.
+pub(crate) fn attach<B>(name: &'static str, value: Tensor, operands: [&Tensor; 3], backward: B) -> Result<Tensor>
+where
+    B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
+{
+    if !operands.iter().any(|operand| operand.track_op()) {
+        return Ok(value);
+    }
+    // The node reads its storage from the first element on, so that the value must start there.
+    let value = if value.layout().start_offset() == 0 { value } else { value.force_contiguous()? };
+    let [a, b, c] = operands;
+    let shape = value.shape().clone();
+    Ok(a.apply_op3(b, c, Node { name, shape, value: Mutex::new(Some(value)), backward })?)
+}
+
+struct Node<B> {
+    name: &'static str,
+    shape: Shape,
+    /// The value, until the forward pass takes it.
+    value: Mutex<Option<Tensor>>,
+    backward: B,
+}
+
+impl<B> Node<B> {
+    fn value(&self) -> candle_core::Result<Tensor> {
+        match self.value.lock().ok().and_then(|mut value| value.take()) {
+            Some(value) => Ok(value),
+            None => candle_core::bail!("{}: the forward pass of this node has run before", self.name),
+        }
+    }
+
+    /// Copies the value's storage.
+    fn copy<S>(
+        &self,
+        value: &Tensor,
+        clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>,
+    ) -> candle_core::Result<(S, Shape)> {
+        let (storage, layout) = value.storage_and_layout();
+        match clone(&storage, layout) {
+            Some(storage) => Ok((storage?, self.shape.clone())),
+            None => candle_core::bail!("{}: the value is on another device than the operands", self.name),
+        }
+    }
+}
+
+/// Moves the storage out of a tensor, which is empty from then on.
+struct Take(Mutex<Option<CpuStorage>>);
+
+impl InplaceOp1 for Take {
+    fn name(&self) -> &'static str {
+        "take"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+        if let Ok(mut taken) = self.0.lock() {
+            *taken = Some(std::mem::replace(storage, CpuStorage::U8(Vec::new())));
+        }
+        Ok(())
+    }
+}
+
+/// Takes the storage of a tensor on the CPU, and leaves the tensor without elements. Returns `None` on a GPU, or if the
+/// storage holds more than this tensor.
+fn take_storage(tensor: &Tensor) -> candle_core::Result<Option<CpuStorage>> {
+    let is_whole = match &*tensor.storage_and_layout().0 {
+        Storage::Cpu(storage) => tensor.is_contiguous() && length(storage) == Some(tensor.elem_count()),
+        _ => false,
+    };
+    if !is_whole {
+        return Ok(None);
+    }
+    let take = Take(Mutex::new(None));
+    tensor.inplace_op1(&take)?;
+    Ok(take.0.into_inner().ok().flatten())
+}
+
+/// The values of a tensor that nothing else may refer to. On the CPU it copies nothing.
+pub(crate) fn take_values<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+    Ok(match take_storage(tensor)? {
+        Some(storage) => T::cpu_storage_data(storage)?,
+        None => tensor.flatten_all()?.to_vec1()?,
+    })
+}
+
+/// Makes a variable of these values, which nothing else may refer to. On the CPU it copies nothing.
+pub(crate) fn variable_of(values: Tensor) -> Result<Var> {
+    let (shape, device) = (values.shape().clone(), values.device().clone());
+    Ok(match take_storage(&values)? {
+        Some(CpuStorage::F16(values)) => Var::from_vec(values, shape, &device)?,
+        Some(CpuStorage::BF16(values)) => Var::from_vec(values, shape, &device)?,
+        Some(CpuStorage::F32(values)) => Var::from_vec(values, shape, &device)?,
+        Some(CpuStorage::F64(values)) => Var::from_vec(values, shape, &device)?,
+        _ => Var::from_tensor(&values)?,
+    })
+}
+
+/// The number of elements of a storage of floats.
+fn length(storage: &CpuStorage) -> Option<usize> {
+    match storage {
+        CpuStorage::F16(values) => Some(values.len()),
+        CpuStorage::BF16(values) => Some(values.len()),
+        CpuStorage::F32(values) => Some(values.len()),
+        CpuStorage::F64(values) => Some(values.len()),
+        _ => None,
+    }
+}
+
+impl<B> CustomOp3 for Node<B>
+where
+    B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]>,
+{
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let value = self.value()?;
+        if value.elem_count() > 1 {
+            if let Some(storage) = take_storage(&value)? {
+                return Ok((storage, self.shape.clone()));
+            }
+        }
+        self.copy(&value, |storage, layout| match storage {
+            Storage::Cpu(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.copy(&self.value()?, |storage, layout| match storage {
+            Storage::Cuda(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(MetalStorage, Shape)> {
+        self.copy(&self.value()?, |storage, layout| match storage {
+            Storage::Metal(storage) => Some(storage.try_clone(layout)),
+            _ => None,
+        })
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        value: &Tensor,
+        upstream: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        // Accumulated gradients that are not detached would keep the graphs of their batches alive.
+        let detached = |gradient: Option<Tensor>| gradient.map(|gradient| gradient.detach());
+        let mut gradients = (self.backward)([a, b, c], value, upstream)?.map(detached);
+        for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
+            put_aside(value, operand, gradient)?;
+        }
+        let [a, b, c] = gradients;
+        Ok((a, b, c))
+    }
+}
+
+/// A variable whose gradient from one node bypasses candle's sum.
+#[derive(Clone, Debug)]
+pub(crate) struct Leaf {
+    /// The value of the node.
+    pub(crate) node: TensorId,
+    pub(crate) variable: Tensor,
+}
+
+/// The state of [`backward`] during candle's backward pass.
+struct Pass {
+    root: TensorId,
+    /// The variable whose gradient from each of these nodes bypasses candle's sum.
+    leaves: HashMap<TensorId, TensorId>,
+    /// The gradients of the leaves so far.
+    gradients: HashMap<TensorId, Tensor>,
+}
+
+thread_local! {
+    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
+}
+
+/// Computes the gradients of `value + penalty`, two scalars, like candle's `backward`. candle adds every gradient to
+/// zeros, which is a second copy; the gradients of `leaves` bypass that sum. Other nodes are not affected: if both are
+/// rayon jobs, the backward pass of another loss may run on this thread meanwhile.
+pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Leaf>) -> Result<GradStore> {
+    if let Some(penalty) = penalty.filter(|penalty| penalty.sorted_nodes().iter().any(|node| node.id() == value.id())) {
+        // The penalty depends on the value too, whose gradient is therefore not one.
+        return Ok((value + penalty)?.backward()?);
+    }
+    /// Restores the outer pass, also on a panic.
+    struct End(Option<Pass>);
+    impl Drop for End {
+        fn drop(&mut self) {
+            PASS.replace(self.0.take());
+        }
+    }
+    let variables: HashMap<TensorId, Tensor> =
+        leaves.iter().map(|leaf| (leaf.variable.id(), leaf.variable.clone())).collect();
+    let leaves = leaves.iter().map(|leaf| (leaf.node, leaf.variable.id())).collect();
+    let pass = Pass { root: value.id(), leaves, gradients: HashMap::new() };
+    let _end = End(PASS.replace(Some(pass)));
+    let mut gradients = match penalty {
+        Some(penalty) => (value + penalty)?.backward()?,
+        None => value.backward()?,
+    };
+    let aside = PASS.with_borrow_mut(|pass| pass.as_mut().map(|pass| std::mem::take(&mut pass.gradients)));
+    for (id, gradient) in aside.into_iter().flatten() {
+        let Some(variable) = variables.get(&id) else { continue };
+        let gradient = match gradients.remove(variable) {
+            Some(rest) => (rest + gradient)?,
+            None => gradient,
+        };
+        gradients.insert(variable, gradient);
+    }
+    Ok(gradients)
+}
+
+/// The variables that a tensor depends on; a variable depends on itself.
+pub(crate) fn variables(tensor: &Tensor) -> Vec<TensorId> {
+    tensor.sorted_nodes().into_iter().filter(|node| node.is_variable()).map(Tensor::id).collect()
+}
+
+/// Whether `value` is the loss of this backward pass, so that its gradient is one.
+pub(crate) fn is_root(value: &Tensor) -> bool {
+    PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
+}
+
+/// Takes the gradient of an operand from candle if this node's gradient of it bypasses candle's sum.
+fn put_aside(value: &Tensor, operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
+    let taken = |pass: &mut Option<Pass>| {
+        let pass = pass.as_mut()?;
+        let is_leaf = pass.leaves.get(&value.id()) == Some(&operand.id());
+        is_leaf.then(|| pass.gradients.remove(&operand.id()))
+    };
+    let Some(before) = PASS.with_borrow_mut(taken) else { return Ok(()) };
+    // The pass is not borrowed here: an operation of candle may run another job of rayon.
+    let sum = match (before, gradient.take()) {
+        (Some(a), Some(b)) => Some((a + b)?),
+        (a, b) => a.or(b),
+    };
+    PASS.with_borrow_mut(|pass| {
+        if let Some((pass, sum)) = pass.as_mut().zip(sum) {
+            pass.gradients.insert(operand.id(), sum);
+        }
+    });
+    Ok(())
+}

@@ -1,0 +1,168 @@
+//! Validates arguments before any work: each error names the argument, the expected value and the actual one.
+
+use candle_core::{DType, Tensor};
+
+use crate::error::{Error, Result};
+
+/// The largest number of elements of a tensor: 2^40, eight TiB in f64. On a 32-bit machine the addresses allow fewer.
+const MOST_ELEMENTS: usize = match 1usize.checked_shl(40) {
+    Some(most) => most,
+    None => isize::MAX as usize / 8,
+};
+
+/// The largest number of token ids: they are u32, and candle reads the largest u32 as no index.
+const MOST_IDS: usize = u32::MAX as usize;
+
+/// Checks that the last dimension, the dtype and the device of hidden states match the parameters of a head.
+pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
+    if hidden.dims().last() != Some(&size) {
+        return Err(Error::shape("hidden", format!("[.., {size}]"), hidden.dims()));
+    }
+    check_elements("hidden", hidden.dims())?;
+    check_alike("hidden", hidden, "the head's parameters", weight)
+}
+
+/// Checks that a tensor has the dtype of another, and is on the same device.
+pub(crate) fn check_alike(argument: &'static str, tensor: &Tensor, other_name: &str, other: &Tensor) -> Result<()> {
+    if tensor.dtype() != other.dtype() {
+        let expected = format!("{:?}, as {other_name}", other.dtype());
+        return Err(Error::DType { argument, expected, got: tensor.dtype() });
+    }
+    check_device(argument, tensor, other)
+}
+
+/// Checks that a tensor is on the same device as another.
+pub(crate) fn check_device(argument: &'static str, tensor: &Tensor, other: &Tensor) -> Result<()> {
+    if tensor.device().same_device(other.device()) {
+        return Ok(());
+    }
+    let location = |tensor: &Tensor| format!("{:?}", tensor.device().location());
+    Err(Error::Device { argument, expected: location(other), got: location(tensor) })
+}
+
+/// Checks the shape and the dtype of targets, or of other token ids.
+pub(crate) fn check_targets(argument: &'static str, targets: &Tensor, dims: &[usize]) -> Result<()> {
+    if targets.dims() != dims {
+        return Err(Error::shape(argument, format!("{dims:?}"), targets.dims()));
+    }
+    match targets.dtype() {
+        DType::U8 | DType::U32 | DType::I64 => Ok(()),
+        got => Err(Error::DType { argument, expected: "u8, u32 or i64".into(), got }),
+    }
+}
+
+/// The leading dimensions of hidden states, whose product is at most the number of elements of a tensor.
+pub(crate) fn leading(hidden: &Tensor) -> Result<&[usize]> {
+    check_elements("hidden", hidden.dims())?;
+    match hidden.dims() {
+        [leading @ .., _] => Ok(leading),
+        [] => Err(Error::shape("hidden", "[.., hidden]", &[])),
+    }
+}
+
+/// Checks the weights of positions or classes.
+pub(crate) fn check_weights(argument: &'static str, weights: &Tensor, dims: &[usize], other: &Tensor) -> Result<()> {
+    if weights.dims() != dims {
+        return Err(Error::shape(argument, format!("{dims:?}"), weights.dims()));
+    }
+    check_float(argument, weights)?;
+    check_device(argument, weights, other)
+}
+
+/// Checks that a parameter has a dtype that the kernels support.
+pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()> {
+    match tensor.dtype() {
+        DType::F16 | DType::BF16 | DType::F32 | DType::F64 => Ok(()),
+        got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
+    }
+}
+
+/// Checks the scale and the softcap of logits.
+pub(crate) fn check_logits(logit_scale: f64, softcap: Option<f64>) -> Result<()> {
+    // Numbers in this range are numbers in f32 too.
+    let is_valid = |x: f64| (1e-30..=1e30).contains(&x);
+    check_number(is_valid(logit_scale), "logit_scale", "from 1e-30 to 1e30", logit_scale)?;
+    match softcap {
+        Some(cap) => check_number(is_valid(cap), "softcap", "from 1e-30 to 1e30", cap),
+        None => Ok(()),
+    }
+}
+
+pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((argument, size)) => Err(Error::config(argument, "at least 1", size)),
+        None => Ok(()),
+    }
+}
+
+/// Checks that a tensor of this shape can exist, and returns the number of its elements. candle multiplies without a
+/// check for overflow: a tensor of 2^62 x 4 elements would have none.
+pub(crate) fn check_elements(argument: &'static str, dims: &[usize]) -> Result<usize> {
+    let expected = || format!("of at most {MOST_ELEMENTS} elements");
+    product(dims).ok_or_else(|| Error::shape(argument, expected(), dims))
+}
+
+/// Checks that a tensor can exist whose number of elements is the product of `sizes`, which `argument` names.
+pub(crate) fn check_product(argument: &'static str, sizes: &[usize]) -> Result<()> {
+    if product(sizes).is_some() {
+        return Ok(());
+    }
+    let got = sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(" * ");
+    Err(Error::config(argument, format!("at most {MOST_ELEMENTS}"), got))
+}
+
+/// The product of sizes, if a tensor can have so many elements.
+fn product(sizes: &[usize]) -> Option<usize> {
+    // One zero makes the product zero, even where the other sizes would overflow.
+    if sizes.contains(&0) {
+        return Some(0);
+    }
+    let product = sizes.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
+    product.filter(|product| *product <= MOST_ELEMENTS)
+}
+
+/// Checks the size of a vocabulary.
+pub(crate) fn check_vocab(vocab_size: usize) -> Result<()> {
+    check_sizes(&[("vocab_size", vocab_size)])?;
+    check_most("vocab_size", vocab_size, MOST_IDS)
+}
+
+/// Checks that a size is at most `most`.
+pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Result<()> {
+    match size <= most {
+        true => Ok(()),
+        false => Err(Error::config(argument, format!("at most {most}"), size)),
+    }
+}
+
+/// Returns an error that names the number, unless `holds`.
+pub(crate) fn check_number(holds: bool, argument: &'static str, expected: &str, got: f64) -> Result<()> {
+    match holds {
+        true => Ok(()),
+        false => Err(Error::config(argument, expected, got)),
+    }
+}
+
+pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
+    check_number((0.0..1.0).contains(&dropout), "dropout", "at least 0 and below 1", dropout)
+}
+
+/// Reads the targets as token ids, `None` where they are ignored. An error names the first target that is not in the
+/// vocabulary. Waits for the device of the targets.
+pub(crate) fn read_ids(targets: &Tensor, ignore_index: Option<i64>, vocab_size: usize) -> Result<Vec<Option<usize>>> {
+    if targets.elem_count() == 0 {
+        // candle's GPU backends do not convert empty tensors.
+        return Ok(Vec::new());
+    }
+    let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let id = |(position, &got): (usize, &i64)| {
+        if ignore_index == Some(got) {
+            return Ok(None);
+        }
+        match usize::try_from(got) {
+            Ok(id) if id < vocab_size => Ok(Some(id)),
+            _ => Err(Error::Target { position, got, vocab_size }),
+        }
+    };
+    targets.iter().enumerate().map(id).collect()
+}

@@ -1,0 +1,8 @@
+//! What candle lacks: nodes of its graph, transfers, masks, initial values and checks of arguments.
+
+pub(crate) mod autograd;
+pub(crate) mod checks;
+pub(crate) mod dropout;
+pub(crate) mod initial_values;
+pub(crate) mod permutation;
+pub(crate) mod transfer;

@@ -1,0 +1,306 @@
+//! The hierarchical softmax of two levels: a softmax over classes, and one over the ids of each class.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use candle_nn::{Init, VarBuilder};
+
+use super::{Cluster, Permutation, TwoLevel};
+use crate::error::{Error, Result};
+use crate::heads::{MixtureLayer, SoftmaxHead};
+use crate::tensors::checks::{check_most, check_product, check_sizes, check_vocab};
+use crate::tensors::initial_values;
+
+/// The most classes: each has variables of its own, and only few of them are computed.
+const MOST_CLASSES: usize = 1 << 20;
+
+/// The classes of a [`HierarchicalSoftmax`].
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub enum Classes {
+    /// So many classes of consecutive ids, of equal size up to one id. For ids sorted by frequency.
+    Consecutive(usize),
+    /// The class of each id. Classes are numbered from 0 without gaps.
+    Given(Vec<u32>),
+}
+
+impl Classes {
+    /// At most so many classes of about equal probability mass: ids in descending order of frequency fill one class
+    /// after the other (Mikolov et al., 2011). There are fewer if single ids have more than the mass of a class.
+    ///
+    /// # Errors
+    ///
+    /// If the number of classes is zero, or a frequency is negative or not finite, or none is positive.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use mos_head::Classes;
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let classes = Classes::of_frequencies(&[1.0, 4.0, 1.0, 2.0], 2)?;
+    /// assert_eq!(classes, Classes::Given(vec![1, 0, 1, 1]));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn of_frequencies(frequencies: &[f64], classes: usize) -> Result<Self> {
+        check_sizes(&[("classes", classes)])?;
+        let is_valid = |x: &f64| *x >= 0.0 && x.is_finite();
+        if let Some(invalid) = frequencies.iter().find(|x| !is_valid(x)) {
+            return Err(Error::config("frequencies", "finite numbers, at least 0", invalid));
+        }
+        let total: f64 = frequencies.iter().sum();
+        if total <= 0.0 || !total.is_finite() {
+            return Err(Error::config("frequencies", "a positive, finite sum", total));
+        }
+        let mut order: Vec<usize> = (0..frequencies.len()).collect();
+        order.sort_by(|&a, &b| frequencies[b].total_cmp(&frequencies[a]));
+        let mut given = vec![0; frequencies.len()];
+        let (mut mass, mut bin, mut class) = (0.0, 0, 0);
+        for (i, &id) in order.iter().enumerate() {
+            // The class in which the mass before this id ends; rounding may bring it to the end of the last.
+            let next = ((mass / total * classes as f64) as usize).min(classes - 1);
+            if i > 0 && next > bin {
+                (bin, class) = (next, class + 1);
+            }
+            given[id] = class;
+            mass += frequencies[id];
+        }
+        Ok(Classes::Given(given))
+    }
+}
+
+/// The sizes and options of a [`HierarchicalSoftmax`].
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{Classes, HierarchicalConfig};
+///
+/// let config = HierarchicalConfig::new(512, 100_000);
+/// assert_eq!(config.classes, Classes::Consecutive(317)); // the square root of vocab_size, rounded up
+/// let config = config.with_classes(Classes::Consecutive(200));
+/// # let _ = config;
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(from = "Read"))]
+#[non_exhaustive]
+pub struct HierarchicalConfig {
+    /// Size of a hidden state.
+    pub hidden_size: usize,
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// The classes. The default is consecutive ones, about the square root of `vocab_size` many.
+    pub classes: Classes,
+    /// Whether both levels have a bias. The default is true.
+    pub bias: bool,
+}
+
+impl HierarchicalConfig {
+    /// A head of these sizes with consecutive classes and biases.
+    pub fn new(hidden_size: usize, vocab_size: usize) -> Self {
+        let classes = Classes::Consecutive((vocab_size as f64).sqrt().ceil() as usize);
+        HierarchicalConfig { hidden_size, vocab_size, classes, bias: true }
+    }
+
+    /// Sets the classes.
+    pub fn with_classes(self, classes: Classes) -> Self {
+        HierarchicalConfig { classes, ..self }
+    }
+
+    /// Sets whether both levels have a bias.
+    pub fn with_bias(self, bias: bool) -> Self {
+        HierarchicalConfig { bias, ..self }
+    }
+
+    /// The number of classes: the vocabulary of a class layer.
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, a level would have more than 2^40 weights or 2^32 - 1 ids, or the classes are not valid: more
+    /// than 2^20, or as for [`HierarchicalSoftmax::new`].
+    pub fn class_count(&self) -> Result<usize> {
+        Ok(self.sizes()?.0.len())
+    }
+
+    /// The number of ids of each class, checked, and the order of the ids by class if that is not their own.
+    fn sizes(&self) -> Result<(Vec<usize>, Option<Permutation>)> {
+        check_sizes(&[("hidden_size", self.hidden_size)])?;
+        check_vocab(self.vocab_size)?;
+        check_product("vocab_size * hidden_size", &[self.vocab_size, self.hidden_size])?;
+        let vocab = self.vocab_size;
+        match &self.classes {
+            &Classes::Consecutive(classes) if (1..=vocab).contains(&classes) => {
+                check_most("classes", classes, MOST_CLASSES)?;
+                let start = |class| (class as u128 * vocab as u128 / classes as u128) as usize;
+                Ok(((0..classes).map(|class| start(class + 1) - start(class)).collect(), None))
+            }
+            Classes::Consecutive(classes) => {
+                Err(Error::config("classes", format!("a number from 1 to vocab_size {vocab}"), classes))
+            }
+            Classes::Given(given) if given.len() == vocab => {
+                let classes = given.iter().max().map_or(0, |&last| (last as usize).saturating_add(1));
+                let mut sizes = vec![0; classes.min(vocab)];
+                for &class in given {
+                    if let Some(size) = sizes.get_mut(class as usize) {
+                        *size += 1;
+                    }
+                }
+                if let Some(class) = sizes.iter().position(|&size| size == 0) {
+                    return Err(Error::config(
+                        "classes",
+                        "an id in each class up to the last",
+                        format!("none in {class}"),
+                    ));
+                }
+                check_most("classes", classes, MOST_CLASSES)?;
+                let mut id_of_rank: Vec<u32> = (0..vocab as u32).collect();
+                if given.is_sorted() {
+                    return Ok((sizes, None));
+                }
+                // Stable: within a class, ids ascend.
+                id_of_rank.sort_by_key(|&id| given[id as usize]);
+                let mut rank_of_id = vec![0; vocab];
+                id_of_rank.iter().zip(0..).for_each(|(&id, rank)| rank_of_id[id as usize] = rank);
+                Ok((sizes, Some(Permutation { rank_of_id, id_of_rank })))
+            }
+            Classes::Given(given) => {
+                Err(Error::config("classes", format!("the classes of {vocab} ids"), format!("{}", given.len())))
+            }
+        }
+    }
+}
+
+/// The configuration as deserialized: sizes are required, options have the defaults of `new`.
+#[cfg(feature = "serde")]
+#[derive(serde::Deserialize)]
+struct Read {
+    #[serde(alias = "hidden")]
+    hidden_size: usize,
+    #[serde(alias = "vocab")]
+    vocab_size: usize,
+    classes: Option<Classes>,
+    bias: Option<bool>,
+}
+
+#[cfg(feature = "serde")]
+impl From<Read> for HierarchicalConfig {
+    fn from(read: Read) -> Self {
+        let default = HierarchicalConfig::new(read.hidden_size, read.vocab_size);
+        HierarchicalConfig {
+            classes: read.classes.unwrap_or(default.classes),
+            bias: read.bias.unwrap_or(default.bias),
+            ..default
+        }
+    }
+}
+
+/// A hierarchical softmax of two levels: a softmax over classes of token ids, and one over the ids of each class.
+///
+/// ```text
+/// P(v) = softmax(A h + a)_c softmax(W_c h + b_c)_v,    c the class of v
+/// ```
+///
+/// With about sqrt(vocab) classes of as many ids, the loss of a position costs 2 sqrt(vocab) logits instead of vocab.
+/// Each class is computed only for the positions whose target is in it. The layer over the classes can be any mixture,
+/// [`HierarchicalSoftmax::with_class_layer`].
+///
+/// The loss is exact. It reads the targets, which on a GPU waits for the device. A class without a target in the batch
+/// gets no gradients: they are zero, but absent from the `GradStore`. Each class has its own variables, because the
+/// gradient of a part of one matrix would be as large as the matrix. Of the options of a loss, label smoothing, z-loss,
+/// the gradient filter and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
+///
+/// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a class only at positions where one of its ids can be among the k best (a NaN in
+/// another class goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample) draws a class, then an id, unless a temperature or a
+/// truncation needs all log-probabilities.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{HierarchicalConfig, HierarchicalSoftmax, LossOptions, OutputLayer};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let head = HierarchicalSoftmax::new(&HierarchicalConfig::new(64, 10_000), vb)?;
+/// let hidden = Tensor::randn(0f32, 1., (2, 3, 64), &Device::Cpu)?;
+/// let targets = Tensor::new(&[[3u32, 1, 700], [9999, 2, 0]], &Device::Cpu)?;
+/// let gradients = head.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
+/// // Weight and bias of the layer over the classes, and of the three classes that have a target.
+/// assert_eq!(vars.all_vars().iter().filter(|var| gradients.get(var).is_some()).count(), 8);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// - Goodman: Classes for Fast Maximum Entropy Training. ICASSP 2001, arXiv cs/0108006.
+/// - Mikolov, Kombrink, Burget, Černocký, Khudanpur: Extensions of Recurrent Neural Network Language Model. ICASSP 2011.
+pub type HierarchicalSoftmax = TwoLevel<Hierarchical>;
+
+/// The scheme of a [`HierarchicalSoftmax`].
+#[derive(Clone, Copy, Debug)]
+pub enum Hierarchical {}
+
+impl TwoLevel<Hierarchical> {
+    /// A head with the variables `class.weight` `[classes, hidden]`, `class.bias` `[classes]`, and for each class
+    /// `word.{c}.weight` `[size_c, hidden]` and `word.{c}.bias` `[size_c]`: weights uniform within 1 / sqrt(hidden),
+    /// biases zero.
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, a level would have more than 2^40 weights or 2^32 - 1 ids, a class is empty, the classes are
+    /// more than the ids or 2^20 or not given for each id, or a variable is missing or of another shape.
+    pub fn new(config: &HierarchicalConfig, vb: VarBuilder) -> Result<Self> {
+        let classes = config.sizes()?.0.len();
+        let (weight, bias) = linear(classes, config, &vb.pp("class"))?;
+        Self::with_class_layer(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
+    }
+
+    /// With another layer over the classes, such as a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes). The variables
+    /// hold the ids within each class.
+    ///
+    /// # Errors
+    ///
+    /// As for [`HierarchicalSoftmax::new`], or if the layer's vocabulary is not the classes or its hidden states are of
+    /// another size.
+    pub fn with_class_layer(
+        config: &HierarchicalConfig,
+        class_layer: Arc<dyn MixtureLayer>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let (sizes, permutation) = config.sizes()?;
+        let mut start = 0;
+        let cluster = |(class, size): (usize, usize)| {
+            let (weight, bias) = linear(size, config, &vb.pp("word").pp(class))?;
+            start += size;
+            Ok(Cluster { projection: None, weight, bias, ranks: start - size..start })
+        };
+        let clusters = sizes.into_iter().enumerate().map(cluster).collect::<Result<_>>()?;
+        TwoLevel::from_levels(
+            "HierarchicalSoftmax",
+            "class_layer",
+            config.hidden_size,
+            class_layer,
+            clusters,
+            permutation,
+        )
+    }
+
+    /// The distribution over the classes.
+    pub fn class_layer(&self) -> &dyn MixtureLayer {
+        &*self.root
+    }
+}
+
+/// Weight and bias of a level, with so many outputs.
+fn linear(outputs: usize, config: &HierarchicalConfig, vb: &VarBuilder) -> Result<(Tensor, Option<Tensor>)> {
+    let init = initial_values::linear(config.hidden_size);
+    let weight = vb.get_with_hints((outputs, config.hidden_size), "weight", init)?;
+    let bias = config.bias.then(|| vb.get_with_hints(outputs, "bias", Init::Const(0.0))).transpose()?;
+    Ok((weight, bias))
+}

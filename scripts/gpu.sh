@@ -14,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TESTS=(api beam_search char_cnn cuda_on_linux custom_head decoder decoding dropout edges errors factorised
+TESTS=(accumulation api beam_search char_cnn cuda_on_linux custom_head decoder decoding dropout edges errors factorised
     factorised_decoding golden gradients laws options sampled save_load scale training)
 EXAMPLES=(step_time lstm_lm)
 BENCHES=(decoding)

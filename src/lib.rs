@@ -17,6 +17,9 @@
 //! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
+//! Each is a [`Head`], a [`Projection`] and a [`Decoder`]; a projection of your own is a head in the same way. A model
+//! that reads its head from a file has a [`HeadConfig`].
+//!
 //! Two heads for large vocabularies compute a softmax over frequent ids or classes, and of the rest only the clusters
 //! that have a target:
 //!
@@ -31,16 +34,16 @@
 //! A vocabulary can also be made small: words are one or two codes of a [`Codebook`], and a head predicts codes. A
 //! [`CodeTable`] is the table of LightRNN or Hybrid-LightRNN; [`CodeCosts`] learn it.
 //!
-//! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`]; heads
-//! that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for models with
-//! their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer.
+//! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`];
+//! heads that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for
+//! models with their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer.
 //!
 //! The loss processes the positions in chunks ([`Plan`]): the logits of a chunk, their log-sum-exps, the
 //! responsibilities of the components, the gradient of the logits in place, and from it the gradients of contexts and
 //! decoder. These are three matrix products in all, the minimum for an exact method. The workspace holds the logits of
-//! one chunk at a time, under a budget ([`LossOptions::with_workspace_bytes`]). It grows with the vocabulary, not with the
-//! number of positions or components: by default a chunk on the CPU has up to 480 rows of logits (235 MiB at 128 256 ids
-//! in f32), or more within 32 MiB. The contexts `[positions, K, d]` and the gradients are held whole.
+//! one chunk at a time, under a budget ([`LossOptions::with_workspace_bytes`]). It grows with the vocabulary, not with
+//! the number of positions or components: by default a chunk on the CPU has up to 480 rows of logits (235 MiB at 128
+//! 256 ids in f32), or more within 32 MiB. The contexts `[positions, K, d]` and the gradients are held whole.
 //!
 //! Decoding reads the distribution of each position in tiles: the `k` most probable token ids ([`OutputLayer::top_k`]),
 //! a sample under the truncation and temperature of [`Sampling`] ([`OutputLayer::sample`]), whole sequences
@@ -73,12 +76,13 @@
 //!
 //! # Options of a loss
 //!
-//! The same for all heads that are mixtures ([`LossOptions`]); an option that a head, or another option, does not support
-//! is an error:
+//! The same for all heads that are mixtures ([`LossOptions`]); an option that a head, or another option, does not
+//! support is an error:
 //!
 //! | option | |
 //! |---|---|
 //! | [`with_reduction`](LossOptions::with_reduction) | mean (the default), sum, or none: one loss per position, with any upstream gradient |
+//! | [`with_denominator`](LossOptions::with_denominator), [`with_gradient_sum`](LossOptions::with_gradient_sum) | gradient accumulation: the mean over the targets of several batches, with memory for one gradient ([`GradientSum`]) |
 //! | [`with_ignore_index`](LossOptions::with_ignore_index) | ignores positions with this target |
 //! | [`with_position_weights`](LossOptions::with_position_weights), [`with_class_weights`](LossOptions::with_class_weights) | weights of positions and of token ids, with PyTorch's conventions |
 //! | [`with_label_smoothing`](LossOptions::with_label_smoothing) | of the log-probabilities of the mixture |
@@ -122,8 +126,8 @@
 //! # Gradients that candle drops
 //!
 //! Fused operations of candle have no backward pass and detach their result without a word: an optimizer leaves the
-//! variables before them as they are. Models of candle-transformers use them. [`Loss::check_gradients`], called once after
-//! the first backward pass, is an error that names the variables without a gradient. In `candle_nn`:
+//! variables before them as they are. Models of candle-transformers use them. [`Loss::check_gradients`], called once
+//! after the first backward pass, is an error that names the variables without a gradient. In `candle_nn`:
 //!
 //! | detaches its result | has a backward pass |
 //! |---|---|

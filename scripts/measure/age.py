@@ -7,10 +7,10 @@ import subprocess
 from machine import git
 
 DOCUMENTS = ["README.md", "examples/README.md", "benches/RESULTS.md", "docs/measurements.md"]
-ENGINE = ["src/backend/cpu", "src/backend/*.rs", "src/mixture", "src/loss"]
+ENGINE = ["src/backend/cpu", "src/backend/*.rs", "src/mixture", "src/loss", "src/heads"]
 DECODING = ["src/decoding", "src/backend/cpu", "src/backend/*.rs", "src/mixture"]
 TRAINING = [*ENGINE, "examples/common", "examples/lstm_lm"]
-VOCABULARIES = [*ENGINE, "src/decoder", "src/factorised", "src/two_level", "src/*softmax*.rs"]
+VOCABULARIES = [*ENGINE, "src/decoder", "src/two_level"]
 CODE = dict.fromkeys(["step-ptb", "step-llm", "steps", "without-gradients", "dtypes", "instruction-sets"], ENGINE)
 CODE |= dict.fromkeys(["positions", "confident", "budget", "docs/step.svg"], ENGINE)
 CODE |= {"decoding": DECODING, "decoding-all": DECODING, "decoding-heads": DECODING}

@@ -29,8 +29,8 @@ pub(crate) struct Operands {
     pub(crate) contexts: Tensor,
     /// `[positions, K]`, in the accumulation dtype
     pub(crate) log_priors: Option<Tensor>,
-    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax appends a row for each target
-    /// outside its vocabulary ([`TargetLoss::own_shifts`]).
+    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax appends a row for each
+    /// target outside its vocabulary ([`TargetLoss::own_shifts`]).
     pub(crate) weight: Tensor,
     /// `[rows of the weight]`, in the accumulation dtype
     pub(crate) bias: Option<Tensor>,
@@ -107,8 +107,8 @@ pub(crate) struct TargetLoss {
     pub(crate) class_weights: Option<Tensor>,
     pub(crate) terms: Terms,
     pub(crate) scale: GradScale,
-    /// `[positions]`, in the accumulation dtype: a sampled softmax adds these to the targets' logits. A target then is a
-    /// row of the weight, from `vocab` on if the vocabulary lacks it, and competes with all ids of the vocabulary but
+    /// `[positions]`, in the accumulation dtype: a sampled softmax adds these to the targets' logits. A target then is
+    /// a row of the weight, from `vocab` on if the vocabulary lacks it, and competes with all ids of the vocabulary but
     /// itself:
     ///
     /// ```text

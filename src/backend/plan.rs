@@ -110,7 +110,8 @@ pub struct Plan {
     pub budget_bytes: usize,
     /// The kernels that compute the loss.
     pub kernels: Kernels,
-    /// Number of threads of the host that compute: rayon's pool, or fewer if the budget is too small for all; 1 on a GPU.
+    /// Number of threads of the host that compute: rayon's pool, or fewer if the budget is too small for all; 1 on a
+    /// GPU.
     pub threads: usize,
     pub(super) computation: Computation,
 }

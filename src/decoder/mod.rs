@@ -84,13 +84,13 @@ enum Rows {
 }
 
 impl Decoder {
-    /// A decoder with the variables `decoder.weight` `[vocab, d]`, uniform within 0.1, and `decoder.bias` `[vocab]`, zero, as
-    /// in the released code of Yang et al. (2018).
+    /// A decoder with the variables `decoder.weight` `[vocab, d]`, uniform within 0.1, and `decoder.bias` `[vocab]`,
+    /// zero, as in the released code of Yang et al. (2018).
     ///
     /// # Errors
     ///
-    /// If a size is zero, the weight would have more than 2^40 elements or 2^32 - 1 token ids, a number is out of range, or a
-    /// variable is missing or of another shape.
+    /// If a size is zero, the weight would have more than 2^40 elements or 2^32 - 1 token ids, a number is out of
+    /// range, or a variable is missing or of another shape.
     pub fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let init = Init::Uniform { lo: -0.1, up: 0.1 };
@@ -98,8 +98,8 @@ impl Decoder {
         Self::of_rows(config, Rows::Matrix(vb.pp("decoder").get_with_hints(shape, "weight", init)?), &vb)
     }
 
-    /// A decoder tied to the matrix of an embedding, `[vocab, d]`, with the variable `decoder.bias`. The gradients of both
-    /// uses are summed.
+    /// A decoder tied to the matrix of an embedding, `[vocab, d]`, with the variable `decoder.bias`. The gradients of
+    /// both uses are summed.
     ///
     /// # Shapes
     ///
@@ -117,8 +117,8 @@ impl Decoder {
         }
     }
 
-    /// A decoder whose rows are computed from spellings, `[vocab, d]`, with the variable `decoder.bias`. They are computed
-    /// anew for each call.
+    /// A decoder whose rows are computed from spellings, `[vocab, d]`, with the variable `decoder.bias`. They are
+    /// computed anew for each call.
     ///
     /// # Errors
     ///
@@ -234,8 +234,8 @@ impl Decoder {
         mixture.with_logits(self.logit_scale, self.softcap)
     }
 
-    /// The loss of the mixture of these contexts, which are masked at ignored positions. Of computed rows, a sampled loss
-    /// computes only those that it looks at.
+    /// The loss of the mixture of these contexts, which are masked at ignored positions. Of computed rows, a sampled
+    /// loss computes only those that it looks at.
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
         let is_sampled = request.options.sampled_step().is_some() && request.positions() > 0;
         let (Rows::Computed(cnn), true) = (&self.rows, is_sampled) else {

@@ -32,8 +32,8 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If `mass` is not at least 0 and below 1. [`Error::Distribution`] if a prior is NaN, or all priors of a position are
-    /// zero.
+    /// If `mass` is not at least 0 and below 1. [`Error::Distribution`] if a prior is NaN, or all priors of a position
+    /// are zero.
     pub fn prune(&self, mass: f64) -> Result<Pruned> {
         check_number((0.0..1.0).contains(&mass), "mass", "at least 0 and below 1", mass)?;
         let operands = self.operands();

@@ -8,13 +8,13 @@ use crate::tensors::checks::{check_dropout, check_logits, check_number, check_pr
 /// The activation of the contexts.
 ///
 /// The rank of a mixture of softmaxes does not need one: the logarithm of the sum is the nonlinearity. Which one learns
-/// faster depends on the recipe. With Adam and hidden states near the limits of a tanh, the K tanh layers saturate before
-/// they align with the one decoder that they share; linear contexts, and components that start alike
+/// faster depends on the recipe. With Adam and hidden states near the limits of a tanh, the K tanh layers saturate
+/// before they align with the one decoder that they share; linear contexts, and components that start alike
 /// ([`MixtureConfig::similar_components`]), do not. After one epoch of `examples/seq2seq` (German to English, Adam at
 /// learning rate 0.002, K = 5) independent tanh contexts are far behind a softmax of as many parameters, and linear
-/// contexts that start alike are ahead of it, with less than half the perplexity of the former (`docs/measurements.md`).
-/// With SGD at learning rate 20 and small initial values (`examples/lstm_lm`, Penn Treebank), as in the paper, tanh and
-/// independent components learn faster.
+/// contexts that start alike are ahead of it, with less than half the perplexity of the former
+/// (`docs/measurements.md`). With SGD at learning rate 20 and small initial values (`examples/lstm_lm`, Penn Treebank),
+/// as in the paper, tanh and independent components learn faster.
 ///
 /// # Examples
 ///
@@ -65,7 +65,8 @@ pub struct MixtureConfig {
     pub decoder_bias: bool,
     /// Whether the priors have a bias. The default is false, as in the paper.
     pub prior_bias: bool,
-    /// The activation of the contexts. The default is tanh, as in the paper; see [`ContextActivation`] for when another is better.
+    /// The activation of the contexts. The default is tanh, as in the paper; see [`ContextActivation`] for when another
+    /// is better.
     pub activation: ContextActivation,
     /// Locked dropout on the contexts while training: hidden states `[batch, seq, hidden]` share one mask per sequence
     /// (the paper's variational dropout on context vectors); hidden states `[positions, hidden]` get one mask per
@@ -135,7 +136,8 @@ impl MixtureConfig {
     ///
     /// All components share the decoder. If their projections start as K independent ones, the decoder serves K
     /// unrelated contexts at once, and a deep model with saturated hidden states learns slowly. Components that start
-    /// alike begin as one softmax and separate as their responsibilities do: see [`ContextActivation`] for what that is worth.
+    /// alike begin as one softmax and separate as their responsibilities do: see [`ContextActivation`] for what that is
+    /// worth.
     ///
     /// # Shapes
     ///

@@ -25,8 +25,8 @@ use crate::tensors::permutation::inverse;
 /// ```
 ///
 /// The logarithm of a sum of softmaxes is not linear in the contexts, so d does not bound the rank of the matrix of
-/// log-probabilities, as it does with one softmax. Cost: the time of K softmaxes of width d, and the workspace of one; the
-/// contexts `[positions, K, d]` and their gradients grow with K.
+/// log-probabilities, as it does with one softmax. Cost: the time of K softmaxes of width d, and the workspace of one;
+/// the contexts `[positions, K, d]` and their gradients grow with K.
 ///
 /// # Examples
 ///
@@ -108,8 +108,9 @@ impl Projection for Contexts {
 impl Configured for Contexts {
     type Config = MixtureConfig;
 
-    /// Variables `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias` `[K * d]` and, if configured,
-    /// `prior.bias` `[K]`: uniform within 1 / sqrt(hidden), as in the released code and in PyTorch's `nn.Linear`.
+    /// Variables `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias` `[K * d]` and, if
+    /// configured, `prior.bias` `[K]`: uniform within 1 / sqrt(hidden), as in the released code and in PyTorch's
+    /// `nn.Linear`.
     fn new(config: &MixtureConfig, vb: &VarBuilder) -> Result<Self> {
         config.validate()?;
         let &MixtureConfig { hidden_size, context_dim, components, .. } = config;

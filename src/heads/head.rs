@@ -28,13 +28,13 @@ pub struct Head<P> {
 }
 
 impl<P: Configured> Head<P> {
-    /// A head with new variables. The projection names its own; the decoder has `decoder.weight` `[vocab, d]`, uniform within
-    /// 0.1, and `decoder.bias` `[vocab]`, zero.
+    /// A head with new variables. The projection names its own; the decoder has `decoder.weight` `[vocab, d]`, uniform
+    /// within 0.1, and `decoder.bias` `[vocab]`, zero.
     ///
     /// # Errors
     ///
-    /// If a size is zero, a variable would have more than 2^40 elements, there are more than 2^32 - 1 token ids, an option is
-    /// out of range, or a variable is missing or of another shape.
+    /// If a size is zero, a variable would have more than 2^40 elements, there are more than 2^32 - 1 token ids, an
+    /// option is out of range, or a variable is missing or of another shape.
     pub fn new(config: &P::Config, vb: VarBuilder) -> Result<Self> {
         Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::new(&P::decoder(config), vb)? })
     }

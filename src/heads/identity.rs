@@ -84,8 +84,8 @@ impl SoftmaxConfig {
 /// One softmax over a linear map: `P(v) = softmax(W h + b)_v`.
 ///
 /// The log-probabilities of all positions, `H W^T + 1 b^T - lse 1^T`, form a matrix of rank at most `hidden + 2`,
-/// without a bias `hidden + 1`: the softmax bottleneck. Cost: one linear cross-entropy, fused: the logits of one chunk of
-/// positions are held at a time.
+/// without a bias `hidden + 1`: the softmax bottleneck. Cost: one linear cross-entropy, fused: the logits of one chunk
+/// of positions are held at a time.
 ///
 /// # Examples
 ///

@@ -1,7 +1,7 @@
 //! Output layers of one mixture: a [`Projection`] from hidden states to contexts and log-priors, and a decoder.
 //!
-//! [`identity`], [`contexts`] and [`mixed_contexts`] are the projections of the three heads; [`Head`] makes each of them an
-//! [`OutputLayer`].
+//! [`identity`], [`contexts`] and [`mixed_contexts`] are the projections of the three heads; [`Head`] makes each of
+//! them an [`OutputLayer`].
 
 mod config;
 mod contexts;

@@ -105,8 +105,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     fn vocab_size(&self) -> usize;
 
     /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden
-    /// states and of every parameter that is a variable. Whether those reach the variables before the hidden states depends
-    /// on the model: [`Loss::check_gradients`] names the ones that they do not reach.
+    /// states and of every parameter that is a variable. Whether those reach the variables before the hidden states
+    /// depends on the model: [`Loss::check_gradients`] names the ones that they do not reach.
     ///
     /// An option that a head does not support is [`Error::Unsupported`](crate::Error::Unsupported), never ignored.
     ///
@@ -123,8 +123,8 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
-    /// They are valid logits for the samplers of other crates. The sampler of candle-transformers takes `[vocab]` (here from
-    /// `hidden` `[1, hidden]`):
+    /// They are valid logits for the samplers of other crates. The sampler of candle-transformers takes `[vocab]` (here
+    /// from `hidden` `[1, hidden]`):
     ///
     /// ```ignore
     /// use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -224,8 +224,9 @@ pub trait OutputLayer: Debug + Send + Sync {
         sampler.sample(&self.log_probs(hidden)?)
     }
 
-    /// The head for evaluation and decoding: what it computes from its parameters alone, such as decoder rows from spellings,
-    /// is computed once, and constant. Where there is nothing to compute, and by default, it is the head itself.
+    /// The head for evaluation and decoding: what it computes from its parameters alone, such as decoder rows from
+    /// spellings, is computed once, and constant. Where there is nothing to compute, and by default, it is the head
+    /// itself.
     ///
     /// # Errors
     ///
@@ -237,8 +238,8 @@ pub trait OutputLayer: Debug + Send + Sync {
 
 /// An output layer that reduces to one [`Mixture`] of softmaxes, as every [`Head`](crate::Head) does.
 ///
-/// Your own, if it is not a [`Projection`](crate::Projection) and a decoder, implements `mixture`, and the methods of [`OutputLayer`] by it, such as
-/// `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
+/// Your own, if it is not a [`Projection`](crate::Projection) and a decoder, implements `mixture`, and the methods of
+/// [`OutputLayer`] by it, such as `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
 ///
 /// # Examples
 ///
@@ -263,7 +264,8 @@ pub trait MixtureLayer: OutputLayer {
     /// contexts.
     fn components(&self) -> usize;
 
-    /// The mixture of these hidden states `[.., hidden]`. A loss passes [`LossOptions::dropout`]; decoding has no dropout.
+    /// The mixture of these hidden states `[.., hidden]`. A loss passes [`LossOptions::dropout`]; decoding has no
+    /// dropout.
     ///
     /// # Shapes
     ///

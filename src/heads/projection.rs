@@ -67,28 +67,28 @@ pub trait Projection: Debug + Send + Sync {
     /// The number of components, K.
     fn components(&self) -> usize;
 
-    /// The contexts and log-priors of hidden states, of which the size, the dtype and the device have been checked. Where a
-    /// context has dropout, this is its source of masks.
+    /// The contexts and log-priors of hidden states, of which the size, the dtype and the device have been checked.
+    /// Where a context has dropout, this is its source of masks.
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`, with any leading dimensions
-    /// - returns contexts `[.., K, d]`, of the decoder's dtype, and log-priors `[.., K]`, in nats, whose exponentials sum to
-    ///   one over K; `None` is accepted if K = 1
+    /// - returns contexts `[.., K, d]`, of the decoder's dtype, and log-priors `[.., K]`, in nats, whose exponentials
+    ///   sum to one over K; `None` is accepted if K = 1
     ///
     /// # Errors
     ///
     /// Your own; the shapes of the results are checked.
     fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)>;
 
-    /// Whether hidden states meet parameters here. Hidden states at ignored positions are then zero, so that a NaN there
-    /// reaches no gradient.
+    /// Whether hidden states meet parameters here. Hidden states at ignored positions are then zero, so that a NaN
+    /// there reaches no gradient.
     fn has_parameters(&self) -> bool {
         true
     }
 
-    /// For ancestral sampling: the contexts `[.., 1, d]` of one component at each position, which `sampler` draws from the
-    /// priors. `None`, the default, if drawing first saves nothing: then all contexts are computed.
+    /// For ancestral sampling: the contexts `[.., 1, d]` of one component at each position, which `sampler` draws from
+    /// the priors. `None`, the default, if drawing first saves nothing: then all contexts are computed.
     ///
     /// # Errors
     ///

@@ -9,13 +9,13 @@ use super::results::Loss;
 use crate::backend::contract::SoFar;
 use crate::error::Result;
 
-/// The sum of the gradients of several losses, such as those of the batches of one optimizer step.
+/// The sum of the gradients of several losses, such as the losses of the batches of one optimizer step.
 ///
-/// candle's [`GradStore::extend`] adds two stores, which holds the decoder's gradient three times for a moment. A loss that
-/// is asked with the sum ([`LossOptions::with_gradient_sum`](crate::LossOptions::with_gradient_sum)) takes the decoder's
-/// gradient so far, and its kernels add to it in place: there is one. The decoder's weight must be a variable itself (not
-/// the transpose or another function of one), the reduction a mean or a sum, and the loss over the whole vocabulary;
-/// otherwise, and for all other variables, gradients are added as candle does.
+/// candle's [`GradStore::extend`] adds two stores, which holds the decoder's gradient three times for a moment. A loss
+/// that is asked with the sum ([`LossOptions::with_gradient_sum`](crate::LossOptions::with_gradient_sum)) takes the
+/// decoder's gradient so far, and its kernels add to it in place: there is one. The decoder's weight must be a variable
+/// itself (not the transpose or another function of one), the reduction a mean or a sum, and the loss over the whole
+/// vocabulary; otherwise, and for all other variables, gradients are added as candle does.
 ///
 /// A loss that was asked with a sum belongs to it: if it is not added, the decoder's gradient so far goes with it.
 ///

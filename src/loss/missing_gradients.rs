@@ -22,8 +22,8 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// [`Error::MissingGradients`] if a variable has no gradient. [`Loss::missing_gradients`] returns the names, if some
-    /// variables are not meant to be trained.
+    /// [`Error::MissingGradients`] if a variable has no gradient. [`Loss::missing_gradients`] returns the names, if
+    /// some variables are not meant to be trained.
     ///
     /// # Examples
     ///

@@ -239,9 +239,9 @@ impl Negatives {
     }
 
     /// How often an id is expected among the draws: `S P(c)` for S draws with replacement. Without replacement it is
-    /// `1 - exp(-t P(c))`, an estimate of the probability that the id is among them; t is such that a sum over the draws,
-    /// each term divided by this estimate, is unbiased. (TensorFlow has `1 - (1 - P(c))^t`, where t is the number of
-    /// tries.)
+    /// `1 - exp(-t P(c))`, an estimate of the probability that the id is among them; t is such that a sum over the
+    /// draws, each term divided by this estimate, is unbiased. (TensorFlow has `1 - (1 - P(c))^t`, where t is the
+    /// number of tries.)
     pub fn expected_count(&self, id: usize) -> f64 {
         let probability = self.noise.probability(id);
         match self.scheme {

@@ -67,11 +67,11 @@ pub enum Reduction {
 ///
 /// # References
 ///
-/// - label smoothing: Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: Rethinking the Inception Architecture for Computer Vision.
-///   CVPR 2016, arXiv 1512.00567.
+/// - label smoothing: Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: Rethinking the Inception Architecture for Computer
+///   Vision. CVPR 2016, arXiv 1512.00567.
 /// - z-loss: Chowdhery et al.: PaLM: Scaling Language Modeling with Pathways. 2022, arXiv 2204.02311.
-/// - sampled softmax: Jean, Cho, Memisevic, Bengio: On Using Very Large Target Vocabulary for Neural Machine Translation.
-///   ACL 2015, arXiv 1412.2007.
+/// - sampled softmax: Jean, Cho, Memisevic, Bengio: On Using Very Large Target Vocabulary for Neural Machine
+///   Translation. ACL 2015, arXiv 1412.2007.
 /// - noise-contrastive estimation: Mnih, Teh: A Fast and Simple Algorithm for Training Neural Probabilistic Language
 ///   Models. ICML 2012, arXiv 1206.6426.
 #[derive(Clone, Debug)]
@@ -79,8 +79,8 @@ pub enum Reduction {
 pub struct LossOptions {
     /// Whether this is a training step, with gradients. The default of [`LossOptions::new`] is true.
     pub train: bool,
-    /// The dropout of the head. The default is [`DropoutMasks::Random`] for a training step and [`DropoutMasks::Off`] for an
-    /// evaluation.
+    /// The dropout of the head. The default is [`DropoutMasks::Random`] for a training step and [`DropoutMasks::Off`]
+    /// for an evaluation.
     pub dropout: DropoutMasks,
     /// The reduction. The default is the mean.
     pub reduction: Reduction,
@@ -154,8 +154,9 @@ impl LossOptions {
         LossOptions { train: false, dropout: DropoutMasks::Off, ..Self::new() }
     }
 
-    /// Sets the dropout of the head. The default is [`DropoutMasks::Random`] for a training step and [`DropoutMasks::Off`] for an
-    /// evaluation. [`DropoutMasks::Seeded`] makes a step repeatable; use a different seed for each step.
+    /// Sets the dropout of the head. The default is [`DropoutMasks::Random`] for a training step and
+    /// [`DropoutMasks::Off`] for an evaluation. [`DropoutMasks::Seeded`] makes a step repeatable; use a different seed
+    /// for each step.
     pub fn with_dropout(self, dropout: DropoutMasks) -> Self {
         LossOptions { dropout, ..self }
     }
@@ -165,14 +166,15 @@ impl LossOptions {
         LossOptions { reduction, ..self }
     }
 
-    /// Divides the sum by this number in place of [`Loss::count`](crate::Loss::count), with [`Reduction::Mean`]: for several
-    /// batches with one optimizer step, the number of targets of all of them (or the sum of their weights). Above 0.
+    /// Divides the sum by this number in place of [`Loss::count`](crate::Loss::count), with [`Reduction::Mean`]: for
+    /// several batches with one optimizer step, the number of targets of all of them (or the sum of their weights).
+    /// Above 0.
     pub fn with_denominator(self, denominator: f64) -> Self {
         LossOptions { denominator: Some(denominator), ..self }
     }
 
-    /// Adds the gradient of the decoder, the largest, to the one in `sum` while it is computed, so that several batches need
-    /// memory for one. See [`GradientSum`].
+    /// Adds the gradient of the decoder, the largest, to the one in `sum` while it is computed, so that several batches
+    /// need memory for one. See [`GradientSum`].
     pub fn with_gradient_sum(self, sum: &GradientSum) -> Self {
         LossOptions { gradient_sum: Some(sum.clone()), ..self }
     }
@@ -214,8 +216,8 @@ impl LossOptions {
         LossOptions { z_loss: coefficient, ..self }
     }
 
-    /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU a budget
-    /// that is too small for all threads is for fewer.
+    /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU a
+    /// budget that is too small for all threads is for fewer.
     ///
     /// The default holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with fewer
     /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it holds 32 MiB
@@ -248,12 +250,12 @@ impl LossOptions {
     /// -log sum_k pi_k exp(z'_ky) / sum_{v in {y} + negatives other than y} exp(z'_kv),    z' = z - log E[count]
     /// ```
     ///
-    /// as in TensorFlow's `sampled_softmax_loss`, for every component of a mixture. Only the decoder's rows of negatives
-    /// and targets are read. Draw new negatives for each step.
+    /// as in TensorFlow's `sampled_softmax_loss`, for every component of a mixture. Only the decoder's rows of
+    /// negatives and targets are read. Draw new negatives for each step.
     ///
     /// An evaluation is exact, whatever the negatives. A training step's [`Loss::nll`](crate::Loss::nll) is over
-    /// the sample. It cannot be combined with label smoothing, z-loss, a gradient filter, counted predictions or a softcap. The targets
-    /// are read on the host: on a GPU this waits for the device.
+    /// the sample. It cannot be combined with label smoothing, z-loss, a gradient filter, counted predictions or a
+    /// softcap. The targets are read on the host: on a GPU this waits for the device.
     ///
     /// # Examples
     ///
@@ -288,8 +290,8 @@ impl LossOptions {
     ///
     /// For one softmax; a mixture of several is [`Error::Unsupported`](crate::Error::Unsupported). An evaluation is
     /// exact: its probabilities are normalised. [`Loss::nll`](crate::Loss::nll) of a training step is this loss. It
-    /// cannot be combined with label smoothing, z-loss, a gradient filter or counted predictions. The targets are read on the
-    /// host: on a GPU this waits for the device. Memory: a few tensors of `[positions, negatives]`.
+    /// cannot be combined with label smoothing, z-loss, a gradient filter or counted predictions. The targets are read
+    /// on the host: on a GPU this waits for the device. Memory: a few tensors of `[positions, negatives]`.
     pub fn with_nce(self, negatives: Negatives) -> Self {
         LossOptions { sampled: Some(SampledLoss::Nce(negatives)), ..self }
     }

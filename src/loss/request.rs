@@ -24,9 +24,9 @@ pub(crate) struct Request<'a> {
 }
 
 impl<'a> Request<'a> {
-    /// Checks the targets of positions with these leading dimensions, the weights and the numbers of the options; `like`
-    /// is on the device of the loss. Without a size of the vocabulary, whoever consumes the request checks the number of
-    /// class weights.
+    /// Checks the targets of positions with these leading dimensions, the weights and the numbers of the options;
+    /// `like` is on the device of the loss. Without a size of the vocabulary, whoever consumes the request checks the
+    /// number of class weights.
     pub(crate) fn new(
         leading: &[usize],
         vocab_size: Option<usize>,
@@ -62,8 +62,8 @@ impl<'a> Request<'a> {
         self.targets.elem_count()
     }
 
-    /// The loss that the kernels compute over all ids. They check the ids, and leave out ignored positions. Numbers are in
-    /// this dtype.
+    /// The loss that the kernels compute over all ids. They check the ids, and leave out ignored positions. Numbers are
+    /// in this dtype.
     pub(crate) fn target_loss(&self, dtype: DType) -> Result<TargetLoss> {
         let options = self.options;
         let flat = |weights: &Option<Tensor>| {
@@ -91,8 +91,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The value of a loss: the reduction of the positions' weighted objectives, of which `sum` is the sum, and `count` the
-    /// sum of their weights.
+    /// The value of a loss: the reduction of the positions' weighted objectives, of which `sum` is the sum, and `count`
+    /// the sum of their weights.
     pub(crate) fn value(
         &self,
         sum: &Tensor,
@@ -148,8 +148,8 @@ impl<'a> Request<'a> {
         Ok(Loss::new(if options.train { value } else { value.detach() }, sum, count, nll))
     }
 
-    /// Where targets are ignored (u8, `[..]`); `None` if none is, or, on a GPU, where reading them would wait, if no index
-    /// is.
+    /// Where targets are ignored (u8, `[..]`); `None` if none is, or, on a GPU, where reading them would wait, if no
+    /// index is.
     fn ignored(&self) -> Result<Option<&Tensor>> {
         if let Some(ignored) = self.ignored.get() {
             return Ok(ignored.as_ref());
@@ -165,16 +165,16 @@ impl<'a> Request<'a> {
         Ok(self.ignored.get_or_init(|| ignored).as_ref())
     }
 
-    /// Whether contexts must be masked at ignored positions: the CPU's kernels leave these positions out. Those of a GPU
-    /// multiply them by zero, and NCE consists of candle's operations.
+    /// Whether contexts must be masked at ignored positions: the CPU's kernels leave these positions out. Those of a
+    /// GPU multiply them by zero, and NCE consists of candle's operations.
     pub(crate) fn needs_mask(&self) -> bool {
         let is_nce = matches!(self.options.sampled_step(), Some(SampledLoss::Nce(_)));
         self.options.ignore_index.is_some() && (is_nce || !self.targets.device().is_cpu())
     }
 
-    /// `values` `[.., n]` or `[.., K, d]` with zeros at ignored positions, so that a NaN there reaches no gradient. Returns
-    /// `values` unchanged if no position is ignored; on a GPU, where reading the targets would wait, if no index is
-    /// ignored.
+    /// `values` `[.., n]` or `[.., K, d]` with zeros at ignored positions, so that a NaN there reaches no gradient.
+    /// Returns `values` unchanged if no position is ignored; on a GPU, where reading the targets would wait, if no
+    /// index is ignored.
     pub(crate) fn mask(&self, values: &Tensor) -> Result<Tensor> {
         let Some(ignored) = self.ignored()?.filter(|_| values.elem_count() > 0) else { return Ok(values.clone()) };
         let mut dims = ignored.dims().to_vec();
@@ -222,8 +222,8 @@ impl<'a> Request<'a> {
         Ok(targets.iter().enumerate().map(weight).collect())
     }
 
-    /// The factor of each position's negative log-likelihood in the value: its weight and, for the mean, the reciprocal of
-    /// the denominator. `None` if all factors are one. Waits for the weights' device.
+    /// The factor of each position's negative log-likelihood in the value: its weight and, for the mean, the reciprocal
+    /// of the denominator. `None` if all factors are one. Waits for the weights' device.
     pub(crate) fn read_factors(&self, targets: &[Option<usize>]) -> Result<Option<Vec<f64>>> {
         let is_mean = self.options.reduction == Reduction::Mean;
         if !self.is_weighted() && !is_mean {
@@ -251,8 +251,8 @@ impl LossOptions {
     ///
     /// # Errors
     ///
-    /// If `targets` do not have the leading dimensions of `hidden`, an integer dtype and its device, or an option is out of
-    /// range.
+    /// If `targets` do not have the leading dimensions of `hidden`, an integer dtype and its device, or an option is
+    /// out of range.
     pub fn mask_ignored(&self, hidden: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
         let request = Request::new(leading(hidden)?, None, hidden, targets, self)?;
         Ok((request.mask(hidden)?, request.target_ids()?))

@@ -12,30 +12,25 @@ use crate::tensors::checks::{check_alike, read_ids};
 ///
 /// # Examples
 ///
-/// Gradient accumulation over two batches, normalised as one batch:
+/// The mean over the targets of two batches (for their gradient see [`GradientSum`](crate::GradientSum)):
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor, Var};
-/// use mos_head::{LossOptions, OutputLayer, Reduction, SoftmaxHead};
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
-/// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
-/// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
-/// let options = LossOptions::new().with_reduction(Reduction::Sum).with_ignore_index(0);
-/// let (mut gradient, mut sum, mut count) = (weight.zeros_like()?, 0.0, 0.0);
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let options = LossOptions::evaluation().with_ignore_index(0);
+/// let (mut sum, mut count) = (0.0, 0.0);
 /// for targets in [[1u32, 2, 0], [3, 0, 0]] {
 ///     let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
 ///     let loss = head.loss(&hidden, &Tensor::new(&targets, &Device::Cpu)?, &options)?;
-///     if let Some(part) = loss.backward()?.get(&weight) {
-///         gradient = (gradient + part)?;
-///     }
 ///     let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
 ///     sum += sum_of_batch;
 ///     count += count_of_batch;
 /// }
-/// let mean_gradient = (gradient / count)?;
-/// println!("{} nats per position, of {count} positions", sum / count);
-/// # assert_eq!((mean_gradient.dims(), count), (&[100, 8][..], 3.0));
+/// println!("perplexity {} of {count} targets", (sum / count).exp());
+/// # assert_eq!(count, 3.0);
 /// # Ok(())
 /// # }
 /// ```
@@ -44,8 +39,7 @@ use crate::tensors::checks::{check_alike, read_ids};
 pub struct Loss {
     /// The differentiable value: a scalar, or of the targets' shape for [`Reduction::None`](crate::Reduction::None).
     pub value: Tensor,
-    /// Scalar: the weighted sum of the objective over the positions. Gradient accumulation over several batches divides
-    /// by the sum of their `count`s. Detached, like all fields below.
+    /// Scalar: the weighted sum of the objective over the positions. Detached, like all fields below.
     pub sum: Tensor,
     /// Scalar: the denominator of the mean; without weights the number of positions that are not ignored.
     pub count: Tensor,
@@ -58,8 +52,8 @@ pub struct Loss {
     /// Scalar, from 0 to 1: the share of the gradient's mass (|responsibility x weight|) that the gradient filter
     /// dropped, if it is on.
     pub dropped_mass: Option<Tensor>,
-    /// The decoder's rows that a sampled loss read, if requested ([`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows)); `None` if there are
-    /// no positions.
+    /// The decoder's rows that a sampled loss read, if requested
+    /// ([`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows)); `None` if there are no positions.
     pub decoder_rows: Option<DecoderRows>,
     /// The decoder's weight, if it is a variable.
     pub(crate) decoder: Option<Tensor>,
@@ -71,8 +65,8 @@ pub struct Loss {
     pub(crate) unchecked: Option<Unchecked>,
 }
 
-/// The decoder's rows that a sampled loss read, as variables of their own: their gradients are the rows of the decoder's
-/// gradient that are not zero.
+/// The decoder's rows that a sampled loss read, as variables of their own: their gradients are the rows of the
+/// decoder's gradient that are not zero.
 ///
 /// # Examples
 ///
@@ -146,8 +140,8 @@ impl Loss {
         }
     }
 
-    /// The gradients of the value with respect to every variable that it depends on. `loss.value.backward()` computes the
-    /// same, with one more copy of the decoder's gradient, the largest.
+    /// The gradients of the value with respect to every variable that it depends on. `loss.value.backward()` computes
+    /// the same, with one more copy of the decoder's gradient, the largest.
     ///
     /// A variable whose every path to the value leads through one of candle's fused operations, such as
     /// `candle_nn::RmsNorm`, has no gradient: [`Loss::check_gradients`] names it.

@@ -14,8 +14,8 @@ use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, Unchecked}
 use crate::tensors::autograd::variables;
 
 impl Mixture {
-    /// The loss of the targets and, in the same three matrix products, the gradients of contexts, priors, weight and bias as
-    /// far as they depend on a variable. The logits of one chunk of positions are held at a time: see [`Plan`].
+    /// The loss of the targets and, in the same three matrix products, the gradients of contexts, priors, weight and
+    /// bias as far as they depend on a variable. The logits of one chunk of positions are held at a time: see [`Plan`].
     ///
     /// # Shapes
     ///
@@ -32,11 +32,12 @@ impl Mixture {
     /// Computed in f32 (f64 for f64) for every dtype, in log space, without a floor under the probabilities. On CUDA
     /// the gradient of the logits is rounded to the dtype of the contexts, as an operand of the products. A target of
     /// probability zero has an infinite loss and, for K > 1, NaN gradients. With label smoothing, ids of probability
-    /// zero make the loss infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position, or
-    /// minus infinity in all of them, makes the loss of that position NaN, and of no other, and with it the gradients.
-    /// Log-priors that sum to more than one give a target more probability than one: its negative log-likelihood is
-    /// then reported as zero, while the gradient remains the formula's. On the CPU, gradients of logits below 1e-30
-    /// (f64: 1e-290) are flushed to zero: products with subnormal numbers are up to 20 times slower on some processors.
+    /// zero make the loss infinite and are skipped in the gradient. NaN or plus infinity in the logits of a position,
+    /// or minus infinity in all of them, makes the loss of that position NaN, and of no other, and with it the
+    /// gradients. Log-priors that sum to more than one give a target more probability than one: its negative
+    /// log-likelihood is then reported as zero, while the gradient remains the formula's. On the CPU, gradients of
+    /// logits below 1e-30 (f64: 1e-290) are flushed to zero: products with subnormal numbers are up to 20 times slower
+    /// on some processors.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Operands { contexts, sizes, .. } = &self.operands;
         let request = Request::new(&self.leading, Some(sizes.vocab), contexts, targets, options)?;
@@ -108,8 +109,8 @@ impl Mixture {
         })
     }
 
-    /// The loss of a training step over a sample of the vocabulary, with contexts masked at ignored positions. `rows` are
-    /// the weight's for some ids `[n]`.
+    /// The loss of a training step over a sample of the vocabulary, with contexts masked at ignored positions. `rows`
+    /// are the weight's for some ids `[n]`.
     pub(crate) fn sampled_loss(&self, rows: impl Fn(&Tensor) -> Result<Tensor>, request: &Request) -> Result<Loss> {
         let Some(sampled) = request.options.sampled_step() else { return self.loss_of(request) };
         self.check_sampled(sampled, request)?;

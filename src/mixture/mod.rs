@@ -72,8 +72,8 @@ impl Mixture {
     /// # Shapes
     ///
     /// - contexts: `[.., K, d]`, f16, bf16, f32 or f64
-    /// - log_priors: `[.., K]`, log-probabilities, whose exponentials sum to one over K (this is not checked); `None` is
-    ///   accepted if K = 1
+    /// - log_priors: `[.., K]`, log-probabilities, whose exponentials sum to one over K (this is not checked); `None`
+    ///   is accepted if K = 1
     /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read in place (on
     ///   Metal it is copied)
     /// - bias: `[vocab]`
@@ -225,8 +225,8 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If there are no kernels for the device, the dtype is none of f16, bf16, f32 and f64, or the result would have more
-    /// than 2^40 elements.
+    /// If there are no kernels for the device, the dtype is none of f16, bf16, f32 and f64, or the result would have
+    /// more than 2^40 elements.
     pub fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
         let operands = &self.operands;
         accumulation_dtype("dtype", dtype)?;

@@ -27,8 +27,8 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// `rows` returns the rows of some ids `[n]`: the weight of the operands is not read. Reads the targets, which waits for
-    /// their device.
+    /// `rows` returns the rows of some ids `[n]`: the weight of the operands is not read. Reads the targets, which
+    /// waits for their device.
     pub(super) fn new(
         operands: &Operands,
         rows: impl Fn(&Tensor) -> Result<Tensor>,

@@ -1,4 +1,5 @@
-//! The sampled softmax as a fused loss over a small vocabulary, the negatives (Jean et al., 2015; Jozefowicz et al., 2016):
+//! The sampled softmax as a fused loss over a small vocabulary, the negatives (Jean et al., 2015; Jozefowicz et al.,
+//! 2016):
 //!
 //! ```text
 //! -log sum_k pi_k exp(z'_ky) / sum_{v in {y} + S} exp(z'_kv),    z' = z - log E[count]

@@ -103,18 +103,19 @@ impl AdaptiveConfig {
 /// P(v) = P_head(cluster i) softmax(U_i V_i h)_v              cutoffs[i] <= v < cutoffs[i + 1]
 /// ```
 ///
-/// The variables have the names of PyTorch's `AdaptiveLogSoftmaxWithLoss`, whose state dict is loaded as it is. Token ids
-/// must be sorted by descending frequency. Most targets are then in the shortlist, and a cluster is computed only for
-/// the positions whose target is in it: a training step costs about a softmax over the shortlist. The head can be any
-/// mixture, [`AdaptiveSoftmax::with_head`].
+/// The variables have the names of PyTorch's `AdaptiveLogSoftmaxWithLoss`, whose state dict is loaded as it is. Token
+/// ids must be sorted by descending frequency. Most targets are then in the shortlist, and a cluster is computed only
+/// for the positions whose target is in it: a training step costs about a softmax over the shortlist. The head can be
+/// any mixture, [`AdaptiveSoftmax::with_head`].
 ///
 /// The loss is exact. It reads the targets, which on a GPU waits for the device. A cluster without a target in the
 /// batch gets no gradients: they are zero, but absent from the `GradStore`. Of the options of a loss,
-/// label smoothing, z-loss, the gradient filter and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
+/// label smoothing, z-loss, the gradient filter and counted predictions are
+/// [`Error::Unsupported`](crate::Error::Unsupported).
 ///
-/// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a cluster only at positions where one of its ids can be among the k best (a NaN in
-/// another cluster goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample) draws from the head, then from the drawn cluster, unless a
-/// temperature or a truncation needs all log-probabilities.
+/// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a cluster only at positions where one of its ids can be
+/// among the k best (a NaN in another cluster goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample)
+/// draws from the head, then from the drawn cluster, unless a temperature or a truncation needs all log-probabilities.
 ///
 /// # Examples
 ///
@@ -153,8 +154,8 @@ impl TwoLevel<Adaptive> {
     /// # Errors
     ///
     /// If a size is zero, the cutoffs do not increase from at least 1 to below the size of the vocabulary, the contexts
-    /// of a cluster would have no dimension, a variable would have more than 2^40 elements, there are more than 2^32 - 1
-    /// token ids, or a variable is missing or of another shape.
+    /// of a cluster would have no dimension, a variable would have more than 2^40 elements, there are more than 2^32 -
+    /// 1 token ids, or a variable is missing or of another shape.
     pub fn new(config: &AdaptiveConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (size, head) = (config.head_size(), vb.pp("head"));

@@ -212,9 +212,9 @@ impl From<Read> for HierarchicalConfig {
 /// gradient of a part of one matrix would be as large as the matrix. Of the options of a loss, label smoothing, z-loss,
 /// the gradient filter and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
 ///
-/// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a class only at positions where one of its ids can be among the k best (a NaN in
-/// another class goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample) draws a class, then an id, unless a temperature or a
-/// truncation needs all log-probabilities.
+/// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a class only at positions where one of its ids can be
+/// among the k best (a NaN in another class goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample) draws
+/// a class, then an id, unless a temperature or a truncation needs all log-probabilities.
 ///
 /// # Examples
 ///
@@ -239,7 +239,8 @@ impl From<Read> for HierarchicalConfig {
 /// # References
 ///
 /// - Goodman: Classes for Fast Maximum Entropy Training. ICASSP 2001, arXiv cs/0108006.
-/// - Mikolov, Kombrink, Burget, Černocký, Khudanpur: Extensions of Recurrent Neural Network Language Model. ICASSP 2011.
+/// - Mikolov, Kombrink, Burget, Černocký, Khudanpur: Extensions of Recurrent Neural Network Language Model. ICASSP
+///   2011.
 pub type HierarchicalSoftmax = TwoLevel<Hierarchical>;
 
 /// The scheme of a [`HierarchicalSoftmax`].

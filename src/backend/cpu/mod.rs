@@ -1,5 +1,5 @@
-//! The CPU backend, parallel over the threads of rayon. Losses over hard targets have products of their own (`one_pass`);
-//! what needs every logit twice calls the `gemm` crate's products between row kernels (`two_pass`).
+//! The CPU backend, parallel over the threads of rayon. Losses over hard targets have products of their own
+//! (`one_pass`); what needs every logit twice calls the `gemm` crate's products between row kernels (`two_pass`).
 
 mod activation;
 mod components;

@@ -66,8 +66,8 @@ pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default
     const ROUND: Self;
     /// Below this the exponential is subnormal and is set to zero.
     const EXP_UNDERFLOW: Self;
-    /// Exponentials of smaller numbers, relative to a row's largest, are set to zero. They are far below the rounding of
-    /// the sum, and no product of a larger exponential and a factor of [`Float::NEGLIGIBLE`] or more is subnormal.
+    /// Exponentials of smaller numbers, relative to a row's largest, are set to zero. They are far below the rounding
+    /// of the sum, and no product of a larger exponential and a factor of [`Float::NEGLIGIBLE`] or more is subnormal.
     const NEGLIGIBLE_EXPONENT: Self;
     /// A row's factor of its exponentials is set to zero below this absolute value.
     const NEGLIGIBLE: Self;

@@ -45,8 +45,8 @@ impl Cuda {
 
     fn cached(device: &CudaDevice) -> Result<Self> {
         thread_local! {
-            // candle's default stream is another stream on each thread: two of them must not share a workspace of cuBLAS,
-            // nor read constants that only one of them has written.
+            // candle's default stream is another stream on each thread: two of them must not share a workspace of
+            // cuBLAS, nor read constants that only one of them has written.
             static STATES: RefCell<HashMap<(usize, usize), Cuda>> = RefCell::default();
         }
         // candle gives every `Device` its own id, even for the same GPU.

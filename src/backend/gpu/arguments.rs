@@ -44,6 +44,7 @@ impl Terms {
     }
 
     /// The bytes in the order of the structure.
+    #[cfg(any(feature = "metal", all(test, target_os = "linux")))]
     pub(in crate::backend) fn bytes(&self) -> Vec<u8> {
         [self.z_loss, self.filter, self.unit].iter().flat_map(|x| x.to_ne_bytes()).collect()
     }

@@ -170,8 +170,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         self.mix(&positions, &arguments, Mixed { log_probs, ..Mixed::default() })
     }
 
-    /// Computes the `k` most probable ids of the chunk's positions and their log-probabilities, written to their rows of
-    /// `[positions, k]`. The log-probabilities of all ids are an intermediate result.
+    /// Computes the `k` most probable ids of the chunk's positions and their log-probabilities, written to their rows
+    /// of `[positions, k]`. The log-probabilities of all ids are an intermediate result.
     pub(super) fn top_k(
         &self,
         positions: Range<usize>,

@@ -1,6 +1,6 @@
 //! The common part of the GPU backends: mixtures are computed chunk by chunk, with matrix products from the device's
-//! library and row kernels from one source (`rows.h`). A loss over the whole vocabulary synchronizes with the device only
-//! to read back the number of live rows if the gradient filter is on.
+//! library and row kernels from one source (`rows.h`). A loss over the whole vocabulary synchronizes with the device
+//! only to read back the number of live rows if the gradient filter is on.
 //!
 //! Only a [`Gpu`] knows a device's libraries, so the tests can run the same kernels and launches on a machine without a
 //! GPU (module `testing`).

@@ -29,8 +29,8 @@ impl OwnTargets {
         Ok(Some(OwnTargets { rows, decoder, logits }))
     }
 
-    /// Adds to the operands' gradients what follows from `of_logits`, the gradient of these logits `[positions, K]`. The
-    /// weight and the bias get their rows behind the vocabulary.
+    /// Adds to the operands' gradients what follows from `of_logits`, the gradient of these logits `[positions, K]`.
+    /// The weight and the bias get their rows behind the vocabulary.
     pub(super) fn add_to(&self, gradients: Gradients, of_logits: &Tensor, operands: &Operands) -> Result<Gradients> {
         let of_products = (of_logits * operands.logit_scale)?;
         let contexts = match gradients.contexts {

@@ -201,8 +201,8 @@ impl Metal {
     }
 
     /// Computes a product and adds the matrix at the address `addend` if it accumulates. That matrix has the strides of
-    /// the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last tile that the
-    /// result does not have.
+    /// the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last tile that
+    /// the result does not have.
     fn multiply_tiles(&self, p: &Product, tiles: &Tiles, addend: u64) -> Result<()> {
         let letter = |matrix: &Matrix| if matrix.transposed { 't' } else { 'n' };
         let name = format!(

@@ -44,8 +44,8 @@ pub(super) fn relative<T>(costs: &[f64], lines: usize, round: impl Fn(f64) -> T 
     costs.chunks(lines).flat_map(of_word).collect()
 }
 
-/// Costs `row_costs[word][row] + column_costs[word][column]` of each word in the cells `row * columns + column`, of sizes
-/// that [`check`] accepts.
+/// Costs `row_costs[word][row] + column_costs[word][column]` of each word in the cells `row * columns + column`, of
+/// sizes that [`check`] accepts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Costs<'a> {
     pub(super) row_costs: &'a [f32],

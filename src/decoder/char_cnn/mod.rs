@@ -79,9 +79,9 @@ impl CharCnn {
     ///
     /// # Errors
     ///
-    /// If there are no spellings, a size is zero, a variable would have more than 2^40 elements, there are more than 1024
-    /// highway layers, two convolutions have the same width, a character is not in the configured alphabet, or a variable
-    /// is missing or of another shape.
+    /// If there are no spellings, a size is zero, a variable would have more than 2^40 elements, there are more than
+    /// 1024 highway layers, two convolutions have the same width, a character is not in the configured alphabet, or a
+    /// variable is missing or of another shape.
     pub fn new(config: &CharCnnConfig, spellings: &[impl AsRef<str>], vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         check_sizes(&[("spellings", spellings.len())])?;

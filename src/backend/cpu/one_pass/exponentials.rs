@@ -7,8 +7,8 @@ use crate::backend::cpu::softcap::Softcap;
 
 /// The state of a panel's rows as the tiles of a segment go by, `[width]` each.
 pub(super) struct Running<F> {
-    /// The kernel subtracts it from the logits before exponentiation. It starts at minus infinity, and stays until a logit
-    /// exceeds it by [`SLACK`].
+    /// The kernel subtracts it from the logits before exponentiation. It starts at minus infinity, and stays until a
+    /// logit exceeds it by [`SLACK`].
     pub(super) offset: Vec<F>,
     /// The largest logit.
     pub(super) largest: Vec<F>,

@@ -137,7 +137,8 @@ pub(super) fn rows<T: Element>(
     (losses, rows.into_iter().flatten().collect())
 }
 
-/// The log-sum-exp of a row from its sums over the segments, and from the logit of a target that is an entry of its own.
+/// The log-sum-exp of a row from its sums over the segments, and from the logit of a target that is an entry of its
+/// own.
 fn log_sum_exp<'p, F: Float>(
     parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone,
     own: Option<F>,

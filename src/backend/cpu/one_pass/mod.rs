@@ -1,8 +1,8 @@
 //! A loss, alone or with its gradients, from one exponential per logit.
 //!
-//! With `E = exp(z - offset)` for an offset of each row, the gradient of row r of the logits is `f_r E_r - h_r [v = y]`,
-//! where the factor `f_r` and the target's mass `h_r` are numbers, known once the row's log-sum-exp is. So no gradient of
-//! logits is ever written, and the second product does not wait for the log-sum-exp:
+//! With `E = exp(z - offset)` for an offset of each row, the gradient of row r of the logits is
+//! `f_r E_r - h_r [v = y]`, where the factor `f_r` and the target's mass `h_r` are numbers, known once the row's
+//! log-sum-exp is. So no gradient of logits is ever written, and the second product does not wait for the log-sum-exp:
 //!
 //! ```text
 //! first pass, tile by tile:  z = W c^T + b,   E = exp(z - offset) (0 for the target),   O += W^T E

@@ -1,7 +1,7 @@
 //! The matrix products of a panel: the result of a few rows by a whole panel stays in registers.
 //!
-//! All three products have the form `to[rows, width] (+)= left[rows, depth] right[depth, width]`, where `right` and `to`
-//! are read and written as vectors, and `left` element by element from where it lies. So the decoder and the
+//! All three products have the form `to[rows, width] (+)= left[rows, depth] right[depth, width]`, where `right` and
+//! `to` are read and written as vectors, and `left` element by element from where it lies. So the decoder and the
 //! exponentials are never repacked.
 
 use crate::backend::cpu::memory::{prefetch, CACHE_LINE};
@@ -138,8 +138,8 @@ fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut 
     }
 }
 
-/// Computes `ROWS` rows of the result from `row` on; returns `ROWS`. With `ACROSS`, the rows of the left operand are one
-/// element apart; otherwise its columns are.
+/// Computes `ROWS` rows of the result from `row` on; returns `ROWS`. With `ACROSS`, the rows of the left operand are
+/// one element apart; otherwise its columns are.
 #[inline(always)]
 fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vector<F>>(
     v: V,
@@ -172,9 +172,9 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
 
     let mut right = product.right.as_ptr();
     for left in product.left.iter().filter(|left| left.depth > 0) {
-        // SAFETY: `run` has checked that row `row + ROWS - 1` and column `depth - 1` of the left operand lie in its slice,
-        // and that `right` has as many rows of `width` elements as all parts have columns. A register has the size of its
-        // elements and no greater alignment. The prefetched address need not be valid.
+        // SAFETY: `run` has checked that row `row + ROWS - 1` and column `depth - 1` of the left operand lie in its
+        // slice, and that `right` has as many rows of `width` elements as all parts have columns. A register has the
+        // size of its elements and no greater alignment. The prefetched address need not be valid.
         unsafe {
             let rows: [*const F; ROWS] = {
                 let first = left.values.as_ptr().add(row * left.row);

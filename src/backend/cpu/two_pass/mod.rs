@@ -1,7 +1,7 @@
 //! A loss, log-probabilities, or the distributions that decoding reads, in two passes over a chunk's logits.
 //!
-//! The first product writes the logits, and the log-sum-exps of a tile are taken while it is in the cache. For a loss, a
-//! row kernel then replaces the logits by their gradient, which is an operand of the second and third product.
+//! The first product writes the logits, and the log-sum-exps of a tile are taken while it is in the cache. For a loss,
+//! a row kernel then replaces the logits by their gradient, which is an operand of the second and third product.
 
 mod distribution;
 mod loss_rows;
@@ -59,8 +59,8 @@ pub(super) struct TwoPasses<'a, T: Element> {
     logits: Vec<T::Acc>,
     /// `[rows of a chunk]`
     lse: Vec<LogSumExp<T::Acc>>,
-    /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or the live rows' contexts; unused if the products
-    /// read the stored contexts
+    /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or the live rows' contexts; unused if the
+    /// products read the stored contexts
     chunk_contexts: Vec<T::Acc>,
     /// `[rows of a chunk, d]`: the gradient of the live rows' contexts, unless all rows are live
     chunk_gradient: Vec<T::Acc>,

@@ -108,8 +108,8 @@ pub(super) fn context_gradient<T: Element>(
 ) {
     let DecoderMatrix { vocab, context_dim: d, .. } = decoder;
     let rows = gradient.len() / d;
-    // The parts are equal, and enough for all threads. Each tile copies its part of a decoder that is not read in place;
-    // then the rows are cut no further than the threads need.
+    // The parts are equal, and enough for all threads. Each tile copies its part of a decoder that is not read in
+    // place; then the rows are cut no further than the threads need.
     let context_tile = context_tile(d, 2);
     let context_parts = d.div_ceil(context_tile);
     let least_parts = rayon::current_num_threads().div_ceil(context_parts);

@@ -9,7 +9,7 @@ mod half_approximate;
 mod prices;
 
 use crate::error::{Error, Result};
-use crate::tensors::checks::check_sizes;
+use crate::checks::check_sizes;
 use costs::{check, relative, Costs};
 
 /// The largest number of costs that [`Assignment::Exact`] holds: 8 GiB.

@@ -5,18 +5,18 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::SeedableRng;
 
-use super::codebook::{Codebook, MOST};
+use crate::codebook::{Codebook, MOST};
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_most, check_product, check_sizes};
+use crate::checks::{check_most, check_product, check_sizes};
 
 /// The sizes of a [`CodeTable`].
 ///
 /// # Examples
 ///
 /// ```
-/// use mos_head::TableConfig;
+/// use mos_codes::TableConfig;
 ///
-/// # fn main() -> mos_head::Result<()> {
+/// # fn main() -> mos_codes::Result<()> {
 /// // 100 rows and 100 columns: a head over 200 codes in place of 10,000 words.
 /// assert_eq!(TableConfig::light_rnn(10_000).codes(), 200);
 /// // 2,000 codes: 1,818 words have one of their own, the others share 91 rows and 91 columns.
@@ -108,7 +108,7 @@ impl TableConfig {
         }
         // `CodeCosts` holds the costs of the words that share the table.
         let shared = self.words.saturating_sub(self.own);
-        check_product("words * (rows + columns)", &[shared, self.rows + self.columns])
+        check_product("words * (rows + columns)", shared, self.rows + self.columns)
     }
 }
 
@@ -118,9 +118,9 @@ impl TableConfig {
 /// # Examples
 ///
 /// ```
-/// use mos_head::{CodeTable, TableConfig};
+/// use mos_codes::{CodeTable, TableConfig};
 ///
-/// # fn main() -> mos_head::Result<()> {
+/// # fn main() -> mos_codes::Result<()> {
 /// let counts = [5.0, 100.0, 7.0, 1.0, 1.0, 3.0];
 /// let config = TableConfig::light_rnn(6).with_own(1).with_table(2, 3);
 /// let table = CodeTable::by_frequency(config, &counts)?;
@@ -199,7 +199,7 @@ impl CodeTable {
         })
     }
 
-    pub(super) fn of_places(config: TableConfig, places: Vec<usize>) -> Result<Self> {
+    pub(crate) fn of_places(config: TableConfig, places: Vec<usize>) -> Result<Self> {
         config.validate()?;
         let TableConfig { own, rows, columns, .. } = config;
         let sequences = places.iter().map(|&place| match place.checked_sub(own) {
@@ -252,13 +252,13 @@ impl CodeTable {
     }
 
     /// The words that share the table, and their cells.
-    pub(super) fn shared(&self) -> impl Iterator<Item = (u32, usize)> + '_ {
+    pub(crate) fn shared(&self) -> impl Iterator<Item = (u32, usize)> + '_ {
         let own = self.config.own;
         (0u32..).zip(&self.places).filter_map(move |(word, place)| Some((word, place.checked_sub(own)?)))
     }
 
     /// Moves the words that share the table to these cells, in the order of [`CodeTable::shared`].
-    pub(super) fn with_cells(&self, cells: &[usize]) -> Result<Self> {
+    pub(crate) fn with_cells(&self, cells: &[usize]) -> Result<Self> {
         let (own, mut places) = (self.config.own, self.places.clone());
         for ((word, _), cell) in self.shared().zip(cells) {
             places[word as usize] = own + cell;

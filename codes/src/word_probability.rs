@@ -2,10 +2,10 @@
 
 use candle_core::{Device, Tensor};
 
-use super::codebook::Codebook;
+use crate::codebook::Codebook;
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_elements, check_float};
-use crate::tensors::transfer::matrix;
+use crate::checks::{check_float, check_product};
+use crate::transfer::matrix;
 
 impl Codebook {
     /// The log-probability of a word at each position, in nats.
@@ -42,7 +42,7 @@ impl Codebook {
     }
 
     /// Log-probabilities of the second codes after these first codes at these positions.
-    pub(super) fn second_rows(
+    pub(crate) fn second_rows(
         &self,
         firsts: &[(usize, u32)],
         device: &Device,
@@ -57,12 +57,12 @@ impl Codebook {
     }
 
     /// Checks log-probabilities of codes and returns them row by row.
-    pub(super) fn rows(&self, argument: &'static str, log_probs: &Tensor, rows: usize) -> Result<Vec<Vec<f64>>> {
+    pub(crate) fn rows(&self, argument: &'static str, log_probs: &Tensor, rows: usize) -> Result<Vec<Vec<f64>>> {
         if log_probs.dims() != [rows, self.codes()] {
             return Err(Error::shape(argument, format!("[{rows}, {}]", self.codes()), log_probs.dims()));
         }
         check_float(argument, log_probs)?;
-        check_elements(argument, log_probs.dims())?;
+        check_product(argument, rows, self.codes())?;
         if rows == 0 {
             return Ok(Vec::new());
         }

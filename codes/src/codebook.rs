@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::{Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_most, check_sizes};
-use crate::tensors::transfer::to_device;
+use crate::checks::{check_most, check_sizes};
+use crate::transfer::to_device;
 
 /// Words as sequences of one or two codes over a smaller vocabulary (Li et al., 2016; Kong et al., 2019).
 ///
@@ -23,9 +23,9 @@ use crate::tensors::transfer::to_device;
 /// # Examples
 ///
 /// ```
-/// use mos_head::Codebook;
+/// use mos_codes::Codebook;
 ///
-/// # fn main() -> mos_head::Result<()> {
+/// # fn main() -> mos_codes::Result<()> {
 /// // Three words in five codes: the first has one of its own.
 /// let book = Codebook::new(5, &[&[0][..], &[1, 3], &[2, 3]])?;
 /// let codes = book.encode(&[2, 0, 1])?;
@@ -70,7 +70,7 @@ enum Begins {
 }
 
 /// The largest number of words, and of codes: each code takes memory, whether a word has it or not.
-pub(super) const MOST: usize = 1 << 24;
+pub(crate) const MOST: usize = 1 << 24;
 
 impl Codebook {
     /// Makes the book of these sequences, one for each word, over `codes` codes.
@@ -229,7 +229,7 @@ impl Codebook {
     }
 
     /// Reads a code: `first` is the first code of the word that it may complete, `None` at the start of a word.
-    pub(super) fn read(&self, first: Option<u32>, code: u32) -> Result<Read> {
+    pub(crate) fn read(&self, first: Option<u32>, code: u32) -> Result<Read> {
         let found = match first {
             None => match self.begins.get(code as usize) {
                 Some(Begins::Word(word)) => Some(Read::Word(*word)),
@@ -251,7 +251,7 @@ impl Codebook {
     }
 
     /// The words that a code begins: the one that it is by itself, or all that continue with a second code.
-    pub(super) fn words_of(&self, first: u32) -> Words<'_> {
+    pub(crate) fn words_of(&self, first: u32) -> Words<'_> {
         match &self.begins[first as usize] {
             Begins::Nothing => Words::Two(&[], &[]),
             Begins::Word(word) => Words::One(*word),
@@ -262,7 +262,7 @@ impl Codebook {
 
 /// What a code turns out to be when it is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Read {
+pub(crate) enum Read {
     /// The last code of this word.
     Word(u32),
     /// The first of two codes.
@@ -270,7 +270,7 @@ pub(super) enum Read {
 }
 
 /// Words with the same first code.
-pub(super) enum Words<'a> {
+pub(crate) enum Words<'a> {
     One(u32),
     /// Second codes, and the words that they complete.
     Two(&'a [u32], &'a [u32]),

@@ -2,11 +2,11 @@
 
 use candle_core::Tensor;
 
-use super::assignment::{assign, Assignment};
-use super::table::{CodeTable, TableConfig};
+use crate::assignment::{assign, Assignment};
+use crate::table::{CodeTable, TableConfig};
 use crate::error::{Error, Result};
-use crate::tensors::checks::check_float;
-use crate::tensors::transfer::matrix;
+use crate::checks::check_float;
+use crate::transfer::matrix;
 
 /// The costs of each word in each row and each column of a table, in nats: the negative log-likelihoods `[words, rows]`
 /// of all rows at the first code of each word, and `[words, columns]` of all columns at its second code, summed over a
@@ -17,9 +17,9 @@ use crate::tensors::transfer::matrix;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{Assignment, CodeCosts, CodePlace, CodeTable, TableConfig};
+/// use mos_codes::{Assignment, CodeCosts, CodePlace, CodeTable, TableConfig};
 ///
-/// # fn main() -> mos_head::Result<()> {
+/// # fn main() -> mos_codes::Result<()> {
 /// // Two words in a table of 2 x 1; the model prefers each in the other's row.
 /// let config = TableConfig::light_rnn(2).with_table(2, 1);
 /// let table = CodeTable::by_frequency(config, &[2.0, 1.0])?;

@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Tensor};
 
-use super::codebook::{Codebook, Words};
+use crate::codebook::{Codebook, Words};
 use crate::decoding::TopK;
 use crate::error::{Error, Result};
-use crate::tensors::checks::check_sizes;
-use crate::tensors::transfer::{rounded, to_device};
+use crate::checks::check_sizes;
+use crate::transfer::{rounded, to_device};
 
 /// How many first codes of a position are tried at a time.
 const TRIED: usize = 4;

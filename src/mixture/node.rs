@@ -5,7 +5,7 @@
 
 use std::sync::Mutex;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use crate::backend;
 use crate::backend::contract::{accumulation_dtype, Gradients, NeedsGrad, Objective, Operands};
@@ -48,7 +48,8 @@ pub(super) fn attach_loss(
             return compute(operands, of_positions)?.scaled_by(factor);
         };
         if let Some(factor) = factor.as_ref().filter(|_| is_sum) {
-            let factor = factor.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+            // On the host: Metal has no f64.
+            let factor = factor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
             check_number(
                 factor == 1.0,
                 "gradient_sum",

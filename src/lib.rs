@@ -31,9 +31,6 @@
 //! The first three can also train on a sample of the vocabulary ([`LossOptions::with_sampled_softmax`], with negatives
 //! drawn from a [`NoiseDistribution`]), and with a decoder whose rows are computed from spellings ([`CharCnn`]).
 //!
-//! A vocabulary can also be made small: words are one or two codes of a [`Codebook`], and a head predicts codes. A
-//! [`CodeTable`] is the table of LightRNN or Hybrid-LightRNN; [`CodeCosts`] learn it.
-//!
 //! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`];
 //! heads that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for
 //! models with their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer.
@@ -148,7 +145,6 @@ mod deprecated;
 mod beam_search;
 mod head_config;
 
-mod codes;
 mod two_level;
 
 mod heads;
@@ -167,7 +163,6 @@ mod error;
 
 pub use backend::plan::{Kernels, Plan};
 pub use beam_search::{BeamSearch, Hypothesis};
-pub use codes::{Assignment, CodeCosts, CodePlace, CodeTable, Codebook, TableConfig};
 pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig};
 pub use decoding::{Pruned, Sampler, Sampling, TopK};
 #[allow(deprecated)]

@@ -2,11 +2,20 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::codebook::{Codebook, Words};
-use crate::decoding::TopK;
-use crate::error::{Error, Result};
 use crate::checks::check_sizes;
+use crate::codebook::{Codebook, Words};
+use crate::error::{Error, Result};
 use crate::transfer::{rounded, to_device};
+
+/// The most probable words of each position, by falling log-probability.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TopWords {
+    /// `[positions, k]`, u32
+    pub words: Tensor,
+    /// `[positions, k]`, in nats: f64 for log-probabilities of codes in f64, f32 otherwise
+    pub log_probs: Tensor,
+}
 
 /// How many first codes of a position are tried at a time.
 const TRIED: usize = 4;
@@ -24,15 +33,15 @@ impl Codebook {
     /// # Errors
     ///
     /// If shapes do not match, `k` is zero or above the number of words, a log-probability is NaN, or `second` fails.
-    pub fn top_words(
+    pub fn top_words<E: From<Error>>(
         &self,
         first: &Tensor,
         k: usize,
-        mut second: impl FnMut(&Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<TopK> {
+        mut second: impl FnMut(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<TopWords, E> {
         check_sizes(&[("k", k)])?;
         if k > self.words() {
-            return Err(Error::config("k", format!("at most {}, the number of words", self.words()), k));
+            return Err(Error::config("k", format!("at most {}, the number of words", self.words()), k).into());
         }
         let device = first.device();
         let dtype = if first.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
@@ -61,8 +70,8 @@ impl Codebook {
         }
         let shape = (searches.len(), k);
         let found = || searches.iter().flat_map(|search| &search.found);
-        Ok(TopK {
-            token_ids: to_device(found().map(|(_, word)| *word).collect(), shape, device)?,
+        Ok(TopWords {
+            words: to_device(found().map(|(_, word)| *word).collect(), shape, device)?,
             log_probs: rounded(found().map(|(log_prob, _)| *log_prob).collect(), &[shape.0, shape.1], dtype, device)?,
         })
     }

@@ -4,8 +4,8 @@ use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
-/// The largest number of costs: 2^40. On a 32-bit machine the addresses allow fewer.
-const MOST_COSTS: usize = match 1usize.checked_shl(40) {
+/// The largest number of elements of a tensor or a table of costs: 2^40. On a 32-bit machine the addresses allow fewer.
+pub(crate) const MOST_ELEMENTS: usize = match 1usize.checked_shl(40) {
     Some(most) => most,
     None => isize::MAX as usize / 8,
 };
@@ -27,9 +27,9 @@ pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Re
 
 /// Checks the number of costs, a product that `argument` names.
 pub(crate) fn check_product(argument: &'static str, a: usize, b: usize) -> Result<()> {
-    match a.checked_mul(b).is_some_and(|product| product <= MOST_COSTS) {
+    match a.checked_mul(b).is_some_and(|product| product <= MOST_ELEMENTS) {
         true => Ok(()),
-        false => Err(Error::config(argument, format!("at most {MOST_COSTS}"), format!("{a} * {b}"))),
+        false => Err(Error::config(argument, format!("at most {MOST_ELEMENTS}"), format!("{a} * {b}"))),
     }
 }
 

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 
-use crate::error::{Error, Result};
 use crate::checks::{check_most, check_sizes};
+use crate::error::{Error, Result};
 use crate::transfer::to_device;
 
 /// Words as sequences of one or two codes over a smaller vocabulary (Li et al., 2016; Kong et al., 2019).

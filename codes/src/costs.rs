@@ -3,9 +3,9 @@
 use candle_core::Tensor;
 
 use crate::assignment::{assign, Assignment};
-use crate::table::{CodeTable, TableConfig};
-use crate::error::{Error, Result};
 use crate::checks::check_float;
+use crate::error::{Error, Result};
+use crate::table::{CodeTable, TableConfig};
 use crate::transfer::matrix;
 
 /// The costs of each word in each row and each column of a table, in nats: the negative log-likelihoods `[words, rows]`

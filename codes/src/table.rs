@@ -5,9 +5,9 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::SeedableRng;
 
+use crate::checks::{check_most, check_product, check_sizes};
 use crate::codebook::{Codebook, MOST};
 use crate::error::{Error, Result};
-use crate::checks::{check_most, check_product, check_sizes};
 
 /// The sizes of a [`CodeTable`].
 ///

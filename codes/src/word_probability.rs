@@ -2,9 +2,9 @@
 
 use candle_core::{Device, Tensor};
 
+use crate::checks::{check_float, MOST_ELEMENTS};
 use crate::codebook::Codebook;
 use crate::error::{Error, Result};
-use crate::checks::{check_float, check_product};
 use crate::transfer::matrix;
 
 impl Codebook {
@@ -23,12 +23,12 @@ impl Codebook {
     /// # Errors
     ///
     /// If shapes do not match, a word is not in the book, or `second` fails.
-    pub fn word_log_probs(
+    pub fn word_log_probs<E: From<Error>>(
         &self,
         words: &[u32],
         first: &Tensor,
-        second: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<Vec<f64>> {
+        second: impl FnOnce(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Vec<f64>, E> {
         let device = first.device();
         let first = self.rows("first", first, words.len())?;
         let codes = words.iter().map(|word| self.codes_of(*word)).collect::<Result<Vec<_>>>()?;
@@ -42,18 +42,19 @@ impl Codebook {
     }
 
     /// Log-probabilities of the second codes after these first codes at these positions.
-    pub(crate) fn second_rows(
+    pub(crate) fn second_rows<E: From<Error>>(
         &self,
         firsts: &[(usize, u32)],
         device: &Device,
-        second: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<Vec<Vec<f64>>> {
+        second: impl FnOnce(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Vec<Vec<f64>>, E> {
         if firsts.is_empty() {
             return Ok(Vec::new());
         }
-        let positions = Tensor::from_iter(firsts.iter().map(|(position, _)| *position as u32), device)?;
-        let codes = Tensor::from_iter(firsts.iter().map(|(_, code)| *code), device)?;
-        self.rows("the result of second", &second(&positions, &codes)?, firsts.len())
+        let positions =
+            Tensor::from_iter(firsts.iter().map(|(position, _)| *position as u32), device).map_err(Error::from)?;
+        let codes = Tensor::from_iter(firsts.iter().map(|(_, code)| *code), device).map_err(Error::from)?;
+        Ok(self.rows("the result of second", &second(&positions, &codes)?, firsts.len())?)
     }
 
     /// Checks log-probabilities of codes and returns them row by row.
@@ -62,7 +63,9 @@ impl Codebook {
             return Err(Error::shape(argument, format!("[{rows}, {}]", self.codes()), log_probs.dims()));
         }
         check_float(argument, log_probs)?;
-        check_product(argument, rows, self.codes())?;
+        if rows.checked_mul(self.codes()).is_none_or(|elements| elements > MOST_ELEMENTS) {
+            return Err(Error::shape(argument, format!("of at most {MOST_ELEMENTS} elements"), log_probs.dims()));
+        }
         if rows == 0 {
             return Ok(Vec::new());
         }

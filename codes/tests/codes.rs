@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::ops::log_softmax;
-use mos_head::{Assignment, CodeCosts, CodePlace, CodeTable, Codebook, Error, Result, TableConfig};
+use mos_codes::{Assignment, CodeCosts, CodePlace, CodeTable, Codebook, Error, Result, TableConfig};
 
 /// A model of codes: the log-probabilities of the first code at each position, and of the second after each first.
 struct Model {
@@ -148,7 +148,7 @@ fn the_best_words_are_those_of_a_full_sort() -> Result<()> {
             steps.sort_unstable();
             steps.dedup();
             assert_eq!(steps.len(), taken, "no step twice");
-            let (tokens, log_probs) = (found.token_ids.to_vec2::<u32>()?, found.log_probs.to_vec2::<f64>()?);
+            let (tokens, log_probs) = (found.words.to_vec2::<u32>()?, found.log_probs.to_vec2::<f64>()?);
             for position in 0..5 {
                 let all = model.log_probs(position, book)?;
                 let mut expected: Vec<u32> = (0..40).collect();
@@ -171,11 +171,11 @@ fn few_first_codes_are_tried_for_the_best_word() -> Result<()> {
     let logits: Vec<f64> = (0..60).map(|code| if code == 0 { 20.0 } else { 0.0 }).collect();
     let first = log_softmax(&Tensor::from_vec(logits, (1, 60), &Device::Cpu)?, D::Minus1)?;
     let mut rows = 0;
-    let found = table.codebook().top_words(&first, 2, |_, codes| {
+    let found = table.codebook().top_words(&first, 2, |_: &Tensor, codes: &Tensor| -> Result<Tensor> {
         rows += codes.dim(0)?;
         Ok((Tensor::zeros((codes.dim(0)?, 60), DType::F64, &Device::Cpu)? - 60f64.ln())?)
     })?;
-    assert_eq!(found.token_ids.dims(), [1, 2]);
+    assert_eq!(found.words.dims(), [1, 2]);
     assert!(rows < 10, "{rows} of 30 rows");
     Ok(())
 }
@@ -422,9 +422,11 @@ fn impossible_words_are_in_the_order_of_their_ids() -> Result<()> {
     let impossible = f64::NEG_INFINITY;
     let first = Tensor::new(&[[impossible, impossible, impossible, -1.0, -1.0, -1.0, -9.0, -9.0]], &Device::Cpu)?;
     for k in 1..=7 {
-        let second = |_: &Tensor, codes: &Tensor| Ok(Tensor::full(impossible, (codes.dim(0)?, 8), &Device::Cpu)?);
+        let second = |_: &Tensor, codes: &Tensor| -> Result<Tensor> {
+            Ok(Tensor::full(impossible, (codes.dim(0)?, 8), &Device::Cpu)?)
+        };
         let found = book.top_words(&first, k, second)?;
-        assert_eq!(found.token_ids.to_vec2::<u32>()?, [(0..k as u32).collect::<Vec<_>>()]);
+        assert_eq!(found.words.to_vec2::<u32>()?, [(0..k as u32).collect::<Vec<_>>()]);
         assert_eq!(found.log_probs.dtype(), DType::F64);
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! The costs of words in the cells of a table: a row's and a column's cost, added.
 
-use crate::error::{Error, Result};
 use crate::checks::check_sizes;
+use crate::error::{Error, Result};
 
 /// No cost may be larger, so that sums over words, and their squares, are far from overflow.
 const LARGEST_COST: f64 = 1e30;

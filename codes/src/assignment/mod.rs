@@ -8,8 +8,8 @@ mod exchange;
 mod half_approximate;
 mod prices;
 
-use crate::error::{Error, Result};
 use crate::checks::check_sizes;
+use crate::error::{Error, Result};
 use costs::{check, relative, Costs};
 
 /// The largest number of costs that [`Assignment::Exact`] holds: 8 GiB.

@@ -1,0 +1,108 @@
+//! What AWD-LSTM (Merity et al., 2018) and the released mixture of softmaxes add to the training of a language model.
+
+use super::values::{below_one, not_negative, positive};
+
+/// Settings and their flags; what is not set is off, or as the recipe has it.
+#[derive(Clone, Copy, Debug, PartialEq, clap::Args)]
+#[command(next_help_heading = "AWD-LSTM")]
+pub struct Awd {
+    /// LSTM units of the layers below the last [default: as --hidden]
+    #[arg(long, value_parser = positive)]
+    pub inner: Option<usize>,
+    /// Tie the decoder to the embedding
+    #[arg(long, num_args = 0..=1, default_missing_value = "true")]
+    pub tied: Option<bool>,
+    /// Dropout of whole rows of the embedding
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub embedding_dropout: Option<f64>,
+    /// Locked dropout of the first layer's inputs [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub input_dropout: Option<f64>,
+    /// Locked dropout between layers [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub hidden_dropout: Option<f64>,
+    /// Locked dropout of the last layer's outputs [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub output_dropout: Option<f64>,
+    /// Locked dropout of the contexts [default: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub context_dropout: Option<f64>,
+    /// Dropout of the recurrent weights (DropConnect), one mask for all steps and streams of a backward pass
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    pub weight_dropout: Option<f64>,
+    /// ContextActivation regularisation: factor of the mean square of the last layer's outputs
+    #[arg(long, value_name = "ALPHA", value_parser = not_negative)]
+    pub ar: Option<f64>,
+    /// Temporal activation regularisation: factor of the mean square of their differences
+    #[arg(long, value_name = "BETA", value_parser = not_negative)]
+    pub tar: Option<f64>,
+    /// Factor of the parameters that is added to their gradients; with Adam decoupled, as in AdamW
+    #[arg(long, value_parser = not_negative)]
+    pub weight_decay: Option<f64>,
+    /// Draw the length of every window around --bptt, at most N above it
+    #[arg(long, value_name = "N")]
+    pub random_bptt: Option<usize>,
+    /// Compute the gradients of N streams at a time
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub small_batch: Option<usize>,
+    /// Average the parameters (ASGD) once the validation loss is above the lowest of those more than N epochs before
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub nonmono: Option<usize>,
+}
+
+impl Awd {
+    pub const NONE: Awd = Awd {
+        inner: None,
+        tied: None,
+        embedding_dropout: None,
+        input_dropout: None,
+        hidden_dropout: None,
+        output_dropout: None,
+        context_dropout: None,
+        weight_dropout: None,
+        ar: None,
+        tar: None,
+        weight_decay: None,
+        random_bptt: None,
+        small_batch: None,
+        nonmono: None,
+    };
+
+    /// These settings, and those of `defaults` where none is given.
+    pub fn over(self, defaults: Awd) -> Awd {
+        Awd {
+            inner: self.inner.or(defaults.inner),
+            tied: self.tied.or(defaults.tied),
+            embedding_dropout: self.embedding_dropout.or(defaults.embedding_dropout),
+            input_dropout: self.input_dropout.or(defaults.input_dropout),
+            hidden_dropout: self.hidden_dropout.or(defaults.hidden_dropout),
+            output_dropout: self.output_dropout.or(defaults.output_dropout),
+            context_dropout: self.context_dropout.or(defaults.context_dropout),
+            weight_dropout: self.weight_dropout.or(defaults.weight_dropout),
+            ar: self.ar.or(defaults.ar),
+            tar: self.tar.or(defaults.tar),
+            weight_decay: self.weight_decay.or(defaults.weight_decay),
+            random_bptt: self.random_bptt.or(defaults.random_bptt),
+            small_batch: self.small_batch.or(defaults.small_batch),
+            nonmono: self.nonmono.or(defaults.nonmono),
+        }
+    }
+
+    /// Without the four locked dropouts, so that `Recipe::dropout` holds.
+    pub fn without_locked_dropout(self) -> Awd {
+        Awd { input_dropout: None, hidden_dropout: None, output_dropout: None, context_dropout: None, ..self }
+    }
+
+    pub fn has_locked_dropout(&self) -> bool {
+        *self != self.without_locked_dropout()
+    }
+
+    /// The number of streams whose gradients are computed at a time, of this many.
+    pub fn part(&self, streams: usize) -> usize {
+        self.small_batch.unwrap_or(streams).min(streams)
+    }
+
+    pub fn tied(&self) -> bool {
+        self.tied.unwrap_or(false)
+    }
+}

@@ -1,0 +1,70 @@
+//! The flags.
+
+use candle_core::DType;
+use clap::{Parser, ValueEnum};
+use lab::values::positive;
+use std::path::PathBuf;
+
+/// Measures the rank of a language model's log-probabilities, and what a lower rank would cost.
+#[derive(Debug, Parser)]
+pub(crate) struct Args {
+    /// Checkpoints of lstm_lm; with --weight, a safetensors file
+    #[arg(required = true, value_name = "CHECKPOINT")]
+    pub(crate) checkpoints: Vec<PathBuf>,
+    /// Print the contexts in which two checkpoints differ most, with the most probable tokens of each
+    #[arg(long, conflicts_with_all = ["weight", "plot", "json"])]
+    pub(crate) compare: bool,
+    /// Folder of the checkpoints' corpus [default: the one that they were trained on]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data: Option<PathBuf>,
+    /// Name of an output layer's matrix [vocab, d] in the file
+    #[arg(long, value_name = "KEY", requires = "hidden")]
+    pub(crate) weight: Option<String>,
+    /// Name of its bias [vocab]
+    #[arg(long, value_name = "KEY", requires = "weight")]
+    pub(crate) bias: Option<String>,
+    /// Safetensors file with hidden states `hidden` [.., d] and, if known, the next tokens `targets` [..]
+    #[arg(long, value_name = "FILE", requires = "weight")]
+    pub(crate) hidden: Option<PathBuf>,
+    /// Number of contexts, evenly spaced over the validation text or the hidden states
+    #[arg(long, default_value_t = 2000, value_parser = positive)]
+    pub(crate) contexts: usize,
+    /// The dtype of the logits: with f32, singular values below its roundoff do not count
+    #[arg(long, value_enum, default_value = "f64")]
+    pub(crate) dtype: Precision,
+    /// Upper bound of the memory for the log-probabilities, in MiB
+    #[arg(long, default_value_t = 8192, value_parser = positive)]
+    pub(crate) memory: usize,
+    /// Number of contexts that --compare prints for each model
+    #[arg(long, default_value_t = 3, value_parser = positive)]
+    pub(crate) top: usize,
+    /// Draw the distribution of the singular values to this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
+    /// Print one line of JSON at the end
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Precision {
+    F64,
+    F32,
+}
+
+impl Precision {
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Precision::F64 => DType::F64,
+            Precision::F32 => DType::F32,
+        }
+    }
+
+    /// The distance from 1 to the next number.
+    pub(crate) fn epsilon(self) -> f64 {
+        match self {
+            Precision::F64 => f64::EPSILON,
+            Precision::F32 => f64::from(f32::EPSILON),
+        }
+    }
+}

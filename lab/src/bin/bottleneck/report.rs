@@ -1,0 +1,88 @@
+//! The results as text and as JSON.
+
+use crate::distributions::Components;
+use crate::study::Study;
+use lab::report::{number, table};
+use serde_json::{json, Value};
+
+pub(crate) fn text(studies: &[Study]) -> String {
+    let mut parts = vec![];
+    let columns =
+        ["model", "head", "d", "vocab", "contexts", "rank", "pairwise KL", "priors", "posteriors", "perplexity"];
+    let effective = |components: &Option<Components>| number(components.as_ref().map(Components::in_a_context), 2);
+    let cells = |study: &Study| {
+        vec![
+            study.name.clone(),
+            study.kind.name().into(),
+            study.width.to_string(),
+            study.vocab.to_string(),
+            study.contexts.to_string(),
+            study.rank.to_string(),
+            number(study.divergence, 3),
+            effective(&study.priors),
+            effective(&study.posteriors),
+            number(study.perplexity, 2),
+        ]
+    };
+    parts.push(table(&columns, &studies.iter().map(cells).collect::<Vec<_>>()));
+    parts.push(
+        "rank: singular values of the log-probabilities above the roundoff. pairwise KL: between the distributions of\n\
+         two contexts, nats. priors, posteriors: effective number of components in a context."
+            .into(),
+    );
+    parts.extend(studies.iter().filter(|study| !study.low_rank.is_empty()).map(low_rank));
+    parts.extend(studies.iter().map(verdict));
+    parts.join("\n\n")
+}
+
+fn low_rank(study: &Study) -> String {
+    let cells = |&(rank, perplexity): &(usize, f64)| {
+        let note = if rank == study.width + 2 { "what a softmax of this width can have" } else { "" };
+        vec![rank.to_string(), format!("{perplexity:.2}"), note.to_owned()]
+    };
+    let rows: Vec<_> = study.low_rank.iter().map(cells).collect();
+    let title = format!("{}, the best approximation of each rank:\n", study.name);
+    title + table(&["rank", "perplexity", ""], &rows).lines().map(str::trim_end).collect::<Vec<_>>().join("\n").as_str()
+}
+
+fn verdict(study: &Study) -> String {
+    let Study { name, rank, width, contexts, vocab, .. } = study;
+    let most = contexts.min(vocab);
+    if *rank <= width + 2 {
+        return format!("{name}: rank {rank} of {most}, within the {} of a softmax of width {width}.", width + 2);
+    }
+    if rank == most {
+        return format!("{name}: full rank, {rank} of {most}. No softmax of width {width} can express it.");
+    }
+    format!("{name}: rank {rank} of {most}, above the {} of a softmax of width {width}.", width + 2)
+}
+
+pub(crate) fn json(studies: &[Study]) -> Value {
+    let components = |components: &Option<Components>| {
+        components.as_ref().map(|all| json!({ "in_a_context": all.in_a_context(), "in_all": all.in_all() }))
+    };
+    let study = |study: &Study| {
+        let low_rank: Vec<Value> = study
+            .low_rank
+            .iter()
+            .map(|&(rank, perplexity)| json!({ "rank": rank, "perplexity": perplexity }))
+            .collect();
+        json!({
+            "model": study.name,
+            "head": study.kind.name(),
+            "context": study.width,
+            "vocab": study.vocab,
+            "contexts": study.contexts,
+            "rank": study.rank,
+            "tolerance": study.tolerance,
+            "largest_singular_value": study.spectrum.values.first(),
+            "singular_values_below_percent": study.spectrum.distribution(),
+            "pairwise_kl_nats": study.divergence,
+            "effective_priors": components(&study.priors),
+            "effective_posteriors": components(&study.posteriors),
+            "perplexity": study.perplexity,
+            "low_rank": low_rank,
+        })
+    };
+    studies.iter().map(study).collect()
+}

@@ -1,0 +1,276 @@
+//! All measures of one model.
+
+use crate::args::Args;
+use crate::distributions::{Components, PairwiseDivergence};
+use crate::low_rank::LowRank;
+use crate::source::Source;
+use crate::spectrum::{Rows, Spectrum};
+use candle_core::{DType, Tensor, D};
+use lab::head::HeadKind;
+use lab::{progress, Result};
+use mos_head::{Mixture, OutputLayer};
+
+pub(crate) struct Study {
+    pub(crate) name: String,
+    pub(crate) kind: HeadKind,
+    pub(crate) width: usize,
+    pub(crate) vocab: usize,
+    pub(crate) contexts: usize,
+    pub(crate) spectrum: Spectrum,
+    pub(crate) tolerance: f64,
+    pub(crate) rank: usize,
+    /// In nats.
+    pub(crate) divergence: Option<f64>,
+    pub(crate) priors: Option<Components>,
+    pub(crate) posteriors: Option<Components>,
+    /// On these contexts.
+    pub(crate) perplexity: Option<f64>,
+    /// Of the best approximations: (rank, perplexity).
+    pub(crate) low_rank: Vec<(usize, f64)>,
+}
+
+/// Contexts at a time.
+const BLOCK: usize = 64;
+
+pub(crate) fn study(source: &Source, args: &Args) -> Result<Study> {
+    let (contexts, vocab) = (source.contexts(), source.head.vocab_size());
+    check_memory(contexts, vocab, args.memory)?;
+    let components = source.prior_weight.as_ref().map(|weight| weight.dim(0)).transpose()?;
+    let mut rows = Rows::new(vocab);
+    let mut divergence = PairwiseDivergence::new(vocab);
+    let mut priors = components.map(Components::new);
+    let mut posteriors = components.filter(|_| source.kind == HeadKind::Mos).map(Components::new);
+    let mut nll = 0.0;
+
+    let bar = progress::bar(contexts, format!("{} log-probabilities", source.kind.name()));
+    for start in (0..contexts).step_by(BLOCK) {
+        let count = BLOCK.min(contexts - start);
+        let mixture = source.mixture(start, count)?;
+        let log_probs = values(&mixture.log_probs()?)?;
+        for row in log_probs.chunks_exact(vocab) {
+            divergence.push(row);
+        }
+        rows.push(&log_probs);
+        let targets = source.targets.as_ref().map(|targets| &targets[start..start + count]);
+        for (row, &target) in log_probs.chunks_exact(vocab).zip(targets.into_iter().flatten()) {
+            nll -= row[target as usize];
+        }
+        if let (Some(priors), Some(weight)) = (&mut priors, &source.prior_weight) {
+            let hidden = source.hidden.narrow(0, start, count)?;
+            let log_priors = candle_nn::ops::log_softmax(&hidden.matmul(&weight.t()?)?, D::Minus1)?;
+            values(&log_priors)?.chunks_exact(weight.dim(0)?).for_each(|row| priors.push(row));
+        }
+        if let (Some(posteriors), Some(targets)) = (&mut posteriors, targets) {
+            let log_posteriors = log_posteriors(&mixture, source, targets)?;
+            values(&log_posteriors)?.chunks_exact(log_posteriors.dim(1)?).for_each(|row| posteriors.push(row));
+        }
+        bar.inc(count as u64);
+    }
+    bar.finish_and_clear();
+
+    let bar = progress::bar(1, format!("{} singular values of {contexts} x {vocab}", source.kind.name()));
+    bar.tick();
+    let spectrum = rows.spectrum()?;
+    bar.finish_and_clear();
+    let epsilon = args.dtype.epsilon();
+    let rank = spectrum.rank(epsilon);
+    let low_rank = match &source.targets {
+        Some(targets) => low_rank(source, &spectrum, rank, targets)?,
+        None => vec![],
+    };
+    Ok(Study {
+        name: source.name.clone(),
+        kind: source.kind,
+        width: source.weight.dim(1)?,
+        vocab,
+        contexts,
+        tolerance: spectrum.tolerance(epsilon),
+        rank,
+        spectrum,
+        divergence: divergence.mean(),
+        priors,
+        posteriors: posteriors.filter(|_| source.targets.is_some()),
+        perplexity: source.targets.as_ref().map(|_| (nll / contexts as f64).exp()),
+        low_rank,
+    })
+}
+
+fn check_memory(contexts: usize, vocab: usize, mib: usize) -> Result<()> {
+    let needs = |contexts| Rows::memory(contexts, vocab) >> 20;
+    if needs(contexts) <= mib {
+        return Ok(());
+    }
+    let fits = (1..contexts).rev().find(|&contexts| needs(contexts) <= mib).unwrap_or(0);
+    Err(format!(
+        "the log-probabilities of {contexts} contexts and {vocab} token ids need {} MiB, more than --memory {mib}: \
+         --contexts {fits} fits",
+        needs(contexts)
+    )
+    .into())
+}
+
+/// The responsibilities of the components for the targets, `log r_k`, [contexts, K].
+fn log_posteriors(mixture: &Mixture, source: &Source, targets: &[u32]) -> Result<Tensor> {
+    let (contexts, log_priors) = (mixture.contexts()?, mixture.log_priors()?);
+    let targets = Tensor::new(targets, log_priors.device())?;
+    let component = |k| {
+        let alone = Mixture::new(&contexts.narrow(1, k, 1)?, None, &source.weight, source.bias.as_ref())?;
+        Ok((alone.log_prob(&targets)? + log_priors.narrow(1, k, 1)?.squeeze(1)?)?)
+    };
+    let joint = (0..log_priors.dim(1)?).map(component).collect::<Result<Vec<_>>>()?;
+    Ok(candle_nn::ops::log_softmax(&Tensor::stack(&joint, 1)?, D::Minus1)?)
+}
+
+/// Perplexities at powers of two, and at the highest rank that a softmax of this width can have: its width, the
+/// normaliser and the bias.
+fn low_rank(source: &Source, spectrum: &Spectrum, rank: usize, targets: &[u32]) -> Result<Vec<(usize, f64)>> {
+    let mut ranks: Vec<usize> = (0..).map(|i| 1 << i).take_while(|&r| r < rank).collect();
+    ranks.extend([source.weight.dim(1)? + 2, rank]);
+    ranks.retain(|&r| r <= rank);
+    ranks.sort_unstable();
+    ranks.dedup();
+    let (contexts, vocab) = (source.contexts(), source.head.vocab_size());
+    let mut low_rank = LowRank::new(spectrum, ranks);
+    let bar = progress::bar(contexts, format!("{} of lower rank", source.kind.name()));
+    for start in (0..contexts).step_by(BLOCK) {
+        let count = BLOCK.min(contexts - start);
+        let log_probs = values(&source.mixture(start, count)?.log_probs()?)?;
+        debug_assert_eq!(log_probs.len(), count * vocab);
+        low_rank.push(&log_probs, &targets[start..start + count]);
+        bar.inc(count as u64);
+    }
+    bar.finish_and_clear();
+    Ok(low_rank.perplexities())
+}
+
+fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::{self, tests::args, tests::saved, tests::temporary};
+    use candle_core::{DType, Device};
+    use lab::language::Teacher;
+    use std::collections::HashMap;
+    use std::path::{Path, PathBuf};
+
+    fn study_of(args: &Args) -> Result<Study> {
+        study(&source::open(args)?[0], args)
+    }
+
+    #[test]
+    fn a_softmax_has_the_rank_of_its_width_and_a_mixture_exceeds_it() {
+        for (kind, exceeds) in [(HeadKind::Softmax, false), (HeadKind::Moc, false), (HeadKind::Mos, true)] {
+            let path = saved(kind.name(), kind, Teacher::new().built_in(1));
+            let found = study_of(&args(&["--contexts", "300"], &[&path])).expect("a checkpoint of the example");
+            std::fs::remove_file(path).expect("was just written");
+
+            let width = if kind == HeadKind::Softmax { 6 } else { 5 };
+            assert_eq!((found.width, found.contexts, found.vocab), (width, 300, 512));
+            // A decoder's bias starts as zero, and adds no rank.
+            let expected = width + 1;
+            assert!(
+                if exceeds { found.rank > 2 * expected } else { found.rank == expected },
+                "{kind:?} {}",
+                found.rank
+            );
+            assert_eq!(found.posteriors.is_some(), kind == HeadKind::Mos);
+            // The highest rank is the model itself.
+            let (rank, perplexity) = *found.low_rank.last().expect("targets are known");
+            assert_eq!(rank, found.rank);
+            let own = found.perplexity.expect("targets are known");
+            assert!((perplexity / own - 1.0).abs() < 1e-6, "{kind:?}: {perplexity} {own}");
+        }
+    }
+
+    /// Hidden states of this width, and a matrix and a bias, as two files.
+    fn files(name: &str, width: usize, states: usize) -> [PathBuf; 2] {
+        let random = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu).expect("draws");
+        let save = |name: String, tensors: Vec<(&str, Tensor)>| {
+            let path = temporary(&name);
+            let tensors: HashMap<_, _> = tensors.into_iter().collect();
+            candle_core::safetensors::save(&tensors, &path).expect("writes");
+            path
+        };
+        let head = vec![("lm_head.weight", random(&[40, 7])), ("lm_head.bias", random(&[40]))];
+        let targets = Tensor::arange(0u32, states as u32, &Device::Cpu).expect("counts");
+        let hidden = vec![("hidden", random(&[states, width])), ("targets", targets)];
+        [save(format!("{name}_head"), head), save(format!("{name}_states"), hidden)]
+    }
+
+    fn study_of_files([head, states]: &[PathBuf; 2], key: &str, more: &[&str]) -> Result<Study> {
+        let states = states.to_str().expect("a text");
+        study_of(&args(&[&["--weight", key, "--hidden", states], more].concat(), &[head]))
+    }
+
+    fn remove(paths: &[PathBuf; 2]) {
+        paths.iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
+    }
+
+    #[test]
+    fn the_normaliser_and_the_bias_add_one_rank_each() {
+        let paths = files("rank", 7, 30);
+        for precision in ["f64", "f32"] {
+            let rank = |more: &[&str]| {
+                let more = [more, &["--dtype", precision]].concat();
+                study_of_files(&paths, "lm_head.weight", &more).expect("valid files").rank
+            };
+            assert_eq!(rank(&[]), 8, "{precision}");
+            assert_eq!(rank(&["--bias", "lm_head.bias"]), 9, "{precision}");
+        }
+        remove(&paths);
+    }
+
+    #[test]
+    fn the_perplexity_is_that_of_candles_cross_entropy() {
+        let paths = files("perplexity", 7, 30);
+        let found = study_of_files(&paths, "lm_head.weight", &[]).expect("valid files").perplexity.expect("targets");
+        let load = |path: &Path, key: &str| {
+            let tensors = candle_core::safetensors::load(path, &Device::Cpu).expect("reads");
+            tensors[key].clone()
+        };
+        let logits = load(&paths[1], "hidden").matmul(&load(&paths[0], "lm_head.weight").t().expect("a matrix"));
+        let loss = candle_nn::loss::cross_entropy(&logits.expect("fits"), &load(&paths[1], "targets")).expect("a loss");
+        let expected = f64::from(loss.to_dtype(DType::F32).and_then(|loss| loss.to_scalar::<f32>()).expect("a number"));
+        assert!((found.ln() - expected).abs() < 1e-5, "{found} {expected}");
+        remove(&paths);
+    }
+
+    #[test]
+    fn bad_files_are_errors_that_name_what_is_wrong() {
+        let error = |paths, key: &str, more: &[&str]| match study_of_files(paths, key, more) {
+            Ok(_) => panic!("{key} {more:?} must fail"),
+            Err(error) => error.to_string(),
+        };
+        let contains = |error: String, parts: &[&str]| {
+            parts.iter().for_each(|part| assert!(error.contains(part), "{part:?} is not in: {error}"));
+        };
+        let paths = files("bad", 7, 30);
+        contains(error(&paths, "head.weight", &[]), &["no tensor head.weight", "lm_head.bias, lm_head.weight"]);
+        contains(error(&paths, "lm_head.bias", &[]), &["lm_head.bias is [40]", "[vocab, d]"]);
+        contains(error(&paths, "lm_head.weight", &["--bias", "lm_head.weight"]), &["[40, 7], expected [40]"]);
+        remove(&paths);
+        let paths = files("narrow", 6, 30);
+        contains(error(&paths, "lm_head.weight", &[]), &["hidden is [30, 6]", "[.., 7]"]);
+        remove(&paths);
+        let paths = files("empty", 7, 0);
+        contains(error(&paths, "lm_head.weight", &[]), &["hidden is [0, 7]", "not empty"]);
+        remove(&paths);
+        let paths = files("far", 7, 50);
+        contains(error(&paths, "lm_head.weight", &[]), &["target 40 is not below vocab 40"]);
+        std::fs::write(&paths[0], "").expect("writes");
+        contains(error(&paths, "lm_head.weight", &[]), &["cannot read", "far_head"]);
+        remove(&paths);
+    }
+
+    #[test]
+    fn too_many_contexts_for_the_memory_are_an_error_that_says_how_many_fit() {
+        assert!(check_memory(1000, 1000, 100).is_ok());
+        let error = check_memory(1000, 10_000, 100).expect_err("240 MB").to_string();
+        assert!(error.contains("--contexts 4"), "{error}");
+        // A tall matrix is reduced to a triangle.
+        assert!(check_memory(1_000_000, 500, 100).is_ok());
+    }
+}

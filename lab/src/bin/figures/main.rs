@@ -1,0 +1,48 @@
+//! Draws the pictures in `docs` and rewrites the tables of the documents, from the measurements in `benches/results`. A
+//! line there that no table or picture shows any more is removed.
+//!
+//!     cargo run --release -p lab --bin figures
+//!
+//! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`; `tables.rs` lists the names.
+//! Tables of time and memory show the processor on which this crate was measured last, and the newest measurement there;
+//! a training step's other processors have a table of their own.
+//!
+//! `tests.rs` fails if a picture or a table is not what this command makes.
+
+mod codes;
+mod outputs;
+mod pictures;
+mod quality;
+mod results;
+mod tables;
+#[cfg(test)]
+mod tests;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match run(root()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The repository.
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the lab is a folder of the repository")
+}
+
+fn run(root: &Path) -> results::Result<()> {
+    for (path, text) in outputs::outputs(root)? {
+        let changed = results::read(root, &path).ok().as_ref() != Some(&text);
+        if changed {
+            std::fs::write(root.join(&path), text).map_err(|error| format!("cannot write {path}: {error}"))?;
+        }
+        println!("{path}: {}", if changed { "written" } else { "unchanged" });
+    }
+    Ok(())
+}

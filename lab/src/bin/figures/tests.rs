@@ -1,0 +1,127 @@
+//! Pictures and tables show the measurements in `benches/results`, and nothing else.
+
+use super::results::{parse, read, Results, FILES};
+use super::{outputs, results, root, tables};
+
+/// What makes a whole line.
+const LINE: &str = r#"{"figure": "step", "shape": "ptb", "implementation": "mos-head", "command": "c",
+    "processor": "p", "date": "2026-11-21", "commit": "0123abc", "seconds": 1.5}"#;
+
+fn line() -> String {
+    LINE.replace('\n', " ")
+}
+
+/// Names the first line that differs.
+#[track_caller]
+fn assert_same(path: &str, found: &str, expected: &str) {
+    let mut pairs = found.lines().zip(expected.lines()).enumerate();
+    if let Some((i, (found, expected))) = pairs.find(|(_, (found, expected))| found != expected) {
+        panic!(
+            "{path}, line {}: not what `cargo run --release -p lab --bin figures` makes of benches/results:\n  {found}\n  \
+             {expected}",
+            i + 1
+        );
+    }
+    assert_eq!(found.len(), expected.len(), "{path} is shorter or longer than the figures");
+}
+
+#[test]
+fn pictures_and_tables_are_made_of_the_measurements() {
+    for (path, expected) in outputs::outputs(root()).expect("valid measurements") {
+        assert_same(&path, &read(root(), &path).expect("a text"), &expected);
+    }
+}
+
+/// The first four tables are README.md's to choose from.
+#[test]
+fn no_table_of_results_is_written_by_hand() {
+    let results = Results::load(root()).expect("valid measurements");
+    let documents = outputs::documents(root()).expect("texts");
+    for (i, (name, table)) in tables::TABLES.iter().enumerate() {
+        let marker = format!("\n<!-- figures: {name} -->\n");
+        let places: Vec<_> = documents.iter().flat_map(|(path, text)| text.matches(&marker).map(|_| *path)).collect();
+        let is_measured = table(&results).expect(name) != tables::UNMEASURED;
+        let least = usize::from(i >= 4 && is_measured);
+        assert!((least..=1).contains(&places.len()), "table {name} belongs in one document, found: {places:?}");
+    }
+}
+
+#[test]
+fn every_file_of_measurements_is_read() {
+    let files = std::fs::read_dir(root().join("benches/results")).expect("a folder");
+    let names = files.map(|file| file.expect("a file").file_name().into_string().expect("a name"));
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    let mut known = FILES.map(|file| format!("{file}.jsonl"));
+    known.sort();
+    assert_eq!(names, known);
+}
+
+#[test]
+fn a_line_without_its_origin_is_an_error_that_names_it() {
+    assert_eq!(parse(&line()).expect("a whole line").len(), 1);
+    for key in ["command", "processor", "date", "commit"] {
+        let without = line().replace(&format!("\"{key}\""), "\"other\"");
+        let error = parse(&[line(), without].join("\n")).expect_err(key).to_string();
+        assert!(error.contains("line 2") && error.contains(key), "{error}");
+    }
+    for (value, wrong) in [("2026-11-21", "21.11.2026"), ("0123abc", "main"), ("0123abc", "0123")] {
+        let error = parse(&line().replace(value, wrong)).expect_err(wrong).to_string();
+        assert!(error.contains(wrong), "{error}");
+    }
+    assert!(parse("{\"figure\": \"step\"").is_err());
+}
+
+#[test]
+fn a_later_line_replaces_an_earlier_one_of_the_same_measurement() {
+    let later = line().replace("1.5", "2.5").replace("0123abc", "89abcde");
+    let elsewhere = line().replace("\"p\"", "\"q\"").replace("2026-11-21", "2026-11-20");
+    let results = Results::new(parse(&[line(), later, elsewhere].join("\n")).expect("three lines"));
+    assert_eq!(seconds(results.of("step")), [Some(2.5)]);
+    assert_eq!(seconds(results.steps_elsewhere()), [Some(1.5)]);
+}
+
+#[test]
+fn tables_show_the_processor_that_was_measured_last() {
+    let newer = line().replace("\"p\"", "\"q\"").replace("2026-11-21", "2026-11-22").replace("1.5", "2.5");
+    // A peer that was measured later does not count.
+    let peer = line().replace("mos-head", "PyTorch, eager").replace("2026-11-21", "2026-11-23").replace("1.5", "3.5");
+    let text = [newer, line(), peer].join("\n");
+    let results = Results::new(parse(&text).expect("three lines"));
+    assert_eq!(seconds(results.of("step")), [Some(2.5)]);
+    assert_eq!(seconds(results.steps_elsewhere()), [Some(1.5), Some(3.5)]);
+    // Only steps have a table of other processors.
+    let text = text.replace("\"step\"", "\"dtypes\"");
+    assert_eq!(seconds(Results::new(parse(&text).expect("three lines")).of("dtypes")), [Some(2.5)]);
+}
+
+fn seconds(lines: Vec<&results::Line>) -> Vec<Option<f64>> {
+    lines.iter().map(|line| line.number("seconds")).collect()
+}
+
+#[test]
+fn a_number_edited_by_hand_is_found() {
+    let results = Results::load(root()).expect("valid measurements");
+    for (name, _) in tables::TABLES {
+        let empty = format!("before\n<!-- figures: {name} -->\n<!-- /figures -->\nafter\n");
+        let made = tables::rewrite(&empty, &results).expect(name);
+        if made.contains(tables::UNMEASURED) {
+            continue;
+        }
+        assert_eq!(tables::rewrite(&made, &results).expect(name), made, "{name}");
+        let row = made.lines().filter(|line| line.starts_with('|')).nth(2).expect("a row");
+        let digit = row.rfind(|c: char| c.is_ascii_digit()).unwrap_or_else(|| panic!("no number in {row}"));
+        let other = if &row[digit..=digit] == "7" { "3" } else { "7" };
+        let edited = made.replace(row, &format!("{}{other}{}", &row[..digit], &row[digit + 1..]));
+        assert_ne!(edited, made);
+        assert_eq!(tables::rewrite(&edited, &results).expect(name), made, "{name}");
+    }
+}
+
+#[test]
+fn markers_without_a_table_or_an_end_are_errors() {
+    let results = Results::load(root()).expect("valid measurements");
+    let error = |text: &str| tables::rewrite(text, &results).expect_err(text).to_string();
+    assert!(error("<!-- figures: speed -->\n<!-- /figures -->\n").contains("no table named speed"));
+    assert!(error("<!-- figures: steps -->\n| 1 |\n").contains("no end of table steps"));
+}

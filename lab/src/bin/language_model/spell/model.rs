@@ -1,0 +1,165 @@
+//! The character LSTM: from the hidden state of a frozen word model to the characters of the next word.
+
+use super::spellings::{Group, Spellings};
+use super::word::Word;
+use candle_core::{DType, Device, Module, Tensor};
+use candle_nn::rnn::LSTMState;
+use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
+use lab::batches::IGNORED;
+use lab::head::HeadKind;
+use lab::language_model::TextBatch;
+use lab::model::{Forward, Model, Part, Pass};
+use lab::recurrent::{self, Lstm, LstmDropout};
+use lab::sizes::{InitialValues, Sizes};
+use lab::{init, recipe::Recipe, Result};
+use mos_head::OutputLayer;
+use rand::rngs::StdRng;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// P(word | text) is the product of the probabilities of its characters and its end, each given the characters before
+/// and the word model's hidden state. The input of a step is the embedding of the last character and a projection of the
+/// hidden state to as many dimensions as the LSTM has units.
+pub(crate) struct Speller {
+    kind: HeadKind,
+    sizes: Sizes,
+    word: Rc<Word>,
+    spellings: Rc<Spellings>,
+    embedding: Embedding,
+    condition: Linear,
+    lstm: Lstm,
+    head: Box<dyn OutputLayer>,
+    varmap: VarMap,
+}
+
+impl Speller {
+    pub(crate) fn new(kind: HeadKind, word: Rc<Word>, spellings: Rc<Spellings>, recipe: &Recipe) -> Result<Self> {
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, word.model.device());
+        let sizes = Sizes::new(kind, recipe, spellings.characters());
+        let (hidden, units) = (word.model.head().hidden_size(), recipe.hidden);
+        let embedding = candle_nn::embedding(sizes.head.vocab, sizes.embedding, vb.pp("embedding"))?;
+        let condition = candle_nn::linear_no_bias(hidden, units, vb.pp("condition"))?;
+        let dropout = LstmDropout::locked(recipe.dropout);
+        let lstm = Lstm::new(sizes.embedding + units, &sizes.units(), dropout, vb.pp("lstm"))?;
+        let head = sizes.head.build(kind, recipe.dropout, None, vb.pp("head"))?;
+        init::uniform(&varmap, recipe.seed, |name| match name {
+            "condition.weight" => (3.0 / hidden as f64).sqrt(),
+            name => InitialValues::Even.bound(name, kind, sizes),
+        })?;
+        sizes.head.start_alike(&varmap, recipe.spread)?;
+        Ok(Self { kind, sizes, word, spellings, embedding, condition, lstm, head, varmap })
+    }
+
+    /// Hidden states of the word model [n, hidden] -> projections of these [n, units].
+    pub(crate) fn conditions(&self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(self.condition.forward(hidden)?)
+    }
+
+    /// The hidden states [.., units] and targets of all characters of `words`, given the hidden states [n, hidden] of
+    /// the word model. Padding is ignored.
+    pub(crate) fn characters(
+        &self,
+        hidden: &Tensor,
+        words: &[u32],
+        mut rng: Option<&mut StdRng>,
+    ) -> Result<(Tensor, Tensor)> {
+        let conditions = self.conditions(hidden)?;
+        let (mut outputs, mut targets) = (vec![], vec![]);
+        for Group { rows, steps } in self.spellings.groups(words) {
+            let sequences = rows.iter().flat_map(|&row| self.spellings.sequence(words[row as usize], steps, IGNORED));
+            let (inputs, of_group): (Vec<u32>, Vec<i64>) = sequences.unzip();
+            let inputs = Tensor::from_vec(inputs, (rows.len(), steps), hidden.device())?;
+            let rows = Tensor::new(rows, hidden.device())?;
+            let mut states = self.start(rows.dim(0)?)?;
+            let conditions = conditions.index_select(&rows, 0)?;
+            outputs.push(self.outputs(&inputs, &conditions, &mut states, rng.as_deref_mut())?.flatten_to(1)?);
+            targets.extend(of_group);
+        }
+        Ok((Tensor::cat(&outputs, 0)?, Tensor::new(targets, hidden.device())?))
+    }
+
+    /// The state before the first character of `words` words.
+    pub(crate) fn start(&self, words: usize) -> Result<Vec<LSTMState>> {
+        self.lstm.start(words)
+    }
+
+    /// The log-probabilities [n, characters] of what follows the characters [n], without gradients.
+    pub(crate) fn step(&self, last: &Tensor, conditions: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
+        let outputs = self.outputs(&last.unsqueeze(1)?, conditions, states, None)?;
+        recurrent::detach(states);
+        Ok(self.head.log_probs(&outputs.squeeze(1)?.detach())?.detach())
+    }
+
+    /// Characters [n, steps] and conditions [n, units] -> hidden states [n, steps, units].
+    fn outputs(
+        &self,
+        characters: &Tensor,
+        conditions: &Tensor,
+        states: &mut [LSTMState],
+        rng: Option<&mut StdRng>,
+    ) -> Result<Tensor> {
+        let (words, steps) = characters.dims2()?;
+        let conditions = conditions.unsqueeze(1)?.broadcast_as((words, steps, conditions.dim(1)?))?;
+        let inputs = Tensor::cat(&[&self.embedding.forward(characters)?, &conditions], 2)?;
+        self.lstm.forward(&inputs, states, rng)
+    }
+}
+
+impl Model for Speller {
+    type Item = u32;
+    type Batch = TextBatch;
+    /// That of the word model.
+    type State = Vec<Vec<LSTMState>>;
+    const IGNORED: i64 = IGNORED;
+
+    fn head(&self) -> &dyn OutputLayer {
+        self.head.as_ref()
+    }
+
+    fn varmap(&self) -> &VarMap {
+        &self.varmap
+    }
+
+    fn device(&self) -> &Device {
+        self.word.model.device()
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        let word = ("spell", format!("(digest {})", self.word.digest));
+        [vec![word], self.sizes.settings(self.kind)].concat()
+    }
+
+    fn batches(&self, text: &[u32], recipe: &Recipe, pass: Pass) -> Vec<TextBatch> {
+        self.word.model.batches(text, recipe, pass)
+    }
+
+    fn part(&self, batch: &TextBatch) -> Part {
+        self.word.model.part(batch)
+    }
+
+    fn start(&self, recipe: &Recipe, pass: Pass) -> Result<Self::State> {
+        self.word.model.start(recipe, pass)
+    }
+
+    /// The word model reads a window, in evaluation; the characters of all its targets are those of the batch.
+    fn forward(
+        &self,
+        text: &[u32],
+        batch: &TextBatch,
+        states: &mut Self::State,
+        rng: Option<&mut StdRng>,
+    ) -> Result<Forward> {
+        let (hidden, words) = self.word.hidden(text, batch, states)?;
+        let (hidden, targets) = self.characters(&hidden, &words, rng)?;
+        Ok(Forward { hidden, targets, penalty: None })
+    }
+
+    fn save_state(&self, states: &Self::State) -> Vec<(String, Tensor)> {
+        self.word.model.save_state(states)
+    }
+
+    fn load_state(&self, states: &mut Self::State, tensors: &HashMap<String, Tensor>) -> Result<()> {
+        self.word.model.load_state(states, tensors)
+    }
+}

@@ -1,0 +1,43 @@
+//! The baseline of the time on a GPU: the bare matrix products by candle, each of all rows at once.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::floor::Sizes;
+
+pub(crate) struct Products {
+    contexts: Tensor,
+    decoder: Tensor,
+}
+
+impl Products {
+    pub(crate) fn new(sizes: Sizes, dtype: DType, device: &Device) -> Result<Self> {
+        let random = |rows| Tensor::randn(0f32, 0.06, (rows, sizes.context), device)?.to_dtype(dtype);
+        Ok(Products { contexts: random(sizes.rows)?, decoder: random(sizes.vocab)? })
+    }
+
+    /// The product of the logits, and with `gradients` those of the two gradients.
+    pub(crate) fn run(&self, gradients: bool) -> Result<()> {
+        let logits = self.contexts.matmul(&self.decoder.t()?)?;
+        if gradients {
+            logits.matmul(&self.decoder)?;
+            logits.t()?.matmul(&self.contexts)?;
+        }
+        logits.device().synchronize()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_of_every_dtype_of_a_gpu() {
+        for device in lab::device::DeviceKind::gpus().into_iter().chain([Device::Cpu]) {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let products =
+                    Products::new(Sizes { rows: 6, context: 4, vocab: 11 }, dtype, &device).expect("tensors");
+                products.run(true).expect("products");
+            }
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Times one training step of the output layer alone (contexts, priors, loss, and the gradients of the hidden states
+//! and all parameters) and prints one JSON line: seconds, peak memory beyond parameters and inputs, loss; and from the
+//! same process the fused mixture alone and the bare matrix products that any exact method needs.
+//!
+//!     cargo run --release -p lab --bin step_time -- --shape ptb
+//!
+//! A few seconds for `small`, half a minute for `ptb` on 2 cores, some minutes for `1b` and `llm`.
+
+mod args;
+mod composed;
+mod floor;
+mod gpu_floor;
+mod output;
+mod steps;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use args::{name, Args, Implementation};
+use candle_core::{DType, Device, Result, Tensor};
+use clap::Parser;
+use gpu_floor::Products;
+use lab::memory::Peak;
+use mos_head::{LossOptions, Mixture, NoiseDistribution};
+use output::System;
+use serde_json::json;
+use steps::{composed_step, detached_mixture, fused_step, Leaves};
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let device = args.device.open()?;
+    let (positions, components, context, vocab, hidden) = args.shape.sizes();
+    let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
+    let vocab = args.vocab.unwrap_or(vocab);
+    let sizes = (positions, components, context, vocab, hidden);
+    let leaves = Leaves::new(sizes, args.dtype, &device)?;
+    let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
+    options = options.with_gradient_filter(args.filter);
+    if let Some(mib) = args.workspace_mib {
+        options = options.with_workspace_bytes(mib << 20);
+    }
+    if let Some(rows) = args.chunk_rows {
+        let bytes = budget_of_rows(&detached_mixture(&leaves, components)?, &options, rows)?;
+        options = options.with_workspace_bytes(bytes);
+    }
+    let noise = NoiseDistribution::log_uniform(vocab)?;
+    let mut step = 0;
+    // Those of the next step.
+    let mut options = || match args.sampled {
+        Some(samples) => {
+            step += 1;
+            let negatives = noise.draw(samples, step)?;
+            Ok::<_, candle_core::Error>(
+                options.clone().with_sampled_softmax(negatives).with_decoder_rows(args.decoder_rows),
+            )
+        }
+        None => Ok(options.clone()),
+    };
+    let floor_vocab = args.sampled.map_or(vocab, |samples| samples + 1);
+    let floor_sizes = floor::Sizes { rows: positions * components, context, vocab: floor_vocab };
+    let floor = || match (device.is_cpu(), args.forward_only) {
+        (true, true) => Ok(floor::one_product(floor_sizes)),
+        (true, false) => Ok(floor::three_products(floor_sizes)),
+        (false, forward_only) => {
+            let products = Products::new(floor_sizes, args.dtype, &device)?;
+            Ok::<_, candle_core::Error>(time(args, args.reps, || products.run(!forward_only).map(|()| None))?.0)
+        }
+    };
+
+    if args.output.is_some() && args.implementation != Implementation::Fused {
+        return Err("--output is for --impl fused".into());
+    }
+    let system = args.output.map(|output| System::new(output, sizes, args.dtype, &device)).transpose()?;
+
+    let memory = Peak::watch(&device);
+    let (times, loss) = match (args.implementation, &system) {
+        (Implementation::Fused, Some(system)) => time(args, args.reps, || system.step(&options()?))?,
+        (Implementation::Fused, None) => time(args, args.reps, || fused_step(&leaves, components, &options()?))?,
+        (Implementation::Composed, _) => {
+            time(args, args.reps, || composed_step(&leaves, components, args.forward_only))?
+        }
+        (Implementation::Gemm3, _) => (floor()?, None),
+    };
+    device.synchronize()?;
+    let peak = memory.extra_mib();
+
+    let mut line = json!({
+        "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")),
+        "impl": name(&args.implementation),
+        "shape": name(&args.shape),
+        "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
+        "device": format!("{:?}", device.location()).to_lowercase(),
+        "dtype": args.dtype.as_str(),
+        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
+        "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
+        "peak_extra_mib": peak, "loss": loss,
+    });
+    if args.implementation == Implementation::Fused && system.is_none() {
+        let mixture = detached_mixture(&leaves, components)?;
+        let plan = mixture.plan(&options()?)?;
+        line["kernels"] = json!(plan.kernels.to_string());
+        line["rows_per_chunk"] = json!(plan.rows_per_chunk);
+        line["workspace_mib"] = json!(plan.workspace_bytes as f64 / f64::from(1 << 20));
+        line["plan"] = json!(plan.to_string());
+        if args.step_only {
+            println!("{line}");
+            return Ok(());
+        }
+        // As many as of the products, at least.
+        let reps = args.reps.max(3);
+        let (mixture_times, _) = time(args, reps, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
+        line["mixture_seconds"] = json!(median(&mixture_times));
+        let name = if args.forward_only { "gemm1_seconds" } else { "gemm3_seconds" };
+        // On a GPU the products may need more memory than the step, since they hold all logits.
+        match floor() {
+            Ok(times) => {
+                line[name] = json!(median(&times));
+                line["mixture_over_products"] = json!(median(&mixture_times) / median(&times));
+            }
+            Err(error) => eprintln!("the matrix products alone: {error}"),
+        }
+    }
+    println!("{line}");
+    Ok(())
+}
+
+/// The budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position needs.
+fn budget_of_rows(
+    mixture: &Mixture,
+    options: &LossOptions,
+    rows: usize,
+) -> std::result::Result<usize, Box<dyn std::error::Error>> {
+    let large = mixture.plan(options)?;
+    let small = mixture.plan(&options.clone().with_workspace_bytes(large.workspace_bytes - 1))?;
+    let chunks = large.positions_per_chunk - small.positions_per_chunk;
+    let per_position = (large.workspace_bytes - small.workspace_bytes) / chunks;
+    let fixed = large.workspace_bytes - large.positions_per_chunk * per_position;
+    let components = large.rows_per_chunk / large.positions_per_chunk;
+    let positions = rows / components;
+    if positions == 0 {
+        return Err(format!("--chunk-rows is {rows}, but one position has {components}").into());
+    }
+    Ok(fixed + positions * per_position)
+}
+
+/// Runs `step` repeatedly: the sorted seconds of `reps` timed steps, and the last loss.
+fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
+    let mut times = Vec::new();
+    let mut loss = None;
+    for rep in 0..args.warmup + reps {
+        let start = Instant::now();
+        let value = step()?;
+        if let Some(value) = &value {
+            value.device().synchronize()?;
+        }
+        if rep >= args.warmup {
+            times.push(start.elapsed().as_secs_f64());
+        }
+        // On the CPU: Metal has no f64.
+        loss = value.map(|value| value.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()).transpose()?;
+    }
+    times.sort_by(f64::total_cmp);
+    Ok((times, loss))
+}
+
+fn median(times: &[f64]) -> f64 {
+    times[times.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_of_rows_gives_chunks_of_no_more() {
+        let leaves = Leaves::new((97, 3, 5, 211, 4), DType::F32, &Device::Cpu).expect("leaves");
+        let mixture = detached_mixture(&leaves, 3).expect("a mixture");
+        for options in [LossOptions::default(), LossOptions::evaluation()] {
+            let plan = |rows| {
+                let bytes = budget_of_rows(&mixture, &options, rows).expect("a budget");
+                mixture.plan(&options.clone().with_workspace_bytes(bytes)).expect("a plan")
+            };
+            for rows in [3, 30, 60, 96] {
+                let plan = plan(rows);
+                assert!(plan.rows_per_chunk <= rows && plan.rows_per_chunk > rows / 2, "{rows}: {plan}");
+                assert!(plan.workspace_bytes <= plan.budget_bytes, "{rows}: {plan}");
+            }
+            assert!(budget_of_rows(&mixture, &options, 2).is_err());
+        }
+    }
+}

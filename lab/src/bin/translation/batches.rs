@@ -1,0 +1,139 @@
+//! Batches of pairs of similar length, padded to tensors.
+
+use crate::corpus::Encoded;
+use crate::vocabulary::{END, PAD, START};
+use candle_core::{Device, Tensor};
+use lab::Result;
+use rand::seq::SliceRandom;
+use rand::{rngs::StdRng, SeedableRng};
+
+/// Source sentences, each followed by END, padded at the end.
+pub(crate) struct Sources {
+    /// [batch, positions], forwards and backwards; the padding stays at the end.
+    pub(crate) tokens: Tensor,
+    pub(crate) reversed: Tensor,
+    /// The index in the flattened `reversed` of each flattened token; [batch * positions].
+    pub(crate) back: Tensor,
+    /// 1 over the length, 0 over the padding; [batch, 1, positions].
+    pub(crate) average: Tensor,
+    /// 0 over the sentence, so low over the padding that its attention weights vanish; [batch, 1, positions].
+    pub(crate) mask: Tensor,
+}
+
+const HIDDEN: f32 = -1e9;
+
+impl Sources {
+    /// Padded to the longest sentence, or to `positions` if that is more.
+    pub(crate) fn new(sentences: &[&[u32]], positions: usize, device: &Device) -> Result<Self> {
+        let batch = sentences.len();
+        let longest = sentences.iter().map(|sentence| sentence.len() + 1).max().unwrap_or(1);
+        let positions = positions.max(longest);
+        let (mut tokens, mut reversed, mut back) = (vec![], vec![], vec![]);
+        let (mut average, mut mask) = (vec![], vec![]);
+        for (row, sentence) in sentences.iter().enumerate() {
+            let length = sentence.len() + 1;
+            let padding = || std::iter::repeat_n(PAD, positions - length);
+            tokens.extend(sentence.iter().copied().chain([END]).chain(padding()));
+            reversed.extend([END].into_iter().chain(sentence.iter().rev().copied()).chain(padding()));
+            for position in 0..positions {
+                let inside = position < length;
+                let mirrored = if inside { length - 1 - position } else { position };
+                back.push((row * positions + mirrored) as u32);
+                average.push(if inside { 1.0 / length as f32 } else { 0.0 });
+                mask.push(if inside { 0.0 } else { HIDDEN });
+            }
+        }
+        Ok(Self {
+            tokens: Tensor::from_vec(tokens, (batch, positions), device)?,
+            reversed: Tensor::from_vec(reversed, (batch, positions), device)?,
+            back: Tensor::from_vec(back, batch * positions, device)?,
+            average: Tensor::from_vec(average, (batch, 1, positions), device)?,
+            mask: Tensor::from_vec(mask, (batch, 1, positions), device)?,
+        })
+    }
+}
+
+/// The decoder's inputs and targets, each [batch, steps], padded with PAD.
+pub(crate) struct Batch {
+    pub(crate) sources: Sources,
+    pub(crate) inputs: Tensor,
+    pub(crate) targets: Tensor,
+}
+
+impl Batch {
+    pub(crate) fn new(pairs: &[Encoded], chosen: &[usize], device: &Device) -> Result<Self> {
+        let sources: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].source.as_slice()).collect();
+        let steps = chosen.iter().map(|&i| pairs[i].target.len() + 1).max().unwrap_or(1);
+        let (mut inputs, mut targets) = (vec![], vec![]);
+        for &i in chosen {
+            let target = &pairs[i].target;
+            let padding = || std::iter::repeat_n(PAD, steps - target.len() - 1);
+            inputs.extend([START].into_iter().chain(target.iter().copied()).chain(padding()));
+            targets.extend(target.iter().copied().chain([END]).chain(padding()));
+        }
+        let shape = (chosen.len(), steps);
+        let (inputs, targets) = (Tensor::from_vec(inputs, shape, device)?, Tensor::from_vec(targets, shape, device)?);
+        Ok(Self { sources: Sources::new(&sources, 0, device)?, inputs, targets })
+    }
+}
+
+/// The pairs in random batches of similar length, in random order.
+pub(crate) fn shuffled(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<usize>> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut order: Vec<usize> = (0..pairs.len()).collect();
+    order.shuffle(&mut rng);
+    let mut batches = by_length(order, batch, |i| (pairs[i].target.len(), pairs[i].source.len()));
+    batches.shuffle(&mut rng);
+    batches
+}
+
+/// The pairs in batches of similar length, in their order.
+pub(crate) fn sorted(pairs: &[Encoded], batch: usize) -> Vec<Vec<usize>> {
+    by_length((0..pairs.len()).collect(), batch, |i| (pairs[i].target.len(), pairs[i].source.len()))
+}
+
+/// `order` split into batches of similar `length`; the sort is stable.
+pub(crate) fn by_length<K: Ord>(mut order: Vec<usize>, batch: usize, length: impl Fn(usize) -> K) -> Vec<Vec<usize>> {
+    order.sort_by_key(|&i| length(i));
+    order.chunks(batch).map(<[usize]>::to_vec).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pairs(count: usize) -> Vec<Encoded> {
+        let text = |i: usize| (0..i % 7).map(|id| 4 + id as u32).collect();
+        (0..count).map(|i| Encoded { source: text(i), target: text(i * 5 + 3) }).collect()
+    }
+
+    #[test]
+    fn every_pair_is_in_one_batch_and_a_seed_fixes_which() {
+        for (count, batch) in [(1, 8), (64, 8), (101, 8), (33, 1)] {
+            let pairs = pairs(count);
+            let batches = shuffled(&pairs, batch, 5);
+            assert!(batches.iter().all(|chosen| chosen.len() <= batch));
+            let mut seen = batches.concat();
+            seen.sort_unstable();
+            assert_eq!(seen, (0..count).collect::<Vec<_>>());
+            assert_eq!(shuffled(&pairs, batch, 5), batches);
+        }
+        assert_ne!(shuffled(&pairs(101), 8, 5), shuffled(&pairs(101), 8, 6));
+    }
+
+    #[test]
+    fn sentences_are_ended_padded_and_reversed_within_their_length() {
+        let sources = Sources::new(&[&[7, 8], &[9]], 0, &Device::Cpu).unwrap();
+        assert_eq!(sources.tokens.to_vec2::<u32>().unwrap(), [[7, 8, END], [9, END, PAD]]);
+        assert_eq!(sources.reversed.to_vec2::<u32>().unwrap(), [[END, 8, 7], [END, 9, PAD]]);
+        let reversed = sources.reversed.flatten_all().unwrap();
+        let again = reversed.index_select(&sources.back, 0).unwrap().reshape((2, 3)).unwrap();
+        assert_eq!(again.to_vec2::<u32>().unwrap(), sources.tokens.to_vec2::<u32>().unwrap());
+
+        let batch =
+            Batch::new(&[Encoded { source: vec![], target: vec![5] }, pairs(5)[4].clone()], &[0, 1], &Device::Cpu);
+        let batch = batch.unwrap();
+        assert_eq!(batch.inputs.to_vec2::<u32>().unwrap()[0][..3], [START, 5, PAD]);
+        assert_eq!(batch.targets.to_vec2::<u32>().unwrap()[0][..3], [5, END, PAD]);
+    }
+}

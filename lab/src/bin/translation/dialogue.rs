@@ -1,0 +1,92 @@
+//! Dialogues as pairs of a context (the utterances before) and the response to it.
+
+use crate::corpus::{read, Corpus, Pair};
+use lab::Result;
+use rand::seq::SliceRandom;
+use rand::{rngs::StdRng, SeedableRng};
+use serde_json::Value;
+use std::path::Path;
+
+/// The marks before each utterance of a context: whether the responder said it.
+pub(crate) const MARKS: [&str; 2] = ["<you>", "<me>"];
+
+/// The share of the dialogues that is held out.
+const HELD_OUT: f64 = 1.0 / 6.0;
+
+struct Utterance {
+    speaker: String,
+    text: String,
+}
+
+/// Reads one dialogue per line, an object with `utts`: a list of [speaker, text, ..]. Dialogues are held out whole.
+pub(crate) fn corpus(path: &Path, turns: usize, seed: u64) -> Result<Corpus> {
+    let mut dialogues = Vec::new();
+    for (i, line) in read(path)?.lines().enumerate() {
+        let dialogue = parse(line).map_err(|error| format!("{} line {}: {error}", path.display(), i + 1))?;
+        dialogues.push(pairs(&dialogue, turns));
+    }
+    if dialogues.len() < 2 {
+        return Err(format!("{} has {} dialogues, expected at least 2", path.display(), dialogues.len()).into());
+    }
+    dialogues.shuffle(&mut StdRng::seed_from_u64(seed));
+    let valid = ((dialogues.len() as f64 * HELD_OUT) as usize).max(1);
+    let train = dialogues.split_off(valid).concat();
+    let (name, valid) = (format!("the dialogues of {}", path.display()), dialogues.concat());
+    if train.is_empty() || valid.is_empty() {
+        return Err(format!("{} has no dialogue of two utterances to learn from or to hold out", path.display()).into());
+    }
+    Ok(Corpus { name, train, valid })
+}
+
+fn parse(line: &str) -> Result<Vec<Utterance>> {
+    let value: Value = serde_json::from_str(line)?;
+    let utterances = value.get("utts").and_then(Value::as_array).ok_or("expected an object with a list \"utts\"")?;
+    let utterance = |value: &Value| {
+        let part = |i: usize| value.get(i).and_then(Value::as_str);
+        let (speaker, text) =
+            part(0).zip(part(1)).ok_or_else(|| format!("expected [speaker, text, ..], got {value}"))?;
+        Ok(Utterance { speaker: speaker.to_owned(), text: text.to_owned() })
+    };
+    utterances.iter().map(utterance).collect()
+}
+
+/// Every utterance but the first, as a response to at most `turns` utterances before it.
+fn pairs(dialogue: &[Utterance], turns: usize) -> Vec<Pair> {
+    let pair = |i: usize| {
+        let response = &dialogue[i];
+        let before = dialogue[i.saturating_sub(turns)..i].iter();
+        let context = context(before.map(|said| (said.speaker == response.speaker, said.text.as_str())));
+        Pair { source: context, target: response.text.clone() }
+    };
+    let spoken = |i: &usize| !dialogue[*i].text.trim().is_empty();
+    (1..dialogue.len()).filter(spoken).map(pair).collect()
+}
+
+/// A context from utterances, each with whether the responder said it.
+pub(crate) fn context<'a>(utterances: impl Iterator<Item = (bool, &'a str)>) -> String {
+    utterances.map(|(mine, text)| format!("{} {text}", MARKS[usize::from(mine)])).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_says_who_spoke() {
+        let line = r#"{"utts": [["A", "hello", []], ["B", "hi", []], ["A", "how are you"], ["A", "today"]]}"#;
+        let pairs = pairs(&parse(line).unwrap(), 2);
+        let found: Vec<_> = pairs.iter().map(|pair| (pair.source.as_str(), pair.target.as_str())).collect();
+        let expected =
+            [("<you> hello", "hi"), ("<me> hello <you> hi", "how are you"), ("<you> hi <me> how are you", "today")];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_line_without_utterances_is_an_error_that_names_it() {
+        let path = std::env::temp_dir().join(format!("seq2seq_dialogue_{}.jsonl", std::process::id()));
+        std::fs::write(&path, "{\"utts\": []}\n{\"turns\": []}\n").unwrap();
+        let error = corpus(&path, 1, 1).err().unwrap().to_string();
+        assert!(error.contains("line 2") && error.contains("utts"), "{error}");
+        std::fs::remove_file(path).unwrap();
+    }
+}

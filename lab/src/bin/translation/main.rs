@@ -1,0 +1,98 @@
+//! Trains an LSTM encoder-decoder with attention with each of the three output layers at equal size.
+//!
+//!     cargo run --release --example seq2seq
+//!
+//! Without data, translates English into a built-in language. Every head gets over 95% of new sentences exactly right.
+//!
+//!     cargo run --release --example seq2seq -- --data DIR --source de --target en --head mos --save mos.safetensors
+//!     cargo run --release --example seq2seq -- --translate --resume mos.safetensors < lines
+//!
+//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de. With
+//! `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a mixture is cheap.
+//!
+//!     cargo run --release --example seq2seq -- --dialogue FILE.jsonl --head mos --save mos.safetensors
+//!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors --temperature 0.7
+//!
+//! Responds to the utterances before, and ends with precision and recall of five responses to each held-out context.
+
+mod args;
+mod attention;
+mod batches;
+mod bleu;
+mod codes;
+mod corpus;
+mod dialogue;
+mod interactive;
+mod model;
+mod report;
+mod score;
+mod search;
+mod setting;
+mod table;
+mod task;
+mod toy;
+mod vocabulary;
+
+use args::Args;
+use lab::head::HeadKind;
+use lab::memory::Peak;
+use lab::{heads, plot::Axes, recipe::Recipe, session::Session, Result};
+use model::Seq2Seq;
+use report::Trained;
+use setting::Setting;
+use std::cell::{Cell, OnceCell};
+use std::process::ExitCode;
+use task::Task;
+
+fn main() -> ExitCode {
+    lab::start(run)
+}
+
+fn run(args: &Args) -> Result<()> {
+    let device = args.common.device.open()?;
+    if args.translate || args.chat {
+        return interactive::run(args, &device);
+    }
+    let task = Task::new(args);
+    let recipe = args.recipe();
+    let corpus = task::corpus(args)?;
+    println!("Training on {}: {} pairs, validation {} pairs.", corpus.name, corpus.train.len(), corpus.valid.len());
+
+    // Once, and only if there is no checkpoint: a table may have to be learned.
+    let first = OnceCell::new();
+    let setting = || -> Result<Setting> {
+        if let Some(setting) = first.get() {
+            return Ok(Setting::clone(setting));
+        }
+        let [source, target] = task::vocabularies(args, &corpus.train, &device)?;
+        Ok(first.get_or_init(|| Setting { task, source, target, turns: args.turns }).clone())
+    };
+    let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
+        let setting = checkpoint.map_or_else(setting, Setting::from_checkpoint)?;
+        let (source, target) = (&setting.source, &setting.target);
+        println!("{} with vocabularies of {} and {}", kind.name(), source.len(), target.len());
+        let data = corpus::encode(&corpus, source, target)?;
+        Session::new(kind, Seq2Seq::new(kind, setting, recipe, &device)?, data, recipe)
+    };
+    if let Some(trials) = args.common.search {
+        return heads::search(&args.common, trials, &recipe, |kind, recipe| build(kind, recipe, None));
+    }
+    let beam = task.beam(args, task.n_best());
+    let build = |kind, checkpoint: Option<&_>| build(kind, &recipe, checkpoint);
+    let memory = Cell::new(Some(Peak::watch(&device)));
+    let Some(rows) = heads::train(&args.common, &device, build, |session| {
+        let peak_mib = memory.take().and_then(Peak::mib);
+        let scores = score::score(task, &session.model, &corpus.valid, &session.data.valid, beam)?;
+        println!("\n{}", report::samples(&corpus.valid, &scores, args.samples));
+        memory.set(Some(Peak::watch(&device)));
+        Ok(Trained::new(session, &recipe, scores.measures, peak_mib))
+    })?
+    else {
+        return Ok(());
+    };
+
+    println!("{}", report::table(&rows));
+    let title = format!("Learning {}", corpus.name);
+    let axes = Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor: None };
+    heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows))
+}

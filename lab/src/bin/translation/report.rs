@@ -1,0 +1,100 @@
+//! The final output: results with their references, the table, and the JSON line.
+
+use crate::corpus::{targets, Pair};
+use crate::model::Seq2Seq;
+use crate::score::{Measures, Scores};
+use lab::head::HeadKind;
+use lab::heads::{slowdown, Outcome};
+use lab::recipe::Recipe;
+use lab::report::{self, number};
+use lab::session::Session;
+use serde_json::{json, Map, Value};
+
+pub(crate) type Row = Outcome<Trained>;
+
+/// What is reported of a trained model.
+pub(crate) struct Trained {
+    measures: Measures,
+    /// The mean of training.
+    seconds_per_batch: Option<f64>,
+    /// The peak of the memory in use until the end of training, without the search.
+    peak_mib: Option<f64>,
+    vocab: &'static str,
+    /// The number of target token ids.
+    vocab_size: usize,
+    /// Of softmaxes or contexts; one for a softmax.
+    components: usize,
+}
+
+impl Trained {
+    pub(crate) fn new(session: &Session<Seq2Seq>, recipe: &Recipe, measures: Measures, peak_mib: Option<f64>) -> Self {
+        let (train, target) = (&session.data.train, &session.model.setting.target);
+        let words = targets(train) as f64 / session.data.per_word[0];
+        let per_batch = words / train.len().div_ceil(recipe.batch) as f64;
+        Self {
+            measures,
+            seconds_per_batch: session.tokens_per_second().map(|rate| per_batch / rate),
+            peak_mib,
+            vocab: target.kind(),
+            vocab_size: target.len(),
+            components: if session.kind == HeadKind::Softmax { 1 } else { recipe.components },
+        }
+    }
+}
+
+/// `count` evenly spaced pairs with their best results.
+pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
+    let mut lines = vec![];
+    for i in 0..count.min(pairs.len()) {
+        let i = (2 * i + 1) * pairs.len() / (2 * count);
+        let (pair, found) = (&pairs[i], &scores.found[i]);
+        lines.push(format!("  source     {}\n  reference  {}", pair.source, pair.target));
+        lines.extend(found.iter().take(3).map(|text| format!("  found      {text}")));
+        lines.push(String::new());
+    }
+    lines.join("\n")
+}
+
+pub(crate) fn table(rows: &[Row]) -> String {
+    let names = rows
+        .iter()
+        .find_map(|row| row.more.as_ref())
+        .map_or(vec![], |trained| trained.measures.iter().map(|(name, _)| *name).collect());
+    let costs = ["tokens/s", "s/batch", "peak MiB", "slowdown"];
+    let columns = [&["head", "parameters", "valid NLL", "valid ppl"][..], &names, &costs].concat();
+    let cells = |row: &Row| {
+        let mut cells = vec![row.kind.name().to_owned(), row.parameters.to_string()];
+        cells.extend([number(row.valid_nll, 4), number(row.valid_nll.exp(), 3)]);
+        let value = |i: usize| row.more.as_ref().map(|trained| trained.measures[i].1);
+        cells.extend((0..names.len()).map(|i| number(value(i), 2)));
+        let cost = |of: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(of);
+        let (seconds, mib) = (cost(|trained| trained.seconds_per_batch), cost(|trained| trained.peak_mib));
+        cells.extend([number(row.tokens_per_second, 0), number(seconds, 3), number(mib, 0)]);
+        cells.push(number(slowdown(row, rows), 2));
+        cells
+    };
+    report::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>())
+}
+
+pub(crate) fn json(row: &Row, rows: &[Row]) -> Value {
+    let trained = row.more.as_ref();
+    let measures = trained.iter().flat_map(|trained| &trained.measures);
+    let scores: Map<String, Value> =
+        measures.map(|(name, value)| (name.to_lowercase().replace([' ', '-'], "_"), json!(value))).collect();
+    json!({
+        "head": row.kind.name(),
+        "name": row.kind.name(),
+        "vocab": trained.map(|trained| trained.vocab),
+        "vocab_size": trained.map(|trained| trained.vocab_size),
+        "components": trained.map(|trained| trained.components),
+        "parameters": row.parameters,
+        "epochs": row.history.len(),
+        "valid_nll": row.valid_nll,
+        "valid_perplexity": row.valid_nll.exp(),
+        "tokens_per_second": row.tokens_per_second,
+        "seconds_per_batch": trained.map(|trained| trained.seconds_per_batch),
+        "peak_mib": trained.map(|trained| trained.peak_mib),
+        "slowdown": slowdown(row, rows),
+        "scores": scores,
+    })
+}

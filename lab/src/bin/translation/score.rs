@@ -1,0 +1,96 @@
+//! The final scores of a task on the validation pairs.
+
+use crate::bleu::{corpus_bleu, sentence_bleu};
+use crate::corpus::{Encoded, Pair};
+use crate::model::Seq2Seq;
+use crate::search::{search, Beam};
+use crate::task::Task;
+use lab::Result;
+use std::collections::HashSet;
+
+/// Names with values, in percent.
+pub(crate) type Measures = Vec<(&'static str, f64)>;
+
+pub(crate) struct Scores {
+    pub(crate) measures: Measures,
+    /// The best texts found for each pair, the best first.
+    pub(crate) found: Vec<Vec<String>>,
+}
+
+pub(crate) fn score(task: Task, model: &Seq2Seq, pairs: &[Pair], encoded: &[Encoded], beam: Beam) -> Result<Scores> {
+    let sources: Vec<&[u32]> = encoded.iter().map(|pair| pair.source.as_slice()).collect();
+    let decode = |ids: &Vec<u32>| model.setting.target.decode(ids);
+    let found = search(model, &sources, beam)?;
+    let found: Vec<Vec<String>> =
+        found.iter().map(|texts| texts.iter().map(decode).collect()).collect::<Result<_>>()?;
+    let measures = match task {
+        Task::Toy => vec![("exact match", exact_match(pairs, &found)), ("BLEU", bleu(pairs, &found))],
+        Task::Translation => vec![("BLEU", bleu(pairs, &found))],
+        Task::Dialogue => {
+            let mut measures = precision_and_recall(pairs, &found);
+            measures.push(("distinct", distinct(&found)));
+            measures
+        }
+    };
+    Ok(Scores { measures, found })
+}
+
+fn best(texts: &[String]) -> &str {
+    texts.first().map_or("", String::as_str)
+}
+
+fn exact_match(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
+    let right = pairs.iter().zip(found).filter(|(pair, texts)| pair.target == best(texts)).count();
+    100.0 * right as f64 / pairs.len() as f64
+}
+
+fn bleu(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
+    corpus_bleu(found.iter().zip(pairs).map(|(texts, pair)| (best(texts), pair.target.as_str())))
+}
+
+/// Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the mean over the references
+/// of the best BLEU with a hypothesis. Here every context has one reference.
+fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Measures {
+    const NAMES: [[&str; 2]; 4] =
+        [["BLEU-1 P", "BLEU-1 R"], ["BLEU-2 P", "BLEU-2 R"], ["BLEU-3 P", "BLEU-3 R"], ["BLEU-4 P", "BLEU-4 R"]];
+    let mut sums = [[0.0; 2]; 4];
+    for (pair, texts) in pairs.iter().zip(found) {
+        let bleus: Vec<[f64; 4]> = texts.iter().map(|text| sentence_bleu(text, &pair.target)).collect();
+        for (order, [precision, recall]) in sums.iter_mut().enumerate() {
+            let values = || bleus.iter().map(|bleu| bleu[order]);
+            *precision += values().sum::<f64>() / bleus.len().max(1) as f64;
+            *recall += values().fold(0.0, f64::max);
+        }
+    }
+    let percent = |sum: f64| 100.0 * sum / pairs.len() as f64;
+    let named = NAMES.iter().zip(sums);
+    named.flat_map(|(names, sums)| [(names[0], percent(sums[0])), (names[1], percent(sums[1]))]).collect()
+}
+
+/// The share of different texts among the best of all pairs.
+fn distinct(found: &[Vec<String>]) -> f64 {
+    let different: HashSet<&str> = found.iter().map(|texts| best(texts)).collect();
+    100.0 * different.len() as f64 / found.len() as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn precision_is_the_mean_and_recall_the_best_of_the_hypotheses() {
+        let pairs = [Pair { source: "how are you".into(), target: "i am fine".into() }];
+        let found = [vec!["i am fine".to_owned(), "no".to_owned()]];
+        let measures = precision_and_recall(&pairs, &found);
+        assert_eq!(measures[0], ("BLEU-1 P", 50.0));
+        assert_eq!(measures[1], ("BLEU-1 R", 100.0));
+        assert_eq!(exact_match(&pairs, &found), 100.0);
+    }
+
+    #[test]
+    fn replies_that_are_all_the_same_are_not_distinct() {
+        let found = |texts: [&str; 4]| texts.map(|text| vec![text.to_owned(), "other".into()]);
+        assert_eq!(distinct(&found(["yeah"; 4])), 25.0);
+        assert_eq!(distinct(&found(["a", "b", "c", "a"])), 75.0);
+    }
+}

@@ -1,0 +1,165 @@
+//! The task and vocabularies of a model. Every checkpoint has them, so that it is enough to use the model.
+
+use crate::model::Seq2Seq;
+use crate::task::Task;
+use crate::vocabulary::Vocabulary;
+use candle_core::Device;
+use lab::head::HeadKind;
+use lab::{checkpoint::Checkpoint, model::Model, recipe::Recipe, Result};
+
+#[derive(Clone)]
+pub(crate) struct Setting {
+    pub(crate) task: Task,
+    pub(crate) source: Vocabulary,
+    pub(crate) target: Vocabulary,
+    /// Number of utterances in a context.
+    pub(crate) turns: usize,
+}
+
+impl Setting {
+    pub(crate) fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+        let vocabulary = |key| Vocabulary::from_json(&checkpoint.get::<String>(key)?);
+        Ok(Self {
+            task: Task::from_name(&checkpoint.get::<String>("task")?)?,
+            source: vocabulary("source_vocabulary")?,
+            target: vocabulary("target_vocabulary")?,
+            turns: checkpoint.get("turns")?,
+        })
+    }
+
+    /// The metadata of a checkpoint.
+    pub(crate) fn notes(&self) -> Result<Vec<(&'static str, String)>> {
+        Ok(vec![
+            ("task", self.task.name()),
+            ("source_vocabulary", self.source.to_json()?),
+            ("target_vocabulary", self.target.to_json()?),
+            ("turns", self.turns.to_string()),
+        ])
+    }
+}
+
+/// The model of a checkpoint, without the state of training.
+pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
+    let setting = Setting::from_checkpoint(checkpoint)?;
+    let kind = HeadKind::of_checkpoint(checkpoint)?;
+    let recipe = Recipe::of_checkpoint(kind, checkpoint)?;
+    let model = Seq2Seq::new(kind, setting, &recipe, device)?;
+    checkpoint.restore_variables(model.varmap())?;
+    Ok(model)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::corpus::{encode, Corpus, Encoded};
+    use crate::score::score;
+    use crate::search::Beam;
+    use crate::table::tests::{random, vocabularies};
+    use crate::table::Shape;
+    use crate::toy;
+    use lab::model::Data;
+    use lab::session::Session;
+
+    fn setting(corpus: &Corpus) -> Setting {
+        let source = Vocabulary::words(corpus.train.iter().map(|pair| pair.source.as_str()), 1, &[]);
+        let target = Vocabulary::words(corpus.train.iter().map(|pair| pair.target.as_str()), 1, &[]);
+        Setting { task: Task::Toy, source, target, turns: 1 }
+    }
+
+    fn data(corpus: &Corpus, setting: &Setting) -> Data<Encoded> {
+        encode(corpus, &setting.source, &setting.target).unwrap()
+    }
+
+    fn session(
+        kind: HeadKind,
+        corpus: &Corpus,
+        setting: &Setting,
+        (epochs, hidden, dropout): (usize, usize, f64),
+    ) -> Session<Seq2Seq> {
+        let recipe = Recipe {
+            components: 2,
+            hidden,
+            epochs,
+            batch: 16,
+            lr: 0.005,
+            decay: 0.8,
+            dropout,
+            label_smoothing: 0.1,
+            seed: 3,
+            ..Recipe::BASE
+        };
+        let model = Seq2Seq::new(kind, setting.clone(), &recipe, &Device::Cpu).unwrap();
+        Session::new(kind, model, data(corpus, setting), &recipe).unwrap()
+    }
+
+    #[test]
+    fn resumed_training_equals_uninterrupted_training() {
+        let corpus = toy::corpus(300, 40, 7);
+        let setting = setting(&corpus);
+        let mut whole = session(HeadKind::Mos, &corpus, &setting, (2, 16, 0.2));
+        whole.run(None, None, None).unwrap();
+
+        let path = std::env::temp_dir().join(format!("seq2seq_{}.safetensors", std::process::id()));
+        session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.2)).run(Some(&path), None, None).unwrap();
+        let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
+        let again = Setting::from_checkpoint(&checkpoint).unwrap();
+        let mut second = session(HeadKind::Mos, &corpus, &again, (2, 16, 0.2));
+        second.restore(&checkpoint).unwrap();
+        assert_eq!(second.history.len(), 1);
+        second.run(Some(&path), None, None).unwrap();
+        assert_eq!(second.history, whole.history);
+
+        let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
+        let model = load_model(&checkpoint, &Device::Cpu).unwrap();
+        let alone = Session::new(HeadKind::Mos, model, data(&corpus, &setting), &Recipe::BASE).unwrap();
+        assert!((alone.valid_nll().unwrap() - whole.history[1][1]).abs() < 1e-6);
+
+        let mut other = session(HeadKind::Mos, &corpus, &setting, (1, 8, 0.0));
+        let error = other.restore(&checkpoint).unwrap_err().to_string();
+        assert!(error.contains("--hidden 16") && error.contains("--hidden 8"), "{error}");
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_checkpoint_has_the_table_of_codes() {
+        let corpus = toy::corpus(300, 40, 7);
+        let [_, target] = vocabularies(Shape::Hybrid, &random()).unwrap();
+        let setting = Setting { target, ..setting(&corpus) };
+        let path = std::env::temp_dir().join(format!("seq2seq_codes_{}.safetensors", std::process::id()));
+        let mut session = session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.0));
+        session.run(Some(&path), None, None).unwrap();
+        let model = load_model(&Checkpoint::load(&path, &Device::Cpu).unwrap(), &Device::Cpu).unwrap();
+        std::fs::remove_file(path).unwrap();
+        let [saved, loaded] = [&session.model, &model].map(|model| model.setting.target.codes().unwrap().table());
+        assert_eq!(saved, loaded);
+        let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0, diversity: 0.0 };
+        let scores = |model| score(Task::Toy, model, &corpus.valid, &session.data.valid, beam).unwrap().found;
+        assert_eq!(scores(&session.model), scores(&model));
+        let alone = Session::new(HeadKind::Mos, model, data(&corpus, &setting), &Recipe::BASE).unwrap();
+        assert!((alone.valid_nll().unwrap() - session.history[0][1]).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_checkpoint_of_another_corpus_is_an_error() {
+        let corpora = [toy::corpus(300, 40, 7), toy::corpus(300, 40, 8)];
+        let setting = setting(&corpora[0]);
+        let [first, mut other] = corpora.each_ref().map(|corpus| session(HeadKind::Moc, corpus, &setting, (1, 8, 0.0)));
+        let error = other.restore(&first.checkpoint().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("a built-in language") && error.contains("--seed"), "{error}");
+    }
+
+    #[test]
+    fn every_head_learns_the_built_in_task() {
+        let corpus = toy::corpus(3000, 50, 7);
+        let setting = setting(&corpus);
+        for kind in HeadKind::ALL {
+            let mut session = session(kind, &corpus, &setting, (4, 48, 0.0));
+            session.run(None, None, None).unwrap();
+            let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0, diversity: 0.0 };
+            let valid = &session.data.valid;
+            let scores = score(Task::Toy, &session.model, &corpus.valid, valid, beam).unwrap();
+            let (name, exact) = scores.measures[0];
+            assert!(name == "exact match" && exact > 60.0, "{kind:?}: {exact}");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! From text to token ids and back, by words, by byte-pair encoding or by codes of words; all are stored as a string in
+//! a checkpoint.
+
+use crate::codes::{table_of_json, Codes};
+use lab::{bpe, Result};
+use mos_codes::CodeTable;
+use serde_json::{json, Value};
+use std::collections::HashMap;
+use tokenizers::decoders::bpe::BPEDecoder;
+use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
+use tokenizers::{AddedToken, Tokenizer};
+
+pub(crate) const PAD: u32 = 0;
+pub(crate) const START: u32 = 1;
+pub(crate) const END: u32 = 2;
+const UNKNOWN: u32 = 3;
+pub(crate) const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
+
+#[derive(Clone)]
+pub(crate) enum Vocabulary {
+    Words(Words),
+    Bpe(Box<Tokenizer>),
+    Codes(Box<Codes>),
+}
+
+#[derive(Clone)]
+pub(crate) struct Words {
+    words: Vec<String>,
+    ids: HashMap<String, u32>,
+}
+
+impl Words {
+    fn new(words: Vec<String>) -> Self {
+        let ids = words.iter().enumerate().map(|(id, word)| (word.clone(), id as u32)).collect();
+        Self { words, ids }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.words.len()
+    }
+
+    /// By their ids.
+    pub(crate) fn all(&self) -> &[String] {
+        &self.words
+    }
+
+    pub(crate) fn encode(&self, text: &str) -> Vec<u32> {
+        text.split_whitespace().map(|word| self.ids.get(word).copied().unwrap_or(UNKNOWN)).collect()
+    }
+
+    pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
+        let word = |&id: &u32| self.words.get(id as usize).map(String::as_str);
+        let text: Option<Vec<&str>> = ids.iter().map(word).collect();
+        Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
+    }
+}
+
+impl Vocabulary {
+    /// The `marks`, and the whitespace-separated words that occur at least `min_count` times, the most frequent first.
+    pub(crate) fn words<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
+        let mut counts = HashMap::<&str, usize>::new();
+        for word in texts.flat_map(str::split_whitespace) {
+            *counts.entry(word).or_default() += 1;
+        }
+        let mut counts: Vec<_> = counts.into_iter().filter(|&(_, count)| count >= min_count).collect();
+        counts.sort_by(|(a, m), (b, n)| n.cmp(m).then(a.cmp(b)));
+        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
+        let known = counts.into_iter().map(|(word, _)| word).filter(|word| !special.contains(word));
+        Self::Words(Words::new(special.iter().copied().chain(known).map(str::to_owned).collect()))
+    }
+
+    /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
+    pub(crate) fn bpe<'a>(texts: impl Iterator<Item = &'a str>, size: usize, marks: &[&str]) -> Result<Self> {
+        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
+        let words: Vec<&str> = texts.flat_map(str::split_whitespace).filter(|word| !special.contains(word)).collect();
+        let mut model = bpe::train(words.iter().copied(), &special, (size, 2))?;
+        model.unk_token = Some(SPECIAL[UNKNOWN as usize].into());
+        let mut tokenizer = Tokenizer::new(model);
+        tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
+        tokenizer.with_decoder(Some(BPEDecoder::new(bpe::END_OF_WORD.into())));
+        let special: Vec<AddedToken> = special.into_iter().map(|token| AddedToken::from(token, true)).collect();
+        tokenizer.add_special_tokens(special).map_err(failed)?;
+        Ok(Self::Bpe(Box::new(tokenizer)))
+    }
+
+    /// The codes of the words in `table`, in the place of their ids.
+    pub(crate) fn with_table(self, table: CodeTable) -> Result<Self> {
+        match self {
+            Self::Words(words) => Ok(Self::Codes(Box::new(Codes::new(words, table)?))),
+            _ => Err("expected a vocabulary of words for a table of codes".into()),
+        }
+    }
+
+    /// What a token is.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Words(_) => "word",
+            Self::Bpe(_) => "bpe",
+            Self::Codes(_) => "code",
+        }
+    }
+
+    /// The number of token ids.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Words(words) => words.len(),
+            Self::Bpe(tokenizer) => tokenizer.get_vocab_size(true),
+            Self::Codes(codes) => codes.len(),
+        }
+    }
+
+    pub(crate) fn as_words(&self) -> Option<&Words> {
+        match self {
+            Self::Words(words) => Some(words),
+            _ => None,
+        }
+    }
+
+    /// The codes, if token ids are codes: then not every id may follow every other.
+    pub(crate) fn codes(&self) -> Option<&Codes> {
+        match self {
+            Self::Codes(codes) => Some(codes),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match self {
+            Self::Words(words) => Ok(words.encode(text)),
+            Self::Bpe(tokenizer) => Ok(tokenizer.encode_fast(text, false).map_err(failed)?.get_ids().to_vec()),
+            Self::Codes(codes) => codes.encode(text),
+        }
+    }
+
+    pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
+        match self {
+            Self::Words(words) => words.decode(ids),
+            Self::Bpe(tokenizer) => tokenizer.decode(ids, false).map_err(failed),
+            Self::Codes(codes) => codes.decode(ids),
+        }
+    }
+
+    pub(crate) fn to_json(&self) -> Result<String> {
+        Ok(match self {
+            Self::Words(words) => json!({ "words": words.words }),
+            Self::Bpe(tokenizer) => {
+                json!({ "bpe": serde_json::from_str::<Value>(&tokenizer.to_string(false).map_err(failed)?)? })
+            }
+            Self::Codes(codes) => json!({ "words": codes.words().words, "table": codes.table_json()? }),
+        }
+        .to_string())
+    }
+
+    pub(crate) fn from_json(text: &str) -> Result<Self> {
+        let value: Value = serde_json::from_str(text)?;
+        if let Some(words) = value.get("words") {
+            let words = Self::Words(Words::new(serde_json::from_value(words.clone())?));
+            return match value.get("table") {
+                Some(table) => words.with_table(table_of_json(table)?),
+                None => Ok(words),
+            };
+        }
+        match value.get("bpe") {
+            Some(tokenizer) => Ok(Self::Bpe(Box::new(tokenizer.to_string().parse::<Tokenizer>().map_err(failed)?))),
+            None => Err("expected a vocabulary with \"words\" or \"bpe\", found neither".into()),
+        }
+    }
+}
+
+fn failed(error: tokenizers::Error) -> Box<dyn std::error::Error> {
+    format!("the tokenizer failed: {error}").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXTS: [&str; 3] = ["a man sees a dog", "a dog <me> sees the man", "the man runs"];
+
+    #[test]
+    fn rare_words_are_unknown() {
+        let vocabulary = Vocabulary::words(TEXTS.into_iter(), 2, &[]);
+        assert_eq!(vocabulary.len(), 4 + 5); // a man dog sees the
+        let ids = vocabulary.encode("a man runs").unwrap();
+        assert_eq!(ids, [4, 5, UNKNOWN]);
+        assert_eq!(vocabulary.decode(&ids).unwrap(), "a man <unk>");
+    }
+
+    #[test]
+    fn both_kinds_restore_their_text_also_after_json() {
+        let bpe = Vocabulary::bpe(TEXTS.into_iter(), 40, &["<me>"]).unwrap();
+        for vocabulary in [Vocabulary::words(TEXTS.into_iter(), 1, &["<me>"]), bpe] {
+            let again = Vocabulary::from_json(&vocabulary.to_json().unwrap()).unwrap();
+            assert_eq!(vocabulary.len(), again.len());
+            for text in TEXTS {
+                let ids = vocabulary.encode(text).unwrap();
+                assert_eq!(again.encode(text).unwrap(), ids);
+                if !text.contains('<') {
+                    assert_eq!(again.decode(&ids).unwrap(), text); // marks are never decoded
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Texts of codes: each word is one or two codes of a table (LightRNN, Hybrid-LightRNN), or pieces of a byte-pair
+//! encoding.
+
+use super::{bpe, checkpoint::Checkpoint, model::Data, Result};
+use mos_codes::{CodeTable, TableConfig};
+
+/// The codes of each word.
+pub struct Coding {
+    sequences: Vec<Vec<u32>>,
+    /// Of the codes, to be read.
+    names: Vec<String>,
+    table: Option<CodeTable>,
+}
+
+impl Coding {
+    pub fn of_table(table: &CodeTable, words: &[String]) -> Result<Self> {
+        let book = table.codebook();
+        let config = table.config();
+        let rows = (0..config.rows).map(|row| format!("row {row}"));
+        let columns = (0..config.columns).map(|column| format!("column {column}"));
+        let mut names = vec![String::new(); config.own].into_iter().chain(rows).chain(columns).collect::<Vec<_>>();
+        let mut sequences = Vec::with_capacity(words.len());
+        for (id, word) in (0u32..).zip(words) {
+            let codes = book.codes_of(id)?;
+            if let [code] = codes {
+                names[*code as usize] = word.clone();
+            }
+            sequences.push(codes.to_vec());
+        }
+        Ok(Coding { sequences, names, table: Some(table.clone()) })
+    }
+
+    /// Pieces of words that occur so often: `size` of them, if the characters are not more.
+    pub fn of_pieces(words: &[String], counts: &[f64], size: usize) -> Result<Self> {
+        let (sequences, names) = bpe::pieces(words, counts, size)?;
+        Ok(Coding { sequences, names, table: None })
+    }
+
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    pub fn table(&self) -> Option<&CodeTable> {
+        self.table.as_ref()
+    }
+
+    /// A text whose first token is an input only: of the first word, the last code is.
+    pub fn encode(&self, text: &[u32]) -> Vec<u32> {
+        self.of_targets(text, |_, code, _| code)
+    }
+
+    /// Instead of each code `f(word, code, place)`, with the code's place in the word.
+    pub fn of_targets(&self, text: &[u32], f: impl Fn(u32, u32, usize) -> u32) -> Vec<u32> {
+        let codes = text.iter().flat_map(|&word| {
+            let codes = self.sequences[word as usize].iter().enumerate();
+            codes.map(move |(place, &code)| (word, code, place))
+        });
+        let skipped = text.first().map_or(0, |&word| self.sequences[word as usize].len() - 1);
+        codes.skip(skipped).map(|(word, code, place)| f(word, code, place)).collect()
+    }
+
+    /// Codes for each word among the targets of a text.
+    pub fn per_word(&self, text: &[u32]) -> f64 {
+        let codes: usize = text.iter().skip(1).map(|&word| self.sequences[word as usize].len()).sum();
+        codes as f64 / (text.len() - 1) as f64
+    }
+
+    pub fn data(&self, words: &Data<u32>) -> Data<u32> {
+        let data = Data::new(words.name.clone(), &self.names, self.encode(&words.train), self.encode(&words.valid));
+        Data { per_word: [self.per_word(&words.train), self.per_word(&words.valid)], ..data }
+    }
+
+    /// The words of codes, read as far as they are words.
+    pub fn decode(&self, codes: &[u32], words: &[String]) -> Result<Vec<String>> {
+        match &self.table {
+            None => Ok(bpe::join(codes.iter().map(|&code| self.names[code as usize].as_str()))),
+            Some(table) => {
+                let book = table.codebook();
+                let whole = book.decode(codes).or_else(|_| book.decode(&codes[..codes.len() - 1]))?;
+                Ok(whole.into_iter().map(|word| words[word as usize].clone()).collect())
+            }
+        }
+    }
+}
+
+/// A table of a checkpoint.
+pub fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
+    let sizes = [("own", config.own), ("rows", config.rows), ("columns", config.columns)];
+    for (key, size) in sizes {
+        let stored: usize = file.get(key)?;
+        if stored != size {
+            return Err(format!("the table has {key} {stored}, but this run has {key} {size}: see --codes").into());
+        }
+    }
+    let codes = file.tensors.get(name).ok_or_else(|| format!("no tensor {name}"))?;
+    Ok(CodeTable::from_codes(config, codes)?)
+}
+
+/// The sizes and codes of a table, in a checkpoint.
+pub fn insert_table(file: &mut Checkpoint, name: &str, table: &CodeTable) -> Result<()> {
+    let config = table.config();
+    file.tensors.insert(name.into(), table.codes()?);
+    for (key, size) in [("own", config.own), ("rows", config.rows), ("columns", config.columns)] {
+        file.metadata.insert(key.into(), size.to_string());
+    }
+    Ok(())
+}

@@ -1,0 +1,124 @@
+//! The choice of an output layer by flags, at equal numbers of parameters.
+
+use super::{checkpoint::Checkpoint, Result};
+use candle_nn::{Embedding, VarBuilder, VarMap};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::ValueEnum;
+use mos_head::{
+    ContextActivation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum HeadKind {
+    Softmax,
+    Moc,
+    Mos,
+}
+
+impl HeadKind {
+    pub const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
+
+    pub fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+        let name: String = checkpoint.get("head")?;
+        Ok(HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?)
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            HeadKind::Softmax => "softmax",
+            HeadKind::Moc => "moc",
+            HeadKind::Mos => "mos",
+        }
+    }
+}
+
+/// The parser of an activation's name.
+pub fn activation() -> impl TypedValueParser<Value = ContextActivation> {
+    PossibleValuesParser::new(["tanh", "identity"]).map(|name| {
+        if name == "tanh" {
+            ContextActivation::Tanh
+        } else {
+            ContextActivation::Identity
+        }
+    })
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadSizes {
+    pub vocab: usize,
+    pub hidden: usize,
+    /// Size of the mixtures' contexts; the softmax's context is the hidden state.
+    pub context: usize,
+    pub components: usize,
+    pub activation: ContextActivation,
+}
+
+impl HeadSizes {
+    /// The context size that gives a mixture as many parameters as the softmax has: `vocab * hidden` against
+    /// `context * (vocab + components * (hidden + 1)) + components * hidden`.
+    pub fn equal_context(vocab: usize, hidden: usize, components: usize) -> usize {
+        let left = (vocab * hidden).saturating_sub(components * hidden) as f64;
+        let each = (vocab + components * (hidden + 1)) as f64;
+        (left / each).round().max(1.0) as usize
+    }
+
+    /// The number of parameters of a head with these sizes.
+    pub fn parameters(self, kind: HeadKind) -> usize {
+        let HeadSizes { vocab, hidden, context, components, .. } = self;
+        match kind {
+            HeadKind::Softmax => vocab * (hidden + 1),
+            HeadKind::Moc | HeadKind::Mos => {
+                vocab * (context + 1) + components * context * (hidden + 1) + components * hidden
+            }
+        }
+    }
+
+    pub fn mixture(self) -> MixtureConfig {
+        let HeadSizes { vocab, hidden, context, components, activation } = self;
+        MixtureConfig::new(hidden, vocab, components).with_context_dim(context).with_activation(activation)
+    }
+
+    /// Lets the components of `head.latent.weight` start alike; nothing if there are none.
+    pub fn start_alike(self, varmap: &VarMap, spread: f64) -> Result<()> {
+        let variables = varmap.data().lock().expect("no thread panicked while it held the variables");
+        if let Some(latent) = variables.get("head.latent.weight") {
+            latent.set(&self.mixture().similar_components(latent, spread)?)?;
+        }
+        Ok(())
+    }
+
+    /// A head with these sizes and variables `prior.weight`, `latent.weight`, ..; `dropout` is that of the contexts.
+    /// The decoder's weight is that of the embedding, if one is given.
+    pub fn build(
+        self,
+        kind: HeadKind,
+        dropout: f64,
+        tied: Option<&Embedding>,
+        vb: VarBuilder,
+    ) -> Result<Box<dyn OutputLayer>> {
+        let softmax = SoftmaxConfig::new(self.hidden, self.vocab);
+        let mixture = self.mixture().with_dropout(dropout);
+        Ok(match (kind, tied) {
+            (HeadKind::Softmax, None) => Box::new(SoftmaxHead::new(&softmax, vb)?),
+            (HeadKind::Softmax, Some(embedding)) => Box::new(SoftmaxHead::tied(&softmax, embedding, vb)?),
+            (HeadKind::Moc, None) => Box::new(MixtureOfContexts::new(&mixture, vb)?),
+            (HeadKind::Moc, Some(embedding)) => Box::new(MixtureOfContexts::tied(&mixture, embedding, vb)?),
+            (HeadKind::Mos, None) => Box::new(MixtureOfSoftmaxes::new(&mixture, vb)?),
+            (HeadKind::Mos, Some(embedding)) => Box::new(MixtureOfSoftmaxes::tied(&mixture, embedding, vb)?),
+        })
+    }
+
+    /// The settings that a checkpoint must match, by the names of their flags; derived ones last.
+    pub fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
+        let mut settings = vec![("head", kind.name().to_owned())];
+        if kind != HeadKind::Softmax {
+            settings.push(("components", self.components.to_string()));
+            settings.push(("activation", format!("{:?}", self.activation).to_lowercase()));
+        }
+        settings.push(("hidden", self.hidden.to_string()));
+        if kind != HeadKind::Softmax {
+            settings.push(("context", self.context.to_string()));
+        }
+        settings
+    }
+}

@@ -1,0 +1,74 @@
+//! What the lab's programs share: models, their training, their texts and what is printed about them.
+//!
+//! `heads` is the loop over the output layers, `session` the training of one of them, `train` one epoch of it, for any
+//! `model`; `language_model` is the LSTM of the programs `language_model` and `characters`.
+
+pub mod awd;
+pub mod batches;
+pub mod bpe;
+pub mod checkpoint;
+pub mod codes;
+pub mod device;
+pub mod digest;
+pub mod flags;
+pub mod generate;
+pub mod head;
+pub mod heads;
+pub mod init;
+pub mod inplace;
+pub mod language;
+pub mod language_model;
+pub mod learn_table;
+pub mod measure;
+pub mod memory;
+pub mod model;
+pub mod optimizer;
+pub mod output;
+pub mod plot;
+pub mod progress;
+pub mod recipe;
+pub mod recurrence;
+pub mod recurrence_cpu;
+pub mod recurrent;
+pub mod report;
+pub mod results;
+pub mod session;
+pub mod sizes;
+pub mod table;
+pub mod table_picture;
+pub mod text;
+pub mod train;
+pub mod values;
+
+use std::process::ExitCode;
+
+/// Errors end a program with one line on stderr and exit code 1.
+pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Reads the flags and runs the program.
+pub fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
+    let_idle_threads_sleep();
+    let args = match A::try_parse() {
+        Ok(args) => args,
+        Err(message) => {
+            let _ = message.print();
+            return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    match run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// After each operation candle's threads spin until the next one; on few cores they keep rayon's from working. Called
+/// before any thread is started, as `set_var` requires.
+fn let_idle_threads_sleep() {
+    const LIMIT: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
+    if std::env::var_os(LIMIT).is_none() {
+        std::env::set_var(LIMIT, "100");
+    }
+}

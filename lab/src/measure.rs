@@ -1,0 +1,25 @@
+//! The unit in which a mean negative log-likelihood (nats per position) is shown.
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Measure {
+    Perplexity,
+    BitsPerCharacter,
+}
+
+impl Measure {
+    pub fn of(self, nll: f64) -> f64 {
+        match self {
+            Measure::Perplexity => nll.exp(),
+            Measure::BitsPerCharacter => nll / std::f64::consts::LN_2,
+        }
+    }
+}
+
+impl std::fmt::Display for Measure {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(match self {
+            Measure::Perplexity => "perplexity",
+            Measure::BitsPerCharacter => "bits per character",
+        })
+    }
+}

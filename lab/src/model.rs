@@ -1,0 +1,130 @@
+//! What the training loop needs of a model and of its data.
+
+use super::{checkpoint::Checkpoint, digest::Digest, recipe::Recipe, Result};
+use candle_core::{Device, Tensor};
+use candle_nn::VarMap;
+use mos_head::{LossOptions, OutputLayer};
+use rand::rngs::StdRng;
+use std::collections::HashMap;
+
+/// What the loss of a batch is computed from.
+pub struct Forward {
+    pub hidden: Tensor,
+    pub targets: Tensor,
+    /// A scalar that is added to the loss in training: a regulariser of the hidden states.
+    pub penalty: Option<Tensor>,
+}
+
+/// How a batch takes part in the steps of the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Part {
+    /// Its targets as a share of those of the step.
+    pub share: f64,
+    /// Whether the optimizer takes a step after it.
+    pub is_last: bool,
+    /// Factor of the learning rate of the step.
+    pub lr_factor: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// With dropout; shuffled, where the order of the data is free.
+    Training {
+        epoch: usize,
+    },
+    Evaluation,
+}
+
+pub trait Model {
+    /// An element of the data: a token id of a text, or a pair of sentences.
+    type Item: Clone;
+    /// One batch, before anything is computed.
+    type Batch;
+    /// What passes from one batch to the next.
+    type State;
+    /// The target of positions that the loss ignores.
+    const IGNORED: i64;
+
+    fn head(&self) -> &dyn OutputLayer;
+
+    /// The options of a training step, from those that all models share.
+    fn options(&self, options: LossOptions, _: &mut StdRng) -> Result<LossOptions> {
+        Ok(options)
+    }
+
+    fn varmap(&self) -> &VarMap;
+
+    fn device(&self) -> &Device;
+
+    /// The settings that a checkpoint must match, by the names of their flags.
+    fn settings(&self) -> Vec<(&'static str, String)>;
+
+    /// More metadata of a checkpoint.
+    fn notes(&self) -> Result<Vec<(&'static str, String)>> {
+        Ok(vec![])
+    }
+
+    /// Adds what a checkpoint needs beside the variables: constants, such as a table of codes.
+    fn add_constants(&self, _: &mut Checkpoint) -> Result<()> {
+        Ok(())
+    }
+
+    /// One pass over `items`, in which every target occurs once.
+    fn batches(&self, items: &[Self::Item], recipe: &Recipe, pass: Pass) -> Vec<Self::Batch>;
+
+    /// By default every batch is a step.
+    fn part(&self, _: &Self::Batch) -> Part {
+        Part { share: 1.0, is_last: true, lr_factor: 1.0 }
+    }
+
+    /// The state before the first batch.
+    fn start(&self, recipe: &Recipe, pass: Pass) -> Result<Self::State>;
+
+    /// The hidden states and targets of a batch; dropout is applied if a generator for its masks is given.
+    fn forward(
+        &self,
+        items: &[Self::Item],
+        batch: &Self::Batch,
+        state: &mut Self::State,
+        rng: Option<&mut StdRng>,
+    ) -> Result<Forward>;
+
+    /// The tensors of a state, by name.
+    fn save_state(&self, _: &Self::State) -> Vec<(String, Tensor)> {
+        vec![]
+    }
+
+    /// Sets the tensors of a state from these, by name.
+    fn load_state(&self, _: &mut Self::State, _: &HashMap<String, Tensor>) -> Result<()> {
+        Ok(())
+    }
+
+    fn parameters(&self) -> usize {
+        self.varmap().all_vars().iter().map(|var| var.elem_count()).sum()
+    }
+}
+
+/// A corpus as a model reads it.
+#[derive(Clone, Debug)]
+pub struct Data<T> {
+    pub name: String,
+    /// Of the vocabulary and both parts, to recognize the corpus of a checkpoint.
+    pub digest: String,
+    pub train: Vec<T>,
+    pub valid: Vec<T>,
+    /// Targets of the model for each word, in both parts: NLLs are per word.
+    pub per_word: [f64; 2],
+}
+
+impl Data<u32> {
+    /// Texts whose first token is an input only; all others are targets.
+    pub fn new<S: AsRef<str>>(
+        name: String,
+        vocabulary: impl IntoIterator<Item = S>,
+        train: Vec<u32>,
+        valid: Vec<u32>,
+    ) -> Self {
+        let digest = Digest::new().texts(vocabulary).ids(&train).ids(&valid).to_string();
+        Self { name, digest, train, valid, per_word: [1.0; 2] }
+    }
+}

@@ -1,0 +1,231 @@
+//! The sizes of a model and how to train it, by flags over the defaults of an example.
+
+use super::head::{activation, HeadKind, HeadSizes};
+use super::values::{above_zero, below_one, not_negative, positive, up_to_one};
+use super::{awd::Awd, checkpoint::Checkpoint, measure::Measure, optimizer::OptimizerKind, output::Output, Result};
+use mos_head::ContextActivation;
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+/// Declares each setting once: its flag and its most common default.
+macro_rules! recipe {
+    ($($(#[$attribute:meta])* $name:ident: $type:ty = $default:expr,)*) => {
+        #[derive(Clone, Copy, Debug)]
+        pub struct Recipe {
+            $(pub $name: $type,)*
+            /// `None`: as `hidden`.
+            pub embedding: Option<usize>,
+            /// `None`: the size that gives a mixture the softmax's number of parameters.
+            pub context: Option<usize>,
+            /// Steps of backpropagation through time, for language models.
+            pub bptt: usize,
+            pub measure: Measure,
+            pub seed: u64,
+            /// For language models.
+            pub awd: Awd,
+            /// For language models.
+            pub output: Output,
+            /// Average from the start, until the validation loss no longer improves.
+            pub finetune: bool,
+        }
+
+        impl Recipe {
+            pub const BASE: Recipe = Recipe {
+                $($name: $default,)*
+                embedding: None,
+                context: None,
+                bptt: 32,
+                measure: Measure::Perplexity,
+                seed: 1,
+                awd: Awd::NONE,
+                output: Output::FULL,
+                finetune: false,
+            };
+
+            fn flags(&self) -> Vec<String> {
+                vec![$(format!("--{} {:?}", stringify!($name).replace('_', "-"), self.$name).to_lowercase()),*]
+            }
+        }
+
+        /// Flags without a value keep the default of the example, listed at the end of --help.
+        #[derive(Debug, clap::Args)]
+        pub struct RecipeFlags {
+            $($(#[$attribute])* pub $name: Option<$type>,)*
+            /// Embedding size
+            #[arg(long, value_parser = positive)]
+            embedding: Option<usize>,
+            /// Context size of the mixtures [default: at equal numbers of parameters]
+            #[arg(long, value_parser = positive)]
+            context: Option<usize>,
+        }
+
+        impl RecipeFlags {
+            pub fn embedding(&self) -> Option<usize> {
+                self.embedding
+            }
+
+            pub fn context(&self) -> Option<usize> {
+                self.context
+            }
+
+            pub fn over(&self, defaults: Recipe, seed: u64) -> Recipe {
+                Recipe {
+                    $($name: self.$name.unwrap_or(defaults.$name),)*
+                    embedding: self.embedding.or(defaults.embedding),
+                    context: self.context.or(defaults.context),
+                    seed,
+                    ..defaults
+                }
+            }
+        }
+    };
+}
+
+recipe! {
+    /// Total number of epochs, including those of a resumed checkpoint
+    #[arg(long)]
+    epochs: usize = 3,
+    /// Mixture components K
+    #[arg(long, value_parser = positive)]
+    components: usize = 3,
+    /// LSTM units per layer
+    #[arg(long, value_parser = positive)]
+    hidden: usize = 256,
+    /// ContextActivation of the contexts
+    #[arg(long, value_parser = activation())]
+    activation: ContextActivation = ContextActivation::Tanh,
+    /// Number of LSTM layers
+    #[arg(long, value_parser = positive)]
+    layers: usize = 1,
+    /// Parallel streams of a text, or pairs of sentences per batch
+    #[arg(long, value_parser = positive)]
+    batch: usize = 32,
+    /// Initial learning rate
+    #[arg(long, value_parser = above_zero)]
+    lr: f64 = 0.01,
+    /// Steps of linear warm-up of the learning rate
+    #[arg(long, value_name = "STEPS")]
+    warmup: usize = 0,
+    /// Factor of the learning rate per epoch, applied smoothly
+    #[arg(long, value_parser = above_zero)]
+    decay: f64 = 0.5,
+    #[arg(long, value_enum)]
+    optimizer: OptimizerKind = OptimizerKind::Adam,
+    /// Largest global gradient norm, 0 for no clipping
+    #[arg(long, value_parser = not_negative)]
+    clip: f64 = 1.0,
+    /// Locked dropout of LSTM inputs, hidden states and contexts; replaces those of a preset
+    #[arg(long, value_parser = below_one)]
+    dropout: f64 = 0.0,
+    /// Share of the target distribution that is spread over the vocabulary
+    #[arg(long, value_parser = below_one)]
+    label_smoothing: f64 = 0.0,
+    /// How far apart the mixture's components start: 0 all alike, 1 independent of each other
+    #[arg(long, value_parser = up_to_one)]
+    spread: f64 = 1.0,
+}
+
+impl Recipe {
+    pub fn head(&self, vocab: usize) -> HeadSizes {
+        let Recipe { hidden, components, activation, .. } = *self;
+        let context = self.context.unwrap_or_else(|| HeadSizes::equal_context(vocab, hidden, components));
+        HeadSizes { vocab, hidden, context, components, activation }
+    }
+
+    /// The sizes of a checkpoint's model; all else is as in `BASE`.
+    pub fn of_checkpoint(kind: HeadKind, checkpoint: &Checkpoint) -> Result<Recipe> {
+        let mut recipe = Recipe {
+            hidden: checkpoint.get("hidden")?,
+            embedding: Some(checkpoint.get("embedding")?),
+            layers: checkpoint.get("layers")?,
+            ..Recipe::BASE
+        };
+        if kind != HeadKind::Softmax {
+            recipe.context = Some(checkpoint.get("context")?);
+            recipe.components = checkpoint.get("components")?;
+            let tanh = checkpoint.get::<String>("activation")? == "tanh";
+            recipe.activation = if tanh { ContextActivation::Tanh } else { ContextActivation::Identity };
+        }
+        Ok(recipe)
+    }
+
+    /// The flags that the rest of a paused epoch must have.
+    pub fn course(&self) -> String {
+        let Recipe { batch, bptt, seed, finetune, awd: Awd { random_bptt, small_batch, .. }, .. } = *self;
+        let optional =
+            |flag: &str, value: Option<usize>| value.map_or(String::new(), |value| format!(" {flag} {value}"));
+        let (random_bptt, small_batch) =
+            (optional("--random-bptt", random_bptt), optional("--small-batch", small_batch));
+        let finetune = if finetune { " --finetune" } else { "" };
+        format!("--batch {batch} --bptt {bptt} --seed {seed}{random_bptt}{small_batch}{finetune}")
+    }
+
+    /// Trial number `trial` of a random search: 0 is the recipe itself; the others have a learning rate from half to
+    /// twice its own, a dropout from 0 to 0.4, and in turn one and the other activation. Every head gets the same trials.
+    pub fn trial(&self, trial: usize) -> Recipe {
+        if trial == 0 {
+            return *self;
+        }
+        let mut rng = StdRng::seed_from_u64(self.seed << 32 | trial as u64);
+        // Few digits, to be typed as flags.
+        let rounded = |text: String| text.parse().expect("a number as text is a number");
+        let lr = rounded(format!("{:.1e}", self.lr * 2f64.powf(rng.random_range(-1.0..=1.0))));
+        let dropout = rounded(format!("{:.2}", rng.random_range(0.0..=0.4f64)));
+        let activation = match (self.activation, trial % 2) {
+            (ContextActivation::Tanh, 1) | (ContextActivation::Identity, 0) => ContextActivation::Identity,
+            _ => ContextActivation::Tanh,
+        };
+        Recipe { lr, dropout, activation, awd: self.awd.without_locked_dropout(), ..*self }
+    }
+
+    /// The flags that trials differ in; a softmax has no activation.
+    pub fn tried(&self, kind: HeadKind) -> String {
+        let mut flags = format!("--lr {}", self.lr);
+        if !self.awd.has_locked_dropout() {
+            flags += &format!(" --dropout {}", self.dropout);
+        }
+        if kind != HeadKind::Softmax {
+            flags += &format!(" --activation {:?}", self.activation).to_lowercase();
+        }
+        flags
+    }
+
+    pub fn embedding(&self) -> usize {
+        self.embedding.unwrap_or(self.hidden)
+    }
+
+    /// The learning rate after `steps` steps and `epochs` epochs, counted with fractions: it rises for `warmup` steps
+    /// and falls by the factor `decay` per epoch.
+    pub fn lr_at(&self, steps: usize, epochs: f64) -> f64 {
+        let rise = ((steps + 1) as f64 / self.warmup.max(1) as f64).min(1.0);
+        rise * self.lr * self.decay.powf(epochs)
+    }
+}
+
+/// The end of `--help`: the defaults of an example.
+pub fn describe(defaults: &[(&str, Recipe)]) -> String {
+    let lines = defaults.iter().map(|(data, recipe)| {
+        let embedding = format!("--embedding {}", recipe.embedding());
+        let flags = [recipe.flags(), vec![embedding]].concat();
+        format!("{data}:\n  {}", flags.chunks(7).map(|flags| flags.join(" ")).collect::<Vec<_>>().join("\n  "))
+    });
+    format!("Defaults of the flags of sizes and training.\n{}", lines.collect::<Vec<_>>().join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trials_are_the_recipe_and_others_near_it() {
+        let trials: Vec<Recipe> = (0..6).map(|trial| Recipe::BASE.trial(trial)).collect();
+        assert_eq!((trials[0].lr, trials[0].activation), (Recipe::BASE.lr, Recipe::BASE.activation));
+        for (i, trial) in trials.iter().enumerate() {
+            assert!((0.005..=0.02).contains(&trial.lr) && (0.0..=0.4).contains(&trial.dropout), "{trial:?}");
+            assert_eq!(trial.lr, Recipe::BASE.trial(i).lr);
+            assert!(trial.tried(HeadKind::Softmax).len() <= "--lr 0.0012 --dropout 0.12".len(), "{trial:?}");
+            assert!(trials[..i].iter().all(|earlier| earlier.lr != trial.lr), "{trial:?}");
+        }
+        let tanh = trials.iter().filter(|trial| trial.activation == ContextActivation::Tanh).count();
+        assert_eq!(tanh, 3);
+    }
+}

@@ -1,0 +1,571 @@
+//! The training of one head, from the start or a checkpoint to the last epoch.
+
+use super::model::{Data, Model, Pass};
+use super::optimizer::{Optimizer, OptimizerKind};
+use super::train::{evaluate, train_epoch, End, Progress};
+use super::{checkpoint::Checkpoint, head::HeadKind, progress, recipe::Recipe, results, Result};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+pub struct Session<M: Model> {
+    pub kind: HeadKind,
+    /// Its variables are the average of the optimizer, once it has one.
+    pub model: M,
+    pub data: Data<M::Item>,
+    /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
+    pub history: Vec<[f64; 2]>,
+    /// The epoch in which training diverged: the perplexity or a gradient was not finite.
+    pub diverged: Option<usize>,
+    recipe: Recipe,
+    optimizer: Optimizer,
+    /// An epoch that is not over.
+    progress: Option<Progress<M::State>>,
+    /// Mean NLL on the validation data with the current variables, once it is known.
+    valid_nll: Option<f64>,
+    /// With finetuning: that of the model at the start.
+    start_nll: Option<f64>,
+    /// Whether finetuning has come to its end.
+    is_finetuned: bool,
+    targets: f64,
+    seconds: f64,
+}
+
+/// One leg of a training that takes longer than a machine is available.
+pub struct Leg {
+    /// Where the state of training is written.
+    pub path: PathBuf,
+    pub until: Instant,
+}
+
+/// The results of one epoch.
+struct Epoch {
+    train_nll: f64,
+    valid_nll: f64,
+    seconds: f64,
+}
+
+impl<M: Model> Session<M> {
+    pub fn new(kind: HeadKind, model: M, data: Data<M::Item>, recipe: &Recipe) -> Result<Self> {
+        for (flag, is_set) in [("--finetune", recipe.finetune), ("--nonmono", recipe.awd.nonmono.is_some())] {
+            if is_set && recipe.optimizer != OptimizerKind::Sgd {
+                return Err(format!("{flag} averages the parameters of SGD: it needs --optimizer sgd").into());
+            }
+        }
+        let weight_decay = recipe.awd.weight_decay.unwrap_or(0.0);
+        let mut optimizer = Optimizer::new(recipe.optimizer, weight_decay, model.varmap())?;
+        if recipe.finetune {
+            optimizer.start_averaging()?;
+        }
+        Ok(Self {
+            kind,
+            model,
+            data,
+            history: vec![],
+            diverged: None,
+            recipe: *recipe,
+            optimizer,
+            progress: None,
+            valid_nll: None,
+            start_nll: None,
+            is_finetuned: false,
+            targets: 0.0,
+            seconds: 0.0,
+        })
+    }
+
+    /// Trains the remaining epochs; prints a line for each and appends it to `results`. The file `save` has the epoch
+    /// with the lowest validation NLL, whose model this is in the end; the file of `leg` has the state after each epoch,
+    /// and when its time is up. Returns whether training has come to its end.
+    pub fn run(&mut self, save: Option<&Path>, results: Option<&Path>, leg: Option<&Leg>) -> Result<bool> {
+        if self.recipe.finetune && self.start_nll.is_none() {
+            self.start_nll = Some(self.valid_nll()?);
+        }
+        let earlier = self.history.iter().map(|[_, valid]| *valid).chain(self.start_nll);
+        let mut best = earlier.fold(f64::INFINITY, f64::min);
+        while self.history.len() < self.recipe.epochs && self.diverged.is_none() && !self.is_finetuned {
+            let epoch = self.history.len() + 1;
+            let (name, measure) = (self.kind.name(), self.recipe.measure);
+            let Some(Epoch { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until))? else {
+                self.checkpoint()?.save(&leg.ok_or("a pause without a leg")?.path)?;
+                println!("{name:<7}  epoch {epoch:>2}  paused");
+                return Ok(false);
+            };
+            if let Some(path) = results {
+                let nlls = [train_nll, valid_nll];
+                results::append(path, name, epoch, nlls, seconds, self.model.parameters(), &self.recipe)?;
+            }
+            if self.diverged.is_some() {
+                println!("{name:<7}  epoch {epoch:>2}  diverged: the perplexity or a gradient is not finite");
+                return Ok(true);
+            }
+            println!(
+                "{name:<7}  epoch {epoch:>2}  {measure}: train {:8.3}  valid {:8.3}  ({seconds:.1} s)",
+                measure.of(train_nll),
+                measure.of(valid_nll),
+            );
+            if valid_nll < best {
+                best = valid_nll;
+                if let Some(path) = save {
+                    self.checkpoint()?.save(path)?;
+                }
+            }
+            // After all else that belongs to the epoch.
+            if let Some(leg) = leg {
+                self.checkpoint()?.save(&leg.path)?;
+            }
+        }
+        let is_best = self.diverged.is_some() || self.valid_nll()? <= best;
+        if let Some(path) = save.filter(|path| !is_best && path.exists()) {
+            Checkpoint::load(path, self.model.device())?.restore_variables(self.model.varmap())?;
+            self.valid_nll = None;
+        }
+        Ok(true)
+    }
+
+    /// Trains the rest of an epoch, or `None` if the time is up.
+    fn epoch(&mut self, until: Option<Instant>) -> Result<Option<Epoch>> {
+        let epoch = self.history.len();
+        let bar = progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1));
+        let mut progress = match self.progress.take() {
+            Some(progress) => progress,
+            None => self.begin(epoch)?,
+        };
+        let start = Instant::now();
+        let (model, recipe) = (&self.model, &self.recipe);
+        self.optimizer.swap()?;
+        let (items, of_epoch) = (&self.data.train, (epoch, recipe));
+        let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
+        self.optimizer.swap()?;
+        progress.seconds += start.elapsed().as_secs_f64();
+        self.valid_nll = None;
+        bar.finish_and_clear();
+        if end == End::Paused {
+            self.progress = Some(progress);
+            return Ok(None);
+        }
+        let Progress { sum, count, seconds, .. } = progress;
+        self.seconds += seconds;
+        let [per_word, _] = self.data.per_word;
+        self.targets += count / per_word;
+        let valid_nll = if end == End::Epoch { self.evaluate_valid()? } else { f64::NAN };
+        let valid_nll = if valid_nll.exp().is_finite() { valid_nll } else { f64::NAN };
+        self.valid_nll = Some(valid_nll);
+        if valid_nll.is_nan() {
+            self.diverged = Some(epoch + 1);
+            return Ok(Some(Epoch { train_nll: f64::NAN, valid_nll, seconds }));
+        }
+        if self.no_longer_improves(valid_nll) {
+            if self.recipe.finetune {
+                self.is_finetuned = true;
+            } else if !self.optimizer.is_averaging() {
+                self.optimizer.start_averaging()?;
+                println!("{:<7}  the parameters are averaged from epoch {} on", self.kind.name(), epoch + 2);
+            }
+        }
+        let train_nll = per_word * sum / count;
+        self.history.push([train_nll, valid_nll]);
+        Ok(Some(Epoch { train_nll, valid_nll, seconds }))
+    }
+
+    /// An epoch before its first batch.
+    fn begin(&self, epoch: usize) -> Result<Progress<M::State>> {
+        let state = self.model.start(&self.recipe, Pass::Training { epoch })?;
+        Ok(Progress { batches: 0, sum: 0.0, count: 0.0, seconds: 0.0, state })
+    }
+
+    /// The non-monotonic criterion (Merity et al., 2018): the NLL is above the lowest of those more than `nonmono`
+    /// epochs before.
+    fn no_longer_improves(&self, valid_nll: f64) -> bool {
+        let Some(nonmono) = self.recipe.awd.nonmono else { return false };
+        let before = self.history.len().saturating_sub(nonmono);
+        self.recipe.optimizer == OptimizerKind::Sgd && self.history[..before].iter().any(|[_, v]| valid_nll > *v)
+    }
+
+    /// NLL on the validation data with the current variables; NaN after divergence.
+    pub fn valid_nll(&self) -> Result<f64> {
+        self.valid_nll.map_or_else(|| self.evaluate_valid(), Ok)
+    }
+
+    fn evaluate_valid(&self) -> Result<f64> {
+        let [_, per_word] = self.data.per_word;
+        Ok(per_word * self.evaluate(&self.data.valid)?)
+    }
+
+    /// Mean NLL of the targets of any data with the current variables.
+    pub fn evaluate(&self, items: &[M::Item]) -> Result<f64> {
+        evaluate(&self.model, items, &self.recipe)
+    }
+
+    /// Words per second of training, also before it was resumed; `None` if there was none.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        (self.targets > 0.0).then(|| self.targets / self.seconds)
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        let mut settings = self.model.settings();
+        settings.push(("optimizer", format!("{:?}", self.recipe.optimizer).to_lowercase()));
+        settings
+    }
+
+    /// Variables and optimizer state, with all that is needed to resume.
+    pub fn checkpoint(&self) -> Result<Checkpoint> {
+        let mut checkpoint = Checkpoint::default();
+        checkpoint.insert_variables(self.model.varmap(), &self.optimizer);
+        self.model.add_constants(&mut checkpoint)?;
+        let mut metadata = self.settings();
+        metadata.extend(self.model.notes()?);
+        metadata.extend([
+            ("corpus", self.data.name.clone()),
+            ("digest", self.data.digest.clone()),
+            ("epoch", self.history.len().to_string()),
+            ("seed", self.recipe.seed.to_string()),
+            ("lr", self.recipe.lr.to_string()),
+            ("decay", self.recipe.decay.to_string()),
+            ("history", serde_json::to_string(&self.history)?),
+            ("targets", self.targets.to_string()),
+            ("seconds", self.seconds.to_string()),
+        ]);
+        checkpoint.metadata.extend(metadata.into_iter().map(|(key, value)| (key.to_owned(), value)));
+        if let Some(nll) = self.start_nll {
+            checkpoint.metadata.insert("start_nll".into(), nll.to_string());
+            checkpoint.metadata.insert("finetuned".into(), self.is_finetuned.to_string());
+        }
+        if let Some(Progress { batches, sum, count, seconds, state }) = &self.progress {
+            let numbers = [("sum", sum), ("count", count), ("seconds", seconds)];
+            let numbers = numbers.map(|(key, value)| (format!("progress.{key}"), value.to_string()));
+            checkpoint.metadata.extend(numbers);
+            checkpoint.metadata.insert("progress.batches".into(), batches.to_string());
+            checkpoint.metadata.insert("progress.recipe".into(), self.recipe.course());
+            checkpoint.tensors.extend(self.model.save_state(state));
+        }
+        Ok(checkpoint)
+    }
+
+    /// Restores the state of the checkpoint, which must have the same corpus, head, sizes and optimizer, and evaluates
+    /// it.
+    pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        checkpoint.require_corpus(&self.data.name, &self.data.digest)?;
+        checkpoint.require_flags(&self.settings())?;
+        checkpoint.restore_variables(self.model.varmap())?;
+        checkpoint.restore_optimizer(&mut self.optimizer)?;
+        self.history = serde_json::from_str(&checkpoint.get::<String>("history")?)?;
+        self.targets = checkpoint.optional("targets")?.unwrap_or(0.0);
+        self.seconds = checkpoint.optional("seconds")?.unwrap_or(0.0);
+        self.start_nll = checkpoint.optional("start_nll")?;
+        if self.start_nll.is_some() != self.recipe.finetune {
+            let with = |finetune| if finetune { "with" } else { "without" };
+            let (stored, here) = (with(!self.recipe.finetune), with(self.recipe.finetune));
+            return Err(format!("the checkpoint was trained {stored} --finetune, but this run is {here} it").into());
+        }
+        self.is_finetuned = checkpoint.optional("finetuned")?.unwrap_or(false);
+        let epoch = self.history.len();
+        self.progress = None;
+        if let Some(batches) = checkpoint.optional("progress.batches")? {
+            let (stored, course) = (checkpoint.get::<String>("progress.recipe")?, self.recipe.course());
+            if stored != course {
+                return Err(format!("the checkpoint was paused with {stored}, but this run has {course}").into());
+            }
+            let mut progress = self.begin(epoch)?;
+            progress.batches = batches;
+            (progress.sum, progress.count) = (checkpoint.get("progress.sum")?, checkpoint.get("progress.count")?);
+            progress.seconds = checkpoint.get("progress.seconds")?;
+            self.model.load_state(&mut progress.state, &checkpoint.tensors)?;
+            self.progress = Some(progress);
+        }
+        let valid_nll = self.evaluate_valid()?;
+        self.valid_nll = Some(valid_nll);
+        let (name, measure) = (self.kind.name(), self.recipe.measure);
+        let within = if self.progress.is_some() { format!(", in epoch {}", epoch + 1) } else { String::new() };
+        println!("{name:<7}  resumed after epoch {epoch}{within}  {measure}: valid {:8.3}", measure.of(valid_nll));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::awd::Awd;
+    use super::super::language_model::LanguageModel;
+    use super::super::sizes::{InitialValues, Sizes};
+    use super::*;
+    use candle_core::Device;
+    use std::path::PathBuf;
+
+    /// The squares modulo 23: the next id depends on the last two.
+    fn data(targets: usize) -> Data<u32> {
+        let text = |targets| (0..=targets).map(|i| (i * i % 23) as u32).collect();
+        Data::new("squares".into(), ["a", "b"], text(targets), text(targets / 9))
+    }
+
+    fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Session<LanguageModel> {
+        let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { 1.0 };
+        let (hidden, context, batch, bptt) = (6, Some(5), 4, 8);
+        let recipe = Recipe {
+            epochs,
+            optimizer,
+            components,
+            lr,
+            hidden,
+            context,
+            batch,
+            bptt,
+            warmup: 10,
+            clip: 0.5,
+            layers: 2,
+            seed: 3,
+            ..Recipe::BASE
+        };
+        with_recipe(recipe)
+    }
+
+    fn with_recipe(recipe: Recipe) -> Session<LanguageModel> {
+        let (sizes, values) = (Sizes::new(HeadKind::Mos, &recipe, 23), InitialValues::Small);
+        let model = LanguageModel::new(HeadKind::Mos, sizes, values, &recipe, &Device::Cpu).expect("valid sizes");
+        Session::new(HeadKind::Mos, model, data(999), &recipe).expect("valid sizes")
+    }
+
+    fn temporary(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("session_{name}_{}.safetensors", std::process::id()))
+    }
+
+    fn load(path: &Path) -> Checkpoint {
+        Checkpoint::load(path, &Device::Cpu).expect("loads")
+    }
+
+    #[test]
+    fn resumed_training_equals_uninterrupted_training() {
+        for optimizer in [OptimizerKind::Sgd, OptimizerKind::Adam] {
+            let mut whole = session(2, optimizer, 2);
+            whole.run(None, None, None).expect("trains");
+
+            let path = temporary(&format!("{optimizer:?}"));
+            session(1, optimizer, 2).run(Some(&path), None, None).expect("trains and saves");
+            let mut second = session(2, optimizer, 2);
+            second.restore(&load(&path)).expect("fits");
+            assert_eq!(second.history.len(), 1);
+            second.run(None, None, None).expect("trains");
+            assert_eq!(second.history, whole.history, "{optimizer:?}");
+            std::fs::remove_file(path).expect("was just written");
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_of_other_components_is_an_error_that_names_the_flag() {
+        let checkpoint = session(1, OptimizerKind::Adam, 2).checkpoint().expect("copies");
+        let error = session(1, OptimizerKind::Adam, 3).restore(&checkpoint).expect_err("must fail").to_string();
+        assert!(error.contains("--components 2") && error.contains("--components 3"), "{error}");
+    }
+
+    #[test]
+    fn a_checkpoint_of_another_corpus_is_an_error_that_names_both() {
+        let checkpoint = session(1, OptimizerKind::Adam, 2).checkpoint().expect("copies");
+        let mut other = session(1, OptimizerKind::Adam, 2);
+        other.data = Data::new("others".into(), ["a", "b"], other.data.train.clone(), vec![1, 2, 3]);
+        let error = other.restore(&checkpoint).expect_err("must fail").to_string();
+        assert!(error.contains("squares") && error.contains("others"), "{error}");
+    }
+
+    #[test]
+    fn a_resumed_model_is_evaluated_anew() {
+        let mut first = session(1, OptimizerKind::Adam, 2);
+        first.run(None, None, None).expect("trains");
+        let mut checkpoint = first.checkpoint().expect("copies");
+        checkpoint.metadata.insert("history".into(), "[[0.1, 0.1]]".into());
+        let mut second = session(1, OptimizerKind::Adam, 2);
+        second.restore(&checkpoint).expect("fits");
+        second.run(None, None, None).expect("nothing to train");
+        assert_eq!(second.valid_nll().expect("known"), first.valid_nll().expect("known"));
+    }
+
+    #[test]
+    fn a_diverged_model_leaves_the_last_good_checkpoint() {
+        let path = temporary("diverged");
+        let mut session = session(1, OptimizerKind::Sgd, 2);
+        session.run(Some(&path), None, None).expect("trains and saves");
+        let good = std::fs::read(&path).expect("was just written");
+        session.recipe = Recipe { epochs: 5, lr: 1e30, clip: 0.0, ..session.recipe };
+        session.run(Some(&path), None, None).expect("divergence is no error here");
+        assert_eq!((session.diverged, session.history.len()), (Some(2), 1));
+        assert!(session.valid_nll().expect("known").is_nan());
+        assert_eq!(std::fs::read(&path).expect("still exists"), good);
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn a_worse_epoch_leaves_the_best_checkpoint() {
+        let path = temporary("worse");
+        let mut session = session(3, OptimizerKind::Adam, 2);
+        session.run(Some(&path), None, None).expect("trains and saves");
+        let good = std::fs::read(&path).expect("was just written");
+        // Steps that are far too long, but finite.
+        session.recipe = Recipe { epochs: 4, lr: 3.0, decay: 1.0, ..session.recipe };
+        session.run(Some(&path), None, None).expect("trains");
+        assert_eq!(session.history.len(), 4);
+        assert!(session.history[3][1] > session.history[2][1], "{:?}", session.history);
+        assert_eq!(std::fs::read(&path).expect("still exists"), good);
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn training_lowers_the_loss() {
+        let mut session = session(2, OptimizerKind::Adam, 2);
+        session.data = data(9999);
+        let before = session.valid_nll().expect("evaluates");
+        session.run(None, None, None).expect("trains");
+        let after = session.valid_nll().expect("evaluates");
+        assert!(after < before - 0.3, "{before} -> {after}");
+    }
+
+    /// Everything that is random, in parts, averaged.
+    fn regularized(epochs: usize) -> Recipe {
+        let rate = Some(0.2);
+        let awd = Awd {
+            inner: Some(7),
+            tied: Some(true),
+            embedding_dropout: rate,
+            input_dropout: rate,
+            hidden_dropout: rate,
+            output_dropout: rate,
+            context_dropout: rate,
+            weight_dropout: rate,
+            ar: Some(2.0),
+            tar: Some(1.0),
+            weight_decay: Some(1e-4),
+            random_bptt: Some(2),
+            small_batch: Some(3),
+            nonmono: Some(1),
+        };
+        let optimizer = OptimizerKind::Sgd;
+        let (hidden, context, batch, bptt, layers) = (6, Some(5), 4, 8, 2);
+        Recipe { awd, epochs, optimizer, hidden, context, batch, bptt, layers, lr: 1.0, seed: 3, ..Recipe::BASE }
+    }
+
+    #[test]
+    fn training_in_legs_equals_training_at_once() {
+        // As it is; with a switch to averaging after the first epoch; finetuning that ends there.
+        for (history, finetune) in [(vec![], false), (vec![[0.1; 2]; 2], false), (vec![[0.1; 2]; 2], true)] {
+            let recipe = Recipe { finetune, ..regularized(history.len() + 2) };
+            let start = || {
+                let mut session = with_recipe(recipe);
+                session.history = history.clone();
+                session
+            };
+            let mut whole = start();
+            assert!(whole.run(None, None, None).expect("trains"));
+            assert_eq!(whole.optimizer.is_averaging(), !history.is_empty());
+            assert_eq!(whole.history.len(), history.len() + if finetune { 1 } else { 2 });
+            let path = temporary(&format!("leg_{}_{finetune}", history.len()));
+            let mut legs = 0;
+            loop {
+                legs += 1;
+                let mut session = start();
+                if legs > 1 {
+                    session.restore(&load(&path)).expect("fits");
+                }
+                // The time is up after one step.
+                let leg = Leg { path: path.clone(), until: Instant::now() };
+                if session.run(None, None, Some(&leg)).expect("trains") {
+                    assert_eq!(session.history, whole.history, "finetune {finetune}");
+                    let tensors = |session: &Session<LanguageModel>| session.checkpoint().expect("copies").tensors;
+                    for (name, tensor) in tensors(&whole) {
+                        let other = &tensors(&session)[&name];
+                        let difference = (&tensor - other).and_then(|d| d.abs()?.sum_all()?.to_scalar());
+                        assert_eq!(difference.ok(), Some(0f32), "{name}");
+                    }
+                    break;
+                }
+            }
+            assert!(legs > 20, "{legs} legs");
+            std::fs::remove_file(path).expect("was just written");
+        }
+    }
+
+    #[test]
+    fn a_leg_of_another_training_is_an_error_that_names_the_difference() {
+        let path = temporary("other_leg");
+        let leg = Leg { path: path.clone(), until: Instant::now() };
+        assert!(!with_recipe(regularized(2)).run(None, None, Some(&leg)).expect("pauses"));
+        let restore = |recipe| with_recipe(recipe).restore(&load(&path)).expect_err("must fail").to_string();
+        let error = restore(Recipe { bptt: 9, ..regularized(2) });
+        assert!(error.contains("--bptt 8") && error.contains("--bptt 9"), "{error}");
+        let error = restore(Recipe { finetune: true, ..regularized(2) });
+        assert!(error.contains("without --finetune"), "{error}");
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn finetuning_leaves_a_model_that_is_better_than_it_gets() {
+        let path = temporary("finetuning");
+        let mut first = with_recipe(regularized(3));
+        first.run(Some(&path), None, None).expect("trains");
+        let good = std::fs::read(&path).expect("was just written");
+        // Steps that are far too long.
+        let recipe = Recipe {
+            finetune: true,
+            lr: 300.0,
+            clip: 0.0,
+            awd: Awd { weight_decay: None, ..regularized(2).awd },
+            ..regularized(2)
+        };
+        let mut session = with_recipe(recipe);
+        session.model.restore(&load(&path)).expect("the same sizes");
+        let before = session.valid_nll().expect("evaluates");
+        session.run(Some(&path), None, None).expect("trains");
+        assert!(session.history.iter().all(|[_, valid]| *valid > before), "{before} {:?}", session.history);
+        assert_eq!(std::fs::read(&path).expect("still exists"), good);
+        assert_eq!(session.valid_nll().expect("evaluates"), before, "the saved model");
+        std::fs::remove_file(path).expect("was just written");
+    }
+
+    #[test]
+    fn averaging_needs_sgd() {
+        for recipe in [Recipe { finetune: true, ..Recipe::BASE }, Recipe { awd: regularized(1).awd, ..Recipe::BASE }] {
+            let model = LanguageModel::new(
+                HeadKind::Softmax,
+                Sizes::new(HeadKind::Softmax, &recipe, 23),
+                InitialValues::Small,
+                &recipe,
+                &Device::Cpu,
+            );
+            let session = Session::new(HeadKind::Softmax, model.expect("valid sizes"), data(99), &recipe);
+            assert!(session.err().expect("Adam").to_string().contains("--optimizer sgd"));
+        }
+    }
+
+    #[test]
+    fn small_batches_change_nothing_but_rounding() {
+        let train = |small_batch| {
+            let awd = Awd { small_batch, ar: Some(2.0), tar: Some(1.0), ..Awd::NONE };
+            let mut session = with_recipe(Recipe { awd, ..regularized(1) });
+            // 999 targets in 4 streams: the last one is padded, and the parts have different numbers of targets.
+            session.run(None, None, None).expect("trains");
+            session.history[0]
+        };
+        let (whole, parts) = (train(None), train(Some(3)));
+        assert!((whole[0] - parts[0]).abs() < 1e-4 && (whole[1] - parts[1]).abs() < 1e-4, "{whole:?} {parts:?}");
+    }
+
+    #[test]
+    fn averaging_starts_when_the_validation_loss_no_longer_improves() {
+        let recipe = Recipe { awd: Awd { nonmono: Some(2), ..Awd::NONE }, ..regularized(9) };
+        let with_history = |valid: &[f64]| {
+            let mut session = with_recipe(recipe);
+            session.history = valid.iter().map(|&valid| [valid, valid]).collect();
+            session
+        };
+        // The last two epochs do not count.
+        assert!(!with_history(&[1.0, 1.0]).no_longer_improves(2.0));
+        assert!(!with_history(&[3.0, 1.0, 1.0]).no_longer_improves(2.0));
+        assert!(with_history(&[1.0, 3.0, 3.0]).no_longer_improves(2.0));
+        let never = Recipe { awd: Awd::NONE, ..recipe };
+        assert!(!Session { recipe: never, ..with_history(&[1.0; 5]) }.no_longer_improves(2.0));
+
+        let mut session = with_history(&[0.1, 3.0, 3.0]);
+        session.recipe.epochs = 4;
+        session.run(None, None, None).expect("trains");
+        assert!(session.optimizer.is_averaging());
+        // Finetuning averages from the start and ends where the criterion holds.
+        let mut session = with_history(&[0.1, 3.0, 3.0]);
+        session.recipe.finetune = true;
+        assert!(session.run(None, None, None).expect("trains") && session.history.len() == 4);
+    }
+}

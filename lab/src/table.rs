@@ -1,0 +1,91 @@
+//! Which table of codes words get.
+
+use super::learn_table::learn;
+use super::model::Data;
+use super::values::positive;
+use super::{recipe::Recipe, table_picture, Result};
+use candle_core::Device;
+use clap::ValueEnum;
+use mos_codes::{CodeTable, TableConfig};
+use std::path::PathBuf;
+
+/// One word in so many has a code, by default.
+pub const WORDS_PER_CODE: usize = 5;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TableKind {
+    /// Learned by a language model and a reallocation of the words in turn
+    Learned,
+    /// Words of similar frequency in one row
+    Frequency,
+    Random,
+}
+
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(next_help_heading = "Codes of words")]
+pub struct TableFlags {
+    /// Number of codes [default: a fifth of the words, or the fewest that hold them]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub codes: Option<usize>,
+    /// How words are put into a table [default: learned]. A checkpoint that training continues from has its own
+    #[arg(long, value_enum)]
+    pub table: Option<TableKind>,
+    /// Epochs in which a table is learned, with a new table in each; the first is random [default: 4]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub rounds: Option<usize>,
+    /// File of the learned table: continued if it exists, and written after each round
+    #[arg(long, value_name = "FILE")]
+    pub table_file: Option<PathBuf>,
+    /// Draw rows of the table with their words as an SVG file
+    #[arg(long, value_name = "FILE.svg")]
+    pub table_picture: Option<PathBuf>,
+}
+
+impl TableFlags {
+    /// Fails if flags have no effect: there are codes, a table, or neither.
+    pub fn check(&self, has_codes: bool, has_table: bool) -> Result<()> {
+        if self.codes.is_some() && !has_codes {
+            return Err("--codes is for a hybrid table and for pieces of words".into());
+        }
+        let of_table = [
+            ("--table", self.table.is_some()),
+            ("--rounds", self.rounds.is_some()),
+            ("--table-file", self.table_file.is_some()),
+            ("--table-picture", self.table_picture.is_some()),
+        ];
+        if let Some((flag, _)) = of_table.iter().find(|(_, is_set)| *is_set && !has_table) {
+            return Err(format!("{flag} is for words in a table: light or hybrid").into());
+        }
+        let is_learned = self.table.is_none_or(|table| table == TableKind::Learned);
+        match of_table[1..3].iter().find(|(_, is_set)| *is_set && !is_learned) {
+            Some((flag, _)) => Err(format!("{flag} is for --table learned").into()),
+            None => Ok(()),
+        }
+    }
+
+    /// The table of these sizes for words that occur so often. `text` and the recipe of a language model are for a table
+    /// that is learned.
+    pub fn choose(
+        &self,
+        config: TableConfig,
+        (words, counts): (&[String], &[f64]),
+        text: &Data<u32>,
+        recipe: &Recipe,
+        device: &Device,
+    ) -> Result<CodeTable> {
+        let random = || CodeTable::random(config, counts, recipe.seed);
+        Ok(match self.table.unwrap_or(TableKind::Learned) {
+            TableKind::Frequency => CodeTable::by_frequency(config, counts)?,
+            TableKind::Random => random()?,
+            TableKind::Learned => {
+                let rounds = (self.rounds.unwrap_or(4), recipe);
+                learn(text, words, random()?, rounds, self.table_file.as_deref(), device)?
+            }
+        })
+    }
+
+    /// Draws the table, if the flags ask for it.
+    pub fn draw(&self, table: &CodeTable, words: &[String], counts: &[f64]) -> Result<()> {
+        self.table_picture.iter().try_for_each(|path| table_picture::draw(path, table, words, counts))
+    }
+}

@@ -1,0 +1,25 @@
+//! Parsers of the values of flags. The error messages say which values are valid; clap adds the flag.
+
+fn parse<T: std::str::FromStr>(value: &str, wanted: &str, valid: impl Fn(&T) -> bool) -> Result<T, String> {
+    value.parse().ok().filter(valid).ok_or_else(|| format!("expected {wanted}"))
+}
+
+pub fn positive(value: &str) -> Result<usize, String> {
+    parse(value, "a whole number of at least 1", |&x| x > 0)
+}
+
+pub fn above_zero(value: &str) -> Result<f64, String> {
+    parse(value, "a number above 0", |&x: &f64| x > 0.0 && x.is_finite())
+}
+
+pub fn not_negative(value: &str) -> Result<f64, String> {
+    parse(value, "a number of at least 0", |&x: &f64| x >= 0.0 && x.is_finite())
+}
+
+pub fn up_to_one(value: &str) -> Result<f64, String> {
+    parse(value, "a number from 0 to 1", |x| (0.0..=1.0).contains(x))
+}
+
+pub fn below_one(value: &str) -> Result<f64, String> {
+    parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))
+}

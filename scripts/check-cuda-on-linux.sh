@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all tests with the feature `cuda` on an emulated driver (tests/cuda_on_linux), which needs a Rust
 # toolchain and a C++ compiler, but neither CUDA nor a GPU. Arguments are those of `cargo test`, such as `--test laws`.
-# With EXAMPLE=NAME it runs that example instead, with the arguments.
+# With EXAMPLE=NAME or PROGRAM=NAME it runs that example, or that program of the lab, instead, with the arguments.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,5 +30,7 @@ unset CUDA_PATH CUDA_ROOT
 export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 if [[ -n ${EXAMPLE:-} ]]; then
     exec cargo run --locked --release --features cuda --example "$EXAMPLE" -- "$@"
+elif [[ -n ${PROGRAM:-} ]]; then
+    exec cargo run --locked --release --features cuda -p lab --bin "$PROGRAM" -- "$@"
 fi
 exec cargo test --locked --release --features cuda "$@"

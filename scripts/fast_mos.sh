@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The comparisons of Kong et al. (2019), "Fast and Simple Mixture of Softmaxes with BPE and Hybrid-LightRNN for Language
-# Generation", on a folder of parallel texts as example seq2seq reads it: time, memory and BLEU of 1, 3 and 9 softmaxes
+# Generation", on a folder of parallel texts as the lab's program `translation` reads it: time, memory and BLEU of 1, 3 and 9 softmaxes
 # over words, byte pairs and codes; then the tables of codes and their sizes, with 9 softmaxes.
 #
 #   scripts/fast_mos.sh DIR [EPOCHS] [FLAG..]
 #
 # Every run is a process of its own, so that its peak of memory is its own. One softmax is --head softmax, the paper's
 # baseline: a mixture of one has a linear layer more. Contexts are as wide as the LSTM at any number of softmaxes, and
-# byte pairs are as many as codes, as in the paper. Other flags of the example (--seed 2, --device cuda) are for all runs.
+# byte pairs are as many as codes, as in the paper. Other flags of the program (--seed 2, --device cuda) are for all runs.
 #
 # OUT (fast_mos.jsonl) gets a line for each run, and learned tables lie beside it; CODES (1200) is the size of the dictionaries, FEWER_CODES (600) that of
 # a smaller one, HIDDEN (256) the number of LSTM units; FEATURES are features of the crate.
@@ -22,8 +22,8 @@ codes=${CODES:-1200}
 fewer_codes=${FEWER_CODES:-600}
 hidden=${HIDDEN:-256}
 
-cargo build --locked --release ${FEATURES:+--features "$FEATURES"} --example seq2seq
-example=${CARGO_TARGET_DIR:-target}/release/examples/seq2seq
+cargo build --locked --release ${FEATURES:+--features "$FEATURES"} -p lab --bin translation
+translation=${CARGO_TARGET_DIR:-target}/release/translation
 touch "$out"
 start=$(wc -l <"$out")
 
@@ -34,7 +34,7 @@ run() {
     head=(--head mos --components "$components" --context "$hidden")
     if [ "$components" = 1 ]; then head=(--head softmax); fi
     echo "$name, K = $components" >&2
-    "$example" --data "$folder" --epochs "$epochs" --hidden "$hidden" "${head[@]}" "$@" "${flags[@]}" --samples 0 --json |
+    "$translation" --data "$folder" --epochs "$epochs" --hidden "$hidden" "${head[@]}" "$@" "${flags[@]}" --samples 0 --json |
         grep '^\[{' | sed "s/^\[{/{\"run\":\"$name\",/; s/}\]$/}/" >>"$out" || echo "$name, K = $components: failed" >&2
 }
 

@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 
 TESTS=(accumulation api beam_search char_cnn cuda_on_linux custom_head decoder decoding dropout edges errors factorised
     factorised_decoding golden gradients laws options sampled save_load scale training)
-EXAMPLES=(step_time lstm_lm)
+PROGRAMS=(step_time language_model)
 BENCHES=(decoding)
 SANITIZED=(options decoding sampled)
 SHAPES=(ptb wt2 1b llm)
@@ -40,7 +40,7 @@ pack() {
     trap 'rm -rf "$folder"' EXIT
     local build=(--locked --features cuda --message-format=json)
     cargo test --release --no-run "${build[@]}" "${TESTS[@]/#/--test=}" | copy_executables test- "${TESTS[@]}"
-    cargo build --release "${build[@]}" "${EXAMPLES[@]/#/--example=}" | copy_executables '' "${EXAMPLES[@]}"
+    cargo build --release -p lab "${build[@]}" "${PROGRAMS[@]/#/--bin=}" | copy_executables '' "${PROGRAMS[@]}"
     cargo bench --no-run "${build[@]}" "${BENCHES[@]/#/--bench=}" | copy_executables bench- "${BENCHES[@]}"
     strip "$folder"/*
     git rev-parse HEAD >"$folder/commit"
@@ -71,7 +71,7 @@ run_scale() {
 }
 
 run_model() {
-    (cd "$folder" && limited ./lstm_lm --device cuda) 2>&1 | tee "$out/lstm_lm.log" | tail -n 8 || true
+    (cd "$folder" && limited ./language_model --device cuda) 2>&1 | tee "$out/language_model.log" | tail -n 8 || true
 }
 
 run_steps() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures the time and memory that README.md and benches/RESULTS.md show: this crate and PyTorch in turn, at one commit
-# on one machine. Appends JSON lines to benches/results; `cargo run --release --example figures` makes the tables and
+# on one machine. Appends JSON lines to benches/results; `cargo run --release -p lab --bin figures` makes the tables and
 # pictures of them. An hour on two cores, which should have nothing else to do.
 #
 #   scripts/measure.sh [FLAG..] [LEG..]     measures these legs, or all

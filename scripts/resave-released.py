@@ -3,7 +3,7 @@
 
     pip install torch numpy safetensors
     python scripts/resave-released.py model.pt model.safetensors
-    cargo run --release --example lstm_lm -- --data DIR --evaluate model.safetensors
+    cargo run --release -p lab --bin language_model -- --data DIR --evaluate model.safetensors
 
 The released code saves whole modules, with `torch.save(model)`. Their classes are not needed: modules of unknown classes
 are read as plain modules with the parameters that they hold. Unpickling runs what the file says: read only files that

@@ -1,5 +1,5 @@
 """One training step over a large vocabulary in PyTorch: AdaptiveLogSoftmaxWithLoss, or a full softmax; loss and the
-gradients of the hidden states and of all parameters, as `examples/step_time --shape large` has them.
+gradients of the hidden states and of all parameters, as the lab's `step_time --shape large` has them.
 
     python benches/peers/adaptive.py --implementation adaptive
 
@@ -27,7 +27,7 @@ def arguments():
 
 
 def zipf(positions, vocab):
-    """The targets of examples/step_time: P(id) = log((id + 2) / (id + 1)) / log(vocab + 1)."""
+    """The targets of the lab's step_time: P(id) = log((id + 2) / (id + 1)) / log(vocab + 1)."""
     quantiles = (torch.arange(positions, dtype=torch.float64) * 0.6180339887498949).frac()
     ids = torch.expm1(quantiles * torch.log1p(torch.tensor(float(vocab), dtype=torch.float64)))
     return ids.long().clamp(max=vocab - 1)

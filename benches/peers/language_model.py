@@ -1,9 +1,9 @@
-"""Training of a whole language model in PyTorch, as `examples/lstm_lm` does: embedding, one LSTM, output layer, SGD with
+"""Training of a whole language model in PyTorch, as `lab/src/bin/language_model` does: embedding, one LSTM, output layer, SGD with
 clipping of the gradients' norm. Prints one JSON line with the positions per second.
 
     python benches/peers/language_model.py --data DIR --head mos --compile
 
-DIR holds train.txt, one sentence per line. Sizes and recipe are the defaults of `lstm_lm --data`.
+DIR holds train.txt, one sentence per line. Sizes and recipe are the defaults of the lab's `language_model --data`.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """One training step of the output layer in PyTorch: contexts, priors, loss, and the gradients of the hidden states and
-of all parameters, on the sizes and leaves of `examples/step_time`.
+of all parameters, on the sizes and leaves of `lab/src/bin/step_time`.
 
     python benches/peers/step.py --shape ptb --implementation eager
 
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from record import Peak, add_arguments, emit, library, median, start, timed
 
-# (positions, K, d, vocab, hidden), as in examples/step_time.
+# (positions, K, d, vocab, hidden), as in the lab's step_time.
 SHAPES = {
     "ptb": (840, 15, 280, 10_000, 620),
     "wt2": (1050, 15, 300, 33_278, 650),
@@ -52,7 +52,7 @@ def arguments():
 
 
 class Leaves:
-    """The leaves of the computation, with the scales of examples/step_time."""
+    """The leaves of the computation, with the scales of the lab's step_time."""
 
     def __init__(self, sizes, dtype, device):
         positions, components, context, vocab, hidden = sizes

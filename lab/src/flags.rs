@@ -1,4 +1,4 @@
-//! Flags that the training examples share, and the checks of their paths.
+//! Flags that the training programs share, and the checks of their paths.
 
 use super::device::DeviceKind;
 use super::head::HeadKind;

@@ -57,7 +57,7 @@ impl Teacher {
         &self.probabilities[current as usize * VOCAB..][..VOCAB]
     }
 
-    /// The corpus of the example.
+    /// The corpus of the program.
     pub fn built_in(&self, seed: u64) -> Corpus {
         self.corpus(TRAIN_TOKENS, VALID_TOKENS, seed)
     }

@@ -6,18 +6,18 @@ import subprocess
 
 from machine import git
 
-DOCUMENTS = ["README.md", "examples/README.md", "benches/RESULTS.md", "docs/measurements.md"]
+DOCUMENTS = ["README.md", "lab/README.md", "benches/RESULTS.md", "docs/measurements.md"]
 ENGINE = ["src/backend/cpu", "src/backend/*.rs", "src/mixture", "src/loss", "src/heads"]
 DECODING = ["src/decoding", "src/backend/cpu", "src/backend/*.rs", "src/mixture"]
-TRAINING = [*ENGINE, "examples/common", "examples/lstm_lm"]
+TRAINING = [*ENGINE, "lab/src/*.rs", "lab/src/bin/language_model"]
 VOCABULARIES = [*ENGINE, "src/decoder", "src/two_level"]
 CODE = dict.fromkeys(["step-ptb", "step-llm", "steps", "without-gradients", "dtypes", "instruction-sets"], ENGINE)
 CODE |= dict.fromkeys(["positions", "confident", "budget", "docs/step.svg"], ENGINE)
 CODE |= {"decoding": DECODING, "decoding-all": DECODING, "decoding-heads": DECODING}
 CODE |= {"output-steps": VOCABULARIES, "outputs": [*VOCABULARIES, *TRAINING], "language-model": TRAINING}
-CODE |= {"penn-treebank": TRAINING, "assignment": ["src/codes/assignment", "codes/src"]}
-CODE |= {"fast-mos": [*ENGINE, "src/codes", "codes/src", "examples/seq2seq"]}
-CODE |= {"translation": [*ENGINE, "examples/seq2seq"], "characters": [*ENGINE, "examples/char_lm"]}
+CODE |= {"penn-treebank": TRAINING, "assignment": ["codes/src/assignment"]}
+CODE |= {"fast-mos": [*ENGINE, "codes/src", "lab/src/bin/translation"]}
+CODE |= {"translation": [*ENGINE, "lab/src/bin/translation"], "characters": [*ENGINE, "lab/src/bin/characters"]}
 
 
 def changes(commit, paths):

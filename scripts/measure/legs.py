@@ -13,7 +13,7 @@ import time
 
 from age import check
 from lines import assignment_lines, composed_step, decoding_lines, json_of, loss_alone, rounded, sizes, training_step
-from machine import example, git, physical_cores, processor
+from machine import git, physical_cores, processor, program
 
 RESULTS = "benches/results"
 WORK = "target/measure"
@@ -25,7 +25,7 @@ FILES = {
     "codes": ["assignment"],
 }
 # What must be committed, so that a commit says what was measured.
-MEASURED = ["src", "examples", "benches/*.rs", "benches/peers", "tests/common", "Cargo.toml", "Cargo.lock", "build.rs"]
+MEASURED = ["src", "codes", "lab", "benches/*.rs", "benches/peers", "tests/common", "Cargo.toml", "Cargo.lock", "build.rs"]
 MEASURED += ["scripts/measure", "scripts/measure.sh"]
 SENTENCES = 4700
 
@@ -105,8 +105,8 @@ class Legs:
 
     def step_time(self, figure, flags, convert, later=(), environment=None, reps=1):
         flags = flags.split() + ["--reps", str(1 if self.quick else reps), "--warmup", "1"]
-        display = "cargo run --release --example step_time -- " + " ".join(flags)
-        command = [example("step_time"), *flags]
+        display = "cargo run --release -p lab --bin step_time -- " + " ".join(flags)
+        command = [program("step_time"), *flags]
 
         def converted(output):
             return {"figure": figure, "implementation": "mos-head"} | convert(json_of(output))
@@ -321,8 +321,8 @@ class Legs:
                 }
 
             told = f" # DIR: the first {sentences} sentences of Penn Treebank"
-            display = f"cargo run --release --example lstm_lm -- --data DIR {flags}{told}"
-            runs = [Run([example("lstm_lm"), "--data", folder, *flags.split()], display, convert)]
+            display = f"cargo run --release -p lab --bin language_model -- --data DIR {flags}{told}"
+            runs = [Run([program("language_model"), "--data", folder, *flags.split()], display, convert)]
             for compiled in ("", " --compile"):
                 for run in self.peer("language_model", f"--data {folder} --head {head}{compiled}"):
                     run.display = run.display.replace(folder, "DIR") + told
@@ -347,7 +347,7 @@ class Legs:
         if self.quick:
             print("assignment: has no small sizes, left out of --quick", file=sys.stderr)
             return
-        command = ["cargo", "test", "--release", "--locked", "--lib", "assignment"]
+        command = ["cargo", "test", "--release", "--locked", "-p", "mos-codes", "--lib", "assignment"]
         command += ["--", "--ignored", "--nocapture"]
         print("  " + " ".join(command), file=sys.stderr)
         try:
@@ -397,7 +397,7 @@ def main():
         return 0
     if os.getloadavg()[0] > 0.5 and not args.quick:
         print(f"This machine does something else: its load is {os.getloadavg()[0]:.1f}.", file=sys.stderr)
-    build = ["cargo", "build", "--release", "--locked", "--example", "step_time", "--example", "lstm_lm"]
+    build = ["cargo", "build", "--release", "--locked", "-p", "lab", "--bin", "step_time", "--bin", "language_model"]
     subprocess.run(build, check=True)
     measure = Legs(args)
     for leg in args.legs or legs:
@@ -409,7 +409,7 @@ def main():
         print("failed:\n  " + "\n  ".join(measure.failed), file=sys.stderr)
         return 1
     if not args.quick:
-        print("cargo run --release --example figures makes the tables and pictures of them.", file=sys.stderr)
+        print("cargo run --release -p lab --bin figures makes the tables and pictures of them.", file=sys.stderr)
     return 0
 
 

@@ -8,8 +8,9 @@ def git(*arguments):
     return subprocess.run(["git", *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def example(name):
-    return os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release", "examples", name)
+def program(name):
+    """A program of the lab."""
+    return os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release", name)
 
 
 def physical_cores():

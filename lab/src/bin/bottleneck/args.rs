@@ -8,7 +8,7 @@ use std::path::PathBuf;
 /// Measures the rank of a language model's log-probabilities, and what a lower rank would cost.
 #[derive(Debug, Parser)]
 pub(crate) struct Args {
-    /// Checkpoints of lstm_lm; with --weight, a safetensors file
+    /// Checkpoints of language_model; with --weight, a safetensors file
     #[arg(required = true, value_name = "CHECKPOINT")]
     pub(crate) checkpoints: Vec<PathBuf>,
     /// Print the contexts in which two checkpoints differ most, with the most probable tokens of each

@@ -1,17 +1,17 @@
 //! Does a model have a softmax bottleneck? Measures the matrix of its log-probabilities over many contexts.
 //!
-//!     cargo run --release --example lstm_lm -- --save models
-//!     cargo run --release --example bottleneck -- models/softmax.safetensors models/moc.safetensors models/mos.safetensors
+//!     cargo run --release -p lab --bin language_model -- --save models
+//!     cargo run --release -p lab --bin bottleneck -- models/softmax.safetensors models/moc.safetensors models/mos.safetensors
 //!
 //! The numerical rank of the log-probabilities [contexts, vocab], their singular values, the mean divergence between the
 //! distributions of two contexts, the components in use, and the perplexity that is left if the matrix is replaced by
 //! its best approximation of a lower rank (Yang et al., 2018, tables 6, 7 and 11, figure 1).
 //!
-//!     cargo run --release --example bottleneck -- --compare models/softmax.safetensors models/mos.safetensors
+//!     cargo run --release -p lab --bin bottleneck -- --compare models/softmax.safetensors models/mos.safetensors
 //!
 //! The contexts in which two models differ most, with the most probable tokens of each (table 14).
 //!
-//!     cargo run --release --example bottleneck -- model.safetensors --weight lm_head.weight --hidden states.safetensors
+//!     cargo run --release -p lab --bin bottleneck -- model.safetensors --weight lm_head.weight --hidden states.safetensors
 //!
 //! The same for the output layer of any model: a matrix [vocab, d], and hidden states [.., d].
 

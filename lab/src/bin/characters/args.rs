@@ -65,9 +65,9 @@ mod tests {
 
     #[test]
     fn models_have_equal_parameter_counts_within_one_percent() {
-        let built_in = ["char_lm"];
-        let file = ["char_lm", "--data", "text.txt"];
-        let components = ["char_lm", "--data", "text.txt", "--components", "10", "--layers", "2"];
+        let built_in = ["characters"];
+        let file = ["characters", "--data", "text.txt"];
+        let components = ["characters", "--data", "text.txt", "--components", "10", "--layers", "2"];
         for flags in [&built_in[..], &file[..], &components[..]] {
             let recipe = Args::try_parse_from(flags).expect("valid flags").recipe(65);
             let softmax = sizes(&recipe, HeadKind::Softmax, 65);

@@ -1,8 +1,8 @@
 //! Trains an LSTM on characters with each of the three output layers at equal size: a task where a mixture cannot help.
 //!
-//!     cargo run --release --example char_lm
+//!     cargo run --release -p lab --bin characters
 //!
-//! The opposite of `lstm_lm` (Yang et al., appendix C.2): with no more characters than dimensions, vocab <= d, one
+//! The opposite of `language_model` (Yang et al., appendix C.2): with no more characters than dimensions, vocab <= d, one
 //! softmax can represent every log-probability matrix, so there is no bottleneck for a mixture to break. All models
 //! have as many parameters as the softmax's. The mixtures' contexts are as wide as the alphabet, so that their
 //! softmaxes have no bottleneck either; their larger projection (K d (hidden + 1) parameters, several times the
@@ -10,7 +10,7 @@
 //! would be far narrower than the alphabet. Without data it trains on `built_in.txt`, 150,000 characters of Rust and
 //! English, for a minute or two on 2 cores.
 //!
-//!     cargo run --release --example char_lm -- --data FILE --generate 500 --temperature 0.8
+//!     cargo run --release -p lab --bin characters -- --data FILE --generate 500 --temperature 0.8
 //!
 //! Any text works: the characters of all its parts are the alphabet; the first 90 % are for training, the next 5 % for
 //! validation, the last 5 % for test.
@@ -89,7 +89,7 @@ mod tests {
     fn every_head_learns_a_sentence_by_heart() {
         let text = "Where the vocabulary is small, one softmax is enough.\n".repeat(80);
         let corpus = Corpus::new("a sentence".into(), &text).expect("long enough");
-        let args = Args::try_parse_from(["char_lm", "--hidden", "32", "--batch", "4", "--bptt", "16", "--epochs", "3"]);
+        let args = Args::try_parse_from(["characters", "--hidden", "32", "--batch", "4", "--bptt", "16", "--epochs", "3"]);
         let args = args.expect("valid flags");
         let (vocab, device) = (corpus.alphabet.len(), candle_core::Device::Cpu);
         let recipe = args.recipe(vocab);

@@ -254,7 +254,7 @@ mod tests {
     use super::*;
 
     fn recipe(flags: &[&str]) -> Recipe {
-        Args::try_parse_from([&["lstm_lm", "--data", "DIR"], flags].concat())
+        Args::try_parse_from([&["language_model", "--data", "DIR"], flags].concat())
             .expect("valid flags")
             .recipe()
             .expect("no contradiction")
@@ -282,13 +282,13 @@ mod tests {
     #[test]
     fn a_preset_has_its_head() {
         let heads = |flags: &[&str]| {
-            let flags = [&["lstm_lm", "--data", "DIR"], flags].concat();
+            let flags = [&["language_model", "--data", "DIR"], flags].concat();
             Args::try_parse_from(flags).expect("valid flags").training().heads()
         };
         assert_eq!(heads(&["--preset", "ptb-mos"]), [HeadKind::Mos]);
         assert_eq!(heads(&["--preset", "small"]), HeadKind::ALL);
         assert_eq!(heads(&["--preset", "small", "--head", "moc"]), [HeadKind::Moc]);
-        let args = Args::try_parse_from(["lstm_lm", "--data", "DIR", "--preset", "ptb-mos", "--head", "softmax"]);
+        let args = Args::try_parse_from(["language_model", "--data", "DIR", "--preset", "ptb-mos", "--head", "softmax"]);
         let error = args.expect("valid flags").check_head().expect_err("another head").to_string();
         assert!(error.contains("--head mos") && error.contains("softmax"), "{error}");
     }
@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn heads_that_cannot_have_the_output_are_left_out_of_all() {
         let flags = |flags: &str| {
-            let args = ["lstm_lm"].into_iter().chain(flags.split_whitespace());
+            let args = ["language_model"].into_iter().chain(flags.split_whitespace());
             Args::try_parse_from(args).expect("valid flags").training()
         };
         for all in ["--output nce", "--output nce --head all", "--output nce --search 2"] {
@@ -322,7 +322,7 @@ mod tests {
     fn spelling_has_its_own_sizes_and_a_softmax() {
         let spelled = recipe(&["--spell", "FILE", "--hidden", "64"]);
         assert_eq!((spelled.hidden, spelled.embedding, spelled.optimizer), (64, Some(32), OptimizerKind::Adam));
-        let args = |flags: &str| Args::try_parse_from(format!("lstm_lm --spell F {flags}").split_whitespace());
+        let args = |flags: &str| Args::try_parse_from(format!("language_model --spell F {flags}").split_whitespace());
         assert_eq!(args("--renormalise 0").expect("valid flags").training().heads(), [HeadKind::Softmax]);
         assert_eq!(args("--head all").expect("valid flags").training().heads(), HeadKind::ALL);
         for flags in ["--tied", "--output nce", "--codes 9", "--finetune F", "--generate 5", "--evaluate F", "--cache"]
@@ -338,7 +338,7 @@ mod tests {
             &["--preset", "ptb-mos", "--embedding", "300", "--context", "200"][..],
             &["--preset", "ptb-softmax", "--embedding", "300", "--hidden", "200"],
         ] {
-            let args = Args::try_parse_from([&["lstm_lm", "--data", "DIR"], flags].concat()).expect("valid flags");
+            let args = Args::try_parse_from([&["language_model", "--data", "DIR"], flags].concat()).expect("valid flags");
             let error = args.recipe().expect_err("a contradiction").to_string();
             assert!(error.contains("300") && error.contains("200"), "{error}");
         }
@@ -349,13 +349,13 @@ mod tests {
         let flags =
             ["--dynamic-lr 1", "--cache-window 5", "--floor 1e-8", "--export F", "--preset small", "--renormalise 5"];
         for flags in flags {
-            let with = |start: &str| Args::try_parse_from(format!("lstm_lm {start} {flags}").split_whitespace());
+            let with = |start: &str| Args::try_parse_from(format!("language_model {start} {flags}").split_whitespace());
             assert!(with("").is_err(), "{flags}");
         }
         for flags in ["--lr 1", "--tied", "--bptt 3", "--head mos", "--generate 5", "--dynamic-lr 1"] {
-            let with = |start: &str| Args::try_parse_from(format!("lstm_lm {start} {flags}").split_whitespace());
+            let with = |start: &str| Args::try_parse_from(format!("language_model {start} {flags}").split_whitespace());
             assert!(with("--evaluate F").is_err(), "{flags}");
         }
-        assert!(Args::try_parse_from("lstm_lm --evaluate F --cache --cache-window 5 --floor 1e-8".split(' ')).is_ok());
+        assert!(Args::try_parse_from("language_model --evaluate F --cache --cache-window 5 --floor 1e-8".split(' ')).is_ok());
     }
 }

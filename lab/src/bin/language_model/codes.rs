@@ -53,7 +53,7 @@ mod tests {
     use lab::language::Teacher;
 
     fn coded(corpus: &Corpus, flags: &str) -> Result<Option<Coding>> {
-        let args = Args::try_parse_from(["lstm_lm"].into_iter().chain(flags.split_whitespace())).expect("valid flags");
+        let args = Args::try_parse_from(["language_model"].into_iter().chain(flags.split_whitespace())).expect("valid flags");
         coding(&args, corpus, &args.recipe()?, &Device::Cpu)
     }
 
@@ -62,7 +62,7 @@ mod tests {
         let corpus = Teacher::new().corpus(2000, 500, 1);
         let config = TableConfig::light_rnn(512);
         let table = CodeTable::random(config, &vec![1.0; 512], 9).expect("fits");
-        let path = std::env::temp_dir().join(format!("lstm_lm_codes_{}.safetensors", std::process::id()));
+        let path = std::env::temp_dir().join(format!("language_model_codes_{}.safetensors", std::process::id()));
         let mut file = Checkpoint::default();
         insert_table(&mut file, "codes", &table).expect("a table");
         file.save(&path).expect("writes");

@@ -1,23 +1,23 @@
 //! Trains an LSTM language model with each of the three output layers at equal size.
 //!
-//!     cargo run --release --example lstm_lm
+//!     cargo run --release -p lab --bin language_model
 //!
 //! Without data: 256,000 tokens of a built-in language of 512 words, whose entropy is known. In about a minute on 2
 //! cores the softmax gets within 0.65 nats of it, the mixture of contexts 0.58, the mixture of softmaxes 0.40.
 //!
-//!     cargo run --release --example lstm_lm -- --data DIR
+//!     cargo run --release -p lab --bin language_model -- --data DIR
 //!
 //! With a folder of train.txt and valid.txt (one sentence per line): a model of 4.8 million parameters for a vocabulary
 //! of 10,000. On Penn Treebank, the validation perplexity after 3 epochs is 135 with the softmax (124 with --lr 35
 //! --dropout 0.04, at which the mixtures are unstable), 129 with the mixture of contexts and 126 with the mixture of
 //! softmaxes; an epoch takes minutes.
 //!
-//!     cargo run --release --example lstm_lm -- --data DIR --preset ptb-mos --save mos.safetensors --minutes 60
+//!     cargo run --release -p lab --bin language_model -- --data DIR --preset ptb-mos --save mos.safetensors --minutes 60
 //!
 //! The model of the paper with its recipe, in legs of an hour (`presets`); `--evaluate` a checkpoint, also a released
 //! one (`released`), with dynamic evaluation (`dynamic`) and a continuous cache (`cache`).
 //!
-//!     cargo run --release --example lstm_lm -- --data DIR --spell mos.safetensors --save spelled.safetensors
+//!     cargo run --release -p lab --bin language_model -- --data DIR --spell mos.safetensors --save spelled.safetensors
 //!
 //! A character LSTM that spells the next word from the hidden states of a trained model (`spell`).
 //!

@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn files_of_different_length_are_an_error_that_says_so() {
-        let folder = std::env::temp_dir().join(format!("seq2seq_corpus_{}", std::process::id()));
+        let folder = std::env::temp_dir().join(format!("translation_corpus_{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let error = |folder: &Path| Corpus::from_folder(folder, "de", "en").err().unwrap().to_string();
         assert!(error(&folder).contains("train.de"));

@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn a_line_without_utterances_is_an_error_that_names_it() {
-        let path = std::env::temp_dir().join(format!("seq2seq_dialogue_{}.jsonl", std::process::id()));
+        let path = std::env::temp_dir().join(format!("translation_dialogue_{}.jsonl", std::process::id()));
         std::fs::write(&path, "{\"utts\": []}\n{\"turns\": []}\n").unwrap();
         let error = corpus(&path, 1, 1).err().unwrap().to_string();
         assert!(error.contains("line 2") && error.contains("utts"), "{error}");

@@ -1,17 +1,17 @@
 //! Trains an LSTM encoder-decoder with attention with each of the three output layers at equal size.
 //!
-//!     cargo run --release --example seq2seq
+//!     cargo run --release -p lab --bin translation
 //!
 //! Without data, translates English into a built-in language. Every head gets over 95% of new sentences exactly right.
 //!
-//!     cargo run --release --example seq2seq -- --data DIR --source de --target en --head mos --save mos.safetensors
-//!     cargo run --release --example seq2seq -- --translate --resume mos.safetensors < lines
+//!     cargo run --release -p lab --bin translation -- --data DIR --source de --target en --head mos --save mos.safetensors
+//!     cargo run --release -p lab --bin translation -- --translate --resume mos.safetensors < lines
 //!
 //! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de. With
 //! `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a mixture is cheap.
 //!
-//!     cargo run --release --example seq2seq -- --dialogue FILE.jsonl --head mos --save mos.safetensors
-//!     cargo run --release --example seq2seq -- --chat --resume mos.safetensors --temperature 0.7
+//!     cargo run --release -p lab --bin translation -- --dialogue FILE.jsonl --head mos --save mos.safetensors
+//!     cargo run --release -p lab --bin translation -- --chat --resume mos.safetensors --temperature 0.7
 //!
 //! Responds to the utterances before, and ends with precision and recall of five responses to each held-out context.
 

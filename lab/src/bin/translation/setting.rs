@@ -99,7 +99,7 @@ mod tests {
         let mut whole = session(HeadKind::Mos, &corpus, &setting, (2, 16, 0.2));
         whole.run(None, None, None).unwrap();
 
-        let path = std::env::temp_dir().join(format!("seq2seq_{}.safetensors", std::process::id()));
+        let path = std::env::temp_dir().join(format!("translation_{}.safetensors", std::process::id()));
         session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.2)).run(Some(&path), None, None).unwrap();
         let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
         let again = Setting::from_checkpoint(&checkpoint).unwrap();
@@ -125,7 +125,7 @@ mod tests {
         let corpus = toy::corpus(300, 40, 7);
         let [_, target] = vocabularies(Shape::Hybrid, &random()).unwrap();
         let setting = Setting { target, ..setting(&corpus) };
-        let path = std::env::temp_dir().join(format!("seq2seq_codes_{}.safetensors", std::process::id()));
+        let path = std::env::temp_dir().join(format!("translation_codes_{}.safetensors", std::process::id()));
         let mut session = session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.0));
         session.run(Some(&path), None, None).unwrap();
         let model = load_model(&Checkpoint::load(&path, &Device::Cpu).unwrap(), &Device::Cpu).unwrap();

@@ -6,8 +6,7 @@ use crate::results::{read, Result, Results};
 use crate::{pictures, tables};
 
 /// The documents in which tables may stand.
-pub(crate) const DOCUMENTS: [&str; 4] =
-    ["README.md", "lab/README.md", "benches/RESULTS.md", "docs/measurements.md"];
+pub(crate) const DOCUMENTS: [&str; 4] = ["README.md", "lab/README.md", "benches/RESULTS.md", "docs/measurements.md"];
 
 /// The documents that exist, with their texts.
 pub(crate) fn documents(root: &Path) -> Result<Vec<(&'static str, String)>> {

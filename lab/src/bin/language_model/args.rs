@@ -288,7 +288,8 @@ mod tests {
         assert_eq!(heads(&["--preset", "ptb-mos"]), [HeadKind::Mos]);
         assert_eq!(heads(&["--preset", "small"]), HeadKind::ALL);
         assert_eq!(heads(&["--preset", "small", "--head", "moc"]), [HeadKind::Moc]);
-        let args = Args::try_parse_from(["language_model", "--data", "DIR", "--preset", "ptb-mos", "--head", "softmax"]);
+        let args =
+            Args::try_parse_from(["language_model", "--data", "DIR", "--preset", "ptb-mos", "--head", "softmax"]);
         let error = args.expect("valid flags").check_head().expect_err("another head").to_string();
         assert!(error.contains("--head mos") && error.contains("softmax"), "{error}");
     }
@@ -338,7 +339,8 @@ mod tests {
             &["--preset", "ptb-mos", "--embedding", "300", "--context", "200"][..],
             &["--preset", "ptb-softmax", "--embedding", "300", "--hidden", "200"],
         ] {
-            let args = Args::try_parse_from([&["language_model", "--data", "DIR"], flags].concat()).expect("valid flags");
+            let args =
+                Args::try_parse_from([&["language_model", "--data", "DIR"], flags].concat()).expect("valid flags");
             let error = args.recipe().expect_err("a contradiction").to_string();
             assert!(error.contains("300") && error.contains("200"), "{error}");
         }
@@ -356,6 +358,7 @@ mod tests {
             let with = |start: &str| Args::try_parse_from(format!("language_model {start} {flags}").split_whitespace());
             assert!(with("--evaluate F").is_err(), "{flags}");
         }
-        assert!(Args::try_parse_from("language_model --evaluate F --cache --cache-window 5 --floor 1e-8".split(' ')).is_ok());
+        assert!(Args::try_parse_from("language_model --evaluate F --cache --cache-window 5 --floor 1e-8".split(' '))
+            .is_ok());
     }
 }

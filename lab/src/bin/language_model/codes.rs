@@ -53,7 +53,8 @@ mod tests {
     use lab::language::Teacher;
 
     fn coded(corpus: &Corpus, flags: &str) -> Result<Option<Coding>> {
-        let args = Args::try_parse_from(["language_model"].into_iter().chain(flags.split_whitespace())).expect("valid flags");
+        let args =
+            Args::try_parse_from(["language_model"].into_iter().chain(flags.split_whitespace())).expect("valid flags");
         coding(&args, corpus, &args.recipe()?, &Device::Cpu)
     }
 

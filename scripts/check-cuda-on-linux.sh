@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs all tests with the feature `cuda` on an emulated driver (tests/cuda_on_linux), which needs a Rust
+# Runs all tests with the feature `cuda` on an emulated driver (emulated/cuda), which needs a Rust
 # toolchain and a C++ compiler, but neither CUDA nor a GPU. Arguments are those of `cargo test`, such as `--test laws`.
 # With EXAMPLE=NAME or PROGRAM=NAME it runs that example, or that program of the lab, instead, with the arguments.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/cuda-on-linux"
-toolkit=$PWD/tests/cuda_on_linux
+toolkit=$PWD/emulated/cuda
 libraries=$(realpath -m "$CARGO_TARGET_DIR")/toolkit/lib64
 mkdir -p "$libraries"
 # One library has the functions of all that candle links to.

@@ -4,9 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-toolkit=$PWD/tests/cuda_on_linux
+toolkit=$PWD/emulated/cuda
 export NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP="${CUDA_COMPUTE_CAP:-90}"
 unset CUDA_HOME CUDA_PATH CUDA_ROOT
 # A separate target folder, so that these kernels are never used as compiled ones.
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/check-cuda"
-cargo clippy --locked --all-targets --features cuda -- "$@"
+cargo clippy --locked --workspace --all-targets --features mos-head/cuda,lab/cuda -- "$@"

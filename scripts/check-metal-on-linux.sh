@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs candle's and this crate's Metal backends without Metal, on the emulated device of tests/metal_on_linux. Needs a
+# Runs candle's and this crate's Metal backends without Metal, on the emulated device of emulated/metal. Needs a
 # Rust toolchain and a C++ compiler. Arguments are passed to `cargo test`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,4 +24,4 @@ if [[ ! -e $copy/.complete ]]; then
     touch "$copy/.complete"
 fi
 
-exec cargo test --locked --manifest-path tests/metal_on_linux/Cargo.toml "$@"
+exec cargo test --locked --manifest-path emulated/metal/Cargo.toml "$@"

@@ -3,7 +3,7 @@
 #pragma once
 #include <functional>
 
-#include "../../../gpu_host/numbers.h"
+#include "../../../../tests/gpu_host/numbers.h"
 #include "code.h"
 
 typedef std::function<void(const Launch &)> Run;

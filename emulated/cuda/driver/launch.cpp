@@ -7,9 +7,9 @@
 #include <set>
 
 #include "driver.h"
-#include "../../gpu_host/cuda/module.h"
+#include "../../../tests/gpu_host/cuda/module.h"
 #define MACHINE_FAIL(what) emulated::die(what)
-#include "../../gpu_host/machine.h"
+#include "../../../tests/gpu_host/machine.h"
 
 using namespace emulated;
 

@@ -6,7 +6,7 @@
 
 #include "driver.h"
 namespace emulated {
-#include "../../gpu_host/numbers.h"
+#include "../../../tests/gpu_host/numbers.h"
 }
 
 using namespace emulated;

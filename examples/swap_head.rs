@@ -1,10 +1,11 @@
-//! A candle-nn model that ends in `Linear` and `cross_entropy`, and the same model with `SoftmaxHead`: equal losses, seconds and
-//! peak memory of a training step.
+//! A model that ends in `Linear` and `cross_entropy`, and the same model with `SoftmaxHead`: the loss, the seconds and the
+//! peak memory of a training step over 1024 positions and 32,000 token ids.
 //!
 //!     cargo run --release --example swap_head
-
-#[path = "step_time/memory.rs"]
-mod memory;
+//!
+//! The losses are equal, and the step with `SoftmaxHead` takes less time and memory. It runs for some seconds on 2 cores.
+//!
+//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3; no features.
 
 use std::time::Instant;
 
@@ -23,13 +24,21 @@ fn hidden(body: &(Embedding, Linear), tokens: &Tensor) -> Result<Tensor> {
     body.1.forward(&body.0.forward(tokens)?)?.gelu()
 }
 
-/// Runs a training step twice; prints the loss, and seconds and peak memory of the second.
+/// MiB in a line of this process's status; NaN on other systems than Linux.
+fn mib(line: &str) -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = status.lines().find_map(|text| text.strip_prefix(line)?.trim().strip_suffix(" kB")?.parse().ok());
+    kib.map_or(f64::NAN, |kib: f64| kib / 1024.0)
+}
+
+/// Runs a training step twice; prints the loss, and the seconds and the additional memory of the second.
 fn measure(name: &str, step: impl Fn() -> Result<f32>) -> Result<()> {
     step()?;
-    let (memory, start) = (memory::Peak::watch(&Device::Cpu), Instant::now());
+    let _ = std::fs::write("/proc/self/clear_refs", "5"); // the peak starts anew
+    let (before, start) = (mib("VmRSS:"), Instant::now());
     let loss = step()?;
-    let (seconds, mib) = (start.elapsed().as_secs_f64(), memory.extra_mib().unwrap_or(f64::NAN));
-    println!("{name:26} loss {loss:.5}   {seconds:6.3} s   {mib:6.0} MiB");
+    let (seconds, extra) = (start.elapsed().as_secs_f64(), mib("VmHWM:") - before);
+    println!("{name:26} loss {loss:.5}   {seconds:6.3} s   {extra:6.0} MiB");
     Ok(())
 }
 

@@ -32,3 +32,8 @@ pub use codebook::Codebook;
 pub use costs::{CodeCosts, CodePlace};
 pub use error::{Error, Result};
 pub use table::{CodeTable, TableConfig};
+
+/// The example of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -11,7 +11,7 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
     type Value = fn(&Line) -> Result<String>;
     const BITS: &str = "valid_bits_per_character_by_epoch";
     let table: [(&str, &str, &str, Value); 5] = [
-        ("built-in-language", "built-in language of `language_model`, nats above its entropy", "", |line| {
+        ("built-in-language", "built-in language, nats above its entropy", "", |line| {
             Ok(format!("{:.3}", above_entropy(line)?))
         }),
         ("penn-treebank", "Penn Treebank, validation perplexity", VALIDATION, |line| {

@@ -51,6 +51,7 @@ pub struct Awd {
 }
 
 impl Awd {
+    /// Nothing is added.
     pub const NONE: Awd = Awd {
         inner: None,
         tied: None,
@@ -93,6 +94,7 @@ impl Awd {
         Awd { input_dropout: None, hidden_dropout: None, output_dropout: None, context_dropout: None, ..self }
     }
 
+    /// Whether the LSTM layers or their inputs and outputs have locked dropout.
     pub fn has_locked_dropout(&self) -> bool {
         *self != self.without_locked_dropout()
     }
@@ -102,6 +104,7 @@ impl Awd {
         self.small_batch.unwrap_or(streams).min(streams)
     }
 
+    /// Whether the decoder is the embedding's matrix.
     pub fn tied(&self) -> bool {
         self.tied.unwrap_or(false)
     }

@@ -14,6 +14,7 @@ pub const IGNORED: i64 = -1;
 pub struct Streams {
     /// Targets of the text.
     targets: usize,
+    /// The number of streams.
     pub count: usize,
     /// Targets per stream, padding included.
     length: usize,
@@ -22,8 +23,11 @@ pub struct Streams {
 /// Some steps of some streams: what one backward pass sees.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Window {
+    /// The streams of this window.
     pub streams: Range<usize>,
+    /// The first step.
     pub at: usize,
+    /// The number of steps.
     pub steps: usize,
     /// The part of the streams that this is, from 0.
     pub part: usize,
@@ -36,6 +40,7 @@ pub struct Window {
 }
 
 impl Streams {
+    /// Cuts the text into `count` streams of equal length.
     pub fn new(text: &[u32], count: usize) -> Self {
         let targets = text.len() - 1;
         Self { targets, count, length: targets.div_ceil(count) }

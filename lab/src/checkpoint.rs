@@ -7,9 +7,12 @@ use safetensors::tensor::SafeTensors;
 use std::collections::HashMap;
 use std::path::Path;
 
+/// Named tensors and settings, as a file has them.
 #[derive(Default)]
 pub struct Checkpoint {
+    /// Parameters and the optimizer's state, by name.
     pub tensors: HashMap<String, Tensor>,
+    /// Settings, by name.
     pub metadata: HashMap<String, String>,
 }
 
@@ -27,6 +30,7 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Reads a file.
     pub fn load(path: &Path, device: &Device) -> Result<Self> {
         let failed = |error: &dyn std::fmt::Display| format!("cannot read the checkpoint {}: {error}", path.display());
         let file = std::fs::read(path).map_err(|error| failed(&error))?;
@@ -61,6 +65,7 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Gives an optimizer the state of this checkpoint.
     pub fn restore_optimizer(&self, optimizer: &mut Optimizer) -> Result<()> {
         optimizer.load_state(self)
     }

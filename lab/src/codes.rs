@@ -7,12 +7,13 @@ use mos_codes::{CodeTable, TableConfig};
 /// The codes of each word.
 pub struct Coding {
     sequences: Vec<Vec<u32>>,
-    /// Of the codes, to be read.
+    /// A readable name of each code.
     names: Vec<String>,
     table: Option<CodeTable>,
 }
 
 impl Coding {
+    /// The codes of a table.
     pub fn of_table(table: &CodeTable, words: &[String]) -> Result<Self> {
         let book = table.codebook();
         let config = table.config();
@@ -36,10 +37,12 @@ impl Coding {
         Ok(Coding { sequences, names, table: None })
     }
 
+    /// A readable name of each code.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
+    /// The table, unless words are pieces of a byte-pair encoding.
     pub fn table(&self) -> Option<&CodeTable> {
         self.table.as_ref()
     }
@@ -65,6 +68,7 @@ impl Coding {
         codes as f64 / (text.len() - 1) as f64
     }
 
+    /// The texts as codes.
     pub fn data(&self, words: &Data<u32>) -> Data<u32> {
         let data = Data::new(words.name.clone(), &self.names, self.encode(&words.train), self.encode(&words.valid));
         Data { per_word: [self.per_word(&words.train), self.per_word(&words.valid)], ..data }

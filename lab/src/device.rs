@@ -3,10 +3,14 @@
 use candle_core::Device;
 use clap::ValueEnum;
 
+/// Where tensors are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceKind {
+    /// The CPU.
     Cpu,
+    /// The first NVIDIA GPU.
     Cuda,
+    /// The first Apple GPU.
     Metal,
 }
 

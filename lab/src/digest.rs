@@ -1,13 +1,17 @@
 //! FNV-1a with 64 bits: a digest that stays the same from build to build, unlike that of the standard library's hasher.
 
+/// The digest of what was added to it.
 #[derive(Clone, Copy)]
 pub struct Digest(u64);
 
-impl Digest {
-    pub fn new() -> Self {
+/// The digest of nothing.
+impl Default for Digest {
+    fn default() -> Self {
         Self(0xcbf2_9ce4_8422_2325)
     }
+}
 
+impl Digest {
     fn bytes(self, bytes: &[u8]) -> Self {
         Self(bytes.iter().fold(self.0, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)))
     }
@@ -38,15 +42,15 @@ mod tests {
     #[test]
     fn digests_equal_the_published_ones() {
         for (text, expected) in [("", "cbf29ce484222325"), ("a", "af63dc4c8601ec8c"), ("foobar", "85944171f73967e8")] {
-            assert_eq!(Digest::new().bytes(text.as_bytes()).to_string(), expected);
+            assert_eq!(Digest::default().bytes(text.as_bytes()).to_string(), expected);
         }
     }
 
     #[test]
     fn the_boundaries_of_texts_and_lists_count() {
-        let texts = |texts: &[&str]| Digest::new().texts(texts).to_string();
+        let texts = |texts: &[&str]| Digest::default().texts(texts).to_string();
         assert_ne!(texts(&["ab", "c"]), texts(&["a", "bc"]));
-        let ids = |a: &[u32], b: &[u32]| Digest::new().ids(a).ids(b).to_string();
+        let ids = |a: &[u32], b: &[u32]| Digest::default().ids(a).ids(b).to_string();
         assert_ne!(ids(&[1, 2], &[3]), ids(&[1], &[2, 3]));
     }
 }

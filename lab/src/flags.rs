@@ -9,11 +9,13 @@ use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+#[allow(missing_docs)] // a comment would stand in --help
 #[derive(Clone, Debug, clap::Args)]
 pub struct TrainingFlags {
     /// Which heads to train [default: all]
     #[arg(long, value_parser = ["softmax", "moc", "mos", "all"])]
     head: Option<String>,
+    /// The seed of initial values, batches and masks.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors; the
@@ -38,6 +40,7 @@ pub struct TrainingFlags {
     /// Print one line of JSON at the end
     #[arg(long)]
     pub json: bool,
+    /// The device.
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: DeviceKind,
     /// Heads that are not trained, and why.
@@ -49,6 +52,7 @@ pub struct TrainingFlags {
 }
 
 impl TrainingFlags {
+    /// The heads to train.
     pub fn heads(&self) -> Vec<HeadKind> {
         let is_asked_for = |kind: &HeadKind| self.asks_for_all() || self.head() == Some(kind.name());
         let is_left_out = |kind: &HeadKind| self.left_out.iter().any(|(other, _)| other == kind);
@@ -87,10 +91,12 @@ impl TrainingFlags {
         Ok(path.to_owned())
     }
 
+    /// Where a head's checkpoint is saved, if it is.
     pub fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         self.save.as_deref().map(|path| self.checkpoint_path(path, "--save", kind)).transpose()
     }
 
+    /// The checkpoint from which a head's training is resumed, if it is.
     pub fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         match &self.resume {
             None => Ok(None),

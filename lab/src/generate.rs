@@ -6,6 +6,7 @@ use candle_core::Tensor;
 use mos_codes::Codebook;
 use mos_head::{Sampler, Sampling};
 
+#[allow(missing_docs)] // a comment would stand in --help
 #[derive(Debug, clap::Args)]
 pub struct SamplingFlags {
     /// Temperature of sampled text: below 1 favours likely tokens, 0 always takes the likeliest
@@ -20,6 +21,7 @@ pub struct SamplingFlags {
 }
 
 impl SamplingFlags {
+    /// The sampler of these flags.
     pub fn sampler(&self, seed: u64) -> Result<Sampler> {
         let sampling = Sampling::new().with_temperature(self.temperature).with_top_p(self.top_p);
         let sampling = match self.top_k {

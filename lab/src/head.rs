@@ -8,21 +8,28 @@ use mos_head::{
     ContextActivation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
 
+/// An output layer of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum HeadKind {
+    /// `SoftmaxHead`
     Softmax,
+    /// `MixtureOfContexts`
     Moc,
+    /// `MixtureOfSoftmaxes`
     Mos,
 }
 
 impl HeadKind {
+    /// All, in the order of the tables.
     pub const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
 
+    /// The head of a checkpoint.
     pub fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         let name: String = checkpoint.get("head")?;
         Ok(HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?)
     }
 
+    /// Its name in flags and tables.
     pub fn name(self) -> &'static str {
         match self {
             HeadKind::Softmax => "softmax",
@@ -43,13 +50,18 @@ pub fn activation() -> impl TypedValueParser<Value = ContextActivation> {
     })
 }
 
+/// The sizes of a head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadSizes {
+    /// Number of token ids.
     pub vocab: usize,
+    /// Size of a hidden state.
     pub hidden: usize,
     /// Size of the mixtures' contexts; the softmax's context is the hidden state.
     pub context: usize,
+    /// Number of components, K.
     pub components: usize,
+    /// The activation of the contexts.
     pub activation: ContextActivation,
 }
 
@@ -73,6 +85,7 @@ impl HeadSizes {
         }
     }
 
+    /// The configuration of a mixture of these sizes.
     pub fn mixture(self) -> MixtureConfig {
         let HeadSizes { vocab, hidden, context, components, activation } = self;
         MixtureConfig::new(hidden, vocab, components).with_context_dim(context).with_activation(activation)

@@ -8,15 +8,19 @@ use super::{checkpoint::Checkpoint, flags::TrainingFlags, head::HeadKind, sessio
 use candle_core::Device;
 use serde_json::{json, Value};
 
-/// The result of the training of one head, with what the example adds.
+/// The result of the training of one head, with what the program adds.
 pub struct Outcome<T> {
+    /// The head.
     pub kind: HeadKind,
+    /// The number of the model's parameters.
     pub parameters: usize,
     /// Mean NLL of each epoch on the training and the validation data.
     pub history: Vec<[f64; 2]>,
     /// NaN if training diverged.
     pub valid_nll: f64,
+    /// The epoch in which the loss was not finite, if one was.
     pub diverged: Option<usize>,
+    /// Training speed.
     pub tokens_per_second: Option<f64>,
     /// `None` if training diverged.
     pub more: Option<T>,

@@ -12,8 +12,11 @@ pub fn supports(tensor: &Tensor) -> bool {
 
 /// `target <- keep target + scale source^power`, power 1 or 2.
 pub struct Decay {
+    /// The factor of the target.
     pub keep: f32,
+    /// The factor of the source.
     pub scale: f32,
+    /// Whether the power is 2.
     pub squared: bool,
 }
 
@@ -36,8 +39,11 @@ impl InplaceOp2 for Decay {
 
 /// `target <- target - rate first / (sqrt(correction second) + epsilon)`.
 pub struct Descend {
+    /// The step size.
     pub rate: f32,
+    /// The factor of the second moment.
     pub correction: f32,
+    /// What keeps the denominator from zero.
     pub epsilon: f32,
 }
 
@@ -68,9 +74,13 @@ impl InplaceOp3 for Descend {
 
 /// `target <- target + decay (start - target) - rate gradient`, each by element.
 pub struct Adapt<'a> {
+    /// The values to which parameters decay.
     pub start: &'a Tensor,
+    /// How fast.
     pub decay: &'a Tensor,
+    /// The learning rates.
     pub rate: &'a Tensor,
+    /// The gradient.
     pub gradient: &'a Tensor,
 }
 

@@ -7,6 +7,7 @@ use crate::model::Data;
 use crate::text::Corpus;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
+/// The language's name in reports.
 pub const NAME: &str = "the built-in language";
 
 /// Targets of the texts.
@@ -21,14 +22,15 @@ const CONTEXT_SCALE: f64 = 2.5;
 const PRIOR_SCALE: f64 = 3.0;
 const LANGUAGE_SEED: u64 = 1711;
 
+/// The language.
 pub struct Teacher {
     /// Row `current`: the distribution of the next token.
     probabilities: Vec<f64>,
 }
 
-impl Teacher {
-    /// The same language in every run.
-    pub fn new() -> Self {
+/// The same language in every run.
+impl Default for Teacher {
+    fn default() -> Self {
         let mut rng = StdRng::seed_from_u64(LANGUAGE_SEED);
         let mut normals = |count: usize, scale: f64| -> Vec<f64> {
             let mut normal = || {
@@ -50,7 +52,9 @@ impl Teacher {
         }
         Self { probabilities }
     }
+}
 
+impl Teacher {
     /// The distribution of the token after `current`.
     #[cfg(test)]
     fn row(&self, current: u32) -> &[f64] {
@@ -124,7 +128,7 @@ mod tests {
 
     #[test]
     fn rows_are_distributions() {
-        let teacher = Teacher::new();
+        let teacher = Teacher::default();
         for current in 0..VOCAB as u32 {
             let row = teacher.row(current);
             assert!(row.iter().all(|&p| p > 0.0));
@@ -136,7 +140,7 @@ mod tests {
     #[test]
     fn log_probabilities_have_a_rank_far_above_the_context_size() {
         let mut matrix: Vec<Vec<f64>> =
-            Teacher::new().probabilities.chunks(VOCAB).map(|row| row.iter().map(|p| p.ln()).collect()).collect();
+            Teacher::default().probabilities.chunks(VOCAB).map(|row| row.iter().map(|p| p.ln()).collect()).collect();
         let mut rank = 0;
         let mut first = 0.0;
         while rank < VOCAB {
@@ -162,7 +166,7 @@ mod tests {
 
     #[test]
     fn a_text_has_the_likelihood_of_its_entropy() {
-        let teacher = Teacher::new();
+        let teacher = Teacher::default();
         let corpus = teacher.corpus(10, 200_000, 3);
         let nll = corpus.data.valid.windows(2).map(|pair| -teacher.row(pair[0])[pair[1] as usize].ln()).sum::<f64>()
             / 200_000.0;

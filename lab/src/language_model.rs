@@ -17,6 +17,7 @@ use mos_head::{LossOptions, NoiseDistribution, OutputLayer};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::HashMap;
 
+/// A model of the next token.
 pub struct LanguageModel {
     kind: HeadKind,
     sizes: Sizes,
@@ -28,7 +29,7 @@ pub struct LanguageModel {
     output: Output,
     /// What negatives are drawn from, if any are.
     noise: Option<NoiseDistribution>,
-    /// Of the codes that this is a model of, if it is one.
+    /// The table of the codes, if this is a model of codes.
     table: Option<CodeTable>,
     /// Factors of activation regularisation and temporal activation regularisation.
     regularization: [f64; 2],
@@ -37,6 +38,7 @@ pub struct LanguageModel {
 }
 
 impl LanguageModel {
+    /// A model with new variables.
     pub fn new(kind: HeadKind, sizes: Sizes, values: InitialValues, recipe: &Recipe, device: &Device) -> Result<Self> {
         Self::of_entries(kind, sizes, values, recipe, &Entries::default(), device)
     }

@@ -24,7 +24,7 @@ struct State {
     table: CodeTable,
     /// The best table, and the NLL of the validation text per word after its round.
     best: Option<(CodeTable, f64)>,
-    /// Of the model after the last round.
+    /// The model after the last round.
     variables: Option<Checkpoint>,
 }
 
@@ -38,7 +38,7 @@ pub fn learn(
     file: Option<&Path>,
     device: &Device,
 ) -> Result<CodeTable> {
-    let digest = Digest::new().texts(vocabulary).ids(&words.train).ids(&words.valid).ids(&[recipe.seed as u32]);
+    let digest = Digest::default().texts(vocabulary).ids(&words.train).ids(&words.valid).ids(&[recipe.seed as u32]);
     let digest = digest.to_string();
     let mut state = State { rounds: 0, table: start, best: None, variables: None };
     if let Some(path) = file.filter(|path| path.exists()) {

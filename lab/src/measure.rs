@@ -1,12 +1,16 @@
 //! The unit in which a mean negative log-likelihood (nats per position) is shown.
 
+/// What a mean negative log-likelihood is shown as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Measure {
+    /// Its exponential.
     Perplexity,
+    /// Its number of bits.
     BitsPerCharacter,
 }
 
 impl Measure {
+    /// The value of this mean, in nats.
     pub fn of(self, nll: f64) -> f64 {
         match self {
             Measure::Perplexity => nll.exp(),

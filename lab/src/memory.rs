@@ -13,6 +13,7 @@ pub struct Peak {
 }
 
 impl Peak {
+    /// Starts to watch the memory of a device.
     pub fn watch(device: &Device) -> Self {
         let (start, end): (_, End) = match device {
             #[cfg(feature = "cuda")]
@@ -31,13 +32,13 @@ impl Peak {
         Peak { start, end }
     }
 
-    #[allow(dead_code)] // each example uses one of the two
+    /// How far the peak is above the start, in MiB.
     pub fn extra_mib(self) -> Option<f64> {
         let peak = (self.end)();
         peak.zip(self.start).map(|(peak, start)| mib(peak.saturating_sub(start)))
     }
 
-    #[allow(dead_code)]
+    /// The peak, in MiB.
     pub fn mib(self) -> Option<f64> {
         (self.end)().map(mib)
     }

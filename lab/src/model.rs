@@ -9,7 +9,9 @@ use std::collections::HashMap;
 
 /// What the loss of a batch is computed from.
 pub struct Forward {
+    /// Hidden states `[.., hidden]`.
     pub hidden: Tensor,
+    /// Targets `[..]`.
     pub targets: Tensor,
     /// A scalar that is added to the loss in training: a regulariser of the hidden states.
     pub penalty: Option<Tensor>,
@@ -26,15 +28,19 @@ pub struct Part {
     pub lr_factor: f64,
 }
 
+/// What a batch is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// With dropout; shuffled, where the order of the data is free.
     Training {
+        /// The epoch, counted from one.
         epoch: usize,
     },
+    /// Without dropout, in the order of the data.
     Evaluation,
 }
 
+/// A model that ends in an output layer.
 pub trait Model {
     /// An element of the data: a token id of a text, or a pair of sentences.
     type Item: Clone;
@@ -45,6 +51,7 @@ pub trait Model {
     /// The target of positions that the loss ignores.
     const IGNORED: i64;
 
+    /// The output layer.
     fn head(&self) -> &dyn OutputLayer;
 
     /// The options of a training step, from those that all models share.
@@ -52,8 +59,10 @@ pub trait Model {
         Ok(options)
     }
 
+    /// The variables.
     fn varmap(&self) -> &VarMap;
 
+    /// The device of the variables.
     fn device(&self) -> &Device;
 
     /// The settings that a checkpoint must match, by the names of their flags.
@@ -99,6 +108,7 @@ pub trait Model {
         Ok(())
     }
 
+    /// The number of parameters.
     fn parameters(&self) -> usize {
         self.varmap().all_vars().iter().map(|var| var.elem_count()).sum()
     }
@@ -107,10 +117,13 @@ pub trait Model {
 /// A corpus as a model reads it.
 #[derive(Clone, Debug)]
 pub struct Data<T> {
+    /// What reports call the data.
     pub name: String,
-    /// Of the vocabulary and both parts, to recognize the corpus of a checkpoint.
+    /// The digest of the vocabulary and both parts, to recognize the corpus of a checkpoint.
     pub digest: String,
+    /// What is trained on.
     pub train: Vec<T>,
+    /// What is evaluated after each epoch.
     pub valid: Vec<T>,
     /// Targets of the model for each word, in both parts: NLLs are per word.
     pub per_word: [f64; 2],
@@ -124,7 +137,7 @@ impl Data<u32> {
         train: Vec<u32>,
         valid: Vec<u32>,
     ) -> Self {
-        let digest = Digest::new().texts(vocabulary).ids(&train).ids(&valid).to_string();
+        let digest = Digest::default().texts(vocabulary).ids(&train).ids(&valid).to_string();
         Self { name, digest, train, valid, per_word: [1.0; 2] }
     }
 }

@@ -8,9 +8,12 @@ use candle_nn::VarMap;
 use clap::ValueEnum;
 use std::collections::HashMap;
 
+/// The choice of an optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OptimizerKind {
+    /// Adam, with PyTorch's defaults.
     Adam,
+    /// SGD, averaged where the recipe says so.
     Sgd,
 }
 
@@ -33,11 +36,12 @@ struct Average {
     /// The average while `Optimizer::step` is called, the parameters of the last step otherwise; in the order of vars.
     other: Vec<Tensor>,
     steps: usize,
-    /// That of the step before.
+    /// The learning rate of the step before.
     lr: Option<f64>,
 }
 
 impl Optimizer {
+    /// An optimizer of all variables.
     pub fn new(kind: OptimizerKind, weight_decay: f64, varmap: &VarMap) -> Result<Self> {
         let vars = sorted(varmap);
         let moments = match kind {
@@ -57,6 +61,7 @@ impl Optimizer {
         Ok(())
     }
 
+    /// Whether the parameters are being averaged.
     pub fn is_averaging(&self) -> bool {
         self.average.is_some()
     }
@@ -172,6 +177,7 @@ impl Optimizer {
         Ok(sum.sqrt())
     }
 
+    /// The number of steps so far.
     pub fn steps(&self) -> usize {
         self.steps
     }
@@ -199,6 +205,7 @@ impl Optimizer {
         counters
     }
 
+    /// Reads the state that a checkpoint has.
     pub fn load_state(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         // Copies: they are updated in place.
         let get = |name: String| match checkpoint.tensors.get(&name) {

@@ -12,6 +12,7 @@ use mos_head::{
 };
 use std::sync::Arc;
 
+/// What lies between a head and its vocabulary.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum OutputKind {
     /// The whole vocabulary at each step
@@ -51,6 +52,7 @@ impl OutputKind {
 /// `--output` and its sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Output {
+    /// Its kind.
     pub kind: OutputKind,
     /// Number of negatives; `None`: a tenth of the vocabulary, at least 16.
     pub samples: Option<usize>,
@@ -59,7 +61,9 @@ pub struct Output {
 /// The vocabulary: the spelling of each entry, and how often it occurs in the training text.
 #[derive(Clone, Debug, Default)]
 pub struct Entries {
+    /// The words, by token id.
     pub words: Vec<String>,
+    /// How often each occurs in the training text.
     pub counts: Vec<f64>,
 }
 
@@ -73,8 +77,10 @@ impl Entries {
 }
 
 impl Output {
+    /// The whole vocabulary.
     pub const FULL: Output = Output { kind: OutputKind::Full, samples: None };
 
+    /// Its name in results.
     pub fn name(self) -> String {
         self.kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }

@@ -6,21 +6,29 @@ use std::path::Path;
 
 /// One line of a plot: a name, and a point for each whole number, such as an epoch.
 pub struct Curve {
+    /// Its name in the legend.
     pub name: String,
+    /// Epochs and values.
     pub points: Vec<(i32, f64)>,
 }
 
+/// The labels of a plot.
 pub struct Axes<'a> {
+    /// The title.
     pub title: &'a str,
+    /// What the horizontal axis shows.
     pub x: &'a str,
+    /// What the vertical axis shows.
     pub y: &'a str,
     /// A horizontal reference line, such as the lowest value that can be reached.
     pub floor: Option<(&'a str, f64)>,
 }
 
+/// The colours of curves, in their order.
 pub const COLORS: [RGBColor; 4] =
     [RGBColor(31, 119, 180), RGBColor(255, 127, 14), RGBColor(44, 160, 44), RGBColor(148, 103, 189)];
 
+/// Draws the curves.
 pub fn curves(path: &Path, axes: &Axes, curves: &[Curve]) -> Result<()> {
     draw(path, axes, curves).map_err(|error| format!("cannot draw {}: {error}", path.display()).into())
 }

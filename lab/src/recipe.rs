@@ -1,4 +1,4 @@
-//! The sizes of a model and how to train it, by flags over the defaults of an example.
+//! The sizes of a model and how to train it, by flags over the defaults of a program.
 
 use super::head::{activation, HeadKind, HeadSizes};
 use super::values::{above_zero, below_one, not_negative, positive, up_to_one};
@@ -9,16 +9,22 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 /// Declares each setting once: its flag and its most common default.
 macro_rules! recipe {
     ($($(#[$attribute:meta])* $name:ident: $type:ty = $default:expr,)*) => {
+        /// The sizes of a model and how to train it.
         #[derive(Clone, Copy, Debug)]
         pub struct Recipe {
-            $(pub $name: $type,)*
+            $(
+                #[doc = concat!("The flag `", stringify!($name), "`.")]
+                pub $name: $type,
+            )*
             /// `None`: as `hidden`.
             pub embedding: Option<usize>,
             /// `None`: the size that gives a mixture the softmax's number of parameters.
             pub context: Option<usize>,
             /// Steps of backpropagation through time, for language models.
             pub bptt: usize,
+            /// How losses are shown.
             pub measure: Measure,
+            /// The seed of initial values, batches and masks.
             pub seed: u64,
             /// For language models.
             pub awd: Awd,
@@ -29,6 +35,7 @@ macro_rules! recipe {
         }
 
         impl Recipe {
+            /// The defaults, which each program changes.
             pub const BASE: Recipe = Recipe {
                 $($name: $default,)*
                 embedding: None,
@@ -46,7 +53,7 @@ macro_rules! recipe {
             }
         }
 
-        /// Flags without a value keep the default of the example, listed at the end of --help.
+        /// Flags without a value keep the default of the program, listed at the end of --help.
         #[derive(Debug, clap::Args)]
         pub struct RecipeFlags {
             $($(#[$attribute])* pub $name: Option<$type>,)*
@@ -59,14 +66,17 @@ macro_rules! recipe {
         }
 
         impl RecipeFlags {
+            /// The embedding's size, if the flag is set.
             pub fn embedding(&self) -> Option<usize> {
                 self.embedding
             }
 
+            /// The contexts' size, if the flag is set.
             pub fn context(&self) -> Option<usize> {
                 self.context
             }
 
+            /// The recipe of these flags over the defaults of a program.
             pub fn over(&self, defaults: Recipe, seed: u64) -> Recipe {
                 Recipe {
                     $($name: self.$name.unwrap_or(defaults.$name),)*
@@ -90,7 +100,7 @@ recipe! {
     /// LSTM units per layer
     #[arg(long, value_parser = positive)]
     hidden: usize = 256,
-    /// ContextActivation of the contexts
+    /// Activation of the contexts
     #[arg(long, value_parser = activation())]
     activation: ContextActivation = ContextActivation::Tanh,
     /// Number of LSTM layers
@@ -108,6 +118,7 @@ recipe! {
     /// Factor of the learning rate per epoch, applied smoothly
     #[arg(long, value_parser = above_zero)]
     decay: f64 = 0.5,
+    /// Optimizer
     #[arg(long, value_enum)]
     optimizer: OptimizerKind = OptimizerKind::Adam,
     /// Largest global gradient norm, 0 for no clipping
@@ -125,6 +136,7 @@ recipe! {
 }
 
 impl Recipe {
+    /// The sizes of a head over `vocab` token ids.
     pub fn head(&self, vocab: usize) -> HeadSizes {
         let Recipe { hidden, components, activation, .. } = *self;
         let context = self.context.unwrap_or_else(|| HeadSizes::equal_context(vocab, hidden, components));
@@ -189,6 +201,7 @@ impl Recipe {
         flags
     }
 
+    /// The embedding's size.
     pub fn embedding(&self) -> usize {
         self.embedding.unwrap_or(self.hidden)
     }
@@ -201,7 +214,7 @@ impl Recipe {
     }
 }
 
-/// The end of `--help`: the defaults of an example.
+/// The end of `--help`: the defaults of a program.
 pub fn describe(defaults: &[(&str, Recipe)]) -> String {
     let lines = defaults.iter().map(|(data, recipe)| {
         let embedding = format!("--embedding {}", recipe.embedding());

@@ -26,7 +26,7 @@ pub fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Te
 
 #[derive(Default)]
 struct Steps {
-    /// Of the forward pass.
+    /// What the forward pass computed.
     parts: OnceLock<Vec<Part>>,
 }
 
@@ -211,7 +211,7 @@ fn backward(sizes: Sizes, part: &Part, upstream: &[f32], weight: &[f32]) -> (Vec
     let size = sequences * hidden;
     let upstream = |step: usize| &upstream[(step * batch + first) * hidden..][..size];
     let mut sums = vec![0.0; steps * sequences * 4 * hidden];
-    // Of the hidden states and cells after a step.
+    // Gradients of the hidden states and cells after a step.
     let mut states = vec![0.0; 2 * size];
     let (back_hidden, back_cell) = states.split_at_mut(size);
     back_cell.copy_from_slice(upstream(steps));

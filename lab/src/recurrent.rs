@@ -21,11 +21,13 @@ pub struct LstmDropout {
 }
 
 impl LstmDropout {
+    /// The same locked dropout everywhere.
     pub fn locked(dropout: f64) -> Self {
         Self { input: dropout, between: dropout, output: dropout, weight: 0.0 }
     }
 }
 
+/// Stacked LSTM layers.
 pub struct Lstm {
     layers: Vec<Layer>,
     dropout: LstmDropout,
@@ -33,7 +35,9 @@ pub struct Lstm {
 
 /// The hidden states of the last layer, [batch, seq, hidden], before and after dropout.
 pub struct Outputs {
+    /// Before dropout.
     pub raw: Tensor,
+    /// After dropout.
     pub dropped: Tensor,
 }
 
@@ -46,6 +50,7 @@ impl Lstm {
         Ok(Self { layers: (0..units.len()).map(layer).collect::<Result<_>>()?, dropout })
     }
 
+    /// The number of layers.
     pub fn layers(&self) -> usize {
         self.layers.len()
     }

@@ -7,10 +7,13 @@ use super::{checkpoint::Checkpoint, head::HeadKind, progress, recipe::Recipe, re
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+/// The training of one head.
 pub struct Session<M: Model> {
+    /// The head.
     pub kind: HeadKind,
     /// Its variables are the average of the optimizer, once it has one.
     pub model: M,
+    /// The data.
     pub data: Data<M::Item>,
     /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
     pub history: Vec<[f64; 2]>,
@@ -34,6 +37,7 @@ pub struct Session<M: Model> {
 pub struct Leg {
     /// Where the state of training is written.
     pub path: PathBuf,
+    /// When training stops.
     pub until: Instant,
 }
 
@@ -45,6 +49,7 @@ struct Epoch {
 }
 
 impl<M: Model> Session<M> {
+    /// Training from the start.
     pub fn new(kind: HeadKind, model: M, data: Data<M::Item>, recipe: &Recipe) -> Result<Self> {
         for (flag, is_set) in [("--finetune", recipe.finetune), ("--nonmono", recipe.awd.nonmono.is_some())] {
             if is_set && recipe.optimizer != OptimizerKind::Sgd {

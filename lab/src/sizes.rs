@@ -5,10 +5,14 @@ use super::output::char_cnn;
 use super::recipe::Recipe;
 use mos_head::CharCnnConfig;
 
+/// The sizes of a language model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sizes {
+    /// The sizes of its head.
     pub head: HeadSizes,
+    /// The embedding's size.
     pub embedding: usize,
+    /// The number of LSTM layers.
     pub layers: usize,
     /// LSTM units of the layers below the last, which has `head.hidden`.
     pub inner: usize,
@@ -84,7 +88,7 @@ impl Sizes {
 /// The bounds of the uniform distributions that the initial values are drawn from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InitialValues {
-    /// Those of the released MoS code: embedding and decoder 0.1, an LSTM layer 1/sqrt(its units), all else
+    /// As in the released MoS code: embedding and decoder 0.1, an LSTM layer 1/sqrt(its units), all else
     /// 1/sqrt(hidden).
     Small,
     /// Embedding 1, all else sqrt(3/inputs), biases 0: every layer preserves the variance of its inputs. Mixtures,
@@ -93,6 +97,7 @@ pub enum InitialValues {
 }
 
 impl InitialValues {
+    /// The bound of a variable's uniform initial values.
     pub fn bound(self, name: &str, kind: HeadKind, sizes: Sizes) -> f64 {
         let Sizes { head, embedding, .. } = sizes;
         let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
@@ -117,7 +122,7 @@ impl InitialValues {
     }
 }
 
-/// Those of a network from spellings to rows, as the library has them, except the gates' biases, which are zero.
+/// Initial values of a network from spellings to rows, as the library has them, except the gates' biases, which are zero.
 fn of_rows(name: &str) -> f64 {
     let CharCnnConfig { embedding, filters, correction, .. } = char_cnn(1);
     let channels: usize = filters.iter().map(|(_, channels)| channels).sum();

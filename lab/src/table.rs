@@ -12,15 +12,18 @@ use std::path::PathBuf;
 /// One word in so many has a code, by default.
 pub const WORDS_PER_CODE: usize = 5;
 
+/// How words fill a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TableKind {
     /// Learned by a language model and a reallocation of the words in turn
     Learned,
     /// Words of similar frequency in one row
     Frequency,
+    /// In random cells.
     Random,
 }
 
+#[allow(missing_docs)] // a comment would stand in --help
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Codes of words")]
 pub struct TableFlags {

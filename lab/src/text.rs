@@ -4,13 +4,17 @@ use crate::{model::Data, Result};
 use std::collections::HashMap;
 use std::path::Path;
 
+/// The token that ends each sentence.
 pub const END_OF_SENTENCE: &str = "<eos>";
 const UNKNOWN: &str = "<unk>";
 
 /// The first token of every text is an input only; all others are targets.
 pub struct Corpus {
+    /// The texts to train on and to evaluate.
     pub data: Data<u32>,
+    /// The words, by token id.
     pub words: Vec<String>,
+    /// The text of `test.txt`, if there is one.
     pub test: Option<Vec<u32>>,
     /// Mean entropy of the true next-token distribution over the targets of `valid`, in nats.
     pub entropy: Option<f64>,

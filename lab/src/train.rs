@@ -13,15 +13,18 @@ pub struct Progress<S> {
     pub batches: usize,
     /// Sum of the NLLs of their targets, and the number of these.
     pub sum: f64,
+    /// The sum of the targets' weights.
     pub count: f64,
-    /// Of training.
+    /// Seconds of training.
     pub seconds: f64,
     /// What passes to the next batch.
     pub state: S,
 }
 
+/// Why training stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
+    /// At the end of the epoch.
     Epoch,
     /// The time is up.
     Paused,

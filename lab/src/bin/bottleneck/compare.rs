@@ -107,7 +107,7 @@ mod tests {
         let corpus = |folder| Corpus::from_folder(folder).expect("a corpus");
         let folders = [folder("three", "a b a b a\n"), folder("same_three", "b a b\n")];
         let paths = [
-            saved("built_in", HeadKind::Softmax, Teacher::new().built_in(1)),
+            saved("built_in", HeadKind::Softmax, Teacher::default().built_in(1)),
             saved("three", HeadKind::Mos, corpus(&folders[0])),
             saved("same_three", HeadKind::Mos, corpus(&folders[1])),
         ];

@@ -103,7 +103,7 @@ fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
 fn corpus(checkpoint: &Checkpoint, folder: Option<&Path>) -> Result<Corpus> {
     let name: String = checkpoint.get("corpus")?;
     let corpus = match folder {
-        None if name == language::NAME => language::Teacher::new().built_in(checkpoint.get("seed")?),
+        None if name == language::NAME => language::Teacher::default().built_in(checkpoint.get("seed")?),
         None => Corpus::from_folder(Path::new(&name))
             .map_err(|error| format!("{error} (--data DIR names another folder of the same corpus)"))?,
         Some(folder) => Corpus::from_folder(folder)?,

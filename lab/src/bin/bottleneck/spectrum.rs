@@ -64,7 +64,7 @@ fn slack(columns: usize) -> usize {
     (columns / 2).max(64)
 }
 
-/// Of the distribution of singular values.
+/// How many decades below the largest singular value are shown.
 pub(crate) const DECADES: i32 = 16;
 
 pub(crate) struct Spectrum {

@@ -25,7 +25,7 @@ pub(crate) struct Study {
     pub(crate) posteriors: Option<Components>,
     /// On these contexts.
     pub(crate) perplexity: Option<f64>,
-    /// Of the best approximations: (rank, perplexity).
+    /// The best approximations: (rank, perplexity).
     pub(crate) low_rank: Vec<(usize, f64)>,
 }
 
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn a_softmax_has_the_rank_of_its_width_and_a_mixture_exceeds_it() {
         for (kind, exceeds) in [(HeadKind::Softmax, false), (HeadKind::Moc, false), (HeadKind::Mos, true)] {
-            let path = saved(kind.name(), kind, Teacher::new().built_in(1));
+            let path = saved(kind.name(), kind, Teacher::default().built_in(1));
             let found = study_of(&args(&["--contexts", "300"], &[&path])).expect("a checkpoint of the example");
             std::fs::remove_file(path).expect("was just written");
 

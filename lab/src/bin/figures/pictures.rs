@@ -14,7 +14,7 @@ const ROW: i32 = 27;
 const INK: RGBColor = RGBColor(31, 35, 40);
 const GREY: RGBColor = RGBColor(89, 99, 110);
 const PALE: RGBColor = RGBColor(225, 228, 232);
-/// Of Okabe and Ito's colours, which colour-blind readers tell apart.
+/// Some of Okabe and Ito's colours, which colour-blind readers tell apart.
 const BLUE: RGBColor = RGBColor(0, 114, 178);
 const OTHERS: RGBColor = RGBColor(160, 169, 179);
 const HEADS: [(&str, RGBColor); 3] =

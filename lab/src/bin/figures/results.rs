@@ -112,7 +112,7 @@ impl Line {
 /// All measurements that hold, in the order of the files.
 pub(crate) struct Results {
     lines: Vec<Line>,
-    /// Of each file, its path and the lines that hold.
+    /// The path of each file, and the lines that hold.
     files: Vec<(String, String)>,
 }
 

@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn training_continues_with_the_table_of_its_checkpoint() {
-        let corpus = Teacher::new().corpus(2000, 500, 1);
+        let corpus = Teacher::default().corpus(2000, 500, 1);
         let config = TableConfig::light_rnn(512);
         let table = CodeTable::random(config, &vec![1.0; 512], 9).expect("fits");
         let path = std::env::temp_dir().join(format!("language_model_codes_{}.safetensors", std::process::id()));
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn every_output_of_codes_restores_its_words() {
-        let corpus = Teacher::new().corpus(2000, 500, 1);
+        let corpus = Teacher::default().corpus(2000, 500, 1);
         assert!(coded(&corpus, "--output full").expect("no codes").is_none());
         for output in ["light-rnn --table random", "hybrid-light-rnn --table frequency", "bpe"] {
             let coding = coded(&corpus, &format!("--output {output}")).expect("fits").expect("codes");

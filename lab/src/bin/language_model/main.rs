@@ -55,7 +55,7 @@ fn run(args: &Args) -> Result<()> {
     let device = flags.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder)?,
-        None => Teacher::new().built_in(flags.seed),
+        None => Teacher::default().built_in(flags.seed),
     };
     let recipe = args.recipe()?;
     let corpus = if recipe.output.kind == OutputKind::Adaptive { corpus.by_frequency() } else { corpus };

@@ -48,7 +48,7 @@ fn best_of(sizes: Sizes, products: usize) -> Vec<f64> {
         let chunks = 480usize.div_ceil(tiling.rows);
         let rows = (chunks * tiling.rows).min(sizes.rows);
         let first = buffers.run(tiling, rows, products);
-        // Of a run that takes long, a second one would hardly be faster.
+        // A second run after a long one would hardly be faster.
         let second = if first < 1.0 { buffers.run(tiling, rows, products) } else { first };
         let seconds = first.min(second) / rows as f64;
         if seconds < best.0 {

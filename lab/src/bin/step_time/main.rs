@@ -54,7 +54,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     }
     let noise = NoiseDistribution::log_uniform(vocab)?;
     let mut step = 0;
-    // Those of the next step.
+    // The options of the next step.
     let mut options = || match args.sampled {
         Some(samples) => {
             step += 1;

@@ -24,7 +24,7 @@ const DIALOGUE: Recipe = Recipe { lr: 0.0069, ..TRANSLATION };
 
 /// Trains an LSTM encoder-decoder with attention for translation or dialogue, with any of the output layers.
 ///
-/// Of the LSTM units, both directions of the encoder have half.
+/// Each direction of the encoder has half of the LSTM units.
 #[derive(Debug, Parser)]
 #[command(after_help = describe(&[("Built-in task", TOY), ("--data", TRANSLATION), ("--dialogue", DIALOGUE)]))]
 pub(crate) struct Args {

@@ -42,7 +42,7 @@ pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) 
         pairs.iter().map(encode).collect()
     };
     let texts = corpus.train.iter().chain(&corpus.valid).flat_map(|pair| [&pair.source, &pair.target]);
-    let digest = Digest::new().texts(texts).to_string();
+    let digest = Digest::default().texts(texts).to_string();
     let (train, valid) = (encode(&corpus.train)?, encode(&corpus.valid)?);
     let per_word = [targets_per_word(&corpus.train, &train), targets_per_word(&corpus.valid, &valid)];
     Ok(Data { name: corpus.name.clone(), digest, train, valid, per_word })

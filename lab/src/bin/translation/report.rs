@@ -22,7 +22,7 @@ pub(crate) struct Trained {
     vocab: &'static str,
     /// The number of target token ids.
     vocab_size: usize,
-    /// Of softmaxes or contexts; one for a softmax.
+    /// The number of softmaxes or contexts; one for a softmax.
     components: usize,
 }
 

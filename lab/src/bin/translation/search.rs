@@ -75,7 +75,7 @@ fn search_batch(
         };
         let log_probs = log_probs(model, &hidden, tokens)?;
         let usual = model.head().log_probs(&step(without, tokens, parents)?)?;
-        // Of the rarest tokens the difference is largest: only the most probable ones are candidates.
+        // The difference is largest for the rarest tokens: only the most probable ones are candidates.
         let candidates = CANDIDATES.min(model.head().vocab_size());
         let least = TopK::of_log_probs(&log_probs, candidates)?.log_probs.narrow(1, candidates - 1, 1)?;
         let other = Tensor::full(f32::NEG_INFINITY, log_probs.shape(), device)?;
@@ -148,7 +148,7 @@ mod tests {
     use lab::{head::HeadKind, recipe::Recipe};
     use mos_head::Sampling;
 
-    /// Of an untrained model nearly all sequences of codes are no words, unless they are constrained.
+    /// Nearly all sequences of codes that an untrained model finds are no words, unless they are constrained.
     #[test]
     fn all_that_is_found_or_drawn_is_words() {
         let recipe = Recipe { hidden: 8, context: Some(8), ..Recipe::BASE };

@@ -31,7 +31,7 @@ pub(crate) enum VocabularyKind {
 }
 
 impl VocabularyKind {
-    /// That of the table, if there is one.
+    /// The shape of the table, if there is one.
     fn shape(self) -> Option<Shape> {
         match self {
             VocabularyKind::Word | VocabularyKind::Bpe => None,

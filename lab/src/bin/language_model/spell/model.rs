@@ -109,7 +109,7 @@ impl Speller {
 impl Model for Speller {
     type Item = u32;
     type Batch = TextBatch;
-    /// That of the word model.
+    /// The state of the word model.
     type State = Vec<Vec<LSTMState>>;
     const IGNORED: i64 = IGNORED;
 

@@ -20,7 +20,7 @@ pub(super) struct OfWords {
     pub(super) valid_nll: f64,
     pub(super) test_nll: Option<f64>,
     pub(super) sample_nll: Option<f64>,
-    /// Of the sample.
+    /// The number of positions in the sample.
     pub(super) positions: Option<usize>,
 }
 

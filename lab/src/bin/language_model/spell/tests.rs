@@ -100,7 +100,7 @@ fn the_words_of_a_trie_have_the_probabilities_of_each_by_itself() {
 
 #[test]
 fn all_strings_have_a_probability_of_one() {
-    // Of one and of two characters; of none, or more.
+    // Spellings of one and of two characters; of none, or more.
     let word = Rc::new(word(2));
     let speller = speller(HeadKind::Softmax, &word, &SMALL);
     let letters: Vec<char> = WORDS.concat().chars().collect::<BTreeSet<_>>().into_iter().collect();

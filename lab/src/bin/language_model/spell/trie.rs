@@ -23,7 +23,7 @@ struct Level {
     parents: Vec<u32>,
     /// The last character of each.
     characters: Vec<u32>,
-    /// Those that are words.
+    /// The nodes that are words.
     ends: Vec<u32>,
 }
 

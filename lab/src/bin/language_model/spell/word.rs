@@ -19,7 +19,7 @@ use std::path::Path;
 pub(crate) struct Word {
     pub(crate) kind: HeadKind,
     pub(crate) model: LanguageModel,
-    /// Of its variables.
+    /// The digest of its variables.
     pub(crate) digest: String,
 }
 
@@ -52,7 +52,7 @@ impl Word {
     }
 
     pub(crate) fn new(kind: HeadKind, model: LanguageModel) -> Result<Self> {
-        let mut digest = Digest::new();
+        let mut digest = Digest::default();
         for (name, var) in init::sorted(model.varmap()) {
             let values = var.flatten_all()?.to_vec1::<f32>()?;
             digest = digest.texts([name]).ids(&values.into_iter().map(f32::to_bits).collect::<Vec<_>>());

@@ -2,7 +2,9 @@
 //! encoding.
 
 use super::{bpe, checkpoint::Checkpoint, model::Data, Result};
+use candle_core::{Device, Tensor};
 use mos_codes::{CodeTable, TableConfig};
+use serde_json::{json, Value};
 
 /// The codes of each word.
 pub struct Coding {
@@ -87,25 +89,37 @@ impl Coding {
     }
 }
 
-/// A table of a checkpoint.
+/// A table as JSON: its sizes, and the codes of each word.
+pub fn table_json(table: &CodeTable) -> Result<Value> {
+    let TableConfig { own, rows, columns, .. } = table.config();
+    Ok(json!({ "own": own, "rows": rows, "columns": columns, "codes": table.codes()?.to_vec2::<u32>()? }))
+}
+
+/// The table of [`table_json`].
+pub fn table_of_json(value: &Value) -> Result<CodeTable> {
+    let size = |name: &str| -> Result<usize> { Ok(serde_json::from_value(value[name].clone())?) };
+    let codes: Vec<[u32; 2]> = serde_json::from_value(value["codes"].clone())?;
+    let words = codes.len();
+    let config = TableConfig::light_rnn(words).with_own(size("own")?).with_table(size("rows")?, size("columns")?);
+    Ok(CodeTable::from_codes(config, &Tensor::from_vec(codes.concat(), (words, 2), &Device::Cpu)?)?)
+}
+
+/// The table of this name in a checkpoint, which must have these sizes.
 pub fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
-    let sizes = [("own", config.own), ("rows", config.rows), ("columns", config.columns)];
-    for (key, size) in sizes {
-        let stored: usize = file.get(key)?;
+    let table = table_of_json(&serde_json::from_str(&file.get::<String>(name)?)?)?;
+    let sizes = |config: TableConfig| {
+        [("words", config.words), ("own", config.own), ("rows", config.rows), ("columns", config.columns)]
+    };
+    for ((key, stored), (_, size)) in sizes(table.config()).into_iter().zip(sizes(config)) {
         if stored != size {
             return Err(format!("the table has {key} {stored}, but this run has {key} {size}: see --codes").into());
         }
     }
-    let codes = file.tensors.get(name).ok_or_else(|| format!("no tensor {name}"))?;
-    Ok(CodeTable::from_codes(config, codes)?)
+    Ok(table)
 }
 
-/// The sizes and codes of a table, in a checkpoint.
+/// Writes a table to a checkpoint under this name.
 pub fn insert_table(file: &mut Checkpoint, name: &str, table: &CodeTable) -> Result<()> {
-    let config = table.config();
-    file.tensors.insert(name.into(), table.codes()?);
-    for (key, size) in [("own", config.own), ("rows", config.rows), ("columns", config.columns)] {
-        file.metadata.insert(key.into(), size.to_string());
-    }
+    file.metadata.insert(name.into(), table_json(table)?.to_string());
     Ok(())
 }

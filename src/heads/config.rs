@@ -10,11 +10,11 @@ use crate::tensors::checks::{check_dropout, check_logits, check_number, check_pr
 /// The rank of a mixture of softmaxes does not need one: the logarithm of the sum is the nonlinearity. Which one learns
 /// faster depends on the recipe. With Adam and hidden states near the limits of a tanh, the K tanh layers saturate
 /// before they align with the one decoder that they share; linear contexts, and components that start alike
-/// ([`MixtureConfig::similar_components`]), do not. After one epoch of `lab/src/bin/translation` (German to English, Adam at
-/// learning rate 0.002, K = 5) independent tanh contexts are far behind a softmax of as many parameters, and linear
+/// ([`MixtureConfig::similar_components`]), do not. After one epoch of the lab's `translation` (German to English, Adam
+/// at learning rate 0.002, K = 5) independent tanh contexts are far behind a softmax of as many parameters, and linear
 /// contexts that start alike are ahead of it, with less than half the perplexity of the former
-/// (`docs/measurements.md`). With SGD at learning rate 20 and small initial values (`lab/src/bin/language_model`, Penn Treebank),
-/// as in the paper, tanh and independent components learn faster.
+/// (`docs/measurements.md`). With SGD at learning rate 20 and small initial values (the lab's `language_model`, Penn
+/// Treebank), as in the paper, tanh and independent components learn faster.
 ///
 /// # Examples
 ///

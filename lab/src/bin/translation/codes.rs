@@ -1,10 +1,9 @@
 //! Words as sequences of one or two codes, and which code may follow which.
 
 use crate::vocabulary::Words;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use lab::Result;
-use mos_codes::{CodeTable, TableConfig};
-use serde_json::{json, Value};
+use mos_codes::CodeTable;
 
 /// Codes of a word at most.
 pub(crate) const LONGEST: usize = 2;
@@ -28,7 +27,6 @@ impl Codes {
         &self.words
     }
 
-    #[cfg(test)]
     pub(crate) fn table(&self) -> &CodeTable {
         &self.table
     }
@@ -63,22 +61,6 @@ impl Codes {
     fn opens(&self, code: u32) -> bool {
         self.table.codebook().advance(None, code).is_ok_and(|first| first.is_some())
     }
-
-    pub(crate) fn table_json(&self) -> Result<Value> {
-        let config = self.table.config();
-        let (own, rows, columns) = (config.own, config.rows, config.columns);
-        let codes = self.table.codes()?.to_vec2::<u32>()?;
-        Ok(json!({ "own": own, "rows": rows, "columns": columns, "codes": codes }))
-    }
-}
-
-/// The table of [`Codes::table_json`].
-pub(crate) fn table_of_json(value: &Value) -> Result<CodeTable> {
-    let size = |name: &str| -> Result<usize> { Ok(serde_json::from_value(value[name].clone())?) };
-    let codes: Vec<[u32; 2]> = serde_json::from_value(value["codes"].clone())?;
-    let words = codes.len();
-    let config = TableConfig::light_rnn(words).with_own(size("own")?).with_table(size("rows")?, size("columns")?);
-    Ok(CodeTable::from_codes(config, &Tensor::from_vec(codes.concat(), (words, 2), &Device::Cpu)?)?)
 }
 
 #[cfg(test)]

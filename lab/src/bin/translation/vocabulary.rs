@@ -1,7 +1,8 @@
 //! From text to token ids and back, by words, by byte-pair encoding or by codes of words; all are stored as a string in
 //! a checkpoint.
 
-use crate::codes::{table_of_json, Codes};
+use crate::codes::Codes;
+use lab::codes::{table_json, table_of_json};
 use lab::{bpe, Result};
 use mos_codes::CodeTable;
 use serde_json::{json, Value};
@@ -146,7 +147,7 @@ impl Vocabulary {
             Self::Bpe(tokenizer) => {
                 json!({ "bpe": serde_json::from_str::<Value>(&tokenizer.to_string(false).map_err(failed)?)? })
             }
-            Self::Codes(codes) => json!({ "words": codes.words().words, "table": codes.table_json()? }),
+            Self::Codes(codes) => json!({ "words": codes.words().words, "table": table_json(codes.table())? }),
         }
         .to_string())
     }

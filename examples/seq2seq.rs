@@ -260,8 +260,7 @@ fn main() -> Result<()> {
     let mut table = "head     parameters  valid NLL  valid ppl  exact match    BLEU  tokens/s\n".to_owned();
     for (name, head) in heads {
         let map = VarMap::new();
-        let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
-        let (model, vars) = (Model::new(&head, sizes, hidden, dropout, vb)?, map.all_vars());
+        let model = Model::new(&head, sizes, hidden, dropout, VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu))?;
         // Uniform values from a seed, which candle's generator does not take; smaller ones attend to all positions alike.
         let mut rng = StdRng::seed_from_u64(1);
         for (name, var) in map.data().lock().unwrap().iter().collect::<BTreeMap<_, _>>() {
@@ -276,8 +275,8 @@ fn main() -> Result<()> {
             let is_latent = name == "head.latent.weight"; // learns faster if its components start alike
             var.set(&if is_latent { mixture.similar_components(&values, 0.3)? } else { values })?;
         }
-        let parameters: usize = vars.iter().map(|var| var.elem_count()).sum();
-        let mut adam = AdamW::new(vars, ParamsAdamW { lr, weight_decay: 0.0, ..Default::default() })?;
+        let parameters: usize = map.all_vars().iter().map(|var| var.elem_count()).sum();
+        let mut adam = AdamW::new(map.all_vars(), ParamsAdamW { lr, weight_decay: 0.0, ..Default::default() })?;
         let (mut targets, mut seconds, mut nll) = (0.0, 0.0, f64::NAN);
         for epoch in 1..=args.epochs {
             let start = Instant::now();

@@ -1,10 +1,10 @@
-//! Two heads of your own: a projection, which makes a mixture of softmaxes with every loss and way of decoding of the crate,
-//! and an output layer of another kind, of candle's operations.
+//! Two heads of your own: a projection, which makes a mixture of softmaxes with every loss and way of decoding of the
+//! crate, and an output layer of another kind, of candle's operations.
 //!
 //!     cargo run --release --example custom_head
 //!
-//! The language: after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is ln 3 =
-//! 1.099 nats per position; both heads get within 0.05 of it in some seconds on 2 cores.
+//! The language: after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is ln
+//! 3 = 1.099 nats per position; both heads get within 0.05 of it in some seconds on 2 cores.
 //!
 //! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9; no features.
 
@@ -58,8 +58,8 @@ impl Projection for Gated {
     }
 }
 
-/// A sigsoftmax, P(v) ~ exp(z_v) sigmoid(z_v) with z = W h + b (Kanai et al., 2018), whose log-probability matrices are not
-/// of low rank either.
+/// A sigsoftmax, P(v) ~ exp(z_v) sigmoid(z_v) with z = W h + b (Kanai et al., 2018), whose log-probability matrices are
+/// not of low rank either.
 #[derive(Debug)]
 struct SigSoftmax(Linear);
 

@@ -2,8 +2,8 @@
 //!
 //!     cargo run --release --example quickstart
 //!
-//! The language: after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is ln 3 =
-//! 1.099 nats per position, which the model reaches in some seconds.
+//! The language: after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is ln
+//! 3 = 1.099 nats per position, which the model reaches in some seconds.
 //!
 //! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9; no features.
 

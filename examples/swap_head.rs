@@ -1,9 +1,10 @@
-//! A model that ends in `Linear` and `cross_entropy`, and the same model with `SoftmaxHead`: the loss, the seconds and the
-//! peak memory of a training step over 1024 positions and 32,000 token ids.
+//! A model that ends in `Linear` and `cross_entropy`, and the same model with `SoftmaxHead`: the loss, the seconds and
+//! the peak memory of a training step over 1024 positions and 32,000 token ids.
 //!
 //!     cargo run --release --example swap_head
 //!
-//! The losses are equal, and the step with `SoftmaxHead` takes less time and memory. It runs for some seconds on 2 cores.
+//! The losses are equal, and the step with `SoftmaxHead` takes less time and memory. It runs for some seconds on 2
+//! cores.
 //!
 //! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3; no features.
 

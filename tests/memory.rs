@@ -81,6 +81,7 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
         }
     }
     the_decoders_gradient_is_held_once()?;
+    a_frozen_decoder_costs_no_logits_and_no_gradient()?;
     a_transposed_decoder_is_not_copied()?;
     the_intermediate_results_of_computed_rows_are_within_their_budget()?;
     a_sampled_loss_holds_no_copy_of_all_contexts()?;
@@ -127,6 +128,23 @@ fn the_decoders_gradient_is_held_once() -> Result<()> {
     let (summed, peak) = peak_of(|| (0..3).try_for_each(|_| sum.add(&head.loss(&hidden, &targets, &options)?)));
     summed?;
     assert!(peak <= decoder + rest, "{peak} bytes for three batches, of which the decoder's gradient has {decoder}");
+    Ok(())
+}
+
+fn a_frozen_decoder_costs_no_logits_and_no_gradient() -> Result<()> {
+    const VOCAB: usize = 40_000;
+    const WIDTH: usize = 64;
+    const POSITIONS: usize = 256;
+    let weight = Tensor::randn(0f32, 0.1, (VOCAB, WIDTH), &Device::Cpu)?;
+    let hidden = Var::randn(0f32, 1.0, (POSITIONS, WIDTH), &Device::Cpu)?;
+    let targets = Tensor::from_iter((0..POSITIONS as u32).map(|i| i * 97), &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let step = || head.loss(&hidden, &targets, &LossOptions::new())?.backward();
+    step()?;
+    let (gradients, peak) = peak_of(step);
+    assert!(gradients?.get(&hidden).is_some());
+    let (logits, limit) = (POSITIONS * VOCAB * 4, 8 << 20);
+    assert!(peak <= limit, "{peak} bytes; the logits have {logits}, the decoder {}", VOCAB * WIDTH * 4);
     Ok(())
 }
 

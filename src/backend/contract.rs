@@ -64,7 +64,12 @@ pub(crate) struct NeedsGrad {
 
 impl NeedsGrad {
     pub(crate) fn any(self) -> bool {
-        self.contexts || self.log_priors || self.weight || self.bias
+        self.contexts || self.log_priors || self.decoder()
+    }
+
+    /// Whether the weight or the bias needs one.
+    pub(crate) fn decoder(self) -> bool {
+        self.weight || self.bias
     }
 }
 
@@ -157,9 +162,7 @@ pub(crate) enum GradScale {
 /// The task that a plan is made for.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Task {
-    /// Whether the logits of a position are needed again once their log-sum-exp is known.
-    pub(crate) keeps_logits: bool,
-    pub(crate) bias_gradient: bool,
+    pub(crate) needs_grad: NeedsGrad,
     /// Whether the mixture's log-probability of every id is needed.
     pub(crate) all_ids: bool,
     /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
@@ -184,8 +187,7 @@ impl Task {
         let soft_targets = terms.label_smoothing > 0.0;
         let all_ids = soft_targets || terms.correct;
         Task {
-            keeps_logits: needs_grad.any() || all_ids,
-            bias_gradient: needs_grad.bias,
+            needs_grad,
             all_ids,
             soft_targets,
             filters: terms.gradient_filter > 0.0 && needs_grad.any(),
@@ -195,13 +197,7 @@ impl Task {
 
     /// Computes log-probabilities, and in the backward pass the gradients of the operands that need one.
     pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
-        Task {
-            keeps_logits: true,
-            bias_gradient: needs_grad.bias,
-            all_ids: true,
-            soft_targets: needs_grad.any(),
-            ..Task::default()
-        }
+        Task { needs_grad, all_ids: true, soft_targets: needs_grad.any(), ..Task::default() }
     }
 
     /// Reads each position's distribution, tile by tile.

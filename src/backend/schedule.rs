@@ -27,7 +27,7 @@ pub(super) trait Steps {
             if needs_grad.contexts {
                 self.context_gradient(positions.clone())?;
             }
-            if needs_grad.weight || needs_grad.bias {
+            if needs_grad.decoder() {
                 self.decoder_gradient(positions)?;
             }
         }

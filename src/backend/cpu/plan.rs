@@ -21,7 +21,9 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
         Task { own_targets: true, .. } => Computation::OnePass,
         Task { all_ids: true, .. } | Task { soft_targets: true, .. } => Computation::TwoPasses,
         Task { filters: true, .. } | Task { few_rows: true, .. } => Computation::TwoPasses,
-        Task { keeps_logits: false, .. } if sizes.positions * sizes.components <= FEW_ROWS => Computation::TwoPasses,
+        Task { needs_grad, .. } if !needs_grad.any() && sizes.positions * sizes.components <= FEW_ROWS => {
+            Computation::TwoPasses
+        }
         _ => Computation::OnePass,
     }
 }
@@ -30,9 +32,10 @@ pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<u
     let Sizes { positions, components, .. } = operands.sizes;
     let (size, threads, isa) = (size_of::<T::Acc>(), rayon::current_num_threads(), Isa::best()?);
     let computation = computation(&task, operands.sizes);
-    let keeps_logits = task.keeps_logits || computation == Computation::TwoPasses;
+    // In one pass only the decoder's gradient needs the exponentials again.
+    let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
     let Workspace { per_row, fixed, per_thread } = match computation {
-        Computation::OnePass => one_pass::workspace::<T>(operands.sizes, isa, task.keeps_logits),
+        Computation::OnePass => one_pass::workspace::<T>(operands.sizes, isa, task.needs_grad),
         Computation::TwoPasses => two_pass::workspace(operands.sizes, task),
     };
     let (per_position, fixed, per_thread) = (components * per_row * size, fixed * size, per_thread * size);

@@ -234,8 +234,10 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
     for (positions, components, context_dim, vocab) in
         [(700, 5, 40, 900), (400, 1, 300, 2000), (40, 15, 280, 3000), (7, 2, 600, 10_000), (1, 1, 64, 40)]
     {
+        let none = NeedsGrad::default();
+        let some = [ALL, none, NeedsGrad { contexts: true, ..none }, NeedsGrad { weight: true, ..none }];
         let budgets = [None, Some(1), Some(3)].into_iter();
-        for (budget, needs_grad) in budgets.flat_map(|budget| [(budget, ALL), (budget, NeedsGrad::default())]) {
+        for (budget, needs_grad) in budgets.flat_map(|budget| some.map(|needs_grad| (budget, needs_grad))) {
             let case = Case { budget, needs_grad, ..Case::new(positions, components, context_dim, vocab) };
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<f32>(&operands)?;
@@ -245,7 +247,7 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let gradients = BufferedGradients::new(operands.sizes, rows, needs_grad, None);
                 let allocated = 4 * OnePass::new(inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
-                if !needs_grad.any() {
+                if needs_grad != ALL {
                     return Ok(());
                 }
                 // The rest is what each thread and each row needs, and room for chunks with fewer panels.

@@ -60,7 +60,7 @@ pub(super) fn context_gradient<T: Element>(
     );
 }
 
-/// The gradients of the decoder, tile by tile.
+/// The gradients of the decoder, some tiles at a time.
 pub(super) struct DecoderGradient<'a, F> {
     pub(super) isa: Isa,
     pub(super) factors: Factors<'a, F>,
@@ -71,29 +71,50 @@ pub(super) struct DecoderGradient<'a, F> {
     pub(super) add: bool,
 }
 
+/// What the third product needs of a tile of ids.
+struct Tile<'b, F> {
+    ids: Range<usize>,
+    /// `[panel][id][row]`
+    exponentials: &'b mut [F],
+    /// `[column]`: the rows' factors
+    factors: Vec<F>,
+    /// `[ids, d]`, if it is needed
+    weight: Option<&'b mut [F]>,
+    /// `[ids]`, if it is needed
+    bias: Option<&'b mut [F]>,
+}
+
 impl<F: Float> DecoderGradient<'_, F> {
     /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, and the bias likewise, if they are needed.
     /// Targets outside the vocabulary have rows behind it.
     pub(super) fn run(&self, exponentials: &mut [F], weight: Option<&mut [F]>, bias: Option<&mut [F]>) {
-        let Layout { tile_ids, vocab, .. } = *self.factors.layout;
-        let tiles = self.factors.layout.tiles();
+        let layout = self.factors.layout;
+        let Layout { tile_ids, vocab, .. } = *layout;
         let (weight, weight_behind) = weight.map(|weight| weight.split_at_mut(vocab * self.d)).unzip();
         let (bias, bias_behind) = bias.map(|bias| bias.split_at_mut(vocab)).unzip();
-        let mut weights: Vec<Option<&mut [F]>> =
-            weight.map_or(vec![], |weight| weight.chunks_mut(tile_ids * self.d).map(Some).collect());
-        weights.resize_with(tiles, || None);
-        let mut biases: Vec<Option<&mut [F]>> =
-            bias.map_or(vec![], |bias| bias.chunks_mut(tile_ids).map(Some).collect());
-        biases.resize_with(tiles, || None);
-        let columns = self.factors.layout.columns(self.factors.rows.len());
-        let exponentials = exponentials.par_chunks_mut(tile_ids * columns).take(tiles);
-        exponentials
-            .zip(weights)
-            .zip(biases)
-            .enumerate()
-            .for_each_init(Vec::new, |buffer, (tile, ((exponentials, weight), bias))| {
-                self.tile(tile, exponentials, weight, bias, buffer)
-            });
+        let mut weights = weight.map(|weight| weight.chunks_mut(tile_ids * self.d));
+        let mut biases = bias.map(|bias| bias.chunks_mut(tile_ids));
+        let columns = layout.columns(self.factors.rows.len());
+        let tile = |(tile, exponentials)| Tile {
+            ids: layout.ids(tile),
+            exponentials,
+            factors: Vec::new(),
+            weight: weights.as_mut().and_then(Iterator::next),
+            bias: biases.as_mut().and_then(Iterator::next),
+        };
+        let tiles = exponentials.chunks_mut(tile_ids * columns).take(layout.tiles());
+        let mut tiles: Vec<Tile<'_, F>> = tiles.enumerate().map(tile).collect();
+        let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
+        groups.for_each_init(Vec::new, |scaled, (group, tiles)| {
+            for (tile, number) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
+                self.clear_void_rows(tile.ids.len(), tile.exponentials);
+                tile.factors = self.factors.of_tile(number);
+            }
+            self.add(tiles, scaled);
+            for Tile { ids, weight, bias, .. } in tiles {
+                self.subtract_targets(ids.clone(), weight.as_deref_mut(), bias.as_deref_mut());
+            }
+        });
         self.subtract_targets(vocab..usize::MAX, weight_behind, bias_behind);
     }
 
@@ -114,46 +135,38 @@ impl<F: Float> DecoderGradient<'_, F> {
         }
     }
 
-    fn tile(
-        &self,
-        tile: usize,
-        exponentials: &mut [F],
-        mut weight: Option<&mut [F]>,
-        mut bias: Option<&mut [F]>,
-        scaled: &mut Vec<F>,
-    ) {
-        let (d, ids) = (self.d, self.factors.layout.ids(tile));
-        self.clear_void_rows(ids.len(), exponentials);
-        let factors = self.factors.of_tile(tile);
-        let panels_at_a_time = BLOCK_ROWS.div_ceil(self.factors.layout.panel_rows);
+    /// Adds the products of some tiles, which share the scaled contexts where their factors are equal.
+    fn add(&self, tiles: &mut [Tile<'_, F>], scaled: &mut Vec<F>) {
+        let (d, layout) = (self.d, self.factors.layout);
+        let panels_at_a_time = BLOCK_ROWS.div_ceil(layout.panel_rows);
         for (i, panels) in self.factors.panels.chunks(panels_at_a_time).enumerate() {
-            let left = |panel: &Panel| Left {
-                values: &exponentials[ids.len() * panel.first..][..ids.len() * panel.width],
-                row: panel.width,
-                step: 1,
-                depth: panel.rows,
-            };
-            let left: Vec<_> = panels.iter().map(left).collect();
+            let start = if self.add || i > 0 { Start::Stored } else { Start::Zero };
             let first = panels[0].first;
             let rows: usize = panels.iter().map(|panel| panel.rows).sum();
-            if let Some(weight) = &mut weight {
-                let start = if self.add || i > 0 { Start::Stored } else { Start::Zero };
-                for column in (0..d).step_by(self.factors.layout.panel_rows) {
-                    let columns = self.factors.layout.panel_rows.min(d - column);
-                    let width = columns.next_multiple_of(self.factors.layout.lanes);
-                    scaled.resize(rows * width, F::zero());
-                    let contexts = &self.contexts[first * d + column..];
+            for column in (0..d).step_by(layout.panel_rows) {
+                let columns = layout.panel_rows.min(d - column);
+                let width = columns.next_multiple_of(layout.lanes);
+                scaled.resize(rows * width, F::zero());
+                let mut scaled_by: &[F] = &[];
+                for Tile { ids, exponentials, factors, weight, .. } in &mut *tiles {
+                    let Some(weight) = weight else { continue };
                     let factors = &factors[first..][..rows];
-                    F::dispatch(self.isa, ScaledRows { contexts, d, columns, factors, to: scaled });
+                    if scaled_by != factors {
+                        let contexts = &self.contexts[first * d + column..];
+                        F::dispatch(self.isa, ScaledRows { contexts, d, columns, factors, to: scaled });
+                        scaled_by = factors;
+                    }
+                    let left = left(exponentials, panels, ids.len());
                     let (rows, left, right, to) = (ids.len(), &left[..], &scaled[..], &mut weight[column..]);
                     F::dispatch(self.isa, Product { start, rows, left, right, width, to, to_row: d, columns });
                 }
             }
-            if let Some(bias) = &mut bias {
+            for Tile { ids, exponentials, factors, bias, .. } in &mut *tiles {
+                let Some(bias) = bias else { continue };
+                let left = left(exponentials, panels, ids.len());
                 F::dispatch(self.isa, WeightedSums { left: &left, factors: &factors[first..], to: bias });
             }
         }
-        self.subtract_targets(ids, weight, bias);
     }
 
     /// Sets the exponentials of void rows to zero.
@@ -164,4 +177,15 @@ impl<F: Float> DecoderGradient<'_, F> {
             tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = F::zero());
         }
     }
+}
+
+/// The exponentials of some panels in a tile of so many ids, as a left operand.
+fn left<'e, F>(exponentials: &'e [F], panels: &[Panel], ids: usize) -> Vec<Left<'e, F>> {
+    let left = |panel: &Panel| Left {
+        values: &exponentials[ids * panel.first..][..ids * panel.width],
+        row: panel.width,
+        step: 1,
+        depth: panel.rows,
+    };
+    panels.iter().map(left).collect()
 }

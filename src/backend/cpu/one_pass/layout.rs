@@ -13,6 +13,8 @@ const PIECES: usize = 64;
 const MOST_IDS: usize = 256;
 /// Bytes of the decoder's rows of a tile, which stay in the second-level cache with the tile's logits.
 const TILE_BYTES: usize = 320 << 10;
+/// Ids whose gradients the third product computes at a time: it scales the contexts for so many at once.
+const GROUP_IDS: usize = 160;
 /// Minimum number of ids of a tile, if the vocabulary has as many.
 const LEAST_IDS: usize = 32;
 
@@ -78,6 +80,11 @@ impl Layout {
 
     pub(super) fn tiles(&self) -> usize {
         self.vocab.div_ceil(self.tile_ids)
+    }
+
+    /// How many tiles the third product computes at a time.
+    pub(super) fn tiles_at_a_time(&self) -> usize {
+        (GROUP_IDS / self.tile_ids).clamp(1, (self.tiles() / PIECES).max(1))
     }
 
     pub(super) fn ids(&self, tile: usize) -> Range<usize> {

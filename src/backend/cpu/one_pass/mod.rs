@@ -14,7 +14,7 @@
 //!
 //! Logits are kept as `[id][row]`: maxima and sums over ids add up whole vectors, and each result is the right operand
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. The loss
-//! alone ends after the rows, and keeps no exponentials.
+//! alone ends after the rows. Exponentials are kept for the second pass alone: with a frozen decoder, for a tile.
 
 mod exponentials;
 mod factors;
@@ -42,36 +42,40 @@ use first_pass::{first_pass, Buffers, Part, RowTargets};
 use gradients::{context_gradient, DecoderGradient, BLOCK_ROWS};
 use layout::{Layout, Panel};
 
-/// Bytes of the decoder that a thread reads again for each panel if it keeps no exponentials.
+/// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
 
 /// How the chunks of a plan are cut.
-fn cut<F: Float>(isa: Isa, rows: usize, sizes: Sizes, keeps_exponentials: bool) -> Layout {
+fn cut<F: Float>(isa: Isa, rows: usize, sizes: Sizes, needs_grad: NeedsGrad) -> Layout {
     let layout = Layout::new::<F>(isa, rows, sizes.context_dim, sizes.vocab);
-    match keeps_exponentials {
+    match needs_grad.contexts || needs_grad.decoder() {
         true => layout,
         false => layout.with_segments_of::<F>(SEGMENT_BYTES, sizes.context_dim),
     }
 }
 
-pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, keeps_exponentials: bool) -> Workspace {
+/// The decoder's gradient needs the exponentials of a chunk, the contexts' gradient a sum for each of its pieces.
+pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, needs_grad: NeedsGrad) -> Workspace {
     /// Elements that the numbers of a row take.
     const ROW_NUMBERS: usize = 32;
     let Sizes { context_dim: d, vocab, .. } = sizes;
-    let layout = cut::<T::Acc>(isa, 1, sizes, keeps_exponentials);
+    let layout = cut::<T::Acc>(isa, 1, sizes, needs_grad);
     let panel = layout.panel_rows;
     let widened = if T::IS_ACC { 0 } else { layout.tile_ids * d };
-    if !keeps_exponentials {
-        // The contexts exist packed and gathered; each segment has its part.
-        let per_row = 2 * d + Part::<T::Acc>::elements_per_row(panel) * layout.segments() + ROW_NUMBERS;
-        let fixed = layout.lanes * per_row + vocab.next_multiple_of(ROW_ALIGN);
-        return Workspace { per_row, fixed, per_thread: layout.tile_ids * panel + widened };
-    }
-    // The exponentials, the offsets of each tile, the factors of each segment; contexts packed and gathered, and sums.
-    let per_row = vocab + 2 * layout.tiles() + 3 * d + ROW_NUMBERS;
+    // The exponentials, the offsets of each tile, the factors of each segment; or each segment's part and factors.
+    let (kept, of_thread) = match needs_grad.decoder() {
+        true => (vocab + 2 * layout.tiles(), BLOCK_ROWS.next_multiple_of(panel) * panel),
+        false => {
+            let of_segment = Part::<T::Acc>::elements_per_row(panel) + usize::from(needs_grad.contexts);
+            (of_segment * layout.segments(), layout.tile_ids * panel)
+        }
+    };
     // All panels but the last are full.
-    let sums = (layout.more_pieces() + 1) * panel * d;
-    let per_thread = BLOCK_ROWS.next_multiple_of(panel) * panel + panel * d + widened;
+    let sums = if needs_grad.contexts { (layout.more_pieces() + 1) * panel * d } else { 0 };
+    let of_sums = if needs_grad.contexts { d } else { 0 };
+    // The contexts exist packed and gathered.
+    let per_row = kept + of_sums + 2 * d + ROW_NUMBERS;
+    let per_thread = of_thread + panel * of_sums + widened;
     Workspace { per_row, fixed: layout.lanes * per_row + sums + vocab.next_multiple_of(ROW_ALIGN), per_thread }
 }
 
@@ -84,9 +88,9 @@ pub(super) struct OnePass<'a, T: Element> {
     pub(super) losses: Vec<PositionLoss>,
     pub(super) gradients: BufferedGradients<T>,
 
-    /// `[tile][panel][id][row]`; empty if there are no gradients
+    /// `[tile][panel][id][row]`; empty if the decoder needs no gradient
     exponentials: Aligned<T::Acc>,
-    /// `[segment][panel][d][row]`: O
+    /// `[segment][panel][d][row]`: O; empty if the contexts need no gradient
     sums: Aligned<T::Acc>,
     /// `[panel][d][row]`: contexts times the logit scale
     packed: Aligned<T::Acc>,
@@ -115,10 +119,10 @@ impl<'a, T: Element> OnePass<'a, T> {
     ) -> Self {
         let Sizes { positions, context_dim: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
-        let layout = cut::<T::Acc>(inputs.isa, rows, inputs.sizes, needs_grad.any());
+        let layout = cut::<T::Acc>(inputs.isa, rows, inputs.sizes, needs_grad);
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
-        let kept = if needs_grad.any() { columns * vocab } else { 0 };
+        let kept = if needs_grad.decoder() { columns * vocab } else { 0 };
         OnePass {
             inputs,
             targets,

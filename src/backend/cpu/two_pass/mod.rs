@@ -43,7 +43,7 @@ pub(super) fn workspace(sizes: Sizes, task: Task) -> Workspace {
     // Contexts and their gradient, if they are widened or only some rows are live.
     let contexts = 2 * context_dim;
     let per_row = stride + summaries + contexts;
-    let bias_parts = if task.bias_gradient { BIAS_PARTS } else { 0 };
+    let bias_parts = if task.needs_grad.bias { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
     // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
     let per_thread = scratch_rows * stride + products::buffered_tile(context_dim, vocab);

@@ -231,8 +231,8 @@ impl Args {
         Ok(recipe)
     }
 
-    /// With a tied decoder the width of the embedding is that of what the decoder multiplies: contexts, or the softmax's
-    /// hidden state.
+    /// With a tied decoder the width of the embedding is that of what the decoder multiplies: contexts, or the
+    /// softmax's hidden state.
     fn tied(&self, recipe: Recipe) -> Result<Recipe> {
         let (embedding, context) = (self.recipe.embedding(), self.recipe.context());
         if let Some((embedding, context)) = embedding.zip(context).filter(|(embedding, context)| embedding != context) {

@@ -30,7 +30,7 @@ pub struct Awd {
     /// Dropout of the recurrent weights (DropConnect), one mask for all steps and streams of a backward pass
     #[arg(long, value_name = "P", value_parser = below_one)]
     pub weight_dropout: Option<f64>,
-    /// ContextActivation regularisation: factor of the mean square of the last layer's outputs
+    /// Activation regularisation: factor of the mean square of the last layer's outputs
     #[arg(long, value_name = "ALPHA", value_parser = not_negative)]
     pub ar: Option<f64>,
     /// Temporal activation regularisation: factor of the mean square of their differences

@@ -93,7 +93,7 @@ pub(crate) struct Args {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Evaluation")]
 struct EvaluationFlags {
-    /// Evaluate a checkpoint of this example, or a released one, instead of training
+    /// Evaluate a checkpoint of this program, or a released one, instead of training
     #[arg(long, value_name = "FILE", conflicts_with_all = [
         "RecipeFlags", "Awd", "bptt", "output", "samples", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
     ])]

@@ -30,7 +30,7 @@ pub struct Awd {
     /// Dropout of the recurrent weights (DropConnect), one mask for all steps and streams of a backward pass
     #[arg(long, value_name = "P", value_parser = below_one)]
     pub weight_dropout: Option<f64>,
-    /// ContextActivation regularisation: factor of the mean square of the last layer's outputs
+    /// Activation regularisation: factor of the mean square of the last layer's outputs
     #[arg(long, value_name = "ALPHA", value_parser = not_negative)]
     pub ar: Option<f64>,
     /// Temporal activation regularisation: factor of the mean square of their differences
@@ -51,7 +51,7 @@ pub struct Awd {
 }
 
 impl Awd {
-    /// Nothing is added.
+    /// Settings that add nothing.
     pub const NONE: Awd = Awd {
         inner: None,
         tied: None,
@@ -69,7 +69,7 @@ impl Awd {
         nonmono: None,
     };
 
-    /// These settings, and those of `defaults` where none is given.
+    /// These settings; a setting that is not given comes from `defaults`.
     pub fn over(self, defaults: Awd) -> Awd {
         Awd {
             inner: self.inner.or(defaults.inner),
@@ -89,18 +89,18 @@ impl Awd {
         }
     }
 
-    /// Without the four locked dropouts, so that `Recipe::dropout` holds.
+    /// These settings without the four locked dropouts, so that `Recipe::dropout` holds.
     pub fn without_locked_dropout(self) -> Awd {
         Awd { input_dropout: None, hidden_dropout: None, output_dropout: None, context_dropout: None, ..self }
     }
 
     /// Whether the LSTM layers or their inputs and outputs have locked dropout.
-    pub fn has_locked_dropout(&self) -> bool {
+    pub(crate) fn has_locked_dropout(&self) -> bool {
         *self != self.without_locked_dropout()
     }
 
     /// The number of streams whose gradients are computed at a time, of this many.
-    pub fn part(&self, streams: usize) -> usize {
+    pub(crate) fn part(&self, streams: usize) -> usize {
         self.small_batch.unwrap_or(streams).min(streams)
     }
 

@@ -12,11 +12,11 @@ pub const IGNORED: i64 = -1;
 /// Parallel streams of equal length. The last one is padded, so that every target occurs once.
 #[derive(Clone, Copy)]
 pub struct Streams {
-    /// Targets of the text.
+    /// Number of targets of the text.
     targets: usize,
     /// The number of streams.
     pub count: usize,
-    /// Targets per stream, padding included.
+    /// Number of targets per stream, with the padding.
     length: usize,
 }
 
@@ -25,15 +25,15 @@ pub struct Streams {
 pub struct Window {
     /// The streams of this window.
     pub streams: Range<usize>,
-    /// The first step.
+    /// Index of the first step.
     pub at: usize,
     /// The number of steps.
     pub steps: usize,
-    /// The part of the streams that this is, from 0.
+    /// Index of this part of the streams.
     pub part: usize,
-    /// Its targets as a share of those of all parts.
+    /// The part's share of the targets of all parts, from 0 to 1.
     pub share: f64,
-    /// Whether the optimizer takes a step after it.
+    /// Whether the optimizer takes a step after this window.
     pub is_last_part: bool,
     /// Factor of the learning rate: the drawn length over `bptt`.
     pub lr_factor: f64,
@@ -53,7 +53,7 @@ impl Streams {
 
     /// The windows of an epoch of training: each in parts of at most `small_batch` streams, and with random lengths,
     /// if the recipe has them.
-    pub fn training_windows(self, recipe: &Recipe, rng: &mut StdRng) -> Vec<Window> {
+    pub(crate) fn training_windows(self, recipe: &Recipe, rng: &mut StdRng) -> Vec<Window> {
         let part = recipe.awd.part(self.count);
         match recipe.awd.random_bptt {
             None => self.split(part, || (recipe.bptt, 1.0)),
@@ -88,7 +88,7 @@ impl Streams {
         self.targets.saturating_sub(stream * self.length + at).min(steps)
     }
 
-    /// Token ids and their successors, each [streams, steps].
+    /// Token ids and their successors, each `[streams, steps]`.
     pub fn tensors(self, text: &[u32], window: &Window, device: &Device) -> Result<(Tensor, Tensor)> {
         let (mut inputs, mut targets) = (Vec::new(), Vec::new());
         for stream in window.streams.clone() {

@@ -8,8 +8,7 @@ use tokenizers::{AddedToken, Model, Trainer};
 /// Ends the last piece of a word.
 pub const END_OF_WORD: &str = "</w>";
 
-/// The pieces of these words: the `special` ones, then as many as make `size`, of pairs that occur at least `least`
-/// times.
+/// Learns `size` pieces from words: the `special` ones, then merges of pairs that occur at least `least` times.
 pub fn train<'a>(
     words: impl Iterator<Item = &'a str> + Clone + Send,
     special: &[&str],
@@ -37,9 +36,9 @@ fn failed(error: tokenizers::Error) -> Box<dyn std::error::Error> {
     format!("the byte-pair encoding failed: {error}").into()
 }
 
-/// The pieces of each word, as ids, and the pieces: `size` of them, if the characters are not more, learned from words
-/// that occur so often.
-pub fn pieces(words: &[String], counts: &[f64], size: usize) -> Result<(Vec<Vec<u32>>, Vec<String>)> {
+/// Learns `size` pieces, or one for each character if there are more, from words that occur `counts` times. Returns the
+/// ids of the pieces of each word, and the pieces.
+pub(crate) fn pieces(words: &[String], counts: &[f64], size: usize) -> Result<(Vec<Vec<u32>>, Vec<String>)> {
     let text = words.iter().zip(counts).flat_map(|(word, count)| {
         let word: &str = word;
         std::iter::repeat_n(word, count.max(1.0) as usize)
@@ -54,8 +53,8 @@ pub fn pieces(words: &[String], counts: &[f64], size: usize) -> Result<(Vec<Vec<
     Ok((sequences, names))
 }
 
-/// The words of pieces.
-pub fn join<'a>(pieces: impl Iterator<Item = &'a str>) -> Vec<String> {
+/// The words that pieces spell.
+pub(crate) fn join<'a>(pieces: impl Iterator<Item = &'a str>) -> Vec<String> {
     let text: String = pieces.collect();
     text.split(END_OF_WORD).filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }

@@ -46,7 +46,7 @@ impl Checkpoint {
     }
 
     /// Adds the variables and the state of their optimizer.
-    pub fn insert_variables(&mut self, varmap: &VarMap, optimizer: &Optimizer) {
+    pub(crate) fn insert_variables(&mut self, varmap: &VarMap, optimizer: &Optimizer) {
         self.tensors.extend(optimizer.state());
         self.tensors.extend(sorted(varmap).into_iter().map(|(name, var)| (name, var.as_tensor().clone())));
         self.metadata.extend(optimizer.counters());
@@ -66,7 +66,7 @@ impl Checkpoint {
     }
 
     /// Gives an optimizer the state of this checkpoint.
-    pub fn restore_optimizer(&self, optimizer: &mut Optimizer) -> Result<()> {
+    pub(crate) fn restore_optimizer(&self, optimizer: &mut Optimizer) -> Result<()> {
         optimizer.load_state(self)
     }
 
@@ -81,8 +81,8 @@ impl Checkpoint {
         self.metadata.contains_key(key).then(|| self.get(key)).transpose()
     }
 
-    /// Fails unless the model was made with these values of flags.
-    pub fn require_flags(&self, settings: &[(&str, String)]) -> Result<()> {
+    /// Fails unless the checkpoint has these values of flags.
+    pub(crate) fn require_flags(&self, settings: &[(&str, String)]) -> Result<()> {
         for (flag, wanted) in settings {
             let stored: String = self.get(flag)?;
             if stored != *wanted {

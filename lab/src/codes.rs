@@ -49,13 +49,13 @@ impl Coding {
         self.table.as_ref()
     }
 
-    /// A text whose first token is an input only: of the first word, the last code is.
+    /// The codes of a text. Its first token is an input only, so the first word keeps only its last code.
     pub fn encode(&self, text: &[u32]) -> Vec<u32> {
         self.of_targets(text, |_, code, _| code)
     }
 
-    /// Instead of each code `f(word, code, place)`, with the code's place in the word.
-    pub fn of_targets(&self, text: &[u32], f: impl Fn(u32, u32, usize) -> u32) -> Vec<u32> {
+    /// As `encode`, with `f(word, code, place)` instead of each code; `place` is the code's index in its word.
+    pub(crate) fn of_targets(&self, text: &[u32], f: impl Fn(u32, u32, usize) -> u32) -> Vec<u32> {
         let codes = text.iter().flat_map(|&word| {
             let codes = self.sequences[word as usize].iter().enumerate();
             codes.map(move |(place, &code)| (word, code, place))
@@ -64,19 +64,19 @@ impl Coding {
         codes.skip(skipped).map(|(word, code, place)| f(word, code, place)).collect()
     }
 
-    /// Codes for each word among the targets of a text.
+    /// Mean number of codes per word among the targets of a text.
     pub fn per_word(&self, text: &[u32]) -> f64 {
         let codes: usize = text.iter().skip(1).map(|&word| self.sequences[word as usize].len()).sum();
         codes as f64 / (text.len() - 1) as f64
     }
 
-    /// The texts as codes.
+    /// The data with its texts as codes.
     pub fn data(&self, words: &Data<u32>) -> Data<u32> {
         let data = Data::new(words.name.clone(), &self.names, self.encode(&words.train), self.encode(&words.valid));
         Data { per_word: [self.per_word(&words.train), self.per_word(&words.valid)], ..data }
     }
 
-    /// The words of codes, read as far as they are words.
+    /// The words that codes spell. A word of a table that lacks its second code at the end is left out.
     pub fn decode(&self, codes: &[u32], words: &[String]) -> Result<Vec<String>> {
         match &self.table {
             None => Ok(bpe::join(codes.iter().map(|&code| self.names[code as usize].as_str()))),

@@ -1,4 +1,5 @@
-//! FNV-1a with 64 bits: a digest that stays the same from build to build, unlike that of the standard library's hasher.
+//! FNV-1a with 64 bits. The digest stays the same from build to build; the standard library's hasher promises no such
+//! thing.
 
 /// The digest of what was added to it.
 #[derive(Clone, Copy)]

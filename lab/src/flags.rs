@@ -9,7 +9,7 @@ use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-#[allow(missing_docs)] // a comment would stand in --help
+/// The flags that all programs which train have.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TrainingFlags {
     /// Which heads to train [default: all]
@@ -63,7 +63,7 @@ impl TrainingFlags {
         [None, Some("all")].contains(&self.head())
     }
 
-    /// These flags, of all heads without those that there is a reason against.
+    /// These flags; `--head all` leaves out the heads that `reason` speaks against.
     pub fn without(&self, reason: impl Fn(HeadKind) -> Option<&'static str>) -> Self {
         let all = HeadKind::ALL.into_iter().filter(|_| self.asks_for_all());
         let left_out = all.filter_map(|kind| Some((kind, reason(kind)?))).collect();
@@ -91,12 +91,12 @@ impl TrainingFlags {
         Ok(path.to_owned())
     }
 
-    /// Where a head's checkpoint is saved, if it is.
-    pub fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
+    /// Where a head's checkpoint is saved; `None` without `--save`.
+    pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         self.save.as_deref().map(|path| self.checkpoint_path(path, "--save", kind)).transpose()
     }
 
-    /// The checkpoint from which a head's training is resumed, if it is.
+    /// The checkpoint from which a head's training is resumed; `None` without `--resume`.
     pub fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         match &self.resume {
             None => Ok(None),
@@ -106,7 +106,7 @@ impl TrainingFlags {
         }
     }
 
-    /// With --minutes: DIR/HEAD.leg.safetensors, beside the checkpoint of --save.
+    /// The leg that `--minutes` asks for. Its file is DIR/HEAD.leg.safetensors, beside the checkpoint of `--save`.
     pub fn leg(&self, kind: HeadKind) -> Result<Option<Leg>> {
         let Some((minutes, save)) = self.minutes.zip(self.save_path(kind)?) else { return Ok(None) };
         let until = Duration::try_from_secs_f64(60.0 * minutes).ok().and_then(|time| self.start.checked_add(time));
@@ -115,7 +115,7 @@ impl TrainingFlags {
     }
 
     /// Fails if a file that the flags name cannot be written.
-    pub fn check_outputs(&self) -> Result<()> {
+    pub(crate) fn check_outputs(&self) -> Result<()> {
         for kind in self.heads() {
             if let Some(path) = self.save_path(kind)? {
                 if let Some(folder) = path.parent() {
@@ -133,7 +133,7 @@ impl TrainingFlags {
 }
 
 /// The file that a checkpoint is written to before it is renamed.
-pub fn beside(path: &Path) -> PathBuf {
+pub(crate) fn beside(path: &Path) -> PathBuf {
     path.with_extension("partial")
 }
 
@@ -170,7 +170,7 @@ mod tests {
         std::fs::write(&file, "content").expect("writes");
         let check = |flag: &str, path: &Path| {
             let args = [flag.as_ref(), path.as_os_str()];
-            let flags = Args::try_parse_from(["example".as_ref()].into_iter().chain(args)).expect("valid").flags;
+            let flags = Args::try_parse_from(["program".as_ref()].into_iter().chain(args)).expect("valid").flags;
             flags.check_outputs().map_err(|error| error.to_string())
         };
         for flag in ["--save", "--plot", "--results"] {

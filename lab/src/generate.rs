@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use mos_codes::Codebook;
 use mos_head::{Sampler, Sampling};
 
-#[allow(missing_docs)] // a comment would stand in --help
+/// The flags of sampling.
 #[derive(Debug, clap::Args)]
 pub struct SamplingFlags {
     /// Temperature of sampled text: below 1 favours likely tokens, 0 always takes the likeliest
@@ -32,7 +32,7 @@ impl SamplingFlags {
     }
 }
 
-/// `count` token ids after `start`; with a book, codes that are words.
+/// Samples `count` token ids after `start`. With a book, the ids are codes, and together they are words.
 pub fn generate(
     model: &LanguageModel,
     start: u32,

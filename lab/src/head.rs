@@ -8,7 +8,7 @@ use mos_head::{
     ContextActivation, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
 
-/// An output layer of this crate.
+/// An output layer of mos-head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum HeadKind {
     /// `SoftmaxHead`
@@ -20,7 +20,7 @@ pub enum HeadKind {
 }
 
 impl HeadKind {
-    /// All, in the order of the tables.
+    /// All heads, in the order of the tables.
     pub const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
 
     /// The head of a checkpoint.
@@ -29,7 +29,7 @@ impl HeadKind {
         Ok(HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?)
     }
 
-    /// Its name in flags and tables.
+    /// The head's name in flags and tables.
     pub fn name(self) -> &'static str {
         match self {
             HeadKind::Softmax => "softmax",
@@ -40,7 +40,7 @@ impl HeadKind {
 }
 
 /// The parser of an activation's name.
-pub fn activation() -> impl TypedValueParser<Value = ContextActivation> {
+pub(crate) fn activation() -> impl TypedValueParser<Value = ContextActivation> {
     PossibleValuesParser::new(["tanh", "identity"]).map(|name| {
         if name == "tanh" {
             ContextActivation::Tanh
@@ -68,14 +68,14 @@ pub struct HeadSizes {
 impl HeadSizes {
     /// The context size that gives a mixture as many parameters as the softmax has: `vocab * hidden` against
     /// `context * (vocab + components * (hidden + 1)) + components * hidden`.
-    pub fn equal_context(vocab: usize, hidden: usize, components: usize) -> usize {
+    pub(crate) fn equal_context(vocab: usize, hidden: usize, components: usize) -> usize {
         let left = (vocab * hidden).saturating_sub(components * hidden) as f64;
         let each = (vocab + components * (hidden + 1)) as f64;
         (left / each).round().max(1.0) as usize
     }
 
     /// The number of parameters of a head with these sizes.
-    pub fn parameters(self, kind: HeadKind) -> usize {
+    pub(crate) fn parameters(self, kind: HeadKind) -> usize {
         let HeadSizes { vocab, hidden, context, components, .. } = self;
         match kind {
             HeadKind::Softmax => vocab * (hidden + 1),
@@ -86,12 +86,13 @@ impl HeadSizes {
     }
 
     /// The configuration of a mixture of these sizes.
-    pub fn mixture(self) -> MixtureConfig {
+    pub(crate) fn mixture(self) -> MixtureConfig {
         let HeadSizes { vocab, hidden, context, components, activation } = self;
         MixtureConfig::new(hidden, vocab, components).with_context_dim(context).with_activation(activation)
     }
 
-    /// Lets the components of `head.latent.weight` start alike; nothing if there are none.
+    /// Sets how far apart the components of `head.latent.weight` start, from 0 (all alike) to 1 (independent of each
+    /// other). A softmax has no components and stays as it is.
     pub fn start_alike(self, varmap: &VarMap, spread: f64) -> Result<()> {
         let variables = varmap.data().lock().expect("no thread panicked while it held the variables");
         if let Some(latent) = variables.get("head.latent.weight") {
@@ -100,8 +101,8 @@ impl HeadSizes {
         Ok(())
     }
 
-    /// A head with these sizes and variables `prior.weight`, `latent.weight`, ..; `dropout` is that of the contexts.
-    /// The decoder's weight is that of the embedding, if one is given.
+    /// A head with these sizes, variables `prior.weight`, `latent.weight`, .., and this dropout of the contexts. If an
+    /// embedding is given, the decoder shares its weight.
     pub fn build(
         self,
         kind: HeadKind,
@@ -121,7 +122,7 @@ impl HeadSizes {
         })
     }
 
-    /// The settings that a checkpoint must match, by the names of their flags; derived ones last.
+    /// The settings that a checkpoint must match, by the names of their flags; derived settings are last.
     pub fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
         let mut settings = vec![("head", kind.name().to_owned())];
         if kind != HeadKind::Softmax {

@@ -14,15 +14,15 @@ pub struct Outcome<T> {
     pub kind: HeadKind,
     /// The number of the model's parameters.
     pub parameters: usize,
-    /// Mean NLL of each epoch on the training and the validation data.
+    /// Mean NLL of each epoch on the training and the validation data, in nats.
     pub history: Vec<[f64; 2]>,
-    /// NaN if training diverged.
+    /// Mean NLL on the validation data, in nats; NaN if training diverged.
     pub valid_nll: f64,
     /// The epoch in which the loss was not finite, if one was.
     pub diverged: Option<usize>,
-    /// Training speed.
+    /// Words per second of training; `None` if there was none.
     pub tokens_per_second: Option<f64>,
-    /// `None` if training diverged.
+    /// What the program adds; `None` if training diverged.
     pub more: Option<T>,
 }
 
@@ -34,7 +34,7 @@ pub fn slowdown<T>(outcome: &Outcome<T>, all: &[Outcome<T>]) -> Option<f64> {
 }
 
 /// Trains every head of `--head`: `build` makes its session, `finish` uses the trained model. All paths and checkpoints
-/// are checked before the first is trained. `None` if the time of `--minutes` is up.
+/// are checked before the first is trained. Returns `None` if the time of `--minutes` is up.
 pub fn train<M: Model, T>(
     flags: &TrainingFlags,
     device: &Device,
@@ -62,7 +62,7 @@ pub fn train<M: Model, T>(
     }
     let mut outcomes = vec![];
     for (mut session, resume, save, leg) in sessions {
-        // The resumed model is the best so far; that of a leg is in the file of --save.
+        // The resumed model is the best so far, but a leg has its best model in the file of --save already.
         let is_leg = leg.as_ref().is_some_and(|leg| Some(&leg.path) == resume.as_ref());
         if let Some(path) = save.as_ref().filter(|_| resume.is_some() && resume != save && !is_leg) {
             session.checkpoint()?.save(path)?;
@@ -166,7 +166,7 @@ mod tests {
     }
 
     fn flags(args: &str) -> TrainingFlags {
-        Args::try_parse_from(["example"].into_iter().chain(args.split_whitespace())).expect("valid flags").flags
+        Args::try_parse_from(["program"].into_iter().chain(args.split_whitespace())).expect("valid flags").flags
     }
 
     #[test]
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn a_head_that_diverges_does_not_lose_the_results_of_the_others() {
         let plot = std::env::temp_dir().join(format!("heads_{}.svg", std::process::id()));
-        let args = ["example".as_ref(), "--json".as_ref(), "--plot".as_ref(), plot.as_os_str()];
+        let args = ["program".as_ref(), "--json".as_ref(), "--plot".as_ref(), plot.as_os_str()];
         let flags = Args::try_parse_from(args).expect("valid flags").flags;
         let text: Vec<u32> = (0..500).map(|i| i * i % 7).collect();
         let data = Data::new("squares".into(), ["a"], text.clone(), text);

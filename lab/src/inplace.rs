@@ -11,13 +11,13 @@ pub fn supports(tensor: &Tensor) -> bool {
 }
 
 /// `target <- keep target + scale source^power`, power 1 or 2.
-pub struct Decay {
+pub(crate) struct Decay {
     /// The factor of the target.
-    pub keep: f32,
+    pub(crate) keep: f32,
     /// The factor of the source.
-    pub scale: f32,
+    pub(crate) scale: f32,
     /// Whether the power is 2.
-    pub squared: bool,
+    pub(crate) squared: bool,
 }
 
 impl InplaceOp2 for Decay {
@@ -38,13 +38,13 @@ impl InplaceOp2 for Decay {
 }
 
 /// `target <- target - rate first / (sqrt(correction second) + epsilon)`.
-pub struct Descend {
+pub(crate) struct Descend {
     /// The step size.
-    pub rate: f32,
+    pub(crate) rate: f32,
     /// The factor of the second moment.
-    pub correction: f32,
+    pub(crate) correction: f32,
     /// What keeps the denominator from zero.
-    pub epsilon: f32,
+    pub(crate) epsilon: f32,
 }
 
 impl InplaceOp3 for Descend {
@@ -76,9 +76,9 @@ impl InplaceOp3 for Descend {
 pub struct Adapt<'a> {
     /// The values to which parameters decay.
     pub start: &'a Tensor,
-    /// How fast.
+    /// The share of the distance to `start` that is taken back.
     pub decay: &'a Tensor,
-    /// The learning rates.
+    /// The learning rate of each element.
     pub rate: &'a Tensor,
     /// The gradient.
     pub gradient: &'a Tensor,
@@ -109,7 +109,7 @@ impl InplaceOp1 for Adapt<'_> {
 }
 
 /// The sum of the squares, the same for any number of threads.
-pub fn square_sum(tensor: &Tensor) -> Result<f64> {
+pub(crate) fn square_sum(tensor: &Tensor) -> Result<f64> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { candle_core::bail!("expected a tensor on the CPU") };
     let sums = values(storage, layout)?.par_chunks(BLOCK).map(|block| {
@@ -125,7 +125,7 @@ pub fn square_sum(tensor: &Tensor) -> Result<f64> {
 }
 
 /// The elements of a contiguous tensor.
-pub fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+pub(crate) fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(&storage.as_slice::<f32>()?[start..end]),
         None => candle_core::bail!("expected contiguous values"),

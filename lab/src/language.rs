@@ -10,7 +10,7 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 /// The language's name in reports.
 pub const NAME: &str = "the built-in language";
 
-/// Targets of the texts.
+/// Numbers of targets of the texts.
 const TRAIN_TOKENS: usize = 256_000;
 const VALID_TOKENS: usize = 50_000;
 
@@ -22,7 +22,7 @@ const CONTEXT_SCALE: f64 = 2.5;
 const PRIOR_SCALE: f64 = 3.0;
 const LANGUAGE_SEED: u64 = 1711;
 
-/// The language.
+/// The language, as the distributions of the next token.
 pub struct Teacher {
     /// Row `current`: the distribution of the next token.
     probabilities: Vec<f64>,
@@ -61,7 +61,7 @@ impl Teacher {
         &self.probabilities[current as usize * VOCAB..][..VOCAB]
     }
 
-    /// The corpus of the program.
+    /// The corpus of a program that is given no data.
     pub fn built_in(&self, seed: u64) -> Corpus {
         self.corpus(TRAIN_TOKENS, VALID_TOKENS, seed)
     }

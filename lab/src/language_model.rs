@@ -85,7 +85,7 @@ impl LanguageModel {
         })
     }
 
-    /// A model of the codes of this table, which its checkpoints have.
+    /// The model of the codes of this table, which its checkpoints then hold.
     pub fn with_table(self, table: Option<&CodeTable>) -> Self {
         LanguageModel { table: table.cloned(), ..self }
     }
@@ -125,14 +125,18 @@ impl LanguageModel {
         Checkpoint { tensors: tensors.collect(), metadata: settings.collect() }
     }
 
-    /// Sets the variables to those of a model with the same settings.
+    /// Sets the variables from the checkpoint of a model with the same settings.
     pub fn restore(&self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.require_flags(&self.settings())?;
         checkpoint.restore_variables(&self.varmap)
     }
 
     /// What another text has at the targets of a batch, one after the other; `None` past the end.
-    pub fn targets_of(&self, text: &[u32], TextBatch { streams, window }: &TextBatch) -> Result<Vec<Option<u32>>> {
+    pub(crate) fn targets_of(
+        &self,
+        text: &[u32],
+        TextBatch { streams, window }: &TextBatch,
+    ) -> Result<Vec<Option<u32>>> {
         let (_, targets) = streams.tensors(text, window, &Device::Cpu)?;
         let targets = targets.flatten_all()?.to_vec1::<i64>()?;
         Ok(targets.into_iter().map(|target| u32::try_from(target).ok()).collect())
@@ -143,8 +147,8 @@ impl LanguageModel {
         self.lstm.start(batch)
     }
 
-    /// Token ids [batch, seq] -> hidden states [batch, seq, hidden] without dropout; advances `states`, detached from
-    /// the graph.
+    /// Token ids `[batch, seq]` -> hidden states `[batch, seq, hidden]` without dropout; advances `states`, detached
+    /// from the graph.
     pub fn hidden(&self, ids: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         Ok(self.outputs(ids, states, None)?.dropped)
     }
@@ -163,8 +167,8 @@ impl LanguageModel {
         Ok(outputs)
     }
 
-    /// ContextActivation regularisation of the outputs that the head sees, and temporal activation regularisation of those
-    /// before dropout (Merity et al., 2017).
+    /// Activation regularisation of the outputs that the head sees, and temporal activation regularisation of the
+    /// outputs before dropout (Merity et al., 2017).
     fn penalty(&self, outputs: &Outputs) -> Result<Option<Tensor>> {
         let [ar, tar] = self.regularization;
         let mut penalty = None;
@@ -184,7 +188,7 @@ impl LanguageModel {
     }
 }
 
-/// Parallel streams of an evaluation.
+/// Number of parallel streams in an evaluation.
 const STREAMS: usize = 10;
 
 /// A window of a text in parallel streams.

@@ -1,5 +1,5 @@
-//! Learns the table of a code vocabulary: a language model of its codes is trained, and the words are reallocated to the
-//! cells where it expects them, in turn (Li et al., NIPS 2016; Kong et al., AAAI 2019).
+//! Learns the table of a code vocabulary: a language model of its codes is trained, and the words are reallocated to
+//! the cells where it expects them, in turn (Li et al., NIPS 2016; Kong et al., AAAI 2019).
 
 use super::codes::{insert_table, table_of, Coding};
 use super::digest::Digest;
@@ -11,14 +11,14 @@ use candle_core::{Device, D};
 use mos_codes::{Assignment, CodeCosts, CodePlace, CodeTable};
 use std::path::Path;
 
-/// Words that are assigned exactly.
+/// The size of the largest vocabulary whose words are assigned exactly.
 const EXACT: usize = 2500;
-/// The cheapest cells of each of more words.
+/// Number of cells, the cheapest ones, that are candidates for a word of a larger vocabulary.
 const CANDIDATES: usize = 64;
 
 /// What is learned so far.
 struct State {
-    /// Rounds of training.
+    /// Number of rounds that are done.
     rounds: usize,
     /// The table of the last round, or the first.
     table: CodeTable,
@@ -28,9 +28,9 @@ struct State {
     variables: Option<Checkpoint>,
 }
 
-/// The best of `rounds` tables, the first of which is `start`: each is trained for one epoch of `recipe`. `file` has the
-/// best table so far, and all that a later run needs to continue.
-pub fn learn(
+/// The best of `rounds` tables, the first of which is `start`: each is trained for one epoch of `recipe`. `file` has
+/// the best table so far, and all that a later run needs to continue.
+pub(crate) fn learn(
     words: &Data<u32>,
     vocabulary: &[String],
     start: CodeTable,
@@ -72,7 +72,7 @@ pub fn learn(
     Ok(table)
 }
 
-/// A model of these codes, with these variables.
+/// A model of these codes, with these variables if any are given.
 fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, device: &Device) -> Result<LanguageModel> {
     let kind = HeadKind::Softmax;
     let sizes = Sizes::new(kind, recipe, coding.names().len());
@@ -231,7 +231,7 @@ mod tests {
         let sizes = Sizes::new(HeadKind::Softmax, &recipe, coding.names().len());
         let model = LanguageModel::new(HeadKind::Softmax, sizes, InitialValues::Small, &recipe, &Device::Cpu).unwrap();
         let costs = costs(&model, &coding, &data.train, &recipe).expect("costs").total(&table).expect("its table");
-        // All codes but those of words by themselves, and the first word, which is an input only.
+        // The costs leave out words with a code of their own, and the first word, which is an input only.
         let session = Session::new(HeadKind::Softmax, model, coding.data(&data), &recipe).expect("valid sizes");
         let whole = session.evaluate(&session.data.train).expect("evaluates") * (session.data.train.len() - 1) as f64;
         assert!(costs > 0.0 && costs < whole, "{costs} {whole}");

@@ -18,7 +18,7 @@ pub mod init;
 pub mod inplace;
 pub mod language;
 pub mod language_model;
-pub mod learn_table;
+mod learn_table;
 pub mod measure;
 pub mod memory;
 pub mod model;
@@ -27,15 +27,15 @@ pub mod output;
 pub mod plot;
 pub mod progress;
 pub mod recipe;
-pub mod recurrence;
-pub mod recurrence_cpu;
+mod recurrence;
+mod recurrence_cpu;
 pub mod recurrent;
 pub mod report;
-pub mod results;
+mod results;
 pub mod session;
 pub mod sizes;
 pub mod table;
-pub mod table_picture;
+mod table_picture;
 pub mod text;
 pub mod train;
 pub mod values;
@@ -64,8 +64,8 @@ pub fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
     }
 }
 
-/// After each operation candle's threads spin until the next one; on few cores they keep rayon's from working. Called
-/// before any thread is started, as `set_var` requires.
+/// After each operation candle's threads spin until the next one; on few cores they keep rayon's from working. The
+/// call comes before any thread is started, as `set_var` requires.
 fn let_idle_threads_sleep() {
     const LIMIT: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
     if std::env::var_os(LIMIT).is_none() {

@@ -3,14 +3,14 @@
 /// What a mean negative log-likelihood is shown as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Measure {
-    /// Its exponential.
+    /// The exponential of the mean.
     Perplexity,
-    /// Its number of bits.
+    /// The mean in bits.
     BitsPerCharacter,
 }
 
 impl Measure {
-    /// The value of this mean, in nats.
+    /// The value that is shown for a mean of `nll` nats.
     pub fn of(self, nll: f64) -> f64 {
         match self {
             Measure::Perplexity => nll.exp(),

@@ -1,4 +1,4 @@
-//! The peak of the memory in use: that of the process on the CPU, of the allocator's pool with CUDA, of the process's
+//! The peak of the memory in use: by the process on the CPU, in the allocator's pool with CUDA, in the process's
 //! buffers with Metal.
 
 use candle_core::Device;
@@ -6,7 +6,7 @@ use candle_core::Device;
 /// Returns the peak in bytes since the start.
 type End = Box<dyn FnOnce() -> Option<u64>>;
 
-/// Starts to watch; `mib` returns the peak since then, `extra_mib` how far it is above the start.
+/// A watch over a device's memory. `mib` returns the peak since the start, `extra_mib` how far it is above the start.
 pub struct Peak {
     start: Option<u64>,
     end: End,

@@ -20,9 +20,9 @@ pub struct Forward {
 /// How a batch takes part in the steps of the optimizer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Part {
-    /// Its targets as a share of those of the step.
+    /// The batch's share of the targets of the step, from 0 to 1.
     pub share: f64,
-    /// Whether the optimizer takes a step after it.
+    /// Whether the optimizer takes a step after this batch.
     pub is_last: bool,
     /// Factor of the learning rate of the step.
     pub lr_factor: f64,
@@ -31,12 +31,12 @@ pub struct Part {
 /// What a batch is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
-    /// With dropout; shuffled, where the order of the data is free.
+    /// Training has dropout, and shuffles where the order of the data is free.
     Training {
         /// The epoch, counted from one.
         epoch: usize,
     },
-    /// Without dropout, in the order of the data.
+    /// Evaluation has no dropout, and keeps the order of the data.
     Evaluation,
 }
 
@@ -81,7 +81,7 @@ pub trait Model {
     /// One pass over `items`, in which every target occurs once.
     fn batches(&self, items: &[Self::Item], recipe: &Recipe, pass: Pass) -> Vec<Self::Batch>;
 
-    /// By default every batch is a step.
+    /// How a batch takes part in a step; by default every batch is a step.
     fn part(&self, _: &Self::Batch) -> Part {
         Part { share: 1.0, is_last: true, lr_factor: 1.0 }
     }
@@ -103,7 +103,7 @@ pub trait Model {
         vec![]
     }
 
-    /// Sets the tensors of a state from these, by name.
+    /// Sets the tensors of a state from tensors by name.
     fn load_state(&self, _: &mut Self::State, _: &HashMap<String, Tensor>) -> Result<()> {
         Ok(())
     }
@@ -117,7 +117,7 @@ pub trait Model {
 /// A corpus as a model reads it.
 #[derive(Clone, Debug)]
 pub struct Data<T> {
-    /// What reports call the data.
+    /// The name of the data in reports.
     pub name: String,
     /// The digest of the vocabulary and both parts, to recognize the corpus of a checkpoint.
     pub digest: String,
@@ -125,7 +125,7 @@ pub struct Data<T> {
     pub train: Vec<T>,
     /// What is evaluated after each epoch.
     pub valid: Vec<T>,
-    /// Targets of the model for each word, in both parts: NLLs are per word.
+    /// Mean number of the model's targets per word of `train` and of `valid`. NLLs are shown per word.
     pub per_word: [f64; 2],
 }
 

@@ -21,10 +21,12 @@ const BETA1: f64 = 0.9;
 const BETA2: f64 = 0.999;
 const EPSILON: f64 = 1e-8;
 
-/// candle_nn's AdamW keeps its moments private; here they are part of `state`, so that training resumes exactly.
-pub struct Optimizer {
+/// An optimizer of variables. candle_nn's AdamW keeps its moments private; here they are part of `state`, so that
+/// training resumes exactly.
+pub(crate) struct Optimizer {
     vars: Vec<(String, Var)>,
-    moments: Option<Vec<[Tensor; 2]>>, // Adam's first and second, in the order of vars
+    /// Adam's first and second moments, in the order of `vars`.
+    moments: Option<Vec<[Tensor; 2]>>,
     average: Option<Average>,
     weight_decay: f64,
     steps: usize,
@@ -33,7 +35,8 @@ pub struct Optimizer {
 /// Averaged SGD (Polyak & Juditsky, 1992) as in PyTorch, with both of its late updates: from the second step on, a step
 /// has the learning rate that was given to the step before, and the average starts anew at the second step.
 struct Average {
-    /// The average while `Optimizer::step` is called, the parameters of the last step otherwise; in the order of vars.
+    /// The average while `Optimizer::step` is called, the parameters of the last step otherwise; in the order of
+    /// `vars`.
     other: Vec<Tensor>,
     steps: usize,
     /// The learning rate of the step before.
@@ -42,7 +45,7 @@ struct Average {
 
 impl Optimizer {
     /// An optimizer of all variables.
-    pub fn new(kind: OptimizerKind, weight_decay: f64, varmap: &VarMap) -> Result<Self> {
+    pub(crate) fn new(kind: OptimizerKind, weight_decay: f64, varmap: &VarMap) -> Result<Self> {
         let vars = sorted(varmap);
         let moments = match kind {
             OptimizerKind::Sgd => None,
@@ -55,19 +58,19 @@ impl Optimizer {
 
     /// From now on the variables hold the average of the parameters after each step. To train, exchange the two by
     /// `swap` before the first step and after the last.
-    pub fn start_averaging(&mut self) -> Result<()> {
+    pub(crate) fn start_averaging(&mut self) -> Result<()> {
         let other = self.vars.iter().map(|(_, var)| Ok(var.copy()?)).collect::<Result<_>>()?;
         self.average = Some(Average { other, steps: 0, lr: None });
         Ok(())
     }
 
     /// Whether the parameters are being averaged.
-    pub fn is_averaging(&self) -> bool {
+    pub(crate) fn is_averaging(&self) -> bool {
         self.average.is_some()
     }
 
-    /// Exchanges the average and the parameters of the last step; nothing without an average.
-    pub fn swap(&mut self) -> Result<()> {
+    /// Exchanges the average and the parameters of the last step. Without an average it does nothing.
+    pub(crate) fn swap(&mut self) -> Result<()> {
         let Some(average) = &mut self.average else { return Ok(()) };
         for ((_, var), other) in self.vars.iter().zip(&mut average.other) {
             let current = var.copy()?;
@@ -77,8 +80,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// `sum + share * gradients`.
-    pub fn accumulate(&self, sum: Option<GradStore>, gradients: GradStore, share: f64) -> Result<GradStore> {
+    /// Returns `sum + share * gradients`.
+    pub(crate) fn accumulate(&self, sum: Option<GradStore>, gradients: GradStore, share: f64) -> Result<GradStore> {
         let gradients = if share == 1.0 { gradients } else { self.scaled(gradients, share)? };
         let Some(mut sum) = sum else { return Ok(gradients) };
         for (_, var) in &self.vars {
@@ -104,7 +107,7 @@ impl Optimizer {
 
     /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns
     /// `false`, without a step, if the norm is not finite.
-    pub fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<bool> {
+    pub(crate) fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<bool> {
         let norm = self.norm(grads)?;
         if !norm.is_finite() {
             return Ok(false);
@@ -178,12 +181,12 @@ impl Optimizer {
     }
 
     /// The number of steps so far.
-    pub fn steps(&self) -> usize {
+    pub(crate) fn steps(&self) -> usize {
         self.steps
     }
 
     /// Adam's moments, and the parameters of the last step if the variables are their average; by name.
-    pub fn state(&self) -> HashMap<String, Tensor> {
+    pub(crate) fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::new();
         for ((name, _), [first, second]) in self.vars.iter().zip(self.moments.iter().flatten()) {
             state.insert(format!("adam.first.{name}"), first.clone());
@@ -196,7 +199,7 @@ impl Optimizer {
     }
 
     /// The counters, by name.
-    pub fn counters(&self) -> Vec<(String, String)> {
+    pub(crate) fn counters(&self) -> Vec<(String, String)> {
         let mut counters = vec![("steps".into(), self.steps.to_string())];
         if let Some(average) = &self.average {
             counters.push(("asgd.steps".into(), average.steps.to_string()));
@@ -206,7 +209,7 @@ impl Optimizer {
     }
 
     /// Reads the state that a checkpoint has.
-    pub fn load_state(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+    pub(crate) fn load_state(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         // Copies: they are updated in place.
         let get = |name: String| match checkpoint.tensors.get(&name) {
             Some(tensor) => Ok(tensor.copy()?),

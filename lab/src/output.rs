@@ -1,5 +1,5 @@
-//! What lies between a head and its vocabulary: all of it at each step, a sample of it, rows computed from spellings, or
-//! a vocabulary of two levels.
+//! What lies between a head and its vocabulary: all of it at each step, a sample of it, rows computed from spellings,
+//! or a vocabulary of two levels.
 
 use super::head::{HeadKind, HeadSizes};
 use super::Result;
@@ -37,7 +37,7 @@ pub enum OutputKind {
 }
 
 impl OutputKind {
-    /// Whether words are sequences of codes, and the head's vocabulary is that of the codes.
+    /// Whether words are sequences of codes, and the codes are the head's vocabulary.
     pub fn is_coded(self) -> bool {
         matches!(self, OutputKind::LightRnn | OutputKind::HybridLightRnn | OutputKind::Bpe)
     }
@@ -52,7 +52,7 @@ impl OutputKind {
 /// `--output` and its sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Output {
-    /// Its kind.
+    /// What lies between the head and its vocabulary.
     pub kind: OutputKind,
     /// Number of negatives; `None`: a tenth of the vocabulary, at least 16.
     pub samples: Option<usize>,
@@ -63,12 +63,12 @@ pub struct Output {
 pub struct Entries {
     /// The words, by token id.
     pub words: Vec<String>,
-    /// How often each occurs in the training text.
+    /// How often each word occurs in the training text, and once more.
     pub counts: Vec<f64>,
 }
 
 impl Entries {
-    /// Counts one occurrence more of each, so that none is impossible.
+    /// The entries of these words. Each counts one occurrence more than the text has, so that none is impossible.
     pub fn of(words: &[String], text: &[u32]) -> Self {
         let mut counts = vec![1.0; words.len()];
         text.iter().for_each(|&id| counts[id as usize] += 1.0);
@@ -80,13 +80,13 @@ impl Output {
     /// The whole vocabulary.
     pub const FULL: Output = Output { kind: OutputKind::Full, samples: None };
 
-    /// Its name in results.
-    pub fn name(self) -> String {
+    /// The output's name in results.
+    pub(crate) fn name(self) -> String {
         self.kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
 
-    /// A head of `sizes` on this output. The decoder's weight is that of the embedding, if one is given.
-    pub fn build(
+    /// A head of `sizes` on this output. If an embedding is given, the decoder shares its weight.
+    pub(crate) fn build(
         self,
         kind: HeadKind,
         sizes: HeadSizes,
@@ -144,7 +144,7 @@ impl Output {
     }
 
     /// What negatives are drawn from, if any are.
-    pub fn noise(self, entries: &Entries) -> Result<Option<NoiseDistribution>> {
+    pub(crate) fn noise(self, entries: &Entries) -> Result<Option<NoiseDistribution>> {
         match self.kind {
             OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn => {
                 Ok(Some(NoiseDistribution::unigram(&entries.counts)?))
@@ -154,7 +154,7 @@ impl Output {
     }
 
     /// The options of a training step, with negatives of this seed.
-    pub fn options(self, options: LossOptions, noise: &NoiseDistribution, seed: u64) -> Result<LossOptions> {
+    pub(crate) fn options(self, options: LossOptions, noise: &NoiseDistribution, seed: u64) -> Result<LossOptions> {
         let samples = self.samples.unwrap_or((noise.vocab_size() / 10).max(16)).min(noise.vocab_size());
         let negatives = noise.draw(samples, seed)?;
         Ok(match self.kind {
@@ -165,11 +165,11 @@ impl Output {
 }
 
 /// The network of `--output char-cnn`, for rows of this size.
-pub fn char_cnn(context: usize) -> CharCnnConfig {
+pub(crate) fn char_cnn(context: usize) -> CharCnnConfig {
     CharCnnConfig::new(context).with_correction(32)
 }
 
-/// A tenth and four tenths of the vocabulary.
+/// The cutoffs of the adaptive softmax: a tenth and four tenths of the vocabulary.
 fn cutoffs(vocab: usize) -> Vec<usize> {
     vec![(vocab / 10).max(1), (4 * vocab / 10).max(2)]
 }

@@ -5,11 +5,11 @@ use plotters::prelude::*;
 use std::path::Path;
 
 /// One line of a plot: a name, and a point for each whole number, such as an epoch.
-pub struct Curve {
-    /// Its name in the legend.
-    pub name: String,
+pub(crate) struct Curve {
+    /// The curve's name in the legend.
+    pub(crate) name: String,
     /// Epochs and values.
-    pub points: Vec<(i32, f64)>,
+    pub(crate) points: Vec<(i32, f64)>,
 }
 
 /// The labels of a plot.
@@ -29,7 +29,7 @@ pub const COLORS: [RGBColor; 4] =
     [RGBColor(31, 119, 180), RGBColor(255, 127, 14), RGBColor(44, 160, 44), RGBColor(148, 103, 189)];
 
 /// Draws the curves.
-pub fn curves(path: &Path, axes: &Axes, curves: &[Curve]) -> Result<()> {
+pub(crate) fn curves(path: &Path, axes: &Axes, curves: &[Curve]) -> Result<()> {
     draw(path, axes, curves).map_err(|error| format!("cannot draw {}: {error}", path.display()).into())
 }
 

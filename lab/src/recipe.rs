@@ -6,19 +6,20 @@ use super::{awd::Awd, checkpoint::Checkpoint, measure::Measure, optimizer::Optim
 use mos_head::ContextActivation;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-/// Declares each setting once: its flag and its most common default.
+/// Declares each setting once: its doc, its flag and its most common default.
 macro_rules! recipe {
-    ($($(#[$attribute:meta])* $name:ident: $type:ty = $default:expr,)*) => {
+    ($(#[doc $($doc:tt)*] #[arg $($arg:tt)*] $name:ident: $type:ty = $default:expr,)*) => {
         /// The sizes of a model and how to train it.
         #[derive(Clone, Copy, Debug)]
         pub struct Recipe {
             $(
-                #[doc = concat!("The flag `", stringify!($name), "`.")]
+                #[doc $($doc)*]
                 pub $name: $type,
             )*
-            /// `None`: as `hidden`.
+            /// Size of the embedding; `None`: as `hidden`.
             pub embedding: Option<usize>,
-            /// `None`: the size that gives a mixture the softmax's number of parameters.
+            /// Size of the mixtures' contexts; `None`: the size that gives a mixture the softmax's number of
+            /// parameters.
             pub context: Option<usize>,
             /// Steps of backpropagation through time, for language models.
             pub bptt: usize,
@@ -26,16 +27,16 @@ macro_rules! recipe {
             pub measure: Measure,
             /// The seed of initial values, batches and masks.
             pub seed: u64,
-            /// For language models.
+            /// What AWD-LSTM adds, for language models.
             pub awd: Awd,
-            /// For language models.
+            /// What lies between the head and its vocabulary, for language models.
             pub output: Output,
-            /// Average from the start, until the validation loss no longer improves.
+            /// Whether the parameters are averaged from the start, until the validation loss no longer improves.
             pub finetune: bool,
         }
 
         impl Recipe {
-            /// The defaults, which each program changes.
+            /// The defaults from which each program starts.
             pub const BASE: Recipe = Recipe {
                 $($name: $default,)*
                 embedding: None,
@@ -56,7 +57,7 @@ macro_rules! recipe {
         /// Flags without a value keep the default of the program, listed at the end of --help.
         #[derive(Debug, clap::Args)]
         pub struct RecipeFlags {
-            $($(#[$attribute])* pub $name: Option<$type>,)*
+            $(#[doc $($doc)*] #[arg $($arg)*] pub $name: Option<$type>,)*
             /// Embedding size
             #[arg(long, value_parser = positive)]
             embedding: Option<usize>,
@@ -161,7 +162,7 @@ impl Recipe {
     }
 
     /// The flags that the rest of a paused epoch must have.
-    pub fn course(&self) -> String {
+    pub(crate) fn course(&self) -> String {
         let Recipe { batch, bptt, seed, finetune, awd: Awd { random_bptt, small_batch, .. }, .. } = *self;
         let optional =
             |flag: &str, value: Option<usize>| value.map_or(String::new(), |value| format!(" {flag} {value}"));
@@ -172,8 +173,9 @@ impl Recipe {
     }
 
     /// Trial number `trial` of a random search: 0 is the recipe itself; the others have a learning rate from half to
-    /// twice its own, a dropout from 0 to 0.4, and in turn one and the other activation. Every head gets the same trials.
-    pub fn trial(&self, trial: usize) -> Recipe {
+    /// twice its own, a dropout from 0 to 0.4, and in turn one and the other activation. Every head gets the same
+    /// trials.
+    pub(crate) fn trial(&self, trial: usize) -> Recipe {
         if trial == 0 {
             return *self;
         }
@@ -190,7 +192,7 @@ impl Recipe {
     }
 
     /// The flags that trials differ in; a softmax has no activation.
-    pub fn tried(&self, kind: HeadKind) -> String {
+    pub(crate) fn tried(&self, kind: HeadKind) -> String {
         let mut flags = format!("--lr {}", self.lr);
         if !self.awd.has_locked_dropout() {
             flags += &format!(" --dropout {}", self.dropout);
@@ -208,7 +210,7 @@ impl Recipe {
 
     /// The learning rate after `steps` steps and `epochs` epochs, counted with fractions: it rises for `warmup` steps
     /// and falls by the factor `decay` per epoch.
-    pub fn lr_at(&self, steps: usize, epochs: f64) -> f64 {
+    pub(crate) fn lr_at(&self, steps: usize, epochs: f64) -> f64 {
         let rise = ((steps + 1) as f64 / self.warmup.max(1) as f64).min(1.0);
         rise * self.lr * self.decay.powf(epochs)
     }

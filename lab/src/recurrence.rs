@@ -6,10 +6,10 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Tensor, D};
 use candle_nn::ops::sigmoid;
 
-/// The hidden states of all steps, then the last cell, [steps + 1, batch, hidden], from the contributions of the inputs
-/// to the gates, [steps, batch, 4 hidden], the recurrent weight [4 hidden, hidden] and the initial hidden state and cell
-/// [2, batch, hidden]. The gates are in candle_nn's order: input, forget, cell, output.
-pub fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
+/// The hidden states of all steps, then the last cell, `[steps + 1, batch, hidden]`, from the contributions of the
+/// inputs to the gates, `[steps, batch, 4 hidden]`, the recurrent weight `[4 hidden, hidden]` and the initial hidden
+/// state and cell, `[2, batch, hidden]`. The gates are in candle_nn's order: input, forget, cell, output.
+pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
     if inputs.elem_count() == 0 {
         return Err(
             format!("an LSTM needs at least one step, sequence and unit, got inputs {:?}", inputs.dims()).into()
@@ -42,7 +42,7 @@ pub fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Te
     Ok((value + node)?)
 }
 
-/// Each [batch, hidden].
+/// The gates of a step, each `[batch, hidden]`.
 struct Gates {
     input: Tensor,
     forget: Tensor,
@@ -61,9 +61,9 @@ impl Gates {
 /// What a step keeps for the backward pass.
 struct Kept {
     gates: Gates,
-    /// The cell before, [batch, hidden].
+    /// The cell before the step, `[batch, hidden]`.
     before: Tensor,
-    /// tanh of the cell after.
+    /// The hyperbolic tangent of the cell after the step.
     squashed: Tensor,
 }
 

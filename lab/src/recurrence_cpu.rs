@@ -8,19 +8,19 @@ use gemm::Parallelism;
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
-/// Sequences of a part; a product with fewer rows is bound by reading the weight.
+/// Number of sequences of a part; a product with fewer rows is bound by reading the weight.
 const PART: usize = 6;
 /// Maximum elements of a weight that a thread reads at every step for its own sequences alone: 4 MiB, which stay in the
 /// second- or third-level cache.
 const CACHED: usize = 1 << 20;
 
 /// Whether `recurrence` can take these operands.
-pub fn supports(operands: [&Tensor; 3]) -> bool {
+pub(crate) fn supports(operands: [&Tensor; 3]) -> bool {
     operands.iter().all(|operand| operand.device().is_cpu() && operand.dtype() == DType::F32)
 }
 
-/// As `recurrence::recurrence`, which refuses empty operands.
-pub fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
+/// Computes `recurrence::recurrence`, which refuses empty operands.
+pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
     inputs.contiguous()?.apply_op3(&weight.contiguous()?, &start.contiguous()?, Steps::default())
 }
 
@@ -36,7 +36,7 @@ struct Part {
     sequences: usize,
     /// The four gates and tanh of the cell, [steps, sequences, 5, hidden].
     gates: Vec<f32>,
-    /// [steps + 1, sequences, hidden], from the initial ones on.
+    /// The cells from the initial one on, `[steps + 1, sequences, hidden]`.
     cells: Vec<f32>,
 }
 
@@ -47,7 +47,7 @@ struct Sizes {
     batch: usize,
     hidden: usize,
     part: usize,
-    /// Within a product.
+    /// The threads of a product.
     parallelism: Parallelism,
 }
 
@@ -76,7 +76,7 @@ impl Sizes {
         }
     }
 
-    /// Copies rows [steps, sequences, width] of a part to those sequences of [.., batch, width].
+    /// Copies the rows of a part, `[steps, sequences, width]`, to its sequences in `[.., batch, width]`.
     fn place(self, to: &mut [f32], from: &[f32], (first, sequences): (usize, usize), width: usize) {
         for (to, from) in to.chunks_exact_mut(self.batch * width).zip(from.chunks_exact(sequences * width)) {
             to[first * width..][..sequences * width].copy_from_slice(from);
@@ -102,7 +102,7 @@ impl CustomOp3 for Steps {
         let (inputs, weight, start) =
             (values(inputs, inputs_at)?, values(weight, weight_at)?, values(start, start_at)?);
         let Sizes { steps, batch, hidden, .. } = sizes;
-        // The steps read it row by row.
+        // The steps read the weight row by row.
         let transposed = transpose(weight, hidden);
         let (parts, hiddens): (Vec<_>, Vec<_>) =
             sizes.parts().into_par_iter().map(|part| forward(sizes, part, inputs, &transposed, start)).unzip();
@@ -231,8 +231,8 @@ fn backward(sizes: Sizes, part: &Part, upstream: &[f32], weight: &[f32]) -> (Vec
     (sums, states)
 }
 
-/// The gradients of the sums of one step of one sequence, from those of its hidden state and cell; the latter becomes
-/// that of the cell before.
+/// The gradients of the gates' sums in one step of one sequence, from the gradients of its hidden state and its cell.
+/// The cell's gradient becomes the gradient of the cell before.
 fn through_gates(sums: &mut [f32], gates: &[f32], before: &[f32], hidden: &[f32], cell: &mut [f32]) {
     let n = cell.len();
     let part = |i: usize| &gates[i * n..][..n];
@@ -250,7 +250,7 @@ fn through_gates(sums: &mut [f32], gates: &[f32], before: &[f32], hidden: &[f32]
     }
 }
 
-/// To an absolute error of 1e-7, as `tanh`.
+/// The logistic function. Like `tanh`, it has an absolute error of at most 1e-7.
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
@@ -259,7 +259,7 @@ fn tanh(x: f32) -> f32 {
     1.0 - 2.0 / (1.0 + (2.0 * x).exp())
 }
 
-/// [rows, width] to [width, rows].
+/// Transposes `[rows, width]` to `[width, rows]`.
 fn transpose(values: &[f32], width: usize) -> Vec<f32> {
     let rows = values.len() / width;
     let mut transposed = vec![0.0; values.len()];
@@ -283,8 +283,8 @@ fn add_product(into: Rows, (m, k, n): (usize, usize, usize), lhs: &[f32], rhs: &
     assert!(lhs.len() == m * k && rhs.len() == k * n && n <= stride && values.len() + stride >= m * stride + n);
     let (lhs, rhs) = (lhs.as_ptr(), rhs.as_ptr());
     let (stride, k_stride, n_stride) = (stride as isize, k as isize, n as isize);
-    // SAFETY: the assertion checks that all elements lie within the slices and that the destination's rows do not overlap;
-    // the destination is a unique borrow.
+    // SAFETY: the assertion checks that all elements lie within the slices and that the destination's rows do not
+    // overlap; the destination is a unique borrow.
     unsafe {
         gemm::gemm(
             m,

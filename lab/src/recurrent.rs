@@ -33,17 +33,17 @@ pub struct Lstm {
     dropout: LstmDropout,
 }
 
-/// The hidden states of the last layer, [batch, seq, hidden], before and after dropout.
-pub struct Outputs {
-    /// Before dropout.
-    pub raw: Tensor,
-    /// After dropout.
-    pub dropped: Tensor,
+/// The hidden states of the last layer, `[batch, seq, hidden]`, before and after dropout.
+pub(crate) struct Outputs {
+    /// The hidden states before dropout.
+    pub(crate) raw: Tensor,
+    /// The hidden states after dropout.
+    pub(crate) dropped: Tensor,
 }
 
 impl Lstm {
-    /// Layers with these numbers of units, and variables `0.weight_ih_l0`, .., `1.weight_ih_l0`, ..: names and shapes
-    /// of candle_nn's LSTM.
+    /// Layers with these numbers of units, and variables `0.weight_ih_l0`, .., `1.weight_ih_l0`, .., with the names
+    /// and shapes of candle_nn's LSTM.
     pub fn new(inputs: usize, units: &[usize], dropout: LstmDropout, vb: VarBuilder) -> Result<Self> {
         let widths = [&[inputs], units].concat();
         let layer = |i: usize| Layer::new(widths[i], widths[i + 1], vb.pp(i));
@@ -60,14 +60,19 @@ impl Lstm {
         self.layers.iter().map(|layer| layer.start(batch)).collect()
     }
 
-    /// inputs [batch, seq, width] -> hidden states [batch, seq, hidden]; advances `states`. Dropout is applied if a
+    /// Inputs `[batch, seq, width]` -> hidden states `[batch, seq, hidden]`; advances `states`. Dropout is applied if a
     /// generator for its masks is given.
     pub fn forward(&self, inputs: &Tensor, states: &mut [LSTMState], rng: Option<&mut StdRng>) -> Result<Tensor> {
         Ok(self.outputs(inputs, states, rng)?.dropped)
     }
 
     /// As `forward`, with the hidden states before the last dropout.
-    pub fn outputs(&self, inputs: &Tensor, states: &mut [LSTMState], mut rng: Option<&mut StdRng>) -> Result<Outputs> {
+    pub(crate) fn outputs(
+        &self,
+        inputs: &Tensor,
+        states: &mut [LSTMState],
+        mut rng: Option<&mut StdRng>,
+    ) -> Result<Outputs> {
         let LstmDropout { input, between, output, weight } = self.dropout;
         let mut raw = inputs.clone();
         for (i, (layer, state)) in self.layers.iter().zip(states).enumerate() {
@@ -102,7 +107,7 @@ impl Layer {
         Ok(LSTMState::new(zeros.clone(), zeros))
     }
 
-    /// One product for the inputs of all steps; each step adds only the recurrent one. `dropout` is that of the
+    /// One product serves the inputs of all steps, and each step adds only the recurrent product. `dropout` drops
     /// recurrent weights.
     fn forward(
         &self,
@@ -125,7 +130,7 @@ impl Layer {
     }
 }
 
-/// One mask per sequence, shared by its time steps; none without a generator.
+/// Drops values by one mask per sequence, which its time steps share. Without a generator nothing is dropped.
 pub fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdRng>) -> Result<Tensor> {
     let (batch, _, width) = values.dims3()?;
     match mask(&[batch, 1, width], dropout, values.device(), rng)? {
@@ -134,8 +139,8 @@ pub fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdRng>) ->
     }
 }
 
-/// Zeros with probability `dropout`, else the number that keeps the mean; `None` without dropout or a generator.
-pub fn mask(dims: &[usize], dropout: f64, device: &Device, rng: Option<&mut StdRng>) -> Result<Option<Tensor>> {
+/// A mask of zeros with probability `dropout`, else of the number that keeps the mean; `None` without dropout or a generator.
+pub(crate) fn mask(dims: &[usize], dropout: f64, device: &Device, rng: Option<&mut StdRng>) -> Result<Option<Tensor>> {
     let Some(rng) = rng.filter(|_| dropout > 0.0) else { return Ok(None) };
     let keep = 1.0 - dropout;
     let (limit, kept) = ((keep * f64::from(u32::MAX)) as u32, (1.0 / keep) as f32);

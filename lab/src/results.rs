@@ -6,8 +6,9 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 
-/// `nlls` are those of training and validation; numbers that are not finite become `null`.
-pub fn append(
+/// Appends the line of an epoch. `nlls` are the mean NLLs of training and of validation, in nats; numbers that are not
+/// finite become `null`.
+pub(crate) fn append(
     path: &Path,
     head: &str,
     epoch: usize,

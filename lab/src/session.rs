@@ -11,11 +11,11 @@ use std::time::Instant;
 pub struct Session<M: Model> {
     /// The head.
     pub kind: HeadKind,
-    /// Its variables are the average of the optimizer, once it has one.
+    /// The model. Once the optimizer averages, the variables are its average.
     pub model: M,
     /// The data.
     pub data: Data<M::Item>,
-    /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it).
+    /// Mean NLL of each epoch on the training data (during the epoch) and on the validation data (after it), in nats.
     pub history: Vec<[f64; 2]>,
     /// The epoch in which training diverged: the perplexity or a gradient was not finite.
     pub diverged: Option<usize>,
@@ -25,7 +25,7 @@ pub struct Session<M: Model> {
     progress: Option<Progress<M::State>>,
     /// Mean NLL on the validation data with the current variables, once it is known.
     valid_nll: Option<f64>,
-    /// With finetuning: that of the model at the start.
+    /// Mean NLL on the validation data of the model that finetuning starts from.
     start_nll: Option<f64>,
     /// Whether finetuning has come to its end.
     is_finetuned: bool,
@@ -79,8 +79,8 @@ impl<M: Model> Session<M> {
     }
 
     /// Trains the remaining epochs; prints a line for each and appends it to `results`. The file `save` has the epoch
-    /// with the lowest validation NLL, whose model this is in the end; the file of `leg` has the state after each epoch,
-    /// and when its time is up. Returns whether training has come to its end.
+    /// with the lowest validation NLL, and training ends with its model. The file of `leg` has the state after each
+    /// epoch, and when its time is up. Returns whether training has come to its end.
     pub fn run(&mut self, save: Option<&Path>, results: Option<&Path>, leg: Option<&Leg>) -> Result<bool> {
         if self.recipe.finetune && self.start_nll.is_none() {
             self.start_nll = Some(self.valid_nll()?);
@@ -172,7 +172,7 @@ impl<M: Model> Session<M> {
         Ok(Some(Epoch { train_nll, valid_nll, seconds }))
     }
 
-    /// An epoch before its first batch.
+    /// The progress of an epoch before its first batch.
     fn begin(&self, epoch: usize) -> Result<Progress<M::State>> {
         let state = self.model.start(&self.recipe, Pass::Training { epoch })?;
         Ok(Progress { batches: 0, sum: 0.0, count: 0.0, seconds: 0.0, state })
@@ -186,7 +186,7 @@ impl<M: Model> Session<M> {
         self.recipe.optimizer == OptimizerKind::Sgd && self.history[..before].iter().any(|[_, v]| valid_nll > *v)
     }
 
-    /// NLL on the validation data with the current variables; NaN after divergence.
+    /// Mean NLL per word on the validation data with the current variables; NaN after divergence.
     pub fn valid_nll(&self) -> Result<f64> {
         self.valid_nll.map_or_else(|| self.evaluate_valid(), Ok)
     }
@@ -446,7 +446,7 @@ mod tests {
 
     #[test]
     fn training_in_legs_equals_training_at_once() {
-        // As it is; with a switch to averaging after the first epoch; finetuning that ends there.
+        // Training alone, with a switch to averaging after the first epoch, and finetuning that ends there.
         for (history, finetune) in [(vec![], false), (vec![[0.1; 2]; 2], false), (vec![[0.1; 2]; 2], true)] {
             let recipe = Recipe { finetune, ..regularized(history.len() + 2) };
             let start = || {

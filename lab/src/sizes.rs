@@ -16,7 +16,7 @@ pub struct Sizes {
     pub layers: usize,
     /// LSTM units of the layers below the last, which has `head.hidden`.
     pub inner: usize,
-    /// Whether the decoder is the embedding, whose width is then that of the contexts.
+    /// Whether the decoder is the embedding, which then is as wide as the contexts.
     pub tied: bool,
 }
 
@@ -88,7 +88,7 @@ impl Sizes {
 /// The bounds of the uniform distributions that the initial values are drawn from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InitialValues {
-    /// As in the released MoS code: embedding and decoder 0.1, an LSTM layer 1/sqrt(its units), all else
+    /// The bounds of the released MoS code: embedding and decoder 0.1, an LSTM layer 1/sqrt(its units), all else
     /// 1/sqrt(hidden).
     Small,
     /// Embedding 1, all else sqrt(3/inputs), biases 0: every layer preserves the variance of its inputs. Mixtures,
@@ -122,7 +122,8 @@ impl InitialValues {
     }
 }
 
-/// Initial values of a network from spellings to rows, as the library has them, except the gates' biases, which are zero.
+/// Initial values of a network from spellings to rows, as the library has them, except the gates' biases, which are
+/// zero.
 fn of_rows(name: &str) -> f64 {
     let CharCnnConfig { embedding, filters, correction, .. } = char_cnn(1);
     let channels: usize = filters.iter().map(|(_, channels)| channels).sum();

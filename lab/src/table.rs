@@ -9,7 +9,7 @@ use clap::ValueEnum;
 use mos_codes::{CodeTable, TableConfig};
 use std::path::PathBuf;
 
-/// One word in so many has a code, by default.
+/// Number of words for each code, by default.
 pub const WORDS_PER_CODE: usize = 5;
 
 /// How words fill a table.
@@ -23,7 +23,7 @@ pub enum TableKind {
     Random,
 }
 
-#[allow(missing_docs)] // a comment would stand in --help
+/// The flags of tables of codes.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Codes of words")]
 pub struct TableFlags {
@@ -45,7 +45,7 @@ pub struct TableFlags {
 }
 
 impl TableFlags {
-    /// Fails if flags have no effect: there are codes, a table, or neither.
+    /// Fails if a flag has no effect, because the vocabulary has no codes or no table.
     pub fn check(&self, has_codes: bool, has_table: bool) -> Result<()> {
         if self.codes.is_some() && !has_codes {
             return Err("--codes is for a hybrid table and for pieces of words".into());
@@ -66,8 +66,8 @@ impl TableFlags {
         }
     }
 
-    /// The table of these sizes for words that occur so often. `text` and the recipe of a language model are for a table
-    /// that is learned.
+    /// The table of these sizes for words that occur `counts` times. A table is learned on `text`, by the recipe of a
+    /// language model.
     pub fn choose(
         &self,
         config: TableConfig,

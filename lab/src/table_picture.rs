@@ -6,13 +6,13 @@ use mos_codes::CodeTable;
 use plotters::prelude::*;
 use std::path::Path;
 
-/// Rows and words of each that are drawn.
+/// Numbers of rows, and of words in each row, that are drawn.
 const ROWS: usize = 16;
 const WORDS: usize = 9;
 const LINE: i32 = 26;
 
-/// Draws the rows with the most frequent words, and of each the most frequent words.
-pub fn draw(path: &Path, table: &CodeTable, words: &[String], counts: &[f64]) -> Result<()> {
+/// Draws the rows with the most frequent words, each with its most frequent words.
+pub(crate) fn draw(path: &Path, table: &CodeTable, words: &[String], counts: &[f64]) -> Result<()> {
     let rows = frequent_rows(table, counts);
     let lines = rows.iter().map(|(row, of_row)| {
         let names: Vec<&str> = of_row.iter().map(|&word| words[word as usize].as_str()).collect();

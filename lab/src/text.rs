@@ -8,7 +8,7 @@ use std::path::Path;
 pub const END_OF_SENTENCE: &str = "<eos>";
 const UNKNOWN: &str = "<unk>";
 
-/// The first token of every text is an input only; all others are targets.
+/// Texts as token ids. The first token of every text is an input only; all others are targets.
 pub struct Corpus {
     /// The texts to train on and to evaluate.
     pub data: Data<u32>,

@@ -8,23 +8,23 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::time::Instant;
 
 /// Where training is within an epoch.
-pub struct Progress<S> {
-    /// Batches that are done.
-    pub batches: usize,
-    /// Sum of the NLLs of their targets, and the number of these.
-    pub sum: f64,
+pub(crate) struct Progress<S> {
+    /// Number of batches that are done.
+    pub(crate) batches: usize,
+    /// Sum of the NLLs of their targets, in nats.
+    pub(crate) sum: f64,
     /// The sum of the targets' weights.
-    pub count: f64,
+    pub(crate) count: f64,
     /// Seconds of training.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// What passes to the next batch.
-    pub state: S,
+    pub(crate) state: S,
 }
 
 /// Why training stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    /// At the end of the epoch.
+pub(crate) enum End {
+    /// The epoch is over.
     Epoch,
     /// The time is up.
     Paused,
@@ -32,9 +32,9 @@ pub enum End {
     Diverged,
 }
 
-/// Trains on the batches of `items` that are left, or until the time is up. The NLL that it adds up is that during the
-/// epoch, without label smoothing.
-pub fn train_epoch<M: Model>(
+/// Trains on the batches of `items` that are left, or until the time is up. `progress` sums the NLL
+/// during the epoch, without label smoothing.
+pub(crate) fn train_epoch<M: Model>(
     model: &M,
     optimizer: &mut Optimizer,
     items: &[M::Item],
@@ -94,7 +94,7 @@ fn masks(seed: u64, epoch: usize, batch: usize) -> StdRng {
     StdRng::from_seed(bytes)
 }
 
-/// Mean NLL of all targets of `items`.
+/// Mean NLL of all targets of `items`, in nats.
 pub fn evaluate<M: Model>(model: &M, items: &[M::Item], recipe: &Recipe) -> Result<f64> {
     let options = LossOptions::evaluation().with_ignore_index(M::IGNORED);
     let head = model.head().frozen()?;

@@ -20,7 +20,7 @@ pub fn not_negative(value: &str) -> Result<f64, String> {
 }
 
 /// A number from 0 to 1.
-pub fn up_to_one(value: &str) -> Result<f64, String> {
+pub(crate) fn up_to_one(value: &str) -> Result<f64, String> {
     parse(value, "a number from 0 to 1", |x| (0.0..=1.0).contains(x))
 }
 

@@ -3,8 +3,8 @@
 use crate::spectrum::Spectrum;
 use faer::{Mat, MatRef};
 
-/// For each rank r, the summed negative log-likelihood of the targets if the log-probabilities are replaced by the matrix
-/// of rank r with the least squared error (their truncated singular value decomposition), normalised anew.
+/// For each rank r, the summed negative log-likelihood of the targets if the log-probabilities are replaced by the
+/// matrix of rank r with the least squared error (their truncated singular value decomposition), normalised anew.
 pub(crate) struct LowRank<'a> {
     spectrum: &'a Spectrum,
     ranks: Vec<usize>,

@@ -78,8 +78,8 @@ pub(crate) struct Spectrum {
 
 impl Spectrum {
     /// A bound of the roundoff in a singular value: the largest one, times the longer side, times epsilon, as in
-    /// numpy's `matrix_rank`. The paper takes the expected roundoff, with `sqrt(rows + columns + 1) / 2` in the place of
-    /// the longer side; the test below exceeds it.
+    /// numpy's `matrix_rank`. The paper takes the expected roundoff, with `sqrt(rows + columns + 1) / 2` in the place
+    /// of the longer side; the test below exceeds it.
     pub(crate) fn tolerance(&self, epsilon: f64) -> f64 {
         let largest = self.values.first().copied().unwrap_or(0.0);
         self.rows.max(self.columns) as f64 * largest * epsilon

@@ -19,7 +19,7 @@ pub(crate) struct Study {
     pub(crate) spectrum: Spectrum,
     pub(crate) tolerance: f64,
     pub(crate) rank: usize,
-    /// In nats.
+    /// The mean divergence, in nats.
     pub(crate) divergence: Option<f64>,
     pub(crate) priors: Option<Components>,
     pub(crate) posteriors: Option<Components>,
@@ -164,7 +164,7 @@ mod tests {
     fn a_softmax_has_the_rank_of_its_width_and_a_mixture_exceeds_it() {
         for (kind, exceeds) in [(HeadKind::Softmax, false), (HeadKind::Moc, false), (HeadKind::Mos, true)] {
             let path = saved(kind.name(), kind, Teacher::default().built_in(1));
-            let found = study_of(&args(&["--contexts", "300"], &[&path])).expect("a checkpoint of the example");
+            let found = study_of(&args(&["--contexts", "300"], &[&path])).expect("a checkpoint of the lab");
             std::fs::remove_file(path).expect("was just written");
 
             let width = if kind == HeadKind::Softmax { 6 } else { 5 };

@@ -14,7 +14,7 @@ pub(crate) struct Corpus {
     pub(crate) test: Vec<u32>,
 }
 
-/// With fewer characters, some part would have no target.
+/// Least number of characters: with fewer, some part would have no target.
 const SHORTEST: usize = 40;
 
 impl Corpus {

@@ -6,7 +6,7 @@ use lab::report::{self, number};
 use lab::{head::HeadKind, head::HeadSizes};
 use serde_json::{json, Value};
 
-/// With the NLL on the test text.
+/// The outcome of a head, with the NLL on the test text.
 pub(crate) type Row = Outcome<f64>;
 
 pub(crate) fn bits(nll: f64) -> f64 {

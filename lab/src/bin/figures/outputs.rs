@@ -14,8 +14,8 @@ pub(crate) fn documents(root: &Path) -> Result<Vec<(&'static str, String)>> {
     existing.map(|path| Ok((path, read(root, path)?))).collect()
 }
 
-/// Paths below `root` and the texts that belong there: pictures, documents with their tables, and the measurements
-/// without those that are replaced.
+/// Paths below `root` and the texts that belong there: pictures, documents with their tables, and the
+/// measurements that are not replaced.
 pub(crate) fn outputs(root: &Path) -> Result<Vec<(String, String)>> {
     let results = Results::load(root)?;
     let pictures = [("step", pictures::step(&results)?), ("curves", pictures::curves(&results)?)];

@@ -84,7 +84,7 @@ fn seeds(line: &Line, decimals: usize) -> Result<Vec<String>> {
     ])
 }
 
-/// The time of a step over that of the softmax, each that of its fastest run.
+/// The time of a step over the softmax's, each in its fastest run.
 fn slowdown(results: &Results, figure: &str) -> impl Fn(&Line) -> String {
     let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
     let softmax = results.of(figure).first().map_or(0.0, |line| speed(line));

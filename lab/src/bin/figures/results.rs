@@ -53,7 +53,7 @@ const IDENTITY: [&str; 18] = [
 #[derive(Clone, Debug)]
 pub(crate) struct Line {
     values: Map<String, Value>,
-    /// As it stands in the file.
+    /// The line as it stands in the file.
     text: String,
 }
 
@@ -159,7 +159,7 @@ impl Results {
         ours.max_by_key(|line| line.text("date")).map_or("", |line| line.text("processor"))
     }
 
-    /// The lines of a figure; of time and memory, those of the processor that was measured last.
+    /// The lines of a figure. A figure of time or memory has only the lines of the processor that was measured last.
     pub(crate) fn of(&self, figure: &str) -> Vec<&Line> {
         let processor = self.processor(figure);
         let is_shown = |line: &&Line| !OF_ONE_PROCESSOR.contains(&figure) || line.is("processor", processor);

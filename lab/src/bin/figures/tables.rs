@@ -11,7 +11,7 @@ type Generator = fn(&Results) -> Result<String>;
 /// What stands in place of a table that nothing has been measured for.
 pub(crate) const UNMEASURED: &str = "Not measured yet.\n";
 
-/// By the name in the marker.
+/// The tables, by the name in the marker.
 pub(crate) const TABLES: [(&str, Generator); 33] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),

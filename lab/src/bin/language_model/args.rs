@@ -93,7 +93,7 @@ pub(crate) struct Args {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Evaluation")]
 struct EvaluationFlags {
-    /// Evaluate a checkpoint of this example, or a released one, instead of training
+    /// Evaluate a checkpoint of this program, or a released one, instead of training
     #[arg(long, value_name = "FILE", conflicts_with_all = [
         "RecipeFlags", "Awd", "bptt", "output", "samples", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
     ])]
@@ -231,8 +231,8 @@ impl Args {
         Ok(recipe)
     }
 
-    /// With a tied decoder the width of the embedding is that of what the decoder multiplies: contexts, or the softmax's
-    /// hidden state.
+    /// With a tied decoder the width of the embedding is that of what the decoder multiplies: contexts, or the
+    /// softmax's hidden state.
     fn tied(&self, recipe: Recipe) -> Result<Recipe> {
         let (embedding, context) = (self.recipe.embedding(), self.recipe.context());
         if let Some((embedding, context)) = embedding.zip(context).filter(|(embedding, context)| embedding != context) {

@@ -1,5 +1,5 @@
-//! The continuous cache: a distribution over recent ids, each weighted by how similar its hidden state is to the current
-//! one (Grave, Joulin, Usunier: Improving Neural Language Models with a Continuous Cache. ICLR 2017).
+//! The continuous cache: a distribution over recent ids, each weighted by how similar its hidden state is to the
+//! current one (Grave, Joulin, Usunier: Improving Neural Language Models with a Continuous Cache. ICLR 2017).
 
 use candle_core::Tensor;
 use lab::Result;

@@ -22,7 +22,7 @@ use std::time::Instant;
 #[derive(Clone, Debug)]
 pub(crate) struct Evaluation {
     pub(crate) file: PathBuf,
-    /// Where to write it with the names of the released code.
+    /// Where to write the model with the names of the released code.
     pub(crate) export: Option<PathBuf>,
     /// Steps of a segment of dynamic evaluation.
     pub(crate) steps: usize,
@@ -74,7 +74,7 @@ pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> 
     Ok(())
 }
 
-/// A checkpoint of this example or of the released code, if it is for the vocabulary of this corpus.
+/// A checkpoint of this program or of the released code, if it is for the vocabulary of this corpus.
 pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::load(file, device)?;
     let of_corpus = || {
@@ -111,7 +111,7 @@ fn in_file(file: &Path, error: Box<dyn std::error::Error>) -> String {
 pub(crate) struct Method<'a> {
     /// Steps of a window; dynamic evaluation learns after each.
     pub(crate) steps: usize,
-    /// With the statistics of the gradients.
+    /// Dynamic evaluation, with the statistics of the gradients.
     pub(crate) dynamic: Option<(DynamicSettings, &'a [Tensor])>,
     pub(crate) cache: Option<CacheSettings>,
     /// What the released code adds to every probability: 1e-8.
@@ -121,7 +121,7 @@ pub(crate) struct Method<'a> {
 /// The negative log-likelihood of every target of a text.
 pub(crate) struct Nlls {
     pub(crate) plain: Vec<f64>,
-    /// In the mixture with the cache.
+    /// The same in the mixture with the cache.
     pub(crate) cached: Option<Vec<f64>>,
 }
 

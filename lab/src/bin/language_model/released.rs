@@ -28,7 +28,7 @@ pub(crate) fn is_released(file: &Checkpoint) -> bool {
     file.tensors.keys().any(|name| name.ends_with("encoder.weight"))
 }
 
-/// The checkpoint with the names and settings of this example, without a state of training.
+/// The checkpoint with the names and settings of this program, without a state of training.
 pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     // DataParallel puts a prefix before every name.
     let tensors: HashMap<&str, &Tensor> =
@@ -93,7 +93,7 @@ pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// The model of a checkpoint of this example with the names of the released code.
+/// The model of a checkpoint of this program with the names of the released code.
 pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
     if HeadKind::of_checkpoint(checkpoint)? == HeadKind::Moc {
         return Err(
@@ -213,7 +213,7 @@ mod tests {
                 linear.metadata.insert("head".into(), "moc".into());
                 assert!(write(&linear).err().expect("not the released architecture").to_string().contains("contexts"));
             }
-            // A model of this example has the same tensors.
+            // A model of this program has the same tensors.
             assert_eq!(sorted(model(&first).varmap()).len(), first.tensors.len());
         }
     }

@@ -5,7 +5,7 @@ use lab::heads::{slowdown, Outcome};
 use lab::report::{self, number};
 use serde_json::{json, Value};
 
-/// With the NLL on the test text, if there is one.
+/// The outcome of a head, with the NLL on the test text if there is one.
 pub(crate) type Row = Outcome<Option<f64>>;
 
 pub(crate) fn table(rows: &[Row], entropy: Option<f64>) -> String {

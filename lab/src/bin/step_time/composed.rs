@@ -1,5 +1,5 @@
-//! The formula composed of ordinary candle operations, differentiable by candle's autograd: what a user would write, with
-//! every intermediate `[positions, K, vocab]` tensor. Softmaxes are written out, because candle's fused ones drop
+//! The formula composed of ordinary candle operations, differentiable by candle's autograd: what a user would write,
+//! with every intermediate `[positions, K, vocab]` tensor. Softmaxes are written out, because candle's fused ones drop
 //! gradients.
 
 use candle_core::{DType, Result, Tensor, D};

@@ -15,7 +15,7 @@ impl Products {
         Ok(Products { contexts: random(sizes.rows)?, decoder: random(sizes.vocab)? })
     }
 
-    /// The product of the logits, and with `gradients` those of the two gradients.
+    /// The product of the logits, and with `gradients` the products of the two gradients.
     pub(crate) fn run(&self, gradients: bool) -> Result<()> {
         let logits = self.contexts.matmul(&self.decoder.t()?)?;
         if gradients {

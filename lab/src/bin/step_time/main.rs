@@ -115,7 +115,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
             println!("{line}");
             return Ok(());
         }
-        // As many as of the products, at least.
+        // The loss is timed at least as often as the products.
         let reps = args.reps.max(3);
         let (mixture_times, _) = time(args, reps, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
         line["mixture_seconds"] = json!(median(&mixture_times));

@@ -11,12 +11,13 @@ use mos_head::{
 pub(crate) struct System {
     head: Box<dyn OutputLayer>,
     hidden: Var,
-    /// By Zipf's law, as the cost may depend on them: `P(id) = log((id + 2) / (id + 1)) / log(vocab + 1)`.
+    /// Targets drawn by Zipf's law, as the cost may depend on them: `P(id) = log((id + 2) / (id + 1)) / log(vocab +
+    /// 1)`.
     targets: Tensor,
 }
 
 impl System {
-    /// From (positions, K, d, vocab, hidden).
+    /// The system of the sizes (positions, K, d, vocab, hidden).
     pub(crate) fn new(
         output: Output,
         (positions, components, context, vocab, hidden): (usize, usize, usize, usize, usize),

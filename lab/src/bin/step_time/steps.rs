@@ -16,7 +16,7 @@ pub(crate) struct Leaves {
 }
 
 impl Leaves {
-    /// From (positions, K, d, vocab, hidden).
+    /// The leaves of the sizes (positions, K, d, vocab, hidden).
     pub(crate) fn new(
         (positions, components, context, vocab, hidden): (usize, usize, usize, usize, usize),
         dtype: DType,

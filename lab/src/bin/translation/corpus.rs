@@ -34,7 +34,7 @@ impl Corpus {
     }
 }
 
-/// The digest is that of the texts; the vocabulary comes from them, or from a checkpoint.
+/// The pairs as token ids. The digest covers the texts alone: the vocabulary comes from them, or from a checkpoint.
 pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) -> Result<Data<Encoded>> {
     let encode = |pairs: &[Pair]| -> Result<Vec<Encoded>> {
         let encode =

@@ -40,7 +40,7 @@ impl Words {
         self.words.len()
     }
 
-    /// By their ids.
+    /// The words, by token id.
     pub(crate) fn all(&self) -> &[String] {
         &self.words
     }

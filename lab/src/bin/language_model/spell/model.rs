@@ -18,8 +18,8 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 /// P(word | text) is the product of the probabilities of its characters and its end, each given the characters before
-/// and the word model's hidden state. The input of a step is the embedding of the last character and a projection of the
-/// hidden state to as many dimensions as the LSTM has units.
+/// and the word model's hidden state. The input of a step is the embedding of the last character and a projection of
+/// the hidden state to as many dimensions as the LSTM has units.
 pub(crate) struct Speller {
     kind: HeadKind,
     sizes: Sizes,
@@ -142,7 +142,7 @@ impl Model for Speller {
         self.word.model.start(recipe, pass)
     }
 
-    /// The word model reads a window, in evaluation; the characters of all its targets are those of the batch.
+    /// The word model reads a window, in evaluation; the batch has the characters of all its targets.
     fn forward(
         &self,
         text: &[u32],

@@ -9,7 +9,7 @@ use serde_json::{json, Value};
 /// What is measured of a character LSTM after its training.
 pub(super) struct Spelled {
     pub(super) test_nll: Option<f64>,
-    /// At the sampled positions of the validation text.
+    /// How words are spelled at the sampled positions of the validation text.
     pub(super) mass: Option<Mass>,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct OfWords {
     pub(super) positions: Option<usize>,
 }
 
-/// Perplexities of words. That of strings is at least that of the words given the vocabulary.
+/// Perplexities of words. The perplexity of strings is at least the perplexity of words given the vocabulary.
 pub(super) fn table(words: &OfWords, rows: &[Outcome<Spelled>]) -> String {
     let columns = ["output", "parameters", "valid ppl", "test ppl", "sample ppl", "vocabulary's mass", "renormalised"];
     let ppl = |nll: Option<f64>| number(nll.map(f64::exp), 2);

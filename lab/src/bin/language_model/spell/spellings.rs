@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// What follows the last character of a word, and what the first one follows.
 pub(crate) const BOUNDARY: u32 = 0;
 
-/// Every word of a vocabulary as the numbers of its characters, which are those of this vocabulary and the boundary.
+/// Every word of a vocabulary as the numbers of its characters. The characters of the words have numbers, and so has
+/// the boundary.
 pub(crate) struct Spellings {
     words: Vec<Vec<u32>>,
     characters: usize,
@@ -14,7 +15,7 @@ pub(crate) struct Spellings {
 /// Words of similar length.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Group {
-    /// Where they are in the list of words.
+    /// Where the words are in the list of all words.
     pub(crate) rows: Vec<u32>,
     /// Characters of the longest, with its end.
     pub(crate) steps: usize,

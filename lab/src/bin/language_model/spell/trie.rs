@@ -19,7 +19,7 @@ pub(crate) struct Trie {
 /// Prefixes of equal length.
 #[derive(Default)]
 struct Level {
-    /// What each is without its last character, in the level before.
+    /// The index in the level before of each prefix without its last character.
     parents: Vec<u32>,
     /// The last character of each.
     characters: Vec<u32>,

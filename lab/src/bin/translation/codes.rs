@@ -45,7 +45,7 @@ impl Codes {
     }
 
     /// What is added to the log-probabilities of the next codes: minus infinity for those that no word has after the
-    /// `last` ones [rows]; [rows, codes].
+    /// `last` ones `[rows]`; `[rows, codes]`.
     pub(crate) fn mask(&self, last: &Tensor) -> Result<Tensor> {
         let firsts: Vec<_> = last.to_vec1::<u32>()?.into_iter().map(|code| self.opens(code).then_some(code)).collect();
         Ok(self.table.codebook().mask(&firsts, last.device())?)

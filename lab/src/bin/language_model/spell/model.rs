@@ -84,7 +84,7 @@ impl Speller {
         self.lstm.start(words)
     }
 
-    /// The log-probabilities [n, characters] of what follows the characters [n], without gradients.
+    /// The log-probabilities `[n, characters]` of what follows the characters `[n]`, without gradients.
     pub(crate) fn step(&self, last: &Tensor, conditions: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         let outputs = self.outputs(&last.unsqueeze(1)?, conditions, states, None)?;
         recurrent::detach(states);

@@ -122,10 +122,12 @@ struct ObjectiveNumbers {
         z, GIVEN(first + 1, bias), of_logits.scale, of_logits.softcap, of_logits.vocab, of_logits.stride,              \
             of_logits.components                                                                                       \
     }
+// Field by field, because no constructor copies a whole struct out of the constant address space.
+#define TERMS(terms) { terms.z_loss, terms.filter, terms.unit }
 #define OBJECTIVE_AT(first)                                                                                            \
     Objective {                                                                                                        \
         GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                   \
-            GIVEN(first + 4, factor), of_objective.soft_stride, of_objective.terms                                     \
+            GIVEN(first + 4, factor), of_objective.soft_stride, TERMS(of_objective.terms)                              \
     }
 #define ROWS_AT(first) Rows { GIVEN(first, log_priors), GIVEN(first + 1, own), numbers, row_numbers }
 

@@ -92,7 +92,8 @@
 //! | [`evaluation`](LossOptions::evaluation) | no gradients (one product instead of three), no dropout |
 //!
 //! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit
-//! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]).
+//! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]). To fine-tune a model, a head takes a low-rank adapter of its
+//! decoder ([`Head::with_adapter`]); what is frozen, because it does not depend on a variable, costs no product.
 //!
 //! # Decoding
 //!
@@ -163,7 +164,7 @@ mod error;
 
 pub use backend::plan::{Kernels, Plan};
 pub use beam_search::{BeamSearch, Hypothesis};
-pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig};
+pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig};
 pub use decoding::{Pruned, Sampler, Sampling, TopK};
 #[allow(deprecated)]
 pub use deprecated::Proposal;

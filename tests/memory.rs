@@ -11,8 +11,8 @@ use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
 use mos_head::{
-    CharCnn, CharCnnConfig, GradientSum, LossOptions, Mixture, NoiseDistribution, OutputLayer, Result, Sampler,
-    Sampling, SoftmaxHead,
+    CharCnn, CharCnnConfig, GradientSum, LossOptions, LowRankAdapter, LowRankConfig, Mixture, NoiseDistribution,
+    OutputLayer, Result, Sampler, Sampling, SoftmaxHead,
 };
 
 /// The system's allocator, which counts the bytes in use and their peak.
@@ -82,6 +82,7 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
     }
     the_decoders_gradient_is_held_once()?;
     a_frozen_decoder_costs_no_logits_and_no_gradient()?;
+    an_adapter_costs_nothing_of_the_decoders_size()?;
     a_transposed_decoder_is_not_copied()?;
     the_intermediate_results_of_computed_rows_are_within_their_budget()?;
     a_sampled_loss_holds_no_copy_of_all_contexts()?;
@@ -145,6 +146,29 @@ fn a_frozen_decoder_costs_no_logits_and_no_gradient() -> Result<()> {
     assert!(gradients?.get(&hidden).is_some());
     let (logits, limit) = (POSITIONS * VOCAB * 4, 8 << 20);
     assert!(peak <= limit, "{peak} bytes; the logits have {logits}, the decoder {}", VOCAB * WIDTH * 4);
+    Ok(())
+}
+
+fn an_adapter_costs_nothing_of_the_decoders_size() -> Result<()> {
+    const VOCAB: usize = 40_000;
+    const WIDTH: usize = 1024;
+    const RANK: usize = 4;
+    let (vars, device) = (VarMap::new(), Device::Cpu);
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
+    let adapter = LowRankAdapter::new(&LowRankConfig::new(VOCAB, WIDTH, RANK), vb)?;
+    let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 0.1, (VOCAB, WIDTH), &device)?, None)?;
+    let head = head.with_adapter(adapter)?;
+    let hidden = Var::randn(0f32, 1.0, (5, WIDTH), &device)?;
+    let targets = Tensor::new(&[1u32, 2, 3, 4, 5], &device)?;
+    let options = LossOptions::new().with_workspace_bytes(16 << 20);
+    let step = || head.loss(&hidden, &targets, &options)?.backward();
+    step()?;
+    let (gradients, peak) = peak_of(step);
+    let gradients = gradients?;
+    assert!(vars.all_vars().iter().chain([&hidden]).all(|var| gradients.get(var).is_some()));
+    // B, its gradient and its copies in the node.
+    let (decoder, limit) = (VOCAB * WIDTH * 4, (16 << 20) + 10 * VOCAB * RANK * 4 + (2 << 20));
+    assert!(limit < decoder / 4 && peak <= limit, "{peak} bytes of {limit}; the decoder has {decoder}");
     Ok(())
 }
 

@@ -1,5 +1,6 @@
 //! The contract of a backend: its operations, and the types of their arguments and results.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backprop::GradStore;
@@ -14,7 +15,7 @@ pub(crate) struct Sizes {
     pub(crate) positions: usize,
     /// Number of components, K.
     pub(crate) components: usize,
-    /// Size of a context, d.
+    /// Size of a context: d, or with an adapter d + r.
     pub(crate) context_dim: usize,
     pub(crate) vocab: usize,
 }
@@ -25,13 +26,15 @@ pub(crate) struct Sizes {
 #[derive(Clone, Debug)]
 pub(crate) struct Operands {
     pub(crate) sizes: Sizes,
-    /// `[positions, K, d]`
+    /// `[positions, K, context_dim]`
     pub(crate) contexts: Tensor,
     /// `[positions, K]`, in the accumulation dtype
     pub(crate) log_priors: Option<Tensor>,
     /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax appends a row for each
     /// target outside its vocabulary ([`TargetLoss::own_shifts`]).
     pub(crate) weight: Tensor,
+    /// `[vocab, r]`: columns to the right of the weight's. The decoder is `[W B]`, which nothing concatenates.
+    pub(crate) adapter: Option<Tensor>,
     /// `[rows of the weight]`, in the accumulation dtype
     pub(crate) bias: Option<Tensor>,
     pub(crate) logit_scale: f64,
@@ -51,6 +54,11 @@ impl Operands {
             false => Ok((self.weight.t()?, true)),
         }
     }
+
+    /// The columns of the decoder that are the adapter's.
+    pub(crate) fn adapter_columns(&self) -> Result<Range<usize>> {
+        Ok(self.weight.dim(1)?..self.sizes.context_dim)
+    }
 }
 
 /// Which operands need a gradient.
@@ -59,6 +67,7 @@ pub(crate) struct NeedsGrad {
     pub(crate) contexts: bool,
     pub(crate) log_priors: bool,
     pub(crate) weight: bool,
+    pub(crate) adapter: bool,
     pub(crate) bias: bool,
 }
 
@@ -67,9 +76,9 @@ impl NeedsGrad {
         self.contexts || self.log_priors || self.decoder()
     }
 
-    /// Whether the weight or the bias needs one.
+    /// Whether the weight, the adapter or the bias needs one.
     pub(crate) fn decoder(self) -> bool {
-        self.weight || self.bias
+        self.weight || self.adapter || self.bias
     }
 }
 
@@ -212,6 +221,7 @@ pub(crate) struct Gradients {
     pub(crate) contexts: Option<Tensor>,
     pub(crate) log_priors: Option<Tensor>,
     pub(crate) weight: Option<Tensor>,
+    pub(crate) adapter: Option<Tensor>,
     pub(crate) bias: Option<Tensor>,
 }
 

@@ -1,5 +1,6 @@
 //! The decoder, shared by all components: from a context to the logits.
 
+mod adapter;
 mod char_cnn;
 
 use std::sync::Arc;
@@ -11,8 +12,10 @@ use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, Request};
 use crate::mixture::Mixture;
 use crate::tensors::checks::{
-    check_device, check_elements, check_float, check_hidden, check_logits, check_product, check_sizes, check_vocab,
+    check_alike, check_device, check_elements, check_float, check_hidden, check_logits, check_product, check_sizes,
+    check_vocab,
 };
+pub use adapter::{LowRankAdapter, LowRankConfig};
 pub use char_cnn::{CharCnn, CharCnnConfig};
 
 /// The sizes and options of a [`Decoder`].
@@ -70,6 +73,7 @@ impl DecoderConfig {
 #[derive(Clone, Debug)]
 pub struct Decoder {
     rows: Rows,
+    adapter: Option<LowRankAdapter>,
     /// `[vocab]`
     bias: Option<Tensor>,
     logit_scale: f64,
@@ -135,7 +139,7 @@ impl Decoder {
     fn of_rows(config: &DecoderConfig, rows: Rows, vb: &VarBuilder) -> Result<Self> {
         let &DecoderConfig { vocab_size, bias, logit_scale, softcap, .. } = config;
         let bias = bias.then(|| vb.pp("decoder").get_with_hints(vocab_size, "bias", Init::Const(0.0))).transpose()?;
-        Ok(Decoder { rows, bias, logit_scale, softcap })
+        Ok(Decoder { rows, adapter: None, bias, logit_scale, softcap })
     }
 
     /// A decoder from its weight and bias.
@@ -163,7 +167,7 @@ impl Decoder {
             check_float("decoder.bias", bias)?;
             check_device("decoder.bias", bias, &weight)?;
         }
-        Ok(Decoder { rows: Rows::Matrix(weight), bias, logit_scale: 1.0, softcap: None })
+        Ok(Decoder { rows: Rows::Matrix(weight), adapter: None, bias, logit_scale: 1.0, softcap: None })
     }
 
     /// The decoder with softly bounded logits, `z = cap tanh(z / cap)`, or without a bound.
@@ -186,7 +190,38 @@ impl Decoder {
         Ok(Decoder { logit_scale, ..self })
     }
 
-    /// The weight, `[vocab, d]`.
+    /// The decoder with a low-rank adapter, in place of another one: its weight acts as `W + s B A`.
+    ///
+    /// # Errors
+    ///
+    /// If the adapter is for another shape, or of another dtype or on another device than the weight.
+    pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
+        adapter.check_adapts(self.vocab_size(), self.context_dim())?;
+        let weight = match &self.rows {
+            Rows::Matrix(weight) => weight,
+            Rows::Computed(cnn) => cnn.parameter(),
+        };
+        check_alike("adapter", adapter.b(), "decoder.weight", weight)?;
+        Ok(Decoder { adapter: Some(adapter), ..self })
+    }
+
+    /// The low-rank adapter.
+    pub fn adapter(&self) -> Option<&LowRankAdapter> {
+        self.adapter.as_ref()
+    }
+
+    /// The decoder whose weight is the constant `W + s B A`, without an adapter: to export it, or to serve it. The sum
+    /// is computed in f32 (f64 for f64).
+    ///
+    /// # Errors
+    ///
+    /// If the device has no memory for it.
+    pub fn merged(&self) -> Result<Self> {
+        let Some(adapter) = &self.adapter else { return Ok(self.clone()) };
+        Ok(Decoder { rows: Rows::Matrix(adapter.merge(&self.weight()?)?), adapter: None, ..self.clone() })
+    }
+
+    /// The weight W, `[vocab, d]`, without the product of an adapter ([`Decoder::merged`] adds it).
     ///
     /// # Errors
     ///
@@ -230,8 +265,16 @@ impl Decoder {
     ///
     /// As for [`Mixture::new`].
     pub fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
-        let mixture = Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?;
-        mixture.with_logits(self.logit_scale, self.softcap)
+        self.complete(Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?)
+    }
+
+    /// Adds to a mixture under the weight what else the decoder has.
+    fn complete(&self, mixture: Mixture) -> Result<Mixture> {
+        let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
+        match &self.adapter {
+            Some(adapter) => mixture.with_adapter(adapter.b(), |contexts| adapter.contexts(contexts)),
+            None => Ok(mixture),
+        }
     }
 
     /// The loss of the mixture of these contexts, which are masked at ignored positions. Of computed rows, a sampled
@@ -248,8 +291,7 @@ impl Decoder {
         // In place of the weight, which is not read.
         let unread = Tensor::zeros((1, 1), cnn.parameter().dtype(), cnn.parameter().device())?
             .broadcast_as((self.vocab_size(), self.context_dim()))?;
-        let mixture = Mixture::of_rows(contexts, log_priors, unread, self.bias.as_ref())?;
-        let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
+        let mixture = self.complete(Mixture::of_rows(contexts, log_priors, unread, self.bias.as_ref())?)?;
         mixture.sampled_loss(|ids| cnn.rows_of(ids), request)
     }
 

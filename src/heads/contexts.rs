@@ -6,7 +6,6 @@ use candle_nn::VarBuilder;
 
 use super::config::{ContextActivation, MixtureConfig, MixtureTensors};
 use super::head::Head;
-use super::linear::layer;
 use super::projection::{Configured, Projection};
 use crate::backend;
 use crate::backend::contract::accumulation_dtype;
@@ -16,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::tensors::checks::{check_alike, check_dropout, check_elements, check_float, check_product, check_sizes};
 use crate::tensors::dropout::DropoutMasks;
 use crate::tensors::initial_values::linear;
+use crate::tensors::linear::layer;
 use crate::tensors::permutation::inverse;
 
 /// A mixture of K softmaxes, each with its own context:

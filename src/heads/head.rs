@@ -5,7 +5,7 @@ use candle_nn::{Embedding, VarBuilder};
 
 use super::output_layer::{MixtureLayer, OutputLayer};
 use super::projection::{Configured, Projection};
-use crate::decoder::{CharCnn, Decoder};
+use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Request};
@@ -89,7 +89,7 @@ impl<P: Projection> Head<P> {
         &self.decoder
     }
 
-    /// The decoder's weight, `[vocab, d]`.
+    /// The decoder's weight, `[vocab, d]`, without the product of an adapter.
     ///
     /// # Errors
     ///
@@ -101,6 +101,28 @@ impl<P: Projection> Head<P> {
     /// The decoder's bias, `[vocab]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.decoder.bias()
+    }
+
+    /// The head with a low-rank adapter (LoRA), in place of another one: the decoder's weight acts as `W + s B A`, a sum
+    /// that is never formed. A and B get their gradients; the weight gets one only if it is a variable.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Decoder::with_adapter`].
+    pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
+        Ok(Head { projection: self.projection, decoder: self.decoder.with_adapter(adapter)? })
+    }
+
+    /// The head whose decoder's weight is the constant `W + s B A`, without an adapter: to export it, or to serve it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Decoder::merged`].
+    pub fn merged(&self) -> Result<Self>
+    where
+        P: Clone,
+    {
+        Ok(Head { projection: self.projection.clone(), decoder: self.decoder.merged()? })
     }
 
     /// The head with another scale of the logits, bias included, before the softcap.

@@ -125,7 +125,8 @@ impl SoftmaxConfig {
 /// # }
 /// ```
 ///
-/// With a computed weight, such as a low-rank adapter (LoRA), whose factors get their gradients:
+/// With a computed weight, whose parameters get their gradients (for a low-rank adapter see
+/// [`LowRankAdapter`](crate::LowRankAdapter), which does not compute the weight):
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -133,15 +134,13 @@ impl SoftmaxConfig {
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Tensor::randn(0f32, 0.1, (1000, 64), &Device::Cpu)?; // frozen
-/// let a = Var::randn(0f32, 0.1, (4, 64), &Device::Cpu)?;
-/// let b = Var::zeros((1000, 4), DType::F32, &Device::Cpu)?;
+/// let gain = Var::ones(64, DType::F32, &Device::Cpu)?;
 /// let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
 /// let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
 /// for _step in 0..2 {
-///     let adapted = (&weight + (b.matmul(&a)? * 0.5)?)?;
-///     let loss = SoftmaxHead::from_tensors(adapted, None)?.loss(&hidden, &targets, &LossOptions::default())?;
-///     let gradients = loss.backward()?;
-///     assert!(gradients.get(&a).is_some() && gradients.get(&b).is_some());
+///     let scaled = weight.broadcast_mul(&gain)?;
+///     let loss = SoftmaxHead::from_tensors(scaled, None)?.loss(&hidden, &targets, &LossOptions::default())?;
+///     assert!(loss.backward()?.get(&gain).is_some());
 /// }
 /// # Ok(())
 /// # }

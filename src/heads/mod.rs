@@ -7,7 +7,6 @@ mod config;
 mod contexts;
 mod head;
 mod identity;
-pub(crate) mod linear;
 mod mixed_contexts;
 mod output_layer;
 mod projection;

@@ -7,7 +7,9 @@ use super::sample::{rows_of, Sample};
 use super::sampled_softmax::{self, small_loss};
 use super::Mixture;
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, TargetLoss, Task};
+use crate::backend::contract::{
+    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
+};
 use crate::backend::plan::Plan;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, Unchecked};
@@ -44,7 +46,9 @@ impl Mixture {
         if !request.needs_mask() {
             return self.loss_of(&request);
         }
-        let contexts = request.mask(&self.contexts()?)?.reshape(contexts.shape())?;
+        let Sizes { components, context_dim, .. } = *sizes;
+        let of_leading = contexts.reshape([&self.leading[..], &[components, context_dim]].concat())?;
+        let contexts = request.mask(&of_leading)?.reshape(contexts.shape())?;
         self.with_operands(Operands { contexts, ..self.operands.clone() }).loss_of(&request)
     }
 
@@ -114,6 +118,9 @@ impl Mixture {
     pub(crate) fn sampled_loss(&self, rows: impl Fn(&Tensor) -> Result<Tensor>, request: &Request) -> Result<Loss> {
         let Some(sampled) = request.options.sampled_step() else { return self.loss_of(request) };
         self.check_sampled(sampled, request)?;
+        if request.options.decoder_rows && self.operands.adapter.is_some() {
+            return Err(Error::Unsupported { option: OptionName::DecoderRows, head: "a decoder with an adapter" });
+        }
         if request.positions() == 0 {
             return self.exact_loss(request);
         }

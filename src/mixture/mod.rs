@@ -137,6 +137,7 @@ impl Mixture {
                 },
                 log_priors,
                 weight,
+                adapter: None,
                 bias,
                 logit_scale: 1.0,
                 softcap: None,
@@ -171,6 +172,24 @@ impl Mixture {
         Ok(self)
     }
 
+    /// The mixture under a decoder that has an adapter `[vocab, r]` to the right of its weight, whose contexts `[rows, r]`
+    /// are a function of these `[rows, d]`.
+    pub(crate) fn with_adapter(
+        self,
+        adapter: &Tensor,
+        contexts_of: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let Operands { sizes, contexts, .. } = self.operands.clone();
+        check_alike("adapter", adapter, "contexts", &contexts)?;
+        let rank = adapter.dim(1)?;
+        let of_adapter = contexts_of(&contexts.flatten(0, 1)?)?;
+        let of_adapter = of_adapter.reshape((sizes.positions, sizes.components, rank))?;
+        let contexts = Tensor::cat(&[&contexts, &of_adapter], 2)?.contiguous()?;
+        let sizes = Sizes { context_dim: sizes.context_dim + rank, ..sizes };
+        let adapter = Some(adapter.contiguous()?);
+        Ok(self.with_operands(Operands { sizes, contexts, adapter, ..self.operands.clone() }))
+    }
+
     /// The contexts, `[.., K, d]`.
     ///
     /// # Shapes
@@ -181,8 +200,10 @@ impl Mixture {
     ///
     /// If the device has no memory left for a copy.
     pub fn contexts(&self) -> Result<Tensor> {
-        let Sizes { components, context_dim, .. } = self.operands.sizes;
-        Ok(self.operands.contexts.reshape([&self.leading[..], &[components, context_dim]].concat())?)
+        let Sizes { components, .. } = self.operands.sizes;
+        let d = self.operands.adapter_columns()?.start;
+        let contexts = self.operands.contexts.narrow(2, 0, d)?;
+        Ok(contexts.reshape([&self.leading[..], &[components, d]].concat())?)
     }
 
     /// The log-priors, `[.., K]`, in f32 (f64 for f64): the log-probability of each component at each position.

@@ -1,7 +1,7 @@
 //! The node of a mixture's loss or log-probabilities in candle's graph.
 //!
 //! candle's custom operations take three operands. The mixture's are the contexts, the decoder's weight, and, packed
-//! into one vector because both are small, the log-priors and the bias.
+//! into one vector because they are small, the log-priors, the adapter and the bias.
 
 use std::sync::Mutex;
 
@@ -83,16 +83,19 @@ fn attach_mixture(
     gradients: impl Fn(&Operands, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     // Only operands that need a gradient are packed; the others must not appear in the GradStore.
-    let mut parts = Vec::new();
-    if let (true, Some(log_priors)) = (needs_grad.log_priors, &operands.log_priors) {
-        parts.push(log_priors.flatten_all()?);
-    }
-    if let (true, Some(bias)) = (needs_grad.bias, &operands.bias) {
-        parts.push(bias.clone());
-    }
-    let packed = match parts.is_empty() {
-        true => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
-        false => Tensor::cat(&parts, 0)?,
+    let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
+    let needed = |is_needed: bool, operand: &Option<Tensor>| operand.clone().filter(|_| is_needed);
+    let packed = pack(
+        [
+            needed(needs_grad.log_priors, &operands.log_priors),
+            needed(needs_grad.adapter, &operands.adapter),
+            needed(needs_grad.bias, &operands.bias),
+        ]
+        .map(|operand| operand.map(|operand| operand.to_dtype(accumulation)).transpose()),
+    )?;
+    let packed = match packed {
+        Some(packed) => packed,
+        None => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
     };
     let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
     // Detached: the node must not keep the graph of the operands alive.
@@ -100,17 +103,13 @@ fn attach_mixture(
         contexts: operands.contexts.detach(),
         log_priors: operands.log_priors.map(|t| t.detach()),
         weight: operands.weight.detach(),
+        adapter: operands.adapter.map(|t| t.detach()),
         bias: operands.bias.map(|t| t.detach()),
         ..operands
     };
     attach("mixture", value, [&contexts, &packed, &weight], move |_, value, upstream| {
         let gradients = gradients(&operands, value, upstream)?;
-        let parts: Vec<Tensor> = match (&gradients.log_priors, &gradients.bias) {
-            (Some(log_priors), Some(bias)) => vec![log_priors.flatten_all()?, bias.clone()],
-            (Some(log_priors), None) => vec![log_priors.flatten_all()?],
-            (None, bias) => bias.iter().cloned().collect(),
-        };
-        let packed = if parts.is_empty() { None } else { Some(Tensor::cat(&parts, 0)?) };
+        let packed = pack([gradients.log_priors, gradients.adapter, gradients.bias].map(Ok))?;
         // Rounded only here, after the upstream gradient is multiplied in: a loss scale then saves small gradients in
         // f16.
         let dtype = operands.contexts.dtype();
@@ -129,6 +128,16 @@ fn attach_mixture(
     })
 }
 
+/// Those of these tensors that are there, as one vector.
+fn pack(tensors: [candle_core::Result<Option<Tensor>>; 3]) -> Result<Option<Tensor>> {
+    let flat = |tensor: Tensor| tensor.flatten_all();
+    let flat: Vec<Tensor> = tensors
+        .into_iter()
+        .filter_map(|tensor| Some(tensor.transpose()?.and_then(flat)))
+        .collect::<candle_core::Result<_>>()?;
+    Ok(if flat.is_empty() { None } else { Some(Tensor::cat(&flat, 0)?) })
+}
+
 impl Gradients {
     fn scaled_by(self, factor: Option<Tensor>) -> Result<Self> {
         let Some(factor) = factor else { return Ok(self) };
@@ -143,6 +152,7 @@ impl Gradients {
             contexts: scale(self.contexts)?,
             log_priors: scale(self.log_priors)?,
             weight: scale(self.weight)?,
+            adapter: scale(self.adapter)?,
             bias: scale(self.bias)?,
         })
     }
@@ -155,6 +165,7 @@ pub(super) fn needs_grad(operands: &Operands) -> NeedsGrad {
         contexts: operands.contexts.track_op(),
         log_priors: tracked(&operands.log_priors),
         weight: operands.weight.track_op(),
+        adapter: tracked(&operands.adapter),
         bias: tracked(&operands.bias),
     }
 }

@@ -27,8 +27,8 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// `rows` returns the rows of some ids `[n]`: the weight of the operands is not read. Reads the targets, which
-    /// waits for their device.
+    /// `rows` returns the weight's rows of some ids `[n]`: the weight of the operands is not read. Reads the targets,
+    /// which waits for their device.
     pub(super) fn new(
         operands: &Operands,
         rows: impl Fn(&Tensor) -> Result<Tensor>,
@@ -57,6 +57,10 @@ impl Sample {
         let all: Vec<usize> = sampled.iter().chain(&others).copied().collect();
         let sizes = Sizes { vocab: all.len(), ..operands.sizes };
         let ids = Tensor::from_iter(all.iter().map(|&id| id as u32), operands.weight.device())?;
+        let rows = |ids: &Tensor| match &operands.adapter {
+            Some(adapter) => Ok::<_, Error>(Tensor::cat(&[rows(ids)?, adapter.index_select(ids, 0)?], 1)?),
+            None => rows(ids),
+        };
         let (weight, bias, leaves) = match request.options.decoder_rows {
             false => (rows(&ids)?, select(&operands.bias, &ids)?, None),
             true => {
@@ -69,7 +73,7 @@ impl Sample {
                 )
             }
         };
-        let operands = Operands { sizes, weight, bias, ..operands.clone() };
+        let operands = Operands { sizes, weight, adapter: None, bias, ..operands.clone() };
         Ok(Sample { operands, negatives: negatives.clone(), ids: all, targets, places, leaves })
     }
 

@@ -4,5 +4,6 @@ pub(crate) mod autograd;
 pub(crate) mod checks;
 pub(crate) mod dropout;
 pub(crate) mod initial_values;
+pub(crate) mod linear;
 pub(crate) mod permutation;
 pub(crate) mod transfer;

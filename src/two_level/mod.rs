@@ -24,11 +24,11 @@ use candle_core::{DType, Tensor};
 use crate::backend::contract::accumulation_dtype;
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
-use crate::heads::linear::layer;
 use crate::heads::{MixtureLayer, OutputLayer};
 use crate::loss::{Loss, LossOptions, Request};
 use crate::mixture::Mixture;
 use crate::tensors::checks::{check_hidden, check_product, leading};
+use crate::tensors::linear::layer;
 pub use adaptive::{Adaptive, AdaptiveConfig, AdaptiveSoftmax};
 pub use hierarchical::{Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax};
 

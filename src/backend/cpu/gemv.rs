@@ -19,6 +19,8 @@ pub(super) struct Dots<'a, 'b, F> {
     pub(super) ids: usize,
     /// Column of `to` for the first id.
     pub(super) first_column: usize,
+    /// Whether the products are added to `to`.
+    pub(super) add: bool,
     pub(super) to: &'a mut ViewMut<'b, F>,
 }
 
@@ -27,16 +29,35 @@ impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let Dots { contexts, decoder, stride, d, ids, first_column, to } = self;
+        let Dots { contexts, decoder, stride, d, ids, first_column, add, to } = self;
         let mut id = 0;
         while id < ids {
-            let (decoder, column) = (&decoder[id * stride..], first_column + id);
+            let decoder = &decoder[id * stride..];
+            let to = &mut Columns { matrix: to, first: first_column + id, add };
             id += match ids - id {
                 // All sums stay in registers.
-                4.. if V::REGISTERS >= 32 => few_ids::<4, F, V>(v, contexts, decoder, stride, d, column, to),
-                2.. => few_ids::<2, F, V>(v, contexts, decoder, stride, d, column, to),
-                _ => few_ids::<1, F, V>(v, contexts, decoder, stride, d, column, to),
+                4.. if V::REGISTERS >= 32 => few_ids::<4, F, V>(v, contexts, decoder, stride, d, to),
+                2.. => few_ids::<2, F, V>(v, contexts, decoder, stride, d, to),
+                _ => few_ids::<1, F, V>(v, contexts, decoder, stride, d, to),
             };
+        }
+    }
+}
+
+/// Where the products of some ids are stored.
+struct Columns<'a, 'b, F> {
+    matrix: &'a mut ViewMut<'b, F>,
+    first: usize,
+    /// Whether they are added to what is there.
+    add: bool,
+}
+
+impl<F: Float> Columns<'_, '_, F> {
+    fn store(&mut self, row: usize, sums: &[F]) {
+        let to = &mut self.matrix.row_mut(row)[self.first..self.first + sums.len()];
+        match self.add {
+            true => to.iter_mut().zip(sums).for_each(|(to, &sum)| *to += sum),
+            false => to.copy_from_slice(sums),
         }
     }
 }
@@ -49,8 +70,7 @@ fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     decoder: &[F],
     stride: usize,
     d: usize,
-    column: usize,
-    to: &mut ViewMut<'_, F>,
+    to: &mut Columns<'_, '_, F>,
 ) -> usize {
     let ids: [&[F]; IDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
     // Prefetches the next ids during these products: the hardware does not prefetch that far ahead.
@@ -59,9 +79,7 @@ fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
     let per_group = (next.len() * 6 * d).div_ceil(contexts.len());
     let mut row = 0;
     let mut store = |sums: &[[F; IDS]]| {
-        for (i, sums) in sums.iter().enumerate() {
-            to.row_mut(row + i)[column..column + IDS].copy_from_slice(sums);
-        }
+        sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, sums));
         row += sums.len();
     };
     let mut groups = contexts.chunks_exact(6 * d);

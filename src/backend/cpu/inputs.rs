@@ -1,7 +1,7 @@
 //! The operands of a computation as slices and numbers.
 
 use super::dtype::{with_slice, Element};
-use super::matrix::DecoderMatrix;
+use super::matrix::{Decoder, DecoderMatrix};
 use super::memory::zeros;
 use super::simd::{Float, Isa, ROW_ALIGN};
 use super::softcap::Softcap;
@@ -15,7 +15,7 @@ pub(super) struct Inputs<'a, T: Element> {
     pub(super) softcap: Option<Softcap<T::Acc>>,
     /// `[positions, K, d]`
     pub(super) contexts: &'a [T],
-    pub(super) decoder: DecoderMatrix<'a, T>,
+    pub(super) decoder: Decoder<'a, T>,
     /// `[positions, K]`
     pub(super) log_priors: Vec<T::Acc>,
     /// `[rows of the decoder]`, times the logit scale, padded with minus infinity to a multiple of [`ROW_ALIGN`]
@@ -25,7 +25,7 @@ pub(super) struct Inputs<'a, T: Element> {
 impl<T: Element> Inputs<'_, T> {
     /// Calls `f` with the inputs of these operands.
     pub(super) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, T>) -> Result<R>) -> Result<R> {
-        let sizes @ Sizes { positions, components, context_dim, .. } = operands.sizes;
+        let sizes @ Sizes { positions, components, .. } = operands.sizes;
         let rows = operands.weight_rows()?;
         let log_priors = match &operands.log_priors {
             Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
@@ -43,9 +43,24 @@ impl<T: Element> Inputs<'_, T> {
         let (weight, transposed) = operands.stored_weight()?;
         with_slice("contexts", &operands.contexts, |contexts| {
             with_slice("weight", &weight, |values| {
-                let decoder = DecoderMatrix { values, vocab: rows, context_dim, transposed };
-                f(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
+                with_adapter(operands, |adapter| {
+                    let columns = operands.adapter_columns()?;
+                    let matrix = |values, width, transposed| DecoderMatrix { values, vocab: rows, width, transposed };
+                    let decoder = Decoder {
+                        weight: matrix(values, columns.start, transposed),
+                        adapter: adapter.map(|values| matrix(values, columns.len(), false)),
+                    };
+                    f(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
+                })
             })
         })
+    }
+}
+
+/// Calls `f` with the elements of the adapter, if there is one.
+fn with_adapter<T: Element, R>(operands: &Operands, f: impl FnOnce(Option<&[T]>) -> Result<R>) -> Result<R> {
+    match &operands.adapter {
+        Some(adapter) => with_slice("adapter", adapter, |values| f(Some(values))),
+        None => f(None),
     }
 }

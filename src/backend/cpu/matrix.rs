@@ -92,13 +92,35 @@ impl<'a, F> ViewMut<'a, F> {
     }
 }
 
-/// The decoder's weight `[vocab, d]`, stored as such or as its transpose.
+/// The decoder: its weight, and to the right of it the columns of an adapter.
+#[derive(Clone, Copy)]
+pub(super) struct Decoder<'a, T> {
+    pub(super) weight: DecoderMatrix<'a, T>,
+    pub(super) adapter: Option<DecoderMatrix<'a, T>>,
+}
+
+impl<'a, T: Element> Decoder<'a, T> {
+    /// The matrices side by side, each with its columns of the decoder.
+    pub(super) fn parts(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, T>)> {
+        let d = self.weight.width;
+        let adapter = self.adapter.map(|adapter| (d..d + adapter.width, adapter));
+        std::iter::once((0..d, self.weight)).chain(adapter)
+    }
+
+    pub(super) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
+        to.clear();
+        self.parts().for_each(|(_, matrix)| matrix.push_row(id, to));
+    }
+}
+
+/// The decoder's weight `[vocab, d]`, stored as such or as its transpose, or the columns of an adapter `[vocab, r]`.
 #[derive(Clone, Copy)]
 pub(super) struct DecoderMatrix<'a, T> {
     pub(super) values: &'a [T],
     /// Number of rows, which may be more than the vocabulary.
     pub(super) vocab: usize,
-    pub(super) context_dim: usize,
+    /// Number of columns.
+    pub(super) width: usize,
     /// Whether `values` is stored as `[d, vocab]`.
     pub(super) transposed: bool,
 }
@@ -117,14 +139,14 @@ impl<T: Element> DecoderMatrix<'_, T> {
         buffer: &'b mut Vec<T::Acc>,
     ) -> (&'b [T::Acc], usize) {
         match self.transposed {
-            false => widened_block(self.values, self.context_dim, ids, columns, buffer),
+            false => widened_block(self.values, self.width, ids, columns, buffer),
             true => transposed_block(self.values, self.vocab, columns, ids, buffer),
         }
     }
 
     /// All columns of some ids, in the layout of the decoder: part of the decoder itself, or a copy in `buffer`.
     pub(super) fn block<'b>(&'b self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc> {
-        let (d, vocab) = (self.context_dim, self.vocab);
+        let (d, vocab) = (self.width, self.vocab);
         match self.transposed {
             false => {
                 let (values, id) = widened_block(self.values, d, ids, 0..d, buffer);
@@ -137,12 +159,9 @@ impl<T: Element> DecoderMatrix<'_, T> {
         }
     }
 
-    pub(super) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
-        to.clear();
+    fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
         match self.transposed {
-            false => {
-                to.extend(self.values[id * self.context_dim..(id + 1) * self.context_dim].iter().map(|x| x.widen()))
-            }
+            false => to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen())),
             true => to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen())),
         }
     }
@@ -155,7 +174,7 @@ impl<T: Element> DecoderMatrix<'_, T> {
         buffer: &'b mut Vec<T::Acc>,
     ) -> (&'b [T::Acc], usize) {
         match self.transposed {
-            false => transposed_block(self.values, self.context_dim, ids, columns, buffer),
+            false => transposed_block(self.values, self.width, ids, columns, buffer),
             true => widened_block(self.values, self.vocab, columns, ids, buffer),
         }
     }

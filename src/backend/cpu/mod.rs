@@ -105,7 +105,7 @@ fn loss<T: Element>(
         let targets = Targets::new(objective, operands.sizes, rows)?;
         let so_far = objective.so_far().filter(|_| needs_grad.weight).and_then(SoFar::take);
         let so_far = so_far.map(|so_far| take_values(&so_far.to_dtype(T::Acc::DTYPE)?)).transpose()?;
-        let gradients = BufferedGradients::new(operands.sizes, rows, needs_grad, so_far);
+        let gradients = BufferedGradients::new(operands.sizes, rows, operands.adapter_columns()?, needs_grad, so_far);
         let (losses, gradients) = match plan.computation {
             Computation::OnePass => {
                 let mut pass = OnePass::new(inputs, &targets, gradients, needs_grad, plan);

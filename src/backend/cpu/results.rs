@@ -1,5 +1,7 @@
 //! The accumulated gradients and the results of a loss, as tensors, after the last chunk.
 
+use std::ops::Range;
+
 use candle_core::{Device, Tensor};
 
 use super::components::PositionLoss;
@@ -18,28 +20,65 @@ pub(super) struct BufferedGradients<T: Element> {
     pub(super) contexts: Vec<T::Acc>,
     /// `[positions, K]`
     pub(super) log_priors: Vec<T::Acc>,
-    /// `[rows of the weight, d]`
-    pub(super) weight: Vec<T::Acc>,
-    /// `[rows of the weight]`
-    pub(super) bias: Option<Vec<T::Acc>>,
-    /// Whether `weight` already holds the contribution of an earlier chunk or loss.
-    pub(super) weight_started: bool,
+    pub(super) decoder: DecoderGradients<T::Acc>,
     weight_rows: usize,
 }
 
+/// The gradients of the decoder that are needed.
+#[derive(Default)]
+pub(super) struct DecoderGradients<F> {
+    pub(super) weight: Option<ColumnGradient<F>>,
+    pub(super) adapter: Option<ColumnGradient<F>>,
+    /// `[rows of the weight]`
+    pub(super) bias: Option<Vec<F>>,
+}
+
+/// The gradient of some columns of the decoder.
+pub(super) struct ColumnGradient<F> {
+    pub(super) columns: Range<usize>,
+    /// `[rows of the weight, columns]`
+    pub(super) values: Vec<F>,
+    /// Whether `values` already holds the contribution of an earlier chunk or loss.
+    pub(super) is_started: bool,
+}
+
+impl<F> DecoderGradients<F> {
+    /// The gradients of the matrices, and the bias's.
+    pub(super) fn parts(&mut self) -> (impl Iterator<Item = &mut ColumnGradient<F>>, Option<&mut Vec<F>>) {
+        (self.weight.iter_mut().chain(&mut self.adapter), self.bias.as_mut())
+    }
+}
+
 impl<T: Element> BufferedGradients<T> {
+    /// No gradients.
+    pub(super) fn none(sizes: Sizes) -> Self {
+        Self::new(sizes, 0, 0..0, NeedsGrad::default(), None)
+    }
+
     /// `so_far` is the weight's gradient of earlier losses.
-    pub(super) fn new(sizes: Sizes, weight_rows: usize, needs_grad: NeedsGrad, so_far: Option<Vec<T::Acc>>) -> Self {
+    pub(super) fn new(
+        sizes: Sizes,
+        weight_rows: usize,
+        adapter_columns: Range<usize>,
+        needs_grad: NeedsGrad,
+        so_far: Option<Vec<T::Acc>>,
+    ) -> Self {
         let Sizes { positions, components, context_dim, .. } = sizes;
         let rows = positions * components;
-        let weight = || zeros(if needs_grad.weight { weight_rows * context_dim } else { 0 });
+        let columns = |columns: Range<usize>, so_far: Option<Vec<T::Acc>>| ColumnGradient {
+            is_started: so_far.is_some(),
+            values: so_far.unwrap_or_else(|| zeros(weight_rows * columns.len())),
+            columns,
+        };
         BufferedGradients {
             needed: needs_grad.any(),
             contexts: zeros(if needs_grad.contexts { rows * context_dim } else { 0 }),
             log_priors: zeros(if needs_grad.any() { rows } else { 0 }),
-            weight_started: so_far.is_some(),
-            weight: so_far.unwrap_or_else(weight),
-            bias: needs_grad.bias.then(|| zeros(weight_rows)),
+            decoder: DecoderGradients {
+                weight: needs_grad.weight.then(|| columns(0..adapter_columns.start, so_far)),
+                adapter: needs_grad.adapter.then(|| columns(adapter_columns, None)),
+                bias: needs_grad.bias.then(|| zeros(weight_rows)),
+            },
             weight_rows,
         }
     }
@@ -49,11 +88,19 @@ impl<T: Element> BufferedGradients<T> {
         let tensor = |is_needed: bool, values: Vec<T::Acc>, shape: &[usize]| {
             is_needed.then(|| Tensor::from_vec(values, shape, &Device::Cpu)).transpose()
         };
+        let columns = |gradient: Option<ColumnGradient<T::Acc>>| {
+            let of_part = |part: ColumnGradient<T::Acc>| {
+                Tensor::from_vec(part.values, (self.weight_rows, part.columns.len()), &Device::Cpu)
+            };
+            gradient.map(of_part).transpose()
+        };
+        let DecoderGradients { weight, adapter, bias } = self.decoder;
         Ok(Gradients {
             contexts: tensor(needs_grad.contexts, self.contexts, &[positions, components, context_dim])?,
             log_priors: tensor(needs_grad.log_priors, self.log_priors, &[positions, components])?,
-            weight: tensor(needs_grad.weight, self.weight, &[self.weight_rows, context_dim])?,
-            bias: tensor(needs_grad.bias, self.bias.unwrap_or_default(), &[self.weight_rows])?,
+            weight: columns(weight)?,
+            adapter: columns(adapter)?,
+            bias: tensor(needs_grad.bias, bias.unwrap_or_default(), &[self.weight_rows])?,
         })
     }
 }

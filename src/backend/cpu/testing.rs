@@ -17,11 +17,14 @@ use crate::backend::contract::{
 use crate::backend::plan::{Computation, Plan};
 use crate::error::Result;
 
-const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, bias: true };
+const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, adapter: false, bias: true };
 
 /// A mixture whose logits rise by about `slope` from the first id to the last.
+#[derive(Clone, Copy)]
 struct Case {
     sizes: Sizes,
+    /// The columns of the decoder that are an adapter's.
+    rank: usize,
     slope: f64,
     dtype: DType,
     transposed: bool,
@@ -36,6 +39,7 @@ impl Case {
     fn new(positions: usize, components: usize, context_dim: usize, vocab: usize) -> Self {
         Case {
             sizes: Sizes { positions, components, context_dim, vocab },
+            rank: 0,
             slope: 0.0,
             dtype: DType::F32,
             transposed: false,
@@ -55,7 +59,11 @@ impl Case {
         };
         let accumulation = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let contexts = tensor(&[positions, components, context_dim], 1.0)?.to_dtype(self.dtype)?;
-        let weight = tensor(&[vocab, context_dim], 2.0 / (context_dim as f64).sqrt())?.to_dtype(self.dtype)?;
+        let bound = 2.0 / (context_dim as f64).sqrt();
+        let decoder = tensor(&[vocab, context_dim], bound)?.to_dtype(self.dtype)?;
+        let d = context_dim - self.rank;
+        let weight = decoder.narrow(1, 0, d)?.contiguous()?;
+        let adapter = if self.rank > 0 { Some(decoder.narrow(1, d, self.rank)?.contiguous()?) } else { None };
         let weight = if self.transposed { weight.t()?.contiguous()?.t()? } else { weight };
         let ramp: Vec<f64> = (0..vocab).map(|id| self.slope * id as f64 / vocab as f64).collect();
         let bias = (tensor(&[vocab], 0.5)? + Tensor::from_vec(ramp, vocab, &Device::Cpu)?)?.to_dtype(accumulation)?;
@@ -79,6 +87,7 @@ impl Case {
             contexts,
             log_priors: Some(log_priors),
             weight,
+            adapter,
             bias: Some(bias),
             logit_scale,
             softcap,
@@ -127,6 +136,7 @@ fn flat(results: &LossResults) -> Result<Vec<(&'static str, Vec<f64>)>> {
         ("contexts", &gradients.contexts),
         ("log_priors", &gradients.log_priors),
         ("weight", &gradients.weight),
+        ("adapter", &gradients.adapter),
         ("bias", &gradients.bias),
     ];
     let gradients = gradients.into_iter().filter_map(|(name, gradient)| Some((name, gradient.as_ref()?)));
@@ -167,7 +177,7 @@ fn both_computations_agree_with_options() -> Result<()> {
     for (softcap, terms) in [(Some(2.0), Terms::default()), (None, z_loss), (Some(30.0), z_loss)] {
         Case { softcap, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
     }
-    let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, bias };
+    let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
     for needs_grad in [
         NeedsGrad::default(),
         some(true, false, false, false),
@@ -180,6 +190,48 @@ fn both_computations_agree_with_options() -> Result<()> {
     for budget in [1, 2, 5] {
         for needs_grad in [ALL, NeedsGrad::default()] {
             Case { budget: Some(budget), needs_grad, ..Case::new(61, 3, 20, 900) }.check()?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn both_computations_agree_on_adapters() -> Result<()> {
+    let none = NeedsGrad::default();
+    let adapter = NeedsGrad { adapter: true, ..none };
+    for (positions, d, rank, vocab) in [(1, 3, 1, 5), (30, 33, 16, 1200), (70, 64, 5, 700), (9, 600, 50, 333)] {
+        for needs_grad in [NeedsGrad { adapter: true, ..ALL }, NeedsGrad { contexts: true, ..adapter }, adapter, none] {
+            let case = Case { rank, needs_grad, slope: 20.0, ..Case::new(positions, 3, d + rank, vocab) };
+            case.check()?;
+            Case { transposed: true, budget: Some(2), ..case }.check()?;
+            Case { dtype: DType::BF16, ..case }.check()?;
+        }
+    }
+    Ok(())
+}
+
+/// An adapter is columns of the decoder: as a part of the weight they give the same results.
+#[test]
+fn an_adapter_equals_columns_of_the_weight() -> Result<()> {
+    let needs_grad = NeedsGrad { adapter: true, ..ALL };
+    for (positions, rank) in [(1, 2), (3, 1), (40, 16)] {
+        for computation in [Computation::OnePass, Computation::TwoPasses] {
+            let case = Case { rank, needs_grad, dtype: DType::F64, ..Case::new(positions, 2, 20 + rank, 300) };
+            let found = case.run::<f64>(computation)?;
+            let whole = Case { rank: 0, needs_grad: ALL, ..case }.run::<f64>(computation)?;
+            let (of_weight, of_adapter) = (found.gradients.weight, found.gradients.adapter);
+            let joined = Tensor::cat(&[of_weight, of_adapter].into_iter().flatten().collect::<Vec<_>>(), 1)?;
+            let pairs = [
+                (Some(found.nll), Some(whole.nll)),
+                (found.gradients.contexts, whole.gradients.contexts),
+                (Some(joined), whole.gradients.weight),
+            ];
+            for (found, whole) in pairs {
+                let (Some(found), Some(whole)) = (found, whole) else { panic!("a gradient is missing") };
+                assert_eq!(found.dims(), whole.dims());
+                let largest = (found - whole)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>()?;
+                assert!(largest < 1e-14, "{largest}");
+            }
         }
     }
     Ok(())
@@ -244,7 +296,8 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
             Inputs::with(&operands, |inputs: Inputs<'_, f32>| {
                 let rows = operands.weight_rows()?;
                 let targets = Targets::new(&objective, operands.sizes, rows)?;
-                let gradients = BufferedGradients::new(operands.sizes, rows, needs_grad, None);
+                let columns = operands.adapter_columns()?;
+                let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, None);
                 let allocated = 4 * OnePass::new(inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if needs_grad != ALL {

@@ -8,20 +8,39 @@ use super::arguments::{Argument, Logits, Objective, Rows};
 use super::device::{Buffer, Gpu, Matrix, Product};
 use crate::backend::contract::{Operands, Sizes};
 use crate::backend::plan::Plan;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The operands of a mixture in device memory.
 pub(super) struct Inputs {
     pub(super) sizes: Sizes,
     pub(super) dtype: DType,
-    pub(super) contexts: Buffer,
-    weight: Buffer,
-    /// Whether `weight` is `[d, vocab]`
-    weight_is_transposed: bool,
+    /// The weight and, if there is one, the adapter, with the contexts that each is multiplied by
+    pub(super) parts: Vec<InputPart>,
     log_priors: Option<Buffer>,
     bias: Option<Buffer>,
     logit_scale: f32,
     softcap: f32,
+}
+
+/// Some columns of the contexts and of the decoder.
+pub(super) struct InputPart {
+    /// Number of columns
+    pub(super) width: usize,
+    /// `[positions, K, width]`
+    pub(super) contexts: Buffer,
+    /// `[vocab, width]`
+    weight: Buffer,
+    /// Whether `weight` is `[width, vocab]`
+    is_transposed: bool,
+}
+
+impl InputPart {
+    /// The decoder `[vocab, width]`, or its transpose, as an operand of a product.
+    pub(super) fn decoder(&self, transposed: bool) -> Matrix {
+        let vocab = self.weight.tensor.elem_count() / self.width;
+        let stride = if self.is_transposed { vocab } else { self.width };
+        Matrix { transposed: transposed != self.is_transposed, ..matrix(&self.weight, 0, stride) }
+    }
 }
 
 impl Inputs {
@@ -31,23 +50,23 @@ impl Inputs {
             stored if gpu.kind().reads_transposed => stored,
             _ => (operands.weight.contiguous()?, false),
         };
+        let part = |columns: Range<usize>, weight, is_transposed| {
+            let contexts = operands.contexts.narrow(2, columns.start, columns.len())?;
+            let (contexts, weight) = (Buffer::new(gpu, contexts)?, Buffer::new(gpu, weight)?);
+            Ok::<_, Error>(InputPart { width: columns.len(), contexts, weight, is_transposed })
+        };
+        let adapter_columns = operands.adapter_columns()?;
+        let of_weight = part(0..adapter_columns.start, weight, weight_is_transposed)?;
+        let of_adapter = operands.adapter.clone().map(|adapter| part(adapter_columns, adapter, false)).transpose()?;
         Ok(Inputs {
             sizes: operands.sizes,
             dtype: operands.contexts.dtype(),
-            contexts: Buffer::new(gpu, operands.contexts.clone())?,
-            weight: Buffer::new(gpu, weight)?,
-            weight_is_transposed,
+            parts: std::iter::once(of_weight).chain(of_adapter).collect(),
             log_priors: Buffer::of(gpu, &operands.log_priors)?,
             bias: Buffer::of(gpu, &operands.bias)?,
             logit_scale: operands.logit_scale as f32,
             softcap: operands.softcap.unwrap_or(0.0) as f32,
         })
-    }
-
-    /// The decoder `[vocab, d]`, or its transpose, as an operand of a product.
-    pub(super) fn decoder(&self, transposed: bool) -> Matrix {
-        let stride = if self.weight_is_transposed { self.sizes.vocab } else { self.sizes.context_dim };
-        Matrix { transposed: transposed != self.weight_is_transposed, ..matrix(&self.weight, 0, stride) }
     }
 
     pub(super) fn rows(&self, positions: &Range<usize>) -> Range<usize> {
@@ -133,19 +152,20 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// First product: the logits of the chunk's rows, and the log-sum-exp of each row.
     pub(super) fn logits(&self, positions: &Range<usize>, arguments: &[Argument; 3]) -> Result<()> {
-        let Sizes { context_dim: d, vocab, .. } = self.inputs.sizes;
         let rows = self.inputs.rows(positions);
-        self.gpu.multiply(&Product {
-            m: rows.len(),
-            n: vocab,
-            k: d,
-            lhs: matrix(&self.inputs.contexts, rows.start, d),
-            rhs: self.inputs.decoder(true),
-            out: self.logits.at(0),
-            out_stride: self.stride,
-            alpha: None,
-            accumulate: false,
-        })?;
+        for (i, part) in self.inputs.parts.iter().enumerate() {
+            self.gpu.multiply(&Product {
+                m: rows.len(),
+                n: self.inputs.sizes.vocab,
+                k: part.width,
+                lhs: matrix(&part.contexts, rows.start, part.width),
+                rhs: part.decoder(true),
+                out: self.logits.at(0),
+                out_stride: self.stride,
+                alpha: None,
+                accumulate: i > 0,
+            })?;
+        }
         self.gpu.launch("row_log_sum_exp", rows.len(), arguments)
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::Argument;
-use super::chunks::{matrix, Chunks, Mixed};
+use super::chunks::{matrix, Chunks, InputPart, Mixed};
 use super::device::{Buffer, Gpu, Matrix, Product, BLOCK};
 use super::objective::Prepared;
 use super::own_targets::OwnTargets;
@@ -103,14 +103,20 @@ struct Results {
 /// The gradients that are needed.
 struct GradientBuffers {
     logits: LogitGradient,
-    contexts: Option<Buffer>,
+    /// As the parts of the inputs
+    parts: Vec<PartGradient>,
     log_priors: Buffer,
     /// If targets are entries of their own: their logits' gradient, `[positions, K]`
     own: Option<Buffer>,
-    weight: Option<Buffer>,
-    /// Whether `weight` holds the gradient of earlier losses
-    has_so_far: bool,
     bias: Option<BiasGradient>,
+}
+
+/// The gradients of some columns of the contexts and of the decoder.
+struct PartGradient {
+    contexts: Option<Buffer>,
+    decoder: Option<Buffer>,
+    /// Whether `decoder` holds the gradient of earlier losses
+    has_so_far: bool,
 }
 
 /// Where the kernels write the gradient of a chunk's logits, which is an operand of the second and third product.
@@ -131,9 +137,15 @@ struct Live {
     count: Buffer,
     /// Their number, read back
     known_count: usize,
-    /// `[rows of a chunk, d]`: their contexts
+    /// As the parts of the inputs
+    parts: Vec<LivePart>,
+}
+
+/// Some columns of the live rows.
+struct LivePart {
+    /// `[rows of a chunk, columns]`: their contexts
     contexts: Buffer,
-    /// `[rows of a chunk, d]`
+    /// `[rows of a chunk, columns]`
     context_gradients: Buffer,
 }
 
@@ -152,34 +164,45 @@ impl GradientBuffers {
         needs_grad: NeedsGrad,
     ) -> Result<Self> {
         let Chunks { gpu, inputs, stride, rows_per_chunk: rows, .. } = chunks;
-        let Sizes { positions, components, context_dim, vocab } = inputs.sizes;
-        let device = inputs.contexts.tensor.device();
+        let Sizes { positions, components, vocab, .. } = inputs.sizes;
+        let device = chunks.logits.tensor.device();
         let dtype = gpu.kind().gradient_dtype(inputs.dtype);
         let zeros = |n, dtype| Buffer::zeros(*gpu, n, dtype, device);
         let optional = |is_needed: bool, n| is_needed.then(|| zeros(n, DType::F32)).transpose();
+        let part = |(part, (is_needed, so_far)): (&InputPart, (bool, Option<Tensor>))| {
+            Ok(PartGradient {
+                contexts: optional(needs_grad.contexts, positions * components * part.width)?,
+                has_so_far: so_far.is_some(),
+                decoder: match so_far {
+                    Some(so_far) => Some(Buffer::new(*gpu, so_far.to_dtype(DType::F32)?.flatten_all()?.contiguous()?)?),
+                    None => optional(is_needed, vocab * part.width)?,
+                },
+            })
+        };
+        let of_parts = [(needs_grad.weight, so_far), (needs_grad.adapter, None)];
         Ok(GradientBuffers {
             logits: match (filters, dtype) {
                 (false, DType::F32) => LogitGradient::InPlace,
                 (false, _) => LogitGradient::Separate(zeros(rows * stride, dtype)?),
                 (true, _) => {
+                    let part = |part: &InputPart| {
+                        Ok(LivePart {
+                            contexts: zeros(rows * part.width, inputs.dtype)?,
+                            context_gradients: zeros(rows * part.width, DType::F32)?,
+                        })
+                    };
                     let live = Live {
                         rows: zeros(*rows, DType::U32)?,
                         count: zeros(1, DType::U32)?,
                         known_count: 0,
-                        contexts: zeros(rows * context_dim, inputs.dtype)?,
-                        context_gradients: zeros(rows * context_dim, DType::F32)?,
+                        parts: inputs.parts.iter().map(part).collect::<Result<_>>()?,
                     };
                     LogitGradient::Filtered(zeros(rows * stride, dtype)?, live)
                 }
             },
-            contexts: optional(needs_grad.contexts, positions * components * context_dim)?,
+            parts: inputs.parts.iter().zip(of_parts).map(part).collect::<Result<_>>()?,
             log_priors: zeros(positions * components, DType::F32)?,
             own: optional(has_own, positions * components)?,
-            has_so_far: so_far.is_some(),
-            weight: match so_far {
-                Some(so_far) => Some(Buffer::new(*gpu, so_far.to_dtype(DType::F32)?.flatten_all()?.contiguous()?)?),
-                None => optional(needs_grad.weight, vocab * context_dim)?,
-            },
             bias: match needs_grad.bias {
                 true => Some(BiasGradient {
                     sum: zeros(vocab, DType::F32)?,
@@ -206,12 +229,17 @@ impl GradientBuffers {
         matrix(buffer, 0, chunks.stride)
     }
 
-    /// The number of rows of this matrix, and their contexts.
-    fn rows<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>) -> (usize, Matrix) {
-        let (rows, d) = (chunks.inputs.rows(positions), chunks.inputs.sizes.context_dim);
+    /// The number of rows of this matrix.
+    fn row_count<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>) -> usize {
+        self.live().map_or(chunks.inputs.rows(positions).len(), |live| live.known_count)
+    }
+
+    /// Some columns of the contexts of these rows.
+    fn contexts<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>, part: usize) -> Matrix {
+        let of_inputs = &chunks.inputs.parts[part];
         match self.live() {
-            Some(live) => (live.known_count, matrix(&live.contexts, 0, d)),
-            None => (rows.len(), matrix(&chunks.inputs.contexts, rows.start, d)),
+            Some(live) => matrix(&live.parts[part].contexts, 0, of_inputs.width),
+            None => matrix(&of_inputs.contexts, chunks.inputs.rows(positions).start, of_inputs.width),
         }
     }
 }
@@ -261,17 +289,24 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
 
     /// The gradients. The kernels leave the factor of all positions to this step only for the log-priors.
     fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
-        let Sizes { positions, components, context_dim, vocab } = self.chunks.inputs.sizes;
+        let Sizes { positions, components, vocab, .. } = self.chunks.inputs.sizes;
         let Some(gradients) = self.gradients else { return Ok(Gradients::default()) };
         let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
             gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
         };
         let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
         let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
+        let (mut contexts, mut decoder) = (Vec::new(), Vec::new());
+        for (part, gradient) in self.chunks.inputs.parts.iter().zip(gradients.parts) {
+            contexts.extend(shaped(gradient.contexts, &[positions, components, part.width])?);
+            decoder.push(shaped(gradient.decoder, &[vocab, part.width])?);
+        }
+        let mut decoder = decoder.into_iter();
         Ok(Gradients {
-            contexts: shaped(gradients.contexts, &[positions, components, context_dim])?,
+            contexts: if contexts.is_empty() { None } else { Some(Tensor::cat(&contexts, 2)?) },
             log_priors: log_priors.filter(|_| needs_grad.log_priors).map(scaled).transpose()?,
-            weight: shaped(gradients.weight, &[vocab, context_dim])?,
+            weight: decoder.next().flatten(),
+            adapter: decoder.next().flatten(),
             bias: shaped(gradients.bias.map(|bias| bias.sum), &[vocab])?,
         })
     }
@@ -285,7 +320,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     fn find_live(&mut self, positions: &Range<usize>) -> Result<()> {
         let [.., row_values] = self.arguments(positions);
         let Chunks { gpu, inputs, .. } = &self.chunks;
-        let (rows, d) = (inputs.rows(positions), inputs.sizes.context_dim);
+        let rows = inputs.rows(positions);
         let Some(GradientBuffers { logits: LogitGradient::Filtered(_, live), .. }) = &mut self.gradients else {
             return Ok(());
         };
@@ -293,13 +328,16 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let row_count = Argument::Int(rows.len() as i32);
         gpu.launch("live_rows", 1, &[row_values, Argument::Write(indices), count, row_count])?;
         live.known_count = live.count.tensor.to_vec1::<u32>()?[0] as usize;
-        let arguments = [
-            Argument::Read(inputs.contexts.at(rows.start * d)),
-            Argument::Read(indices),
-            Argument::Write(live.contexts.at(0)),
-            Argument::Int(d as i32),
-        ];
-        gpu.launch(&format!("gather_rows_{}", inputs.dtype.as_str()), live.known_count, &arguments)
+        for (part, of_live) in inputs.parts.iter().zip(&live.parts) {
+            let arguments = [
+                Argument::Read(part.contexts.at(rows.start * part.width)),
+                Argument::Read(indices),
+                Argument::Write(of_live.contexts.at(0)),
+                Argument::Int(part.width as i32),
+            ];
+            gpu.launch(&format!("gather_rows_{}", inputs.dtype.as_str()), live.known_count, &arguments)?;
+        }
+        Ok(())
     }
 }
 
@@ -342,7 +380,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         gpu.launch("position_scales", position_blocks, &arguments)?;
         self.find_live(&positions)?;
         let Some(gradients) = &self.gradients else { return Ok(()) };
-        let (row_count, _) = gradients.rows(&self.chunks, &positions);
+        let row_count = gradients.row_count(&self.chunks, &positions);
         let live = Argument::Read(gradients.live().map_or(0, |live| live.rows.at(0)));
         let matrix_of_logits = gradients.logit_matrix(&self.chunks);
         let kernel = format!("row_gradient_{}", matrix_of_logits.dtype.as_str());
@@ -365,51 +403,58 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
     }
 
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
-        let Sizes { context_dim: d, vocab, .. } = self.chunks.inputs.sizes;
+        let Chunks { gpu, inputs, .. } = &self.chunks;
         let Some(gradients) = &self.gradients else { return Ok(()) };
-        let Some(contexts) = &gradients.contexts else { return Ok(()) };
-        let (row_count, _) = gradients.rows(&self.chunks, &positions);
-        let destination = contexts.at(self.chunks.inputs.rows(&positions).start * d);
-        self.chunks.gpu.multiply(&Product {
-            m: row_count,
-            n: d,
-            k: vocab,
-            lhs: gradients.logit_matrix(&self.chunks),
-            rhs: self.chunks.inputs.decoder(false),
-            out: gradients.live().map_or(destination, |live| live.context_gradients.at(0)),
-            out_stride: d,
-            alpha: self.objective.alpha(),
-            accumulate: false,
-        })?;
-        let Some(live) = gradients.live() else { return Ok(()) };
-        let arguments = [
-            Argument::Read(live.context_gradients.at(0)),
-            Argument::Read(live.rows.at(0)),
-            Argument::Write(destination),
-            Argument::Int(d as i32),
-        ];
-        self.chunks.gpu.launch("scatter_rows", row_count, &arguments)
+        let row_count = gradients.row_count(&self.chunks, &positions);
+        for (i, (part, gradient)) in inputs.parts.iter().zip(&gradients.parts).enumerate() {
+            let Some(contexts) = &gradient.contexts else { continue };
+            let destination = contexts.at(inputs.rows(&positions).start * part.width);
+            let live = gradients.live().map(|live| (live, live.parts[i].context_gradients.at(0)));
+            gpu.multiply(&Product {
+                m: row_count,
+                n: part.width,
+                k: inputs.sizes.vocab,
+                lhs: gradients.logit_matrix(&self.chunks),
+                rhs: part.decoder(false),
+                out: live.map_or(destination, |(_, of_live)| of_live),
+                out_stride: part.width,
+                alpha: self.objective.alpha(),
+                accumulate: false,
+            })?;
+            let Some((live, of_live)) = live else { continue };
+            let arguments = [
+                Argument::Read(of_live),
+                Argument::Read(live.rows.at(0)),
+                Argument::Write(destination),
+                Argument::Int(part.width as i32),
+            ];
+            gpu.launch("scatter_rows", row_count, &arguments)?;
+        }
+        Ok(())
     }
 
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
-        let Sizes { context_dim: d, vocab, .. } = self.chunks.inputs.sizes;
+        let Chunks { gpu, inputs, .. } = &self.chunks;
         let Some(gradients) = &self.gradients else { return Ok(()) };
-        let Some(weight) = &gradients.weight else { return Ok(()) };
-        let (row_count, contexts) = gradients.rows(&self.chunks, &positions);
+        let row_count = gradients.row_count(&self.chunks, &positions);
         if row_count == 0 {
             return Ok(());
         }
-        self.chunks.gpu.multiply(&Product {
-            m: vocab,
-            n: d,
-            k: row_count,
-            lhs: Matrix { transposed: true, ..gradients.logit_matrix(&self.chunks) },
-            rhs: contexts,
-            out: weight.at(0),
-            out_stride: d,
-            alpha: self.objective.alpha(),
-            // Otherwise the first chunk overwrites.
-            accumulate: positions.start > 0 || gradients.has_so_far,
-        })
+        for (i, (part, gradient)) in inputs.parts.iter().zip(&gradients.parts).enumerate() {
+            let Some(decoder) = &gradient.decoder else { continue };
+            gpu.multiply(&Product {
+                m: inputs.sizes.vocab,
+                n: part.width,
+                k: row_count,
+                lhs: Matrix { transposed: true, ..gradients.logit_matrix(&self.chunks) },
+                rhs: gradients.contexts(&self.chunks, &positions, i),
+                out: decoder.at(0),
+                out_stride: part.width,
+                alpha: self.objective.alpha(),
+                // Otherwise the first chunk overwrites.
+                accumulate: positions.start > 0 || gradient.has_so_far,
+            })?;
+        }
+        Ok(())
     }
 }

@@ -84,8 +84,8 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
         return Ok(());
     }
     // Both operands are in half precision only in the product that computes the logits.
-    if rhs.dtype != DType::F32 && lhs.dtype == rhs.dtype && m <= FEW_ROWS {
-        debug_assert!(!lhs.transposed && rhs.transposed && !product.accumulate);
+    if rhs.dtype != DType::F32 && lhs.dtype == rhs.dtype && m <= FEW_ROWS && !product.accumulate {
+        debug_assert!(!lhs.transposed && rhs.transposed);
         return inner_products(gpu, product);
     }
     let lhs = widened(gpu, 0, lhs, if lhs.transposed { k } else { m })?;

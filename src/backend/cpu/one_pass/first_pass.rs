@@ -90,10 +90,11 @@ struct Piece<'b, F> {
     sums: &'b mut [F],
 }
 
-/// A thread's copy of a decoder's tile in half precision, widened, and its exponentials if they are not kept.
+/// A thread's copies of the parts of a decoder's tile in half precision, widened, and its exponentials if they are not
+/// kept.
 #[derive(Default)]
 struct Tiles<F> {
-    decoder: Vec<F>,
+    decoder: [Vec<F>; 2],
     exponentials: Aligned<F>,
 }
 
@@ -113,11 +114,15 @@ impl<F: Float> Piece<'_, F> {
         let running = Running::new(width);
         let mut part = Part { running, offsets: Vec::with_capacity(self.tiles.len() * width), target_logits: vec![] };
         let mut targets = Vec::with_capacity(rows);
+        let matrices: Vec<_> = inputs.decoder.parts().collect();
         let are_kept = !self.tiles.is_empty();
         let mut tiles = self.tiles.into_iter();
         for (i, tile) in layout.segment(self.segment).enumerate() {
             let ids = layout.ids(tile);
-            let decoder = inputs.decoder.block(ids.clone(), &mut buffers.decoder);
+            let mut decoder = Vec::with_capacity(matrices.len());
+            for ((columns, matrix), buffer) in matrices.iter().zip(&mut buffers.decoder) {
+                decoder.push((columns.clone(), matrix.block(ids.clone(), buffer)));
+            }
             let to = match tiles.next() {
                 Some(kept) => kept,
                 None => buffers.exponentials.at_least(ids.len() * width),
@@ -147,11 +152,13 @@ impl<F: Float> Piece<'_, F> {
             if has_moved && i > 0 {
                 F::dispatch(inputs.isa, Scaled { values: sums, factors: &part.running.rescale });
             }
-            let left = Left { values: decoder.values, row: decoder.column, step: decoder.id, depth: ids.len() };
             let start = if i > 0 { Start::Stored } else { Start::Zero };
-            let product =
-                Product { start, rows: d, left: &[left], right: to, width, to: sums, to_row: width, columns: width };
-            F::dispatch(inputs.isa, product);
+            for (columns, block) in &decoder {
+                let left = Left { values: block.values, row: block.column, step: block.id, depth: ids.len() };
+                let (rows, left, right) = (columns.len(), &[left][..], &to[..]);
+                let to = &mut sums[columns.start * width..];
+                F::dispatch(inputs.isa, Product { start, rows, left, right, width, to, to_row: width, columns: width });
+            }
         }
         part
     }
@@ -183,26 +190,29 @@ fn pack<T: Element>(inputs: &Inputs<'_, T>, contexts: &[T::Acc], panel: Panel, t
 /// The logits of a tile and a panel, `[ids, width]`.
 fn logits<T: Element>(
     inputs: &Inputs<'_, T>,
-    decoder: &Block<'_, T::Acc>,
+    decoder: &[(Range<usize>, Block<'_, T::Acc>)],
     ids: Range<usize>,
     packed: &[T::Acc],
     width: usize,
     to: &mut [T::Acc],
 ) {
-    let d = inputs.sizes.context_dim;
-    // All parts have nearly the same size.
-    let depth = d.div_ceil(d.div_ceil(MOST_DEPTH));
-    for first in (0..d).step_by(depth) {
-        let left = Left {
-            values: &decoder.values[first * decoder.column..],
-            row: decoder.id,
-            step: decoder.column,
-            depth: depth.min(d - first),
-        };
-        let start = if first == 0 { Start::Rows(&inputs.bias[ids.clone()]) } else { Start::Stored };
-        let (rows, left, right) = (ids.len(), &[left][..], &packed[first * width..]);
-        let product = Product { start, rows, left, right, width, to, to_row: width, columns: width };
-        T::Acc::dispatch(inputs.isa, product);
+    for (columns, block) in decoder {
+        let d = columns.len();
+        // All pieces have nearly the same size.
+        let depth = d.div_ceil(d.div_ceil(MOST_DEPTH));
+        for first in (0..d).step_by(depth) {
+            let left = Left {
+                values: &block.values[first * block.column..],
+                row: block.id,
+                step: block.column,
+                depth: depth.min(d - first),
+            };
+            let first = columns.start + first;
+            let start = if first == 0 { Start::Rows(&inputs.bias[ids.clone()]) } else { Start::Stored };
+            let (rows, left, right) = (ids.len(), &[left][..], &packed[first * width..]);
+            let product = Product { start, rows, left, right, width, to, to_row: width, columns: width };
+            T::Acc::dispatch(inputs.isa, product);
+        }
     }
     if let Some(softcap) = inputs.softcap {
         T::Acc::dispatch(inputs.isa, Capped { tile: to, softcap });

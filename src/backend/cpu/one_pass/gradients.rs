@@ -11,6 +11,7 @@ use super::scaling::{AddScaled, Scaled, ScaledRows, WeightedSums};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::matrix::transpose;
+use crate::backend::cpu::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::simd::{Float, Isa};
 
 /// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
@@ -67,8 +68,6 @@ pub(super) struct DecoderGradient<'a, F> {
     /// `[rows, d]`
     pub(super) contexts: &'a [F],
     pub(super) d: usize,
-    /// Whether the weight's gradient already holds the contribution of earlier chunks.
-    pub(super) add: bool,
 }
 
 /// What the third product needs of a tile of ids.
@@ -78,32 +77,53 @@ struct Tile<'b, F> {
     exponentials: &'b mut [F],
     /// `[column]`: the rows' factors
     factors: Vec<F>,
-    /// `[ids, d]`, if it is needed
-    weight: Option<&'b mut [F]>,
+    /// The gradients of the parts of the decoder that need one
+    parts: Vec<Part<'b, F>>,
     /// `[ids]`, if it is needed
     bias: Option<&'b mut [F]>,
 }
 
+/// The gradient of some columns of a tile's ids.
+struct Part<'b, F> {
+    columns: Range<usize>,
+    /// `[ids, columns]`
+    values: &'b mut [F],
+    /// Whether `values` already holds the contribution of earlier chunks.
+    is_started: bool,
+}
+
 impl<F: Float> DecoderGradient<'_, F> {
-    /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, and the bias likewise, if they are needed.
-    /// Targets outside the vocabulary have rows behind it.
-    pub(super) fn run(&self, exponentials: &mut [F], weight: Option<&mut [F]>, bias: Option<&mut [F]>) {
+    /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, the adapter and the bias likewise, as far as
+    /// they are needed. Targets outside the vocabulary have rows behind it.
+    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<F>, exponentials: &mut [F]) {
         let layout = self.factors.layout;
         let Layout { tile_ids, vocab, .. } = *layout;
-        let (weight, weight_behind) = weight.map(|weight| weight.split_at_mut(vocab * self.d)).unzip();
-        let (bias, bias_behind) = bias.map(|bias| bias.split_at_mut(vocab)).unzip();
-        let mut weights = weight.map(|weight| weight.chunks_mut(tile_ids * self.d));
-        let mut biases = bias.map(|bias| bias.chunks_mut(tile_ids));
         let columns = layout.columns(self.factors.rows.len());
+        let tiles = exponentials.chunks_mut(tile_ids * columns).take(layout.tiles()).enumerate();
         let tile = |(tile, exponentials)| Tile {
             ids: layout.ids(tile),
             exponentials,
-            factors: Vec::new(),
-            weight: weights.as_mut().and_then(Iterator::next),
-            bias: biases.as_mut().and_then(Iterator::next),
+            factors: vec![],
+            parts: vec![],
+            bias: None,
         };
-        let tiles = exponentials.chunks_mut(tile_ids * columns).take(layout.tiles());
-        let mut tiles: Vec<Tile<'_, F>> = tiles.enumerate().map(tile).collect();
+        let mut tiles: Vec<Tile<'_, F>> = tiles.map(tile).collect();
+        let mut behind = Vec::new();
+        let (parts, bias) = gradients.parts();
+        for ColumnGradient { columns, values, is_started } in parts {
+            let (of_vocab, others) = values.split_at_mut(vocab * columns.len());
+            let part = |values| Part { columns: columns.clone(), values, is_started: *is_started };
+            let of_tiles = of_vocab.chunks_mut(tile_ids * columns.len()).map(part);
+            tiles.iter_mut().zip(of_tiles).for_each(|(tile, part)| tile.parts.push(part));
+            behind.push(part(others));
+            *is_started = true;
+        }
+        let mut bias_behind = None;
+        if let Some(bias) = bias {
+            let (of_vocab, others) = bias.split_at_mut(vocab);
+            tiles.iter_mut().zip(of_vocab.chunks_mut(tile_ids)).for_each(|(tile, bias)| tile.bias = Some(bias));
+            bias_behind = Some(others);
+        }
         let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
         groups.for_each_init(Vec::new, |scaled, (group, tiles)| {
             for (tile, number) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
@@ -111,15 +131,15 @@ impl<F: Float> DecoderGradient<'_, F> {
                 tile.factors = self.factors.of_tile(number);
             }
             self.add(tiles, scaled);
-            for Tile { ids, weight, bias, .. } in tiles {
-                self.subtract_targets(ids.clone(), weight.as_deref_mut(), bias.as_deref_mut());
+            for Tile { ids, parts, bias, .. } in tiles {
+                self.subtract_targets(ids.clone(), parts, bias.as_deref_mut());
             }
         });
-        self.subtract_targets(vocab..usize::MAX, weight_behind, bias_behind);
+        self.subtract_targets(vocab..usize::MAX, &mut behind, bias_behind);
     }
 
     /// Subtracts the targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
-    fn subtract_targets(&self, ids: Range<usize>, mut weight: Option<&mut [F]>, mut bias: Option<&mut [F]>) {
+    fn subtract_targets(&self, ids: Range<usize>, parts: &mut [Part<'_, F>], mut bias: Option<&mut [F]>) {
         for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
             if !ids.contains(&row.target) || row.mass.is_zero() {
                 continue;
@@ -128,43 +148,53 @@ impl<F: Float> DecoderGradient<'_, F> {
             if let Some(bias) = &mut bias {
                 bias[id] -= row.mass;
             }
-            if let Some(weight) = &mut weight {
-                let gradient = &mut weight[id * self.d..(id + 1) * self.d];
-                gradient.iter_mut().zip(context).for_each(|(g, &c)| *g -= row.mass * c);
+            for Part { columns, values, .. } in &mut *parts {
+                let gradient = &mut values[id * columns.len()..(id + 1) * columns.len()];
+                gradient.iter_mut().zip(&context[columns.clone()]).for_each(|(g, &c)| *g -= row.mass * c);
             }
         }
     }
 
-    /// Adds the products of some tiles, which share the scaled contexts where their factors are equal.
+    /// Adds the products of some tiles.
     fn add(&self, tiles: &mut [Tile<'_, F>], scaled: &mut Vec<F>) {
-        let (d, layout) = (self.d, self.factors.layout);
-        let panels_at_a_time = BLOCK_ROWS.div_ceil(layout.panel_rows);
-        for (i, panels) in self.factors.panels.chunks(panels_at_a_time).enumerate() {
-            let start = if self.add || i > 0 { Start::Stored } else { Start::Zero };
-            let first = panels[0].first;
-            let rows: usize = panels.iter().map(|panel| panel.rows).sum();
-            for column in (0..d).step_by(layout.panel_rows) {
-                let columns = layout.panel_rows.min(d - column);
-                let width = columns.next_multiple_of(layout.lanes);
-                scaled.resize(rows * width, F::zero());
-                let mut scaled_by: &[F] = &[];
-                for Tile { ids, exponentials, factors, weight, .. } in &mut *tiles {
-                    let Some(weight) = weight else { continue };
-                    let factors = &factors[first..][..rows];
-                    if scaled_by != factors {
-                        let contexts = &self.contexts[first * d + column..];
-                        F::dispatch(self.isa, ScaledRows { contexts, d, columns, factors, to: scaled });
-                        scaled_by = factors;
-                    }
-                    let left = left(exponentials, panels, ids.len());
-                    let (rows, left, right, to) = (ids.len(), &left[..], &scaled[..], &mut weight[column..]);
-                    F::dispatch(self.isa, Product { start, rows, left, right, width, to, to_row: d, columns });
-                }
+        let panels_at_a_time = BLOCK_ROWS.div_ceil(self.factors.layout.panel_rows);
+        for panels in self.factors.panels.chunks(panels_at_a_time) {
+            for part in 0..tiles[0].parts.len() {
+                self.add_part(tiles, part, panels, scaled);
             }
             for Tile { ids, exponentials, factors, bias, .. } in &mut *tiles {
                 let Some(bias) = bias else { continue };
+                let (left, factors) = (left(exponentials, panels, ids.len()), &factors[panels[0].first..]);
+                F::dispatch(self.isa, WeightedSums { left: &left, factors, to: bias });
+            }
+        }
+    }
+
+    /// Adds the products with the rows of some panels, for a part of the decoder. The tiles share the scaled contexts
+    /// where their factors are equal.
+    fn add_part(&self, tiles: &mut [Tile<'_, F>], part: usize, panels: &[Panel], scaled: &mut Vec<F>) {
+        let (d, layout, first) = (self.d, self.factors.layout, panels[0].first);
+        let rows: usize = panels.iter().map(|panel| panel.rows).sum();
+        let of_part = tiles[0].parts[part].columns.clone();
+        let to_row = of_part.len();
+        for column in of_part.clone().step_by(layout.panel_rows) {
+            let columns = layout.panel_rows.min(of_part.end - column);
+            let width = columns.next_multiple_of(layout.lanes);
+            scaled.resize(rows * width, F::zero());
+            let mut scaled_by: &[F] = &[];
+            for Tile { ids, exponentials, factors, parts, .. } in &mut *tiles {
+                let factors = &factors[first..][..rows];
+                if scaled_by != factors {
+                    let contexts = &self.contexts[first * d + column..];
+                    F::dispatch(self.isa, ScaledRows { contexts, d, columns, factors, to: scaled });
+                    scaled_by = factors;
+                }
                 let left = left(exponentials, panels, ids.len());
-                F::dispatch(self.isa, WeightedSums { left: &left, factors: &factors[first..], to: bias });
+                let Part { values, is_started, .. } = &mut parts[part];
+                let start = if *is_started || first > 0 { Start::Stored } else { Start::Zero };
+                let (rows, left, right) = (ids.len(), &left[..], &scaled[..]);
+                let to = &mut values[column - of_part.start..];
+                F::dispatch(self.isa, Product { start, rows, left, right, width, to, to_row, columns });
             }
         }
     }

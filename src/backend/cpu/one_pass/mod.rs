@@ -82,7 +82,6 @@ pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, needs_grad: NeedsGra
 pub(super) struct OnePass<'a, T: Element> {
     inputs: Inputs<'a, T>,
     targets: &'a Targets<T::Acc>,
-    needs_grad: NeedsGrad,
     layout: Layout,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
@@ -126,7 +125,6 @@ impl<'a, T: Element> OnePass<'a, T> {
         OnePass {
             inputs,
             targets,
-            needs_grad,
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
@@ -222,8 +220,7 @@ impl<T: Element> Steps for OnePass<'_, T> {
 
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let mut exponentials = std::mem::take(&mut self.exponentials);
-        let mut weight = std::mem::take(&mut self.gradients.weight);
-        let mut bias = self.gradients.bias.take();
+        let mut gradients = std::mem::take(&mut self.gradients.decoder);
         let Chunk { panels, parts, rows, segment_factors, .. } = &self.chunk;
         if !rows.is_empty() {
             let gradient = DecoderGradient {
@@ -231,14 +228,10 @@ impl<T: Element> Steps for OnePass<'_, T> {
                 factors: Factors { layout: &self.layout, panels, parts, rows, of_segments: segment_factors },
                 contexts: self.contexts(positions),
                 d: self.inputs.sizes.context_dim,
-                add: self.gradients.weight_started,
             };
-            let weight = self.needs_grad.weight.then_some(&mut weight[..]);
-            gradient.run(&mut exponentials, weight, bias.as_deref_mut());
-            self.gradients.weight_started = true;
+            gradient.add_to(&mut gradients, &mut exponentials);
         }
-        self.exponentials = exponentials;
-        (self.gradients.weight, self.gradients.bias) = (weight, bias);
+        (self.exponentials, self.gradients.decoder) = (exponentials, gradients);
         Ok(())
     }
 }

@@ -21,7 +21,7 @@ use super::memory::{zeros, Workspace};
 use super::results::BufferedGradients;
 use super::simd::{Float, ROW_ALIGN};
 use super::targets::Targets;
-use crate::backend::contract::{NeedsGrad, Sizes, Task, Visit};
+use crate::backend::contract::{Sizes, Task, Visit};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
@@ -104,7 +104,7 @@ impl<'a, T: Element> TwoPasses<'a, T> {
             live_rows: LiveRows::All(0),
             targets: None,
             losses: vec![PositionLoss::default(); sizes.positions],
-            gradients: BufferedGradients::new(sizes, sizes.vocab, NeedsGrad::default(), None),
+            gradients: BufferedGradients::none(sizes),
         }
     }
 
@@ -189,7 +189,7 @@ impl<T: Element> Steps for TwoPasses<'_, T> {
         let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
         let logits = &mut self.logits[..rows.len() * self.stride];
         // Each tile has the log-sum-exp of every row.
-        let tiles = products::logits(logits, self.stride, contexts, *decoder, isa, |ids, tile| {
+        let tiles = products::logits(logits, self.stride, contexts, d, *decoder, isa, |ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows);
             for r in 0..tile.rows {
                 let row = tile.row_mut(r);
@@ -212,9 +212,10 @@ impl<T: Element> Steps for TwoPasses<'_, T> {
         let mut live = vec![false; rows.len()];
         let gradients = &mut self.gradients;
 
-        let parts = if gradients.bias.is_some() { BIAS_PARTS } else { usize::MAX };
+        let parts = if gradients.decoder.bias.is_some() { BIAS_PARTS } else { usize::MAX };
         let part = positions.len().div_ceil(parts.min(positions.len())).max(1);
-        let mut bias_parts = zeros(if gradients.bias.is_some() { positions.len().div_ceil(part) * stride } else { 0 });
+        let mut bias_parts =
+            zeros(if gradients.decoder.bias.is_some() { positions.len().div_ceil(part) * stride } else { 0 });
         let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
         bias_slots.resize_with(positions.len().div_ceil(part), || None);
         let mut unused = zeros(if gradients.needed { 0 } else { rows.len() });
@@ -262,7 +263,7 @@ impl<T: Element> Steps for TwoPasses<'_, T> {
                 },
             );
 
-        if let Some(bias) = &mut gradients.bias {
+        if let Some(bias) = &mut gradients.decoder.bias {
             for part in bias_parts.chunks_exact(stride) {
                 for (sum, &g) in bias.iter_mut().zip(part) {
                     *sum += g;
@@ -279,10 +280,10 @@ impl<T: Element> Steps for TwoPasses<'_, T> {
         let (rows, d) = (self.rows(positions), self.inputs.sizes.context_dim);
         let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
         match &self.live_rows {
-            LiveRows::All(_) => products::context_gradient(gradient, &self.logits, self.stride, self.inputs.decoder),
+            LiveRows::All(_) => products::context_gradient(gradient, d, &self.logits, self.stride, self.inputs.decoder),
             LiveRows::Some(rows) => {
                 self.chunk_gradient.resize(rows.len() * d, num_traits::Zero::zero());
-                products::context_gradient(&mut self.chunk_gradient, &self.logits, self.stride, self.inputs.decoder);
+                products::context_gradient(&mut self.chunk_gradient, d, &self.logits, self.stride, self.inputs.decoder);
                 for (&row, values) in rows.iter().zip(self.chunk_gradient.chunks_exact(d)) {
                     gradient[row * d..(row + 1) * d].copy_from_slice(values);
                 }
@@ -293,20 +294,16 @@ impl<T: Element> Steps for TwoPasses<'_, T> {
 
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let (rows, d) = (self.rows(positions), self.inputs.sizes.context_dim);
-        if self.gradients.weight.is_empty() {
-            return Ok(());
-        }
         let live = self.live_rows.len();
         let stored = T::as_acc(&self.inputs.contexts[rows.start * d..rows.end * d]);
         let contexts = match (&self.live_rows, stored) {
             (LiveRows::All(_), Some(stored)) => stored,
             _ => &self.chunk_contexts[..live * d],
         };
-        let gradients = &mut self.gradients;
         if live > 0 {
-            let started = gradients.weight_started;
-            products::decoder_gradient(&mut gradients.weight, started, &self.logits, self.stride, contexts, d);
-            gradients.weight_started = true;
+            for gradient in self.gradients.decoder.parts().0 {
+                products::decoder_gradient(gradient, &self.logits, self.stride, contexts, d);
+            }
         }
         Ok(())
     }

@@ -4,13 +4,15 @@
 //! Each tile is computed on one thread, by the `gemm` crate or by `gemv`, so that the results do not depend on the
 //! number of threads.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::gemv::{self, Dots};
-use crate::backend::cpu::matrix::{DecoderMatrix, View, ViewMut};
+use crate::backend::cpu::matrix::{Decoder, DecoderMatrix, View, ViewMut};
+use crate::backend::cpu::results::ColumnGradient;
 use crate::backend::cpu::simd::{Float, Isa, ROW_ALIGN};
 
 /// Ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The AVX-512
@@ -60,33 +62,44 @@ pub(super) fn logits<T: Element, O: Send>(
     to: &mut [T::Acc],
     stride: usize,
     contexts: &[T::Acc],
-    decoder: DecoderMatrix<'_, T>,
+    d: usize,
+    decoder: Decoder<'_, T>,
     isa: Isa,
     summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
 ) -> Vec<O> {
-    let DecoderMatrix { vocab, context_dim: d, transposed, .. } = decoder;
+    let vocab = decoder.weight.vocab;
     let rows = contexts.len() / d;
-    let depth = context_tile(d, 1);
-    let few = rows <= gemv::MOST_ROWS && !transposed;
+    let few = rows <= gemv::MOST_ROWS && !decoder.weight.transposed;
     let all_contexts = View::new(contexts, rows, d, d);
+    // The contexts of each part, one after the other.
+    let of_part = |(columns, matrix): (Range<usize>, _)| match few && columns.len() < d {
+        true => (Cow::Owned(gathered(contexts, d, columns.clone())), columns, matrix),
+        false => (Cow::Borrowed(contexts), columns, matrix),
+    };
+    let parts: Vec<(Cow<'_, [T::Acc]>, _, _)> = decoder.parts().map(of_part).collect();
     let fill = |ids: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
-        if few {
-            // The planned buffer holds so many ids.
-            let step = (depth * VOCAB_TILE / d).max(1);
-            for first in ids.clone().step_by(step) {
-                let part = first..ids.end.min(first + step);
-                let (first_column, ids) = (part.start - ids.start, part.len());
-                let (decoder, stride) = decoder.rows(part, 0..d, buffer);
-                let to = &mut *tile;
-                T::Acc::dispatch(isa, Dots { contexts, decoder, stride, d, ids, first_column, to });
+        for (contexts, columns, matrix) in &parts {
+            let (d, depth) = (columns.len(), context_tile(columns.len(), 1));
+            if few {
+                // The planned buffer holds so many ids.
+                let step = (depth * VOCAB_TILE / d).max(1);
+                for first in ids.clone().step_by(step) {
+                    let part = first..ids.end.min(first + step);
+                    let (first_column, ids) = (part.start - ids.start, part.len());
+                    let (decoder, stride) = matrix.rows(part, 0..d, buffer);
+                    let (add, to) = (columns.start > 0, &mut *tile);
+                    T::Acc::dispatch(isa, Dots { contexts, decoder, stride, d, ids, first_column, add, to });
+                }
+                continue;
             }
-            return summary(ids, tile);
-        }
-        for first in (0..d).step_by(depth) {
-            let columns = first..d.min(first + depth);
-            let (block, stride) = decoder.columns(ids.clone(), columns.clone(), buffer);
-            let block = View::new(block, columns.len(), ids.len(), stride);
-            multiply(&mut tile.first_columns(ids.len()), first > 0, all_contexts.columns(columns), block);
+            for first in (0..d).step_by(depth) {
+                let of_block = first..d.min(first + depth);
+                let (block, stride) = matrix.columns(ids.clone(), of_block.clone(), buffer);
+                let block = View::new(block, of_block.len(), ids.len(), stride);
+                let first = columns.start + first;
+                let contexts = all_contexts.columns(first..first + of_block.len());
+                multiply(&mut tile.first_columns(ids.len()), first > 0, contexts, block);
+            }
         }
         summary(ids, tile)
     };
@@ -102,12 +115,27 @@ pub(super) fn logits<T: Element, O: Send>(
 /// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
 pub(super) fn context_gradient<T: Element>(
     gradient: &mut [T::Acc],
+    d: usize,
+    logit_gradient: &[T::Acc],
+    stride: usize,
+    decoder: Decoder<'_, T>,
+) {
+    let rows = gradient.len() / d;
+    for (columns, matrix) in decoder.parts() {
+        let gradient = &mut gradient[columns.start.min(rows * d)..];
+        of_columns(ViewMut::new(gradient, rows, columns.len(), d), logit_gradient, stride, matrix);
+    }
+}
+
+/// The second product for a part of the decoder.
+fn of_columns<T: Element>(
+    gradient: ViewMut<'_, T::Acc>,
     logit_gradient: &[T::Acc],
     stride: usize,
     decoder: DecoderMatrix<'_, T>,
 ) {
-    let DecoderMatrix { vocab, context_dim: d, .. } = decoder;
-    let rows = gradient.len() / d;
+    let DecoderMatrix { vocab, width: d, .. } = decoder;
+    let rows = gradient.rows;
     // The parts are equal, and enough for all threads. Each tile copies its part of a decoder that is not read in
     // place; then the rows are cut no further than the threads need.
     let context_tile = context_tile(d, 2);
@@ -115,7 +143,7 @@ pub(super) fn context_gradient<T: Element>(
     let least_parts = rayon::current_num_threads().div_ceil(context_parts);
     let row_parts = if decoder.is_read_in_place() { rows.div_ceil(ROW_TILE).max(least_parts) } else { least_parts };
     let row_tile = rows.div_ceil(row_parts).max(LEAST_PART);
-    ViewMut::new(gradient, rows, d, d).tiles(row_tile, context_tile).into_par_iter().for_each_init(
+    gradient.tiles(row_tile, context_tile).into_par_iter().for_each_init(
         Vec::new,
         |buffer, (tile_rows, columns, mut tile)| {
             for first in (0..vocab).step_by(VOCAB_TILE) {
@@ -135,19 +163,27 @@ pub(super) fn context_gradient<T: Element>(
 
 /// Third product: `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`.
 pub(super) fn decoder_gradient<F: Float>(
-    gradient: &mut [F],
-    accumulate: bool,
+    gradient: &mut ColumnGradient<F>,
     logit_gradient: &[F],
     stride: usize,
     contexts: &[F],
     d: usize,
 ) {
-    let (rows, vocab) = (contexts.len() / d, gradient.len() / d);
-    ViewMut::new(gradient, vocab, d, d).tiles(VOCAB_TILE, d).into_par_iter().for_each(|(ids, _, mut tile)| {
-        let columns = View::new(&logit_gradient[ids.start..], rows, ids.len(), stride);
-        let contexts = View::new(contexts, rows, d, d);
-        multiply(&mut tile, accumulate, columns.transposed(), contexts);
+    let ColumnGradient { columns, values, is_started } = gradient;
+    let (rows, width) = (contexts.len() / d, columns.len());
+    let contexts = View::new(contexts, rows, d, d).columns(columns.clone());
+    let vocab = values.len() / width;
+    let all = ViewMut::new(values, vocab, width, width);
+    all.tiles(VOCAB_TILE, width).into_par_iter().for_each(|(ids, _, mut tile)| {
+        let logits = View::new(&logit_gradient[ids.start..], rows, ids.len(), stride);
+        multiply(&mut tile, *is_started, logits.transposed(), contexts);
     });
+    *is_started = true;
+}
+
+/// Some columns of `[rows, d]`.
+fn gathered<F: Float>(contexts: &[F], d: usize, columns: Range<usize>) -> Vec<F> {
+    contexts.chunks_exact(d).flat_map(|row| &row[columns.clone()]).copied().collect()
 }
 
 /// Columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are at least `least_parts`

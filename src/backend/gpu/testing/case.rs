@@ -7,7 +7,9 @@ use crate::backend::contract::{
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
-pub(super) const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, bias: true };
+/// The operands that every case has.
+pub(super) const ALL: NeedsGrad =
+    NeedsGrad { contexts: true, log_priors: true, weight: true, adapter: false, bias: true };
 
 /// A mixture with random operands, and its targets.
 pub(super) struct Case {
@@ -23,6 +25,8 @@ pub(super) struct Case {
     pub(super) options: LossOptions,
     /// The number of rows of the weight behind the vocabulary, if targets are entries of their own.
     pub(super) own: Option<usize>,
+    /// The columns of the decoder that are an adapter's.
+    pub(super) rank: usize,
     /// Positions per chunk.
     pub(super) chunk: usize,
 }
@@ -43,7 +47,7 @@ pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
 impl Case {
     pub(super) fn operands(&self, dtype: DType) -> Operands {
         let Sizes { positions, components, context_dim, vocab } = self.sizes;
-        let rows = vocab + self.own.unwrap_or(0);
+        let (rows, d) = (vocab + self.own.unwrap_or(0), context_dim - self.rank);
         // candle has no softmax of an empty tensor.
         let log_priors = candle_nn::ops::log_softmax(&random(1, &[positions.max(1), components], 2.0), 1).unwrap();
         let log_priors = log_priors.narrow(0, 0, positions).unwrap().contiguous().unwrap();
@@ -55,13 +59,18 @@ impl Case {
             contexts: rounded(random(2, &[positions, components, context_dim], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             weight: match self.transposed {
-                false => rounded(random(3, &[rows, context_dim], self.scale)),
-                true => rounded(random(3, &[context_dim, rows], self.scale)).t().unwrap(),
+                false => rounded(random(3, &[rows, d], self.scale)),
+                true => rounded(random(3, &[d, rows], self.scale)).t().unwrap(),
             },
+            adapter: (self.rank > 0).then(|| rounded(random(9, &[rows, self.rank], self.scale))),
             bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             logit_scale: self.logit_scale,
             softcap: self.softcap,
         }
+    }
+
+    pub(super) fn needs_grad(&self) -> NeedsGrad {
+        NeedsGrad { adapter: self.rank > 0, ..ALL }
     }
 
     pub(super) fn objective(&self, dtype: DType) -> Objective {
@@ -107,13 +116,16 @@ impl Case {
     pub(super) fn loss_error(&self, gpu: &EmulatedGpu, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
         let truth_operands = self.operands(DType::F64);
         let true_objective = objective(DType::F64);
-        let plan = backend::plan(&truth_operands, true_objective.task(ALL), None).unwrap();
-        let truth = backend::loss(&truth_operands, &true_objective, ALL, &plan).unwrap();
-        let got = gpu::loss(gpu, &self.operands(self.dtype), &objective(DType::F32), ALL, &self.plan(gpu)).unwrap();
+        let needs_grad = self.needs_grad();
+        let plan = backend::plan(&truth_operands, true_objective.task(needs_grad), None).unwrap();
+        let truth = backend::loss(&truth_operands, &true_objective, needs_grad, &plan).unwrap();
+        let operands = self.operands(self.dtype);
+        let got = gpu::loss(gpu, &operands, &objective(DType::F32), needs_grad, &self.plan(gpu)).unwrap();
         let mut pairs = vec![
             ("contexts", got.gradients.contexts, truth.gradients.contexts),
             ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),
             ("weight", got.gradients.weight, truth.gradients.weight),
+            ("adapter", got.gradients.adapter, truth.gradients.adapter),
             ("bias", got.gradients.bias, truth.gradients.bias),
         ];
         if matches!(true_objective, Objective::Targets(_)) {
@@ -187,6 +199,7 @@ pub(super) fn case(positions: usize, components: usize, context_dim: usize, voca
         transposed: false,
         options: LossOptions::new(),
         own: None,
+        rank: 0,
         chunk: 2,
     }
 }

@@ -26,6 +26,30 @@ fn losses_and_gradients_equal_those_of_the_cpu_in_f64() {
 }
 
 #[test]
+fn adapters_equal_those_of_the_cpu_in_f64() {
+    for gpu in EmulatedGpu::all() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (positions, rank, transposed) in [(5, 2, false), (1, 1, true), (40, 4, false)] {
+                for (smoothing, filter) in [(0.0, 0.0), (0.1, 0.0), (0.0, 0.05)] {
+                    let options = options(Reduction::Mean, smoothing, 0.0, true).with_gradient_filter(filter);
+                    let case = Case { dtype, rank, transposed, options, ..case(positions, 3, 8, 37) };
+                    // In half precision the filter may keep other rows.
+                    if filter == 0.0 || dtype == DType::F32 {
+                        case.check(&gpu);
+                    }
+                    let (plan, operands) = (case.plan(&gpu), case.operands(dtype));
+                    let truth = case.operands(DType::F64);
+                    let cpu_plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+                    let log_probs = backend::log_probs(&truth, DType::F64, &cpu_plan).unwrap();
+                    let found = gpu::log_probs(&gpu, &operands, dtype, &plan).unwrap();
+                    assert!(error(&found, &log_probs) <= case.tolerance());
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn targets_that_are_entries_of_their_own_equal_those_of_the_cpu_in_f64() {
     for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -294,14 +318,14 @@ proptest! {
         positions in 1usize..9, components in 1usize..6, context in 1usize..12, vocab in 1usize..70, chunk in 1usize..9,
         smoothing in prop_oneof![Just(0.0), 0.0..0.9], z_loss in prop_oneof![Just(0.0), 0.0..0.1],
         softcap in prop_oneof![Just(None), (2.0..30.0).prop_map(Some)], ignore: bool, transposed: bool,
-        logit_scale in prop_oneof![Just(1.0), 0.1..3.0],
+        logit_scale in prop_oneof![Just(1.0), 0.1..3.0], rank in 0usize..3,
         reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
     ) {
         for gpu in EmulatedGpu::all() {
             let options = options(reduction, smoothing, z_loss, ignore).with_correct(false);
             // Only f32: in half precision the error depends on the cancellation within a gradient.
-            let sizes = case(positions, components, context, vocab);
-            Case { logit_scale, transposed, softcap, options, chunk, ..sizes }.check(&gpu);
+            let sizes = case(positions, components, context + rank, vocab);
+            Case { logit_scale, transposed, softcap, options, rank, chunk, ..sizes }.check(&gpu);
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use candle_core::Tensor;
 
+use super::autograd;
 use crate::error::Result;
-use crate::tensors::autograd;
 
 /// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`, in
 /// another shape, since candle would copy the gradient of a node for that. The gradient of `W h + b` is

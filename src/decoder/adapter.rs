@@ -1,0 +1,192 @@
+//! A low-rank adapter of the decoder: its weight becomes `W + s B A`, a sum that is never formed (Hu et al., 2021).
+//!
+//! ```text
+//! z = c W^T + (s c A^T) B^T + b
+//! ```
+//!
+//! The kernels see contexts `[c, s c A^T]` of size d + r and a decoder `[W, B]`, whose two matrices they read where they
+//! lie.
+
+use candle_core::Tensor;
+use candle_nn::{Init, VarBuilder};
+
+use crate::backend::contract::accumulation_dtype;
+use crate::error::{Error, Result};
+use crate::tensors::checks::{check_alike, check_float, check_number, check_product, check_sizes, check_vocab};
+use crate::tensors::linear::layer;
+
+/// The sizes and the scale of a [`LowRankAdapter`].
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LowRankConfig {
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Size of a context, d.
+    pub context_dim: usize,
+    /// The rank, r.
+    pub rank: usize,
+    /// The adapter is multiplied by `alpha / rank`. The default is the rank.
+    pub alpha: f64,
+}
+
+impl LowRankConfig {
+    /// An adapter of this rank with the factor 1.
+    pub fn new(vocab_size: usize, context_dim: usize, rank: usize) -> Self {
+        LowRankConfig { vocab_size, context_dim, rank, alpha: rank as f64 }
+    }
+
+    /// Sets the numerator of the factor `alpha / rank`.
+    pub fn with_alpha(self, alpha: f64) -> Self {
+        LowRankConfig { alpha, ..self }
+    }
+}
+
+/// Low-rank adaptation of a decoder (LoRA): `W + s B A` in place of the weight W, with A `[r, d]` and B `[vocab, r]`.
+///
+/// [`Decoder::with_adapter`](crate::Decoder::with_adapter) and [`Head::with_adapter`](crate::Head::with_adapter) add it
+/// to a decoder. The sum is never formed: beside the weight, a step holds nothing of `[vocab, d]`, unless the weight
+/// itself needs a gradient.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{LossOptions, LowRankAdapter, LowRankConfig, OutputLayer, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Tensor::randn(0f32, 0.1, (1000, 64), &Device::Cpu)?; // frozen
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let adapter = LowRankAdapter::new(&LowRankConfig::new(1000, 64, 8).with_alpha(16.0), vb.pp("lm_head"))?;
+/// let head = SoftmaxHead::from_tensors(weight, None)?.with_adapter(adapter)?;
+///
+/// let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
+/// let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+/// let gradients = head.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
+/// assert_eq!(vars.all_vars().iter().filter(|var| gradients.get(var).is_some()).count(), 2);
+///
+/// let exported = head.merged()?; // its weight is W + 2 B A
+/// # assert!(exported.decoder().adapter().is_none());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen: LoRA: Low-Rank Adaptation of Large Language Models. ICLR 2022,
+/// arXiv 2106.09685.
+#[derive(Clone, Debug)]
+pub struct LowRankAdapter {
+    /// `[r, d]`
+    a: Tensor,
+    /// `[vocab, r]`
+    b: Tensor,
+    scale: f64,
+}
+
+impl LowRankAdapter {
+    /// An adapter with the variables `lora_A.weight` `[r, d]`, uniform within `1 / sqrt(d)`, and `lora_B.weight`
+    /// `[vocab, r]`, zero: names and initial values of Hugging Face PEFT.
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, a matrix would have more than 2^40 elements, there are more than 2^32 - 1 token ids, `alpha`
+    /// is not finite, or a variable is missing or of another shape.
+    pub fn new(config: &LowRankConfig, vb: VarBuilder) -> Result<Self> {
+        let &LowRankConfig { vocab_size, context_dim, rank, alpha } = config;
+        check_sizes(&[("context_dim", context_dim), ("rank", rank)])?;
+        check_vocab(vocab_size)?;
+        check_product("rank * context_dim", &[rank, context_dim])?;
+        check_product("vocab_size * rank", &[vocab_size, rank])?;
+        check_number(alpha.is_finite(), "alpha", "a finite number", alpha)?;
+        let within = 1.0 / (context_dim as f64).sqrt();
+        let a = vb.get_with_hints((rank, context_dim), "lora_A.weight", Init::Uniform { lo: -within, up: within })?;
+        let b = vb.get_with_hints((vocab_size, rank), "lora_B.weight", Init::Const(0.0))?;
+        Self::from_tensors(a, b, alpha / rank as f64)
+    }
+
+    /// An adapter from its matrices and its factor s.
+    ///
+    /// # Shapes
+    ///
+    /// - a: `[r, d]`
+    /// - b: `[vocab, r]`
+    ///
+    /// # Errors
+    ///
+    /// If the shapes do not match, a size is zero, the dtypes are not the same float type, the devices differ, or the
+    /// factor is not finite.
+    pub fn from_tensors(a: Tensor, b: Tensor, scale: f64) -> Result<Self> {
+        let &[rank, context_dim] = a.dims() else {
+            return Err(Error::shape("lora_A", "[rank, context_dim]", a.dims()));
+        };
+        let vocab_size = match *b.dims() {
+            [vocab_size, columns] if columns == rank => vocab_size,
+            _ => return Err(Error::shape("lora_B", format!("[vocab_size, {rank}]"), b.dims())),
+        };
+        check_sizes(&[("rank", rank), ("context_dim", context_dim)])?;
+        check_vocab(vocab_size)?;
+        check_float("lora_A", &a)?;
+        check_alike("lora_B", &b, "lora_A", &a)?;
+        check_number(scale.is_finite(), "scale", "a finite number", scale)?;
+        Ok(LowRankAdapter { a, b, scale })
+    }
+
+    /// A, `[r, d]`.
+    pub fn a(&self) -> &Tensor {
+        &self.a
+    }
+
+    /// B, `[vocab, r]`.
+    pub fn b(&self) -> &Tensor {
+        &self.b
+    }
+
+    /// The factor s of the product B A.
+    pub fn scale(&self) -> f64 {
+        self.scale
+    }
+
+    /// The rank, r.
+    pub fn rank(&self) -> usize {
+        self.a.dims()[0]
+    }
+
+    /// The size of the vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.b.dims()[0]
+    }
+
+    /// The size of a context, d.
+    pub fn context_dim(&self) -> usize {
+        self.a.dims()[1]
+    }
+
+    /// Checks that it adapts a weight of this shape.
+    pub(super) fn check_adapts(&self, vocab_size: usize, context_dim: usize) -> Result<()> {
+        match [self.vocab_size(), self.context_dim()] == [vocab_size, context_dim] {
+            true => Ok(()),
+            false => Err(Error::config(
+                "adapter",
+                format!("an adapter of [{vocab_size}, {context_dim}], the shape of the weight"),
+                format!("one of [{}, {}]", self.vocab_size(), self.context_dim()),
+            )),
+        }
+    }
+
+    /// `s c A^T`, `[rows, r]`, for contexts `[rows, d]`.
+    pub(super) fn contexts(&self, contexts: &Tensor) -> Result<Tensor> {
+        let (rows, scale) = (contexts.dim(0)?, self.scale);
+        let forward = |product: Tensor, _: Option<&Tensor>| Ok((product * scale)?);
+        let gradient = move |_: &Tensor, upstream: &Tensor| Ok((upstream * scale)?);
+        layer("adapter", contexts, &self.a, None, &[rows, self.rank()], forward, gradient)
+    }
+
+    /// `W + s B A`, computed in f32 (f64 for f64), in the dtype of the weight. A constant.
+    pub(super) fn merge(&self, weight: &Tensor) -> Result<Tensor> {
+        let accumulation = accumulation_dtype("decoder.weight", weight.dtype())?;
+        let [a, b, whole] = [&self.a, &self.b, weight].map(|tensor| tensor.detach().to_dtype(accumulation));
+        Ok(((b?.matmul(&a?)? * self.scale)? + whole?)?.to_dtype(weight.dtype())?)
+    }
+}

@@ -43,6 +43,12 @@ pub(crate) struct Args {
     /// The decoder's gradient as rows and ids, of a sample
     #[arg(long, requires = "sampled")]
     pub(crate) decoder_rows: bool,
+    /// What is trained; the rest is frozen. The whole step is then timed in turn with it
+    #[arg(long, value_enum, default_value = "all", conflicts_with_all = ["output", "sampled", "forward_only"])]
+    pub(crate) train: Train,
+    /// Rank of the adapter
+    #[arg(long, default_value_t = 16, value_parser = positive)]
+    pub(crate) rank: usize,
     /// Time the loss without gradients, as in an evaluation
     #[arg(long)]
     pub(crate) forward_only: bool,
@@ -89,6 +95,18 @@ impl Shape {
             Shape::Small => (256, 4, 64, 2000, 96),
         }
     }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Train {
+    /// Hidden states and all parameters
+    All,
+    /// Hidden states and the projection, under a frozen decoder
+    Hidden,
+    /// The decoder, over frozen hidden states
+    Decoder,
+    /// Hidden states, the projection and a low-rank adapter of a frozen decoder
+    Adapter,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -13,14 +13,22 @@ pub struct Sizes {
     pub vocab: usize,
 }
 
-/// The sorted seconds of three runs of the first product alone.
-pub fn one_product(sizes: Sizes) -> Vec<f64> {
-    best_of(sizes, 1)
+/// The first product alone, or all three, in the fastest tiling.
+pub struct Floor {
+    buffers: Buffers,
+    tiling: Tiling,
+    products: usize,
 }
 
-/// The sorted seconds of three runs of all three products.
-pub fn three_products(sizes: Sizes) -> Vec<f64> {
-    best_of(sizes, 3)
+impl Floor {
+    /// All three products, or the first alone. Each run writes the decoder's gradient into fresh memory, as a step does.
+    pub fn new(sizes: Sizes, all: bool) -> Self {
+        best_of(sizes, if all { 3 } else { 1 })
+    }
+
+    pub fn run(&mut self) {
+        self.buffers.run(self.tiling, self.buffers.sizes.rows, self.products);
+    }
 }
 
 /// The rows of logits at a time, and the tiles of each product: `None` leaves them to the `gemm` crate.
@@ -31,7 +39,7 @@ struct Tiling {
     block: Option<(usize, usize)>,
 }
 
-fn best_of(sizes: Sizes, products: usize) -> Vec<f64> {
+fn best_of(sizes: Sizes, products: usize) -> Floor {
     let mut buffers = Buffers::new(sizes);
     let mut candidates = Vec::new();
     for rows in [120, 240, 480, 960] {
@@ -55,9 +63,7 @@ fn best_of(sizes: Sizes, products: usize) -> Vec<f64> {
             best = (seconds, tiling);
         }
     }
-    let mut times: Vec<f64> = (0..3).map(|_| buffers.run(best.1, sizes.rows, products)).collect();
-    times.sort_by(f64::total_cmp);
-    times
+    Floor { buffers, tiling: best.1, products }
 }
 
 struct Buffers {
@@ -66,7 +72,6 @@ struct Buffers {
     decoder: Vec<f32>,
     logits: Vec<f32>,
     context_gradient: Vec<f32>,
-    decoder_gradient: Vec<f32>,
 }
 
 impl Buffers {
@@ -78,7 +83,6 @@ impl Buffers {
             decoder: vec![0.125; vocab * context],
             logits: vec![0.0; rows.min(960) * vocab],
             context_gradient: vec![0.0; rows * context],
-            decoder_gradient: vec![0.0; vocab * context],
         }
     }
 
@@ -86,6 +90,9 @@ impl Buffers {
     fn run(&mut self, tiling: Tiling, rows: usize, products: usize) -> f64 {
         let (d, vocab) = (self.sizes.context, self.sizes.vocab);
         let start = Instant::now();
+        let mut decoder_gradient = vec![0.0; if products == 3 { vocab * d } else { 0 }];
+        // As the crate asks for: in pages of 4 KiB, clearing them would take as long as a product.
+        in_huge_pages(&mut decoder_gradient);
         for first in (0..rows).step_by(tiling.rows) {
             let n = tiling.rows.min(rows - first);
             let contexts = Matrix::new(&mut self.contexts[first * d..], d);
@@ -96,7 +103,7 @@ impl Buffers {
             if products == 3 {
                 let gradient = Matrix::new(&mut self.context_gradient[first * d..], d);
                 product(gradient, (n, d), vocab, logits, decoder, false, tiling.block);
-                let gradient = Matrix::new(&mut self.decoder_gradient, d);
+                let gradient = Matrix::new(&mut decoder_gradient, d);
                 let vocab_tile = tiling.vocab.map(|tile| (tile, d));
                 product(gradient, (vocab, d), n, logits.transposed(), contexts, first > 0, vocab_tile);
             }
@@ -104,6 +111,20 @@ impl Buffers {
         start.elapsed().as_secs_f64()
     }
 }
+
+#[cfg(target_os = "linux")]
+fn in_huge_pages(buffer: &mut [f32]) {
+    let page = 1 << 16;
+    let range = buffer.as_mut_ptr_range();
+    let (start, end) = ((range.start as usize).next_multiple_of(page), range.end as usize / page * page);
+    if start < end {
+        // SAFETY: these pages lie within the buffer, and the advice does not change what they contain.
+        unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn in_huge_pages(_: &mut [f32]) {}
 
 /// Elements at `data[row * strides.0 + col * strides.1]`.
 #[derive(Clone, Copy)]

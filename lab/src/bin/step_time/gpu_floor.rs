@@ -7,18 +7,19 @@ use crate::floor::Sizes;
 pub(crate) struct Products {
     contexts: Tensor,
     decoder: Tensor,
+    /// Whether the products of the two gradients follow the product of the logits.
+    all: bool,
 }
 
 impl Products {
-    pub(crate) fn new(sizes: Sizes, dtype: DType, device: &Device) -> Result<Self> {
+    pub(crate) fn new(sizes: Sizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
         let random = |rows| Tensor::randn(0f32, 0.06, (rows, sizes.context), device)?.to_dtype(dtype);
-        Ok(Products { contexts: random(sizes.rows)?, decoder: random(sizes.vocab)? })
+        Ok(Products { contexts: random(sizes.rows)?, decoder: random(sizes.vocab)?, all })
     }
 
-    /// The product of the logits, and with `gradients` the products of the two gradients.
-    pub(crate) fn run(&self, gradients: bool) -> Result<()> {
+    pub(crate) fn run(&self) -> Result<()> {
         let logits = self.contexts.matmul(&self.decoder.t()?)?;
-        if gradients {
+        if self.all {
             logits.matmul(&self.decoder)?;
             logits.t()?.matmul(&self.contexts)?;
         }
@@ -35,8 +36,8 @@ mod tests {
         for device in lab::device::DeviceKind::gpus().into_iter().chain([Device::Cpu]) {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let products =
-                    Products::new(Sizes { rows: 6, context: 4, vocab: 11 }, dtype, &device).expect("tensors");
-                products.run(true).expect("products");
+                    Products::new(Sizes { rows: 6, context: 4, vocab: 11 }, true, dtype, &device).expect("tensors");
+                products.run().expect("products");
             }
         }
     }

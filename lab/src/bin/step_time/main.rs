@@ -16,10 +16,9 @@ mod steps;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use args::{name, Args, Implementation};
+use args::{name, Args, Implementation, Train};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
-use gpu_floor::Products;
 use lab::memory::Peak;
 use mos_head::{LossOptions, Mixture, NoiseDistribution};
 use output::System;
@@ -42,7 +41,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
     let vocab = args.vocab.unwrap_or(vocab);
     let sizes = (positions, components, context, vocab, hidden);
-    let leaves = Leaves::new(sizes, args.dtype, &device)?;
+    let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
     options = options.with_gradient_filter(args.filter);
     if let Some(mib) = args.workspace_mib {
@@ -67,28 +66,32 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     };
     let floor_vocab = args.sampled.map_or(vocab, |samples| samples + 1);
     let floor_sizes = floor::Sizes { rows: positions * components, context, vocab: floor_vocab };
-    let floor = || match (device.is_cpu(), args.forward_only) {
-        (true, true) => Ok(floor::one_product(floor_sizes)),
-        (true, false) => Ok(floor::three_products(floor_sizes)),
-        (false, forward_only) => {
-            let products = Products::new(floor_sizes, args.dtype, &device)?;
-            Ok::<_, candle_core::Error>(time(args, args.reps, || products.run(!forward_only).map(|()| None))?.0)
-        }
-    };
-
+    let products = || Products::new(floor_sizes, !args.forward_only, args.dtype, &device);
     if args.output.is_some() && args.implementation != Implementation::Fused {
         return Err("--output is for --impl fused".into());
     }
     let system = args.output.map(|output| System::new(output, sizes, args.dtype, &device)).transpose()?;
 
+    let full = |options: &LossOptions| fused_step(&leaves, components, Train::All, options);
     let memory = Peak::watch(&device);
+    let mut of_all = None;
     let (times, loss) = match (args.implementation, &system) {
         (Implementation::Fused, Some(system)) => time(args, args.reps, || system.step(&options()?))?,
-        (Implementation::Fused, None) => time(args, args.reps, || fused_step(&leaves, components, &options()?))?,
+        (Implementation::Fused, None) if args.train == Train::All => time(args, args.reps, || full(&options()?))?,
+        (Implementation::Fused, None) => {
+            let options = options()?;
+            let mut part = || fused_step(&leaves, components, args.train, &options);
+            let [(times, loss), (whole, _)] = in_turn(args, args.reps, [&mut part, &mut || full(&options)])?;
+            of_all = Some((median(&whole), median(&times) / median(&whole)));
+            (times, loss)
+        }
         (Implementation::Composed, _) => {
             time(args, args.reps, || composed_step(&leaves, components, args.forward_only))?
         }
-        (Implementation::Gemm3, _) => (floor()?, None),
+        (Implementation::Gemm3, _) => {
+            let mut products = products()?;
+            time(args, args.reps, || products.run())?
+        }
     };
     device.synchronize()?;
     let peak = memory.extra_mib();
@@ -104,7 +107,12 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });
-    if args.implementation == Implementation::Fused && system.is_none() {
+    if let Some((whole, ratio)) = of_all {
+        line["train"] = json!(name(&args.train));
+        line["rank"] = json!(Some(args.rank).filter(|_| args.train == Train::Adapter));
+        line["whole_seconds"] = json!(whole);
+        line["over_whole"] = json!(ratio);
+    } else if args.implementation == Implementation::Fused && system.is_none() {
         let mixture = detached_mixture(&leaves, components)?;
         let plan = mixture.plan(&options()?)?;
         line["kernels"] = json!(plan.kernels.to_string());
@@ -115,22 +123,46 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
             println!("{line}");
             return Ok(());
         }
-        // The loss is timed at least as often as the products.
-        let reps = args.reps.max(3);
-        let (mixture_times, _) = time(args, reps, || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value)))?;
-        line["mixture_seconds"] = json!(median(&mixture_times));
+        let mut loss = || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value));
         let name = if args.forward_only { "gemm1_seconds" } else { "gemm3_seconds" };
         // On a GPU the products may need more memory than the step, since they hold all logits.
-        match floor() {
-            Ok(times) => {
-                line[name] = json!(median(&times));
-                line["mixture_over_products"] = json!(median(&mixture_times) / median(&times));
+        let in_turn =
+            products().and_then(|mut products| in_turn(args, args.reps.max(3), [&mut loss, &mut || products.run()]));
+        match in_turn {
+            Ok([(mixture, _), (products, _)]) => {
+                line["mixture_seconds"] = json!(median(&mixture));
+                line[name] = json!(median(&products));
+                line["mixture_over_products"] = json!(median(&mixture) / median(&products));
             }
             Err(error) => eprintln!("the matrix products alone: {error}"),
         }
     }
     println!("{line}");
     Ok(())
+}
+
+/// The matrix products alone.
+enum Products {
+    Cpu(floor::Floor),
+    Gpu(gpu_floor::Products),
+}
+
+impl Products {
+    /// All three products, or the first alone.
+    fn new(sizes: floor::Sizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
+        Ok(match device.is_cpu() {
+            true => Products::Cpu(floor::Floor::new(sizes, all)),
+            false => Products::Gpu(gpu_floor::Products::new(sizes, all, dtype, device)?),
+        })
+    }
+
+    fn run(&mut self) -> Result<Option<Tensor>> {
+        match self {
+            Products::Cpu(products) => products.run(),
+            Products::Gpu(products) => products.run()?,
+        }
+        Ok(None)
+    }
 }
 
 /// The budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position needs.
@@ -152,24 +184,38 @@ fn budget_of_rows(
     Ok(fixed + positions * per_position)
 }
 
-/// Runs `step` repeatedly: the sorted seconds of `reps` timed steps, and the last loss.
-fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<(Vec<f64>, Option<f64>)> {
-    let mut times = Vec::new();
-    let mut loss = None;
+/// The sorted seconds of the timed steps, and the last loss.
+type Timed = (Vec<f64>, Option<f64>);
+
+/// Runs `step` repeatedly.
+fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<Timed> {
+    let [timed] = in_turn(args, reps, [&mut step])?;
+    Ok(timed)
+}
+
+/// Runs the steps in turn, so that what changes with time, such as the clock rate, changes for all.
+fn in_turn<const N: usize>(
+    args: &Args,
+    reps: usize,
+    mut steps: [&mut dyn FnMut() -> Result<Option<Tensor>>; N],
+) -> Result<[Timed; N]> {
+    let mut timed = [const { (Vec::new(), None) }; N];
     for rep in 0..args.warmup + reps {
-        let start = Instant::now();
-        let value = step()?;
-        if let Some(value) = &value {
-            value.device().synchronize()?;
+        for (step, (times, loss)) in steps.iter_mut().zip(&mut timed) {
+            let start = Instant::now();
+            let value = step()?;
+            if let Some(value) = &value {
+                value.device().synchronize()?;
+            }
+            if rep >= args.warmup {
+                times.push(start.elapsed().as_secs_f64());
+            }
+            // On the CPU: Metal has no f64.
+            *loss = value.map(|value| value.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()).transpose()?;
         }
-        if rep >= args.warmup {
-            times.push(start.elapsed().as_secs_f64());
-        }
-        // On the CPU: Metal has no f64.
-        loss = value.map(|value| value.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()).transpose()?;
     }
-    times.sort_by(f64::total_cmp);
-    Ok((times, loss))
+    timed.iter_mut().for_each(|(times, _)| times.sort_by(f64::total_cmp));
+    Ok(timed)
 }
 
 fn median(times: &[f64]) -> f64 {
@@ -182,7 +228,7 @@ mod tests {
 
     #[test]
     fn a_budget_of_rows_gives_chunks_of_no_more() {
-        let leaves = Leaves::new((97, 3, 5, 211, 4), DType::F32, &Device::Cpu).expect("leaves");
+        let leaves = Leaves::new((97, 3, 5, 211, 4), 2, DType::F32, &Device::Cpu).expect("leaves");
         let mixture = detached_mixture(&leaves, 3).expect("a mixture");
         for options in [LossOptions::default(), LossOptions::evaluation()] {
             let plan = |rows| {

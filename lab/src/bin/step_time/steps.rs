@@ -1,8 +1,12 @@
 //! The steps that are timed, on the same leaves: by this crate, and by ordinary candle operations.
 
+use crate::args::Train;
 use crate::composed::log_probs;
 use candle_core::{DType, Device, Result, Tensor, Var};
-use mos_head::{ContextActivation, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead};
+use mos_head::{
+    ContextActivation, Head, LossOptions, LowRankAdapter, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer,
+    Projection, SoftmaxHead,
+};
 
 /// The leaves of the computation.
 pub(crate) struct Leaves {
@@ -12,6 +16,9 @@ pub(crate) struct Leaves {
     pub(crate) latent_bias: Var,
     pub(crate) weight: Var,
     pub(crate) bias: Var,
+    /// A low-rank adapter of the weight
+    pub(crate) lora_a: Var,
+    pub(crate) lora_b: Var,
     pub(crate) targets: Tensor,
 }
 
@@ -19,6 +26,7 @@ impl Leaves {
     /// The leaves of the sizes (positions, K, d, vocab, hidden).
     pub(crate) fn new(
         (positions, components, context, vocab, hidden): (usize, usize, usize, usize, usize),
+        rank: usize,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
@@ -34,32 +42,56 @@ impl Leaves {
             latent_bias: leaf(&[rows], 0.05)?,
             weight: leaf(&[vocab, context], 0.06)?,
             bias: leaf(&[vocab], 0.01)?,
+            lora_a: leaf(&[rank, context], 0.02)?,
+            lora_b: leaf(&[vocab, rank], 0.02)?,
             targets: Tensor::from_vec(ids, positions, device)?,
         })
     }
 }
 
-pub(crate) fn fused_step(leaves: &Leaves, components: usize, options: &LossOptions) -> Result<Option<Tensor>> {
-    let weight = leaves.weight.as_tensor().clone();
+pub(crate) fn fused_step(
+    leaves: &Leaves,
+    components: usize,
+    train: Train,
+    options: &LossOptions,
+) -> Result<Option<Tensor>> {
+    let trained = |var: &Var, parts: &[Train]| match parts.contains(&train) {
+        true => var.as_tensor().clone(),
+        false => var.as_detached_tensor(),
+    };
+    let below = |var: &Var| trained(var, &[Train::All, Train::Hidden, Train::Adapter]);
+    let of_decoder = |var: &Var| trained(var, &[Train::All, Train::Decoder]);
+    let adapter =
+        || LowRankAdapter::from_tensors(leaves.lora_a.as_tensor().clone(), leaves.lora_b.as_tensor().clone(), 1.0);
+    let adapter = if train == Train::Adapter { Some(adapter()?) } else { None };
+    let weight = of_decoder(&leaves.weight);
     let head: Box<dyn OutputLayer> = match components {
-        1 => Box::new(SoftmaxHead::from_tensors(weight, None)?),
+        1 => adapted(SoftmaxHead::from_tensors(weight, None)?, adapter)?,
         _ => {
             let tensors = MixtureTensors {
-                prior_weight: leaves.prior_weight.as_tensor().clone(),
+                prior_weight: below(&leaves.prior_weight),
                 prior_bias: None,
-                latent_weight: leaves.latent_weight.as_tensor().clone(),
-                latent_bias: leaves.latent_bias.as_tensor().clone(),
+                latent_weight: below(&leaves.latent_weight),
+                latent_bias: below(&leaves.latent_bias),
                 decoder_weight: weight,
-                decoder_bias: Some(leaves.bias.as_tensor().clone()),
+                decoder_bias: Some(of_decoder(&leaves.bias)),
             };
-            Box::new(MixtureOfSoftmaxes::from_tensors(tensors, ContextActivation::Tanh)?)
+            adapted(MixtureOfSoftmaxes::from_tensors(tensors, ContextActivation::Tanh)?, adapter)?
         }
     };
-    let loss = head.loss(&leaves.hidden, &leaves.targets, options)?;
+    let loss = head.loss(&below(&leaves.hidden), &leaves.targets, options)?;
     if loss.value.track_op() {
         loss.backward()?;
     }
     Ok(Some(loss.value.detach()))
+}
+
+/// The head with an adapter, if there is one.
+fn adapted<P: Projection + 'static>(head: Head<P>, adapter: Option<LowRankAdapter>) -> Result<Box<dyn OutputLayer>> {
+    Ok(match adapter {
+        Some(adapter) => Box::new(head.with_adapter(adapter)?),
+        None => Box::new(head),
+    })
 }
 
 pub(crate) fn composed_step(leaves: &Leaves, components: usize, forward_only: bool) -> Result<Option<Tensor>> {

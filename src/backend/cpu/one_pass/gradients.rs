@@ -15,7 +15,7 @@ use crate::backend::cpu::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::simd::{Float, Isa};
 
 /// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
-pub(super) const BLOCK_ROWS: usize = 240;
+pub(super) const BLOCK_ROWS: usize = 480;
 
 /// Computes `dC = f O - m W[y]` for each row of contexts; `sums` are the products O.
 pub(super) fn context_gradient<T: Element>(

@@ -1,29 +1,38 @@
-//! The time steps of an LSTM as one node of candle's graph. From ordinary candle operations, every step would keep a
-//! dozen tensors and add its own gradient of the weights; here that gradient is one product over all steps.
+//! A layer of an LSTM as one node of candle's graph. From ordinary candle operations, every step would keep a dozen
+//! tensors and add its own gradient of the weights; here that gradient is one product over all steps.
 
 use super::{recurrence_cpu, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Tensor, D};
 use candle_nn::ops::sigmoid;
 
-/// The hidden states of all steps, then the last cell, `[steps + 1, batch, hidden]`, from the contributions of the
-/// inputs to the gates, `[steps, batch, 4 hidden]`, the recurrent weight `[4 hidden, hidden]` and the initial hidden
-/// state and cell, `[2, batch, hidden]`. The gates are in candle_nn's order: input, forget, cell, output.
+/// The hidden states of all steps, then the last cell, `[steps + 1, batch, hidden]`, from inputs `[batch, steps, width]`,
+/// the weight of inputs, hidden states and ones (whose column is the bias), `[4 hidden, width + hidden + 1]`, and the
+/// initial hidden state and cell, `[2, batch, hidden]`. The gates are in candle_nn's order: input, forget, cell, output.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
-    if inputs.elem_count() == 0 {
-        return Err(
-            format!("an LSTM needs at least one step, sequence and unit, got inputs {:?}", inputs.dims()).into()
-        );
+    if inputs.elem_count() == 0 || start.elem_count() == 0 {
+        return Err(format!(
+            "an LSTM needs at least one step, sequence, input and unit, got inputs {:?} and {} units",
+            inputs.dims(),
+            start.dim(2)?
+        )
+        .into());
     }
     if recurrence_cpu::supports([inputs, weight, start]) {
         return Ok(recurrence_cpu::recurrence(inputs, weight, start)?);
     }
     let tracked = [inputs, weight, start].iter().any(|operand| operand.track_op());
-    let (inputs_alone, recurrent) = (inputs.detach(), weight.detach().t()?);
+    let (width, units) = (inputs.dim(2)?, start.dim(2)?);
+    let by_step = by_step(&inputs.detach())?;
+    let weights = weight.detach();
+    let (of_inputs, recurrent) = (weights.narrow(1, 0, width)?, weights.narrow(1, width, units)?.t()?);
+    let bias = weights.narrow(1, width + units, 1)?.t()?;
     let (mut hidden, mut cell) = (start.detach().get(0)?, start.detach().get(1)?);
     let (mut outputs, mut kept) = (vec![], vec![]);
-    for step in 0..inputs.dim(0)? {
-        let all = Gates::new(&(inputs_alone.get(step)? + hidden.matmul(&recurrent)?)?)?;
+    let (steps, batch, _) = by_step.dims3()?;
+    let sums = by_step.flatten_to(1)?.matmul(&of_inputs.t()?)?.broadcast_add(&bias)?.reshape((steps, batch, ()))?;
+    for step in 0..steps {
+        let all = Gates::new(&(sums.get(step)? + hidden.matmul(&recurrent)?)?)?;
         let before = cell;
         cell = ((&all.forget * &before)? + (&all.input * &all.cell)?)?;
         let squashed = cell.tanh()?;
@@ -40,6 +49,11 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
     }
     let node = inputs.apply_op3(weight, start, Node { value: value.clone(), kept })?;
     Ok((value + node)?)
+}
+
+/// `[batch, steps, width]` -> `[steps, batch, width]`.
+fn by_step(inputs: &Tensor) -> candle_core::Result<Tensor> {
+    inputs.transpose(0, 1)?.contiguous()
 }
 
 /// The gates of a step, each `[batch, hidden]`.
@@ -74,8 +88,9 @@ struct Node {
 }
 
 impl Node {
-    fn gradients(&self, weight: &Tensor, start: &Tensor, upstream: &Tensor) -> candle_core::Result<[Tensor; 3]> {
-        let steps = self.kept.len();
+    fn gradients(&self, [inputs, weight, start, upstream]: [&Tensor; 4]) -> candle_core::Result<[Tensor; 3]> {
+        let (steps, (batch, _, width), units) = (self.kept.len(), inputs.dims3()?, start.dim(2)?);
+        let recurrent = weight.narrow(1, width, units)?;
         let (mut back_hidden, mut back_cell) = (start.get(0)?.zeros_like()?, upstream.get(steps)?);
         let mut sums = Vec::with_capacity(steps);
         for (step, Kept { gates, before, squashed }) in self.kept.iter().enumerate().rev() {
@@ -91,16 +106,19 @@ impl Node {
                 ],
                 1,
             )?;
-            back_hidden = sum.matmul(weight)?;
+            back_hidden = sum.matmul(&recurrent)?;
             back_cell = (&cell * &gates.forget)?;
             sums.push(sum);
         }
         sums.reverse();
-        let sums = Tensor::stack(&sums, 0)?;
+        let sums = Tensor::cat(&sums, 0)?;
         let first = start.narrow(0, 0, 1)?;
         let before = Tensor::cat(&[&first, &self.value.narrow(0, 0, steps - 1)?], 0)?;
-        let by_weight = sums.flatten_to(1)?.t()?.matmul(&before.flatten_to(1)?)?;
-        Ok([sums, by_weight, Tensor::stack(&[back_hidden, back_cell], 0)?])
+        let ones = sums.ones_like()?.narrow(1, 0, 1)?;
+        let operands = Tensor::cat(&[by_step(inputs)?.flatten_to(1)?, before.flatten_to(1)?, ones], 1)?;
+        let by_weight = sums.t()?.matmul(&operands)?;
+        let by_inputs = sums.matmul(&weight.narrow(1, 0, width)?)?.reshape((steps, batch, width))?;
+        Ok([by_inputs.transpose(0, 1)?.contiguous()?, by_weight, Tensor::stack(&[back_hidden, back_cell], 0)?])
     }
 }
 
@@ -137,13 +155,14 @@ impl CustomOp3 for Node {
 
     fn bwd(
         &self,
-        _: &Tensor,
+        inputs: &Tensor,
         weight: &Tensor,
         start: &Tensor,
         _: &Tensor,
         upstream: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [inputs, weight, start] = self.gradients(&weight.detach(), &start.detach(), &upstream.detach())?;
+        let operands = [inputs, weight, start, upstream].map(Tensor::detach);
+        let [inputs, weight, start] = self.gradients(operands.each_ref())?;
         Ok((Some(inputs), Some(weight), Some(start)))
     }
 }

@@ -1,6 +1,6 @@
-//! The time steps of an LSTM on the CPU in f32. Sequences are independent of each other, so each thread takes some of
-//! them through all steps without waiting for another; if the recurrent weight exceeds a core's cache, all threads take
-//! all sequences through each step.
+//! A layer of an LSTM on the CPU in f32. Sequences are independent of each other, so each thread takes some of them
+//! through all steps without waiting for another; if the recurrent weight exceeds a core's cache, all threads take all
+//! sequences through each step.
 
 use super::inplace::values;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
@@ -32,8 +32,6 @@ struct Steps {
 
 /// What some sequences keep for the backward pass.
 struct Part {
-    first: usize,
-    sequences: usize,
     /// The four gates and tanh of the cell, [steps, sequences, 5, hidden].
     gates: Vec<f32>,
     /// The cells from the initial one on, `[steps + 1, sequences, hidden]`.
@@ -45,27 +43,39 @@ struct Part {
 struct Sizes {
     steps: usize,
     batch: usize,
+    width: usize,
     hidden: usize,
     part: usize,
     /// The threads of a product.
     parallelism: Parallelism,
 }
 
+/// The sequences of a part: the first, and how many.
+#[derive(Clone, Copy)]
+struct Sequences {
+    first: usize,
+    count: usize,
+}
+
 impl Sizes {
-    fn new(inputs: &[usize]) -> Self {
-        let (steps, batch, hidden) = (inputs[0], inputs[1], inputs[2] / 4);
+    fn new(inputs: &[usize], start: &[usize]) -> Self {
+        let (batch, steps, width, hidden) = (inputs[0], inputs[1], inputs[2], start[2]);
         let (part, parallelism) = if 4 * hidden * hidden > CACHED {
             (batch, Parallelism::Rayon(0))
         } else {
             (batch.div_ceil(batch.div_ceil(PART)), Parallelism::None)
         };
-        Self { steps, batch, hidden, part, parallelism }
+        Self { steps, batch, width, hidden, part, parallelism }
     }
 
-    /// The first sequence and the number of sequences of each part.
-    fn parts(self) -> Vec<(usize, usize)> {
+    /// Elements of a row of the weight: for the inputs, for the hidden state and for the bias.
+    fn columns(self) -> usize {
+        self.width + self.hidden + 1
+    }
+
+    fn parts(self) -> Vec<Sequences> {
         let Self { batch, part, .. } = self;
-        (0..batch).step_by(part).map(|first| (first, part.min(batch - first))).collect()
+        (0..batch).step_by(part).map(|first| Sequences { first, count: part.min(batch - first) }).collect()
     }
 
     /// Sequences of a step that one thread computes.
@@ -76,10 +86,11 @@ impl Sizes {
         }
     }
 
-    /// Copies the rows of a part, `[steps, sequences, width]`, to its sequences in `[.., batch, width]`.
-    fn place(self, to: &mut [f32], from: &[f32], (first, sequences): (usize, usize), width: usize) {
-        for (to, from) in to.chunks_exact_mut(self.batch * width).zip(from.chunks_exact(sequences * width)) {
-            to[first * width..][..sequences * width].copy_from_slice(from);
+    /// Copies the rows of a part, `[steps, sequences, hidden]`, to its sequences in `[.., batch, hidden]`.
+    fn place(self, to: &mut [f32], from: &[f32], Sequences { first, count }: Sequences) {
+        let Self { batch, hidden, .. } = self;
+        for (to, from) in to.chunks_exact_mut(batch * hidden).zip(from.chunks_exact(count * hidden)) {
+            to[first * hidden..][..count * hidden].copy_from_slice(from);
         }
     }
 }
@@ -98,21 +109,20 @@ impl CustomOp3 for Steps {
         start: &CpuStorage,
         start_at: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let sizes = Sizes::new(inputs_at.dims());
+        let sizes = Sizes::new(inputs_at.dims(), start_at.dims());
         let (inputs, weight, start) =
             (values(inputs, inputs_at)?, values(weight, weight_at)?, values(start, start_at)?);
         let Sizes { steps, batch, hidden, .. } = sizes;
-        // The steps read the weight row by row.
-        let transposed = transpose(weight, hidden);
+        // The products read the weight row by row.
+        let transposed = transpose(weight, sizes.columns());
         let (parts, hiddens): (Vec<_>, Vec<_>) =
             sizes.parts().into_par_iter().map(|part| forward(sizes, part, inputs, &transposed, start)).unzip();
         let mut output = vec![0.0; (steps + 1) * batch * hidden];
         let (to_hiddens, to_cell) = output.split_at_mut(steps * batch * hidden);
-        for (part, hiddens) in parts.iter().zip(&hiddens) {
-            let which = (part.first, part.sequences);
-            let size = part.sequences * hidden;
-            sizes.place(to_hiddens, &hiddens[size..], which, hidden);
-            sizes.place(to_cell, &part.cells[steps * size..], which, hidden);
+        for ((which, part), hiddens) in sizes.parts().into_iter().zip(&parts).zip(&hiddens) {
+            let size = which.count * hidden;
+            sizes.place(to_hiddens, &hiddens[size..], which);
+            sizes.place(to_cell, &part.cells[steps * size..], which);
         }
         if self.parts.set(parts).is_err() {
             candle_core::bail!("lstm: the forward pass of this node has run before");
@@ -128,53 +138,71 @@ impl CustomOp3 for Steps {
         output: &Tensor,
         upstream: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let sizes = Sizes::new(inputs.dims());
-        let Sizes { steps, batch, hidden, .. } = sizes;
+        let sizes = Sizes::new(inputs.dims(), start.dims());
+        let Sizes { steps, batch, width, hidden, .. } = sizes;
         let Some(parts) = self.parts.get() else { candle_core::bail!("lstm: the forward pass has not run") };
-        let found: Vec<_> = {
-            let (upstream, weight) = (upstream.contiguous()?, weight.contiguous()?);
-            let ((upstream, upstream_at), (weight, weight_at)) =
-                (upstream.storage_and_layout(), weight.storage_and_layout());
-            let (upstream, weight) = (of_cpu(&upstream, upstream_at)?, of_cpu(&weight, weight_at)?);
-            parts.par_iter().map(|part| backward(sizes, part, upstream, weight)).collect()
-        };
-        let (mut sums, mut first) = (vec![0.0; steps * batch * 4 * hidden], vec![0.0; 2 * batch * hidden]);
-        for (part, (of_sums, of_first)) in parts.iter().zip(&found) {
-            let which = (part.first, part.sequences);
-            sizes.place(&mut sums, of_sums, which, 4 * hidden);
-            sizes.place(&mut first, of_first, which, hidden);
+        // The rows of `sums` and `operands` are in the order of the parts.
+        let mut sums = vec![0.0; steps * batch * 4 * hidden];
+        let mut operands = vec![0.0; steps * batch * sizes.columns()];
+        let mut to_inputs = vec![0.0; batch * steps * width];
+        let mut to_start = vec![0.0; 2 * batch * hidden];
+        {
+            let upstream = upstream.contiguous()?;
+            let tensors = [inputs, weight, start, output, &upstream].map(Tensor::storage_and_layout);
+            let mut slices = Vec::with_capacity(tensors.len());
+            for (storage, layout) in &tensors {
+                slices.push(of_cpu(storage, layout)?);
+            }
+            let computed = Computed { inputs: slices[0], start: slices[2], output: slices[3] };
+            let of_part = sizes.part * steps;
+            let gradients = sums.par_chunks_mut(of_part * 4 * hidden).zip(to_inputs.par_chunks_mut(of_part * width));
+            let parts = sizes.parts().into_par_iter().zip(parts).zip(gradients);
+            let starts = parts.zip(operands.par_chunks_mut(of_part * sizes.columns())).map(
+                |(((which, part), (sums, to_inputs)), operands)| {
+                    computed.operands(sizes, which, operands);
+                    backward(sizes, which, part, slices[4], slices[1], sums, to_inputs)
+                },
+            );
+            let starts: Vec<Vec<f32>> = starts.collect();
+            for (which, of_start) in sizes.parts().into_iter().zip(&starts) {
+                sizes.place(&mut to_start, of_start, which);
+            }
         }
         let device = inputs.device();
-        let sums = Tensor::from_vec(sums, (steps, batch, 4 * hidden), device)?;
-        let before = Tensor::cat(&[&start.detach().narrow(0, 0, 1)?, &output.detach().narrow(0, 0, steps - 1)?], 0)?;
-        let by_weight = sums.flatten_to(1)?.t()?.matmul(&before.flatten_to(1)?)?;
-        Ok((Some(sums), Some(by_weight), Some(Tensor::from_vec(first, (2, batch, hidden), device)?)))
+        let sums = Tensor::from_vec(sums, (steps * batch, 4 * hidden), device)?;
+        let operands = Tensor::from_vec(operands, (steps * batch, sizes.columns()), device)?;
+        Ok((
+            Some(Tensor::from_vec(to_inputs, (batch, steps, width), device)?),
+            Some(sums.t()?.matmul(&operands)?),
+            Some(Tensor::from_vec(to_start, (2, batch, hidden), device)?),
+        ))
     }
 }
 
 /// Takes some sequences through all steps: what the backward pass needs, and the hidden states [steps + 1, sequences,
 /// hidden] from the initial ones on.
-fn forward(
-    sizes: Sizes,
-    (first, sequences): (usize, usize),
-    inputs: &[f32],
-    weight: &[f32],
-    start: &[f32],
-) -> (Part, Vec<f32>) {
-    let Sizes { steps, batch, hidden, parallelism, .. } = sizes;
-    let size = sequences * hidden;
+fn forward(sizes: Sizes, which: Sequences, inputs: &[f32], weight: &[f32], start: &[f32]) -> (Part, Vec<f32>) {
+    let Sizes { steps, batch, width, hidden, parallelism, .. } = sizes;
+    let Sequences { first, count } = which;
+    let size = count * hidden;
     let (mut hiddens, mut cells) = (vec![0.0; (steps + 1) * size], vec![0.0; (steps + 1) * size]);
     hiddens[..size].copy_from_slice(&start[first * hidden..][..size]);
     cells[..size].copy_from_slice(&start[(batch + first) * hidden..][..size]);
-    let mut gates = vec![0.0; steps * sequences * 5 * hidden];
-    for (step, gates) in gates.chunks_exact_mut(sequences * 5 * hidden).enumerate() {
-        let inputs = &inputs[(step * batch + first) * 4 * hidden..][..sequences * 4 * hidden];
-        for (gates, inputs) in gates.chunks_exact_mut(5 * hidden).zip(inputs.chunks_exact(4 * hidden)) {
-            gates[..4 * hidden].copy_from_slice(inputs);
-        }
+
+    let (of_inputs, others) = weight.split_at(width * 4 * hidden);
+    let (recurrent, bias) = others.split_at(hidden * 4 * hidden);
+    let (of_inputs, recurrent) = (rows(of_inputs, 4 * hidden), rows(recurrent, 4 * hidden));
+    let mut gates = vec![0.0; steps * count * 5 * hidden];
+    gates.chunks_exact_mut(5 * hidden).for_each(|gates| gates[..4 * hidden].copy_from_slice(bias));
+    for sequence in 0..count {
+        let inputs = rows(&inputs[(first + sequence) * steps * width..][..steps * width], width);
+        let to = RowsMut { values: &mut gates[sequence * 5 * hidden..], stride: count * 5 * hidden };
+        add_product(to, (steps, width, 4 * hidden), inputs, of_inputs, parallelism);
+    }
+    for (step, gates) in gates.chunks_exact_mut(count * 5 * hidden).enumerate() {
         let (before, after) = hiddens[step * size..].split_at_mut(size);
-        let into = Rows { values: gates, stride: 5 * hidden };
-        add_product(into, (sequences, hidden, 4 * hidden), before, weight, parallelism);
+        let to = RowsMut { values: gates, stride: 5 * hidden };
+        add_product(to, (count, hidden, 4 * hidden), rows(before, hidden), recurrent, parallelism);
         let (cells_before, cells_after) = cells[step * size..].split_at_mut(size);
         let cells_after = cells_after[..size].par_chunks_exact_mut(hidden);
         let states =
@@ -182,7 +210,7 @@ fn forward(
         let rows = gates.par_chunks_exact_mut(5 * hidden).zip(states).with_min_len(sizes.rows_at_a_time());
         rows.for_each(|(gates, ((before, cell), hidden))| activate(gates, before, cell, hidden));
     }
-    (Part { first, sequences, gates, cells }, hiddens)
+    (Part { gates, cells }, hiddens)
 }
 
 /// One step of one sequence, from the sums of its gates: they become the gates.
@@ -203,32 +231,70 @@ fn activate(gates: &mut [f32], before: &[f32], cell: &mut [f32], hidden: &mut [f
     }
 }
 
-/// The gradients of the sums of the gates [steps, sequences, 4 hidden] and of the initial hidden states and cells
-/// [2, sequences, hidden].
-fn backward(sizes: Sizes, part: &Part, upstream: &[f32], weight: &[f32]) -> (Vec<f32>, Vec<f32>) {
-    let Sizes { steps, batch, hidden, parallelism, .. } = sizes;
-    let Part { first, sequences, gates, cells } = part;
-    let size = sequences * hidden;
+/// The operands and the value of the node.
+struct Computed<'a> {
+    inputs: &'a [f32],
+    start: &'a [f32],
+    output: &'a [f32],
+}
+
+impl Computed<'_> {
+    /// The right operand of the weight's gradient: for each step of each sequence the input, the hidden state before,
+    /// and one, `[steps, sequences, columns]`.
+    fn operands(&self, sizes: Sizes, Sequences { first, count }: Sequences, to: &mut [f32]) {
+        let Sizes { steps, batch, width, hidden, .. } = sizes;
+        for (row, to) in to.chunks_exact_mut(sizes.columns()).enumerate() {
+            let (step, sequence) = (row / count, first + row % count);
+            let before = match step {
+                0 => &self.start[sequence * hidden..],
+                _ => &self.output[((step - 1) * batch + sequence) * hidden..],
+            };
+            to[..width].copy_from_slice(&self.inputs[(sequence * steps + step) * width..][..width]);
+            to[width..width + hidden].copy_from_slice(&before[..hidden]);
+            to[width + hidden] = 1.0;
+        }
+    }
+}
+
+/// Writes the gradients of the sums of the gates, [steps, sequences, 4 hidden], adds the gradients of the inputs,
+/// [sequences, steps, width], and returns the gradients of the initial hidden states and cells, [2, sequences, hidden].
+fn backward(
+    sizes: Sizes,
+    Sequences { first, count }: Sequences,
+    part: &Part,
+    upstream: &[f32],
+    weight: &[f32],
+    all_sums: &mut [f32],
+    to_inputs: &mut [f32],
+) -> Vec<f32> {
+    let Sizes { steps, batch, width, hidden, parallelism, .. } = sizes;
+    let Part { gates, cells } = part;
+    let size = count * hidden;
     let upstream = |step: usize| &upstream[(step * batch + first) * hidden..][..size];
-    let mut sums = vec![0.0; steps * sequences * 4 * hidden];
+    let (of_inputs, recurrent) = (rows(weight, sizes.columns()), rows(&weight[width..], sizes.columns()));
     // Gradients of the hidden states and cells after a step.
     let mut states = vec![0.0; 2 * size];
     let (back_hidden, back_cell) = states.split_at_mut(size);
     back_cell.copy_from_slice(upstream(steps));
     for step in (0..steps).rev() {
-        let sums = &mut sums[step * sequences * 4 * hidden..][..sequences * 4 * hidden];
-        let gates = &gates[step * sequences * 5 * hidden..][..sequences * 5 * hidden];
+        let sums = &mut all_sums[step * count * 4 * hidden..][..count * 4 * hidden];
+        let gates = &gates[step * count * 5 * hidden..][..count * 5 * hidden];
         let cells = &cells[step * size..][..size];
         back_hidden.iter_mut().zip(upstream(step)).for_each(|(back, upstream)| *back += upstream);
-        let rows = sums.par_chunks_exact_mut(4 * hidden).zip(gates.par_chunks_exact(5 * hidden));
+        let of_sums = sums.par_chunks_exact_mut(4 * hidden).zip(gates.par_chunks_exact(5 * hidden));
         let states = cells.par_chunks_exact(hidden).zip(back_hidden.par_chunks_exact(hidden));
-        let rows = rows.zip(states).zip(back_cell.par_chunks_exact_mut(hidden)).with_min_len(sizes.rows_at_a_time());
-        rows.for_each(|(((sums, gates), (before, hidden)), cell)| through_gates(sums, gates, before, hidden, cell));
+        let all = of_sums.zip(states).zip(back_cell.par_chunks_exact_mut(hidden)).with_min_len(sizes.rows_at_a_time());
+        all.for_each(|(((sums, gates), (before, hidden)), cell)| through_gates(sums, gates, before, hidden, cell));
         back_hidden.fill(0.0);
-        let into = Rows { values: back_hidden, stride: hidden };
-        add_product(into, (*sequences, 4 * hidden, hidden), sums, weight, parallelism);
+        let to = RowsMut { values: back_hidden, stride: hidden };
+        add_product(to, (count, 4 * hidden, hidden), rows(sums, 4 * hidden), recurrent, parallelism);
     }
-    (sums, states)
+    for (sequence, to_inputs) in to_inputs.chunks_exact_mut(steps * width).enumerate() {
+        let sums = Rows { values: &all_sums[sequence * 4 * hidden..], stride: count * 4 * hidden };
+        let to = RowsMut { values: to_inputs, stride: width };
+        add_product(to, (steps, 4 * hidden, width), sums, of_inputs, parallelism);
+    }
+    states
 }
 
 /// The gradients of the gates' sums in one step of one sequence, from the gradients of its hidden state and its cell.
@@ -272,34 +338,45 @@ fn transpose(values: &[f32], width: usize) -> Vec<f32> {
 }
 
 /// Rows that lie `stride` elements apart.
+#[derive(Clone, Copy)]
 struct Rows<'a> {
+    values: &'a [f32],
+    stride: usize,
+}
+
+struct RowsMut<'a> {
     values: &'a mut [f32],
     stride: usize,
 }
 
-/// `into[m, n] += lhs[m, k] rhs[k, n]`.
-fn add_product(into: Rows, (m, k, n): (usize, usize, usize), lhs: &[f32], rhs: &[f32], parallelism: Parallelism) {
-    let Rows { values, stride } = into;
-    assert!(lhs.len() == m * k && rhs.len() == k * n && n <= stride && values.len() + stride >= m * stride + n);
-    let (lhs, rhs) = (lhs.as_ptr(), rhs.as_ptr());
-    let (stride, k_stride, n_stride) = (stride as isize, k as isize, n as isize);
-    // SAFETY: the assertion checks that all elements lie within the slices and that the destination's rows do not
+fn rows(values: &[f32], stride: usize) -> Rows<'_> {
+    Rows { values, stride }
+}
+
+/// `to[m, n] += lhs[m, k] rhs[k, n]`.
+fn add_product(to: RowsMut, (m, k, n): (usize, usize, usize), lhs: Rows, rhs: Rows, parallelism: Parallelism) {
+    let fits = |len: usize, stride: usize, rows: usize, columns: usize| {
+        rows > 0 && columns <= stride && (rows - 1) * stride + columns <= len
+    };
+    assert!(fits(to.values.len(), to.stride, m, n));
+    assert!(fits(lhs.values.len(), lhs.stride, m, k) && fits(rhs.values.len(), rhs.stride, k, n));
+    // SAFETY: the assertions check that all elements lie within the slices and that the destination's rows do not
     // overlap; the destination is a unique borrow.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            values.as_mut_ptr(),
+            to.values.as_mut_ptr(),
             1,
-            stride,
+            to.stride as isize,
             true,
-            lhs,
+            lhs.values.as_ptr(),
             1,
-            k_stride,
-            rhs,
+            lhs.stride as isize,
+            rhs.values.as_ptr(),
             1,
-            n_stride,
+            rhs.stride as isize,
             1.0f32,
             1.0,
             false,

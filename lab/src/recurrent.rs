@@ -107,8 +107,7 @@ impl Layer {
         Ok(LSTMState::new(zeros.clone(), zeros))
     }
 
-    /// One product serves the inputs of all steps, and each step adds only the recurrent product. `dropout` drops
-    /// recurrent weights.
+    /// `dropout` drops recurrent weights.
     fn forward(
         &self,
         inputs: &Tensor,
@@ -116,15 +115,14 @@ impl Layer {
         dropout: f64,
         rng: Option<&mut StdRng>,
     ) -> Result<Tensor> {
-        let (batch, steps, _) = inputs.dims3()?;
-        let inputs = inputs.transpose(0, 1)?.contiguous()?.flatten_to(1)?;
-        let sums = inputs.matmul(&self.weight_ih.t()?)?.broadcast_add(&(&self.bias_ih + &self.bias_hh)?)?;
-        let start = Tensor::stack(&[&state.h, &state.c], 0)?;
+        let steps = inputs.dim(1)?;
         let weight_hh = match mask(self.weight_hh.dims(), dropout, self.weight_hh.device(), rng)? {
             Some(mask) => (&self.weight_hh * mask)?,
             None => self.weight_hh.clone(),
         };
-        let outputs = recurrence(&sums.reshape((steps, batch, ()))?, &weight_hh, &start)?;
+        let bias = (&self.bias_ih + &self.bias_hh)?.unsqueeze(1)?;
+        let weight = Tensor::cat(&[&self.weight_ih, &weight_hh, &bias], 1)?;
+        let outputs = recurrence(inputs, &weight, &Tensor::stack(&[&state.h, &state.c], 0)?)?;
         *state = LSTMState::new(outputs.get(steps - 1)?, outputs.get(steps)?);
         Ok(outputs.narrow(0, 0, steps)?.transpose(0, 1)?.contiguous()?)
     }

@@ -91,8 +91,6 @@ impl Buffers {
         let (d, vocab) = (self.sizes.context, self.sizes.vocab);
         let start = Instant::now();
         let mut decoder_gradient = vec![0.0; if products == 3 { vocab * d } else { 0 }];
-        // As the crate asks for: in pages of 4 KiB, clearing them would take as long as a product.
-        in_huge_pages(&mut decoder_gradient);
         for first in (0..rows).step_by(tiling.rows) {
             let n = tiling.rows.min(rows - first);
             let contexts = Matrix::new(&mut self.contexts[first * d..], d);
@@ -111,20 +109,6 @@ impl Buffers {
         start.elapsed().as_secs_f64()
     }
 }
-
-#[cfg(target_os = "linux")]
-fn in_huge_pages(buffer: &mut [f32]) {
-    let page = 1 << 16;
-    let range = buffer.as_mut_ptr_range();
-    let (start, end) = ((range.start as usize).next_multiple_of(page), range.end as usize / page * page);
-    if start < end {
-        // SAFETY: these pages lie within the buffer, and the advice does not change what they contain.
-        unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn in_huge_pages(_: &mut [f32]) {}
 
 /// Elements at `data[row * strides.0 + col * strides.1]`.
 #[derive(Clone, Copy)]

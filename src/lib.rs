@@ -109,6 +109,29 @@
 //! The log-sum-exps need all logits of a position once; beyond them, distributions are read in tiles. A NaN
 //! distribution is an error that names its position.
 //!
+//! # Threads
+//!
+//! On the CPU the kernels run in rayon's current pool: the global one, with `RAYON_NUM_THREADS` threads or one for each
+//! core, or the one whose `install` calls them. Results do not depend on the number of threads, to the last bit.
+//!
+//! ```
+//! # use candle_core::{DType, Device, Tensor};
+//! # use mos_head::{LossOptions, Mixture};
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let zeros = |rows| Tensor::zeros((rows, 16), DType::F32, &Device::Cpu);
+//! # let mixture = Mixture::new(&zeros(8)?.unsqueeze(1)?, None, &zeros(1000)?, None)?;
+//! let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
+//! let plan = pool.install(|| mixture.plan(&LossOptions::default()))?;
+//! assert_eq!(plan.threads, 3);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! candle's own operations have a pool of their own (`CANDLE_NUM_THREADS`). After each operation its threads spin for
+//! 25,000 iterations before they sleep; where both pools share few cores, that delays the kernels. candle 0.11.1 reads
+//! the limit when it starts these threads, from `CANDLE_BARRIER_POOL_SPIN_LIMIT` alone: a program sets it to `100` before
+//! its first tensor.
+//!
 //! # Features
 //!
 //! | feature | |

@@ -44,6 +44,27 @@ on_each_device! {
         Ok(())
     }
 
+    fn widths_around_those_of_models_equal_the_reference(device: &Device) -> Result<()> {
+        for dtype in strict(device) {
+            let check = Check { least_scale: 1e-2, ..Check::new(dtype) };
+            let run = |d, components, vocab, positions| {
+                let case = Case::random(Head::Mixture, Sizes::new(d, d, components, vocab), &[positions], d as u64);
+                // Logits of the same size at every width.
+                let case = case.scaled("decoder.weight", 3.0 / (d as f64).sqrt());
+                check.run(&case, &Objective::default(), device)
+            };
+            for d in [1, 31, 33, 1000, 2049, 4096] {
+                for (vocab, positions) in [(1, 3), (15, 50), (17, 3)] {
+                    run(d, 1, vocab, positions)?;
+                }
+            }
+            // More rows than the third product sums over at a time; more tiles than it computes at a time.
+            run(33, 3, 17, 200)?;
+            run(33, 1, 128_257, 3)?;
+        }
+        Ok(())
+    }
+
     fn a_vocabulary_of_two_hundred_thousand_equals_the_reference(device: &Device) -> Result<()> {
         for dtype in strict(device) {
             for head in ENTRIES {

@@ -66,7 +66,7 @@ pub(super) struct Left<'a, F> {
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a, F> {
     Zero,
-    /// The present values of the result.
+    /// The present values of the result. They are added last, so that only one rounding has their size.
     Stored,
     /// One value per row of the result.
     Rows(&'a [F]),
@@ -152,14 +152,10 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
     match product.start {
         Start::Zero => {}
         Start::Stored => {
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let stored = &product.to[(row + i) * product.to_row..][..product.columns];
-                let registers = V::split(stored).0;
+            for i in 0..ROWS {
+                let stored = product.to[(row + i) * product.to_row..].as_ptr();
                 for j in 0..N {
-                    prefetch(stored.as_ptr().wrapping_add(ROWS * product.to_row + j * lanes));
-                }
-                for (j, sum) in sums.iter_mut().enumerate() {
-                    *sum = if j + 1 < N || last == lanes { registers[j] } else { v.load_partial(&stored[j * lanes..]) };
+                    prefetch(stored.wrapping_add(j * lanes));
                 }
             }
         }
@@ -212,13 +208,23 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
         }
     }
 
-    for (i, sums) in sums.iter().enumerate() {
-        let to = &mut product.to[(row + i) * product.to_row..][..product.columns];
-        for (j, &sum) in sums.iter().enumerate() {
-            match j + 1 < N || last == lanes {
-                true => V::split_mut(to).0[j] = sum,
-                false => v.store_partial(sum, &mut to[j * lanes..]),
+    let is_stored = matches!(product.start, Start::Stored);
+    if last == lanes {
+        for (i, sums) in sums.iter().enumerate() {
+            let to = V::split_mut(&mut product.to[(row + i) * product.to_row..][..product.columns]).0;
+            for (to, &sum) in to.iter_mut().zip(sums) {
+                *to = if is_stored { v.add(*to, sum) } else { sum };
             }
+        }
+        return ROWS;
+    }
+    // A copy, so that the sums stay in registers although this loop is not unrolled.
+    let copy = sums;
+    for (i, sums) in copy.iter().enumerate() {
+        let to = &mut product.to[(row + i) * product.to_row..][..product.columns];
+        for (to, &sum) in to.chunks_mut(lanes).zip(sums) {
+            let sum = if is_stored { v.add(v.load_partial(to), sum) } else { sum };
+            v.store_partial(sum, to);
         }
     }
     ROWS

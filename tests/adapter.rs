@@ -42,7 +42,9 @@ const KINDS: [Kind; 3] = [Kind::Softmax, Kind::Contexts, Kind::Softmaxes];
 impl Parameters {
     fn random(positions: usize, dtype: DType, device: &Device) -> Result<Self> {
         let var = |shape: &[usize]| -> Result<Var> {
-            Ok(Var::from_tensor(&Tensor::randn(0f32, 0.7, shape, device)?.to_dtype(dtype)?)?)
+            // candle draws no tensor without elements on Metal.
+            let values = Tensor::randn(0f32, 0.7, shape, &Device::Cpu)?;
+            Ok(Var::from_tensor(&values.to_dtype(dtype)?.to_device(device)?)?)
         };
         Ok(Parameters {
             weight: var(&[VOCAB, HIDDEN])?,

@@ -83,9 +83,13 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
             (0..windows).map(move |window| if window < windows_inside { 0f32 } else { f32::NEG_INFINITY })
         });
         let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (count, windows, 1), device)?.to_dtype(dtype)?;
-        // `max` would give each of several equal windows the whole gradient.
-        let best = products.detach().broadcast_add(&mask)?.argmax_keepdim(1)?;
-        maxima.push(products.gather(&best, 1)?.squeeze(1)?.broadcast_add(bias)?);
+        let maximum = match windows {
+            // candle's `argmax` over one element, not in the last dimension, is wrong on Metal (candle 0.11.1).
+            1 => products,
+            // `max` would give each of several equal windows the whole gradient.
+            _ => products.gather(&products.detach().broadcast_add(&mask)?.argmax_keepdim(1)?, 1)?,
+        };
+        maxima.push(maximum.squeeze(1)?.broadcast_add(bias)?);
     }
     let mut x = Tensor::cat(&maxima, D::Minus1)?.relu()?;
     for _ in 0..config.highway {

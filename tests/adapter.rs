@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use common::check::numbers;
 use common::compare::{assert_close, Tolerance};
-use common::{dtypes, exact, on_each_device};
+use common::{dtypes, exact, on, on_each_device};
 use mos_head::{
     CharCnn, CharCnnConfig, ContextActivation, Decoder, DecoderConfig, Error, GradientSum, Head, Identity, LossOptions,
     LowRankAdapter, LowRankConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
@@ -42,9 +42,8 @@ const KINDS: [Kind; 3] = [Kind::Softmax, Kind::Contexts, Kind::Softmaxes];
 impl Parameters {
     fn random(positions: usize, dtype: DType, device: &Device) -> Result<Self> {
         let var = |shape: &[usize]| -> Result<Var> {
-            // candle draws no tensor without elements on Metal.
-            let values = Tensor::randn(0f32, 0.7, shape, &Device::Cpu)?;
-            Ok(Var::from_tensor(&values.to_dtype(dtype)?.to_device(device)?)?)
+            let values = Tensor::randn(0f32, 0.7, shape, &Device::Cpu)?.to_dtype(dtype)?;
+            Ok(Var::from_tensor(&on(device, &values)?)?)
         };
         Ok(Parameters {
             weight: var(&[VOCAB, HIDDEN])?,
@@ -124,7 +123,7 @@ impl Parameters {
         let [of_adapter, of_sum] = self.heads(kind)?;
         let targets: Vec<u32> =
             (0..self.hidden.dim(0)?).map(|t| [(t * 11 % VOCAB) as u32, 5][usize::from(t % 4 == 3)]).collect();
-        let targets = Tensor::from_vec(targets, self.hidden.dim(0)?, self.hidden.device())?;
+        let targets = on(self.hidden.device(), &Tensor::from_vec(targets, self.hidden.dim(0)?, &Device::Cpu)?)?;
         let [found, expected] = [of_adapter, of_sum].map(|head| head.loss(&self.hidden, &targets, options));
         let (found, expected) = (found?, expected?);
         let value = Tolerance::value(dtype).condition(tolerance);

@@ -46,7 +46,9 @@ on_each_device! {
 
     fn widths_around_those_of_models_equal_the_reference(device: &Device) -> Result<()> {
         for dtype in strict(device) {
-            let check = Check { least_scale: 1e-2, ..Check::new(dtype) };
+            // One sum over the whole width on a GPU, in the order of the units; pieces of it on the CPU.
+            let condition = if device.is_cpu() { 1.0 } else { 10.0 };
+            let check = Check { condition, least_scale: 1e-2, ..Check::new(dtype) };
             let run = |d, components, vocab, positions| {
                 let case = Case::random(Head::Mixture, Sizes::new(d, d, components, vocab), &[positions], d as u64);
                 // Logits of the same size at every width.

@@ -77,19 +77,7 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
         let unfolded = Tensor::cat(&shifted.collect::<candle_core::Result<Vec<_>>>()?, 2)?;
         let unfolded = unfolded.reshape((count * windows, width * config.embedding))?;
         let products = unfolded.matmul(weight)?.reshape((count, windows, channels))?;
-        // Minus infinity excludes windows that reach beyond the end of a spelling, except the first window.
-        let mask = spellings.iter().flat_map(|spelling| {
-            let windows_inside = (spelling.len() + 1).saturating_sub(width).max(1);
-            (0..windows).map(move |window| if window < windows_inside { 0f32 } else { f32::NEG_INFINITY })
-        });
-        let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (count, windows, 1), device)?.to_dtype(dtype)?;
-        let maximum = match windows {
-            // candle's `argmax` over one element, not in the last dimension, is wrong on Metal (candle 0.11.1).
-            1 => products,
-            // `max` would give each of several equal windows the whole gradient.
-            _ => products.gather(&products.detach().broadcast_add(&mask)?.argmax_keepdim(1)?, 1)?,
-        };
-        maxima.push(maximum.squeeze(1)?.broadcast_add(bias)?);
+        maxima.push(max_over_windows(products, spellings, width)?.broadcast_add(bias)?);
     }
     let mut x = Tensor::cat(&maxima, D::Minus1)?.relu()?;
     for _ in 0..config.highway {
@@ -98,4 +86,23 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
         x = (&x + ((value - &x)? * gate)?)?;
     }
     Ok(x.matmul(&next()?.t()?)?.broadcast_add(next()?)?)
+}
+
+/// The maximum over the windows of this width that lie within each spelling, `[spellings, channels]`, of the products
+/// `[spellings, windows, channels]`.
+fn max_over_windows(products: Tensor, spellings: &[&[u32]], width: usize) -> Result<Tensor> {
+    let (count, windows, _) = products.dims3()?;
+    if windows == 1 {
+        // candle's `argmax` over one element, not in the last dimension, is wrong on Metal (candle 0.11.1).
+        return Ok(products.squeeze(1)?);
+    }
+    // Minus infinity excludes windows that reach beyond the end of a spelling, except the first window.
+    let mask = spellings.iter().flat_map(|spelling| {
+        let windows_inside = (spelling.len() + 1).saturating_sub(width).max(1);
+        (0..windows).map(move |window| if window < windows_inside { 0f32 } else { f32::NEG_INFINITY })
+    });
+    let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (count, windows, 1), products.device())?;
+    // `max` would give each of several equal windows the whole gradient.
+    let best = products.detach().broadcast_add(&mask.to_dtype(products.dtype())?)?.argmax_keepdim(1)?;
+    Ok(products.gather(&best, 1)?.squeeze(1)?)
 }

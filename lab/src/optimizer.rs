@@ -32,15 +32,37 @@ pub(crate) struct Optimizer {
     steps: usize,
 }
 
-/// Averaged SGD (Polyak & Juditsky, 1992) as in PyTorch, with both of its late updates: from the second step on, a step
-/// has the learning rate that was given to the step before, and the average starts anew at the second step.
+/// An average of the parameters after each step.
 struct Average {
     /// The average while `Optimizer::step` is called, the parameters of the last step otherwise; in the order of
     /// `vars`.
     other: Vec<Tensor>,
     steps: usize,
-    /// The learning rate of the step before.
-    lr: Option<f64>,
+    weights: Weights,
+}
+
+/// The weights of the steps in an average.
+enum Weights {
+    /// All equal: averaged SGD (Polyak & Juditsky, 1992) as in PyTorch, with both of its late updates. From the second
+    /// step on, a step has the learning rate that was given to the step before, and the average starts anew at the
+    /// second step.
+    Equal {
+        /// The learning rate of the step before.
+        lr: Option<f64>,
+    },
+    /// Step t has a weight of about t^N: polynomial-decay averaging (Shamir & Zhang, 2013), which needs no end of
+    /// training to be known, as a falling learning rate does.
+    Polynomial(usize),
+}
+
+impl Average {
+    /// The weight of the parameters after a step in the average with it.
+    fn share(&self) -> f64 {
+        match self.weights {
+            Weights::Equal { .. } => 1.0 / self.steps.max(1) as f64,
+            Weights::Polynomial(power) => (power + 1) as f64 / (self.steps + 1 + power) as f64,
+        }
+    }
 }
 
 impl Optimizer {
@@ -59,14 +81,31 @@ impl Optimizer {
     /// From now on the variables hold the average of the parameters after each step. To train, exchange the two by
     /// `swap` before the first step and after the last.
     pub(crate) fn start_averaging(&mut self) -> Result<()> {
+        self.start(Weights::Equal { lr: None })
+    }
+
+    /// As `start_averaging`, but step t has a weight of about t^`power`.
+    pub(crate) fn start_polynomial_averaging(&mut self, power: usize) -> Result<()> {
+        self.start(Weights::Polynomial(power))
+    }
+
+    fn start(&mut self, weights: Weights) -> Result<()> {
         let other = self.vars.iter().map(|(_, var)| Ok(var.copy()?)).collect::<Result<_>>()?;
-        self.average = Some(Average { other, steps: 0, lr: None });
+        self.average = Some(Average { other, steps: 0, weights });
         Ok(())
     }
 
     /// Whether the parameters are being averaged.
     pub(crate) fn is_averaging(&self) -> bool {
         self.average.is_some()
+    }
+
+    /// The power of a polynomial average, if there is one.
+    pub(crate) fn polynomial_power(&self) -> Option<usize> {
+        match self.average.as_ref()?.weights {
+            Weights::Equal { .. } => None,
+            Weights::Polynomial(power) => Some(power),
+        }
     }
 
     /// Exchanges the average and the parameters of the last step. Without an average it does nothing.
@@ -114,7 +153,10 @@ impl Optimizer {
         }
         let scale = if clip > 0.0 { (clip / norm.max(1e-12)).min(1.0) } else { 1.0 };
         let given = lr;
-        let lr = self.average.as_ref().and_then(|average| average.lr).unwrap_or(lr);
+        let lr = match &self.average {
+            Some(Average { weights: Weights::Equal { lr: Some(before) }, .. }) => *before,
+            _ => lr,
+        };
         self.steps += 1;
         let warm1 = 1.0 - BETA1.powi(self.steps as i32);
         let warm2 = 1.0 - BETA2.powi(self.steps as i32);
@@ -148,7 +190,7 @@ impl Optimizer {
             }
         }
         if let Some(average) = &mut self.average {
-            let share = 1.0 / average.steps.max(1) as f64;
+            let share = average.share();
             for ((_, var), mean) in self.vars.iter().zip(&mut average.other) {
                 match inplace::supports(mean) {
                     true => {
@@ -159,7 +201,9 @@ impl Optimizer {
                 }
             }
             average.steps += 1;
-            average.lr = Some(given);
+            if let Weights::Equal { lr } = &mut average.weights {
+                *lr = Some(given);
+            }
         }
         Ok(true)
     }
@@ -203,7 +247,10 @@ impl Optimizer {
         let mut counters = vec![("steps".into(), self.steps.to_string())];
         if let Some(average) = &self.average {
             counters.push(("asgd.steps".into(), average.steps.to_string()));
-            counters.extend(average.lr.map(|lr| ("asgd.lr".into(), lr.to_string())));
+            counters.extend(match average.weights {
+                Weights::Equal { lr } => lr.map(|lr| ("asgd.lr".into(), lr.to_string())),
+                Weights::Polynomial(power) => Some(("asgd.power".into(), power.to_string())),
+            });
         }
         counters
     }
@@ -222,7 +269,10 @@ impl Optimizer {
             Some(steps) => Some(Average {
                 other: self.vars.iter().map(|(name, _)| get(format!("asgd.last.{name}"))).collect::<Result<_>>()?,
                 steps,
-                lr: checkpoint.optional("asgd.lr")?,
+                weights: match checkpoint.optional("asgd.power")? {
+                    Some(power) => Weights::Polynomial(power),
+                    None => Weights::Equal { lr: checkpoint.optional("asgd.lr")? },
+                },
             }),
             None => None,
         };
@@ -302,6 +352,32 @@ mod tests {
                 check("parameter");
                 optimizer.swap().unwrap();
                 check("average");
+            }
+        }
+    }
+
+    /// Against the sum over all steps t of t (t + 1) .. (t + power - 1) times the parameters after them.
+    #[test]
+    fn a_polynomial_average_weights_step_t_by_a_power_of_t() {
+        for (kind, power) in [(OptimizerKind::Sgd, 1), (OptimizerKind::Sgd, 3), (OptimizerKind::Adam, 2)] {
+            let var = Var::from_tensor(&Tensor::new(&[2f64, -4.0], &Device::Cpu).unwrap()).unwrap();
+            let varmap = VarMap::new();
+            varmap.data().lock().unwrap().insert("values".into(), var.clone());
+            let mut optimizer = Optimizer::new(kind, 0.0, &varmap).unwrap();
+            optimizer.start_polynomial_averaging(power).unwrap();
+            let (mut sum, mut total) = ([0.0; 2], 0.0);
+            for t in 1..=20 {
+                optimizer.swap().unwrap();
+                let gradients = var.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+                optimizer.step(&gradients, 0.05, 0.0).unwrap();
+                let weight: f64 = (t..t + power).map(|factor| factor as f64).product();
+                let values = var.to_vec1::<f64>().unwrap();
+                sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += weight * value);
+                total += weight;
+                optimizer.swap().unwrap();
+                for (found, sum) in var.to_vec1::<f64>().unwrap().iter().zip(sum) {
+                    assert!((found - sum / total).abs() < 1e-12, "{kind:?} {power} step {t}: {found} {}", sum / total);
+                }
             }
         }
     }

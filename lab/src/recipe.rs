@@ -122,6 +122,15 @@ recipe! {
     /// Optimizer
     #[arg(long, value_enum)]
     optimizer: OptimizerKind = OptimizerKind::Adam,
+    /// Evaluate and save the average of the parameters of all steps, step t with a weight of about t^N; 0: no average
+    #[arg(long, value_name = "N")]
+    average: usize = 0,
+    /// Number of evaluations per epoch, each with a line of --results
+    #[arg(long, value_name = "N", value_parser = positive)]
+    evaluations: usize = 1,
+    /// Stop when the validation loss has not fallen for N epochs; 0: never
+    #[arg(long, value_name = "N")]
+    patience: usize = 0,
     /// Largest global gradient norm, 0 for no clipping
     #[arg(long, value_parser = not_negative)]
     clip: f64 = 1.0,
@@ -163,13 +172,14 @@ impl Recipe {
 
     /// The flags that the rest of a paused epoch must have.
     pub(crate) fn course(&self) -> String {
-        let Recipe { batch, bptt, seed, finetune, awd: Awd { random_bptt, small_batch, .. }, .. } = *self;
+        let Recipe { batch, bptt, seed, finetune, average, awd: Awd { random_bptt, small_batch, .. }, .. } = *self;
         let optional =
             |flag: &str, value: Option<usize>| value.map_or(String::new(), |value| format!(" {flag} {value}"));
         let (random_bptt, small_batch) =
             (optional("--random-bptt", random_bptt), optional("--small-batch", small_batch));
         let finetune = if finetune { " --finetune" } else { "" };
-        format!("--batch {batch} --bptt {bptt} --seed {seed}{random_bptt}{small_batch}{finetune}")
+        let average = if average > 0 { format!(" --average {average}") } else { String::new() };
+        format!("--batch {batch} --bptt {bptt} --seed {seed}{random_bptt}{small_batch}{finetune}{average}")
     }
 
     /// Trial number `trial` of a random search: 0 is the recipe itself; the others have a learning rate from half to

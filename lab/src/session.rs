@@ -31,6 +31,8 @@ pub struct Session<M: Model> {
     is_finetuned: bool,
     targets: f64,
     seconds: f64,
+    /// Seconds of training by this process.
+    leg_seconds: f64,
 }
 
 /// One leg of a training that takes longer than a machine is available.
@@ -58,8 +60,13 @@ impl<M: Model> Session<M> {
         }
         let weight_decay = recipe.awd.weight_decay.unwrap_or(0.0);
         let mut optimizer = Optimizer::new(recipe.optimizer, weight_decay, model.varmap())?;
+        if recipe.average > 0 && (recipe.finetune || recipe.awd.nonmono.is_some()) {
+            return Err("--average is another average than that of --finetune and --nonmono".into());
+        }
         if recipe.finetune {
             optimizer.start_averaging()?;
+        } else if recipe.average > 0 {
+            optimizer.start_polynomial_averaging(recipe.average)?;
         }
         Ok(Self {
             kind,
@@ -75,6 +82,7 @@ impl<M: Model> Session<M> {
             is_finetuned: false,
             targets: 0.0,
             seconds: 0.0,
+            leg_seconds: 0.0,
         })
     }
 
@@ -87,18 +95,18 @@ impl<M: Model> Session<M> {
         }
         let earlier = self.history.iter().map(|[_, valid]| *valid).chain(self.start_nll);
         let mut best = earlier.fold(f64::INFINITY, f64::min);
-        while self.history.len() < self.recipe.epochs && self.diverged.is_none() && !self.is_finetuned {
+        let first = self.optimizer.steps();
+        while self.history.len() < self.recipe.epochs && self.diverged.is_none() && !self.is_over() {
             let epoch = self.history.len() + 1;
             let (name, measure) = (self.kind.name(), self.recipe.measure);
-            let Some(Epoch { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until))? else {
+            let Some(Epoch { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until), results)? else {
                 self.checkpoint()?.save(&leg.ok_or("a pause without a leg")?.path)?;
-                println!("{name:<7}  epoch {epoch:>2}  paused");
+                let steps = self.optimizer.steps() - first;
+                let each = self.leg_seconds / steps.max(1) as f64;
+                println!("{name:<7}  epoch {epoch:>2}  paused after {steps} steps of {each:.4} s");
                 return Ok(false);
             };
-            if let Some(path) = results {
-                let nlls = [train_nll, valid_nll];
-                results::append(path, name, epoch, nlls, seconds, self.model.parameters(), &self.recipe)?;
-            }
+            self.append(results, epoch as f64, [train_nll, valid_nll], seconds)?;
             if self.diverged.is_some() {
                 println!("{name:<7}  epoch {epoch:>2}  diverged: the perplexity or a gradient is not finite");
                 return Ok(true);
@@ -127,22 +135,49 @@ impl<M: Model> Session<M> {
         Ok(true)
     }
 
-    /// Trains the rest of an epoch, or `None` if the time is up.
-    fn epoch(&mut self, until: Option<Instant>) -> Result<Option<Epoch>> {
+    /// Whether training has come to an end before its last epoch: finetuning no longer improves, or no epoch has for
+    /// as many as the recipe has patience.
+    fn is_over(&self) -> bool {
+        let lowest = |nlls: &[[f64; 2]]| nlls.iter().fold(f64::INFINITY, |least, [_, valid]| least.min(*valid));
+        let (before, last) = self.history.split_at(self.history.len().saturating_sub(self.recipe.patience));
+        self.is_finetuned || self.recipe.patience > 0 && !before.is_empty() && lowest(last) >= lowest(before)
+    }
+
+    /// Appends the line of an evaluation to the file of `--results`.
+    fn append(&self, path: Option<&Path>, epochs: f64, nlls: [f64; 2], seconds: f64) -> Result<()> {
+        let Some(path) = path else { return Ok(()) };
+        let at = results::At { epochs, steps: self.optimizer.steps(), seconds };
+        results::append(path, self.kind.name(), at, nlls, self.model.parameters(), &self.recipe)
+    }
+
+    /// Trains the rest of an epoch, or `None` if the time is up. Evaluations within the epoch are appended to
+    /// `results`.
+    fn epoch(&mut self, until: Option<Instant>, results: Option<&Path>) -> Result<Option<Epoch>> {
         let epoch = self.history.len();
         let bar = progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1));
         let mut progress = match self.progress.take() {
             Some(progress) => progress,
             None => self.begin(epoch)?,
         };
-        let start = Instant::now();
-        let (model, recipe) = (&self.model, &self.recipe);
-        self.optimizer.swap()?;
-        let (items, of_epoch) = (&self.data.train, (epoch, recipe));
-        let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
-        self.optimizer.swap()?;
-        progress.seconds += start.elapsed().as_secs_f64();
-        self.valid_nll = None;
+        let end = loop {
+            let start = Instant::now();
+            let (model, recipe) = (&self.model, &self.recipe);
+            self.optimizer.swap()?;
+            let (items, of_epoch) = (&self.data.train, (epoch, recipe));
+            let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
+            self.optimizer.swap()?;
+            let seconds = start.elapsed().as_secs_f64();
+            progress.seconds += seconds;
+            self.leg_seconds += seconds;
+            self.valid_nll = None;
+            if end != End::Part {
+                break end;
+            }
+            let nlls = [self.data.per_word[0] * progress.sum / progress.count, self.evaluate_valid()?];
+            let batches = self.model.batches(&self.data.train, &self.recipe, Pass::Training { epoch }).len();
+            let epochs = epoch as f64 + progress.batches as f64 / batches as f64;
+            self.append(results, epochs, nlls, progress.seconds)?;
+        };
         bar.finish_and_clear();
         if end == End::Paused {
             self.progress = Some(progress);
@@ -261,6 +296,10 @@ impl<M: Model> Session<M> {
             let with = |finetune| if finetune { "with" } else { "without" };
             let (stored, here) = (with(!self.recipe.finetune), with(self.recipe.finetune));
             return Err(format!("the checkpoint was trained {stored} --finetune, but this run is {here} it").into());
+        }
+        let (stored, here) = (self.optimizer.polynomial_power().unwrap_or(0), self.recipe.average);
+        if stored != here {
+            return Err(format!("the checkpoint was trained with --average {stored}, but this run has {here}").into());
         }
         self.is_finetuned = checkpoint.optional("finetuned")?.unwrap_or(false);
         let epoch = self.history.len();
@@ -485,6 +524,53 @@ mod tests {
     }
 
     #[test]
+    fn evaluations_within_an_epoch_change_nothing_and_are_the_same_in_legs() {
+        let awd = Awd { nonmono: None, ..regularized(2).awd };
+        let recipe = Recipe { awd, average: 3, evaluations: 4, ..regularized(2) };
+        let lines = |path: &Path| -> Vec<[serde_json::Value; 3]> {
+            let text = std::fs::read_to_string(path).expect("was just written");
+            let line = |line| serde_json::from_str::<serde_json::Value>(line).expect("JSON");
+            text.lines().map(line).map(|line| ["epoch", "steps", "valid_nll"].map(|key| line[key].clone())).collect()
+        };
+        let (at_once, in_legs) = (temporary("at_once"), temporary("in_legs"));
+        let mut whole = with_recipe(recipe);
+        whole.run(None, Some(&at_once), None).expect("trains");
+        let mut without = with_recipe(Recipe { evaluations: 1, ..recipe });
+        without.run(None, None, None).expect("trains");
+        assert_eq!(whole.history, without.history);
+
+        let path = temporary("evaluations");
+        for legs in 0.. {
+            let mut session = with_recipe(recipe);
+            if legs > 0 {
+                session.restore(&load(&path)).expect("fits");
+            }
+            let leg = Leg { path: path.clone(), until: Instant::now() };
+            if session.run(None, Some(&in_legs), Some(&leg)).expect("trains") {
+                assert_eq!(session.history, whole.history);
+                break;
+            }
+        }
+        let lines = [&at_once, &in_legs].map(|path| lines(path));
+        assert_eq!((lines[0].len(), &lines[0]), (8, &lines[1]));
+        assert_eq!([lines[0][3][0].as_f64(), lines[0][7][0].as_f64()], [Some(1.0), Some(2.0)]);
+        [at_once, in_legs, path].iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
+    }
+
+    #[test]
+    fn training_stops_when_patience_is_over() {
+        let over = |patience, valid: &[f64]| {
+            let awd = Awd { nonmono: None, ..regularized(9).awd };
+            let mut session = with_recipe(Recipe { patience, awd, ..regularized(9) });
+            session.history = valid.iter().map(|&valid| [valid, valid]).collect();
+            session.is_over()
+        };
+        assert!(!over(2, &[]) && !over(2, &[1.0, 1.0]) && !over(2, &[3.0, 2.0, 1.0]) && !over(2, &[1.0, 3.0, 0.9]));
+        assert!(over(2, &[1.0, 3.0, 2.0]) && over(2, &[1.0, 1.0, 1.0]) && over(1, &[1.0, 1.0]));
+        assert!(!over(0, &[1.0; 5]));
+    }
+
+    #[test]
     fn a_leg_of_another_training_is_an_error_that_names_the_difference() {
         let path = temporary("other_leg");
         let leg = Leg { path: path.clone(), until: Instant::now() };
@@ -492,6 +578,9 @@ mod tests {
         let restore = |recipe| with_recipe(recipe).restore(&load(&path)).expect_err("must fail").to_string();
         let error = restore(Recipe { bptt: 9, ..regularized(2) });
         assert!(error.contains("--bptt 8") && error.contains("--bptt 9"), "{error}");
+        let awd = Awd { nonmono: None, ..regularized(2).awd };
+        let error = restore(Recipe { average: 4, awd, ..regularized(2) });
+        assert!(error.contains("--average 0") && error.contains("has 4"), "{error}");
         let error = restore(Recipe { finetune: true, ..regularized(2) });
         assert!(error.contains("without --finetune"), "{error}");
         std::fs::remove_file(path).expect("was just written");

@@ -26,14 +26,16 @@ pub(crate) struct Progress<S> {
 pub(crate) enum End {
     /// The epoch is over.
     Epoch,
+    /// A part of the epoch is over, and is to be evaluated.
+    Part,
     /// The time is up.
     Paused,
     /// The NLL or a gradient is not finite.
     Diverged,
 }
 
-/// Trains on the batches of `items` that are left, or until the time is up. `progress` sums the NLL
-/// during the epoch, without label smoothing.
+/// Trains on the batches of `items` that are left, or to the next evaluation, or until the time is up. `progress` sums
+/// the NLL during the epoch, without label smoothing.
 pub(crate) fn train_epoch<M: Model>(
     model: &M,
     optimizer: &mut Optimizer,
@@ -72,12 +74,17 @@ pub(crate) fn train_epoch<M: Model>(
         bar.set_position(progress.batches as u64);
         let Some(of_step) = gradients.take_if(|_| is_last) else { continue };
         let lr = recipe.lr_at(optimizer.steps(), epoch as f64 + first as f64 / batches.len() as f64) * lr_factor;
+        let part = |batches_done: usize| batches_done * recipe.evaluations / batches.len();
+        let is_part = progress.batches < batches.len() && part(progress.batches) > part(first);
         first = progress.batches;
         if !optimizer.step(&of_step, lr, recipe.clip)? {
             return Ok(End::Diverged);
         }
         let mean = recipe.measure.of(progress.sum / progress.count);
         bar.set_message(format!("{} {mean:.2}", recipe.measure));
+        if is_part {
+            return Ok(End::Part);
+        }
         if progress.batches < batches.len() && until.is_some_and(|until| Instant::now() >= until) {
             return Ok(End::Paused);
         }

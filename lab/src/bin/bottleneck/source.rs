@@ -101,12 +101,17 @@ fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
 
 /// The corpus that a checkpoint was made on, read again.
 fn corpus(checkpoint: &Checkpoint, folder: Option<&Path>) -> Result<Corpus> {
-    let name: String = checkpoint.get("corpus")?;
+    let (name, vocab): (String, usize) = (checkpoint.get("corpus")?, checkpoint.get("vocab")?);
+    // With more words than the model has, it was trained with as many of the most frequent ones.
+    let read = |folder: &Path| match Corpus::from_folder(folder, None) {
+        Ok(corpus) if corpus.words.len() > vocab => Corpus::from_folder(folder, Some(vocab)),
+        result => result,
+    };
     let corpus = match folder {
         None if name == language::NAME => language::Teacher::default().built_in(checkpoint.get("seed")?),
-        None => Corpus::from_folder(Path::new(&name))
+        None => read(Path::new(&name))
             .map_err(|error| format!("{error} (--data DIR names another folder of the same corpus)"))?,
-        Some(folder) => Corpus::from_folder(folder)?,
+        Some(folder) => read(folder)?,
     };
     checkpoint.require_corpus(&corpus.data.name, &corpus.data.digest)?;
     Ok(corpus)
@@ -250,7 +255,7 @@ pub(crate) mod tests {
     fn contexts_are_spread_over_the_text_and_belong_to_their_targets() {
         let text = "a b c d e f g h\n".repeat(40);
         let folder = folder("spread", &text);
-        let path = saved("spread", HeadKind::Mos, Corpus::from_folder(&folder).expect("a corpus"));
+        let path = saved("spread", HeadKind::Mos, Corpus::from_folder(&folder, None).expect("a corpus"));
         let open = |contexts: &str| open(&args(&["--contexts", contexts], &[&path])).expect("opens").remove(0);
         let (all, few) = (open("100000"), open("40"));
         let places = |source: &Source| source.text.as_ref().expect("a text").places.clone();
@@ -277,7 +282,7 @@ pub(crate) mod tests {
         let awd = Awd { tied: Some(true), inner: Some(7), ..Awd::NONE };
         for kind in HeadKind::ALL {
             let recipe = Recipe { hidden: 6, context: Some(5), layers: 2, awd, ..Recipe::BASE };
-            let path = saved_with("tied", kind, Corpus::from_folder(&folder).expect("a corpus"), &recipe);
+            let path = saved_with("tied", kind, Corpus::from_folder(&folder, None).expect("a corpus"), &recipe);
             let source = open(&args(&["--contexts", "20"], &[&path])).expect("opens").remove(0);
             let width = if kind == HeadKind::Softmax { 6 } else { 5 };
             assert_eq!((source.weight.dims(), source.contexts()), (&[9, width][..], 20), "{kind:?}");
@@ -289,7 +294,7 @@ pub(crate) mod tests {
     #[test]
     fn another_corpus_than_the_checkpoints_is_an_error_that_names_both() {
         let (own, other) = (folder("own", "a b a b a\n"), folder("other", "b a b\n"));
-        let path = saved("own", HeadKind::Softmax, Corpus::from_folder(&own).expect("a corpus"));
+        let path = saved("own", HeadKind::Softmax, Corpus::from_folder(&own, None).expect("a corpus"));
         let error = match open(&args(&["--data", other.to_str().expect("a text")], &[&path])) {
             Ok(_) => panic!("must fail"),
             Err(error) => error.to_string(),

@@ -48,9 +48,13 @@ const TEXT: Recipe = Recipe {
 #[derive(Debug, Parser)]
 #[command(after_help = describe(&[("Built-in language", BUILT_IN), ("--data", TEXT), ("--spell", spell::RECIPE)]))]
 pub(crate) struct Args {
-    /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens); without it, a built-in language
+    /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens), or in place of each with a folder
+    /// of that name, of many files; without it, a built-in language
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
+    /// Keep the N words that occur most in training, <unk> and <eos> among them; all others become <unk>
+    #[arg(long, value_name = "N", value_parser = positive, requires = "data")]
+    pub(crate) words: Option<usize>,
     /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters. Other
     /// flags change them
     #[arg(long, value_enum, requires = "data")]

@@ -54,7 +54,7 @@ fn run(args: &Args) -> Result<()> {
     let flags = args.training();
     let device = flags.device.open()?;
     let corpus = match &args.data {
-        Some(folder) => Corpus::from_folder(folder)?,
+        Some(folder) => Corpus::from_folder(folder, args.words)?,
         None => Teacher::default().built_in(flags.seed),
     };
     let recipe = args.recipe()?;

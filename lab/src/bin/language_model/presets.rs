@@ -17,6 +17,16 @@ pub(crate) enum Preset {
     PtbSoftmax,
     /// WikiText-2, mixture of 15 softmaxes, 34.9 million parameters (Yang et al., 2018)
     Wt2Mos,
+    /// The same model with a mixture of contexts
+    Wt2Moc,
+    /// WikiText-2, AWD-LSTM with a softmax, 33.6 million parameters (Merity et al., 2018)
+    Wt2Softmax,
+    /// One Billion Word Benchmark, mixture of 7 softmaxes, for --words 100000 (Yang et al., 2018)
+    #[value(name = "1b-mos")]
+    BillionMos,
+    /// The same with a softmax, of 1024 dimensions
+    #[value(name = "1b-softmax")]
+    BillionSoftmax,
     /// 5 million parameters on 10,000 ids with any head, regularised for a few epochs
     Small,
 }
@@ -61,6 +71,38 @@ const PTB_MOS: Recipe = Recipe {
     ..AWD
 };
 
+const WT2_MOS: Recipe = Recipe {
+    hidden: 650,
+    embedding: Some(300),
+    context: Some(300),
+    batch: 15,
+    lr: 15.0,
+    awd: Awd {
+        inner: Some(1150),
+        input_dropout: Some(0.55),
+        hidden_dropout: Some(0.2),
+        context_dropout: Some(0.29),
+        random_bptt: Some(20),
+        small_batch: Some(5),
+        ..AWD.awd
+    },
+    ..AWD
+};
+
+/// Without regularisers (appendix B.2). The paper gives neither the number of epochs nor a schedule.
+const BILLION: Recipe = Recipe {
+    epochs: 5,
+    components: 7,
+    hidden: 1024,
+    layers: 2,
+    batch: 60,
+    bptt: 35,
+    lr: 20.0,
+    decay: 0.7,
+    awd: Awd { tied: Some(true), ..Awd::NONE },
+    ..AWD
+};
+
 impl Preset {
     pub(crate) fn recipe(self) -> Recipe {
         match self {
@@ -72,23 +114,16 @@ impl Preset {
                 awd: Awd { inner: Some(1150), input_dropout: Some(0.4), hidden_dropout: Some(0.25), ..AWD.awd },
                 ..AWD
             },
-            Preset::Wt2Mos => Recipe {
-                hidden: 650,
-                embedding: Some(300),
-                context: Some(300),
-                batch: 15,
-                lr: 15.0,
-                awd: Awd {
-                    inner: Some(1150),
-                    input_dropout: Some(0.55),
-                    hidden_dropout: Some(0.2),
-                    context_dropout: Some(0.29),
-                    random_bptt: Some(20),
-                    small_batch: Some(5),
-                    ..AWD.awd
-                },
+            Preset::Wt2Mos | Preset::Wt2Moc => WT2_MOS,
+            Preset::Wt2Softmax => Recipe {
+                hidden: 400,
+                batch: 80,
+                lr: 30.0,
+                awd: Awd { inner: Some(1150), input_dropout: Some(0.65), hidden_dropout: Some(0.2), ..AWD.awd },
                 ..AWD
             },
+            Preset::BillionMos => Recipe { embedding: Some(900), context: Some(900), ..BILLION },
+            Preset::BillionSoftmax => BILLION,
             Preset::Small => Recipe {
                 epochs: 6,
                 components: 5,
@@ -117,8 +152,8 @@ impl Preset {
     pub(crate) fn finetuning_lr(self) -> f64 {
         match self {
             Preset::PtbMos | Preset::PtbMoc => 25.0,
-            Preset::PtbSoftmax => 30.0,
-            Preset::Wt2Mos | Preset::Small => 20.0,
+            Preset::PtbSoftmax | Preset::Wt2Softmax => 30.0,
+            _ => 20.0,
         }
     }
 
@@ -132,7 +167,7 @@ impl Preset {
         };
         match self {
             // 929,589 and 2,088,628 tokens in segments of 100 x 5.
-            Preset::Wt2Mos => {
+            Preset::Wt2Mos | Preset::Wt2Moc | Preset::Wt2Softmax => {
                 (released(0.02, 0.002, 4177.0), CacheSettings { window: 3785, theta: 0.662, lambda: 0.1279 })
             }
             _ => (released(0.075, 0.001, 1859.0), CacheSettings { window: 500, theta: 1.0, lambda: 0.1 }),
@@ -142,9 +177,9 @@ impl Preset {
     /// The head that the preset is for.
     pub(crate) fn head(self) -> &'static str {
         match self {
-            Preset::PtbMos | Preset::Wt2Mos => "mos",
-            Preset::PtbMoc => "moc",
-            Preset::PtbSoftmax => "softmax",
+            Preset::PtbMos | Preset::Wt2Mos | Preset::BillionMos => "mos",
+            Preset::PtbMoc | Preset::Wt2Moc => "moc",
+            Preset::PtbSoftmax | Preset::Wt2Softmax | Preset::BillionSoftmax => "softmax",
             Preset::Small => "all",
         }
     }
@@ -167,6 +202,11 @@ mod tests {
         assert_eq!(parameters(Preset::PtbMoc, HeadKind::Moc, 15, 10_000), 21_500_620);
         assert_eq!(parameters(Preset::Wt2Mos, HeadKind::Mos, 15, 33_278), 34_909_528);
         assert_eq!(parameters(Preset::PtbSoftmax, HeadKind::Softmax, 1, 10_000), 24_221_600);
+        assert_eq!(parameters(Preset::Wt2Moc, HeadKind::Moc, 15, 33_278), 34_909_528);
+        assert_eq!(parameters(Preset::Wt2Softmax, HeadKind::Softmax, 1, 33_278), 33_556_078);
+        // Published as 113 and 119 million.
+        assert_eq!(parameters(Preset::BillionMos, HeadKind::Mos, 7, 100_000) / 1_000_000, 112);
+        assert_eq!(parameters(Preset::BillionSoftmax, HeadKind::Softmax, 1, 100_000) / 1_000_000, 119);
     }
 
     #[test]

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The small runs of lab/README.md: every head with its own best of four trials, then two seeds of the best; all heads for
+# equal time; words spelled letter by letter. Two runs at a time, each with one thread. Appends a JSON line for each run to
+# benches/results/runs.jsonl; `cargo run --release -p lab --bin figures` makes the tables and the picture of them.
+#
+#   lab/run_all.sh [--ptb DIR] [--multi30k DIR] [--switchboard FILE.jsonl] [--minutes N] [NAME..]
+#
+#   --ptb DIR           Penn Treebank: train.txt and valid.txt
+#   --multi30k DIR      train.de, train.en, valid.de and valid.en
+#   --switchboard FILE  a dialogue per line, as `translation --dialogue` reads it
+#   --minutes N         stops after N minutes; the same command continues where it stopped
+#   --list              prints the runs, those that are done with their results
+#   NAME..              only these runs, and what they need
+#
+# A run whose line is in the results is not repeated. What a run writes until then is in RUNS (target/runs).
+set -euo pipefail
+usage() { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
+arguments=()
+while (($#)); do
+    case $1 in
+    -h | --help) usage; exit ;;
+    --ptb | --multi30k | --switchboard) arguments+=("$1" "$(realpath "${2:?its path}")"); shift ;;
+    *) arguments+=("$1") ;;
+    esac
+    shift
+done
+[[ -z ${RUNS:-} ]] || export RUNS=$(realpath -m "$RUNS")
+cd "$(dirname "$0")/.."
+cargo build --locked --release -p lab --bin language_model --bin translation
+exec python3 lab/run_all.py "${arguments[@]}"

@@ -73,7 +73,7 @@ def best(trials, results):
 
 
 def penn_treebank():
-    runs, finals = [], {}
+    runs = []
     for system, flags in SYSTEMS.items():
         common = f"{flags} {PTB_RECIPE}"
         # A table is learned for the whole vocabulary, which a quarter of the text does not have.
@@ -87,14 +87,12 @@ def penn_treebank():
         chosen = lambda results, trials=trials: PTB_TRIALS[best(trials, results)]
         if system in HEADS:
             for seed in SEEDS:
-                final = Run(
+                runs.append(Run(
                     f"ptb-{system}-seed-{seed}", "ptb-small", "Penn Treebank, preset small", "language_model", "ptb",
                     lambda results, seed=seed, common=common, chosen=chosen: f"{common} {chosen(results)} --epochs {PTB_EPOCHS} --evaluations 4 --seed {seed}",
                     trials, system=system, seed=seed,
-                )  # fmt: skip
-                finals[system, seed] = final
-                runs.append(final)
-    return runs, finals
+                ))  # fmt: skip
+    return runs
 
 
 def multi30k():
@@ -118,8 +116,9 @@ def multi30k():
 
 
 def all_runs():
-    runs, _ = penn_treebank()
-    return runs + multi30k()
+    """Trials come first, then one seed of each task, then the other."""
+    runs = penn_treebank() + multi30k()
+    return sorted(runs, key=lambda run: (run.key.get("trial") is None, run.key.get("seed", 0)))
 
 
 def split(lines, out, train, parts):

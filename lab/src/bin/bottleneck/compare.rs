@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn models_of_other_vocabularies_or_texts_are_errors_that_name_them() {
-        let corpus = |folder| Corpus::from_folder(folder).expect("a corpus");
+        let corpus = |folder| Corpus::from_folder(folder, None).expect("a corpus");
         let folders = [folder("three", "a b a b a\n"), folder("same_three", "b a b\n")];
         let paths = [
             saved("built_in", HeadKind::Softmax, Teacher::default().built_in(1)),
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn a_context_is_the_sentence_so_far_and_the_one_before() {
         let folder = folder("context", "a b\nc d\ne f g\n");
-        let path = saved("context", HeadKind::Softmax, Corpus::from_folder(&folder).expect("a corpus"));
+        let path = saved("context", HeadKind::Softmax, Corpus::from_folder(&folder, None).expect("a corpus"));
         let source = sources(&args(&[], &[&path])).remove(0);
         let text = source.text.as_ref().expect("a text");
         let of = |place| context(text, text.places.iter().position(|&other| other == place).expect("all places"));

@@ -3,8 +3,12 @@
 import argparse
 import datetime
 import json
+import math
 import os
+import random
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -46,80 +50,136 @@ MINUTES = 40
 MULTI30K_TRIALS = ["--lr 0.002 --dropout 0.16", "--lr 0.0037 --dropout 0.16", "--lr 0.002 --dropout 0.3", "--lr 0.0037 --dropout 0.3"]
 
 
+# The steps of an epoch of the whole text; a word has 1.14 codes.
+STEPS = {"codes": 1593}
+WORD_STEPS = 1397
+
+# The papers' models: the words of their texts, and positions of a step.
+PRESETS = {
+    "ptb-mos": (10_000, 12 * 68),
+    "ptb-moc": (10_000, 12 * 68),
+    "ptb-softmax": (10_000, 20 * 68),
+    "wt2-mos": (33_278, 15 * 68),
+    "wt2-moc": (33_278, 15 * 68),
+    "wt2-softmax": (33_278, 80 * 68),
+    "1b-mos": (100_000, 60 * 35),
+    "1b-softmax": (100_000, 60 * 35),
+}
+
+# Switchboard: the same of the dialogue model.
+SWITCHBOARD_TRIALS = ["--lr 0.003 --dropout 0.3", "--lr 0.005 --dropout 0.3", "--lr 0.003 --dropout 0.45", "--lr 0.005 --dropout 0.45"]
+SWITCHBOARD_EPOCHS = 6
+
+# The character LSTM, until it no longer improves.
+SPELL = "--hidden 256 --lr 0.003 --decay 0.8 --epochs 40 --patience 2"
+
+
 class Run:
     """One training: the flags of a program, or how they follow from the results that it needs."""
 
-    def __init__(self, name, figure, shape, program, data, flags, needs=(), files=(), **key):
-        """`files`: names of files of an earlier run that the flags name, as {RUNS}/NAME."""
+    def __init__(self, name, figure, shape, program, data, flags, needs=(), files=(), settings=(), **key):
+        """`files`: the runs whose checkpoints the flags name. `settings`: the flags that trials differ in."""
         self.name, self.figure, self.shape, self.program, self.data = name, figure, shape, program, data
-        self.flags, self.needs, self.files, self.key = flags, list(needs), list(files), key
+        self.flags, self.needs, self.files, self.settings, self.key = flags, [*needs, *files], files, settings, key
 
     def path(self, ending):
         return os.path.join(RUNS, f"{self.name}{ending}")
 
-    def is_line(self, line):
-        return line["figure"] == self.figure and all(line.get(key) == value for key, value in self.key.items())
-
     def result(self, results):
-        return next((line for line in results if self.is_line(line)), None)
+        is_mine = lambda line: line["figure"] == self.figure and all(line.get(key) == of for key, of in self.key.items())
+        return next((line for line in results if is_mine(line)), None)
+
+    def is_done(self, results, others):
+        """Whether there is its line and, if a run that is not done needs it, its checkpoint."""
+        is_needed = any(self in run.files and not run.result(results) for run in others)
+        return self.result(results) and (not is_needed or os.path.exists(self.path(".safetensors")))
 
     def resolved(self, results):
         return self.flags(results) if callable(self.flags) else self.flags
 
 
+class StepSeconds(Run):
+    """The time of a step, for which the machine must have nothing else to do."""
+
+
 def best(trials, results):
-    """The flags of the trial with the lowest validation perplexity; one that diverged has none."""
-    found = [(trial.result(results), trial) for trial in trials]
-    found = [(line["valid_perplexity"], trial.key["trial"]) for line, trial in found if line.get("valid_perplexity")]
-    return min(found)[1] - 1
+    """The setting of the trial with the lowest validation perplexity; one that diverged has none."""
+    lines = [trial.result(results) for trial in trials]
+    return min((line for line in lines if line.get("valid_perplexity")), key=lambda line: line["valid_perplexity"])["setting"]
+
+
+def language_model(name, figure, data, flags, needs=(), **more):
+    shape = "Penn Treebank, preset small" + (", a quarter of the text" if data == "ptb-quarter" else "")
+    return Run(name, figure, shape, "language_model", data, flags, needs, settings=PTB_TRIALS, **more)
 
 
 def penn_treebank():
-    runs = []
+    runs, tried = [], {}
     for system, flags in SYSTEMS.items():
         common = f"{flags} {PTB_RECIPE}"
-        if system not in TRIED:
-            continue
-        trials = [
-            Run(f"ptb-{system}-trial-{i}", "ptb-small-trials", "Penn Treebank, preset small, a quarter of the text",
-                "language_model", "ptb-quarter", f"{common} {trial} --epochs 3", system=system, trial=i, seed=1)
-            for i, trial in enumerate(PTB_TRIALS, 1)
-        ]  # fmt: skip
-        runs += trials
-        chosen = lambda results, trials=trials: PTB_TRIALS[best(trials, results)]
-        if system in HEADS:
-            for seed in SEEDS:
-                runs.append(Run(
-                    f"ptb-{system}-seed-{seed}", "ptb-small", "Penn Treebank, preset small", "language_model", "ptb",
-                    lambda results, seed=seed, common=common, chosen=chosen: f"{common} {chosen(results)} --epochs {PTB_EPOCHS} --evaluations 4 --seed {seed}",
-                    trials, system=system, seed=seed,
-                ))  # fmt: skip
+        if system in TRIED:
+            tried[system] = trials = [
+                language_model(f"ptb-{system}-trial-{i}", "ptb-small-trials", "ptb-quarter",
+                               f"{common} {trial} --epochs 3", system=system, trial=i, seed=1)
+                for i, trial in enumerate(PTB_TRIALS, 1)
+            ]  # fmt: skip
+            runs += trials
+        trials = tried.get(system, tried.get("mos"))
+
+        def chosen(results, common=common, trials=trials):
+            return f"{common} {best(trials, results)}"
+
+        for seed in SEEDS if system in HEADS else []:
+            final = lambda results, seed=seed, chosen=chosen: (
+                f"{chosen(results)} --epochs {PTB_EPOCHS} --evaluations 4 --seed {seed}"
+            )
+            runs.append(language_model(f"ptb-{system}-seed-{seed}", "ptb-small", "ptb", final, trials, system=system, seed=seed))
+
+        random = " --table random" if system == "codes" else ""
+        seconds = StepSeconds(f"ptb-{system}-seconds", "step-seconds", "Penn Treebank, preset small", "language_model", "ptb",
+                              f"{common}{random}", system=system)  # fmt: skip
+        runs.append(seconds)
+        # The mixture of softmaxes is trained for longer than the equal time already.
+        if system != "mos":
+
+            def equal(results, system=system, chosen=chosen, seconds=seconds):
+                epoch = STEPS.get(system, WORD_STEPS) * seconds.result(results)["seconds"]
+                table = " --rounds 2 --table-file {RUNS}/ptb-table.safetensors" if system == "codes" else ""
+                return f"{chosen(results)} --epochs {math.ceil(60 * MINUTES / epoch)} --evaluations 4{table}"
+
+            runs.append(language_model(f"ptb-{system}-equal", "equal-time", "ptb", equal, [*trials, seconds], system=system, seed=1))
+    word = next(run for run in runs if run.name == "ptb-softmax-seed-1")
+    flags = f"--spell {{RUNS}}/{word.name}.safetensors {SPELL}"
+    runs.append(Run("ptb-spell", "spell", "Penn Treebank", "language_model", "ptb", flags, files=[word], seed=1))
     return runs
 
 
-def multi30k():
+def translation(task, data, quarter, shapes, settings, epochs):
+    """Trials of every head, and two seeds of the best."""
     runs = []
     for head in HEADS:
         trials = [
-            Run(f"multi30k-{head}-trial-{i}", "multi30k-trials", "Multi30k, German to English, a quarter of the pairs",
-                "translation", "multi30k-quarter", f"--head {head} {trial} --epochs 4", system=head, trial=i, seed=1)
-            for i, trial in enumerate(MULTI30K_TRIALS, 1)
+            Run(f"{task}-{head}-trial-{i}", f"{task}-trials", shapes[0], "translation", quarter,
+                f"--head {head} {trial} --epochs {epochs}", settings=settings, system=head, trial=i, seed=1)
+            for i, trial in enumerate(settings, 1)
         ]  # fmt: skip
         runs += trials
         for seed in SEEDS:
             flags = lambda results, head=head, seed=seed, trials=trials: (
-                f"--head {head} {MULTI30K_TRIALS[best(trials, results)]} --epochs 4 --seed {seed}"
+                f"--head {head} {best(trials, results)} --epochs {epochs} --seed {seed}"
             )
-            runs.append(
-                Run(f"multi30k-{head}-seed-{seed}", "multi30k", "Multi30k, German to English", "translation", "multi30k",
-                    flags, trials, system=head, seed=seed)
-            )  # fmt: skip
+            runs.append(Run(f"{task}-{head}-seed-{seed}", task, shapes[1], "translation", data, flags, trials,
+                            settings=settings, system=head, seed=seed))  # fmt: skip
     return runs
 
 
 def all_runs():
     """Trials come first, then one seed of each task, then the other."""
-    runs = penn_treebank() + multi30k()
+    shape = "Multi30k, German to English"
+    runs = penn_treebank()
+    runs += translation("multi30k", "multi30k", "multi30k-quarter", [f"{shape}, a quarter of the pairs", shape], MULTI30K_TRIALS, 4)
+    dialogues = ["60 Switchboard dialogues"] * 2
+    runs += translation("switchboard", "dialogues.jsonl", "dialogues.jsonl", dialogues, SWITCHBOARD_TRIALS, SWITCHBOARD_EPOCHS)
     return sorted(runs, key=lambda run: (run.key.get("trial") is None, run.key.get("seed", 0)))
 
 
@@ -153,6 +213,8 @@ def prepare(arguments):
             train, valid = [read(os.path.join(arguments.multi30k, f"{name}.{language}")) for name in ("train", "valid")]
             for folder, parts in [("multi30k", 1), ("multi30k-quarter", 4)]:
                 split(valid, os.path.join(RUNS, folder, f"{{}}.{language}"), train, parts)
+    if arguments.switchboard:
+        shutil.copy(arguments.switchboard, os.path.join(RUNS, "dialogues.jsonl"))
 
 
 def load():
@@ -186,19 +248,81 @@ def line_of(run, flags, output, commit):
     curve, seconds = evaluations(run)
     line = {"figure": run.figure, "shape": run.shape, "implementation": "mos-head", **run.key, "head": result["head"]}
     line |= {"output": value(flags, "--output") or "full", "components": 1 if result["head"] == "softmax" else 5}
-    line |= {"flags": " ".join(word for word in flags.split() if "{RUNS}" not in word), "parameters": result["parameters"]}
-    for key in ["valid_perplexity", "test_perplexity", "scores", "scores_of", "renormalised_perplexity", "word_model"]:
+    setting = next((setting for setting in run.settings if f" {setting} " in f" {flags} "), None)
+    line |= {"setting": setting} if setting else {}
+    line["parameters"] = result["parameters"]
+    result["word_perplexity"] = result.get("word_model", {}).get("valid_perplexity")
+    for key in ["valid_perplexity", "test_perplexity", "renormalised_perplexity", "word_perplexity", "scores_of"]:
         if result.get(key) is not None:
             line[key] = rounded(key, result[key])
+    if "scores" in result:
+        line["scores"] = {name: rounded(name, score) for name, score in result["scores"].items()}
     line |= {"evaluations": curve, "seconds": round(seconds, 1)}
-    names = {"ptb": "DIR", "ptb-quarter": "QUARTER", "multi30k": "DIR", "multi30k-quarter": "QUARTER"}
-    prefix = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
-    given = {"language_model": "--data", "translation": "--data"}[run.program]
-    where = f"{given} {names.get(run.data, 'FILE.jsonl')}"
-    shown = flags.replace("{RUNS}/", "")
-    line["command"] = f"{prefix} cargo run --release -p lab --bin {run.program} -- {where} {shown}"
+    line["command"] = " ".join([*(f"{name}={value}" for name, value in ENVIRONMENT.items()), shown(run, flags)])
+    return line | origin(commit)
+
+
+def shown(run, flags):
+    """The command as a reader types it."""
+    data = f"{data_flag(run)} {'FILE.jsonl' if run.data.endswith('.jsonl') else 'QUARTER' if run.data.endswith('-quarter') else 'DIR'}"
+    return f"cargo run --release -p lab --bin {run.program} -- {data} {flags.replace('{RUNS}/', '')}"
+
+
+def data_flag(run):
+    return "--dialogue" if run.data.endswith(".jsonl") else "--data"
+
+
+def origin(commit):
     today = datetime.date.today().isoformat()
-    return line | {"processor": processor(physical_cores()), "date": today, "commit": commit}
+    return {"processor": processor(physical_cores()), "date": today, "commit": commit}
+
+
+def paused(run, data, flags, environment, minutes):
+    """Seconds of a step, of a training that is stopped after some minutes."""
+    command = [program(run), "--data", data, *flags.split(), "--save", os.path.join(RUNS, "seconds.safetensors")]
+    for file in ("seconds.safetensors", "seconds.leg.safetensors"):
+        if os.path.exists(os.path.join(RUNS, file)):
+            os.remove(os.path.join(RUNS, file))
+    command += ["--minutes", str(minutes)]
+    print(f"  {' '.join(command)}", file=sys.stderr, flush=True)
+    output = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = re.search(r"paused after (\d+) steps of ([\d.]+) s", output)
+    if not found:
+        raise RuntimeError(f"no pause in:\n{output}")
+    return {"steps": int(found[1]), "seconds": float(found[2])}
+
+
+def random_text(words):
+    """A folder with a text in which each of these words occurs, and others by Zipf's law."""
+    folder = os.path.join(RUNS, f"random-{words}")
+    names = ["<unk>", *(f"w{i}" for i in range(words - 2))]
+    draw = random.Random(1)
+    drawn = draw.choices(names, [1 / (i + 1) for i in range(len(names))], k=400_000)
+    lines = lambda text: [" ".join(text[i : i + 20]) + "\n" for i in range(0, len(text), 20)]
+    write(os.path.join(folder, "train.txt"), lines([*names, *drawn]))
+    write(os.path.join(folder, "valid.txt"), lines(drawn[:400]))
+    return folder
+
+
+def measure_seconds(runs, commit):
+    """The seconds of a step of every preset on all cores, and of the systems of equal time on one."""
+    results = load()
+    one_thread = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    lines = []
+    for preset, (words, positions) in PRESETS.items():
+        found = paused("language_model", random_text(words), f"--preset {preset}", {"CANDLE_BARRIER_POOL_SPIN_LIMIT": "100"}, 1)
+        command = f"lab/run_all.sh --seconds: language_model --preset {preset} for a minute, {words} words"
+        lines.append({"figure": "preset-seconds", "preset": preset, "positions": positions, "command": command} | found)
+    for run in runs:
+        if isinstance(run, StepSeconds) and os.path.isdir(os.path.join(RUNS, run.data)):
+            found = paused(run.program, os.path.join(RUNS, run.data), run.resolved(results), ENVIRONMENT, 0.7)
+            lines.append({"figure": run.figure, **run.key, "command": f"{one_thread} {shown(run, run.flags)}"} | found)
+    add([{"shape": "Penn Treebank", "implementation": "mos-head"} | line | origin(commit) for line in lines])
+
+
+def add(lines):
+    with open(RESULTS, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 class Runner:
@@ -211,9 +335,10 @@ class Runner:
         while time.time() < self.deadline:
             with self.lock:
                 results = load()
-                waiting = [run for run in self.runs if not run.result(results) and run.name not in self.failed]
-                free = [run for run in waiting if run.name not in self.running]
-                ready = [run for run in free if all(need.result(results) for need in run.needs)]
+                is_done = lambda run: run.is_done(results, self.runs)
+                waiting = [run for run in self.runs if not is_done(run) and run.name not in self.failed]
+                free = [run for run in waiting if run.name not in self.running and not isinstance(run, StepSeconds)]
+                ready = [run for run in free if all(is_done(need) for need in run.needs)]
                 if ready:
                     self.running.add(ready[0].name)
                     return ready[0], ready[0].resolved(results)
@@ -235,7 +360,7 @@ class Runner:
 
     def train(self, run, flags):
         minutes = (self.deadline - time.time()) / 60
-        command = [program(run.program), "--data", os.path.join(RUNS, run.data), *flags.replace("{RUNS}", RUNS).split()]
+        command = [program(run.program), data_flag(run), os.path.join(RUNS, run.data), *flags.replace("{RUNS}", RUNS).split()]
         command += ["--save", run.path(".safetensors"), "--minutes", f"{max(minutes, 0.1):.2f}"]
         command += ["--results", run.path(".jsonl"), "--json"]
         print(f"{time.strftime('%H:%M')} {run.name}: {flags}", file=sys.stderr, flush=True)
@@ -247,8 +372,8 @@ class Runner:
                 return
             raise RuntimeError(f"failed: see {run.path('.log')}")
         line = line_of(run, flags, output, self.commit)
-        with self.lock, open(RESULTS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with self.lock:
+            add([line] if not run.result(load()) else [])
         found = " ".join(f"{key} {line[key]}" for key in ("valid_perplexity", "test_perplexity") if key in line)
         print(f"{time.strftime('%H:%M')} {run.name}: {found}", file=sys.stderr, flush=True)
 
@@ -259,6 +384,7 @@ def main():
         parser.add_argument(flag)
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--seconds", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--force", action="store_true", help="runs code that is not committed")
     parser.add_argument("names", nargs="*")
@@ -269,7 +395,7 @@ def main():
         results = load()
         for run in runs:
             line = run.result(results)
-            print(f"{run.name:28} {line['valid_perplexity'] if line else '-':>8}")
+            print(f"{run.name:28} {line.get('valid_perplexity', line.get('seconds')) if line else '-':>8}")
         return
     runs = [run for run in runs if run.name.split("-")[0] in given]
     if arguments.names:
@@ -280,7 +406,10 @@ def main():
         sys.exit(f"commit first, so that the results can name what was run:\n{changed}")
     os.makedirs(RUNS, exist_ok=True)
     prepare(arguments)
-    runner = Runner(runs, time.time() + 60 * arguments.minutes, git("rev-parse", "--short", "HEAD").strip())
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    if arguments.seconds:
+        return measure_seconds(runs, commit)
+    runner = Runner(runs, time.time() + 60 * arguments.minutes, commit)
     workers = [threading.Thread(target=runner.work) for _ in range(arguments.jobs)]
     for worker in workers:
         worker.start()
@@ -288,6 +417,9 @@ def main():
         worker.join()
     if runner.failed:
         sys.exit(f"failed: {', '.join(sorted(runner.failed))}")
+    results = load()
+    left = [run.name for run in runs if not run.result(results)]
+    print(f"left: {', '.join(left)}" if left else "all is done", file=sys.stderr)
 
 
 if __name__ == "__main__":

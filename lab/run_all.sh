@@ -10,6 +10,8 @@
 #   --switchboard FILE  a dialogue per line, as `translation --dialogue` reads it
 #   --minutes N         stops after N minutes; the same command continues where it stopped
 #   --list              prints the runs, those that are done with their results
+#   --seconds           only measures the seconds of a step, of the presets on all cores and of the runs of equal time on
+#                       one, which need them; ten minutes in which the machine should have nothing else to do
 #   NAME..              only these runs, and what they need
 #
 # A run whose line is in the results is not repeated. What a run writes until then is in RUNS (target/runs).

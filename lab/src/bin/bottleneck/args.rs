@@ -26,7 +26,10 @@ pub(crate) struct Args {
     /// Safetensors file with hidden states `hidden` [.., d] and, if known, the next tokens `targets` [..]
     #[arg(long, value_name = "FILE", requires = "weight")]
     pub(crate) hidden: Option<PathBuf>,
-    /// Number of contexts, evenly spaced over the validation text or the hidden states
+    /// Take contexts of the test text, not of the validation text
+    #[arg(long, conflicts_with = "weight")]
+    pub(crate) test: bool,
+    /// Number of contexts, evenly spaced over the text or the hidden states
     #[arg(long, default_value_t = 2000, value_parser = positive)]
     pub(crate) contexts: usize,
     /// The dtype of the logits: with f32, singular values below its roundoff do not count

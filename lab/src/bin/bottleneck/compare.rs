@@ -57,7 +57,7 @@ fn log_probs(source: &Source) -> Result<Vec<f64>> {
 }
 
 fn target(text: &Text, i: usize) -> u32 {
-    text.corpus.data.valid[text.places[i]]
+    text.ids[text.places[i]]
 }
 
 fn word(corpus: &Corpus, id: u32) -> &str {
@@ -66,7 +66,7 @@ fn word(corpus: &Corpus, id: u32) -> &str {
 
 /// The sentence before the target and the one before that, as far as they are shown.
 fn context(text: &Text, i: usize) -> String {
-    let before = &text.corpus.data.valid[..text.places[i]];
+    let before = &text.ids[..text.places[i]];
     let words = before.iter().map(|&id| word(&text.corpus, id));
     let mut ends = 0;
     let mut shown: Vec<&str> = words

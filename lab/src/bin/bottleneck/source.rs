@@ -32,7 +32,9 @@ pub(crate) struct Source {
 /// The text that the contexts are of.
 pub(crate) struct Text {
     pub(crate) corpus: Corpus,
-    /// The place of each context's target in the validation text.
+    /// The validation text, or the test text.
+    pub(crate) ids: Vec<u32>,
+    /// The place of each context's target in the text.
     pub(crate) places: Vec<usize>,
 }
 
@@ -68,7 +70,12 @@ fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
     let (kind, model) =
         LanguageModel::from_checkpoint(&checkpoint, corpus.words.len(), &Device::Cpu).map_err(failed)?;
     let activation = Recipe::of_checkpoint(kind, &checkpoint)?.activation;
-    let (hidden, places) = hidden_states(&model, &corpus.data.valid, args.contexts)?;
+    let ids = match &corpus.test {
+        _ if !args.test => corpus.data.valid.clone(),
+        Some(test) => test.clone(),
+        None => return Err(failed("--test needs a corpus with a test.txt".into()).into()),
+    };
+    let (hidden, places) = hidden_states(&model, &ids, args.contexts)?;
     let dtype = args.dtype.dtype();
     let tensor = |name: &str| -> Result<Tensor> { Ok(named(&checkpoint, path, name)?.to_dtype(dtype)?) };
     let tied = checkpoint.optional("tied")?.unwrap_or(false);
@@ -93,9 +100,9 @@ fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
             (head, Some(prior_weight))
         }
     };
-    let targets = Some(places.iter().map(|&place| corpus.data.valid[place]).collect());
+    let targets = Some(places.iter().map(|&place| ids[place]).collect());
     let (name, hidden) = (path.display().to_string(), hidden.to_dtype(dtype)?);
-    let text = Some(Text { corpus, places });
+    let text = Some(Text { corpus, ids, places });
     Ok(Source { name, kind, head, weight, bias, prior_weight, hidden, targets, text })
 }
 
@@ -272,6 +279,24 @@ pub(crate) mod tests {
             assert_eq!(row(&few, i).expect("a row"), row(&all, same).expect("a row"));
             assert_eq!(few.targets.as_ref().expect("known")[i], all.targets.as_ref().expect("known")[same]);
         }
+        std::fs::remove_file(path).expect("was just written");
+        std::fs::remove_dir_all(folder).expect("was just written");
+    }
+
+    #[test]
+    fn the_contexts_of_the_test_text_are_those_of_test_txt() {
+        let folder = folder("test_text", "a b c d a c\n");
+        let path = saved("test_text", HeadKind::Softmax, Corpus::from_folder(&folder, None).expect("a corpus"));
+        let error = match open(&args(&["--test"], &[&path])) {
+            Ok(_) => panic!("must fail"),
+            Err(error) => error.to_string(),
+        };
+        assert!(error.contains("--test") && error.contains("test.txt"), "{error}");
+        std::fs::write(folder.join("test.txt"), "d d d\n").expect("writes");
+        let source = open(&args(&["--test"], &[&path])).expect("opens").remove(0);
+        let mut targets = source.targets.expect("known");
+        targets.sort_unstable();
+        assert_eq!(targets, [3, 3, 3, 4]);
         std::fs::remove_file(path).expect("was just written");
         std::fs::remove_dir_all(folder).expect("was just written");
     }

@@ -11,9 +11,11 @@
 
 mod codes;
 mod outputs;
+mod papers;
 mod pictures;
 mod quality;
 mod results;
+mod runs;
 mod tables;
 #[cfg(test)]
 mod tests;

@@ -6,6 +6,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::quality::head_name;
 use crate::results::{Line, Result, Results};
+use crate::runs;
 use crate::tables::{beside, count, decoder_gradient_mib, digits, need, softmaxes, source};
 
 const WIDTH: i32 = 800;
@@ -19,6 +20,15 @@ const BLUE: RGBColor = RGBColor(0, 114, 178);
 const OTHERS: RGBColor = RGBColor(160, 169, 179);
 const HEADS: [(&str, RGBColor); 3] =
     [("softmax", RGBColor(213, 94, 0)), ("moc", RGBColor(0, 158, 115)), ("mos", RGBColor(0, 114, 178))];
+
+const SYSTEMS: [(&str, RGBColor); 6] = [
+    HEADS[0],
+    HEADS[1],
+    HEADS[2],
+    ("sampled", RGBColor(204, 121, 167)),
+    ("adaptive", RGBColor(230, 159, 0)),
+    ("codes", RGBColor(86, 180, 233)),
+];
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
@@ -230,6 +240,70 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
         }
         Ok(())
     })
+}
+
+/// Perplexity against minutes of equal time, of every system that was trained so; `None` if none was.
+pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
+    const HEIGHT: i32 = 460;
+    const LEFT: i32 = 70;
+    const RIGHT: i32 = WIDTH - 330;
+    const TOP: i32 = 102;
+    const BOTTOM: i32 = HEIGHT - 76;
+    const LOWEST: f64 = 100.0;
+    const HIGHEST: f64 = 400.0;
+    let (systems, used) = runs::equal_time(results)?;
+    if systems.is_empty() {
+        return Ok(None);
+    }
+    let longest = runs::MINUTES[runs::MINUTES.len() - 1];
+    // Logarithmic in both: from 2 minutes on.
+    let x =
+        |minutes: f64| LEFT + (f64::from(RIGHT - LEFT) * (minutes / 2.0).ln() / (longest / 2.0).ln()).round() as i32;
+    let y = |value: f64| {
+        BOTTOM - (f64::from(BOTTOM - TOP) * (value / LOWEST).ln() / (HIGHEST / LOWEST).ln()).round() as i32
+    };
+    let picture = svg(HEIGHT, |area| {
+        text(area, "Equal time on Penn Treebank", (20, 26), TITLE, INK)?;
+        let subtitle = "About 5 million parameters each; minutes of one core: steps done times the seconds of a step";
+        text(area, subtitle, (20, 50), TEXT, GREY)?;
+        text(area, "validation perplexity", (20, TOP - 20), SMALL, GREY)?;
+        let [right, center] = [HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side));
+        for value in [100.0, 125.0, 150.0, 200.0, 250.0, 300.0, 400.0] {
+            area.draw(&PathElement::new([(LEFT, y(value)), (RIGHT, y(value))], PALE))?;
+            text(area, &format!("{value}"), (LEFT - 8, y(value)), right, GREY)?;
+        }
+        for minutes in [2.0, 5.0, 10.0, 20.0, 40.0] {
+            area.draw(&PathElement::new([(x(minutes), TOP), (x(minutes), BOTTOM)], PALE))?;
+            text(area, &format!("{minutes}"), (x(minutes), BOTTOM + 16), center, GREY)?;
+        }
+        text(area, "minutes", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        let mut ends = vec![];
+        for system in &systems {
+            let is_shown = |(minutes, value): &&(f64, f64)| {
+                (2.0..=longest).contains(minutes) && (LOWEST..=HIGHEST).contains(value)
+            };
+            let points: Vec<_> = system.points.iter().filter(is_shown).collect();
+            let color = SYSTEMS.iter().find(|(name, _)| *name == system.system).map_or(INK, |(_, color)| *color);
+            let pixels: Vec<_> = points.iter().map(|(minutes, value)| (x(*minutes), y(*value))).collect();
+            area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
+            for &at in &pixels {
+                area.draw(&Circle::new(at, 3, color.filled()))?;
+            }
+            ends.extend(points.last().map(|(_, value)| (*value, system.system, color)));
+        }
+        ends.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let mut above = i32::MIN;
+        for (value, system, color) in ends {
+            // Labels stand at least a line apart.
+            let label = y(value).max(above.saturating_add(18));
+            above = label;
+            let font = Font(13.0, FontStyle::Bold, HPos::Left);
+            text(area, &format!("{value:.0} {}", runs::system_name(system)), (RIGHT + 12, label), font, color)?;
+        }
+        text(area, source(&used, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
+        Ok(())
+    })?;
+    Ok(Some(picture))
 }
 
 /// The distribution of the singular values of the log-probabilities (Yang et al., 2018, figure 1), of the models that

@@ -270,20 +270,28 @@ fn last(line: &Line, key: &str) -> Result<f64> {
 /// The mean over the seeds and its standard deviation.
 fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     let values = line.numbers(key);
-    let count = values.len() as f64;
     if values.len() < 2 {
         return Err(format!("fewer than two numbers under \"{key}\"").into());
     }
+    Ok(mean_and_deviation(&values, decimals))
+}
+
+/// The mean of some numbers and, of more than one, the standard deviation.
+pub(crate) fn mean_and_deviation(values: &[f64], decimals: usize) -> String {
+    let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
+    if values.len() < 2 {
+        return format!("{mean:.decimals$}");
+    }
     let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    Ok(format!("{mean:.decimals$} ± {:.decimals$}", variance.sqrt()))
+    format!("{mean:.decimals$} ± {:.decimals$}", variance.sqrt())
 }
 
 fn each(line: &Line, key: &str, format: fn(f64) -> String) -> String {
     line.numbers(key).into_iter().map(format).collect::<Vec<_>>().join(", ")
 }
 
-fn perplexity(number: f64) -> String {
+pub(crate) fn perplexity(number: f64) -> String {
     if number < 10.0 {
         format!("{number:.2}")
     } else {

@@ -8,12 +8,12 @@ use serde_json::{Map, Value};
 /// Errors name the file, and the line where one is at fault.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const FILES: [&str; 9] =
-    ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs", "codes"];
+pub(crate) const FILES: [&str; 10] =
+    ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs", "codes", "runs"];
 /// Where a measurement comes from.
 const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
 /// Figures of time and memory, of which tables show one processor: the one that was measured last.
-const OF_ONE_PROCESSOR: [&str; 12] = [
+const OF_ONE_PROCESSOR: [&str; 14] = [
     "step",
     "without-gradients",
     "dtypes",
@@ -26,10 +26,15 @@ const OF_ONE_PROCESSOR: [&str; 12] = [
     "output-step",
     "language-model",
     "assignment",
+    "preset-seconds",
+    "step-seconds",
 ];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
-const IDENTITY: [&str; 18] = [
+const IDENTITY: [&str; 21] = [
     "figure",
+    "system",
+    "seed",
+    "preset",
     "shape",
     "positions",
     "implementation",
@@ -93,6 +98,20 @@ impl Line {
             .get(key)
             .and_then(Value::as_array)
             .map_or(vec![], |all| all.iter().filter_map(Value::as_f64).collect())
+    }
+
+    /// The arrays of three numbers in the array under `key`, empty if there is none.
+    pub(crate) fn triples(&self, key: &str) -> Vec<[f64; 3]> {
+        let triple = |value: &Value| {
+            let numbers: Vec<f64> = value.as_array()?.iter().filter_map(Value::as_f64).collect();
+            numbers.try_into().ok()
+        };
+        self.values.get(key).and_then(Value::as_array).map_or(vec![], |all| all.iter().filter_map(triple).collect())
+    }
+
+    /// The number under `key` of the object `scores`.
+    pub(crate) fn score(&self, key: &str) -> Option<f64> {
+        self.values.get("scores")?.get(key)?.as_f64()
     }
 
     pub(crate) fn is(&self, key: &str, value: &str) -> bool {

@@ -3,16 +3,31 @@
 use std::collections::BTreeSet;
 
 use crate::codes;
+use crate::papers::papers;
 use crate::quality;
 use crate::results::{Line, Result, Results};
+use crate::{root, runs};
 
 type Generator = fn(&Results) -> Result<String>;
 
 /// What stands in place of a table that nothing has been measured for.
 pub(crate) const UNMEASURED: &str = "Not measured yet.\n";
 
+/// The scores of a dialogue model: precision and recall of five responses.
+const SWITCHBOARD: [(&str, &str); 9] = [
+    ("bleu_1_p", "BLEU-1 P"),
+    ("bleu_1_r", "BLEU-1 R"),
+    ("bleu_2_p", "BLEU-2 P"),
+    ("bleu_2_r", "BLEU-2 R"),
+    ("bleu_3_p", "BLEU-3 P"),
+    ("bleu_3_r", "BLEU-3 R"),
+    ("bleu_4_p", "BLEU-4 P"),
+    ("bleu_4_r", "BLEU-4 R"),
+    ("distinct", "distinct replies, %"),
+];
+
 /// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 33] = [
+pub(crate) const TABLES: [(&str, Generator); 44] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -46,6 +61,17 @@ pub(crate) const TABLES: [(&str, Generator); 33] = [
     ("bottleneck", quality::bottleneck),
     ("dialogue", quality::dialogue),
     ("characters", quality::characters),
+    ("ptb-small-trials", |results| runs::trials(results, "ptb-small-trials")),
+    ("ptb-small", |results| runs::finals(results, "ptb-small", &[])),
+    ("multi30k-trials", |results| runs::trials(results, "multi30k-trials")),
+    ("multi30k", |results| runs::finals(results, "multi30k", &[("bleu", "test BLEU")])),
+    ("switchboard-trials", |results| runs::trials(results, "switchboard-trials")),
+    ("switchboard", |results| runs::finals(results, "switchboard", &SWITCHBOARD)),
+    ("equal-time", runs::equal_time_table),
+    ("preset-seconds", runs::preset_seconds),
+    ("papers-mos", |results| papers(root(), results, "mos")),
+    ("papers-fast", |results| papers(root(), results, "fast")),
+    ("papers-limits", |results| papers(root(), results, "limits")),
 ];
 
 /// `text` with every table between markers made anew.

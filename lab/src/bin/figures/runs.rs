@@ -1,0 +1,145 @@
+//! The tables of the small runs (`lab/run_all.sh`): the trials of every head, two seeds of the best, equal time.
+
+use crate::quality::{head_name, mean_and_deviation, perplexity};
+use crate::results::{Line, Result, Results};
+use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
+
+/// The systems in the order of the tables.
+const SYSTEMS: [&str; 6] = ["softmax", "moc", "mos", "sampled", "adaptive", "codes"];
+/// Minutes of equal time.
+pub(crate) const MINUTES: [f64; 3] = [10.0, 20.0, 40.0];
+
+/// The name of a system in a table or a picture.
+pub(crate) fn system_name(system: &str) -> String {
+    match system {
+        "sampled" => "mixture of softmaxes, sampled".into(),
+        "adaptive" => "adaptive, its head a mixture of softmaxes".into(),
+        "codes" => "mixture of softmaxes over learned codes".into(),
+        head => head_name(head).into(),
+    }
+}
+
+/// The systems that a figure has lines of.
+fn systems<'a>(lines: &[&'a Line]) -> Vec<(&'static str, Vec<&'a Line>)> {
+    let of = |system: &str| lines.iter().copied().filter(|line| line.is("system", system)).collect::<Vec<_>>();
+    SYSTEMS.into_iter().map(|system| (system, of(system))).filter(|(_, lines)| !lines.is_empty()).collect()
+}
+
+fn of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
+    lines.iter().copied().find(|line| line.number("trial") == Some(f64::from(trial)))
+}
+
+/// The validation perplexity of each trial, by its flags.
+pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
+    let lines = results.of(figure);
+    let systems = systems(&lines);
+    if systems.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let mut rows = vec![];
+    for trial in 1.. {
+        let Some(any) = of_trial(&lines, trial) else { break };
+        let mut row = vec![format!("`{}`", any.text("setting"))];
+        for (_, lines) in &systems {
+            row.push(match of_trial(lines, trial) {
+                None => String::new(),
+                Some(line) => line.number("valid_perplexity").map_or("diverged".into(), perplexity),
+            });
+        }
+        rows.push(row);
+    }
+    let names: Vec<_> = systems.iter().map(|(system, _)| system_name(system)).collect();
+    Ok(markdown(&format!("| flags | {} |", names.join(" | ")), rows) + &source(&lines, false))
+}
+
+/// The seeds of the best trial of every head: mean and standard deviation.
+pub(crate) fn finals(results: &Results, figure: &str, scores: &[(&str, &str)]) -> Result<String> {
+    let lines = results.of(figure);
+    let systems = systems(&lines);
+    if systems.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let mut rows = vec![];
+    for (system, lines) in systems {
+        let values = |key: &str| lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>();
+        let decimals = if need(lines[0], "valid_perplexity")? < 10.0 { 2 } else { 1 };
+        let mut row = vec![system_name(system), format!("`{}`", lines[0].text("setting"))];
+        row.push(count(need(lines[0], "parameters")?));
+        row.push(lines.len().to_string());
+        for key in ["valid_perplexity", "test_perplexity"] {
+            row.push(mean_and_deviation(&values(key)?, decimals));
+        }
+        for (key, _) in scores {
+            let scores = lines.iter().map(|line| line.score(key).ok_or(format!("no score {key} of {figure}")));
+            row.push(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, 1));
+        }
+        rows.push(row);
+    }
+    let scores: String = scores.iter().map(|(_, name)| format!(" {name} |")).collect();
+    let header =
+        format!("| head | best trial | parameters | seeds | validation perplexity | test perplexity |{scores}");
+    Ok(markdown(&header, rows) + &source(&lines, false))
+}
+
+/// Minutes and perplexities of a system: steps that are done times the seconds of a step on a quiet machine.
+pub(crate) struct EqualTime {
+    pub(crate) system: &'static str,
+    pub(crate) parameters: f64,
+    pub(crate) seconds: f64,
+    pub(crate) points: Vec<(f64, f64)>,
+}
+
+/// Every system that was trained for equal time. The mixture of softmaxes has its run of the first seed, which takes
+/// longer.
+pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line>)> {
+    let (long, seconds) = (results.of("equal-time"), results.of("step-seconds"));
+    let whole: Vec<_> = results.of("ptb-small").into_iter().filter(|line| line.number("seed") == Some(1.0)).collect();
+    let (mut found, mut used) = (vec![], vec![]);
+    for system in SYSTEMS {
+        let of = |lines: &[&'_ Line]| lines.iter().position(|line| line.is("system", system));
+        let Some(step) = of(&seconds).map(|i| seconds[i]) else { continue };
+        let Some(line) = of(&long).map(|i| long[i]).or_else(|| of(&whole).map(|i| whole[i])) else { continue };
+        let each = need(step, "seconds")?;
+        let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
+        let points: Vec<_> = line.triples("evaluations").into_iter().map(point).collect();
+        used.extend([line, step]);
+        found.push(EqualTime { system, parameters: need(line, "parameters")?, seconds: each, points });
+    }
+    Ok((found, used))
+}
+
+/// The perplexity at the last evaluation within these minutes.
+fn within(points: &[(f64, f64)], minutes: f64) -> String {
+    let last = points.iter().rfind(|(at, _)| *at <= minutes);
+    last.map_or(String::new(), |(_, value)| perplexity(*value))
+}
+
+pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
+    let (systems, used) = equal_time(results)?;
+    if systems.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let row = |system: &EqualTime| {
+        let mut row = vec![system_name(system.system), count(system.parameters), digits(system.seconds)];
+        row.extend(MINUTES.map(|minutes| within(&system.points, minutes)));
+        row
+    };
+    let rows = systems.iter().map(row).collect();
+    let header = "| system | parameters | seconds a step | 10 minutes | 20 minutes | 40 minutes |";
+    Ok(markdown(header, rows) + &source(&used, true))
+}
+
+/// Seconds of a step of the papers' models.
+pub(crate) fn preset_seconds(results: &Results) -> Result<String> {
+    let lines = results.of("preset-seconds");
+    if lines.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let row = |line: &&Line| {
+        let positions = need(line, "positions")?;
+        let seconds = need(line, "seconds")?;
+        Ok(vec![format!("`{}`", line.text("preset")), count(positions), digits(seconds), count(positions / seconds)])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| preset | positions a step | seconds a step | positions per second |", rows) + &source(&lines, true))
+}

@@ -70,7 +70,7 @@ impl Seq2Seq {
             target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
             decoder: lstm(hidden, "decoder")?,
             attention: Attention::new(hidden, vb.pp("attention"))?,
-            head: sizes.build(kind, 0.0, None, vb.pp("head"))?,
+            head: sizes.build(kind, recipe.awd.context_dropout.unwrap_or(0.0), None, vb.pp("head"))?,
             dropout,
             device: device.clone(),
             varmap,

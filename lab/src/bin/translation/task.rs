@@ -86,9 +86,15 @@ impl Task {
 }
 
 pub(crate) fn corpus(args: &Args) -> Result<Corpus> {
+    let mut corpus = whole_corpus(args)?;
+    corpus.shorten(args.part);
+    Ok(corpus)
+}
+
+fn whole_corpus(args: &Args) -> Result<Corpus> {
     match (&args.data, &args.dialogue) {
         (Some(folder), _) => Corpus::from_folder(folder, &args.source, &args.target),
-        (None, Some(path)) => dialogue::corpus(path, args.turns, args.common.seed),
+        (None, Some(path)) => dialogue::corpus(path, args.turns),
         (None, None) => Ok(toy::corpus(TOY_PAIRS.0, TOY_PAIRS.1, args.common.seed)),
     }
 }

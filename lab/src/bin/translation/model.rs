@@ -1,9 +1,10 @@
 //! The encoder-decoder: a bidirectional LSTM over the source, an LSTM over the target, attention, and an output layer.
 
 use crate::attention::{Attention, Memory};
-use crate::batches::{shuffled, sorted, Batch, Sources};
+use crate::batches::{shuffled, shuffled_evenly, sorted, Batch, Sources};
 use crate::corpus::Encoded;
 use crate::setting::Setting;
+use crate::task::Task;
 use crate::vocabulary::PAD;
 use candle_core::{DType, Device, Module, Tensor, D};
 use candle_nn::rnn::LSTMState;
@@ -158,7 +159,13 @@ impl Model for Seq2Seq {
 
     fn batches(&self, pairs: &[Encoded], recipe: &Recipe, pass: Pass) -> Vec<Vec<usize>> {
         match pass {
-            Pass::Training { epoch } => shuffled(pairs, recipe.batch, recipe.seed ^ (epoch as u64) << 32),
+            Pass::Training { epoch } => {
+                let seed = recipe.seed ^ (epoch as u64) << 32;
+                match self.setting.task {
+                    Task::Dialogue => shuffled_evenly(pairs, recipe.batch, seed),
+                    Task::Toy | Task::Translation => shuffled(pairs, recipe.batch, seed),
+                }
+            }
             Pass::Evaluation => sorted(pairs, EVALUATION_BATCH),
         }
     }
@@ -176,7 +183,6 @@ impl Model for Seq2Seq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::task::Task;
     use crate::vocabulary::Vocabulary;
 
     fn model(kind: HeadKind) -> Seq2Seq {

@@ -88,12 +88,9 @@ pub(crate) struct Args {
     /// Sample the answers of --translate and --chat at this temperature, instead of a beam search for the likeliest
     #[arg(long, value_parser = not_negative)]
     pub(crate) temperature: Option<f64>,
-    /// Locked dropout of the mixtures' contexts
-    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = below_one)]
-    context_dropout: f64,
-    /// Factor of the parameters that is subtracted from them at every step, times the learning rate
-    #[arg(long, value_name = "FACTOR", default_value_t = 0.0, value_parser = not_negative)]
-    weight_decay: f64,
+    /// Locked dropout of the mixtures' contexts [default: 0; dialogue: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    context_dropout: Option<f64>,
     #[command(flatten)]
     recipe: RecipeFlags,
     #[command(flatten)]
@@ -108,7 +105,6 @@ impl Args {
             Task::Dialogue => DIALOGUE,
         };
         let recipe = self.recipe.over(defaults, self.common.seed);
-        let (context_dropout, weight_decay) = (Some(self.context_dropout), Some(self.weight_decay));
-        Recipe { awd: Awd { context_dropout, weight_decay, ..recipe.awd }, ..recipe }
+        Recipe { awd: Awd { context_dropout: self.context_dropout, ..recipe.awd }, ..recipe }
     }
 }

@@ -56,6 +56,7 @@ impl Seq2Seq {
         if hidden % 2 != 0 {
             return Err(format!("--hidden is {hidden}, expected an even number: half for each direction").into());
         }
+        let context_dropout = recipe.awd.context_dropout.unwrap_or(setting.task.context_dropout(dropout));
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
         let lstm = |units, name| Lstm::new(embedding, &vec![units; layers], LstmDropout::locked(dropout), vb.pp(name));
@@ -71,7 +72,7 @@ impl Seq2Seq {
             target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
             decoder: lstm(hidden, "decoder")?,
             attention: Attention::new(hidden, vb.pp("attention"))?,
-            head: sizes.build(kind, recipe.awd.context_dropout.unwrap_or(0.0), None, vb.pp("head"))?,
+            head: sizes.build(kind, context_dropout, None, vb.pp("head"))?,
             dropout,
             device: device.clone(),
             varmap,

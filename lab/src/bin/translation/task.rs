@@ -75,6 +75,15 @@ impl Task {
         }
     }
 
+    /// The dropout of the mixtures' contexts beside a `dropout` of all else. On the few dialogues that there are, mixtures
+    /// overfit without it: a softmax has dropout right before its decoder, on the hidden states.
+    pub(crate) fn context_dropout(self, dropout: f64) -> f64 {
+        match self {
+            Task::Toy | Task::Translation => 0.0,
+            Task::Dialogue => dropout,
+        }
+    }
+
     /// The number of results that are scored per pair.
     pub(crate) fn n_best(self) -> usize {
         if self == Task::Dialogue {

@@ -106,7 +106,9 @@ fn run(args: &Args) -> Result<()> {
     };
 
     if scores_of == "test" {
-        println!("All but the validation's NLL and perplexity is of the test pairs.");
+        println!(
+            "The scores and samples are those of the test pairs, the model that of the best epoch if there is --save."
+        );
     }
     println!("{}", report::table(&rows));
     let title = format!("Learning {}", corpus.name);

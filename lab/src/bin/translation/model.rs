@@ -187,11 +187,15 @@ mod tests {
     use crate::vocabulary::Vocabulary;
 
     fn model(kind: HeadKind) -> Seq2Seq {
+        model_of(Task::Toy, kind)
+    }
+
+    fn model_of(task: Task, kind: HeadKind) -> Seq2Seq {
         let (embedding, context) = (Some(8), Some(12));
         let recipe = Recipe { hidden: 16, embedding, context, layers: 2, dropout: 0.3, ..Recipe::BASE };
         let words: String = (0..46).map(|i| format!("word{i} ")).collect();
         let vocabulary = Vocabulary::words([words.as_str()].into_iter(), 1, &[]);
-        let setting = Setting { task: Task::Toy, source: vocabulary.clone(), target: vocabulary, turns: 1 };
+        let setting = Setting { task, source: vocabulary.clone(), target: vocabulary, turns: 1 };
         Seq2Seq::new(kind, setting, &recipe, &Device::Cpu).unwrap()
     }
 
@@ -228,6 +232,21 @@ mod tests {
             let difference = (one - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap().max_all().unwrap();
             assert!(difference.to_scalar::<f32>().unwrap() < 1e-5);
             state = state.select(&swap).unwrap();
+        }
+    }
+
+    #[test]
+    fn contexts_have_dropout_in_dialogues_alone() {
+        use mos_head::{DropoutMasks, LossOptions};
+        let hidden = Tensor::ones((2, 3, 16), DType::F32, &Device::Cpu).unwrap();
+        let targets = Tensor::new(&[[4u32, 5, 6], [7, 8, 9]], &Device::Cpu).unwrap();
+        for (task, has_dropout) in [(Task::Dialogue, true), (Task::Translation, false), (Task::Toy, false)] {
+            let model = model_of(task, HeadKind::Mos);
+            let sum = |seed| {
+                let options = LossOptions::new().with_dropout(DropoutMasks::Seeded(seed));
+                model.head().loss(&hidden, &targets, &options).unwrap().sum_and_count().unwrap().0
+            };
+            assert_eq!(sum(1) != sum(2), has_dropout, "{task:?}");
         }
     }
 

@@ -125,3 +125,54 @@ pub(crate) fn json(row: &Row, rows: &[Row]) -> Value {
         "scores": scores,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(test_nll: Option<f64>) -> Row {
+        let trained = Trained {
+            measures: vec![("BLEU-1 P", 12.5)],
+            test_nll,
+            seconds_per_batch: None,
+            peak_mib: None,
+            vocab: "word",
+            vocab_size: 9,
+            components: 1,
+        };
+        Outcome {
+            kind: HeadKind::Softmax,
+            parameters: 7,
+            history: vec![],
+            valid_nll: 1.0,
+            diverged: None,
+            tokens_per_second: None,
+            more: Some(trained),
+        }
+    }
+
+    #[test]
+    fn results_say_which_pairs_they_are_of() {
+        let of = |test_nll| {
+            let rows = [row(test_nll)];
+            (json(&rows[0], &rows), table(&rows))
+        };
+        let (with, with_table) = of(Some(2.0));
+        assert_eq!((&with["scores_of"], &with["test_perplexity"]), (&json!("test"), &json!(2f64.exp())));
+        assert_eq!(with["scores"], json!({ "bleu_1_p": 12.5 }));
+        assert!(with_table.contains("test ppl") && with_table.contains("7.389"), "{with_table}");
+        let (without, without_table) = of(None);
+        assert_eq!((&without["scores_of"], &without["test_perplexity"]), (&json!("valid"), &Value::Null));
+        assert!(!without_table.contains("test ppl"), "{without_table}");
+    }
+
+    #[test]
+    fn every_pair_has_a_line_of_what_was_found() {
+        let pair = |text: &str| Pair { source: format!("{text}?"), target: text.into() };
+        let scores = Scores { measures: vec![], found: vec![vec!["a \"b\"".into(), "c".into()], vec![]] };
+        let lines = found(HeadKind::Moc, &[pair("x"), pair("y")], &scores).unwrap();
+        let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let first = json!({ "head": "moc", "source": "x?", "reference": "x", "found": ["a \"b\"", "c"] });
+        assert_eq!((lines.len(), &lines[0]), (2, &first));
+    }
+}

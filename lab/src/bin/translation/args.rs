@@ -21,7 +21,7 @@ const TOY: Recipe = Recipe {
     ..Recipe::BASE
 };
 const TRANSLATION: Recipe = Recipe { components: 5, hidden: 256, batch: 64, lr: 0.0037, dropout: 0.16, ..TOY };
-const DIALOGUE: Recipe = Recipe { lr: 0.0069, ..TRANSLATION };
+const DIALOGUE: Recipe = Recipe { epochs: 6, lr: 0.008, dropout: 0.3, ..TRANSLATION };
 
 /// Trains an LSTM encoder-decoder with attention for translation or dialogue, with any of the output layers.
 ///

@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn even_batches_have_similar_numbers_of_targets_and_every_pair() {
         // Half of the targets are of one token, the others of up to 40.
-        let text = |i: usize| vec![5; if i % 2 == 0 { 1 } else { i % 40 }];
+        let text = |i: usize| vec![5; if i.is_multiple_of(2) { 1 } else { i % 40 }];
         let pairs: Vec<_> = (0..1000).map(|i| Encoded { source: text(i), target: text(i) }).collect();
         let batches = shuffled_evenly(&pairs, 64, 5);
         let mut seen = batches.concat();

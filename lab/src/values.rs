@@ -24,6 +24,11 @@ pub(crate) fn up_to_one(value: &str) -> Result<f64, String> {
     parse(value, "a number from 0 to 1", |x| (0.0..=1.0).contains(x))
 }
 
+/// A number above 0 and at most 1.
+pub fn share(value: &str) -> Result<f64, String> {
+    parse(value, "a number above 0 and at most 1", |&x: &f64| x > 0.0 && x <= 1.0)
+}
+
 /// A number of at least 0 and below 1.
 pub fn below_one(value: &str) -> Result<f64, String> {
     parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))

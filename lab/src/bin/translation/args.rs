@@ -2,10 +2,11 @@
 
 use crate::task::{Task, VocabularyKind};
 use clap::Parser;
+use lab::awd::Awd;
 use lab::flags::TrainingFlags;
 use lab::recipe::{describe, Recipe, RecipeFlags};
 use lab::table::TableFlags;
-use lab::values::{not_negative, positive};
+use lab::values::{below_one, not_negative, positive, share};
 use mos_head::ContextActivation;
 use std::path::PathBuf;
 
@@ -20,7 +21,7 @@ const TOY: Recipe = Recipe {
     ..Recipe::BASE
 };
 const TRANSLATION: Recipe = Recipe { components: 5, hidden: 256, batch: 64, lr: 0.0037, dropout: 0.16, ..TOY };
-const DIALOGUE: Recipe = Recipe { lr: 0.0069, ..TRANSLATION };
+const DIALOGUE: Recipe = Recipe { epochs: 6, lr: 0.008, dropout: 0.3, ..TRANSLATION };
 
 /// Trains an LSTM encoder-decoder with attention for translation or dialogue, with any of the output layers.
 ///
@@ -28,7 +29,8 @@ const DIALOGUE: Recipe = Recipe { lr: 0.0069, ..TRANSLATION };
 #[derive(Debug, Parser)]
 #[command(after_help = describe(&[("Built-in task", TOY), ("--data", TRANSLATION), ("--dialogue", DIALOGUE)]))]
 pub(crate) struct Args {
-    /// Translate: folder with train.SOURCE, train.TARGET, valid.SOURCE, valid.TARGET (one sentence per line)
+    /// Translate: folder with train.SOURCE, train.TARGET, valid.SOURCE, valid.TARGET (one sentence per line); the scores
+    /// are those of test.SOURCE and test.TARGET if both exist, otherwise of the validation pairs
     #[arg(long, value_name = "DIR", conflicts_with = "dialogue")]
     pub(crate) data: Option<PathBuf>,
     /// Ending of the source files
@@ -37,9 +39,13 @@ pub(crate) struct Args {
     /// Ending of the target files
     #[arg(long, default_value = "en")]
     pub(crate) target: String,
-    /// Respond: one dialogue per line, {"utts": [[speaker, text], ..]}; a sixth of them is held out
+    /// Respond: one dialogue per line, {"utts": [[speaker, text], ..]}; a sixth of them is for validation
+    /// and a sixth for the test, the same for every --seed
     #[arg(long, value_name = "FILE.jsonl")]
     pub(crate) dialogue: Option<PathBuf>,
+    /// Train on this first share of the training pairs
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
+    pub(crate) part: f64,
     /// Number of utterances in a context
     #[arg(long, default_value_t = 2, value_parser = positive)]
     pub(crate) turns: usize,
@@ -67,6 +73,9 @@ pub(crate) struct Args {
     /// beam search does not give the same answer to every source [default: 0; dialogue: 0.5]
     #[arg(long, value_name = "WEIGHT", value_parser = not_negative)]
     pub(crate) diversity: Option<f64>,
+    /// Write what is found for each scored pair to this file, a JSON line each: {"head", "source", "reference", "found"}
+    #[arg(long, value_name = "FILE.jsonl", conflicts_with = "search")]
+    pub(crate) write_found: Option<PathBuf>,
     /// Number of results to print
     #[arg(long, default_value_t = 3)]
     pub(crate) samples: usize,
@@ -79,6 +88,9 @@ pub(crate) struct Args {
     /// Sample the answers of --translate and --chat at this temperature, instead of a beam search for the likeliest
     #[arg(long, value_parser = not_negative)]
     pub(crate) temperature: Option<f64>,
+    /// Locked dropout of the mixtures' contexts [default: 0; dialogue: --dropout]
+    #[arg(long, value_name = "P", value_parser = below_one)]
+    context_dropout: Option<f64>,
     #[command(flatten)]
     recipe: RecipeFlags,
     #[command(flatten)]
@@ -92,6 +104,7 @@ impl Args {
             Task::Translation => TRANSLATION,
             Task::Dialogue => DIALOGUE,
         };
-        self.recipe.over(defaults, self.common.seed)
+        let recipe = self.recipe.over(defaults, self.common.seed);
+        Recipe { awd: Awd { context_dropout: self.context_dropout, ..recipe.awd }, ..recipe }
     }
 }

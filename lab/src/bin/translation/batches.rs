@@ -1,6 +1,6 @@
 //! Batches of pairs of similar length, padded to tensors.
 
-use crate::corpus::Encoded;
+use crate::corpus::{targets, Encoded};
 use crate::vocabulary::{END, PAD, START};
 use candle_core::{Device, Tensor};
 use lab::Result;
@@ -87,6 +87,31 @@ pub(crate) fn shuffled(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<us
     batches
 }
 
+/// The pairs in random batches of similar length, in random order, each with about as many targets as `batch` pairs have
+/// on average: more pairs of short targets, fewer of long ones.
+pub(crate) fn shuffled_evenly(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<usize>> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut order: Vec<usize> = (0..pairs.len()).collect();
+    order.shuffle(&mut rng);
+    order.sort_by_key(|&i| (pairs[i].target.len(), pairs[i].source.len()));
+    let most = (targets(pairs) * batch).div_ceil(pairs.len().max(1));
+    let mut batches: Vec<Vec<usize>> = vec![];
+    let mut left = 0;
+    for i in order {
+        let targets = pairs[i].target.len() + 1;
+        match batches.last_mut() {
+            Some(last) if targets <= left => last.push(i),
+            _ => {
+                batches.push(vec![i]);
+                left = most;
+            }
+        }
+        left = left.saturating_sub(targets);
+    }
+    batches.shuffle(&mut rng);
+    batches
+}
+
 /// The pairs in batches of similar length, in their order.
 pub(crate) fn sorted(pairs: &[Encoded], batch: usize) -> Vec<Vec<usize>> {
     by_length((0..pairs.len()).collect(), batch, |i| (pairs[i].target.len(), pairs[i].source.len()))
@@ -119,6 +144,29 @@ mod tests {
             assert_eq!(shuffled(&pairs, batch, 5), batches);
         }
         assert_ne!(shuffled(&pairs(101), 8, 5), shuffled(&pairs(101), 8, 6));
+    }
+
+    #[test]
+    fn even_batches_have_similar_numbers_of_targets_and_every_pair() {
+        // Half of the targets are of one token, the others of up to 40.
+        let text = |i: usize| vec![5; if i.is_multiple_of(2) { 1 } else { i % 40 }];
+        let pairs: Vec<_> = (0..1000).map(|i| Encoded { source: text(i), target: text(i) }).collect();
+        let batches = shuffled_evenly(&pairs, 64, 5);
+        let mut seen = batches.concat();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..1000).collect::<Vec<_>>());
+        let most = targets(&pairs) * 64 / 1000 + 1;
+        let counts = batches.iter().map(|batch| batch.iter().map(|&i| pairs[i].target.len() + 1).sum::<usize>());
+        let counts: Vec<usize> = counts.collect();
+        assert!(counts.iter().all(|&count| count <= most), "{counts:?}");
+        let fewer = counts.iter().filter(|&&count| count < most * 9 / 10).count();
+        assert!(fewer <= 1, "all but the last are full: {counts:?}");
+        assert_eq!(shuffled_evenly(&pairs, 64, 5), batches);
+        assert_ne!(shuffled_evenly(&pairs, 64, 6), batches);
+        // A target that is longer than a batch has one of its own.
+        let long = [Encoded { source: vec![], target: vec![5; 90] }, Encoded { source: vec![], target: vec![5] }];
+        assert_eq!(shuffled_evenly(&long, 1, 1).len(), 2);
+        assert!(shuffled_evenly(&[], 64, 1).is_empty());
     }
 
     #[test]

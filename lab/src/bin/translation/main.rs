@@ -7,13 +7,13 @@
 //!     cargo run --release -p lab --bin translation -- --data DIR --source de --target en --head mos --save mos.safetensors
 //!     cargo run --release -p lab --bin translation -- --translate --resume mos.safetensors < lines
 //!
-//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/valid.de. With
-//! `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a mixture is cheap.
+//! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/test.de, or over
+//! DIR/valid.de if there is no test. With `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a mixture is cheap.
 //!
 //!     cargo run --release -p lab --bin translation -- --dialogue FILE.jsonl --head mos --save mos.safetensors
 //!     cargo run --release -p lab --bin translation -- --chat --resume mos.safetensors --temperature 0.7
 //!
-//! Responds to the utterances before, and ends with precision and recall of five responses to each held-out context.
+//! Responds to the utterances before, and ends with precision and recall of five responses to each context of the test.
 
 mod args;
 mod attention;
@@ -41,6 +41,9 @@ use model::Seq2Seq;
 use report::Trained;
 use setting::Setting;
 use std::cell::{Cell, OnceCell};
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 use task::Task;
 
@@ -56,7 +59,10 @@ fn run(args: &Args) -> Result<()> {
     let task = Task::new(args);
     let recipe = args.recipe();
     let corpus = task::corpus(args)?;
-    println!("Training on {}: {} pairs, validation {} pairs.", corpus.name, corpus.train.len(), corpus.valid.len());
+    let (train, valid) = (corpus.train.len(), corpus.valid.len());
+    let (scores_of, scored) = corpus.scored();
+    let test = if scores_of == "test" { format!(", test {} pairs", scored.len()) } else { String::new() };
+    println!("Training on {}: {train} pairs, validation {valid} pairs{test}.", corpus.name);
 
     // Once, and only if there is no checkpoint: a table may have to be learned.
     let first = OnceCell::new();
@@ -79,20 +85,38 @@ fn run(args: &Args) -> Result<()> {
     }
     let beam = task.beam(args, task.n_best());
     let build = |kind, checkpoint: Option<&_>| build(kind, &recipe, checkpoint);
+    let found = args.write_found.as_deref().map(create).transpose()?;
     let memory = Cell::new(Some(Peak::watch(&device)));
     let Some(rows) = heads::train(&args.common, &device, build, |session| {
         let peak_mib = memory.take().and_then(Peak::mib);
-        let scores = score::score(task, &session.model, &corpus.valid, &session.data.valid, beam)?;
-        println!("\n{}", report::samples(&corpus.valid, &scores, args.samples));
+        let setting = &session.model.setting;
+        let encoded = corpus::encode_pairs(scored, &setting.source, &setting.target)?;
+        let is_test = scores_of == "test";
+        let test_nll = is_test.then(|| score::nll_per_word(session, scored, &encoded)).transpose()?;
+        let scores = score::score(task, &session.model, scored, &encoded, beam)?;
+        println!("\n{}", report::samples(scored, &scores, args.samples));
+        if let Some(mut file) = found.as_ref() {
+            file.write_all(report::found(session.kind, scored, &scores)?.as_bytes())?;
+        }
         memory.set(Some(Peak::watch(&device)));
-        Ok(Trained::new(session, &recipe, scores.measures, peak_mib))
+        Ok(Trained::new(session, &recipe, scores.measures, test_nll, peak_mib))
     })?
     else {
         return Ok(());
     };
 
+    if scores_of == "test" {
+        println!(
+            "The scores and samples are those of the test pairs, the model that of the best epoch if there is --save."
+        );
+    }
     println!("{}", report::table(&rows));
     let title = format!("Learning {}", corpus.name);
     let axes = Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor: None };
     heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows))
+}
+
+/// The file of `--write-found`, before anything is trained.
+fn create(path: &Path) -> Result<File> {
+    File::create(path).map_err(|error| format!("--write-found {} cannot be written: {error}", path.display()).into())
 }

@@ -1,9 +1,10 @@
 //! The encoder-decoder: a bidirectional LSTM over the source, an LSTM over the target, attention, and an output layer.
 
 use crate::attention::{Attention, Memory};
-use crate::batches::{shuffled, sorted, Batch, Sources};
+use crate::batches::{shuffled, shuffled_evenly, sorted, Batch, Sources};
 use crate::corpus::Encoded;
 use crate::setting::Setting;
+use crate::task::Task;
 use crate::vocabulary::PAD;
 use candle_core::{DType, Device, Module, Tensor, D};
 use candle_nn::rnn::LSTMState;
@@ -55,6 +56,7 @@ impl Seq2Seq {
         if hidden % 2 != 0 {
             return Err(format!("--hidden is {hidden}, expected an even number: half for each direction").into());
         }
+        let context_dropout = recipe.awd.context_dropout.unwrap_or(setting.task.context_dropout(dropout));
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
         let lstm = |units, name| Lstm::new(embedding, &vec![units; layers], LstmDropout::locked(dropout), vb.pp(name));
@@ -70,7 +72,7 @@ impl Seq2Seq {
             target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
             decoder: lstm(hidden, "decoder")?,
             attention: Attention::new(hidden, vb.pp("attention"))?,
-            head: sizes.build(kind, 0.0, None, vb.pp("head"))?,
+            head: sizes.build(kind, context_dropout, None, vb.pp("head"))?,
             dropout,
             device: device.clone(),
             varmap,
@@ -158,7 +160,13 @@ impl Model for Seq2Seq {
 
     fn batches(&self, pairs: &[Encoded], recipe: &Recipe, pass: Pass) -> Vec<Vec<usize>> {
         match pass {
-            Pass::Training { epoch } => shuffled(pairs, recipe.batch, recipe.seed ^ (epoch as u64) << 32),
+            Pass::Training { epoch } => {
+                let seed = recipe.seed ^ (epoch as u64) << 32;
+                match self.setting.task {
+                    Task::Dialogue => shuffled_evenly(pairs, recipe.batch, seed),
+                    Task::Toy | Task::Translation => shuffled(pairs, recipe.batch, seed),
+                }
+            }
             Pass::Evaluation => sorted(pairs, EVALUATION_BATCH),
         }
     }
@@ -176,15 +184,18 @@ impl Model for Seq2Seq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::task::Task;
     use crate::vocabulary::Vocabulary;
 
     fn model(kind: HeadKind) -> Seq2Seq {
+        model_of(Task::Toy, kind)
+    }
+
+    fn model_of(task: Task, kind: HeadKind) -> Seq2Seq {
         let (embedding, context) = (Some(8), Some(12));
         let recipe = Recipe { hidden: 16, embedding, context, layers: 2, dropout: 0.3, ..Recipe::BASE };
         let words: String = (0..46).map(|i| format!("word{i} ")).collect();
         let vocabulary = Vocabulary::words([words.as_str()].into_iter(), 1, &[]);
-        let setting = Setting { task: Task::Toy, source: vocabulary.clone(), target: vocabulary, turns: 1 };
+        let setting = Setting { task, source: vocabulary.clone(), target: vocabulary, turns: 1 };
         Seq2Seq::new(kind, setting, &recipe, &Device::Cpu).unwrap()
     }
 
@@ -221,6 +232,21 @@ mod tests {
             let difference = (one - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap().max_all().unwrap();
             assert!(difference.to_scalar::<f32>().unwrap() < 1e-5);
             state = state.select(&swap).unwrap();
+        }
+    }
+
+    #[test]
+    fn contexts_have_dropout_in_dialogues_alone() {
+        use mos_head::{DropoutMasks, LossOptions};
+        let hidden = Tensor::ones((2, 3, 16), DType::F32, &Device::Cpu).unwrap();
+        let targets = Tensor::new(&[[4u32, 5, 6], [7, 8, 9]], &Device::Cpu).unwrap();
+        for (task, has_dropout) in [(Task::Dialogue, true), (Task::Translation, false), (Task::Toy, false)] {
+            let model = model_of(task, HeadKind::Mos);
+            let sum = |seed| {
+                let options = LossOptions::new().with_dropout(DropoutMasks::Seeded(seed));
+                model.head().loss(&hidden, &targets, &options).unwrap().sum_and_count().unwrap().0
+            };
+            assert_eq!(sum(1) != sum(2), has_dropout, "{task:?}");
         }
     }
 

@@ -1,11 +1,11 @@
-//! The final scores of a task on the validation pairs.
+//! The final scores of a task on the test pairs, or on the validation pairs if there are no others.
 
 use crate::bleu::{corpus_bleu, sentence_bleu};
-use crate::corpus::{Encoded, Pair};
+use crate::corpus::{targets_per_word, Encoded, Pair};
 use crate::model::Seq2Seq;
 use crate::search::{search, Beam};
 use crate::task::Task;
-use lab::Result;
+use lab::{session::Session, Result};
 use std::collections::HashSet;
 
 /// Names with values, in percent.
@@ -15,6 +15,11 @@ pub(crate) struct Scores {
     pub(crate) measures: Measures,
     /// The best texts found for each pair, the best first.
     pub(crate) found: Vec<Vec<String>>,
+}
+
+/// Mean NLL per word of the target texts, in nats.
+pub(crate) fn nll_per_word(session: &Session<Seq2Seq>, pairs: &[Pair], encoded: &[Encoded]) -> Result<f64> {
+    Ok(targets_per_word(pairs, encoded) * session.evaluate(encoded)?)
 }
 
 pub(crate) fn score(task: Task, model: &Seq2Seq, pairs: &[Pair], encoded: &[Encoded], beam: Beam) -> Result<Scores> {

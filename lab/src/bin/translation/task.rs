@@ -75,6 +75,15 @@ impl Task {
         }
     }
 
+    /// The dropout of the mixtures' contexts beside a `dropout` of all else. On the few dialogues that there are, mixtures
+    /// overfit without it: a softmax has dropout right before its decoder, on the hidden states.
+    pub(crate) fn context_dropout(self, dropout: f64) -> f64 {
+        match self {
+            Task::Toy | Task::Translation => 0.0,
+            Task::Dialogue => dropout,
+        }
+    }
+
     /// The number of results that are scored per pair.
     pub(crate) fn n_best(self) -> usize {
         if self == Task::Dialogue {
@@ -86,9 +95,15 @@ impl Task {
 }
 
 pub(crate) fn corpus(args: &Args) -> Result<Corpus> {
+    let mut corpus = whole_corpus(args)?;
+    corpus.shorten(args.part);
+    Ok(corpus)
+}
+
+fn whole_corpus(args: &Args) -> Result<Corpus> {
     match (&args.data, &args.dialogue) {
         (Some(folder), _) => Corpus::from_folder(folder, &args.source, &args.target),
-        (None, Some(path)) => dialogue::corpus(path, args.turns, args.common.seed),
+        (None, Some(path)) => dialogue::corpus(path, args.turns),
         (None, None) => Ok(toy::corpus(TOY_PAIRS.0, TOY_PAIRS.1, args.common.seed)),
     }
 }

@@ -81,7 +81,7 @@ pub(crate) fn corpus(train: usize, valid: usize, seed: u64) -> Corpus {
         }
     }
     let valid = pairs.split_off(train);
-    Corpus { name: "a built-in language".into(), train: pairs, valid }
+    Corpus { name: "a built-in language".into(), train: pairs, valid, test: vec![] }
 }
 
 /// A noun phrase in both languages, and whether it is plural.

@@ -66,8 +66,13 @@ PRESETS = {
     "1b-softmax": (100_000, 60 * 35),
 }
 
-# Switchboard: the same of the dialogue model.
-SWITCHBOARD_TRIALS = ["--lr 0.003 --dropout 0.3", "--lr 0.005 --dropout 0.3", "--lr 0.003 --dropout 0.45", "--lr 0.005 --dropout 0.45"]
+# Switchboard: Adam's learning rate, the dropout and the activation of the contexts, which a softmax does not have.
+SWITCHBOARD_TRIALS = [
+    "--lr 0.008 --dropout 0.3 --activation identity",
+    "--lr 0.008 --dropout 0.4 --activation identity",
+    "--lr 0.012 --dropout 0.4 --activation identity",
+    "--lr 0.005 --dropout 0.3 --activation tanh",
+]
 SWITCHBOARD_EPOCHS = 6
 
 # The character LSTM, until it no longer improves.

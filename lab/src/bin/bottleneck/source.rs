@@ -108,7 +108,8 @@ fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
 
 /// The corpus that a checkpoint was made on, read again.
 fn corpus(checkpoint: &Checkpoint, folder: Option<&Path>) -> Result<Corpus> {
-    let (name, vocab): (String, usize) = (checkpoint.get("corpus")?, checkpoint.get("vocab")?);
+    let name: String = checkpoint.get("corpus")?;
+    let vocab = checkpoint.tensors.get("embedding.weight").map_or(usize::MAX, |weight| weight.dims()[0]);
     // With more words than the model has, it was trained with as many of the most frequent ones.
     let read = |folder: &Path| match Corpus::from_folder(folder, None) {
         Ok(corpus) if corpus.words.len() > vocab => Corpus::from_folder(folder, Some(vocab)),

@@ -163,7 +163,7 @@ mod tests {
         for file in ["train.txt", "valid.txt"] {
             std::fs::write(folder.join(file), sentences.join("\n")).expect("writes");
         }
-        let corpus = Corpus::from_folder(&folder).expect("reads");
+        let corpus = Corpus::from_folder(&folder, None).expect("reads");
         std::fs::remove_dir_all(folder).expect("was just written");
         corpus
     }

@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// of that name, of many files; without it, a built-in language
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
-    /// Keep the N words that occur most in training, <unk> and <eos> among them; all others become <unk>
+    /// Keep the N words that occur most in training, `<unk>` and `<eos>` among them; all others become `<unk>`
     #[arg(long, value_name = "N", value_parser = positive, requires = "data")]
     pub(crate) words: Option<usize>,
     /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters. Other

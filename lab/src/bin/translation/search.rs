@@ -63,6 +63,9 @@ fn search_batch(
     }
     // log P(target | source) - diversity log P(target) (Li et al., 2016, MMI-antiLM), the latter from an empty source.
     let mut without = if diversity > 0.0 { Some(encode(&vec![[].as_slice(); sources.len()])?) } else { None };
+    let ids = 0..model.head().vocab_size() as u32;
+    let never_end: Vec<f32> = ids.map(|id| if id == END { f32::NEG_INFINITY } else { 0.0 }).collect();
+    let never_end = Tensor::new(never_end, device)?;
     let mut length = 0;
     search.search(model.head().vocab_size(), &start, |tokens, parents, k| -> Result<TopK> {
         let hidden = step(&mut state, tokens, parents)?;
@@ -79,7 +82,11 @@ fn search_batch(
         let candidates = CANDIDATES.min(model.head().vocab_size());
         let least = TopK::of_log_probs(&log_probs, candidates)?.log_probs.narrow(1, candidates - 1, 1)?;
         let other = Tensor::full(f32::NEG_INFINITY, log_probs.shape(), device)?;
-        let changed = log_probs.broadcast_ge(&least)?.where_cond(&(&log_probs - (usual * diversity)?)?, &other)?;
+        let mut changed = log_probs.broadcast_ge(&least)?.where_cond(&(&log_probs - (usual * diversity)?)?, &other)?;
+        if length == 1 {
+            // No target is empty, so its end is the least probable first token, and would gain the most.
+            changed = changed.broadcast_add(&never_end)?;
+        }
         Ok(TopK::of_log_probs(&changed, k)?)
     })
 }
@@ -144,9 +151,26 @@ mod tests {
     use crate::table::tests::{by_frequency, random, vocabularies};
     use crate::table::Shape;
     use crate::task::Task;
+    use crate::vocabulary::Vocabulary;
     use candle_core::Device;
     use lab::{head::HeadKind, recipe::Recipe};
     use mos_head::Sampling;
+
+    #[test]
+    fn diversity_finds_no_empty_targets() {
+        let recipe = Recipe { hidden: 8, context: Some(8), ..Recipe::BASE };
+        let words = Vocabulary::words(["a b c d e f"].into_iter(), 1, &[]);
+        let setting = Setting { task: Task::Dialogue, source: words.clone(), target: words, turns: 1 };
+        let model = Seq2Seq::new(HeadKind::Mos, setting, &recipe, &Device::Cpu).unwrap();
+        let found = |diversity| {
+            // As wide as the vocabulary: all first tokens are kept.
+            let beam = Beam { width: 10, n_best: 10, max_length: 3, length_penalty: 0.0, diversity };
+            search(&model, &[&[5, 6], &[7]], beam).unwrap().concat()
+        };
+        assert!(found(0.0).contains(&vec![]), "an untrained model may end at once");
+        let found = found(0.5);
+        assert!(found.len() == 20 && !found.contains(&vec![]), "{found:?}");
+    }
 
     /// Nearly all sequences of codes that an untrained model finds are no words, unless they are constrained.
     #[test]

@@ -49,7 +49,6 @@ MINUTES = 40
 # Multi30k: Adam's learning rate and the dropout, with linear contexts.
 MULTI30K_TRIALS = ["--lr 0.002 --dropout 0.16", "--lr 0.0037 --dropout 0.16", "--lr 0.002 --dropout 0.3", "--lr 0.0037 --dropout 0.3"]
 
-
 # The steps of an epoch of the whole text; a word has 1.14 codes.
 STEPS = {"codes": 1593}
 WORD_STEPS = 1397
@@ -140,9 +139,9 @@ def penn_treebank():
             )
             runs.append(language_model(f"ptb-{system}-seed-{seed}", "ptb-small", "ptb", final, trials, system=system, seed=seed))
 
-        random = " --table random" if system == "codes" else ""
+        table = " --table random" if system == "codes" else ""
         seconds = StepSeconds(f"ptb-{system}-seconds", "step-seconds", "Penn Treebank, preset small", "language_model", "ptb",
-                              f"{common}{random}", system=system)  # fmt: skip
+                              f"{common}{table}", system=system)  # fmt: skip
         runs.append(seconds)
         # The mixture of softmaxes is trained for longer than the equal time already.
         if system != "mos":
@@ -159,13 +158,13 @@ def penn_treebank():
     return runs
 
 
-def translation(task, data, quarter, shapes, settings, epochs):
-    """Trials of every head, and two seeds of the best."""
+def translation(task, data, shape, settings, epochs, part=("", "")):
+    """Trials of every head, and two seeds of the best. `part`: what the trials are of, and the flag for it."""
     runs = []
     for head in HEADS:
         trials = [
-            Run(f"{task}-{head}-trial-{i}", f"{task}-trials", shapes[0], "translation", quarter,
-                f"--head {head} {trial} --epochs {epochs}", settings=settings, system=head, trial=i, seed=1)
+            Run(f"{task}-{head}-trial-{i}", f"{task}-trials", shape + part[0], "translation", data,
+                f"--head {head} {trial} --epochs {epochs}{part[1]}", settings=settings, system=head, trial=i, seed=1)
             for i, trial in enumerate(settings, 1)
         ]  # fmt: skip
         runs += trials
@@ -173,18 +172,17 @@ def translation(task, data, quarter, shapes, settings, epochs):
             flags = lambda results, head=head, seed=seed, trials=trials: (
                 f"--head {head} {best(trials, results)} --epochs {epochs} --seed {seed}"
             )
-            runs.append(Run(f"{task}-{head}-seed-{seed}", task, shapes[1], "translation", data, flags, trials,
+            runs.append(Run(f"{task}-{head}-seed-{seed}", task, shape, "translation", data, flags, trials,
                             settings=settings, system=head, seed=seed))  # fmt: skip
     return runs
 
 
 def all_runs():
     """Trials come first, then one seed of each task, then the other."""
-    shape = "Multi30k, German to English"
     runs = penn_treebank()
-    runs += translation("multi30k", "multi30k", "multi30k-quarter", [f"{shape}, a quarter of the pairs", shape], MULTI30K_TRIALS, 4)
-    dialogues = ["60 Switchboard dialogues"] * 2
-    runs += translation("switchboard", "dialogues.jsonl", "dialogues.jsonl", dialogues, SWITCHBOARD_TRIALS, SWITCHBOARD_EPOCHS)
+    quarter = (", a quarter of the pairs", " --part 0.25")
+    runs += translation("multi30k", "multi30k", "Multi30k, German to English", MULTI30K_TRIALS, 4, quarter)
+    runs += translation("switchboard", "dialogues.jsonl", "60 Switchboard dialogues", SWITCHBOARD_TRIALS, SWITCHBOARD_EPOCHS)
     return sorted(runs, key=lambda run: (run.key.get("trial") is None, run.key.get("seed", 0)))
 
 
@@ -216,8 +214,7 @@ def prepare(arguments):
     if arguments.multi30k:
         for language in ("de", "en"):
             train, valid = [read(os.path.join(arguments.multi30k, f"{name}.{language}")) for name in ("train", "valid")]
-            for folder, parts in [("multi30k", 1), ("multi30k-quarter", 4)]:
-                split(valid, os.path.join(RUNS, folder, f"{{}}.{language}"), train, parts)
+            split(valid, os.path.join(RUNS, "multi30k", f"{{}}.{language}"), train, 1)
     if arguments.switchboard:
         shutil.copy(arguments.switchboard, os.path.join(RUNS, "dialogues.jsonl"))
 

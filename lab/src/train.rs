@@ -27,7 +27,10 @@ pub(crate) enum End {
     /// The epoch is over.
     Epoch,
     /// A part of the epoch is over, and is to be evaluated.
-    Part,
+    Part {
+        /// The number of batches of the whole epoch.
+        of: usize,
+    },
     /// The time is up.
     Paused,
     /// The NLL or a gradient is not finite.
@@ -83,7 +86,7 @@ pub(crate) fn train_epoch<M: Model>(
         let mean = recipe.measure.of(progress.sum / progress.count);
         bar.set_message(format!("{} {mean:.2}", recipe.measure));
         if is_part {
-            return Ok(End::Part);
+            return Ok(End::Part { of: batches.len() });
         }
         if progress.batches < batches.len() && until.is_some_and(|until| Instant::now() >= until) {
             return Ok(End::Paused);

@@ -25,6 +25,10 @@ fn systems<'a>(lines: &[&'a Line]) -> Vec<(&'static str, Vec<&'a Line>)> {
     SYSTEMS.into_iter().map(|system| (system, of(system))).filter(|(_, lines)| !lines.is_empty()).collect()
 }
 
+fn of_system<'a>(lines: &[&'a Line], system: &str) -> Option<&'a Line> {
+    lines.iter().copied().find(|line| line.is("system", system))
+}
+
 fn of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.number("trial") == Some(f64::from(trial)))
 }
@@ -96,9 +100,8 @@ pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line
     let whole: Vec<_> = results.of("ptb-small").into_iter().filter(|line| line.number("seed") == Some(1.0)).collect();
     let (mut found, mut used) = (vec![], vec![]);
     for system in SYSTEMS {
-        let of = |lines: &[&'_ Line]| lines.iter().position(|line| line.is("system", system));
-        let Some(step) = of(&seconds).map(|i| seconds[i]) else { continue };
-        let Some(line) = of(&long).map(|i| long[i]).or_else(|| of(&whole).map(|i| whole[i])) else { continue };
+        let Some(step) = of_system(&seconds, system) else { continue };
+        let Some(line) = of_system(&long, system).or_else(|| of_system(&whole, system)) else { continue };
         let each = need(step, "seconds")?;
         let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
         let points: Vec<_> = line.triples("evaluations").into_iter().map(point).collect();

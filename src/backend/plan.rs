@@ -53,6 +53,8 @@ pub(super) enum Computation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kernels {
+    /// AMX for products of bf16 and AVX-512, on x86-64.
+    Amx,
     /// AVX-512, on x86-64.
     Avx512,
     /// AVX2 and FMA, on x86-64.

@@ -8,7 +8,7 @@ use super::softcap::Softcap;
 use crate::backend::contract::{Operands, Sizes};
 use crate::error::Result;
 
-pub(super) struct Inputs<'a, T: Element> {
+pub(crate) struct Inputs<'a, T: Element> {
     pub(super) sizes: Sizes,
     pub(super) isa: Isa,
     pub(super) logit_scale: T::Acc,

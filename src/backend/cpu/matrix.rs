@@ -125,7 +125,7 @@ pub(super) struct DecoderMatrix<'a, T> {
     pub(super) transposed: bool,
 }
 
-impl<T: Element> DecoderMatrix<'_, T> {
+impl<'a, T: Element> DecoderMatrix<'a, T> {
     /// Whether blocks `[ids, columns]` are read in place, without a copy.
     pub(super) fn is_read_in_place(&self) -> bool {
         T::IS_ACC && !self.transposed
@@ -145,7 +145,10 @@ impl<T: Element> DecoderMatrix<'_, T> {
     }
 
     /// All columns of some ids, in the layout of the decoder: part of the decoder itself, or a copy in `buffer`.
-    pub(super) fn block<'b>(&'b self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc> {
+    pub(super) fn block<'b>(self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc>
+    where
+        'a: 'b,
+    {
         let (d, vocab) = (self.width, self.vocab);
         match self.transposed {
             false => {
@@ -182,7 +185,7 @@ impl<T: Element> DecoderMatrix<'_, T> {
 
 /// Some rows of the decoder: column j of id i at `values[i * id + j * column]`.
 #[derive(Clone, Copy)]
-pub(super) struct Block<'a, F> {
+pub(crate) struct Block<'a, F> {
     pub(super) values: &'a [F],
     pub(super) id: usize,
     pub(super) column: usize,

@@ -2,9 +2,11 @@
 
 use std::ops::{Deref, DerefMut};
 
-use super::simd::Float;
+/// The elements of a buffer; the default is zero.
+pub(crate) trait Number: Copy + Default + Send + Sync {}
+impl<F: Copy + Default + Send + Sync> Number for F {}
 
-/// The size of a workspace, in elements.
+/// The size of a workspace, in bytes.
 pub(super) struct Workspace {
     /// For each row of logits of a chunk.
     pub(super) per_row: usize,
@@ -16,21 +18,21 @@ pub(super) struct Workspace {
 
 /// `n` zeros, in huge pages if the buffer is large. The system clears pages on first use: a gradient of one gigabyte in
 /// pages of 4 KiB takes a fifth of a second on two threads, in huge pages a third of that.
-pub(super) fn zeros<F: Float>(n: usize) -> Vec<F> {
-    let mut zeros = vec![F::zero(); n];
+pub(super) fn zeros<F: Number>(n: usize) -> Vec<F> {
+    let mut zeros = vec![F::default(); n];
     huge_pages::provide(&mut zeros);
     zeros
 }
 
 /// A buffer that starts at a cache line, so that none of its vectors lies on two.
 #[derive(Default)]
-pub(super) struct Aligned<F> {
+pub(crate) struct Aligned<F> {
     values: Vec<F>,
     first: usize,
     len: usize,
 }
 
-impl<F: Float> Aligned<F> {
+impl<F: Number> Aligned<F> {
     pub(super) fn zeros(len: usize) -> Self {
         let values: Vec<F> = zeros(if len == 0 { 0 } else { len + CACHE_LINE / size_of::<F>() });
         let first = values.as_ptr().align_offset(CACHE_LINE);
@@ -88,7 +90,7 @@ mod huge_pages {
 
     use rayon::prelude::*;
 
-    use crate::backend::cpu::simd::Float;
+    use super::Number;
 
     /// Minimum size in bytes of a buffer in huge pages.
     const LARGE: usize = 8 << 20;
@@ -102,7 +104,7 @@ mod huge_pages {
     static ARE_SLOW: AtomicBool = AtomicBool::new(false);
 
     /// Asks for huge pages, and touches each of them, until one takes long.
-    pub(super) fn provide<F: Float>(buffer: &mut [F]) {
+    pub(super) fn provide<F: Number>(buffer: &mut [F]) {
         if size_of_val(buffer) < LARGE || ARE_SLOW.load(Relaxed) {
             return;
         }
@@ -113,7 +115,7 @@ mod huge_pages {
             }
             let start = Instant::now();
             // SAFETY: the element is borrowed. The compiler must keep this write, for which the system needs the page.
-            unsafe { std::ptr::write_volatile(&mut page[0], F::zero()) };
+            unsafe { std::ptr::write_volatile(&mut page[0], F::default()) };
             if start.elapsed() > SLOW {
                 ARE_SLOW.store(true, Relaxed);
             }

@@ -18,6 +18,7 @@ mod softcap;
 mod targets;
 #[cfg(test)]
 mod testing;
+mod tiles;
 mod two_pass;
 
 use candle_core::{DType, Device, Tensor, WithDType};
@@ -32,10 +33,12 @@ use crate::error::Result;
 use crate::tensors::autograd::take_values;
 use dtype::{with_type, Element};
 use inputs::Inputs;
-use one_pass::OnePass;
+use one_pass::{Format, OnePass, Tiles, Vectors};
 use plan::plan;
 use results::{results, BufferedGradients};
+use simd::Isa;
 use targets::Targets;
+use tiles::TileUnit;
 use two_pass::TwoPasses;
 
 /// The backend for f64, f32, and f16 and bf16, which it computes in f32.
@@ -94,7 +97,28 @@ fn on_threads<R: Send>(threads: usize, compute: impl FnOnce() -> Result<R> + Sen
     pool.install(compute)
 }
 
+/// The products of the tile unit, where there is one and the operands are bf16.
+fn tiles_of<T: Element>(_: &Operands) -> Result<Option<T::Tiles>> {
+    let isa = Isa::best()?;
+    let unit = TileUnit::of(isa).filter(|_| T::DTYPE == DType::BF16);
+    Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
+}
+
 fn loss<T: Element>(
+    operands: &Operands,
+    objective: &Objective,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    match tiles_of::<T>(operands)? {
+        Some(tiles) => loss_in::<T, _>(tiles, operands, objective, needs_grad, plan),
+        None => loss_in::<T, _>(Vectors(Isa::best()?), operands, objective, needs_grad, plan),
+    }
+}
+
+/// The loss whose products in one pass have this format.
+fn loss_in<T: Element, X: Format<T>>(
+    format: X,
     operands: &Operands,
     objective: &Objective,
     needs_grad: NeedsGrad,
@@ -108,7 +132,7 @@ fn loss<T: Element>(
         let gradients = BufferedGradients::new(operands.sizes, rows, operands.adapter_columns()?, needs_grad, so_far);
         let (losses, gradients) = match plan.computation {
             Computation::OnePass => {
-                let mut pass = OnePass::new(inputs, &targets, gradients, needs_grad, plan);
+                let mut pass = OnePass::new(format, inputs, &targets, gradients, needs_grad, plan);
                 pass.run_loss(plan, needs_grad)?;
                 (pass.losses, pass.gradients)
             }

@@ -2,10 +2,11 @@
 
 use super::dtype::Element;
 use super::memory::Workspace;
+use super::one_pass::Vectors;
 use super::simd::Isa;
-use super::{gemv, one_pass, two_pass};
+use super::{gemv, one_pass, tiles_of, two_pass};
 use crate::backend::contract::{Operands, Sizes, Task};
-use crate::backend::plan::{default, Computation, Needs, Plan};
+use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
 use crate::error::Result;
 
 /// Maximum rows of a loss without gradients that inner products compute faster: in the kernels of `one_pass` a row is
@@ -30,15 +31,17 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
 
 pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { positions, components, .. } = operands.sizes;
-    let (size, threads, isa) = (size_of::<T::Acc>(), rayon::current_num_threads(), Isa::best()?);
+    let (threads, isa) = (rayon::current_num_threads(), Isa::best()?);
     let computation = computation(&task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
-    let Workspace { per_row, fixed, per_thread } = match computation {
-        Computation::OnePass => one_pass::workspace::<T>(operands.sizes, isa, task.needs_grad),
-        Computation::TwoPasses => two_pass::workspace(operands.sizes, task),
+    let tiles = tiles_of::<T>(operands)?.filter(|_| computation == Computation::OnePass);
+    let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
+        (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task.needs_grad),
+        (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, task.needs_grad),
+        (Computation::TwoPasses, _) => two_pass::workspace::<T>(operands.sizes, task),
     };
-    let (per_position, fixed, per_thread) = (components * per_row * size, fixed * size, per_thread * size);
+    let per_position = components * per_row;
     // Decoding accumulates no gradient, so its chunks need no more rows than `gemv` takes.
     let enough_rows = if task.few_rows { gemv::MOST_ROWS } else { default::CPU_ROWS };
     let needs = Needs {
@@ -52,7 +55,7 @@ pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<u
         most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
         keeps_logits,
         computation,
-        kernels: isa.kernels(),
+        kernels: if tiles.is_some() { Kernels::Amx } else { isa.kernels() },
         threads,
     };
     Plan::new(positions, components, needs, budget)

@@ -6,11 +6,13 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::dtype::{with_type, Element};
 use super::inputs::Inputs;
-use super::one_pass::OnePass;
+use super::one_pass::{OnePass, Tiles, Vectors};
 use super::plan::{computation, plan};
 use super::results::BufferedGradients;
+use super::simd::Isa;
 use super::targets::Targets;
-use super::{loss, Cpu};
+use super::tiles::TileUnit;
+use super::{loss, loss_in, Cpu};
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
 };
@@ -118,19 +120,54 @@ impl Case {
         let (tolerance, epsilon) = if self.dtype == DType::F64 { (1e-12, f64::EPSILON) } else { (1e-5, 1.2e-7) };
         // The relative error of an exponential is the absolute error of its logit.
         let tolerance = tolerance + 2.0 * self.slope.abs() * epsilon;
+        let has_tiles = self.dtype == DType::BF16 && TileUnit::of(Isa::best()?).is_some();
+        let tolerances = if has_tiles { (tolerance, OF_TILES) } else { (tolerance, tolerance) };
+        self.compare(one, two, tolerances);
+        Ok(())
+    }
+
+    /// Compares losses and gradients.
+    fn compare(&self, one: Results, two: Results, (of_losses, of_gradients): (f64, f64)) {
         for ((name, one), (_, two)) in one.into_iter().zip(two) {
+            let tolerance = if matches!(name, "nll" | "objective" | "log_priors") { of_losses } else { of_gradients };
             let largest = two.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
             for (i, (one, two)) in one.iter().zip(&two).enumerate() {
                 let error = (one - two).abs() / largest.max(1e-30);
                 assert!(error < tolerance, "{name}[{i}] of {:?} {:?}: {one} {two}", self.sizes, self.dtype);
             }
         }
+    }
+
+    /// The products of a tile unit, or of its emulation, agree with those of vectors for operands that bf16 can
+    /// represent.
+    fn check_tiles<T: Element<Acc = f32, Tiles = Tiles>>(&self) -> Result<()> {
+        let (mut operands, objective) = self.operands()?;
+        let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(T::DTYPE);
+        operands.contexts = represented(&operands.contexts)?;
+        let (weight, is_transposed) = operands.stored_weight()?;
+        let weight = represented(&weight)?;
+        operands.weight = if is_transposed { weight.t()? } else { weight };
+        operands.adapter = operands.adapter.as_ref().map(represented).transpose()?;
+        let isa = Isa::best()?;
+        let plan = self.plan::<T>(&operands)?;
+        let vectors = flat(&loss_in::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?)?;
+        for unit in TileUnit::of(isa).into_iter().chain([TileUnit::Emulated]) {
+            let tiles = Tiles { unit, isa };
+            let found = flat(&loss_in::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?)?;
+            let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
+            self.compare(found, vectors.clone(), (tolerance, OF_TILES));
+        }
         Ok(())
     }
 }
 
+/// The largest error of a gradient whose operands are rounded to bf16, relative to the largest gradient.
+const OF_TILES: f64 = 4e-3;
+
+type Results = Vec<(&'static str, Vec<f64>)>;
+
 /// All results, by name.
-fn flat(results: &LossResults) -> Result<Vec<(&'static str, Vec<f64>)>> {
+fn flat(results: &LossResults) -> Result<Results> {
     let LossResults { nll, objective, gradients, .. } = results;
     let gradients = [
         ("contexts", &gradients.contexts),
@@ -207,6 +244,49 @@ fn both_computations_agree_on_adapters() -> Result<()> {
             case.check()?;
             Case { transposed: true, budget: Some(2), ..case }.check()?;
             Case { dtype: DType::BF16, ..case }.check()?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn tiles_agree_with_vectors() -> Result<()> {
+    for (positions, components, context_dim, vocab) in
+        [(1, 1, 1, 1), (2, 1, 3, 9), (7, 3, 5, 257), (13, 5, 33, 600), (11, 15, 130, 700), (70, 1, 64, 1000)]
+    {
+        for (transposed, needs_grad) in [(false, ALL), (true, ALL), (true, NeedsGrad::default())] {
+            let case = Case { transposed, needs_grad, ..Case::new(positions, components, context_dim, vocab) };
+            case.check_tiles::<f32>()?;
+            Case { dtype: DType::BF16, ..case }.check_tiles::<half::bf16>()?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn tiles_agree_with_vectors_with_options() -> Result<()> {
+    let z_loss = Terms { z_loss: 0.01, ..Terms::default() };
+    let case = Case::new(17, 4, 20, 700);
+    for slope in [-400.0, -60.0, 60.0, 400.0] {
+        Case { slope, ..case }.check_tiles::<f32>()?;
+    }
+    for (softcap, terms) in [(Some(2.0), Terms::default()), (None, z_loss), (Some(30.0), z_loss)] {
+        Case { softcap, terms, slope: 20.0, ..case }.check_tiles::<f32>()?;
+    }
+    let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
+    for needs_grad in [
+        some(true, false, false, false),
+        some(false, true, false, false),
+        some(false, false, true, false),
+        some(false, false, false, true),
+    ] {
+        Case { needs_grad, ..case }.check_tiles::<f32>()?;
+    }
+    for (d, rank) in [(3, 1), (33, 16), (32, 32), (64, 5)] {
+        for needs_grad in [NeedsGrad { adapter: true, ..ALL }, NeedsGrad { adapter: true, ..NeedsGrad::default() }] {
+            let case = Case { rank, needs_grad, ..Case::new(9, 3, d + rank, 300) };
+            case.check_tiles::<f32>()?;
+            Case { transposed: true, budget: Some(2), ..case }.check_tiles::<f32>()?;
         }
     }
     Ok(())
@@ -300,7 +380,8 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let targets = Targets::new(&objective, operands.sizes, rows)?;
                 let columns = operands.adapter_columns()?;
                 let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, None);
-                let allocated = 4 * OnePass::new(inputs, &targets, gradients, needs_grad, &plan).allocated();
+                let format = Vectors(Isa::best()?);
+                let allocated = OnePass::new(format, inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if needs_grad != ALL {
                     return Ok(());

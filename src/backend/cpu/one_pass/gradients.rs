@@ -2,20 +2,18 @@
 
 use std::ops::Range;
 
+use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::factors::{Factors, Row};
+use super::format::Format;
 use super::layout::{Layout, Panel};
-use super::product::{Left, Product, Start};
-use super::scaling::{AddScaled, Scaled, ScaledRows, WeightedSums};
+use super::scaling::{AddScaled, Scaled};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::matrix::transpose;
 use crate::backend::cpu::results::{ColumnGradient, DecoderGradients};
-use crate::backend::cpu::simd::{Float, Isa};
-
-/// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
-pub(super) const BLOCK_ROWS: usize = 480;
+use crate::backend::cpu::simd::Float;
 
 /// Computes `dC = f O - m W[y]` for each row of contexts; `sums` are the products O.
 pub(super) fn context_gradient<T: Element>(
@@ -32,7 +30,7 @@ pub(super) fn context_gradient<T: Element>(
     let mut of_panels: Vec<Vec<&mut [T::Acc]>> = Vec::new();
     of_panels.resize_with(panels.len(), Vec::new);
     let pieces = layout.pieces(rows.len());
-    for (piece, sums) in sums.chunks_exact_mut(layout.panel_rows * d).take(pieces).enumerate() {
+    for (piece, sums) in sums.chunks_exact_mut(layout.panel_rows * layout.padded(d)).take(pieces).enumerate() {
         of_panels[piece % panels.len()].push(sums);
     }
     gradient.par_chunks_mut(layout.panel_rows).zip(of_panels).zip(panels).for_each_init(
@@ -46,13 +44,13 @@ pub(super) fn context_gradient<T: Element>(
             for (sums, factors) in segments {
                 T::Acc::dispatch(inputs.isa, AddScaled { to: total, values: &sums[..width * d], factors });
             }
-            transposed.resize(width * d, num_traits::Zero::zero());
+            transposed.resize(width * d, T::Acc::zero());
             transpose(total, width, 0..d, 0..width, transposed, d, |x| x);
             for ((row, gradient), values) in rows[first..].iter().zip(gradient).zip(transposed.chunks_exact(d)) {
                 if !row.is_void {
                     gradient.copy_from_slice(values);
                 }
-                if !num_traits::Zero::is_zero(&row.mass) {
+                if !row.mass.is_zero() {
                     inputs.decoder.row(row.target, decoder_row);
                     gradient.iter_mut().zip(&*decoder_row).for_each(|(g, &w)| *g -= row.mass * w);
                 }
@@ -62,52 +60,54 @@ pub(super) fn context_gradient<T: Element>(
 }
 
 /// The gradients of the decoder, some tiles at a time.
-pub(super) struct DecoderGradient<'a, F> {
-    pub(super) isa: Isa,
-    pub(super) factors: Factors<'a, F>,
+pub(crate) struct DecoderGradient<'a, T: Element, X> {
+    pub(super) format: X,
+    pub(super) factors: Factors<'a, T::Acc>,
     /// `[rows, d]`
-    pub(super) contexts: &'a [F],
+    pub(super) contexts: &'a [T::Acc],
     pub(super) d: usize,
 }
 
 /// What the third product needs of a tile of ids.
-struct Tile<'b, F> {
-    ids: Range<usize>,
-    /// `[panel][id][row]`
-    exponentials: &'b mut [F],
+pub(crate) struct Tile<'b, F, K> {
+    pub(super) ids: Range<usize>,
+    pub(super) segment: usize,
+    /// `[panel][padded id][row]`
+    pub(super) exponentials: &'b mut [K],
     /// `[column]`: the rows' factors
-    factors: Vec<F>,
+    pub(super) factors: Vec<F>,
     /// The gradients of the parts of the decoder that need one
-    parts: Vec<Part<'b, F>>,
+    pub(super) parts: Vec<Part<'b, F>>,
     /// `[ids]`, if it is needed
-    bias: Option<&'b mut [F]>,
+    pub(super) bias: Option<&'b mut [F]>,
 }
 
 /// The gradient of some columns of a tile's ids.
-struct Part<'b, F> {
-    columns: Range<usize>,
+pub(crate) struct Part<'b, F> {
+    pub(super) columns: Range<usize>,
     /// `[ids, columns]`
-    values: &'b mut [F],
+    pub(super) values: &'b mut [F],
     /// Whether `values` already holds the contribution of earlier chunks.
-    is_started: bool,
+    pub(super) is_started: bool,
 }
 
-impl<F: Float> DecoderGradient<'_, F> {
+impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
     /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, the adapter and the bias likewise, as far as
     /// they are needed. Targets outside the vocabulary have rows behind it.
-    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<F>, exponentials: &mut [F]) {
+    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<T::Acc>, exponentials: &mut [X::Kept]) {
         let layout = self.factors.layout;
         let Layout { tile_ids, vocab, .. } = *layout;
         let columns = layout.columns(self.factors.rows.len());
-        let tiles = exponentials.chunks_mut(tile_ids * columns).take(layout.tiles()).enumerate();
+        let of_tiles = exponentials.chunks_mut(layout.padded(tile_ids) * columns).take(layout.tiles());
         let tile = |(tile, exponentials)| Tile {
             ids: layout.ids(tile),
+            segment: layout.segment_of(tile),
             exponentials,
             factors: vec![],
             parts: vec![],
             bias: None,
         };
-        let mut tiles: Vec<Tile<'_, F>> = tiles.map(tile).collect();
+        let mut tiles: Vec<Tile<'_, T::Acc, X::Kept>> = of_tiles.enumerate().map(tile).collect();
         let mut behind = Vec::new();
         let (parts, bias) = gradients.parts();
         for ColumnGradient { columns, values, is_started } in parts {
@@ -124,13 +124,15 @@ impl<F: Float> DecoderGradient<'_, F> {
             tiles.iter_mut().zip(of_vocab.chunks_mut(tile_ids)).for_each(|(tile, bias)| tile.bias = Some(bias));
             bias_behind = Some(others);
         }
+        let segments = self.factors.of_segments.par_iter();
+        let scaled: Vec<X::Scaled> = segments.map(|factors| self.format.scaled(self, factors)).collect();
         let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
-        groups.for_each_init(Vec::new, |scaled, (group, tiles)| {
+        groups.for_each_init(X::Scaled::default, |own, (group, tiles)| {
             for (tile, number) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
-                self.clear_void_rows(tile.ids.len(), tile.exponentials);
+                self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
                 tile.factors = self.factors.of_tile(number);
             }
-            self.add(tiles, scaled);
+            self.format.add_products(self, tiles, &scaled, own);
             for Tile { ids, parts, bias, .. } in tiles {
                 self.subtract_targets(ids.clone(), parts, bias.as_deref_mut());
             }
@@ -139,7 +141,7 @@ impl<F: Float> DecoderGradient<'_, F> {
     }
 
     /// Subtracts the targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
-    fn subtract_targets(&self, ids: Range<usize>, parts: &mut [Part<'_, F>], mut bias: Option<&mut [F]>) {
+    fn subtract_targets(&self, ids: Range<usize>, parts: &mut [Part<'_, T::Acc>], mut bias: Option<&mut [T::Acc]>) {
         for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
             if !ids.contains(&row.target) || row.mass.is_zero() {
                 continue;
@@ -155,67 +157,12 @@ impl<F: Float> DecoderGradient<'_, F> {
         }
     }
 
-    /// Adds the products of some tiles.
-    fn add(&self, tiles: &mut [Tile<'_, F>], scaled: &mut Vec<F>) {
-        let panels_at_a_time = BLOCK_ROWS.div_ceil(self.factors.layout.panel_rows);
-        for panels in self.factors.panels.chunks(panels_at_a_time) {
-            for part in 0..tiles[0].parts.len() {
-                self.add_part(tiles, part, panels, scaled);
-            }
-            for Tile { ids, exponentials, factors, bias, .. } in &mut *tiles {
-                let Some(bias) = bias else { continue };
-                let (left, factors) = (left(exponentials, panels, ids.len()), &factors[panels[0].first..]);
-                F::dispatch(self.isa, WeightedSums { left: &left, factors, to: bias });
-            }
-        }
-    }
-
-    /// Adds the products with the rows of some panels, for a part of the decoder. The tiles share the scaled contexts
-    /// where their factors are equal.
-    fn add_part(&self, tiles: &mut [Tile<'_, F>], part: usize, panels: &[Panel], scaled: &mut Vec<F>) {
-        let (d, layout, first) = (self.d, self.factors.layout, panels[0].first);
-        let rows: usize = panels.iter().map(|panel| panel.rows).sum();
-        let of_part = tiles[0].parts[part].columns.clone();
-        let to_row = of_part.len();
-        for column in of_part.clone().step_by(layout.panel_rows) {
-            let columns = layout.panel_rows.min(of_part.end - column);
-            let width = columns.next_multiple_of(layout.lanes);
-            scaled.resize(rows * width, F::zero());
-            let mut scaled_by: &[F] = &[];
-            for Tile { ids, exponentials, factors, parts, .. } in &mut *tiles {
-                let factors = &factors[first..][..rows];
-                if scaled_by != factors {
-                    let contexts = &self.contexts[first * d + column..];
-                    F::dispatch(self.isa, ScaledRows { contexts, d, columns, factors, to: scaled });
-                    scaled_by = factors;
-                }
-                let left = left(exponentials, panels, ids.len());
-                let Part { values, is_started, .. } = &mut parts[part];
-                let start = if *is_started || first > 0 { Start::Stored } else { Start::Zero };
-                let (rows, left, right) = (ids.len(), &left[..], &scaled[..]);
-                let to = &mut values[column - of_part.start..];
-                F::dispatch(self.isa, Product { start, rows, left, right, width, to, to_row, columns });
-            }
-        }
-    }
-
     /// Sets the exponentials of void rows to zero.
-    fn clear_void_rows(&self, ids: usize, exponentials: &mut [F]) {
+    fn clear_void_rows(&self, ids: usize, exponentials: &mut [X::Kept]) {
         for (r, _) in self.factors.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
             let panel = self.factors.panels[self.factors.layout.panel_of(r)];
             let tile = &mut exponentials[ids * panel.first..][..ids * panel.width];
-            tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = F::zero());
+            tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = X::Kept::default());
         }
     }
-}
-
-/// The exponentials of some panels in a tile of so many ids, as a left operand.
-fn left<'e, F>(exponentials: &'e [F], panels: &[Panel], ids: usize) -> Vec<Left<'e, F>> {
-    let left = |panel: &Panel| Left {
-        values: &exponentials[ids * panel.first..][..ids * panel.width],
-        row: panel.width,
-        step: 1,
-        depth: panel.rows,
-    };
-    panels.iter().map(left).collect()
 }

@@ -3,24 +3,18 @@
 
 use std::ops::Range;
 
-use super::product::Registers;
-use crate::backend::cpu::simd::{Float, Isa};
+use super::format::Blocks;
 
-/// Minimum number of pieces, pairs of a panel and a segment, and approximate minimum number of tiles, if the vocabulary
-/// is large enough: as many threads have work.
-const PIECES: usize = 64;
 /// Maximum number of ids of a tile.
 const MOST_IDS: usize = 256;
-/// Bytes of the decoder's rows of a tile, which stay in the second-level cache with the tile's logits.
-const TILE_BYTES: usize = 320 << 10;
-/// Ids whose gradients the third product computes at a time: it scales the contexts for so many at once.
+/// Ids whose gradients the third product computes at a time: on vectors it scales the contexts for so many at once.
 const GROUP_IDS: usize = 160;
 /// Minimum number of ids of a tile, if the vocabulary has as many.
 const LEAST_IDS: usize = 32;
 
 /// The cut that all chunks share.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     pub(super) vocab: usize,
     /// Ids of each tile but the last.
     pub(super) tile_ids: usize,
@@ -28,31 +22,36 @@ pub(super) struct Layout {
     segment_tiles: usize,
     /// Rows of each panel but the last.
     pub(super) panel_rows: usize,
-    /// Elements of a vector.
+    /// The width of every panel is a multiple of this.
     pub(super) lanes: usize,
+    /// The ids of a tile and the columns of the decoder are padded to multiples of this.
+    padding: usize,
+    /// Minimum number of pieces, pairs of a panel and a segment, if the vocabulary is large enough.
+    pieces: usize,
 }
 
 /// Rows that are computed together, as the columns of a tile.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Panel {
+pub(crate) struct Panel {
     /// Index of its first row in the chunk, and of its first column when all panels lie side by side.
     pub(super) first: usize,
     pub(super) rows: usize,
-    /// `rows`, rounded up to whole vectors.
+    /// `rows`, rounded up to a multiple of [`Layout::lanes`].
     pub(super) width: usize,
 }
 
 impl Layout {
     /// Cuts chunks of at most `rows` rows.
-    pub(super) fn new<F: Float>(isa: Isa, rows: usize, context_dim: usize, vocab: usize) -> Self {
-        let Registers { rows: at_a_time, width: panel_rows, lanes } = Registers::of::<F>(isa);
-        let cached = TILE_BYTES / (context_dim * size_of::<F>()).max(1);
-        let of_piece = vocab.div_ceil(PIECES).next_multiple_of(at_a_time);
+    pub(super) fn new(blocks: Blocks, rows: usize, context_dim: usize, vocab: usize) -> Self {
+        let Blocks { ids: at_a_time, panel_rows, lanes, padding, pieces, tile_elements, .. } = blocks;
+        let cached = tile_elements / context_dim.max(1);
+        let of_piece = vocab.div_ceil(pieces).next_multiple_of(at_a_time);
         let ids = cached.min(of_piece).clamp(LEAST_IDS, MOST_IDS);
         let tile_ids = (ids / at_a_time * at_a_time).min(vocab.max(1));
         let tiles = vocab.div_ceil(tile_ids);
-        let segments = PIECES.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
-        Layout { vocab, tile_ids, segment_tiles: tiles.div_ceil(segments).max(1), panel_rows, lanes }
+        let segments = pieces.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
+        let segment_tiles = tiles.div_ceil(segments).max(1);
+        Layout { vocab, tile_ids, segment_tiles, panel_rows, lanes, padding, pieces }
     }
 
     /// Limits segments to `bytes` bytes of the decoder, or to one tile if that is larger.
@@ -84,7 +83,19 @@ impl Layout {
 
     /// How many tiles the third product computes at a time.
     pub(super) fn tiles_at_a_time(&self) -> usize {
-        (GROUP_IDS / self.tile_ids).clamp(1, (self.tiles() / PIECES).max(1))
+        (GROUP_IDS / self.tile_ids).clamp(1, (self.tiles() / self.pieces).max(1))
+    }
+
+    /// How many of the chunk's panels pass through a tile together: at most so many, if that leaves work for all threads.
+    pub(super) fn panels_at_a_time(&self, panels: usize, most: usize) -> usize {
+        /// Pieces of work for each thread.
+        const FOR_EACH: usize = 4;
+        (panels * self.segments() / (FOR_EACH * rayon::current_num_threads())).clamp(1, most)
+    }
+
+    /// A number of ids or of columns of the decoder, with padding.
+    pub(super) fn padded(&self, n: usize) -> usize {
+        n.next_multiple_of(self.padding)
     }
 
     pub(super) fn ids(&self, tile: usize) -> Range<usize> {
@@ -102,7 +113,7 @@ impl Layout {
     /// How many more pieces than panels a chunk may have.
     pub(super) fn more_pieces(&self) -> usize {
         if self.tiles() > 1 {
-            PIECES - 1
+            self.pieces - 1
         } else {
             0
         }
@@ -119,13 +130,20 @@ impl Layout {
 
 #[cfg(test)]
 mod tests {
+    use super::super::format::Format;
+    use super::super::vectors::Vectors;
     use super::*;
+    use crate::backend::cpu::simd::Isa;
+
+    fn layout(isa: Isa, rows: usize, context_dim: usize, vocab: usize) -> Layout {
+        Layout::new(Format::<f32>::blocks(Vectors(isa)), rows, context_dim, vocab)
+    }
 
     #[test]
     fn tiles_segments_and_panels_cover_everything_once() {
         for isa in Isa::available() {
             for (rows, context_dim, vocab) in [(1, 1, 1), (47, 3, 257), (480, 280, 10_000), (129, 2048, 128_256)] {
-                let layout = Layout::new::<f32>(isa, rows, context_dim, vocab);
+                let layout = layout(isa, rows, context_dim, vocab);
                 let tiles: Vec<usize> = (0..layout.segments()).flat_map(|segment| layout.segment(segment)).collect();
                 assert_eq!(tiles, (0..layout.tiles()).collect::<Vec<_>>());
                 assert!((0..layout.segments()).all(|s| layout.segment(s).all(|tile| layout.segment_of(tile) == s)));
@@ -135,9 +153,9 @@ mod tests {
                 assert_eq!(panels.iter().map(|panel| panel.rows).sum::<usize>(), rows);
                 assert_eq!(panels.last().map(|panel| panel.first + panel.width), Some(layout.columns(rows)));
                 assert!((0..rows).all(|row| (row - panels[layout.panel_of(row)].first) < layout.panel_rows));
-                assert!(layout.pieces(rows) >= PIECES.min(panels.len() * layout.tiles()) / 2);
+                assert!(layout.pieces(rows) >= layout.pieces.min(panels.len() * layout.tiles()) / 2);
                 assert!(layout.pieces(rows) <= panels.len() + layout.more_pieces());
-                assert!(layout.tiles() * LEAST_IDS >= vocab.min(PIECES * LEAST_IDS) * 9 / 10, "{layout:?}");
+                assert!(layout.tiles() * LEAST_IDS >= vocab.min(layout.pieces * LEAST_IDS) * 9 / 10, "{layout:?}");
             }
         }
     }
@@ -146,7 +164,7 @@ mod tests {
     fn segments_have_at_most_the_given_bytes() {
         for (rows, context_dim, vocab, bytes) in [(768, 280, 33_278, 4 << 20), (768, 5, 1000, 4000), (768, 300, 900, 1)]
         {
-            let layout = Layout::new::<f32>(Isa::available()[0], rows, context_dim, vocab);
+            let layout = layout(Isa::available()[0], rows, context_dim, vocab);
             let cut = layout.with_segments_of::<f32>(bytes, context_dim);
             assert!(cut.segments() > layout.segments(), "{cut:?}");
             let tiles: Vec<usize> = (0..cut.segments()).flat_map(|segment| cut.segment(segment)).collect();

@@ -19,10 +19,13 @@
 mod exponentials;
 mod factors;
 mod first_pass;
+mod format;
 mod gradients;
 mod layout;
 mod product;
 mod scaling;
+mod tiles;
+mod vectors;
 
 use std::ops::Range;
 
@@ -31,7 +34,7 @@ use super::dtype::Element;
 use super::inputs::Inputs;
 use super::memory::{Aligned, Workspace};
 use super::results::BufferedGradients;
-use super::simd::{Float, Isa, ROW_ALIGN};
+use super::simd::ROW_ALIGN;
 use super::targets::Targets;
 use crate::backend::contract::{NeedsGrad, Sizes};
 use crate::backend::plan::Plan;
@@ -39,47 +42,59 @@ use crate::backend::schedule::Steps;
 use crate::error::Result;
 use factors::{own_logits, Factors, Passed, Row};
 use first_pass::{first_pass, Buffers, Part, RowTargets};
-use gradients::{context_gradient, DecoderGradient, BLOCK_ROWS};
+
+use gradients::{context_gradient, DecoderGradient};
 use layout::{Layout, Panel};
+pub(crate) use format::Format;
+pub(crate) use tiles::Tiles;
+pub(crate) use vectors::Vectors;
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
 
 /// How the chunks of a plan are cut.
-fn cut<F: Float>(isa: Isa, rows: usize, sizes: Sizes, needs_grad: NeedsGrad) -> Layout {
-    let layout = Layout::new::<F>(isa, rows, sizes.context_dim, sizes.vocab);
+fn cut<T: Element, X: Format<T>>(format: X, rows: usize, sizes: Sizes, needs_grad: NeedsGrad) -> Layout {
+    let layout = Layout::new(format.blocks(), rows, sizes.context_dim, sizes.vocab);
     match needs_grad.contexts || needs_grad.decoder() {
         true => layout,
-        false => layout.with_segments_of::<F>(SEGMENT_BYTES, sizes.context_dim),
+        false => layout.with_segments_of::<T::Acc>(SEGMENT_BYTES, sizes.context_dim),
     }
 }
 
 /// The decoder's gradient needs the exponentials of a chunk, the contexts' gradient a sum for each of its pieces.
-pub(super) fn workspace<T: Element>(sizes: Sizes, isa: Isa, needs_grad: NeedsGrad) -> Workspace {
+pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, needs_grad: NeedsGrad) -> Workspace {
     /// Elements that the numbers of a row take.
     const ROW_NUMBERS: usize = 32;
     let Sizes { context_dim: d, vocab, .. } = sizes;
-    let layout = cut::<T::Acc>(isa, 1, sizes, needs_grad);
-    let panel = layout.panel_rows;
-    let widened = if T::IS_ACC { 0 } else { layout.tile_ids * d };
-    // The exponentials, the offsets of each tile, the factors of each segment; or each segment's part and factors.
-    let (kept, of_thread) = match needs_grad.decoder() {
-        true => (vocab + 2 * layout.tiles(), BLOCK_ROWS.next_multiple_of(panel) * panel),
+    let element = size_of::<T::Acc>();
+    let layout = cut(format, 1, sizes, needs_grad);
+    let (panel, ids) = (layout.panel_rows, layout.padded(layout.tile_ids));
+    // The exponentials, the offsets of each tile, the factors of each segment, and what its tiles share; or each
+    // segment's part and factors.
+    let kept = match needs_grad.decoder() {
+        true => {
+            let exponentials = layout.padded(vocab) * size_of::<X::Kept>();
+            exponentials + 2 * layout.tiles() * element + format.scaled_bytes(d)
+        }
         false => {
-            let of_segment = Part::<T::Acc>::elements_per_row(panel) + usize::from(needs_grad.contexts);
-            (of_segment * layout.segments(), layout.tile_ids * panel)
+            let of_segment = Part::<T::Acc>::bytes_per_row(panel) + usize::from(needs_grad.contexts) * element;
+            of_segment * layout.segments()
         }
     };
     // All panels but the last are full.
-    let sums = if needs_grad.contexts { (layout.more_pieces() + 1) * panel * d } else { 0 };
-    let of_sums = if needs_grad.contexts { d } else { 0 };
+    let of_sums = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
+    let of_scaled = if needs_grad.decoder() { format.scaled_bytes(d) } else { 0 };
+    let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
     // The contexts exist packed and gathered.
-    let per_row = kept + of_sums + 2 * d + ROW_NUMBERS;
-    let per_thread = of_thread + panel * of_sums + widened;
-    Workspace { per_row, fixed: layout.lanes * per_row + sums + vocab.next_multiple_of(ROW_ALIGN), per_thread }
+    let packed = format.packed_per_row(d) * size_of::<X::Packed>();
+    let per_row = kept + of_sums + packed + (d + ROW_NUMBERS) * element;
+    let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * of_sums;
+    let fixed = layout.lanes * per_row + of_pieces + vocab.next_multiple_of(ROW_ALIGN) * element;
+    Workspace { per_row, fixed, per_thread }
 }
 
-pub(super) struct OnePass<'a, T: Element> {
+pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
+    format: X,
     inputs: Inputs<'a, T>,
     targets: &'a Targets<T::Acc>,
     layout: Layout,
@@ -87,12 +102,12 @@ pub(super) struct OnePass<'a, T: Element> {
     pub(super) losses: Vec<PositionLoss>,
     pub(super) gradients: BufferedGradients<T>,
 
-    /// `[tile][panel][id][row]`; empty if the decoder needs no gradient
-    exponentials: Aligned<T::Acc>,
-    /// `[segment][panel][d][row]`: O; empty if the contexts need no gradient
+    /// `[tile][panel][padded id][row]`; empty if the decoder needs no gradient
+    exponentials: Aligned<X::Kept>,
+    /// `[segment][panel][padded d][row]`: O; empty if the contexts need no gradient
     sums: Aligned<T::Acc>,
-    /// `[panel][d][row]`: contexts times the logit scale
-    packed: Aligned<T::Acc>,
+    /// `[panel]`: the contexts as operands of the first product
+    packed: Aligned<X::Packed>,
     /// `[rows, d]`: the contexts, if they are not stored in this form
     gathered: Vec<T::Acc>,
     chunk: Chunk<T::Acc>,
@@ -108,8 +123,9 @@ struct Chunk<F> {
     segment_factors: Vec<Vec<F>>,
 }
 
-impl<'a, T: Element> OnePass<'a, T> {
+impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     pub(super) fn new(
+        format: X,
         inputs: Inputs<'a, T>,
         targets: &'a Targets<T::Acc>,
         gradients: BufferedGradients<T>,
@@ -118,28 +134,29 @@ impl<'a, T: Element> OnePass<'a, T> {
     ) -> Self {
         let Sizes { positions, context_dim: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
-        let layout = cut::<T::Acc>(inputs.isa, rows, inputs.sizes, needs_grad);
+        let layout = cut(format, rows, inputs.sizes, needs_grad);
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
-        let kept = if needs_grad.decoder() { columns * vocab } else { 0 };
+        let kept = if needs_grad.decoder() { columns * layout.padded(vocab) } else { 0 };
         OnePass {
+            format,
             inputs,
             targets,
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
             exponentials: Aligned::zeros(kept),
-            sums: Aligned::zeros(pieces * layout.panel_rows * d),
-            packed: Aligned::zeros(columns * d),
+            sums: Aligned::zeros(pieces * layout.panel_rows * layout.padded(d)),
+            packed: Aligned::zeros(columns * format.packed_per_row(d)),
             gathered: Vec::new(),
             chunk: Chunk { positions: vec![], panels: vec![], parts: vec![], rows: vec![], segment_factors: vec![] },
         }
     }
 
-    /// Elements of the large buffers.
+    /// Bytes of the large buffers.
     #[cfg(test)]
     pub(super) fn allocated(&self) -> usize {
-        self.exponentials.len() + self.sums.len() + self.packed.len()
+        size_of_val(&*self.exponentials) + size_of_val(&*self.sums) + size_of_val(&*self.packed)
     }
 
     /// `[rows, d]`: the contexts of the chunk's rows.
@@ -151,7 +168,7 @@ impl<'a, T: Element> OnePass<'a, T> {
     }
 }
 
-impl<T: Element> Steps for OnePass<'_, T> {
+impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let chunk = positions.clone();
@@ -174,9 +191,10 @@ impl<T: Element> Steps for OnePass<'_, T> {
             id: |row: usize| self.targets.id(self.chunk.positions[row / components]),
             are_own: self.targets.are_own(),
         };
+        let format = self.format;
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
         let contexts = self.contexts(chunk);
-        let parts = first_pass(&self.inputs, &self.layout, &self.chunk.panels, contexts, targets, buffers);
+        let parts = first_pass(format, &self.inputs, &self.layout, &self.chunk.panels, contexts, targets, buffers);
         self.chunk.parts = parts;
         (self.exponentials, self.sums, self.packed) = (exponentials, sums, packed);
         Ok(())
@@ -224,7 +242,7 @@ impl<T: Element> Steps for OnePass<'_, T> {
         let Chunk { panels, parts, rows, segment_factors, .. } = &self.chunk;
         if !rows.is_empty() {
             let gradient = DecoderGradient {
-                isa: self.inputs.isa,
+                format: self.format,
                 factors: Factors { layout: &self.layout, panels, parts, rows, of_segments: segment_factors },
                 contexts: self.contexts(positions),
                 d: self.inputs.sizes.context_dim,

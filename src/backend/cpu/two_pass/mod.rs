@@ -34,7 +34,7 @@ use tile_log_sum_exp::TileLogSumExp;
 /// its own gradient, and these are added in order, so that the sum does not depend on the number of threads.
 const BIAS_PARTS: usize = 16;
 
-pub(super) fn workspace(sizes: Sizes, task: Task) -> Workspace {
+pub(super) fn workspace<T: Element>(sizes: Sizes, task: Task) -> Workspace {
     let Sizes { context_dim, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let tile = products::VOCAB_TILE.min(stride);
@@ -47,7 +47,9 @@ pub(super) fn workspace(sizes: Sizes, task: Task) -> Workspace {
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
     // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
     let per_thread = scratch_rows * stride + products::buffered_tile(context_dim, vocab);
-    Workspace { per_row, fixed: stride * (2 + bias_parts), per_thread }
+    let element = size_of::<T::Acc>();
+    let fixed = stride * (2 + bias_parts);
+    Workspace { per_row: per_row * element, fixed: fixed * element, per_thread: per_thread * element }
 }
 
 pub(super) struct TwoPasses<'a, T: Element> {

@@ -1,0 +1,41 @@
+//! The tile unit's arithmetic in plain Rust: Intel's `TDPBF16PS`.
+//!
+//! The even and the odd products of a square's depth are summed separately, with one rounding for each product, added,
+//! and then added to the result. Subnormal numbers are zero, as operands and as results.
+
+use super::rounding::widened;
+use super::{Product, PAIRS, SIDE};
+
+pub(super) fn multiply(product: Product<'_>) {
+    let Product { left, right, steps, to, to_row, rows, columns, add } = product;
+    for (row, column) in (0..SIDE * rows).flat_map(|row| (0..SIDE * columns).map(move |column| (row, column))) {
+        let to = &mut to[row * to_row + column];
+        let mut total = if add { normal(*to) } else { 0.0 };
+        for step in 0..steps {
+            let left = &left.values[row / SIDE * left.square + row % SIDE * left.row + step * left.step..][..SIDE];
+            let right = &right.values[column / SIDE * right.square + column % SIDE + step * right.step..];
+            let mut sums = [0.0f32; 2];
+            for k in 0..PAIRS {
+                let pair = right_pair(right, k * product.right.row);
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    *sum = normal(normal(widened(left[2 * k + i])).mul_add(normal(pair[i]), *sum));
+                }
+            }
+            total = normal(total + normal(sums[0] + sums[1]));
+        }
+        *to = total;
+    }
+}
+
+fn right_pair(right: &[u32], at: usize) -> [f32; 2] {
+    [f32::from_bits(right[at] << 16), f32::from_bits(right[at] & 0xffff_0000)]
+}
+
+/// The number, or zero if it is subnormal.
+fn normal(x: f32) -> f32 {
+    if x.is_subnormal() {
+        0.0f32.copysign(x)
+    } else {
+        x
+    }
+}

@@ -1,0 +1,56 @@
+//! Operands of the tile unit: numbers rounded to bf16, and pairs of them.
+
+use half::bf16;
+
+/// Two numbers in bf16, the first in the low half.
+pub(crate) type Pair = u32;
+
+/// The bits of the nearest bf16, ties to even, in the low half; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn bits(x: f32) -> u32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    if x.is_nan() {
+        bits >> 16 | 0x40
+    } else {
+        rounded
+    }
+}
+
+/// The nearest bf16.
+#[inline(always)]
+pub(crate) fn bf16(x: f32) -> bf16 {
+    bf16_of(bits(x))
+}
+
+#[inline(always)]
+pub(crate) fn bf16_of(bits: u32) -> bf16 {
+    bf16::from_bits(bits as u16)
+}
+
+#[inline(always)]
+pub(crate) fn pair(first: u32, second: u32) -> Pair {
+    first | second << 16
+}
+
+/// The number with these bits in bf16.
+#[inline(always)]
+pub(crate) fn widened(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_rounded_as_half_rounds_them() {
+        for high in 0..=u16::MAX {
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                let (found, expected) = (bf16_of(bits(x)), bf16::from_f32(x));
+                assert!(found.to_bits() == expected.to_bits() || found.is_nan() && x.is_nan(), "{x}: {found}");
+            }
+        }
+    }
+}

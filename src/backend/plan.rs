@@ -14,6 +14,8 @@ pub(super) mod default {
     /// The default budget on the CPU also holds chunks of this many rows. Each chunk reads the whole decoder and adds
     /// to its whole gradient, which is costly with fewer rows.
     pub(in crate::backend) const CPU_ROWS: usize = 480;
+    /// On a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take half the bytes.
+    pub(in crate::backend) const CPU_ROWS_OF_TILES: usize = 768;
     /// Maximum rows of a chunk on the CPU if it keeps no logits: its contexts stay in a cache while the decoder passes.
     pub(in crate::backend) const CPU_ROWS_WITHOUT_LOGITS: usize = 768;
     /// Bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.

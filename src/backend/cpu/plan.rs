@@ -43,7 +43,11 @@ pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<u
     };
     let per_position = components * per_row;
     // Decoding accumulates no gradient, so its chunks need no more rows than `gemv` takes.
-    let enough_rows = if task.few_rows { gemv::MOST_ROWS } else { default::CPU_ROWS };
+    let enough_rows = match tiles {
+        _ if task.few_rows => gemv::MOST_ROWS,
+        Some(_) => default::CPU_ROWS_OF_TILES,
+        None => default::CPU_ROWS,
+    };
     let needs = Needs {
         per_position,
         fixed,

@@ -19,8 +19,11 @@ pub(crate) struct Blocks {
     pub(super) lanes: usize,
     /// The ids of a tile and the columns of the decoder are padded to multiples of this.
     pub(super) padding: usize,
-    /// Minimum number of pieces and tiles, if the vocabulary is large enough: as many threads have work.
+    /// Minimum number of pieces, pairs of a panel and a segment, if the vocabulary is large enough: as many threads have
+    /// work.
     pub(super) pieces: usize,
+    /// Approximate minimum number of tiles, likewise.
+    pub(super) tiles: usize,
     /// Elements of the decoder in a tile, which stays in the second-level cache with its logits.
     pub(super) tile_elements: usize,
     /// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.

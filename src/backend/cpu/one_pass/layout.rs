@@ -26,7 +26,7 @@ pub(crate) struct Layout {
     pub(super) lanes: usize,
     /// The ids of a tile and the columns of the decoder are padded to multiples of this.
     padding: usize,
-    /// Minimum number of pieces, pairs of a panel and a segment, if the vocabulary is large enough.
+    /// Minimum number of pieces, pairs of a panel and a segment.
     pieces: usize,
 }
 
@@ -44,8 +44,8 @@ impl Layout {
     /// Cuts chunks of at most `rows` rows.
     pub(super) fn new(blocks: Blocks, rows: usize, context_dim: usize, vocab: usize) -> Self {
         let Blocks { ids: at_a_time, panel_rows, lanes, padding, pieces, tile_elements, .. } = blocks;
+        let of_piece = vocab.div_ceil(blocks.tiles).next_multiple_of(at_a_time);
         let cached = tile_elements / context_dim.max(1);
-        let of_piece = vocab.div_ceil(pieces).next_multiple_of(at_a_time);
         let ids = cached.min(of_piece).clamp(LEAST_IDS, MOST_IDS);
         let tile_ids = (ids / at_a_time * at_a_time).min(vocab.max(1));
         let tiles = vocab.div_ceil(tile_ids);
@@ -89,7 +89,7 @@ impl Layout {
     /// How many of the chunk's panels pass through a tile together: at most so many, if that leaves work for all threads.
     pub(super) fn panels_at_a_time(&self, panels: usize, most: usize) -> usize {
         /// Pieces of work for each thread.
-        const FOR_EACH: usize = 4;
+        const FOR_EACH: usize = 2;
         (panels * self.segments() / (FOR_EACH * rayon::current_num_threads())).clamp(1, most)
     }
 

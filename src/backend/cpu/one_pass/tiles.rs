@@ -10,10 +10,10 @@ use super::gradients::{DecoderGradient, Part, Tile};
 use super::layout::Panel;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
-use crate::backend::cpu::matrix::transpose;
 use crate::backend::cpu::memory::{Aligned, CACHE_LINE};
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::cpu::tiles::rounding::{self, Pair};
+use crate::backend::cpu::tiles::transpose::transpose;
 use crate::backend::cpu::tiles::{Operand, Product, TileUnit, PAIRS, SIDE};
 
 /// Elements of the decoder in a tile. It is there twice: in rows, and in columns.
@@ -72,7 +72,8 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
             panel_rows: SIDE,
             lanes: SIDE,
             padding: SIDE,
-            pieces: 32,
+            pieces: 64,
+            tiles: 32,
             tile_elements: TILE_ELEMENTS,
             rows_at_a_time: BLOCK_ROWS,
         }
@@ -293,6 +294,8 @@ impl DecoderTile {
         let (row, column) = (distance(d_padded), distance(n));
         let rows = self.rows.at_least(n * row);
         let columns = self.columns.at_least(d_padded * column);
+        // The form in which the weight is stored is copied, the other one is its transpose.
+        let is_transposed = inputs.decoder.weight.transposed;
         for (of_part, matrix) in inputs.decoder.parts() {
             let width = of_part.len();
             if matrix.transposed {
@@ -300,23 +303,32 @@ impl DecoderTile {
                     let to = &mut columns[(of_part.start + c) * column..][..n];
                     f32::dispatch(isa, RoundedRow { values: &values[ids.clone()], to });
                 }
-                let columns = &columns[of_part.start * column..];
-                transpose(columns, column, 0..width, 0..n, &mut rows[of_part.start..], row, |x| x);
-            } else {
-                for (r, values) in matrix.values[ids.start * width..ids.end * width].chunks_exact(width).enumerate() {
-                    let to = &mut rows[r * row + of_part.start..][..width];
-                    f32::dispatch(isa, RoundedRow { values, to });
+                continue;
+            }
+            for (r, values) in matrix.values[ids.start * width..ids.end * width].chunks_exact(width).enumerate() {
+                match is_transposed {
+                    false => {
+                        let to = &mut rows[r * row + of_part.start..(r + 1) * row];
+                        f32::dispatch(isa, RoundedRow { values, to });
+                    }
+                    true => {
+                        let to = columns[of_part.start * column + r..].iter_mut().step_by(column);
+                        to.zip(values).for_each(|(to, x)| *to = x.to_bf16());
+                    }
                 }
-                for r in ids.len()..n {
-                    rows[r * row + of_part.start..][..width].fill(bf16::ZERO);
-                }
-                let columns = &mut columns[of_part.start * column..];
-                transpose(rows, row, 0..n, of_part, columns, column, |x| x);
             }
         }
-        if d < d_padded {
-            rows.chunks_exact_mut(row).take(n).for_each(|row| row[d..d_padded].fill(bf16::ZERO));
-            columns.chunks_exact_mut(column).take(d_padded).skip(d).for_each(|column| column[..n].fill(bf16::ZERO));
+        match is_transposed {
+            false => {
+                rows[ids.len() * row..n * row].fill(bf16::ZERO);
+                transpose(isa, rows, row, (n / SIDE, d_padded / SIDE), columns, column);
+            }
+            true => {
+                columns[d * column..d_padded * column].fill(bf16::ZERO);
+                // An adapter's columns are not padded yet.
+                columns.chunks_exact_mut(column).take(d).for_each(|column| column[ids.len()..n].fill(bf16::ZERO));
+                transpose(isa, columns, column, (d_padded / SIDE, n / SIDE), rows, row);
+            }
         }
     }
 }

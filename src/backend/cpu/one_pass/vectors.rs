@@ -50,6 +50,7 @@ impl<T: Element> Format<T> for Vectors {
             lanes,
             padding: 1,
             pieces: 64,
+            tiles: 64,
             tile_elements: TILE_BYTES / size_of::<T::Acc>(),
             rows_at_a_time: BLOCK_ROWS.next_multiple_of(width),
         }

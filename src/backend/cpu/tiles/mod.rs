@@ -9,6 +9,7 @@ mod amx;
 #[cfg(any(test, not(target_arch = "x86_64")))]
 mod emulated;
 pub(super) mod rounding;
+pub(super) mod transpose;
 
 use half::bf16;
 

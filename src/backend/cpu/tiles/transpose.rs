@@ -1,0 +1,150 @@
+//! The transpose of a matrix in bf16, in squares.
+
+use half::bf16;
+
+use super::SIDE;
+use crate::backend::cpu::simd::Isa;
+
+/// `to[column, row] = from[row, column]` for so many squares down and across; rows of `from` and of `to` start
+/// `from_row` and `to_row` elements apart.
+pub(crate) fn transpose(
+    isa: Isa,
+    from: &[bf16],
+    from_row: usize,
+    (down, across): (usize, usize),
+    to: &mut [bf16],
+    to_row: usize,
+) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512(v) => v.vectorize(avx512::Squares { v, from, from_row, down, across, to, to_row }),
+        _ => {
+            for (i, from) in from.chunks(from_row).take(SIDE * down).enumerate() {
+                for (to, &x) in to.chunks_mut(to_row).zip(&from[..SIDE * across]) {
+                    to[i] = x;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use std::arch::x86_64::__m512i;
+
+    use half::bf16;
+    use pulp::x86::V4;
+
+    use super::SIDE;
+
+    pub(super) struct Squares<'a> {
+        pub(super) v: V4,
+        pub(super) from: &'a [bf16],
+        pub(super) from_row: usize,
+        pub(super) down: usize,
+        pub(super) across: usize,
+        pub(super) to: &'a mut [bf16],
+        pub(super) to_row: usize,
+    }
+
+    impl pulp::NullaryFnOnce for Squares<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn call(self) {
+            let Squares { v, from, from_row, down, across, to, to_row } = self;
+            for i in 0..down {
+                for j in 0..across {
+                    let from = &from[SIDE * (i * from_row + j)..];
+                    square(v, from, from_row, &mut to[SIDE * (j * to_row + i)..], to_row);
+                }
+            }
+        }
+    }
+
+    /// Two rows at a time become rows of pairs, which are transposed as numbers of 32 bits.
+    #[inline(always)]
+    fn square(v: V4, from: &[bf16], from_row: usize, to: &mut [bf16], to_row: usize) {
+        let mut low = [pulp::cast([0u32; 16]); SIDE / 2];
+        let mut high = low;
+        for i in 0..SIDE / 2 {
+            let (first, second) = (load(&from[2 * i * from_row..]), load(&from[(2 * i + 1) * from_row..]));
+            // Columns 8k to 8k + 3 of lane k, and columns 8k + 4 to 8k + 7.
+            low[i] = v.avx512bw._mm512_unpacklo_epi16(first, second);
+            high[i] = v.avx512bw._mm512_unpackhi_epi16(first, second);
+        }
+        let (low, high) = (transposed(v, low), transposed(v, high));
+        for i in 0..SIDE / 2 {
+            let column = 8 * (i / 4) + i % 4;
+            store(low[i], &mut to[column * to_row..]);
+            store(high[i], &mut to[(column + 4) * to_row..]);
+        }
+    }
+
+    #[inline(always)]
+    fn load(from: &[bf16]) -> __m512i {
+        let mut bits = [0u16; SIDE];
+        for (bits, x) in bits.iter_mut().zip(&from[..SIDE]) {
+            *bits = x.to_bits();
+        }
+        pulp::cast(bits)
+    }
+
+    #[inline(always)]
+    fn store(x: __m512i, to: &mut [bf16]) {
+        let bits: [u16; SIDE] = pulp::cast(x);
+        for (to, bits) in to[..SIDE].iter_mut().zip(bits) {
+            *to = bf16::from_bits(bits);
+        }
+    }
+
+    /// The transpose of 16 x 16 numbers of 32 bits: first within lanes of 128 bits, then of lanes.
+    #[inline(always)]
+    fn transposed(v: V4, rows: [__m512i; 16]) -> [__m512i; 16] {
+        let f = v.avx512f;
+        let (mut pairs, mut quads, mut out) = (rows, rows, rows);
+        for i in 0..8 {
+            pairs[2 * i] = f._mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+            pairs[2 * i + 1] = f._mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+        }
+        for i in 0..4 {
+            let p = &pairs[4 * i..];
+            quads[4 * i] = f._mm512_unpacklo_epi64(p[0], p[2]);
+            quads[4 * i + 1] = f._mm512_unpackhi_epi64(p[0], p[2]);
+            quads[4 * i + 2] = f._mm512_unpacklo_epi64(p[1], p[3]);
+            quads[4 * i + 3] = f._mm512_unpackhi_epi64(p[1], p[3]);
+        }
+        /// Of two vectors, the lanes 0 and 2, or 1 and 3, of each.
+        const EVEN: i32 = 0x88;
+        const ODD: i32 = 0xdd;
+        for c in 0..4 {
+            let first = f._mm512_shuffle_i32x4::<EVEN>(quads[c], quads[4 + c]);
+            let last = f._mm512_shuffle_i32x4::<EVEN>(quads[8 + c], quads[12 + c]);
+            out[c] = f._mm512_shuffle_i32x4::<EVEN>(first, last);
+            out[8 + c] = f._mm512_shuffle_i32x4::<ODD>(first, last);
+            let first = f._mm512_shuffle_i32x4::<ODD>(quads[c], quads[4 + c]);
+            let last = f._mm512_shuffle_i32x4::<ODD>(quads[8 + c], quads[12 + c]);
+            out[4 + c] = f._mm512_shuffle_i32x4::<EVEN>(first, last);
+            out[12 + c] = f._mm512_shuffle_i32x4::<ODD>(first, last);
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_become_columns() {
+        for isa in Isa::available() {
+            let (down, across, from_row, to_row) = (2, 3, 100, 70);
+            let from: Vec<bf16> = (0..SIDE * down * from_row).map(|i| bf16::from_bits(i as u16)).collect();
+            let mut to = vec![bf16::ZERO; SIDE * across * to_row];
+            transpose(isa, &from, from_row, (down, across), &mut to, to_row);
+            for (i, j) in (0..SIDE * down).flat_map(|i| (0..SIDE * across).map(move |j| (i, j))) {
+                assert_eq!(to[j * to_row + i].to_bits(), from[i * from_row + j].to_bits(), "{i} {j}");
+            }
+        }
+    }
+}

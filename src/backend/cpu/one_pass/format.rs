@@ -26,8 +26,8 @@ pub(crate) struct Blocks {
     pub(super) tiles: usize,
     /// Elements of the decoder in a tile, which stays in the second-level cache with its logits.
     pub(super) tile_elements: usize,
-    /// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
-    pub(super) rows_at_a_time: usize,
+    /// Ids whose gradients the third product computes at a time.
+    pub(super) group_ids: usize,
 }
 
 /// The products of a unit. Between them, all formats share the engine: logits, exponentials and all sums are numbers of

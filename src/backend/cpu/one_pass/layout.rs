@@ -7,8 +7,6 @@ use super::format::Blocks;
 
 /// Maximum number of ids of a tile.
 const MOST_IDS: usize = 256;
-/// Ids whose gradients the third product computes at a time: on vectors it scales the contexts for so many at once.
-const GROUP_IDS: usize = 160;
 /// Minimum number of ids of a tile, if the vocabulary has as many.
 const LEAST_IDS: usize = 32;
 
@@ -28,6 +26,8 @@ pub(crate) struct Layout {
     padding: usize,
     /// Minimum number of pieces, pairs of a panel and a segment.
     pieces: usize,
+    /// Ids whose gradients the third product computes at a time.
+    group_ids: usize,
 }
 
 /// Rows that are computed together, as the columns of a tile.
@@ -43,7 +43,7 @@ pub(crate) struct Panel {
 impl Layout {
     /// Cuts chunks of at most `rows` rows.
     pub(super) fn new(blocks: Blocks, rows: usize, context_dim: usize, vocab: usize) -> Self {
-        let Blocks { ids: at_a_time, panel_rows, lanes, padding, pieces, tile_elements, .. } = blocks;
+        let Blocks { ids: at_a_time, panel_rows, lanes, padding, pieces, tile_elements, group_ids, .. } = blocks;
         let of_piece = vocab.div_ceil(blocks.tiles).next_multiple_of(at_a_time);
         let cached = tile_elements / context_dim.max(1);
         let ids = cached.min(of_piece).clamp(LEAST_IDS, MOST_IDS);
@@ -51,7 +51,7 @@ impl Layout {
         let tiles = vocab.div_ceil(tile_ids);
         let segments = pieces.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
         let segment_tiles = tiles.div_ceil(segments).max(1);
-        Layout { vocab, tile_ids, segment_tiles, panel_rows, lanes, padding, pieces }
+        Layout { vocab, tile_ids, segment_tiles, panel_rows, lanes, padding, pieces, group_ids }
     }
 
     /// Limits segments to `bytes` bytes of the decoder, or to one tile if that is larger.
@@ -83,7 +83,7 @@ impl Layout {
 
     /// How many tiles the third product computes at a time.
     pub(super) fn tiles_at_a_time(&self) -> usize {
-        (GROUP_IDS / self.tile_ids).clamp(1, (self.tiles() / self.pieces).max(1))
+        (self.group_ids / self.tile_ids).clamp(1, (self.tiles() / self.pieces).max(1))
     }
 
     /// How many of the chunk's panels pass through a tile together: at most so many, if that leaves work for all threads.

@@ -10,18 +10,28 @@ use super::gradients::{DecoderGradient, Part, Tile};
 use super::layout::Panel;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
-use crate::backend::cpu::memory::{Aligned, CACHE_LINE};
+use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::cpu::tiles::rounding::{self, Pair};
 use crate::backend::cpu::tiles::transpose::transpose;
 use crate::backend::cpu::tiles::{Operand, Product, TileUnit, PAIRS, SIDE};
 
 /// Elements of the decoder in a tile. It is there twice: in rows, and in columns.
-const TILE_ELEMENTS: usize = 256 << 10;
-/// Rows that the third product sums over at a time.
-const BLOCK_ROWS: usize = 768;
+const TILE_ELEMENTS: usize = 384 << 10;
+/// Squares that the first and the third product sum over at a time: the right operand of so many stays in the
+/// first-level cache.
+const MOST_STEPS: usize = 16;
+/// Ids whose gradients the third product computes at a time, and their columns: these stay in the second-level cache
+/// while it sums over the rows.
+const GROUP_IDS: usize = 512;
+const GROUP_COLUMNS: usize = 256;
+/// Rows whose contexts are scaled at a time for a tile with factors of its own.
+const OWN_ROWS: usize = 768;
 /// Panels that share a tile of the decoder, at most.
 const MOST_PANELS: usize = 12;
+
+/// Elements of a square.
+const SQUARE: usize = SIDE * SIDE;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Tiles {
@@ -29,12 +39,13 @@ pub(crate) struct Tiles {
     pub(crate) isa: Isa,
 }
 
-/// A tile of the decoder: `[padded ids, d]` and `[padded d, ids]`, with distances between rows that do not lie on the
-/// same lines of a cache.
+/// A tile of the decoder, `[ids, d]`, and its transpose. Each square lies in one piece, one row of squares after the
+/// other.
 #[derive(Default)]
 pub(crate) struct DecoderTile {
     rows: Aligned<bf16>,
     columns: Aligned<bf16>,
+    line: Vec<bf16>,
 }
 
 /// The logits of a tile and a panel `[padded ids, SIDE]`, and its exponentials in pairs of ids.
@@ -48,12 +59,6 @@ pub(crate) struct LogitTile {
 
 /// Contexts times factors, in pairs of rows: `[square of columns][pair][SIDE]`.
 pub(crate) type ScaledContexts = Aligned<Pair>;
-
-/// The distance between rows of so many numbers in bf16: an odd number of cache lines.
-fn distance(columns: usize) -> usize {
-    const LINE: usize = CACHE_LINE / size_of::<bf16>();
-    (columns.div_ceil(LINE) | 1) * LINE
-}
 
 impl<T: Element<Acc = f32>> Format<T> for Tiles {
     type Packed = Pair;
@@ -75,7 +80,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
             pieces: 64,
             tiles: 32,
             tile_elements: TILE_ELEMENTS,
-            rows_at_a_time: BLOCK_ROWS,
+            group_ids: GROUP_IDS,
         }
     }
 
@@ -85,9 +90,9 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
 
     fn thread_bytes(self, d: usize, ids: usize, keeps: bool) -> usize {
         let d_padded = d.next_multiple_of(SIDE);
-        let decoder = (ids * distance(d_padded) + d_padded * distance(ids)) * size_of::<bf16>();
+        let decoder = 2 * ids * d_padded * size_of::<bf16>();
         let logits = ids * SIDE * size_of::<f32>() + ids / 2 * SIDE * size_of::<Pair>();
-        let of_third_product = BLOCK_ROWS * d_padded * size_of::<bf16>();
+        let of_third_product = OWN_ROWS * d_padded * size_of::<bf16>();
         decoder + logits + if keeps { of_third_product } else { ids * SIDE * size_of::<bf16>() }
     }
 
@@ -125,17 +130,29 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         let FirstOperands { inputs, ids, decoder, panel, packed, kept, sums, is_first } = operands;
         let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
-        Product {
-            left: Operand { values: &decoder.rows, row: distance(d), step: SIDE, square: SIDE * distance(d) },
-            right: Operand { values: packed, row: SIDE, step: PAIRS * SIDE, square: 0 },
-            steps: d / SIDE,
-            to: logits,
-            to_row: SIDE,
-            rows: n / SIDE,
-            columns: 1,
-            add: false,
+        for steps in parts(d / SIDE) {
+            Product {
+                left: Operand {
+                    values: &decoder.rows[steps.start * SQUARE..],
+                    row: SIDE,
+                    step: SQUARE,
+                    square: d / SIDE * SQUARE,
+                },
+                right: Operand {
+                    values: &packed[steps.start * PAIRS * SIDE..],
+                    row: SIDE,
+                    step: PAIRS * SIDE,
+                    square: 0,
+                },
+                steps: steps.len(),
+                to: &mut *logits,
+                to_row: SIDE,
+                rows: n / SIDE,
+                columns: 1,
+                add: steps.start > 0,
+            }
+            .run(self.unit);
         }
-        .run(self.unit);
         let (logits, padding) = logits.split_at_mut(ids.len() * SIDE);
         let bias = &inputs.bias[ids];
         f32::dispatch(self.isa, Biased { logits, bias, scale: inputs.logit_scale });
@@ -153,7 +170,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
             return;
         }
         Product {
-            left: Operand { values: &decoder.columns, row: distance(n), step: SIDE, square: SIDE * distance(n) },
+            left: Operand { values: &decoder.columns, row: SIDE, step: SQUARE, square: n / SIDE * SQUARE },
             right: Operand { values: pairs, row: SIDE, step: PAIRS * SIDE, square: 0 },
             steps: n / SIDE,
             to: sums,
@@ -179,29 +196,28 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         own: &mut ScaledContexts,
     ) {
         let rows = gradient.factors.rows.len();
-        for tile in tiles {
-            let is_shared = tile.factors == gradient.factors.of_segments[tile.segment];
-            for first in (0..rows).step_by(BLOCK_ROWS) {
-                let block = first..rows.min(first + BLOCK_ROWS);
-                let right = match is_shared {
-                    true => Scaled { values: &scaled[tile.segment], pairs: pairs(rows), first: first / 2 },
-                    false => {
-                        self.scale(gradient, block.clone(), &tile.factors, own);
-                        Scaled { values: own, pairs: pairs(block.len()), first: 0 }
-                    }
-                };
-                let panels = first / SIDE..block.end.div_ceil(SIDE);
-                self.add_tile(tile, panels.clone(), right);
-                if let Some(bias) = &mut tile.bias {
-                    let (exponentials, ids) = (&*tile.exponentials, tile.ids.len().next_multiple_of(SIDE));
-                    f32::dispatch(
-                        self.isa,
-                        WeightedSums { exponentials, ids, panels, factors: &tile.factors, to: bias },
-                    );
+        let is_shared = |tile: &Tile<'_, _, _>| tile.factors == gradient.factors.of_segments[tile.segment];
+        for tiles in tiles.chunk_by_mut(|a, b| is_shared(a) && is_shared(b)) {
+            let are_shared = is_shared(&tiles[0]);
+            for first in (0..rows).step_by(OWN_ROWS) {
+                let block = first..rows.min(first + OWN_ROWS);
+                if !are_shared {
+                    self.scale(gradient, block.clone(), &tiles[0].factors, own);
                 }
+                let right = |tile: &Tile<'_, _, _>| match are_shared {
+                    true => Scaled { values: &scaled[tile.segment], pairs: pairs(rows), first: first / 2 },
+                    false => Scaled { values: own, pairs: pairs(block.len()), first: 0 },
+                };
+                self.add_rows(tiles, block.clone(), right);
             }
         }
     }
+}
+
+/// Parts of nearly the same size, of at most [`MOST_STEPS`].
+fn parts(steps: usize) -> impl Iterator<Item = Range<usize>> {
+    let size = steps.div_ceil(steps.div_ceil(MOST_STEPS));
+    (0..steps).step_by(size).map(move |first| first..steps.min(first + size))
 }
 
 /// Scaled contexts of some rows.
@@ -234,15 +250,48 @@ impl Tiles {
         f32::dispatch(self.isa, ScaledPairs { contexts, d, factors, pairs, to });
     }
 
-    /// Adds the products of a tile's exponentials and scaled contexts, for the rows of some panels.
-    fn add_tile(self, tile: &mut Tile<'_, f32, bf16>, panels: Range<usize>, scaled: Scaled<'_>) {
+    /// Adds the products of some tiles' exponentials with the scaled contexts of some rows.
+    fn add_rows<'s>(
+        self,
+        tiles: &mut [Tile<'_, f32, bf16>],
+        rows: Range<usize>,
+        scaled: impl Fn(&Tile<'_, f32, bf16>) -> Scaled<'s>,
+    ) {
+        let panels = rows.start / SIDE..rows.end.div_ceil(SIDE);
+        let columns = tiles[0].parts.iter().map(|part| part.columns.end).max().unwrap_or(0);
+        for column in (0..columns).step_by(GROUP_COLUMNS) {
+            for steps in parts(panels.len()) {
+                for tile in &mut *tiles {
+                    let scaled = scaled(tile);
+                    let scaled = Scaled { first: scaled.first + steps.start * PAIRS, ..scaled };
+                    let panels = panels.start + steps.start..panels.start + steps.end;
+                    self.add_columns(tile, panels, column..column + GROUP_COLUMNS, scaled);
+                }
+            }
+        }
+        for Tile { ids, exponentials, factors, bias, .. } in tiles {
+            let Some(bias) = bias else { continue };
+            let (ids, panels) = (ids.len().next_multiple_of(SIDE), panels.clone());
+            f32::dispatch(self.isa, WeightedSums { exponentials, ids, panels, factors, to: bias });
+        }
+    }
+
+    /// Adds the products of a tile's exponentials and scaled contexts, for the rows of some panels and for some columns
+    /// of the decoder.
+    fn add_columns(
+        self,
+        tile: &mut Tile<'_, f32, bf16>,
+        panels: Range<usize>,
+        columns: Range<usize>,
+        scaled: Scaled<'_>,
+    ) {
         let (ids, n) = (tile.ids.len(), tile.ids.len().next_multiple_of(SIDE));
         let exponentials = &tile.exponentials[panels.start * SIDE * n..];
         // Of some squares of ids and of columns; the first id and the first column are multiples of a side.
         let product = |(id, rows): (usize, usize), (column, columns): (usize, usize), to: &mut [f32], to_row, add| {
             let right = &scaled.values[column * scaled.pairs + scaled.first * SIDE..];
             Product {
-                left: Operand { values: &exponentials[id * SIDE..], row: SIDE, step: SIDE * n, square: SIDE * SIDE },
+                left: Operand { values: &exponentials[id * SIDE..], row: SIDE, step: SIDE * n, square: SQUARE },
                 right: Operand { values: right, row: SIDE, step: PAIRS * SIDE, square: scaled.pairs * SIDE },
                 steps: panels.len(),
                 to,
@@ -253,13 +302,18 @@ impl Tiles {
             }
             .run(self.unit);
         };
-        for Part { columns, values, is_started } in &mut tile.parts {
-            let (add, to_row) = (*is_started || panels.start > 0, columns.len());
+        for part in &mut tile.parts {
+            let Part { columns: of_part, values, is_started } = part;
+            let (add, to_row) = (*is_started || panels.start > 0, of_part.len());
+            let columns = columns.start.max(of_part.start)..columns.end.min(of_part.end);
+            if columns.is_empty() {
+                continue;
+            }
             // Whole squares are computed in place, others in a buffer.
             let whole_ids = 0..ids / SIDE * SIDE;
             let whole = columns.start.next_multiple_of(SIDE)..columns.end / SIDE * SIDE;
             if !whole_ids.is_empty() && !whole.is_empty() {
-                let to = &mut values[whole.start - columns.start..];
+                let to = &mut values[whole.start - of_part.start..];
                 product((0, whole_ids.len() / SIDE), (whole.start, whole.len() / SIDE), to, to_row, add);
             }
             let of_ids = |id: usize| {
@@ -270,11 +324,11 @@ impl Tiles {
                 if whole_ids.contains(&id) && whole.contains(&column) {
                     continue;
                 }
-                let mut square = [0.0; SIDE * SIDE];
+                let mut square = [0.0; SQUARE];
                 product((id, 1), (column, 1), &mut square, SIDE, false);
                 let across = column.max(columns.start)..columns.end.min(column + SIDE);
                 for (id, square) in (id..ids.min(id + SIDE)).zip(square.chunks_exact(SIDE)) {
-                    let to = &mut values[id * to_row + across.start - columns.start..][..across.len()];
+                    let to = &mut values[id * to_row + across.start - of_part.start..][..across.len()];
                     let square = &square[across.start - column..][..across.len()];
                     match add {
                         true => to.iter_mut().zip(square).for_each(|(to, x)| *to += x),
@@ -289,51 +343,57 @@ impl Tiles {
 impl DecoderTile {
     /// Copies the decoder's rows of some ids, padded with zeros.
     fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, inputs: &Inputs<'_, T>, ids: Range<usize>) {
-        let d = inputs.sizes.context_dim;
-        let (d_padded, n) = (d.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
-        let (row, column) = (distance(d_padded), distance(n));
-        let rows = self.rows.at_least(n * row);
-        let columns = self.columns.at_least(d_padded * column);
-        // The form in which the weight is stored is copied, the other one is its transpose.
-        let is_transposed = inputs.decoder.weight.transposed;
-        for (of_part, matrix) in inputs.decoder.parts() {
-            let width = of_part.len();
-            if matrix.transposed {
-                for (c, values) in matrix.values.chunks_exact(matrix.vocab).enumerate() {
-                    let to = &mut columns[(of_part.start + c) * column..][..n];
-                    f32::dispatch(isa, RoundedRow { values: &values[ids.clone()], to });
-                }
-                continue;
-            }
-            for (r, values) in matrix.values[ids.start * width..ids.end * width].chunks_exact(width).enumerate() {
-                match is_transposed {
-                    false => {
-                        let to = &mut rows[r * row + of_part.start..(r + 1) * row];
-                        f32::dispatch(isa, RoundedRow { values, to });
+        let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
+        let (rows, columns) = (self.rows.at_least(n * d), self.columns.at_least(n * d));
+        let decoder = || inputs.decoder.parts();
+        // The weight is copied as it is stored; the other form is the transpose.
+        if inputs.decoder.weight.transposed {
+            self.line.clear();
+            self.line.resize(n, bf16::ZERO);
+            let of_decoder = decoder().flat_map(|(_, matrix)| (0..matrix.width).map(move |column| (matrix, column)));
+            let mut of_decoder = of_decoder.map(Some).chain(std::iter::repeat(None));
+            for column in 0..d {
+                let line = &mut self.line[..ids.len()];
+                match of_decoder.next().flatten() {
+                    Some((matrix, column)) if matrix.transposed => {
+                        let values = &matrix.values[column * matrix.vocab..][ids.clone()];
+                        f32::dispatch(isa, RoundedRow { values, to: line });
                     }
-                    true => {
-                        let to = columns[of_part.start * column + r..].iter_mut().step_by(column);
-                        to.zip(values).for_each(|(to, x)| *to = x.to_bf16());
+                    Some((matrix, column)) => {
+                        let values = matrix.values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
+                        line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
                     }
+                    None => line.fill(bf16::ZERO),
                 }
+                store_line(&self.line, column, columns);
             }
+            transpose(isa, columns, (d / SIDE, n / SIDE), rows);
+            return;
         }
-        match is_transposed {
-            false => {
-                rows[ids.len() * row..n * row].fill(bf16::ZERO);
-                transpose(isa, rows, row, (n / SIDE, d_padded / SIDE), columns, column);
+        self.line.clear();
+        self.line.resize(d, bf16::ZERO);
+        for (row, id) in ids.clone().enumerate() {
+            for (of_part, matrix) in decoder() {
+                let values = &matrix.values[id * matrix.width..(id + 1) * matrix.width];
+                f32::dispatch(isa, RoundedRow { values, to: &mut self.line[of_part] });
             }
-            true => {
-                columns[d * column..d_padded * column].fill(bf16::ZERO);
-                // An adapter's columns are not padded yet.
-                columns.chunks_exact_mut(column).take(d).for_each(|column| column[ids.len()..n].fill(bf16::ZERO));
-                transpose(isa, columns, column, (d_padded / SIDE, n / SIDE), rows, row);
-            }
+            store_line(&self.line, row, rows);
         }
+        self.line.fill(bf16::ZERO);
+        (ids.len()..n).for_each(|row| store_line(&self.line, row, rows));
+        transpose(isa, rows, (n / SIDE, d / SIDE), columns);
     }
 }
 
-/// `to[..] = values[..]` in bf16, and zeros behind.
+/// Stores a line of a matrix in squares.
+fn store_line(line: &[bf16], index: usize, to: &mut [bf16]) {
+    let to = &mut to[index / SIDE * SIDE * line.len() + index % SIDE * SIDE..];
+    for (to, line) in to.chunks_mut(SQUARE).zip(line.chunks_exact(SIDE)) {
+        to[..SIDE].copy_from_slice(line);
+    }
+}
+
+/// `to[..] = values[..]` in bf16.
 struct RoundedRow<'a, T> {
     values: &'a [T],
     to: &'a mut [bf16],
@@ -344,11 +404,9 @@ impl<T: Element> Kernel<f32> for RoundedRow<'_, T> {
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, _: V) {
-        let (to, padding) = self.to.split_at_mut(self.values.len());
-        for (to, x) in to.iter_mut().zip(self.values) {
+        for (to, x) in self.to.iter_mut().zip(self.values) {
             *to = x.to_bf16();
         }
-        padding.fill(bf16::ZERO);
     }
 }
 

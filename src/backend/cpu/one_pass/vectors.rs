@@ -19,8 +19,10 @@ use crate::backend::cpu::simd::{Float, Isa};
 const MOST_DEPTH: usize = 320;
 /// Bytes of the decoder's rows of a tile.
 const TILE_BYTES: usize = 320 << 10;
-/// Rows that the third product sums over at a time.
+/// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
 const BLOCK_ROWS: usize = 480;
+/// Ids whose gradients the third product computes at a time: it scales the contexts for so many at once.
+const GROUP_IDS: usize = 160;
 /// Panels that share a widened tile, at most.
 const MOST_PANELS: usize = 8;
 
@@ -52,7 +54,7 @@ impl<T: Element> Format<T> for Vectors {
             pieces: 64,
             tiles: 64,
             tile_elements: TILE_BYTES / size_of::<T::Acc>(),
-            rows_at_a_time: BLOCK_ROWS.next_multiple_of(width),
+            group_ids: GROUP_IDS,
         }
     }
 
@@ -61,9 +63,9 @@ impl<T: Element> Format<T> for Vectors {
     }
 
     fn thread_bytes(self, d: usize, ids: usize, keeps: bool) -> usize {
-        let Blocks { panel_rows, rows_at_a_time, .. } = Format::<T>::blocks(self);
+        let panel_rows = Format::<T>::blocks(self).panel_rows;
         let widened = if T::IS_ACC { 0 } else { ids * d };
-        let of_products = if keeps { rows_at_a_time * panel_rows } else { ids * panel_rows };
+        let of_products = if keeps { BLOCK_ROWS.next_multiple_of(panel_rows) * panel_rows } else { ids * panel_rows };
         (widened + of_products) * size_of::<T::Acc>()
     }
 

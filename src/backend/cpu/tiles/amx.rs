@@ -27,8 +27,8 @@ impl Amx {
         let (left_squares, right_squares, to) = (left.values.as_ptr(), right.values.as_ptr(), to.as_mut_ptr());
         let mut squares = [Square::default(); AT_A_TIME];
         let mut count = 0;
-        for row in 0..rows {
-            for column in 0..columns {
+        for column in 0..columns {
+            for row in 0..rows {
                 squares[count] = Square {
                     left: left_squares.wrapping_add(row * left.square),
                     left_row: left.row * size_of::<bf16>(),

@@ -5,25 +5,32 @@ use half::bf16;
 use super::SIDE;
 use crate::backend::cpu::simd::Isa;
 
-/// `to[column, row] = from[row, column]` for so many squares down and across; rows of `from` and of `to` start
-/// `from_row` and `to_row` elements apart.
-pub(crate) fn transpose(
-    isa: Isa,
-    from: &[bf16],
-    from_row: usize,
-    (down, across): (usize, usize),
-    to: &mut [bf16],
-    to_row: usize,
-) {
+/// The transpose of a matrix of so many squares down and across. Each square lies in one piece, one row of squares after
+/// the other.
+pub(crate) fn transpose(isa: Isa, from: &[bf16], (down, across): (usize, usize), to: &mut [bf16]) {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512(v) => v.vectorize(avx512::Squares { v, from, from_row, down, across, to, to_row }),
-        _ => {
-            for (i, from) in from.chunks(from_row).take(SIDE * down).enumerate() {
-                for (to, &x) in to.chunks_mut(to_row).zip(&from[..SIDE * across]) {
-                    to[i] = x;
-                }
+        Isa::Avx512(v) => v.vectorize(avx512::Squares { v, from, down, across, to }),
+        _ => each_square(from, (down, across), to, |from, to| {
+            for (i, row) in from.chunks_exact(SIDE).enumerate() {
+                to.iter_mut().skip(i).step_by(SIDE).zip(row).for_each(|(to, &x)| *to = x);
             }
+        }),
+    }
+}
+
+/// Calls `transpose` with each square and its place in the transpose.
+#[inline(always)]
+fn each_square(
+    from: &[bf16],
+    (down, across): (usize, usize),
+    to: &mut [bf16],
+    transpose: impl Fn(&[bf16; SIDE * SIDE], &mut [bf16; SIDE * SIDE]),
+) {
+    let (from, to) = (from.as_chunks::<{ SIDE * SIDE }>().0, to.as_chunks_mut::<{ SIDE * SIDE }>().0);
+    for i in 0..down {
+        for j in 0..across {
+            transpose(&from[i * across + j], &mut to[j * down + i]);
         }
     }
 }
@@ -35,16 +42,14 @@ mod avx512 {
     use half::bf16;
     use pulp::x86::V4;
 
-    use super::SIDE;
+    use super::{each_square, SIDE};
 
     pub(super) struct Squares<'a> {
         pub(super) v: V4,
         pub(super) from: &'a [bf16],
-        pub(super) from_row: usize,
         pub(super) down: usize,
         pub(super) across: usize,
         pub(super) to: &'a mut [bf16],
-        pub(super) to_row: usize,
     }
 
     impl pulp::NullaryFnOnce for Squares<'_> {
@@ -52,23 +57,18 @@ mod avx512 {
 
         #[inline(always)]
         fn call(self) {
-            let Squares { v, from, from_row, down, across, to, to_row } = self;
-            for i in 0..down {
-                for j in 0..across {
-                    let from = &from[SIDE * (i * from_row + j)..];
-                    square(v, from, from_row, &mut to[SIDE * (j * to_row + i)..], to_row);
-                }
-            }
+            let Squares { v, from, down, across, to } = self;
+            each_square(from, (down, across), to, #[inline(always)] |from, to| square(v, from, to));
         }
     }
 
     /// Two rows at a time become rows of pairs, which are transposed as numbers of 32 bits.
     #[inline(always)]
-    fn square(v: V4, from: &[bf16], from_row: usize, to: &mut [bf16], to_row: usize) {
+    fn square(v: V4, from: &[bf16; SIDE * SIDE], to: &mut [bf16; SIDE * SIDE]) {
         let mut low = [pulp::cast([0u32; 16]); SIDE / 2];
         let mut high = low;
         for i in 0..SIDE / 2 {
-            let (first, second) = (load(&from[2 * i * from_row..]), load(&from[(2 * i + 1) * from_row..]));
+            let (first, second) = (load(&from[2 * i * SIDE..]), load(&from[(2 * i + 1) * SIDE..]));
             // Columns 8k to 8k + 3 of lane k, and columns 8k + 4 to 8k + 7.
             low[i] = v.avx512bw._mm512_unpacklo_epi16(first, second);
             high[i] = v.avx512bw._mm512_unpackhi_epi16(first, second);
@@ -76,8 +76,8 @@ mod avx512 {
         let (low, high) = (transposed(v, low), transposed(v, high));
         for i in 0..SIDE / 2 {
             let column = 8 * (i / 4) + i % 4;
-            store(low[i], &mut to[column * to_row..]);
-            store(high[i], &mut to[(column + 4) * to_row..]);
+            store(low[i], &mut to[column * SIDE..]);
+            store(high[i], &mut to[(column + 4) * SIDE..]);
         }
     }
 
@@ -138,12 +138,15 @@ mod tests {
     #[test]
     fn rows_become_columns() {
         for isa in Isa::available() {
-            let (down, across, from_row, to_row) = (2, 3, 100, 70);
-            let from: Vec<bf16> = (0..SIDE * down * from_row).map(|i| bf16::from_bits(i as u16)).collect();
-            let mut to = vec![bf16::ZERO; SIDE * across * to_row];
-            transpose(isa, &from, from_row, (down, across), &mut to, to_row);
+            let (down, across) = (2, 3);
+            let from: Vec<bf16> = (0..SIDE * SIDE * down * across).map(|i| bf16::from_bits(i as u16)).collect();
+            let mut to = vec![bf16::ZERO; from.len()];
+            transpose(isa, &from, (down, across), &mut to);
+            let at = |row: usize, column: usize, across: usize| {
+                (row / SIDE * across + column / SIDE) * SIDE * SIDE + row % SIDE * SIDE + column % SIDE
+            };
             for (i, j) in (0..SIDE * down).flat_map(|i| (0..SIDE * across).map(move |j| (i, j))) {
-                assert_eq!(to[j * to_row + i].to_bits(), from[i * from_row + j].to_bits(), "{i} {j}");
+                assert_eq!(to[at(j, i, down)].to_bits(), from[at(i, j, across)].to_bits(), "{i} {j}");
             }
         }
     }

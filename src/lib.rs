@@ -197,7 +197,9 @@ pub use heads::{
     Configured, ContextActivation, Contexts, Head, Identity, MixedContexts, MixtureConfig, MixtureLayer,
     MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Projection, SoftmaxConfig, SoftmaxHead,
 };
-pub use loss::{DecoderRows, GradientSum, Loss, LossOptions, Negatives, NoiseDistribution, Reduction, SampledLoss};
+pub use loss::{
+    DecoderRows, GradientSum, Loss, LossOptions, Negatives, NoiseDistribution, Precision, Reduction, SampledLoss,
+};
 pub use mixture::{linear_cross_entropy, Mixture};
 pub use tensors::dropout::DropoutMasks;
 pub use two_level::{

@@ -36,7 +36,7 @@ fn this_process_equals_the_reference() -> Result<()> {
         }
     }
     let case = Case::random(ENTRIES[0], Sizes::new(2, 2, 1, 3), &[1], 91);
-    let tensors = case.constants(DType::F32, &Device::Cpu)?;
+    let tensors = case.variables(DType::BF16, &Device::Cpu)?;
     let plan = build(&case, &tensors)?.plan(&tensors["hidden"], &LossOptions::new())?;
     println!("kernels: {}", plan.kernels);
     Ok(())
@@ -44,7 +44,7 @@ fn this_process_equals_the_reference() -> Result<()> {
 
 #[test]
 fn every_instruction_set_equals_the_reference() {
-    for name in ["avx512", "avx2", "neon", "scalar", "nonsense"] {
+    for name in ["amx", "avx512", "avx2", "neon", "scalar", "nonsense"] {
         let output = Command::new(std::env::current_exe().expect("this test"))
             .args(["--exact", "this_process_equals_the_reference", "--nocapture"])
             .env("MOS_HEAD_SIMD", name)

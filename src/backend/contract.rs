@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor};
 
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
+use crate::loss::Precision;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
@@ -39,6 +40,7 @@ pub(crate) struct Operands {
     pub(crate) bias: Option<Tensor>,
     pub(crate) logit_scale: f64,
     pub(crate) softcap: Option<f64>,
+    pub(crate) precision: Precision,
 }
 
 impl Operands {
@@ -262,6 +264,11 @@ pub(crate) trait Backend {
 
     /// Runs a query on each position's distribution.
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>>;
+
+    /// A gradient in the dtype of its operand.
+    fn rounded(&self, gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+        Ok(gradient.to_dtype(dtype)?)
+    }
 
     /// `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
     fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor>;

@@ -79,6 +79,10 @@ pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::O
     on_device!(operands.contexts.device(), backend => backend.visit(operands, visit))
 }
 
+pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+    on_device!(gradient.device(), backend => backend.rounded(gradient, dtype))
+}
+
 pub(crate) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
     on_device!(z.device(), backend => backend.bias_tanh(z, bias))
 }

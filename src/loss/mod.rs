@@ -12,7 +12,7 @@ mod results;
 
 pub use gradient_sum::GradientSum;
 pub use negatives::{Negatives, NoiseDistribution};
-pub use options::{LossOptions, Reduction, SampledLoss};
+pub use options::{LossOptions, Precision, Reduction, SampledLoss};
 pub(crate) use request::Request;
 pub(crate) use results::Unchecked;
 pub use results::{DecoderRows, Loss};

@@ -43,6 +43,38 @@ pub enum Reduction {
     None,
 }
 
+/// The precision of the matrix products of a loss. All sums, exponentials, losses and gradients keep their dtype.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{LossOptions, OutputLayer, Precision, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
+/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?; // [batch, seq]
+/// let options = LossOptions::new().with_precision(Precision::Bf16Products);
+/// let loss = head.loss(&hidden, &targets, &options)?.value; // f32, as with Precision::Full
+/// # assert!((loss.to_scalar::<f32>()? - 100f32.ln()).abs() < 1e-5);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Precision {
+    /// The operands' own precision.
+    #[default]
+    Full,
+    /// Operands of f32 or f16 may be rounded to bf16 before they are multiplied; sums stay f32. PyTorch's
+    /// `torch.set_float32_matmul_precision("medium")` allows the same.
+    ///
+    /// It has an effect on CPUs with Intel AMX, for losses over hard targets. `docs/measurements.md` has its errors:
+    /// they grow with the logits.
+    Bf16Products,
+}
+
 /// Options of a loss. The default is a training step: mean over the positions, with gradients and dropout.
 ///
 /// The objective of position t with target y, in nats, is
@@ -106,6 +138,8 @@ pub struct LossOptions {
     pub sampled: Option<SampledLoss>,
     /// Whether a sampled loss returns the decoder's rows as variables. The default is false.
     pub decoder_rows: bool,
+    /// The precision of the matrix products. The default is [`Precision::Full`].
+    pub precision: Precision,
     /// The budget of the workspace in bytes. By default the device decides: see [`LossOptions::with_workspace_bytes`].
     pub workspace_bytes: Option<usize>,
 }
@@ -144,6 +178,7 @@ impl LossOptions {
             correct: false,
             sampled: None,
             decoder_rows: false,
+            precision: Precision::Full,
             workspace_bytes: None,
         }
     }
@@ -214,6 +249,11 @@ impl LossOptions {
     /// (Chowdhery et al., 2022), for every component.
     pub fn with_z_loss(self, coefficient: f64) -> Self {
         LossOptions { z_loss: coefficient, ..self }
+    }
+
+    /// Sets the precision of the matrix products. The default is [`Precision::Full`].
+    pub fn with_precision(self, precision: Precision) -> Self {
+        LossOptions { precision, ..self }
     }
 
     /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU a

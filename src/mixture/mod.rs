@@ -15,7 +15,7 @@ use candle_core::{DType, Tensor};
 use crate::backend;
 use crate::backend::contract::{accumulation_dtype, Operands, Sizes, Task};
 use crate::error::{Error, Result};
-use crate::loss::{LossOptions, Reduction};
+use crate::loss::{LossOptions, Precision, Reduction};
 use crate::tensors::checks::{
     check_alike, check_device, check_elements, check_logits, check_product, check_sizes, check_targets, check_vocab,
 };
@@ -140,6 +140,7 @@ impl Mixture {
                 adapter: None,
                 bias,
                 logit_scale: 1.0,
+                precision: Precision::Full,
                 softcap: None,
             },
         })

@@ -115,12 +115,9 @@ fn attach_mixture(
         let dtype = operands.contexts.dtype();
         let round = |gradient: Option<Tensor>| {
             // candle's GPU backends do not convert empty tensors.
-            let round = |g: Tensor| {
-                if g.elem_count() == 0 {
-                    Tensor::zeros(g.dims(), dtype, g.device())
-                } else {
-                    g.to_dtype(dtype)
-                }
+            let round = |g: Tensor| match g.elem_count() {
+                0 => Ok(Tensor::zeros(g.dims(), dtype, g.device())?),
+                _ => backend::rounded(&g, dtype),
             };
             gradient.map(round).transpose()
         };

@@ -50,6 +50,7 @@ macro_rules! impl_element {
             fn widen(self) -> $acc {
                 $widen(self)
             }
+            #[inline(always)]
             fn narrow(value: $acc) -> Self {
                 $narrow(value)
             }
@@ -71,7 +72,7 @@ macro_rules! impl_element {
 impl_element!(f32 as f32, identity, identity, Some, rounding::bf16, Tiles, Some);
 impl_element!(f64 as f64, identity, identity, Some, bf16::from_f64, Vectors, |_| None);
 impl_element!(f16 as f32, f16::to_f32, f16::from_f32, |_| None, |x: f16| rounding::bf16(x.to_f32()), Tiles, Some);
-impl_element!(bf16 as f32, bf16::to_f32, bf16::from_f32, |_| None, identity, Tiles, Some);
+impl_element!(bf16 as f32, bf16::to_f32, rounding::bf16, |_| None, identity, Tiles, Some);
 
 /// Evaluates `$call` with `$T` as the Rust type of `$dtype`, which is one of the four.
 macro_rules! with_type {

@@ -19,9 +19,14 @@ pub(super) struct Workspace {
 /// `n` zeros, in huge pages if the buffer is large. The system clears pages on first use: a gradient of one gigabyte in
 /// pages of 4 KiB takes a fifth of a second on two threads, in huge pages a third of that.
 pub(super) fn zeros<F: Number>(n: usize) -> Vec<F> {
-    let mut zeros = vec![F::default(); n];
-    huge_pages::provide(&mut zeros);
-    zeros
+    filled(F::default(), n)
+}
+
+/// As [`zeros`], for numbers whose zero is not their default.
+pub(super) fn filled<F: Copy + Send + Sync>(value: F, n: usize) -> Vec<F> {
+    let mut values = vec![value; n];
+    huge_pages::provide(&mut values);
+    values
 }
 
 /// A buffer that starts at a cache line, so that none of its vectors lies on two.
@@ -90,8 +95,6 @@ mod huge_pages {
 
     use rayon::prelude::*;
 
-    use super::Number;
-
     /// Minimum size in bytes of a buffer in huge pages.
     const LARGE: usize = 8 << 20;
     /// Bytes of a huge page on most machines.
@@ -104,7 +107,7 @@ mod huge_pages {
     static ARE_SLOW: AtomicBool = AtomicBool::new(false);
 
     /// Asks for huge pages, and touches each of them, until one takes long.
-    pub(super) fn provide<F: Number>(buffer: &mut [F]) {
+    pub(super) fn provide<F: Copy + Send + Sync>(buffer: &mut [F]) {
         if size_of_val(buffer) < LARGE || ARE_SLOW.load(Relaxed) {
             return;
         }
@@ -115,7 +118,7 @@ mod huge_pages {
             }
             let start = Instant::now();
             // SAFETY: the element is borrowed. The compiler must keep this write, for which the system needs the page.
-            unsafe { std::ptr::write_volatile(&mut page[0], F::default()) };
+            unsafe { std::ptr::write_volatile(&mut page[0], page[0]) };
             if start.elapsed() > SLOW {
                 ARE_SLOW.store(true, Relaxed);
             }

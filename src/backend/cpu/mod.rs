@@ -13,6 +13,7 @@ mod memory;
 mod one_pass;
 mod plan;
 mod results;
+mod rounding;
 mod simd;
 mod softcap;
 mod targets;
@@ -30,6 +31,7 @@ use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
+use crate::loss::Precision;
 use crate::tensors::autograd::take_values;
 use dtype::{with_type, Element};
 use inputs::Inputs;
@@ -79,6 +81,14 @@ impl Backend for Cpu {
         with_type!(operands.contexts.dtype(), T => visit_all::<T, V>(operands, &plan, visit))
     }
 
+    fn rounded(&self, gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+        match (gradient.dtype(), dtype) {
+            (DType::F32, DType::BF16) => rounding::rounded::<half::bf16>(gradient),
+            (DType::F32, DType::F16) => rounding::rounded::<half::f16>(gradient),
+            _ => Ok(gradient.to_dtype(dtype)?),
+        }
+    }
+
     fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {
         activation::bias_tanh(z, bias)
     }
@@ -97,10 +107,11 @@ fn on_threads<R: Send>(threads: usize, compute: impl FnOnce() -> Result<R> + Sen
     pool.install(compute)
 }
 
-/// The products of the tile unit, where there is one and the operands are bf16.
-fn tiles_of<T: Element>(_: &Operands) -> Result<Option<T::Tiles>> {
+/// The products of the tile unit, where there is one, and the operands are bf16 or may be rounded to it.
+fn tiles_of<T: Element>(operands: &Operands) -> Result<Option<T::Tiles>> {
     let isa = Isa::best()?;
-    let unit = TileUnit::of(isa).filter(|_| T::DTYPE == DType::BF16);
+    let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
+    let unit = TileUnit::best()?.filter(|_| may_round);
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
 

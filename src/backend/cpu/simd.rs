@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 
 use pulp::Simd as _;
 
+use super::tiles::TileUnit;
 use crate::backend::contract::Real;
 use crate::backend::plan::Kernels;
 use crate::error::{Error, Result};
@@ -104,24 +105,39 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// The best instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD` (`avx512`,
-    /// `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
+    /// The best instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD` (`amx`,
+    /// `avx512`, `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
     pub(crate) fn best() -> Result<Self> {
         static BEST: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
-        let best = BEST.get_or_init(|| {
-            let name = std::env::var_os("MOS_HEAD_SIMD").filter(|name| !name.is_empty());
-            Self::choose(name.map(|name| name.to_string_lossy().into_owned()))
-        });
+        let best = BEST.get_or_init(|| Self::choose(Self::selected().map(str::to_owned)));
         best.clone().map_err(|got| {
-            let names: Vec<_> = Self::available().into_iter().map(|isa| isa.kernels().to_string()).collect();
+            let of_vectors = Self::available().into_iter().map(|isa| isa.kernels());
+            let names: Vec<_> = Self::amx().map(|_| Kernels::Amx).into_iter().chain(of_vectors).collect();
+            let names: Vec<_> = names.iter().map(Kernels::to_string).collect();
             Error::config("MOS_HEAD_SIMD", format!("one of {} on this machine", names.join(", ")), got)
         })
+    }
+
+    /// The value of `MOS_HEAD_SIMD`, read once.
+    pub(crate) fn selected() -> Option<&'static str> {
+        static SELECTED: OnceLock<Option<String>> = OnceLock::new();
+        let selected = SELECTED.get_or_init(|| {
+            let name = std::env::var_os("MOS_HEAD_SIMD").filter(|name| !name.is_empty());
+            name.map(|name| name.to_string_lossy().into_owned())
+        });
+        selected.as_deref()
+    }
+
+    /// The vectors that prepare the operands of a tile unit, if this machine has one.
+    fn amx() -> Option<Self> {
+        Self::available().into_iter().next().filter(|isa| TileUnit::of(*isa).is_some())
     }
 
     /// The instruction set called `name`, or the best without a name.
     fn choose(name: Option<String>) -> std::result::Result<Self, String> {
         let mut available = Self::available().into_iter();
         match name {
+            Some(name) if name == Kernels::Amx.to_string() => Self::amx().ok_or(name),
             Some(name) => available.find(|isa| isa.kernels().to_string() == name).ok_or(name),
             None => Ok(available.next().unwrap_or(Isa::Scalar(pulp::Scalar))),
         }

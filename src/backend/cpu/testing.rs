@@ -18,6 +18,7 @@ use crate::backend::contract::{
 };
 use crate::backend::plan::{Computation, Plan};
 use crate::error::Result;
+use crate::loss::Precision;
 
 const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, adapter: false, bias: true };
 
@@ -93,6 +94,7 @@ impl Case {
             bias: Some(bias),
             logit_scale,
             softcap,
+            precision: Precision::Full,
         };
         Ok((operands, Objective::Targets(loss)))
     }

@@ -55,6 +55,9 @@ pub(crate) struct Args {
     /// Components with less responsibility than this get no gradient
     #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
     pub(crate) filter: f64,
+    /// Lets the products round operands of f32 to bf16
+    #[arg(long)]
+    pub(crate) bf16_products: bool,
     /// Budget of the workspace, in MiB
     #[arg(long, value_parser = positive)]
     pub(crate) workspace_mib: Option<usize>,

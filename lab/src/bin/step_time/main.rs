@@ -20,7 +20,7 @@ use args::{name, Args, Implementation, Train};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use lab::memory::Peak;
-use mos_head::{LossOptions, Mixture, NoiseDistribution};
+use mos_head::{LossOptions, Mixture, NoiseDistribution, Precision};
 use output::System;
 use serde_json::json;
 use steps::{composed_step, detached_mixture, fused_step, Leaves};
@@ -44,6 +44,9 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
     options = options.with_gradient_filter(args.filter);
+    if args.bf16_products {
+        options = options.with_precision(Precision::Bf16Products);
+    }
     if let Some(mib) = args.workspace_mib {
         options = options.with_workspace_bytes(mib << 20);
     }
@@ -103,7 +106,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.as_str(),
-        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "threads": candle_core::utils::get_num_threads(),
+        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });

@@ -163,7 +163,8 @@ impl<F: Float> Part<F> {
         }
         let Panel { first, rows, width } = panel;
         let target = |row: usize| (targets.id)(row).filter(|y| ids.contains(y));
-        let of_rows = (first..first + rows).filter_map(|row| Some((row, (target(row)? - ids.start) * width + row - first)));
+        let of_rows =
+            (first..first + rows).filter_map(|row| Some((row, (target(row)? - ids.start) * width + row - first)));
         let of_rows: Vec<(usize, usize)> = of_rows.collect();
         for &(row, at) in &of_rows {
             match targets.are_own {

@@ -43,9 +43,9 @@ use crate::error::Result;
 use factors::{own_logits, Factors, Passed, Row};
 use first_pass::{first_pass, Buffers, Part, RowTargets};
 
+pub(crate) use format::Format;
 use gradients::{context_gradient, DecoderGradient};
 use layout::{Layout, Panel};
-pub(crate) use format::Format;
 pub(crate) use tiles::Tiles;
 pub(crate) use vectors::Vectors;
 

@@ -14,6 +14,7 @@ pub(super) mod transpose;
 use half::bf16;
 
 use super::simd::Isa;
+use crate::error::Result;
 use rounding::Pair;
 
 /// Rows, columns and depth of a square.
@@ -34,6 +35,12 @@ pub(crate) enum TileUnit {
 }
 
 impl TileUnit {
+    /// The unit that serves products unless `MOS_HEAD_SIMD` selects another instruction set.
+    pub(crate) fn best() -> Result<Option<Self>> {
+        let isa = Isa::best()?;
+        Ok(Self::of(isa).filter(|_| Isa::selected().is_none_or(|name| name == "amx")))
+    }
+
     /// The unit of this machine, if it has one and kernels with vectors of 512 bits prepare its operands.
     pub(crate) fn of(isa: Isa) -> Option<Self> {
         #[cfg(target_arch = "x86_64")]

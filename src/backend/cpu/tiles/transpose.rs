@@ -58,7 +58,13 @@ mod avx512 {
         #[inline(always)]
         fn call(self) {
             let Squares { v, from, down, across, to } = self;
-            each_square(from, (down, across), to, #[inline(always)] |from, to| square(v, from, to));
+            each_square(
+                from,
+                (down, across),
+                to,
+                #[inline(always)]
+                |from, to| square(v, from, to),
+            );
         }
     }
 

@@ -5,7 +5,7 @@ use crate::backend::contract::{
     accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
 };
 use crate::backend::{self, gpu};
-use crate::loss::{LossOptions, Reduction};
+use crate::loss::{LossOptions, Precision, Reduction};
 
 /// The operands that every case has.
 pub(super) const ALL: NeedsGrad =
@@ -66,6 +66,7 @@ impl Case {
             bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             logit_scale: self.logit_scale,
             softcap: self.softcap,
+            precision: Precision::Full,
         }
     }
 

@@ -1,0 +1,40 @@
+//! The rounding of a gradient to the dtype of its operand.
+
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+
+use super::dtype::{with_slice, Element};
+use super::memory::filled;
+use super::simd::{Float, Isa, Kernel, Vector};
+use crate::error::Result;
+
+/// Elements of a part.
+const PART: usize = 1 << 16;
+
+/// A contiguous tensor in f32, rounded.
+pub(super) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
+    let isa = Isa::best()?;
+    let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
+        let mut values: Vec<T> = filled(T::zero(), from.len());
+        let parts = values.par_chunks_mut(PART).zip(from.par_chunks(PART));
+        parts.for_each(|(to, from)| f32::dispatch(isa, Narrowed { from, to }));
+        Ok(values)
+    })?;
+    Ok(Tensor::from_vec(values, gradient.shape(), &Device::Cpu)?)
+}
+
+struct Narrowed<'a, T> {
+    from: &'a [f32],
+    to: &'a mut [T],
+}
+
+impl<T: Element<Acc = f32>> Kernel<f32> for Narrowed<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>>(self, _: V) {
+        for (to, &x) in self.to.iter_mut().zip(self.from) {
+            *to = T::narrow(x);
+        }
+    }
+}

@@ -140,7 +140,12 @@ fn loss_in<T: Element, X: Format<T>>(
         let targets = Targets::new(objective, operands.sizes, rows)?;
         let so_far = objective.so_far().filter(|_| needs_grad.weight).and_then(SoFar::take);
         let so_far = so_far.map(|so_far| take_values(&so_far.to_dtype(T::Acc::DTYPE)?)).transpose()?;
-        let gradients = BufferedGradients::new(operands.sizes, rows, operands.adapter_columns()?, needs_grad, so_far);
+        let rounds = X::rounds()
+            && plan.computation == Computation::OnePass
+            && plan.chunks().nth(1).is_none()
+            && rows == operands.sizes.vocab;
+        let columns = operands.adapter_columns()?;
+        let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, so_far, rounds);
         let (losses, gradients) = match plan.computation {
             Computation::OnePass => {
                 let mut pass = OnePass::new(format, inputs, &targets, gradients, needs_grad, plan);

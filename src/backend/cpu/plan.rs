@@ -2,7 +2,7 @@
 
 use super::dtype::Element;
 use super::memory::Workspace;
-use super::one_pass::Vectors;
+use super::one_pass::{Format, Vectors};
 use super::simd::Isa;
 use super::{gemv, one_pass, tiles_of, two_pass};
 use crate::backend::contract::{Operands, Sizes, Task};
@@ -30,7 +30,7 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
 }
 
 pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let Sizes { positions, components, .. } = operands.sizes;
+    let Sizes { positions, components, context_dim, .. } = operands.sizes;
     let (threads, isa) = (rayon::current_num_threads(), Isa::best()?);
     let computation = computation(&task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
@@ -43,8 +43,14 @@ pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<u
     };
     let per_position = components * per_row;
     // Decoding accumulates no gradient, so its chunks need no more rows than `gemv` takes.
+    let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
     let enough_rows = match tiles {
         _ if task.few_rows => gemv::MOST_ROWS,
+        // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so
+        // many exponentials take.
+        Some(_) if rounds && task.needs_grad.weight && rows * size_of::<T>() <= context_dim * size_of::<T::Acc>() => {
+            rows.max(default::CPU_ROWS_OF_TILES)
+        }
         Some(_) => default::CPU_ROWS_OF_TILES,
         None => default::CPU_ROWS,
     };

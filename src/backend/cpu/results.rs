@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
+use half::bf16;
 
 use super::components::PositionLoss;
 use super::dtype::Element;
@@ -38,6 +39,8 @@ pub(super) struct ColumnGradient<F> {
     pub(super) columns: Range<usize>,
     /// `[rows of the weight, columns]`
     pub(super) values: Vec<F>,
+    /// `[rows of the weight, columns]`, in place of `values`, if a single chunk writes the gradient and rounds it
+    pub(super) rounded: Vec<bf16>,
     /// Whether `values` already holds the contribution of an earlier chunk or loss.
     pub(super) is_started: bool,
 }
@@ -52,23 +55,29 @@ impl<F> DecoderGradients<F> {
 impl<T: Element> BufferedGradients<T> {
     /// No gradients.
     pub(super) fn none(sizes: Sizes) -> Self {
-        Self::new(sizes, 0, 0..0, NeedsGrad::default(), None)
+        Self::new(sizes, 0, 0..0, NeedsGrad::default(), None, false)
     }
 
-    /// `so_far` is the weight's gradient of earlier losses.
+    /// `so_far` is the weight's gradient of earlier losses. With `rounds`, the decoder's matrices have gradients in bf16.
     pub(super) fn new(
         sizes: Sizes,
         weight_rows: usize,
         adapter_columns: Range<usize>,
         needs_grad: NeedsGrad,
         so_far: Option<Vec<T::Acc>>,
+        rounds: bool,
     ) -> Self {
         let Sizes { positions, components, context_dim, .. } = sizes;
         let rows = positions * components;
-        let columns = |columns: Range<usize>, so_far: Option<Vec<T::Acc>>| ColumnGradient {
-            is_started: so_far.is_some(),
-            values: so_far.unwrap_or_else(|| zeros(weight_rows * columns.len())),
-            columns,
+        let columns = |columns: Range<usize>, so_far: Option<Vec<T::Acc>>| {
+            let size = weight_rows * columns.len();
+            let rounds = rounds && so_far.is_none();
+            ColumnGradient {
+                is_started: so_far.is_some(),
+                values: so_far.unwrap_or_else(|| zeros(if rounds { 0 } else { size })),
+                rounded: zeros(if rounds { size } else { 0 }),
+                columns,
+            }
         };
         BufferedGradients {
             needed: needs_grad.any(),
@@ -90,7 +99,11 @@ impl<T: Element> BufferedGradients<T> {
         };
         let columns = |gradient: Option<ColumnGradient<T::Acc>>| {
             let of_part = |part: ColumnGradient<T::Acc>| {
-                Tensor::from_vec(part.values, (self.weight_rows, part.columns.len()), &Device::Cpu)
+                let shape = (self.weight_rows, part.columns.len());
+                match part.rounded.is_empty() {
+                    true => Tensor::from_vec(part.values, shape, &Device::Cpu),
+                    false => Tensor::from_vec(part.rounded, shape, &Device::Cpu),
+                }
             };
             gradient.map(of_part).transpose()
         };

@@ -381,7 +381,7 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let rows = operands.weight_rows()?;
                 let targets = Targets::new(&objective, operands.sizes, rows)?;
                 let columns = operands.adapter_columns()?;
-                let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, None);
+                let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, None, false);
                 let format = Vectors(Isa::best()?);
                 let allocated = OnePass::new(format, inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");

@@ -44,7 +44,14 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     type DecoderBuffers: Default + Send;
     type LogitBuffers: Default + Send;
     /// What the third products of a segment's tiles share.
-    type Scaled: Default + Send + Sync;
+    type Scaled: Send + Sync;
+    /// A thread's buffers of the third product.
+    type GradientBuffers: Default + Send;
+
+    /// Whether gradients that need no further sum are rounded to the operands' dtype, bf16, at once.
+    fn rounds() -> bool {
+        false
+    }
 
     fn blocks(self) -> Blocks;
 
@@ -85,13 +92,13 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     fn scaled(self, gradient: &DecoderGradient<'_, T, Self>, factors: &[T::Acc]) -> Self::Scaled;
 
     /// The third product: adds `E (f C)` to the gradients of some tiles, and `E f` to the bias's. `scaled` are those of
-    /// all segments, `own` a buffer for a tile with other factors.
+    /// all segments; a tile may have other factors.
     fn add_products(
         self,
         gradient: &DecoderGradient<'_, T, Self>,
         tiles: &mut [Tile<'_, T::Acc, Self::Kept>],
         scaled: &[Self::Scaled],
-        own: &mut Self::Scaled,
+        buffers: &mut Self::GradientBuffers,
     );
 }
 

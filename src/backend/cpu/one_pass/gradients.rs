@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use half::bf16;
 use num_traits::Zero;
 use rayon::prelude::*;
 
@@ -87,6 +88,8 @@ pub(crate) struct Part<'b, F> {
     pub(super) columns: Range<usize>,
     /// `[ids, columns]`
     pub(super) values: &'b mut [F],
+    /// `[ids, columns]`, in place of `values`, if the gradient is rounded at once
+    pub(super) rounded: &'b mut [bf16],
     /// Whether `values` already holds the contribution of earlier chunks.
     pub(super) is_started: bool,
 }
@@ -110,12 +113,16 @@ impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
         let mut tiles: Vec<Tile<'_, T::Acc, X::Kept>> = of_tiles.enumerate().map(tile).collect();
         let mut behind = Vec::new();
         let (parts, bias) = gradients.parts();
-        for ColumnGradient { columns, values, is_started } in parts {
-            let (of_vocab, others) = values.split_at_mut(vocab * columns.len());
-            let part = |values| Part { columns: columns.clone(), values, is_started: *is_started };
-            let of_tiles = of_vocab.chunks_mut(tile_ids * columns.len()).map(part);
-            tiles.iter_mut().zip(of_tiles).for_each(|(tile, part)| tile.parts.push(part));
-            behind.push(part(others));
+        for ColumnGradient { columns, values, rounded, is_started } in parts {
+            let of_vocab = values.len().min(vocab * columns.len());
+            let (of_vocab, others) = values.split_at_mut(of_vocab);
+            let part = |values, rounded| Part { columns: columns.clone(), values, rounded, is_started: *is_started };
+            let mut values = of_vocab.chunks_mut(tile_ids * columns.len());
+            let mut rounded = rounded.chunks_mut(tile_ids * columns.len());
+            for tile in &mut tiles {
+                tile.parts.push(part(values.next().unwrap_or_default(), rounded.next().unwrap_or_default()));
+            }
+            behind.push(part(others, &mut []));
             *is_started = true;
         }
         let mut bias_behind = None;
@@ -127,12 +134,12 @@ impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
         let segments = self.factors.of_segments.par_iter();
         let scaled: Vec<X::Scaled> = segments.map(|factors| self.format.scaled(self, factors)).collect();
         let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
-        groups.for_each_init(X::Scaled::default, |own, (group, tiles)| {
+        groups.for_each_init(X::GradientBuffers::default, |buffers, (group, tiles)| {
             for (tile, number) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
                 self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
                 tile.factors = self.factors.of_tile(number);
             }
-            self.format.add_products(self, tiles, &scaled, own);
+            self.format.add_products(self, tiles, &scaled, buffers);
             for Tile { ids, parts, bias, .. } in tiles {
                 self.subtract_targets(ids.clone(), parts, bias.as_deref_mut());
             }
@@ -142,17 +149,23 @@ impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
 
     /// Subtracts the targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
     fn subtract_targets(&self, ids: Range<usize>, parts: &mut [Part<'_, T::Acc>], mut bias: Option<&mut [T::Acc]>) {
-        for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
-            if !ids.contains(&row.target) || row.mass.is_zero() {
-                continue;
-            }
-            let id = row.target - ids.start;
+        self.each_target(&ids, |id, mass, context| {
             if let Some(bias) = &mut bias {
-                bias[id] -= row.mass;
+                bias[id] -= mass;
             }
-            for Part { columns, values, .. } in &mut *parts {
+            for Part { columns, values, .. } in parts.iter_mut().filter(|part| part.rounded.is_empty()) {
                 let gradient = &mut values[id * columns.len()..(id + 1) * columns.len()];
-                gradient.iter_mut().zip(&context[columns.clone()]).for_each(|(g, &c)| *g -= row.mass * c);
+                gradient.iter_mut().zip(&context[columns.clone()]).for_each(|(g, &c)| *g -= mass * c);
+            }
+        });
+    }
+
+    /// Calls `subtract` with each row whose target is one of `ids`: its place among them, the target's mass, and the
+    /// row's context.
+    pub(super) fn each_target(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
+        for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
+            if ids.contains(&row.target) && !row.mass.is_zero() {
+                subtract(row.target - ids.start, row.mass, context);
             }
         }
     }

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use candle_core::DType;
 use half::bf16;
 
 use super::format::{Blocks, FirstOperands, Format};
@@ -28,7 +29,7 @@ const GROUP_COLUMNS: usize = 256;
 /// Rows whose contexts are scaled at a time for a tile with factors of its own.
 const OWN_ROWS: usize = 768;
 /// Panels that share a tile of the decoder, at most.
-const MOST_PANELS: usize = 12;
+const MOST_PANELS: usize = 16;
 
 /// Elements of a square.
 const SQUARE: usize = SIDE * SIDE;
@@ -70,6 +71,11 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
     type DecoderBuffers = DecoderTile;
     type LogitBuffers = LogitTile;
     type Scaled = ScaledContexts;
+    type GradientBuffers = GradientBuffers;
+
+    fn rounds() -> bool {
+        T::DTYPE == DType::BF16
+    }
 
     fn blocks(self) -> Blocks {
         Blocks {
@@ -92,7 +98,8 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         let d_padded = d.next_multiple_of(SIDE);
         let decoder = 2 * ids * d_padded * size_of::<bf16>();
         let logits = ids * SIDE * size_of::<f32>() + ids / 2 * SIDE * size_of::<Pair>();
-        let of_third_product = OWN_ROWS * d_padded * size_of::<bf16>();
+        let group = GROUP_COLUMNS.min(d_padded);
+        let of_third_product = OWN_ROWS * group * size_of::<bf16>() + ids.max(GROUP_IDS) * group * size_of::<f32>();
         decoder + logits + if keeps { of_third_product } else { ids * SIDE * size_of::<bf16>() }
     }
 
@@ -130,7 +137,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         let FirstOperands { inputs, ids, decoder, panel, packed, kept, sums, is_first } = operands;
         let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
-        for steps in parts(d / SIDE) {
+        for steps in parts(0..d / SIDE) {
             Product {
                 left: Operand {
                     values: &decoder.rows[steps.start * SQUARE..],
@@ -184,7 +191,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
 
     fn scaled(self, gradient: &DecoderGradient<'_, T, Self>, factors: &[f32]) -> ScaledContexts {
         let mut scaled = ScaledContexts::default();
-        self.scale(gradient, 0..gradient.factors.rows.len(), factors, &mut scaled);
+        self.scale(gradient, 0..gradient.factors.rows.len(), 0..gradient.d, factors, &mut scaled);
         scaled
     }
 
@@ -193,149 +200,139 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         gradient: &DecoderGradient<'_, T, Self>,
         tiles: &mut [Tile<'_, f32, bf16>],
         scaled: &[ScaledContexts],
-        own: &mut ScaledContexts,
+        buffers: &mut GradientBuffers,
     ) {
-        let rows = gradient.factors.rows.len();
         let is_shared = |tile: &Tile<'_, _, _>| tile.factors == gradient.factors.of_segments[tile.segment];
         for tiles in tiles.chunk_by_mut(|a, b| is_shared(a) && is_shared(b)) {
-            let are_shared = is_shared(&tiles[0]);
-            for first in (0..rows).step_by(OWN_ROWS) {
-                let block = first..rows.min(first + OWN_ROWS);
-                if !are_shared {
-                    self.scale(gradient, block.clone(), &tiles[0].factors, own);
-                }
-                let right = |tile: &Tile<'_, _, _>| match are_shared {
-                    true => Scaled { values: &scaled[tile.segment], pairs: pairs(rows), first: first / 2 },
-                    false => Scaled { values: own, pairs: pairs(block.len()), first: 0 },
-                };
-                self.add_rows(tiles, block.clone(), right);
+            let scaled = is_shared(&tiles[0]).then_some(scaled);
+            let columns = tiles[0].parts.iter().map(|part| part.columns.end).max().unwrap_or(0);
+            for first in (0..columns).step_by(GROUP_COLUMNS) {
+                self.add_columns(gradient, tiles, first..columns.min(first + GROUP_COLUMNS), scaled, buffers);
+            }
+            for Tile { ids, exponentials, factors, bias, .. } in tiles {
+                let Some(bias) = bias else { continue };
+                let (ids, panels) = (ids.len().next_multiple_of(SIDE), gradient.factors.panels.len());
+                f32::dispatch(self.isa, WeightedSums { exponentials, ids, panels, factors, to: bias });
             }
         }
     }
 }
 
+/// A thread's buffers of the third product.
+#[derive(Default)]
+pub(crate) struct GradientBuffers {
+    /// The scaled contexts of a tile with factors of its own.
+    own: ScaledContexts,
+    /// `[tile][padded ids, padded columns]`
+    sums: Aligned<f32>,
+}
+
 /// Parts of nearly the same size, of at most [`MOST_STEPS`].
-fn parts(steps: usize) -> impl Iterator<Item = Range<usize>> {
-    let size = steps.div_ceil(steps.div_ceil(MOST_STEPS));
-    (0..steps).step_by(size).map(move |first| first..steps.min(first + size))
-}
-
-/// Scaled contexts of some rows.
-#[derive(Clone, Copy)]
-struct Scaled<'a> {
-    values: &'a [Pair],
-    /// Pairs of rows in each square of columns.
-    pairs: usize,
-    /// The first pair that is an operand.
-    first: usize,
-}
-
-/// The pairs of so many rows, with padding.
-fn pairs(rows: usize) -> usize {
-    rows.next_multiple_of(SIDE) / 2
+fn parts(steps: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let size = steps.len().div_ceil(steps.len().div_ceil(MOST_STEPS));
+    steps.clone().step_by(size).map(move |first| first..steps.end.min(first + size))
 }
 
 impl Tiles {
-    /// Writes the contexts of some rows times their factors.
+    /// Writes some columns of the contexts of some rows times their factors.
     fn scale<T: Element<Acc = f32>>(
         self,
         gradient: &DecoderGradient<'_, T, Self>,
         rows: Range<usize>,
+        columns: Range<usize>,
         factors: &[f32],
         to: &mut ScaledContexts,
     ) {
-        let (d, pairs) = (gradient.d, pairs(rows.len()));
-        let to = to.at_least(d.next_multiple_of(SIDE) * pairs);
+        let (d, pairs) = (gradient.d, rows.len().next_multiple_of(SIDE) / 2);
+        let to = to.at_least(columns.len().next_multiple_of(SIDE) * pairs);
         let (contexts, factors) = (&gradient.contexts[rows.start * d..rows.end * d], &factors[rows]);
-        f32::dispatch(self.isa, ScaledPairs { contexts, d, factors, pairs, to });
+        f32::dispatch(self.isa, ScaledPairs { contexts, d, columns, factors, pairs, to });
     }
 
-    /// Adds the products of some tiles' exponentials with the scaled contexts of some rows.
-    fn add_rows<'s>(
+    /// Adds the products of some tiles, which share the scaled contexts of all segments, or of one tile that has its
+    /// own, to the gradients of some columns. The first column is a multiple of a side.
+    fn add_columns<T: Element<Acc = f32>>(
         self,
+        gradient: &DecoderGradient<'_, T, Self>,
         tiles: &mut [Tile<'_, f32, bf16>],
-        rows: Range<usize>,
-        scaled: impl Fn(&Tile<'_, f32, bf16>) -> Scaled<'s>,
+        columns: Range<usize>,
+        scaled: Option<&[ScaledContexts]>,
+        GradientBuffers { own, sums }: &mut GradientBuffers,
     ) {
-        let panels = rows.start / SIDE..rows.end.div_ceil(SIDE);
-        let columns = tiles[0].parts.iter().map(|part| part.columns.end).max().unwrap_or(0);
-        for column in (0..columns).step_by(GROUP_COLUMNS) {
-            for steps in parts(panels.len()) {
-                for tile in &mut *tiles {
-                    let scaled = scaled(tile);
-                    let scaled = Scaled { first: scaled.first + steps.start * PAIRS, ..scaled };
-                    let panels = panels.start + steps.start..panels.start + steps.end;
-                    self.add_columns(tile, panels, column..column + GROUP_COLUMNS, scaled);
+        let rows = gradient.factors.rows.len();
+        let width = columns.len().next_multiple_of(SIDE);
+        let most = tiles.iter().map(|tile| tile.ids.len().next_multiple_of(SIDE) * width).max().unwrap_or(0);
+        let sums = sums.at_least(tiles.len() * most);
+        let at_a_time = if scaled.is_some() { rows } else { OWN_ROWS };
+        for first in (0..rows).step_by(at_a_time) {
+            let block = first..rows.min(first + at_a_time);
+            if scaled.is_none() {
+                self.scale(gradient, block.clone(), columns.clone(), &tiles[0].factors, own);
+            }
+            let pairs = block.len().next_multiple_of(SIDE) / 2;
+            for panels in parts(first / SIDE..block.end.div_ceil(SIDE)) {
+                for (tile, sums) in tiles.iter().zip(sums.chunks_exact_mut(most)) {
+                    let n = tile.ids.len().next_multiple_of(SIDE);
+                    let right = match scaled {
+                        Some(scaled) => &scaled[tile.segment][columns.start * pairs..],
+                        None => own,
+                    };
+                    let left = &tile.exponentials[panels.start * SIDE * n..];
+                    let right = &right[(panels.start * SIDE - first) / 2 * SIDE..];
+                    Product {
+                        left: Operand { values: left, row: SIDE, step: SIDE * n, square: SQUARE },
+                        right: Operand { values: right, row: SIDE, step: PAIRS * SIDE, square: pairs * SIDE },
+                        steps: panels.len(),
+                        to: sums,
+                        to_row: width,
+                        rows: n / SIDE,
+                        columns: width / SIDE,
+                        add: panels.start > 0,
+                    }
+                    .run(self.unit);
                 }
             }
         }
-        for Tile { ids, exponentials, factors, bias, .. } in tiles {
-            let Some(bias) = bias else { continue };
-            let (ids, panels) = (ids.len().next_multiple_of(SIDE), panels.clone());
-            f32::dispatch(self.isa, WeightedSums { exponentials, ids, panels, factors, to: bias });
+        for (tile, sums) in tiles.iter_mut().zip(sums.chunks_exact_mut(most)) {
+            for part in &mut tile.parts {
+                store(gradient, &tile.ids, part, columns.clone(), sums, width);
+            }
         }
     }
+}
 
-    /// Adds the products of a tile's exponentials and scaled contexts, for the rows of some panels and for some columns
-    /// of the decoder.
-    fn add_columns(
-        self,
-        tile: &mut Tile<'_, f32, bf16>,
-        panels: Range<usize>,
-        columns: Range<usize>,
-        scaled: Scaled<'_>,
-    ) {
-        let (ids, n) = (tile.ids.len(), tile.ids.len().next_multiple_of(SIDE));
-        let exponentials = &tile.exponentials[panels.start * SIDE * n..];
-        // Of some squares of ids and of columns; the first id and the first column are multiples of a side.
-        let product = |(id, rows): (usize, usize), (column, columns): (usize, usize), to: &mut [f32], to_row, add| {
-            let right = &scaled.values[column * scaled.pairs + scaled.first * SIDE..];
-            Product {
-                left: Operand { values: &exponentials[id * SIDE..], row: SIDE, step: SIDE * n, square: SQUARE },
-                right: Operand { values: right, row: SIDE, step: PAIRS * SIDE, square: scaled.pairs * SIDE },
-                steps: panels.len(),
-                to,
-                to_row,
-                rows,
-                columns,
-                add,
-            }
-            .run(self.unit);
-        };
-        for part in &mut tile.parts {
-            let Part { columns: of_part, values, is_started } = part;
-            let (add, to_row) = (*is_started || panels.start > 0, of_part.len());
-            let columns = columns.start.max(of_part.start)..columns.end.min(of_part.end);
-            if columns.is_empty() {
-                continue;
-            }
-            // Whole squares are computed in place, others in a buffer.
-            let whole_ids = 0..ids / SIDE * SIDE;
-            let whole = columns.start.next_multiple_of(SIDE)..columns.end / SIDE * SIDE;
-            if !whole_ids.is_empty() && !whole.is_empty() {
-                let to = &mut values[whole.start - of_part.start..];
-                product((0, whole_ids.len() / SIDE), (whole.start, whole.len() / SIDE), to, to_row, add);
-            }
-            let of_ids = |id: usize| {
-                let first = columns.start / SIDE * SIDE;
-                (first..columns.end).step_by(SIDE).map(move |column| (id, column))
-            };
-            for (id, column) in (0..n).step_by(SIDE).flat_map(of_ids) {
-                if whole_ids.contains(&id) && whole.contains(&column) {
-                    continue;
-                }
-                let mut square = [0.0; SQUARE];
-                product((id, 1), (column, 1), &mut square, SIDE, false);
-                let across = column.max(columns.start)..columns.end.min(column + SIDE);
-                for (id, square) in (id..ids.min(id + SIDE)).zip(square.chunks_exact(SIDE)) {
-                    let to = &mut values[id * to_row + across.start - of_part.start..][..across.len()];
-                    let square = &square[across.start - column..][..across.len()];
-                    match add {
-                        true => to.iter_mut().zip(square).for_each(|(to, x)| *to += x),
-                        false => to.copy_from_slice(square),
-                    }
-                }
-            }
+/// Stores a tile's sums `[ids, width]`, of these columns, in the gradient of a part of the decoder.
+fn store<T: Element<Acc = f32>>(
+    gradient: &DecoderGradient<'_, T, Tiles>,
+    ids: &Range<usize>,
+    Part { columns: of_part, values, rounded, is_started }: &mut Part<'_, f32>,
+    columns: Range<usize>,
+    sums: &mut [f32],
+    width: usize,
+) {
+    let shared = columns.start.max(of_part.start)..columns.end.min(of_part.end);
+    if shared.is_empty() {
+        return;
+    }
+    let of_sums = shared.start - columns.start..shared.end - columns.start;
+    let of_values = shared.start - of_part.start..shared.end - of_part.start;
+    if !rounded.is_empty() {
+        // What is rounded at once has its targets subtracted before.
+        gradient.each_target(ids, |id, mass, context| {
+            let sums = sums[id * width..][of_sums.clone()].iter_mut();
+            sums.zip(&context[shared.clone()]).for_each(|(sum, &c)| *sum -= mass * c);
+        });
+        for (sums, to) in sums.chunks_exact(width).zip(rounded.chunks_exact_mut(of_part.len())) {
+            let (values, to) = (&sums[of_sums.clone()], &mut to[of_values.clone()]);
+            f32::dispatch(gradient.format.isa, RoundedRow { values, to });
+        }
+        return;
+    }
+    for (sums, to) in sums.chunks_exact(width).zip(values.chunks_exact_mut(of_part.len())) {
+        let (sums, to) = (&sums[of_sums.clone()], &mut to[of_values.clone()]);
+        match is_started {
+            true => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
+            false => to.copy_from_slice(sums),
         }
     }
 }
@@ -468,6 +465,7 @@ struct ScaledPairs<'a> {
     /// `[rows, d]`
     contexts: &'a [f32],
     d: usize,
+    columns: Range<usize>,
     factors: &'a [f32],
     pairs: usize,
     to: &'a mut [Pair],
@@ -478,9 +476,9 @@ impl Kernel<f32> for ScaledPairs<'_> {
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, _: V) {
-        let ScaledPairs { contexts, d, factors, pairs, to } = self;
-        for (i, of_columns) in to.chunks_exact_mut(pairs * SIDE).enumerate().take(d.div_ceil(SIDE)) {
-            let columns = SIDE * i..d.min(SIDE * (i + 1));
+        let ScaledPairs { contexts, d, columns: all, factors, pairs, to } = self;
+        for (first, of_columns) in all.clone().step_by(SIDE).zip(to.chunks_exact_mut(pairs * SIDE)) {
+            let columns = first..all.end.min(first + SIDE);
             let of_rows = contexts.chunks(2 * d).zip(factors.chunks(2));
             for (to, (rows, factors)) in of_columns.chunks_exact_mut(SIDE).zip(of_rows) {
                 let (first, second) = rows.split_at(d);
@@ -507,7 +505,7 @@ struct WeightedSums<'a> {
     /// `[panel][ids, SIDE]`
     exponentials: &'a [bf16],
     ids: usize,
-    panels: Range<usize>,
+    panels: usize,
     factors: &'a [f32],
     to: &'a mut [f32],
 }
@@ -519,7 +517,7 @@ impl Kernel<f32> for WeightedSums<'_> {
     fn run<V: Vector<f32>>(self, _: V) {
         for (id, to) in self.to.iter_mut().enumerate() {
             let mut sums = [0.0; SIDE];
-            for panel in self.panels.clone() {
+            for panel in 0..self.panels {
                 let exponentials = &self.exponentials[(panel * self.ids + id) * SIDE..][..SIDE];
                 let factors = &self.factors[panel * SIDE..][..SIDE];
                 for r in 0..SIDE {

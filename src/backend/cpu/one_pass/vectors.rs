@@ -41,8 +41,9 @@ impl<T: Element> Format<T> for Vectors {
     type DecoderBuffers = [Vec<T::Acc>; 2];
     /// Exponentials that are not kept.
     type LogitBuffers = Aligned<T::Acc>;
-    /// Tiles share nothing but the buffer of the last scaled contexts.
-    type Scaled = Vec<T::Acc>;
+    /// Tiles of a segment share nothing; each thread scales contexts for some tiles.
+    type Scaled = ();
+    type GradientBuffers = Vec<T::Acc>;
 
     fn blocks(self) -> Blocks {
         let Registers { rows, width, lanes } = Registers::of::<T::Acc>(self.0);
@@ -130,15 +131,13 @@ impl<T: Element> Format<T> for Vectors {
         }
     }
 
-    fn scaled(self, _: &DecoderGradient<'_, T, Self>, _: &[T::Acc]) -> Vec<T::Acc> {
-        Vec::new()
-    }
+    fn scaled(self, _: &DecoderGradient<'_, T, Self>, _: &[T::Acc]) {}
 
     fn add_products(
         self,
         gradient: &DecoderGradient<'_, T, Self>,
         tiles: &mut [Tile<'_, T::Acc, T::Acc>],
-        _: &[Vec<T::Acc>],
+        _: &[()],
         scaled: &mut Vec<T::Acc>,
     ) {
         let panels_at_a_time = BLOCK_ROWS.div_ceil(gradient.factors.layout.panel_rows);

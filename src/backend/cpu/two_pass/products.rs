@@ -169,7 +169,7 @@ pub(super) fn decoder_gradient<F: Float>(
     contexts: &[F],
     d: usize,
 ) {
-    let ColumnGradient { columns, values, is_started } = gradient;
+    let ColumnGradient { columns, values, is_started, .. } = gradient;
     let (rows, width) = (contexts.len() / d, columns.len());
     let contexts = View::new(contexts, rows, d, d).columns(columns.clone());
     let vocab = values.len() / width;

@@ -265,6 +265,11 @@ pub(crate) trait Backend {
     /// Runs a query on each position's distribution.
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>>;
 
+    /// The product of two matrices.
+    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        Ok(left.matmul(right)?)
+    }
+
     /// A gradient in the dtype of its operand.
     fn rounded(&self, gradient: &Tensor, dtype: DType) -> Result<Tensor> {
         Ok(gradient.to_dtype(dtype)?)

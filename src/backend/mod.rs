@@ -79,6 +79,10 @@ pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::O
     on_device!(operands.contexts.device(), backend => backend.visit(operands, visit))
 }
 
+pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    on_device!(left.device(), backend => backend.matmul(left, right))
+}
+
 pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
     on_device!(gradient.device(), backend => backend.rounded(gradient, dtype))
 }

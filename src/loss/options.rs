@@ -260,7 +260,9 @@ impl LossOptions {
     /// budget that is too small for all threads is for fewer.
     ///
     /// The default holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with fewer
-    /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. On a GPU it holds 32 MiB
+    /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Products on Intel AMX take
+    /// 768 rows, and in bf16 all rows if they are at most twice as many as a context has elements: the gradient of a
+    /// single chunk needs no sum in f32, which would take more memory. On a GPU it holds 32 MiB
     /// of logits or 1024 rows (Metal: 512), whichever is larger, and is at most 1 GiB (Metal: 512 MiB, of which half
     /// may be unused, because candle rounds allocations up to a power of two).
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {

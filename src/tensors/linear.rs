@@ -3,7 +3,8 @@
 use candle_core::Tensor;
 
 use super::autograd;
-use crate::error::Result;
+use crate::backend;
+use crate::error::{Error, Result};
 
 /// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`, in
 /// another shape, since candle would copy the gradient of a node for that. The gradient of `W h + b` is
@@ -17,7 +18,7 @@ pub(crate) fn layer(
     forward: impl Fn(Tensor, Option<&Tensor>) -> Result<Tensor>,
     gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let product = rows.detach().matmul(&weight.detach().t()?)?;
+    let product = backend::matmul(&rows.detach(), &weight.detach().t()?)?;
     let result = forward(product, bias.map(Tensor::detach).as_ref())?.reshape(shape)?;
     // A custom operation of candle has three operands.
     let no_bias = Tensor::zeros(1, rows.dtype(), rows.device())?;
@@ -32,9 +33,9 @@ pub(crate) fn layer(
         let dz = gradient(&of_rows(result)?, &of_rows(upstream)?)?.to_dtype(rows.dtype())?;
         let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
         Ok([
-            rows.track_op().then(|| dz.matmul(weight)).transpose()?,
-            weight.track_op().then(|| dz.t()?.matmul(rows)).transpose()?,
-            bias.track_op().then(|| ones.matmul(&dz)?.squeeze(0)).transpose()?,
+            rows.track_op().then(|| backend::matmul(&dz, &weight.detach())).transpose()?,
+            weight.track_op().then(|| backend::matmul(&dz.t()?, &rows.detach())).transpose()?,
+            bias.track_op().then(|| Ok::<_, Error>(backend::matmul(&ones, &dz)?.squeeze(0)?)).transpose()?,
         ])
     })
 }

@@ -12,6 +12,7 @@ mod matrix;
 mod memory;
 mod one_pass;
 mod plan;
+mod products;
 mod results;
 mod rounding;
 mod simd;
@@ -79,6 +80,13 @@ impl Backend for Cpu {
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
         let plan = self.plan(operands, Task::decoding(), None)?;
         with_type!(operands.contexts.dtype(), T => visit_all::<T, V>(operands, &plan, visit))
+    }
+
+    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        match left.dtype() {
+            DType::BF16 => products::matmul(left, right),
+            _ => Ok(left.matmul(right)?),
+        }
     }
 
     fn rounded(&self, gradient: &Tensor, dtype: DType) -> Result<Tensor> {

@@ -1,10 +1,10 @@
-//! The rounding of a gradient to the dtype of its operand.
+//! Conversions of half precision to and from f32, on all threads.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::dtype::{with_slice, Element};
-use super::memory::filled;
+use super::memory::{filled, zeros};
 use super::simd::{Float, Isa, Kernel, Vector};
 use crate::error::Result;
 
@@ -21,6 +21,17 @@ pub(super) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor
         Ok(values)
     })?;
     Ok(Tensor::from_vec(values, gradient.shape(), &Device::Cpu)?)
+}
+
+/// A contiguous tensor, in f32.
+pub(super) fn widened<T: Element<Acc = f32>>(tensor: &Tensor) -> Result<Tensor> {
+    let values = with_slice("tensor", tensor, |from: &[T]| {
+        let mut values: Vec<f32> = zeros(from.len());
+        let parts = values.par_chunks_mut(PART).zip(from.par_chunks(PART));
+        parts.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(to, x)| *to = x.widen()));
+        Ok(values)
+    })?;
+    Ok(Tensor::from_vec(values, tensor.shape(), &Device::Cpu)?)
 }
 
 struct Narrowed<'a, T> {

@@ -15,13 +15,10 @@ use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::cpu::tiles::rounding::{self, Pair};
 use crate::backend::cpu::tiles::transpose::transpose;
-use crate::backend::cpu::tiles::{Operand, Product, TileUnit, PAIRS, SIDE};
+use crate::backend::cpu::tiles::{steps, Operand, Product, TileUnit, PAIRS, SIDE, SQUARE};
 
 /// Elements of the decoder in a tile. It is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
-/// Squares that the first and the third product sum over at a time: the right operand of so many stays in the
-/// first-level cache.
-const MOST_STEPS: usize = 16;
 /// Ids whose gradients the third product computes at a time, and their columns: these stay in the second-level cache
 /// while it sums over the rows.
 const GROUP_IDS: usize = 512;
@@ -30,9 +27,6 @@ const GROUP_COLUMNS: usize = 256;
 const OWN_ROWS: usize = 768;
 /// Panels that share a tile of the decoder, at most.
 const MOST_PANELS: usize = 16;
-
-/// Elements of a square.
-const SQUARE: usize = SIDE * SIDE;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Tiles {
@@ -137,7 +131,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         let FirstOperands { inputs, ids, decoder, panel, packed, kept, sums, is_first } = operands;
         let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
-        for steps in parts(0..d / SIDE) {
+        for steps in steps(0..d / SIDE) {
             Product {
                 left: Operand {
                     values: &decoder.rows[steps.start * SQUARE..],
@@ -227,12 +221,6 @@ pub(crate) struct GradientBuffers {
     sums: Aligned<f32>,
 }
 
-/// Parts of nearly the same size, of at most [`MOST_STEPS`].
-fn parts(steps: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let size = steps.len().div_ceil(steps.len().div_ceil(MOST_STEPS));
-    steps.clone().step_by(size).map(move |first| first..steps.end.min(first + size))
-}
-
 impl Tiles {
     /// Writes some columns of the contexts of some rows times their factors.
     fn scale<T: Element<Acc = f32>>(
@@ -270,7 +258,7 @@ impl Tiles {
                 self.scale(gradient, block.clone(), columns.clone(), &tiles[0].factors, own);
             }
             let pairs = block.len().next_multiple_of(SIDE) / 2;
-            for panels in parts(first / SIDE..block.end.div_ceil(SIDE)) {
+            for panels in steps(first / SIDE..block.end.div_ceil(SIDE)) {
                 for (tile, sums) in tiles.iter().zip(sums.chunks_exact_mut(most)) {
                     let n = tile.ids.len().next_multiple_of(SIDE);
                     let right = match scaled {

@@ -8,8 +8,11 @@
 mod amx;
 #[cfg(any(test, not(target_arch = "x86_64")))]
 mod emulated;
+pub(super) mod matmul;
 pub(super) mod rounding;
 pub(super) mod transpose;
+
+use std::ops::Range;
 
 use half::bf16;
 
@@ -21,6 +24,16 @@ use rounding::Pair;
 pub(super) const SIDE: usize = 32;
 /// Pairs of rows in the depth of a square.
 pub(super) const PAIRS: usize = SIDE / 2;
+/// Elements of a square.
+pub(super) const SQUARE: usize = SIDE * SIDE;
+/// Squares that are summed over at a time: the right operand of so many stays in the first-level cache.
+const MOST_STEPS: usize = 16;
+
+/// Parts of nearly the same size, of at most [`MOST_STEPS`].
+pub(super) fn steps(all: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let size = all.len().div_ceil(all.len().div_ceil(MOST_STEPS));
+    all.clone().step_by(size).map(move |first| first..all.end.min(first + size))
+}
 
 /// A tile unit, with the proof that this process may use it.
 #[derive(Clone, Copy, Debug)]

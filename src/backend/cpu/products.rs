@@ -1,0 +1,49 @@
+//! The product of two matrices in bf16, which candle widens and rounds on one thread: on the tile unit, or in f32, with
+//! conversions on all threads.
+
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+
+use super::dtype::with_slice;
+use super::rounding::{rounded, widened};
+use super::simd::Isa;
+use super::tiles::matmul::{self, Matrix};
+use super::tiles::TileUnit;
+use crate::error::Result;
+
+pub(super) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    let (m, k) = left.dims2()?;
+    let n = right.dim(1)?;
+    if m * k * n == 0 || right.dim(0)? != k || right.dtype() != DType::BF16 {
+        return Ok(left.matmul(right)?);
+    }
+    let Some(unit) = TileUnit::best()? else {
+        return rounded::<bf16>(&wide(left)?.matmul(&wide(right)?)?);
+    };
+    let isa = Isa::best()?;
+    let ((a, left_transposed), (b, right_transposed)) = (stored(left)?, stored(right)?);
+    let product = with_slice("left", &a, |a: &[bf16]| {
+        with_slice("right", &b, |b: &[bf16]| {
+            let left = Matrix { values: a, rows: m, columns: k, transposed: left_transposed };
+            let right = Matrix { values: b, rows: k, columns: n, transposed: right_transposed };
+            Ok(matmul::matmul(unit, isa, left, right))
+        })
+    })?;
+    Ok(Tensor::from_vec(product, (m, n), &Device::Cpu)?)
+}
+
+/// A matrix as it is stored, and whether that is its transpose.
+fn stored(matrix: &Tensor) -> Result<(Tensor, bool)> {
+    let transposed = matrix.t()?;
+    Ok(match matrix.is_contiguous() || !transposed.is_contiguous() {
+        true => (matrix.contiguous()?, false),
+        false => (transposed, true),
+    })
+}
+
+/// A matrix in f32, stored as before.
+fn wide(matrix: &Tensor) -> Result<Tensor> {
+    let (values, is_transposed) = stored(matrix)?;
+    let wide = widened::<bf16>(&values)?;
+    Ok(if is_transposed { wide.t()? } else { wide })
+}

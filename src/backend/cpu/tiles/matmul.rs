@@ -1,0 +1,201 @@
+//! The product of two matrices in bf16.
+
+use std::ops::Range;
+
+use half::bf16;
+use rayon::prelude::*;
+
+use super::rounding::{self, Pair};
+use super::transpose::transpose;
+use super::{steps, Operand, Product, TileUnit, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::memory::Aligned;
+use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+
+
+/// Squares of the result, down and across, that stay in the second-level cache while products are summed.
+const DOWN: usize = 4;
+const ACROSS: usize = 8;
+
+/// A matrix `[rows, columns]`, which may be stored as its transpose.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a> {
+    pub(crate) values: &'a [bf16],
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) transposed: bool,
+}
+
+/// `left right`, `[left.rows, right.columns]`, with sums in f32. No size is zero.
+pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'_>) -> Vec<bf16> {
+    assert!(left.columns == right.rows);
+    let depth = left.columns.div_ceil(SIDE);
+    let pairs = right.pairs(isa);
+    let mut product = vec![bf16::ZERO; left.rows * right.columns];
+    let blocks = product.par_chunks_mut(DOWN * SIDE * right.columns).enumerate();
+    blocks.for_each_init(<(Aligned<bf16>, Aligned<f32>)>::default, |(packed, sums), (block, to)| {
+        let rows = block * DOWN * SIDE..left.rows.min((block + 1) * DOWN * SIDE);
+        let down = rows.len().div_ceil(SIDE);
+        left.squares(isa, rows, packed);
+        for first in (0..right.columns).step_by(ACROSS * SIDE) {
+            let columns = first..right.columns.min(first + ACROSS * SIDE);
+            let width = columns.len().next_multiple_of(SIDE);
+            let sums = sums.at_least(down * SIDE * width);
+            for steps in steps(0..depth) {
+                Product {
+                    left: Operand {
+                        values: &packed[steps.start * SQUARE..],
+                        row: SIDE,
+                        step: SQUARE,
+                        square: depth * SQUARE,
+                    },
+                    right: Operand {
+                        values: &pairs[(first * depth + steps.start * SIDE) * PAIRS..],
+                        row: SIDE,
+                        step: PAIRS * SIDE,
+                        square: depth * PAIRS * SIDE,
+                    },
+                    steps: steps.len(),
+                    to: &mut *sums,
+                    to_row: width,
+                    rows: down,
+                    columns: width / SIDE,
+                    add: steps.start > 0,
+                }
+                .run(unit);
+            }
+            for (to, sums) in to.chunks_exact_mut(right.columns).zip(sums.chunks_exact(width)) {
+                let (to, sums) = (&mut to[columns.clone()], &sums[..columns.len()]);
+                f32::dispatch(isa, Narrowed { sums, to });
+            }
+        }
+    });
+    product
+}
+
+impl Matrix<'_> {
+    /// Some rows in squares, padded with zeros.
+    fn squares(self, isa: Isa, rows: Range<usize>, to: &mut Aligned<bf16>) {
+        let (down, across) = (rows.len().div_ceil(SIDE), self.columns.div_ceil(SIDE));
+        let to = to.at_least(down * across * SQUARE);
+        if !self.transposed {
+            let lines = self.values[rows.start * self.columns..rows.end * self.columns].chunks_exact(self.columns);
+            return store_lines(lines, down, across, to);
+        }
+        let mut stored = Aligned::zeros(down * across * SQUARE);
+        let lines = self.values.chunks_exact(self.rows).map(|column| &column[rows.clone()]);
+        store_lines(lines, across, down, &mut stored);
+        transpose(isa, &stored, (across, down), to);
+    }
+
+    /// All columns in pairs of rows: `[square of columns][pair][SIDE]`.
+    fn pairs(self, isa: Isa) -> Aligned<Pair> {
+        let depth = self.rows.div_ceil(SIDE);
+        let mut pairs = Aligned::zeros(self.columns.div_ceil(SIDE) * depth * PAIRS * SIDE);
+        let of_squares = pairs.par_chunks_exact_mut(depth * PAIRS * SIDE).enumerate();
+        of_squares.for_each_init(Aligned::default, |squares, (square, pairs)| {
+            let columns = square * SIDE..self.columns.min((square + 1) * SIDE);
+            // The rows of these columns, as squares one below the other.
+            let of_columns = match self.transposed {
+                true => {
+                    let rows = Matrix { rows: self.columns, columns: self.rows, transposed: false, ..self };
+                    let mut stored = Aligned::default();
+                    rows.squares(isa, columns, &mut stored);
+                    let squares = squares.at_least(depth * SQUARE);
+                    transpose(isa, &stored, (1, depth), squares);
+                    squares
+                }
+                false => {
+                    let lines = self.values.chunks_exact(self.columns).map(|row| &row[columns.clone()]);
+                    let squares = squares.at_least(depth * SQUARE);
+                    store_lines(lines, depth, 1, squares);
+                    squares
+                }
+            };
+            f32::dispatch(isa, Paired { rows: of_columns, pairs });
+        });
+        pairs
+    }
+}
+
+/// Stores the lines of a matrix in squares, padded with zeros.
+pub(crate) fn store_lines<'l>(lines: impl Iterator<Item = &'l [bf16]>, down: usize, across: usize, to: &mut [bf16]) {
+    let mut lines = lines.fuse();
+    for row in 0..down * SIDE {
+        let line = lines.next().unwrap_or_default();
+        let squares = to[(row / SIDE * across * SIDE + row % SIDE) * SIDE..].chunks_mut(SQUARE).take(across);
+        let mut parts = line.chunks(SIDE);
+        for to in squares {
+            let part = parts.next().unwrap_or_default();
+            to[..part.len()].copy_from_slice(part);
+            to[part.len()..SIDE].fill(bf16::ZERO);
+        }
+    }
+}
+
+/// Pairs of rows `[2 n, SIDE]`.
+struct Paired<'a> {
+    rows: &'a [bf16],
+    /// `[n, SIDE]`
+    pairs: &'a mut [Pair],
+}
+
+impl Kernel<f32> for Paired<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>>(self, _: V) {
+        for (rows, pairs) in self.rows.chunks_exact(2 * SIDE).zip(self.pairs.chunks_exact_mut(SIDE)) {
+            let (first, second) = rows.split_at(SIDE);
+            for ((pair, x), y) in pairs.iter_mut().zip(first).zip(second) {
+                *pair = rounding::pair(x.to_bits().into(), y.to_bits().into());
+            }
+        }
+    }
+}
+
+struct Narrowed<'a> {
+    sums: &'a [f32],
+    to: &'a mut [bf16],
+}
+
+impl Kernel<f32> for Narrowed<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>>(self, _: V) {
+        for (to, &sum) in self.to.iter_mut().zip(self.sums) {
+            *to = rounding::bf16(sum);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_equal_sums_in_f64_in_every_layout() {
+        let isa = Isa::available()[0];
+        let values = |n: usize, seed: usize| -> Vec<bf16> {
+            (0..n).map(|i| bf16::from_f64(((i * 7 + seed * 13) % 31) as f64 / 8.0 - 2.0)).collect()
+        };
+        for unit in TileUnit::of(isa).into_iter().chain([TileUnit::Emulated]) {
+            for (m, k, n) in [(1, 1, 1), (3, 33, 40), (150, 20, 300), (33, 600, 5)] {
+                for (left_transposed, right_transposed) in [(false, false), (false, true), (true, false), (true, true)]
+                {
+                    let (a, b) = (values(m * k, 1), values(k * n, 2));
+                    let left = Matrix { values: &a, rows: m, columns: k, transposed: left_transposed };
+                    let right = Matrix { values: &b, rows: k, columns: n, transposed: right_transposed };
+                    let found = matmul(unit, isa, left, right);
+                    for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                        let of_left = |l: usize| if left_transposed { a[l * m + i] } else { a[i * k + l] }.to_f64();
+                        let of_right = |l: usize| if right_transposed { b[j * k + l] } else { b[l * n + j] }.to_f64();
+                        let expected: f64 = (0..k).map(|l| of_left(l) * of_right(l)).sum();
+                        let error = (found[i * n + j].to_f64() - expected).abs();
+                        assert!(error <= 4e-3 * expected.abs() + 1e-4, "{m} {k} {n}: {} {expected}", found[i * n + j]);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -188,16 +188,18 @@ class Legs:
                 break
 
     def dtypes(self):
-        """Other element types."""
+        """Other element types, and products of f32 in bf16."""
         shape = "small" if self.quick else "ptb"
-        for dtype in ("bf16", "f16", "f64"):
+        cases = [(shape, "bf16", ""), (shape, "f32", " --bf16-products"), (shape, "f16", ""), (shape, "f64", "")]
+        cases += [] if self.quick else [("llm", "bf16", "")]
+        for shape, dtype, products in cases:
 
-            def convert(line, dtype=dtype):
+            def convert(line, dtype=dtype, products=products):
                 line = training_step(line)
                 del line["products_seconds"]
-                return line | {"dtype": dtype}
+                return line | {"dtype": f"{dtype}, products in bf16" if products else dtype}
 
-            runs = [self.step_time("dtypes", f"--shape {shape} --dtype {dtype}", convert, reps=3)]
+            runs = [self.step_time("dtypes", f"--shape {shape} --dtype {dtype}{products}", convert, reps=3)]
             if dtype == "bf16":
                 for implementation in ("compile", "products"):
                     flags = f"--shape {shape} --dtype {dtype} --implementation {implementation} --reps 3"

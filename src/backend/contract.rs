@@ -217,7 +217,8 @@ impl Task {
     }
 }
 
-/// The gradients of the operands that need one, each with its operand's shape, in the accumulation dtype.
+/// The gradients of the operands that need one, each with its operand's shape, in the accumulation dtype; the weight's
+/// may be rounded to its own dtype already.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Gradients {
     pub(crate) contexts: Option<Tensor>,

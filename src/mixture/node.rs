@@ -142,9 +142,12 @@ impl Gradients {
         if factor.device().is_cpu() && factor.to_dtype(DType::F64)?.to_scalar::<f64>()? == 1.0 {
             return Ok(self);
         }
-        let scale = |gradient: Option<Tensor>| {
-            gradient.map(|g| Ok::<_, Error>(g.broadcast_mul(&factor.to_dtype(g.dtype())?)?)).transpose()
+        // A gradient that is already rounded is multiplied before it is rounded again.
+        let scaled = |g: Tensor| {
+            let dtype = accumulation_dtype("gradient", g.dtype())?;
+            Ok::<_, Error>(g.to_dtype(dtype)?.broadcast_mul(&factor.to_dtype(dtype)?)?)
         };
+        let scale = |gradient: Option<Tensor>| gradient.map(scaled).transpose();
         Ok(Gradients {
             contexts: scale(self.contexts)?,
             log_priors: scale(self.log_priors)?,

@@ -58,7 +58,7 @@ impl<T: Element> BufferedGradients<T> {
         Self::new(sizes, 0, 0..0, NeedsGrad::default(), None, false)
     }
 
-    /// `so_far` is the weight's gradient of earlier losses. With `rounds`, the decoder's matrices have gradients in bf16.
+    /// `so_far` is the weight's gradient of earlier losses. With `rounds`, the weight's gradient is in bf16.
     pub(super) fn new(
         sizes: Sizes,
         weight_rows: usize,
@@ -69,7 +69,7 @@ impl<T: Element> BufferedGradients<T> {
     ) -> Self {
         let Sizes { positions, components, context_dim, .. } = sizes;
         let rows = positions * components;
-        let columns = |columns: Range<usize>, so_far: Option<Vec<T::Acc>>| {
+        let columns = |columns: Range<usize>, so_far: Option<Vec<T::Acc>>, rounds: bool| {
             let size = weight_rows * columns.len();
             let rounds = rounds && so_far.is_none();
             ColumnGradient {
@@ -84,8 +84,8 @@ impl<T: Element> BufferedGradients<T> {
             contexts: zeros(if needs_grad.contexts { rows * context_dim } else { 0 }),
             log_priors: zeros(if needs_grad.any() { rows } else { 0 }),
             decoder: DecoderGradients {
-                weight: needs_grad.weight.then(|| columns(0..adapter_columns.start, so_far)),
-                adapter: needs_grad.adapter.then(|| columns(adapter_columns, None)),
+                weight: needs_grad.weight.then(|| columns(0..adapter_columns.start, so_far, rounds)),
+                adapter: needs_grad.adapter.then(|| columns(adapter_columns, None, false)),
                 bias: needs_grad.bias.then(|| zeros(weight_rows)),
             },
             weight_rows,

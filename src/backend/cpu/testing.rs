@@ -342,6 +342,26 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
 }
 
 #[test]
+fn nor_do_those_of_tiles() -> Result<()> {
+    let isa = Isa::best()?;
+    let unit = TileUnit::of(isa).unwrap_or(TileUnit::Emulated);
+    let with_threads = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+        pool.install(|| {
+            let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
+            let (operands, objective) = case.operands()?;
+            let plan = case.plan::<half::bf16>(&operands)?;
+            flat(&loss_in::<half::bf16, _>(Tiles { unit, isa }, &operands, &objective, ALL, &plan)?)
+        })
+    };
+    let one = with_threads(1)?;
+    for threads in [2, 7] {
+        assert!(with_threads(threads)? == one, "{threads} threads");
+    }
+    Ok(())
+}
+
+#[test]
 fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
     let terms = [Terms::default(), Terms { label_smoothing: 0.1, ..Terms::default() }];
     for (terms, needs_grad) in terms.into_iter().flat_map(|terms| [(terms, ALL), (terms, NeedsGrad::default())]) {

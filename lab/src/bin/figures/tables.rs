@@ -213,13 +213,14 @@ fn dtypes(results: &Results) -> Result<String> {
     let lines = results.of("dtypes");
     let row = |line: &&Line| {
         let peer = |implementation: &str| {
-            let mut peers = lines.iter().filter(|peer| peer.text("dtype") == line.text("dtype"));
+            let is_like = |peer: &&&Line| ["shape", "dtype"].iter().all(|key| peer.text(key) == line.text(key));
+            let mut peers = lines.iter().filter(is_like);
             peers
                 .find(|peer| peer.is("implementation", implementation))
                 .map_or(String::new(), |p| seconds(p, "seconds"))
         };
         Ok(vec![
-            line.text("dtype").into(),
+            format!("{}, {}", line.text("shape"), line.text("dtype")),
             seconds(line, "seconds"),
             seconds(line, "mixture_seconds"),
             format!("{:.2}", need(line, "mixture_over_products")?),
@@ -228,7 +229,7 @@ fn dtypes(results: &Results) -> Result<String> {
         ])
     };
     let rows = lines.iter().filter(|line| !line.is_of_peer()).map(row).collect::<Result<_>>()?;
-    let header = "| ptb in | step | mixture | mixture / products in f32 | PyTorch, torch.compile | its products |";
+    let header = "| | step | mixture | mixture / products in f32 | PyTorch, torch.compile | its products |";
     Ok(markdown(header, rows) + &source(&lines, true))
 }
 

@@ -58,7 +58,7 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     /// Numbers per row of the packed contexts.
     fn packed_per_row(self, d: usize) -> usize;
 
-    /// Bytes of a thread's buffers for a tile of so many ids, of a decoder in place or not.
+    /// Bytes of a thread's buffers for tiles of so many ids. The exponentials are kept for the third product, or not.
     fn thread_bytes(self, d: usize, ids: usize, keeps: bool) -> usize;
 
     /// Bytes per row of the chunk of what the tiles of a segment share.

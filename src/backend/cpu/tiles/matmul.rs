@@ -11,7 +11,6 @@ use super::{steps, Operand, Product, TileUnit, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 
-
 /// Squares of the result, down and across, that stay in the second-level cache while products are summed.
 const DOWN: usize = 4;
 const ACROSS: usize = 8;

@@ -101,7 +101,8 @@ pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line
     let (mut found, mut used) = (vec![], vec![]);
     for system in SYSTEMS {
         let Some(step) = of_system(&seconds, system) else { continue };
-        let Some(line) = of_system(&long, system).or_else(|| of_system(&whole, system)) else { continue };
+        let longer = || if system == "mos" { of_system(&whole, system) } else { None };
+        let Some(line) = of_system(&long, system).or_else(longer) else { continue };
         let each = need(step, "seconds")?;
         let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
         let points: Vec<_> = line.triples("evaluations").into_iter().map(point).collect();

@@ -140,6 +140,9 @@ recipe! {
     /// Share of the target distribution that is spread over the vocabulary
     #[arg(long, value_parser = below_one)]
     label_smoothing: f64 = 0.0,
+    /// Whether products of a training step may round their operands to bf16, which is faster on CPUs with Intel AMX
+    #[arg(long, value_name = "BOOL")]
+    bf16_products: bool = false,
     /// How far apart the mixture's components start: 0 all alike, 1 independent of each other
     #[arg(long, value_parser = up_to_one)]
     spread: f64 = 1.0,

@@ -3,7 +3,7 @@
 use super::model::{Model, Part, Pass};
 use super::{optimizer::Optimizer, recipe::Recipe, Result};
 use indicatif::ProgressBar;
-use mos_head::{DropoutMasks, LossOptions};
+use mos_head::{DropoutMasks, LossOptions, Precision};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::time::Instant;
 
@@ -48,7 +48,9 @@ pub(crate) fn train_epoch<M: Model>(
     until: Option<Instant>,
     bar: &ProgressBar,
 ) -> Result<End> {
+    let precision = if recipe.bf16_products { Precision::Bf16Products } else { Precision::Full };
     let options = LossOptions::new().with_ignore_index(M::IGNORED).with_label_smoothing(recipe.label_smoothing);
+    let options = options.with_precision(precision);
     let batches = model.batches(items, recipe, Pass::Training { epoch });
     bar.set_length(batches.len() as u64);
     let (mut gradients, mut first) = (None, progress.batches);

@@ -10,6 +10,7 @@
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
+use crate::backend;
 use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_alike, check_float, check_number, check_product, check_sizes, check_vocab};
@@ -180,7 +181,7 @@ impl LowRankAdapter {
         let (rows, scale) = (contexts.dim(0)?, self.scale);
         let forward = |product: Tensor, _: Option<&Tensor>| Ok((product * scale)?);
         let gradient = move |_: &Tensor, upstream: &Tensor| Ok((upstream * scale)?);
-        layer("adapter", contexts, &self.a, None, &[rows, self.rank()], forward, gradient)
+        layer("adapter", (contexts, &self.a, None), &[rows, self.rank()], backend::matmul, forward, gradient)
     }
 
     /// `W + s B A`, computed in f32 (f64 for f64), in the dtype of the weight. A constant.

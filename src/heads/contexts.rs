@@ -205,7 +205,14 @@ impl Contexts {
             ContextActivation::Tanh => backend::tanh_gradient(result, upstream),
             ContextActivation::Identity => Ok(upstream.clone()),
         };
-        layer("contexts", rows, &self.latent_weight, Some(&self.latent_bias), shape, forward, gradient)
+        layer(
+            "contexts",
+            (rows, &self.latent_weight, Some(&self.latent_bias)),
+            shape,
+            backend::matmul,
+            forward,
+            gradient,
+        )
     }
 
     /// `log softmax(W h + b)`, `[rows, K]` in another shape.
@@ -224,7 +231,7 @@ impl Contexts {
             let total = upstream.sum_keepdim(D::Minus1)?;
             Ok((upstream - log_priors.exp()?.broadcast_mul(&total)?)?)
         };
-        layer("priors", rows, &self.prior_weight, self.prior_bias.as_ref(), shape, forward, gradient)
+        layer("priors", (rows, &self.prior_weight, self.prior_bias.as_ref()), shape, backend::matmul, forward, gradient)
     }
 }
 

@@ -10,9 +10,10 @@ mod options;
 mod request;
 mod results;
 
+pub use crate::backend::contract::Precision;
 pub use gradient_sum::GradientSum;
 pub use negatives::{Negatives, NoiseDistribution};
-pub use options::{LossOptions, Precision, Reduction, SampledLoss};
+pub use options::{LossOptions, Reduction, SampledLoss};
 pub(crate) use request::Request;
 pub(crate) use results::Unchecked;
 pub use results::{DecoderRows, Loss};

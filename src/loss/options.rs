@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::gradient_sum::GradientSum;
 use super::negatives::Negatives;
-use crate::backend::contract::Terms;
+use crate::backend::contract::{Precision, Terms};
 use crate::error::{Error, OptionName, Result};
 use crate::tensors::checks::check_number;
 use crate::tensors::dropout::DropoutMasks;
@@ -41,38 +41,6 @@ pub enum Reduction {
     /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, and
     /// the logits are computed twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
     None,
-}
-
-/// The precision of the matrix products of a loss. All sums, exponentials, losses and gradients keep their dtype.
-///
-/// # Examples
-///
-/// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{LossOptions, OutputLayer, Precision, SoftmaxHead};
-///
-/// # fn main() -> mos_head::Result<()> {
-/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
-/// let hidden = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
-/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?; // [batch, seq]
-/// let options = LossOptions::new().with_precision(Precision::Bf16Products);
-/// let loss = head.loss(&hidden, &targets, &options)?.value; // f32, as with Precision::Full
-/// # assert!((loss.to_scalar::<f32>()? - 100f32.ln()).abs() < 1e-5);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Precision {
-    /// The operands' own precision.
-    #[default]
-    Full,
-    /// Operands of f32 or f16 may be rounded to bf16 before they are multiplied; sums stay f32. PyTorch's
-    /// `torch.set_float32_matmul_precision("medium")` allows the same.
-    ///
-    /// It has an effect on CPUs with Intel AMX, for losses over hard targets. `docs/measurements.md` has its errors:
-    /// they grow with the logits.
-    Bf16Products,
 }
 
 /// Options of a loss. The default is a training step: mean over the positions, with gradients and dropout.

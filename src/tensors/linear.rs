@@ -3,22 +3,20 @@
 use candle_core::Tensor;
 
 use super::autograd;
-use crate::backend;
 use crate::error::{Error, Result};
 
 /// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`, in
 /// another shape, since candle would copy the gradient of a node for that. The gradient of `W h + b` is
-/// `gradient(result, upstream)`.
+/// `gradient(result, upstream)`; `matmul` multiplies two matrices.
 pub(crate) fn layer(
     name: &'static str,
-    rows: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
+    (rows, weight, bias): (&Tensor, &Tensor, Option<&Tensor>),
     shape: &[usize],
+    matmul: fn(&Tensor, &Tensor) -> Result<Tensor>,
     forward: impl Fn(Tensor, Option<&Tensor>) -> Result<Tensor>,
     gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let product = backend::matmul(&rows.detach(), &weight.detach().t()?)?;
+    let product = matmul(&rows.detach(), &weight.detach().t()?)?;
     let result = forward(product, bias.map(Tensor::detach).as_ref())?.reshape(shape)?;
     // A custom operation of candle has three operands.
     let no_bias = Tensor::zeros(1, rows.dtype(), rows.device())?;
@@ -33,9 +31,9 @@ pub(crate) fn layer(
         let dz = gradient(&of_rows(result)?, &of_rows(upstream)?)?.to_dtype(rows.dtype())?;
         let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
         Ok([
-            rows.track_op().then(|| backend::matmul(&dz, &weight.detach())).transpose()?,
-            weight.track_op().then(|| backend::matmul(&dz.t()?, &rows.detach())).transpose()?,
-            bias.track_op().then(|| Ok::<_, Error>(backend::matmul(&ones, &dz)?.squeeze(0)?)).transpose()?,
+            rows.track_op().then(|| matmul(&dz, &weight.detach())).transpose()?,
+            weight.track_op().then(|| matmul(&dz.t()?, &rows.detach())).transpose()?,
+            bias.track_op().then(|| Ok::<_, Error>(matmul(&ones, &dz)?.squeeze(0)?)).transpose()?,
         ])
     })
 }

@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
+use crate::backend;
 use crate::backend::contract::accumulation_dtype;
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
@@ -68,7 +69,14 @@ impl Cluster {
             None => rows.unsqueeze(1)?,
             Some(weight) => {
                 let shape = [rows.dim(0)?, 1, weight.dim(0)?];
-                layer("cluster", rows, weight, None, &shape, |z, _| Ok(z), |_, upstream| Ok(upstream.clone()))?
+                layer(
+                    "cluster",
+                    (rows, weight, None),
+                    &shape,
+                    backend::matmul,
+                    |z, _| Ok(z),
+                    |_, upstream| Ok(upstream.clone()),
+                )?
             }
         };
         Mixture::new(&contexts, None, &self.weight, self.bias.as_ref())

@@ -5,7 +5,6 @@ use std::convert::identity;
 use candle_core::{Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
-use super::one_pass::{Format, Tiles, Vectors};
 use super::simd::Float;
 use super::tiles::rounding;
 use crate::error::{Error, Result};
@@ -16,15 +15,10 @@ pub(crate) trait Element: WithDType {
     type Acc: Float;
     /// Whether `Acc` is `Self`, so that no conversion is needed.
     const IS_ACC: bool;
-    /// The products of a tile unit, or, for f64, which has none, of vectors.
-    type Tiles: Format<Self>;
 
     fn widen(self) -> Self::Acc;
     fn narrow(value: Self::Acc) -> Self;
     fn to_bf16(self) -> bf16;
-
-    /// The products of this tile unit; `None` for f64.
-    fn tiles(tiles: Tiles) -> Option<Self::Tiles>;
 
     /// The slice itself if `Acc` is `Self`.
     fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
@@ -43,7 +37,7 @@ pub(crate) trait Element: WithDType {
 }
 
 macro_rules! impl_element {
-    ($type:ty as $acc:ty, $widen:expr, $narrow:expr, $as_acc:expr, $to_bf16:expr, $format:ty, $tiles:expr) => {
+    ($type:ty as $acc:ty, $widen:expr, $narrow:expr, $as_acc:expr, $to_bf16:expr) => {
         impl Element for $type {
             type Acc = $acc;
             const IS_ACC: bool = size_of::<$type>() == size_of::<$acc>();
@@ -57,22 +51,18 @@ macro_rules! impl_element {
             fn as_acc(values: &[Self]) -> Option<&[$acc]> {
                 $as_acc(values)
             }
-            type Tiles = $format;
             #[inline(always)]
             fn to_bf16(self) -> bf16 {
                 $to_bf16(self)
-            }
-            fn tiles(tiles: Tiles) -> Option<$format> {
-                $tiles(tiles)
             }
         }
     };
 }
 
-impl_element!(f32 as f32, identity, identity, Some, rounding::bf16, Tiles, Some);
-impl_element!(f64 as f64, identity, identity, Some, bf16::from_f64, Vectors, |_| None);
-impl_element!(f16 as f32, f16::to_f32, f16::from_f32, |_| None, |x: f16| rounding::bf16(x.to_f32()), Tiles, Some);
-impl_element!(bf16 as f32, bf16::to_f32, rounding::bf16, |_| None, identity, Tiles, Some);
+impl_element!(f32 as f32, identity, identity, Some, rounding::bf16);
+impl_element!(f64 as f64, identity, identity, Some, bf16::from_f64);
+impl_element!(f16 as f32, f16::to_f32, f16::from_f32, |_| None, |x: f16| rounding::bf16(x.to_f32()));
+impl_element!(bf16 as f32, bf16::to_f32, rounding::bf16, |_| None, identity);
 
 /// Evaluates `$call` with `$T` as the Rust type of `$dtype`, which is one of the four.
 macro_rules! with_type {

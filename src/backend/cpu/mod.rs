@@ -32,16 +32,14 @@ use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
-use crate::loss::Precision;
 use crate::tensors::autograd::take_values;
 use dtype::{with_type, Element};
 use inputs::Inputs;
-use one_pass::{Format, OnePass, Tiles, Vectors};
-use plan::plan;
+use one_pass::{Format, OnePass, Served, Vectors};
+use plan::{plan, tiles_of};
 use results::{results, BufferedGradients};
 use simd::Isa;
 use targets::Targets;
-use tiles::TileUnit;
 use two_pass::TwoPasses;
 
 /// The backend for f64, f32, and f16 and bf16, which it computes in f32.
@@ -115,15 +113,7 @@ fn on_threads<R: Send>(threads: usize, compute: impl FnOnce() -> Result<R> + Sen
     pool.install(compute)
 }
 
-/// The products of the tile unit, where there is one, and the operands are bf16 or may be rounded to it.
-fn tiles_of<T: Element>(operands: &Operands) -> Result<Option<T::Tiles>> {
-    let isa = Isa::best()?;
-    let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
-    let unit = TileUnit::best()?.filter(|_| may_round);
-    Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
-}
-
-fn loss<T: Element>(
+fn loss<T: Served>(
     operands: &Operands,
     objective: &Objective,
     needs_grad: NeedsGrad,

@@ -1,11 +1,13 @@
 //! The plan of a task: which computation serves it, and the workspace that this computation needs.
 
-use super::dtype::Element;
+use candle_core::DType;
+
 use super::memory::Workspace;
-use super::one_pass::{Format, Vectors};
+use super::one_pass::{Format, Served, Tiles, Vectors};
 use super::simd::Isa;
-use super::{gemv, one_pass, tiles_of, two_pass};
-use crate::backend::contract::{Operands, Sizes, Task};
+use super::tiles::unit::TileUnit;
+use super::{gemv, one_pass, two_pass};
+use crate::backend::contract::{Operands, Precision, Sizes, Task};
 use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
 use crate::error::Result;
 
@@ -29,7 +31,15 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     }
 }
 
-pub(super) fn plan<T: Element>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+/// The products of the tile unit, where there is one, and the operands are bf16 or may be rounded to it.
+pub(super) fn tiles_of<T: Served>(operands: &Operands) -> Result<Option<T::Tiles>> {
+    let isa = Isa::best()?;
+    let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
+    let unit = TileUnit::best()?.filter(|_| may_round);
+    Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
+}
+
+pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { positions, components, context_dim, .. } = operands.sizes;
     let (threads, isa) = (rayon::current_num_threads(), Isa::best()?);
     let computation = computation(&task, operands.sizes);

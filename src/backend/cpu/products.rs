@@ -8,7 +8,7 @@ use super::dtype::with_slice;
 use super::rounding::{rounded, widened};
 use super::simd::Isa;
 use super::tiles::matmul::{self, Matrix};
-use super::tiles::TileUnit;
+use super::tiles::unit::TileUnit;
 use crate::error::Result;
 
 pub(super) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {

@@ -9,7 +9,6 @@ use std::sync::OnceLock;
 
 use pulp::Simd as _;
 
-use super::tiles::TileUnit;
 use crate::backend::contract::Real;
 use crate::backend::plan::Kernels;
 use crate::error::{Error, Result};
@@ -110,12 +109,13 @@ impl Isa {
     pub(crate) fn best() -> Result<Self> {
         static BEST: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
         let best = BEST.get_or_init(|| Self::choose(Self::selected().map(str::to_owned)));
-        best.clone().map_err(|got| {
-            let of_vectors = Self::available().into_iter().map(|isa| isa.kernels());
-            let names: Vec<_> = Self::amx().map(|_| Kernels::Amx).into_iter().chain(of_vectors).collect();
-            let names: Vec<_> = names.iter().map(Kernels::to_string).collect();
-            Error::config("MOS_HEAD_SIMD", format!("one of {} on this machine", names.join(", ")), got)
-        })
+        best.clone().map_err(Self::lacking)
+    }
+
+    /// The error for an instruction set that this machine lacks.
+    pub(crate) fn lacking(got: String) -> Error {
+        let names: Vec<_> = Self::available().into_iter().map(|isa| isa.kernels().to_string()).collect();
+        Error::config("MOS_HEAD_SIMD", format!("one of {} on this machine", names.join(", ")), got)
     }
 
     /// The value of `MOS_HEAD_SIMD`, read once.
@@ -128,19 +128,20 @@ impl Isa {
         selected.as_deref()
     }
 
-    /// The vectors that prepare the operands of a tile unit, if this machine has one.
-    fn amx() -> Option<Self> {
-        Self::available().into_iter().next().filter(|isa| TileUnit::of(*isa).is_some())
-    }
-
     /// The instruction set called `name`, or the best without a name.
     fn choose(name: Option<String>) -> std::result::Result<Self, String> {
         let mut available = Self::available().into_iter();
         match name {
-            Some(name) if name == Kernels::Amx.to_string() => Self::amx().ok_or(name),
+            // Whether there is a unit is for its user to find out.
+            Some(name) if name == Kernels::Amx.to_string() => available.find(Self::prepares_tiles).ok_or(name),
             Some(name) => available.find(|isa| isa.kernels().to_string() == name).ok_or(name),
             None => Ok(available.next().unwrap_or(Isa::Scalar(pulp::Scalar))),
         }
+    }
+
+    /// Whether these vectors prepare the operands of a tile unit.
+    pub(crate) fn prepares_tiles(&self) -> bool {
+        self.kernels() == Kernels::Avx512
     }
 
     /// All instruction sets of this machine, the best first.

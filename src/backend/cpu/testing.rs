@@ -4,21 +4,20 @@
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-use super::dtype::{with_type, Element};
+use super::dtype::with_type;
 use super::inputs::Inputs;
-use super::one_pass::{OnePass, Tiles, Vectors};
+use super::one_pass::{OnePass, Served, Tiles, Vectors};
 use super::plan::{computation, plan};
 use super::results::BufferedGradients;
 use super::simd::Isa;
 use super::targets::Targets;
-use super::tiles::TileUnit;
+use super::tiles::unit::TileUnit;
 use super::{loss, loss_in, Cpu};
 use crate::backend::contract::{
-    Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
+    Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Precision, Sizes, TargetLoss, Task, Terms,
 };
 use crate::backend::plan::{Computation, Plan};
 use crate::error::Result;
-use crate::loss::Precision;
 
 const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, adapter: false, bias: true };
 
@@ -99,7 +98,7 @@ impl Case {
         Ok((operands, Objective::Targets(loss)))
     }
 
-    fn plan<T: Element>(&self, operands: &Operands) -> Result<Plan> {
+    fn plan<T: Served>(&self, operands: &Operands) -> Result<Plan> {
         let task = Task::loss(&self.terms, self.needs_grad);
         let many_rows = Sizes { positions: 1000, ..operands.sizes };
         assert_eq!(computation(&task, many_rows), Computation::OnePass);
@@ -110,7 +109,7 @@ impl Case {
         plan::<T>(operands, task, budget)
     }
 
-    fn run<T: Element>(&self, computation: Computation) -> Result<LossResults> {
+    fn run<T: Served>(&self, computation: Computation) -> Result<LossResults> {
         let (operands, objective) = self.operands()?;
         let plan = Plan { computation, ..self.plan::<T>(&operands)? };
         loss::<T>(&operands, &objective, self.needs_grad, &plan)
@@ -142,7 +141,7 @@ impl Case {
 
     /// The products of a tile unit, or of its emulation, agree with those of vectors for operands that bf16 can
     /// represent.
-    fn check_tiles<T: Element<Acc = f32, Tiles = Tiles>>(&self) -> Result<()> {
+    fn check_tiles<T: Served<Acc = f32, Tiles = Tiles>>(&self) -> Result<()> {
         let (mut operands, objective) = self.operands()?;
         let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(T::DTYPE);
         operands.contexts = represented(&operands.contexts)?;

@@ -3,8 +3,8 @@
 use num_traits::{Float as _, Zero};
 use rayon::prelude::*;
 
-use super::first_pass::Part;
 use super::layout::{Layout, Panel};
+use super::part::Part;
 use crate::backend::contract::{Real, Sizes};
 use crate::backend::cpu::components::{Components, PositionLoss};
 use crate::backend::cpu::dtype::Element;

@@ -7,19 +7,11 @@ use rayon::prelude::*;
 use super::exponentials::{Capped, Exponentials, Running};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
+use super::part::Part;
 use super::scaling::Scaled;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::simd::Float;
-
-/// What the first pass leaves of a panel and a segment.
-pub(super) struct Part<F> {
-    pub(super) running: Running<F>,
-    /// `[tiles, width]`: the offsets of each tile's exponentials, if these are kept
-    pub(super) offsets: Vec<F>,
-    /// The logits of the targets in this segment, with the rows that they belong to.
-    pub(super) target_logits: Vec<(usize, F)>,
-}
 
 /// The target of each row in the first pass.
 pub(super) struct RowTargets<I> {
@@ -28,13 +20,11 @@ pub(super) struct RowTargets<I> {
     pub(super) are_own: bool,
 }
 
-impl<F: Float> Part<F> {
-    /// Bytes per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
-    pub(super) fn bytes_per_row(rows: usize) -> usize {
-        // An offset, the largest logit, a factor and the sum of each row.
-        let numbers = 3 * size_of::<F>() + size_of::<f64>();
-        numbers + (size_of::<Self>() + size_of::<Piece<'_, F, F>>()).div_ceil(rows)
-    }
+/// Bytes per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
+pub(super) fn part_bytes<F: Float>(rows: usize) -> usize {
+    // An offset, the largest logit, a factor and the sum of each row.
+    let numbers = 3 * size_of::<F>() + size_of::<f64>();
+    numbers + (size_of::<Part<F>>() + size_of::<Piece<'_, F, F>>()).div_ceil(rows)
 }
 
 /// Buffers of the first pass.

@@ -2,33 +2,14 @@
 
 use std::ops::Range;
 
-use super::gradients::{DecoderGradient, Tile};
-use super::layout::Panel;
+use half::bf16;
+use num_traits::Zero;
+
+use super::factors::Factors;
+use super::layout::{Blocks, Panel};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Number;
-
-/// How the products cut a chunk.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Blocks {
-    /// Ids that a product computes at a time; those of a tile are a multiple.
-    pub(super) ids: usize,
-    /// Rows of a full panel.
-    pub(super) panel_rows: usize,
-    /// The width of every panel is a multiple of this.
-    pub(super) lanes: usize,
-    /// The ids of a tile and the columns of the decoder are padded to multiples of this.
-    pub(super) padding: usize,
-    /// Minimum number of pieces, pairs of a panel and a segment, if the vocabulary is large enough: as many threads have
-    /// work.
-    pub(super) pieces: usize,
-    /// Approximate minimum number of tiles, likewise.
-    pub(super) tiles: usize,
-    /// Elements of the decoder in a tile, which stays in the second-level cache with its logits.
-    pub(super) tile_elements: usize,
-    /// Ids whose gradients the third product computes at a time.
-    pub(super) group_ids: usize,
-}
 
 /// The products of a unit. Between them, all formats share the engine: logits, exponentials and all sums are numbers of
 /// `T::Acc`.
@@ -89,13 +70,13 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     );
 
     /// Contexts times the factors of a segment.
-    fn scaled(self, gradient: &DecoderGradient<'_, T, Self>, factors: &[T::Acc]) -> Self::Scaled;
+    fn scaled(self, gradient: &DecoderGradient<'_, T>, factors: &[T::Acc]) -> Self::Scaled;
 
     /// The third product: adds `E (f C)` to the gradients of some tiles, and `E f` to the bias's. `scaled` are those of
     /// all segments; a tile may have other factors.
     fn add_products(
         self,
-        gradient: &DecoderGradient<'_, T, Self>,
+        gradient: &DecoderGradient<'_, T>,
         tiles: &mut [Tile<'_, T::Acc, Self::Kept>],
         scaled: &[Self::Scaled],
         buffers: &mut Self::GradientBuffers,
@@ -113,4 +94,49 @@ pub(crate) struct FirstOperands<'a, 't, T: Element, X: Format<T>> {
     pub(super) kept: Option<&'a mut [X::Kept]>,
     pub(super) sums: &'a mut [T::Acc],
     pub(super) is_first: bool,
+}
+
+/// The operands of the decoder's gradients, beside the exponentials.
+pub(crate) struct DecoderGradient<'a, T: Element> {
+    pub(super) factors: Factors<'a, T::Acc>,
+    /// `[rows, d]`
+    pub(super) contexts: &'a [T::Acc],
+    pub(super) d: usize,
+}
+
+/// What the third product needs of a tile of ids.
+pub(crate) struct Tile<'b, F, K> {
+    pub(super) ids: Range<usize>,
+    pub(super) segment: usize,
+    /// `[panel][padded id][row]`
+    pub(super) exponentials: &'b mut [K],
+    /// `[column]`: the rows' factors
+    pub(super) factors: Vec<F>,
+    /// The gradients of the parts of the decoder that need one
+    pub(super) parts: Vec<Part<'b, F>>,
+    /// `[ids]`, if it is needed
+    pub(super) bias: Option<&'b mut [F]>,
+}
+
+/// The gradient of some columns of a tile's ids.
+pub(crate) struct Part<'b, F> {
+    pub(super) columns: Range<usize>,
+    /// `[ids, columns]`
+    pub(super) values: &'b mut [F],
+    /// `[ids, columns]`, in place of `values`, if the gradient is rounded at once
+    pub(super) rounded: &'b mut [bf16],
+    /// Whether `values` already holds the contribution of earlier chunks.
+    pub(super) is_started: bool,
+}
+
+impl<T: Element> DecoderGradient<'_, T> {
+    /// Calls `subtract` with each row whose target is one of `ids`: its place among them, the target's mass, and the
+    /// row's context.
+    pub(super) fn each_target(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
+        for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
+            if ids.contains(&row.target) && !row.mass.is_zero() {
+                subtract(row.target - ids.start, row.mass, context);
+            }
+        }
+    }
 }

@@ -2,12 +2,11 @@
 
 use std::ops::Range;
 
-use half::bf16;
 use num_traits::Zero;
 use rayon::prelude::*;
 
-use super::factors::{Factors, Row};
-use super::format::Format;
+use super::factors::Row;
+use super::format::{DecoderGradient, Format, Part, Tile};
 use super::layout::{Layout, Panel};
 use super::scaling::{AddScaled, Scaled};
 use crate::backend::cpu::dtype::Element;
@@ -60,47 +59,19 @@ pub(super) fn context_gradient<T: Element>(
     );
 }
 
-/// The gradients of the decoder, some tiles at a time.
-pub(crate) struct DecoderGradient<'a, T: Element, X> {
+/// The second pass over the vocabulary, in a format.
+pub(super) struct SecondPass<'a, T: Element, X> {
     pub(super) format: X,
-    pub(super) factors: Factors<'a, T::Acc>,
-    /// `[rows, d]`
-    pub(super) contexts: &'a [T::Acc],
-    pub(super) d: usize,
+    pub(super) operands: DecoderGradient<'a, T>,
 }
 
-/// What the third product needs of a tile of ids.
-pub(crate) struct Tile<'b, F, K> {
-    pub(super) ids: Range<usize>,
-    pub(super) segment: usize,
-    /// `[panel][padded id][row]`
-    pub(super) exponentials: &'b mut [K],
-    /// `[column]`: the rows' factors
-    pub(super) factors: Vec<F>,
-    /// The gradients of the parts of the decoder that need one
-    pub(super) parts: Vec<Part<'b, F>>,
-    /// `[ids]`, if it is needed
-    pub(super) bias: Option<&'b mut [F]>,
-}
-
-/// The gradient of some columns of a tile's ids.
-pub(crate) struct Part<'b, F> {
-    pub(super) columns: Range<usize>,
-    /// `[ids, columns]`
-    pub(super) values: &'b mut [F],
-    /// `[ids, columns]`, in place of `values`, if the gradient is rounded at once
-    pub(super) rounded: &'b mut [bf16],
-    /// Whether `values` already holds the contribution of earlier chunks.
-    pub(super) is_started: bool,
-}
-
-impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
+impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
     /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, the adapter and the bias likewise, as far as
     /// they are needed. Targets outside the vocabulary have rows behind it.
     pub(super) fn add_to(&self, gradients: &mut DecoderGradients<T::Acc>, exponentials: &mut [X::Kept]) {
-        let layout = self.factors.layout;
+        let layout = self.operands.factors.layout;
         let Layout { tile_ids, vocab, .. } = *layout;
-        let columns = layout.columns(self.factors.rows.len());
+        let columns = layout.columns(self.operands.factors.rows.len());
         let of_tiles = exponentials.chunks_mut(layout.padded(tile_ids) * columns).take(layout.tiles());
         let tile = |(tile, exponentials)| Tile {
             ids: layout.ids(tile),
@@ -131,15 +102,15 @@ impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
             tiles.iter_mut().zip(of_vocab.chunks_mut(tile_ids)).for_each(|(tile, bias)| tile.bias = Some(bias));
             bias_behind = Some(others);
         }
-        let segments = self.factors.of_segments.par_iter();
-        let scaled: Vec<X::Scaled> = segments.map(|factors| self.format.scaled(self, factors)).collect();
+        let segments = self.operands.factors.of_segments.par_iter();
+        let scaled: Vec<X::Scaled> = segments.map(|factors| self.format.scaled(&self.operands, factors)).collect();
         let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
         groups.for_each_init(X::GradientBuffers::default, |buffers, (group, tiles)| {
             for (tile, number) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
                 self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
-                tile.factors = self.factors.of_tile(number);
+                tile.factors = self.operands.factors.of_tile(number);
             }
-            self.format.add_products(self, tiles, &scaled, buffers);
+            self.format.add_products(&self.operands, tiles, &scaled, buffers);
             for Tile { ids, parts, bias, .. } in tiles {
                 self.subtract_targets(ids.clone(), parts, bias.as_deref_mut());
             }
@@ -149,7 +120,7 @@ impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
 
     /// Subtracts the targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
     fn subtract_targets(&self, ids: Range<usize>, parts: &mut [Part<'_, T::Acc>], mut bias: Option<&mut [T::Acc]>) {
-        self.each_target(&ids, |id, mass, context| {
+        self.operands.each_target(&ids, |id, mass, context| {
             if let Some(bias) = &mut bias {
                 bias[id] -= mass;
             }
@@ -160,20 +131,10 @@ impl<T: Element, X: Format<T>> DecoderGradient<'_, T, X> {
         });
     }
 
-    /// Calls `subtract` with each row whose target is one of `ids`: its place among them, the target's mass, and the
-    /// row's context.
-    pub(super) fn each_target(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
-        for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
-            if ids.contains(&row.target) && !row.mass.is_zero() {
-                subtract(row.target - ids.start, row.mass, context);
-            }
-        }
-    }
-
     /// Sets the exponentials of void rows to zero.
     fn clear_void_rows(&self, ids: usize, exponentials: &mut [X::Kept]) {
-        for (r, _) in self.factors.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
-            let panel = self.factors.panels[self.factors.layout.panel_of(r)];
+        for (r, _) in self.operands.factors.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
+            let panel = self.operands.factors.panels[self.operands.factors.layout.panel_of(r)];
             let tile = &mut exponentials[ids * panel.first..][..ids * panel.width];
             tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = X::Kept::default());
         }

@@ -3,12 +3,32 @@
 
 use std::ops::Range;
 
-use super::format::Blocks;
-
 /// Maximum number of ids of a tile.
 const MOST_IDS: usize = 256;
 /// Minimum number of ids of a tile, if the vocabulary has as many.
 const LEAST_IDS: usize = 32;
+
+/// How the products cut a chunk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blocks {
+    /// Ids that a product computes at a time; those of a tile are a multiple.
+    pub(super) ids: usize,
+    /// Rows of a full panel.
+    pub(super) panel_rows: usize,
+    /// The width of every panel is a multiple of this.
+    pub(super) lanes: usize,
+    /// The ids of a tile and the columns of the decoder are padded to multiples of this.
+    pub(super) padding: usize,
+    /// Minimum number of pieces, pairs of a panel and a segment, if the vocabulary is large enough: as many threads have
+    /// work.
+    pub(super) pieces: usize,
+    /// Approximate minimum number of tiles, likewise.
+    pub(super) tiles: usize,
+    /// Elements of the decoder in a tile, which stays in the second-level cache with its logits.
+    pub(super) tile_elements: usize,
+    /// Ids whose gradients the third product computes at a time.
+    pub(super) group_ids: usize,
+}
 
 /// The cut that all chunks share.
 #[derive(Clone, Copy, Debug)]

@@ -22,8 +22,10 @@ mod first_pass;
 mod format;
 mod gradients;
 mod layout;
+mod part;
 mod product;
 mod scaling;
+mod served;
 mod tiles;
 mod vectors;
 
@@ -41,11 +43,14 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use factors::{own_logits, Factors, Passed, Row};
-use first_pass::{first_pass, Buffers, Part, RowTargets};
+use first_pass::{first_pass, part_bytes, Buffers, RowTargets};
 
+use format::DecoderGradient;
 pub(crate) use format::Format;
-use gradients::{context_gradient, DecoderGradient};
+use gradients::{context_gradient, SecondPass};
 use layout::{Layout, Panel};
+use part::Part;
+pub(crate) use served::Served;
 pub(crate) use tiles::Tiles;
 pub(crate) use vectors::Vectors;
 
@@ -77,7 +82,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, needs
             exponentials + 2 * layout.tiles() * element + format.scaled_bytes(d)
         }
         false => {
-            let of_segment = Part::<T::Acc>::bytes_per_row(panel) + usize::from(needs_grad.contexts) * element;
+            let of_segment = part_bytes::<T::Acc>(panel) + usize::from(needs_grad.contexts) * element;
             of_segment * layout.segments()
         }
     };
@@ -241,12 +246,12 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         let mut gradients = std::mem::take(&mut self.gradients.decoder);
         let Chunk { panels, parts, rows, segment_factors, .. } = &self.chunk;
         if !rows.is_empty() {
-            let gradient = DecoderGradient {
-                format: self.format,
+            let operands = DecoderGradient {
                 factors: Factors { layout: &self.layout, panels, parts, rows, of_segments: segment_factors },
                 contexts: self.contexts(positions),
                 d: self.inputs.sizes.context_dim,
             };
+            let gradient = SecondPass { format: self.format, operands };
             gradient.add_to(&mut gradients, &mut exponentials);
         }
         (self.exponentials, self.gradients.decoder) = (exponentials, gradients);

@@ -6,16 +6,16 @@ use std::ops::Range;
 use candle_core::DType;
 use half::bf16;
 
-use super::format::{Blocks, FirstOperands, Format};
-use super::gradients::{DecoderGradient, Part, Tile};
-use super::layout::Panel;
+use super::format::{DecoderGradient, FirstOperands, Format, Part, Tile};
+use super::layout::{Blocks, Panel};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::cpu::tiles::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair};
 use crate::backend::cpu::tiles::transpose::transpose;
-use crate::backend::cpu::tiles::{steps, Operand, Product, TileUnit, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::unit::TileUnit;
 
 /// Elements of the decoder in a tile. It is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
@@ -132,7 +132,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
         for steps in steps(0..d / SIDE) {
-            Product {
+            self.unit.multiply(Product {
                 left: Operand {
                     values: &decoder.rows[steps.start * SQUARE..],
                     row: SIDE,
@@ -151,8 +151,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
                 rows: n / SIDE,
                 columns: 1,
                 add: steps.start > 0,
-            }
-            .run(self.unit);
+            });
         }
         let (logits, padding) = logits.split_at_mut(ids.len() * SIDE);
         let bias = &inputs.bias[ids];
@@ -170,7 +169,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         if sums.is_empty() {
             return;
         }
-        Product {
+        self.unit.multiply(Product {
             left: Operand { values: &decoder.columns, row: SIDE, step: SQUARE, square: n / SIDE * SQUARE },
             right: Operand { values: pairs, row: SIDE, step: PAIRS * SIDE, square: 0 },
             steps: n / SIDE,
@@ -179,11 +178,10 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
             rows: d / SIDE,
             columns: 1,
             add: !is_first,
-        }
-        .run(self.unit);
+        });
     }
 
-    fn scaled(self, gradient: &DecoderGradient<'_, T, Self>, factors: &[f32]) -> ScaledContexts {
+    fn scaled(self, gradient: &DecoderGradient<'_, T>, factors: &[f32]) -> ScaledContexts {
         let mut scaled = ScaledContexts::default();
         self.scale(gradient, 0..gradient.factors.rows.len(), 0..gradient.d, factors, &mut scaled);
         scaled
@@ -191,7 +189,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
 
     fn add_products(
         self,
-        gradient: &DecoderGradient<'_, T, Self>,
+        gradient: &DecoderGradient<'_, T>,
         tiles: &mut [Tile<'_, f32, bf16>],
         scaled: &[ScaledContexts],
         buffers: &mut GradientBuffers,
@@ -225,7 +223,7 @@ impl Tiles {
     /// Writes some columns of the contexts of some rows times their factors.
     fn scale<T: Element<Acc = f32>>(
         self,
-        gradient: &DecoderGradient<'_, T, Self>,
+        gradient: &DecoderGradient<'_, T>,
         rows: Range<usize>,
         columns: Range<usize>,
         factors: &[f32],
@@ -241,7 +239,7 @@ impl Tiles {
     /// own, to the gradients of some columns. The first column is a multiple of a side.
     fn add_columns<T: Element<Acc = f32>>(
         self,
-        gradient: &DecoderGradient<'_, T, Self>,
+        gradient: &DecoderGradient<'_, T>,
         tiles: &mut [Tile<'_, f32, bf16>],
         columns: Range<usize>,
         scaled: Option<&[ScaledContexts]>,
@@ -267,7 +265,7 @@ impl Tiles {
                     };
                     let left = &tile.exponentials[panels.start * SIDE * n..];
                     let right = &right[(panels.start * SIDE - first) / 2 * SIDE..];
-                    Product {
+                    self.unit.multiply(Product {
                         left: Operand { values: left, row: SIDE, step: SIDE * n, square: SQUARE },
                         right: Operand { values: right, row: SIDE, step: PAIRS * SIDE, square: pairs * SIDE },
                         steps: panels.len(),
@@ -276,14 +274,13 @@ impl Tiles {
                         rows: n / SIDE,
                         columns: width / SIDE,
                         add: panels.start > 0,
-                    }
-                    .run(self.unit);
+                    });
                 }
             }
         }
         for (tile, sums) in tiles.iter_mut().zip(sums.chunks_exact_mut(most)) {
             for part in &mut tile.parts {
-                store(gradient, &tile.ids, part, columns.clone(), sums, width);
+                store(self.isa, gradient, &tile.ids, part, columns.clone(), sums, width);
             }
         }
     }
@@ -291,7 +288,8 @@ impl Tiles {
 
 /// Stores a tile's sums `[ids, width]`, of these columns, in the gradient of a part of the decoder.
 fn store<T: Element<Acc = f32>>(
-    gradient: &DecoderGradient<'_, T, Tiles>,
+    isa: Isa,
+    gradient: &DecoderGradient<'_, T>,
     ids: &Range<usize>,
     Part { columns: of_part, values, rounded, is_started }: &mut Part<'_, f32>,
     columns: Range<usize>,
@@ -312,7 +310,7 @@ fn store<T: Element<Acc = f32>>(
         });
         for (sums, to) in sums.chunks_exact(width).zip(rounded.chunks_exact_mut(of_part.len())) {
             let (values, to) = (&sums[of_sums.clone()], &mut to[of_values.clone()]);
-            f32::dispatch(gradient.format.isa, RoundedRow { values, to });
+            f32::dispatch(isa, RoundedRow { values, to });
         }
         return;
     }

@@ -4,9 +4,8 @@ use std::ops::Range;
 
 use num_traits::Zero;
 
-use super::format::{Blocks, FirstOperands, Format};
-use super::gradients::{DecoderGradient, Part, Tile};
-use super::layout::Panel;
+use super::format::{DecoderGradient, FirstOperands, Format, Part, Tile};
+use super::layout::{Blocks, Panel};
 use super::product::{Left, Product, Registers, Start};
 use super::scaling::{ScaledRows, WeightedSums};
 use crate::backend::cpu::dtype::Element;
@@ -131,11 +130,11 @@ impl<T: Element> Format<T> for Vectors {
         }
     }
 
-    fn scaled(self, _: &DecoderGradient<'_, T, Self>, _: &[T::Acc]) {}
+    fn scaled(self, _: &DecoderGradient<'_, T>, _: &[T::Acc]) {}
 
     fn add_products(
         self,
-        gradient: &DecoderGradient<'_, T, Self>,
+        gradient: &DecoderGradient<'_, T>,
         tiles: &mut [Tile<'_, T::Acc, T::Acc>],
         _: &[()],
         scaled: &mut Vec<T::Acc>,
@@ -159,7 +158,7 @@ impl Vectors {
     /// where their factors are equal.
     fn add_part<T: Element>(
         self,
-        gradient: &DecoderGradient<'_, T, Self>,
+        gradient: &DecoderGradient<'_, T>,
         tiles: &mut [Tile<'_, T::Acc, T::Acc>],
         part: usize,
         panels: &[Panel],

@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
+use super::product::{Product, SIDE};
 use super::rounding::Pair;
-use super::{Product, SIDE};
 
 /// The proof that this process may use AMX for bf16.
 #[derive(Clone, Copy, Debug)]

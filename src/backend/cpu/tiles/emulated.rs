@@ -3,8 +3,8 @@
 //! The even and the odd products of a square's depth are summed separately, with one rounding for each product, added,
 //! and then added to the result. Subnormal numbers are zero, as operands and as results.
 
+use super::product::{Product, PAIRS, SIDE};
 use super::rounding::widened;
-use super::{Product, PAIRS, SIDE};
 
 pub(super) fn multiply(product: Product<'_>) {
     let Product { left, right, steps, to, to_row, rows, columns, add } = product;

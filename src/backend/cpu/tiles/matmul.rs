@@ -5,9 +5,10 @@ use std::ops::Range;
 use half::bf16;
 use rayon::prelude::*;
 
+use super::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
 use super::rounding::{self, Pair};
 use super::transpose::transpose;
-use super::{steps, Operand, Product, TileUnit, PAIRS, SIDE, SQUARE};
+use super::unit::TileUnit;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 
@@ -40,7 +41,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'
             let width = columns.len().next_multiple_of(SIDE);
             let sums = sums.at_least(down * SIDE * width);
             for steps in steps(0..depth) {
-                Product {
+                unit.multiply(Product {
                     left: Operand {
                         values: &packed[steps.start * SQUARE..],
                         row: SIDE,
@@ -59,8 +60,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'
                     rows: down,
                     columns: width / SIDE,
                     add: steps.start > 0,
-                }
-                .run(unit);
+                });
             }
             for (to, sums) in to.chunks_exact_mut(right.columns).zip(sums.chunks_exact(width)) {
                 let (to, sums) = (&mut to[columns.clone()], &sums[..columns.len()]);

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::SIDE;
+use super::product::SIDE;
 use crate::backend::cpu::simd::Isa;
 
 /// The transpose of a matrix of so many squares down and across. Each square lies in one piece, one row of squares after

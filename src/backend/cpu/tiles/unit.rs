@@ -1,0 +1,145 @@
+//! The unit that multiplies squares, and its choice.
+
+use super::product::Product;
+use crate::backend::cpu::simd::Isa;
+use crate::backend::plan::Kernels;
+use crate::error::Result;
+
+/// A tile unit, with the proof that this process may use it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum TileUnit {
+    /// Intel AMX, on x86-64.
+    #[cfg(target_arch = "x86_64")]
+    Amx(super::amx::Amx),
+    /// The same numbers, bit for bit, without the unit.
+    #[cfg(any(test, not(target_arch = "x86_64")))]
+    #[cfg_attr(not(test), allow(dead_code))]
+    Emulated,
+}
+
+impl TileUnit {
+    /// The unit that serves products unless `MOS_HEAD_SIMD` selects another instruction set.
+    pub(crate) fn best() -> Result<Option<Self>> {
+        let unit = Self::of(Isa::best()?);
+        match Isa::selected() {
+            None => Ok(unit),
+            Some(name) if name == Kernels::Amx.to_string() => match unit {
+                Some(unit) => Ok(Some(unit)),
+                None => Err(Isa::lacking(name.to_owned())),
+            },
+            Some(_) => Ok(None),
+        }
+    }
+
+    /// The unit of this machine, if it has one and kernels with vectors of 512 bits prepare its operands.
+    pub(crate) fn of(isa: Isa) -> Option<Self> {
+        #[cfg(target_arch = "x86_64")]
+        if isa.prepares_tiles() {
+            return super::amx::Amx::detect().map(TileUnit::Amx);
+        }
+        let _ = isa;
+        None
+    }
+
+    /// Computes the product.
+    pub(crate) fn multiply(self, product: Product<'_>) {
+        if product.is_empty() {
+            return;
+        }
+        product.check();
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            TileUnit::Amx(unit) => unit.multiply(product),
+            #[cfg(any(test, not(target_arch = "x86_64")))]
+            TileUnit::Emulated => super::emulated::multiply(product),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::product::{Operand, Product, PAIRS, SIDE};
+    use super::super::rounding::{self, Pair};
+    use super::*;
+    use half::bf16;
+
+    /// Numbers of all magnitudes, with subnormal ones, infinities and NaN if they are `odd`.
+    fn numbers(n: usize, seed: u32, odd: bool) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
+        let mut next = move || {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            state
+        };
+        let number = |_| {
+            let bits = next();
+            match (odd, bits % 257) {
+                (true, 0) => f32::INFINITY,
+                (true, 1) => f32::NAN,
+                (true, 2..20) => f32::from_bits(bits % (1 << 23)),
+                (true, 20..60) => f32::from_bits(bits % (1 << 25)),
+                (true, 60..90) => f32::from_bits(bits % (1 << 30) + (1 << 30)),
+                _ => (bits >> 8) as f32 / (1 << 24) as f32 - 0.5,
+            }
+        };
+        (0..n).map(number).collect()
+    }
+
+    /// The results on a unit, from operands with gaps between their rows.
+    fn product(unit: TileUnit, (rows, columns, steps): (usize, usize, usize), add: bool, odd: bool) -> Vec<u32> {
+        let depth = SIDE * steps + 2;
+        let left: Vec<bf16> =
+            numbers(SIDE * rows * depth, 1, odd).into_iter().map(|x| rounding::bf16_of(rounding::bits(x))).collect();
+        let across = SIDE * columns + 3;
+        let right: Vec<Pair> = numbers(2 * PAIRS * steps * across, 2, odd)
+            .chunks_exact(2)
+            .map(|pair| rounding::pair(rounding::bits(pair[0]), rounding::bits(pair[1])))
+            .collect();
+        let to_row = SIDE * columns + 1;
+        let mut to = numbers(SIDE * rows * to_row, 3, odd);
+        unit.multiply(Product {
+            left: Operand { values: &left, row: depth, step: SIDE, square: SIDE * depth },
+            right: Operand { values: &right, row: across, step: PAIRS * across, square: SIDE },
+            steps,
+            to: &mut to,
+            to_row,
+            rows,
+            columns,
+            add,
+        });
+        to.into_iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
+    }
+
+    #[test]
+    fn the_unit_and_its_emulation_agree_bit_for_bit() {
+        let Some(unit) = TileUnit::of(Isa::available()[0]) else {
+            println!("this machine has no tile unit");
+            return;
+        };
+        for shape in [(1, 1, 1), (2, 1, 3), (1, 3, 2), (3, 2, 9)] {
+            for (add, odd) in [(false, false), (true, false), (false, true), (true, true)] {
+                let (found, expected) = (product(unit, shape, add, odd), product(TileUnit::Emulated, shape, add, odd));
+                assert!(found == expected, "{shape:?} {add} {odd}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_emulated_product_equals_sums_in_f64() {
+        let (rows, columns, steps) = (2, 3, 2);
+        let found = product(TileUnit::Emulated, (rows, columns, steps), false, false);
+        let rounded = |x: f32| f64::from(rounding::bf16_of(rounding::bits(x)).to_f32());
+        let (depth, across) = (SIDE * steps + 2, SIDE * columns + 3);
+        let left = numbers(SIDE * rows * depth, 1, false);
+        let right = numbers(2 * PAIRS * steps * across, 2, false);
+        for i in 0..SIDE * rows {
+            for j in 0..SIDE * columns {
+                let of = |k: usize| rounded(left[i * depth + k]) * rounded(right[2 * (k / 2 * across + j) + k % 2]);
+                let expected: f64 = (0..SIDE * steps).map(of).sum();
+                let found = f32::from_bits(found[i * (SIDE * columns + 1) + j]);
+                assert!((f64::from(found) - expected).abs() < 1e-5, "{i} {j}: {found} {expected}");
+            }
+        }
+    }
+}

@@ -6,11 +6,11 @@ use candle_core::{Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
 use super::simd::Float;
-use super::tiles::rounding;
+use super::tiles::rounding::{self, ToBf16};
 use crate::error::{Error, Result};
 
 /// A floating-point type that tensors are stored in.
-pub(crate) trait Element: WithDType {
+pub(crate) trait Element: WithDType + ToBf16 {
     /// The type for computation and accumulation.
     type Acc: Float;
     /// Whether `Acc` is `Self`, so that no conversion is needed.
@@ -18,7 +18,6 @@ pub(crate) trait Element: WithDType {
 
     fn widen(self) -> Self::Acc;
     fn narrow(value: Self::Acc) -> Self;
-    fn to_bf16(self) -> bf16;
 
     /// The slice itself if `Acc` is `Self`.
     fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
@@ -51,6 +50,9 @@ macro_rules! impl_element {
             fn as_acc(values: &[Self]) -> Option<&[$acc]> {
                 $as_acc(values)
             }
+        }
+
+        impl ToBf16 for $type {
             #[inline(always)]
             fn to_bf16(self) -> bf16 {
                 $to_bf16(self)

@@ -320,11 +320,15 @@ fn an_adapter_equals_columns_of_the_weight() -> Result<()> {
     Ok(())
 }
 
+/// Runs `f` in a pool of so many threads.
+fn in_pool<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(f)
+}
+
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let with_threads = |threads: usize, needs_grad: NeedsGrad| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-        pool.install(|| {
+        in_pool(threads, || {
             let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
             let plan = Cpu.plan(&operands, Task::loss(&Terms::default(), needs_grad), None)?;
             assert!(plan.chunks().count() > 1, "{plan}");
@@ -345,8 +349,7 @@ fn nor_do_those_of_tiles() -> Result<()> {
     let isa = Isa::best()?;
     let unit = TileUnit::of(isa).unwrap_or(TileUnit::Emulated);
     let with_threads = |threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-        pool.install(|| {
+        in_pool(threads, || {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<half::bf16>(&operands)?;
@@ -365,8 +368,7 @@ fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
     let terms = [Terms::default(), Terms { label_smoothing: 0.1, ..Terms::default() }];
     for (terms, needs_grad) in terms.into_iter().flat_map(|terms| [(terms, ALL), (terms, NeedsGrad::default())]) {
         let with_threads = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-            pool.install(|| {
+            in_pool(threads, || {
                 let (operands, mut objective) = Case::new(11, 3, 24, 1500).operands()?;
                 if let Objective::Targets(loss) = &mut objective {
                     loss.terms = terms;

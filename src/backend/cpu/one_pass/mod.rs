@@ -44,7 +44,6 @@ use crate::backend::schedule::Steps;
 use crate::error::Result;
 use factors::{own_logits, Factors, Passed, Row};
 use first_pass::{first_pass, part_bytes, Buffers, RowTargets};
-
 use format::DecoderGradient;
 pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};

@@ -13,7 +13,8 @@ use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::cpu::tiles::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
-use crate::backend::cpu::tiles::rounding::{self, Pair};
+use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
+use crate::backend::cpu::tiles::squares::store_line;
 use crate::backend::cpu::tiles::transpose::transpose;
 use crate::backend::cpu::tiles::unit::TileUnit;
 
@@ -348,7 +349,7 @@ impl DecoderTile {
                     }
                     None => line.fill(bf16::ZERO),
                 }
-                store_line(&self.line, column, columns);
+                store_line(&self.line, column, n / SIDE, columns);
             }
             transpose(isa, columns, (d / SIDE, n / SIDE), rows);
             return;
@@ -360,36 +361,10 @@ impl DecoderTile {
                 let values = &matrix.values[id * matrix.width..(id + 1) * matrix.width];
                 f32::dispatch(isa, RoundedRow { values, to: &mut self.line[of_part] });
             }
-            store_line(&self.line, row, rows);
+            store_line(&self.line, row, d / SIDE, rows);
         }
-        self.line.fill(bf16::ZERO);
-        (ids.len()..n).for_each(|row| store_line(&self.line, row, rows));
+        (ids.len()..n).for_each(|row| store_line(&[], row, d / SIDE, rows));
         transpose(isa, rows, (n / SIDE, d / SIDE), columns);
-    }
-}
-
-/// Stores a line of a matrix in squares.
-fn store_line(line: &[bf16], index: usize, to: &mut [bf16]) {
-    let to = &mut to[index / SIDE * SIDE * line.len() + index % SIDE * SIDE..];
-    for (to, line) in to.chunks_mut(SQUARE).zip(line.chunks_exact(SIDE)) {
-        to[..SIDE].copy_from_slice(line);
-    }
-}
-
-/// `to[..] = values[..]` in bf16.
-struct RoundedRow<'a, T> {
-    values: &'a [T],
-    to: &'a mut [bf16],
-}
-
-impl<T: Element> Kernel<f32> for RoundedRow<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<V: Vector<f32>>(self, _: V) {
-        for (to, x) in self.to.iter_mut().zip(self.values) {
-            *to = x.to_bf16();
-        }
     }
 }
 

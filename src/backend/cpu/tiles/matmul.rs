@@ -6,7 +6,8 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
-use super::rounding::{self, Pair};
+use super::rounding::{self, Pair, RoundedRow};
+use super::squares::store_lines;
 use super::transpose::transpose;
 use super::unit::TileUnit;
 use crate::backend::cpu::memory::Aligned;
@@ -64,7 +65,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'
             }
             for (to, sums) in to.chunks_exact_mut(right.columns).zip(sums.chunks_exact(width)) {
                 let (to, sums) = (&mut to[columns.clone()], &sums[..columns.len()]);
-                f32::dispatch(isa, Narrowed { sums, to });
+                f32::dispatch(isa, RoundedRow { values: sums, to });
             }
         }
     });
@@ -116,21 +117,6 @@ impl Matrix<'_> {
     }
 }
 
-/// Stores the lines of a matrix in squares, padded with zeros.
-pub(crate) fn store_lines<'l>(lines: impl Iterator<Item = &'l [bf16]>, down: usize, across: usize, to: &mut [bf16]) {
-    let mut lines = lines.fuse();
-    for row in 0..down * SIDE {
-        let line = lines.next().unwrap_or_default();
-        let squares = to[(row / SIDE * across * SIDE + row % SIDE) * SIDE..].chunks_mut(SQUARE).take(across);
-        let mut parts = line.chunks(SIDE);
-        for to in squares {
-            let part = parts.next().unwrap_or_default();
-            to[..part.len()].copy_from_slice(part);
-            to[part.len()..SIDE].fill(bf16::ZERO);
-        }
-    }
-}
-
 /// Pairs of rows `[2 n, SIDE]`.
 struct Paired<'a> {
     rows: &'a [bf16],
@@ -148,22 +134,6 @@ impl Kernel<f32> for Paired<'_> {
             for ((pair, x), y) in pairs.iter_mut().zip(first).zip(second) {
                 *pair = rounding::pair(x.to_bits().into(), y.to_bits().into());
             }
-        }
-    }
-}
-
-struct Narrowed<'a> {
-    sums: &'a [f32],
-    to: &'a mut [bf16],
-}
-
-impl Kernel<f32> for Narrowed<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<V: Vector<f32>>(self, _: V) {
-        for (to, &sum) in self.to.iter_mut().zip(self.sums) {
-            *to = rounding::bf16(sum);
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use half::bf16;
 
+use crate::backend::cpu::simd::{Kernel, Vector};
+
 /// Two numbers in bf16, the first in the low half.
 pub(crate) type Pair = u32;
 
@@ -37,6 +39,28 @@ pub(crate) fn pair(first: u32, second: u32) -> Pair {
 #[inline(always)]
 pub(crate) fn widened(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// `to[..] = values[..]` in bf16.
+pub(crate) struct RoundedRow<'a, T> {
+    pub(crate) values: &'a [T],
+    pub(crate) to: &'a mut [bf16],
+}
+
+impl<T: ToBf16> Kernel<f32> for RoundedRow<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>>(self, _: V) {
+        for (to, x) in self.to.iter_mut().zip(self.values) {
+            *to = x.to_bf16();
+        }
+    }
+}
+
+/// A number that is rounded to bf16, or is one.
+pub(crate) trait ToBf16: Copy {
+    fn to_bf16(self) -> bf16;
 }
 
 #[cfg(test)]

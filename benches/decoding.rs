@@ -4,7 +4,7 @@
 //!     cargo bench --bench decoding -- 'top_k10/.*b1'    # some
 //!
 //! Names are `{device}/{way}/{what}/{shape}/{dtype}`, the shape as `v{vocab}-k{components}-b{batch}`; ways are
-//! `mixture`, this crate, and `composed`, the formula from ordinary candle operations followed by a sort. `read` is the
+//! `mixture`, this crate, in other dtypes too and as `f32-bf16` with products rounded to bf16, and `composed`, the formula from ordinary candle operations followed by a sort. `read` is the
 //! time to read the decoder's matrix once, on all threads: a lower bound at one position. `softmax`, `mos` and
 //! `mos-ancestral` are whole heads.
 
@@ -19,7 +19,7 @@ use candle_nn::ops::log_softmax;
 use common::case::{Case, Head, Sizes};
 use common::check;
 use criterion::{criterion_group, criterion_main, BenchmarkGroup, BenchmarkId, Criterion, Throughput};
-use mos_head::{Mixture, Sampler, Sampling};
+use mos_head::{Mixture, Precision, Sampler, Sampling};
 use rayon::prelude::*;
 
 /// (vocab, d): Penn Treebank, WikiText-2, and the vocabulary of a large model.
@@ -41,6 +41,12 @@ impl Problem {
             log_priors: log_softmax(&Tensor::randn(0f32, 1.0, (batch, components), device)?, D::Minus1)?,
             weight: (Tensor::rand(-1f32, 1.0, (vocab, d), device)? * scale)?,
         })
+    }
+
+    fn to_dtype(&self, dtype: DType) -> Result<Self> {
+        let [contexts, log_priors, weight] = [&self.contexts, &self.log_priors, &self.weight];
+        let weight = weight.to_dtype(dtype)?;
+        Ok(Problem { contexts: contexts.to_dtype(dtype)?, log_priors: log_priors.clone(), weight })
     }
 
     fn mixture(&self) -> mos_head::Result<Mixture> {
@@ -69,9 +75,10 @@ fn timed(
     group: &mut BenchmarkGroup<'_, criterion::measurement::WallTime>,
     device: &Device,
     shape: &str,
+    dtype: &str,
     mut call: impl FnMut(),
 ) {
-    group.bench_function(BenchmarkId::new(shape, "f32"), |bencher| {
+    group.bench_function(BenchmarkId::new(shape, dtype), |bencher| {
         bencher.iter_custom(|iterations| {
             let start = Instant::now();
             (0..iterations).for_each(|_| call());
@@ -97,7 +104,7 @@ fn decoding(criterion: &mut Criterion) {
                 let weight = vec![1f32; vocab * d];
                 let mut group = criterion.benchmark_group(format!("{name}/read"));
                 group.throughput(bytes.clone());
-                timed(&mut group, &device, &format!("v{vocab}"), || {
+                timed(&mut group, &device, &format!("v{vocab}"), "f32", || {
                     black_box(read(&weight));
                 });
             }
@@ -109,7 +116,7 @@ fn decoding(criterion: &mut Criterion) {
                     let mut bench = |way: &str, what: &str, call: &mut dyn FnMut()| {
                         let mut group = criterion.benchmark_group(format!("{name}/{way}/{what}"));
                         group.throughput(bytes.clone());
-                        timed(&mut group, &device, &shape, call);
+                        timed(&mut group, &device, &shape, "f32", call);
                     };
                     for k in [1, 10, 50] {
                         let what = format!("top_k{k}");
@@ -126,6 +133,31 @@ fn decoding(criterion: &mut Criterion) {
                     bench("composed", "top_k10", &mut || drop(black_box(problem.composed_top_k(10).expect("ids"))));
                     bench("composed", "log_probs", &mut || {
                         drop(black_box(problem.composed_log_probs().expect("log-probs")));
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// The ten most probable ids of one component, in every dtype that the device has.
+fn dtypes(criterion: &mut Criterion) {
+    for device in common::devices() {
+        let name = format!("{:?}", device.location()).to_lowercase();
+        for (vocab, d) in SHAPES {
+            for batch in [1, 4, 8, 16, 64] {
+                let problem = Problem::new((vocab, d), 1, batch, &device).expect("tensors");
+                for (dtype, precision, dtype_name) in [
+                    (DType::F32, Precision::Full, "f32"),
+                    (DType::F32, Precision::Bf16Products, "f32-bf16"),
+                    (DType::F16, Precision::Full, "f16"),
+                    (DType::BF16, Precision::Full, "bf16"),
+                ] {
+                    let problem = problem.to_dtype(dtype).expect("tensors");
+                    let mixture = problem.mixture().expect("a mixture").with_precision(precision);
+                    let mut group = criterion.benchmark_group(format!("{name}/mixture/dtypes"));
+                    timed(&mut group, &device, &format!("v{vocab}-b{batch}"), dtype_name, || {
+                        drop(black_box(mixture.top_k(10).expect("ids")));
                     });
                 }
             }
@@ -150,7 +182,7 @@ fn heads(criterion: &mut Criterion) {
                 let layer = check::build(&case, &tensors).expect("a head");
                 let mut sampler = Sampler::new(Sampling::new().with_ancestral(ancestral), 1).expect("valid options");
                 let mut group = criterion.benchmark_group(format!("{name}/{head_name}/sample"));
-                timed(&mut group, &device, &format!("ptb-b{batch}"), || {
+                timed(&mut group, &device, &format!("ptb-b{batch}"), "f32", || {
                     drop(black_box(layer.sample(&tensors["hidden"], &mut sampler).expect("ids")));
                 });
             }
@@ -164,6 +196,6 @@ criterion_group! {
         .sample_size(10)
         .warm_up_time(Duration::from_millis(300))
         .measurement_time(Duration::from_secs(1));
-    targets = decoding, heads
+    targets = decoding, dtypes, heads
 }
 criterion_main!(benches);

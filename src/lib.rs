@@ -85,7 +85,7 @@
 //! | [`with_label_smoothing`](LossOptions::with_label_smoothing) | of the log-probabilities of the mixture |
 //! | [`with_z_loss`](LossOptions::with_z_loss) | keeps the normalisers of the logits near zero |
 //! | [`with_workspace_bytes`](LossOptions::with_workspace_bytes) | the budget of the workspace |
-//! | [`with_precision`](LossOptions::with_precision) | products of f32 rounded to bf16, for CPUs with Intel AMX |
+//! | [`with_precision`](LossOptions::with_precision) | products of f32 rounded to bf16, for CPUs with units for it |
 //! | [`with_gradient_filter`](LossOptions::with_gradient_filter) | skips the gradient of components with a small responsibility |
 //! | [`with_correct`](LossOptions::with_correct) | also counts correct top-1 predictions |
 //! | [`with_sampled_softmax`](LossOptions::with_sampled_softmax), [`with_nce`](LossOptions::with_nce) | a training step over a sample of the vocabulary |

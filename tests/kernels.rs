@@ -44,7 +44,7 @@ fn this_process_equals_the_reference() -> Result<()> {
 
 #[test]
 fn every_instruction_set_equals_the_reference() {
-    for name in ["amx", "avx512", "avx2", "neon", "scalar", "nonsense"] {
+    for name in ["amx", "avx512bf16", "avx512", "avx2", "neon", "scalar", "nonsense"] {
         let output = Command::new(std::env::current_exe().expect("this test"))
             .args(["--exact", "this_process_equals_the_reference", "--nocapture"])
             .env("MOS_HEAD_SIMD", name)

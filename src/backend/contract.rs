@@ -9,7 +9,9 @@ use candle_core::{DType, Tensor};
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 
-/// The precision of the matrix products of a loss. All sums, exponentials, losses and gradients keep their dtype.
+/// The precision of matrix products: of a loss ([`LossOptions::with_precision`](crate::LossOptions::with_precision)), or
+/// of all results of a mixture ([`Mixture::with_precision`](crate::Mixture::with_precision)). All sums, exponentials,
+/// results and gradients keep their dtype.
 ///
 /// # Examples
 ///
@@ -36,8 +38,10 @@ pub enum Precision {
     /// Operands of f32 or f16 may be rounded to bf16 before they are multiplied; sums stay f32. PyTorch's
     /// `torch.set_float32_matmul_precision("medium")` allows the same.
     ///
-    /// It has an effect on CPUs with Intel AMX, for losses over hard targets. `docs/measurements.md` has its errors:
-    /// they grow with the logits.
+    /// It has an effect on CPUs with Intel AMX, and on those whose AVX512-BF16 is faster than their products in f32:
+    /// on all products of losses over hard targets, and on the logits of other losses, of log-probabilities and of
+    /// decoding. A few rows, whose products take no longer than reading the decoder, are not rounded.
+    /// `docs/measurements.md` has the errors: they grow with the logits.
     Bf16Products,
 }
 

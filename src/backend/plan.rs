@@ -57,6 +57,8 @@ pub(super) enum Computation {
 pub enum Kernels {
     /// AMX for products of bf16 and AVX-512, on x86-64.
     Amx,
+    /// AVX512-BF16 for products of bf16 and AVX-512, on x86-64.
+    Avx512Bf16,
     /// AVX-512, on x86-64.
     Avx512,
     /// AVX2 and FMA, on x86-64.
@@ -69,6 +71,11 @@ pub enum Kernels {
     Cuda,
     /// Apple GPUs.
     Metal,
+}
+
+impl Kernels {
+    /// Kernels whose products of bf16 a tile unit computes.
+    pub(crate) const OF_TILES: [Kernels; 2] = [Kernels::Amx, Kernels::Avx512Bf16];
 }
 
 impl fmt::Display for Kernels {

@@ -74,7 +74,7 @@ impl Mixture {
     /// The loss of the fused operation, as a node of the graph.
     fn fused_loss(&self, objective: TargetLoss, request: &Request) -> Result<Loss> {
         let options = request.options;
-        let operands = Operands { precision: options.precision, ..self.operands.clone() };
+        let operands = Operands { precision: self.precision_of(options), ..self.operands.clone() };
         let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
         // Without a reduction, the upstream gradient is known only in the backward pass.
         let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
@@ -171,7 +171,7 @@ impl Mixture {
     pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
         options.validate()?;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
-        let mut operands = Operands { precision: options.precision, ..self.operands.clone() };
+        let mut operands = Operands { precision: self.precision_of(options), ..self.operands.clone() };
         let mut task = Task::loss(&options.terms(), needs_grad);
         if let Some(SampledLoss::Softmax(negatives)) = options.sampled_step() {
             operands.sizes = sampled_softmax::sizes(operands.sizes, negatives);

@@ -167,6 +167,38 @@ impl Mixture {
         self.with_logits(scale, softcap)
     }
 
+    /// Sets the precision of the matrix products of every result of this mixture: log-probabilities, token ids, samples
+    /// and losses. The default is [`Precision::Full`]; the options of a loss may reduce it for that loss
+    /// ([`LossOptions::with_precision`]).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use mos_head::{MixtureLayer, Precision, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_tensors(weight, None)?;
+    /// let hidden = Tensor::randn(0f32, 1., (40, 8), &Device::Cpu)?; // 40 positions
+    /// let top = head.mixture(&hidden)?.with_precision(Precision::Bf16Products).top_k(5)?;
+    /// assert_eq!(top.token_ids.dims(), [40, 5]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        self.operands.precision = precision;
+        self
+    }
+
+    /// The precision of a loss with these options: the lower one.
+    fn precision_of(&self, options: &LossOptions) -> Precision {
+        match options.precision {
+            Precision::Full => self.operands.precision,
+            reduced => reduced,
+        }
+    }
+
     pub(crate) fn with_logits(mut self, logit_scale: f64, softcap: Option<f64>) -> Result<Self> {
         check_logits(logit_scale, softcap)?;
         (self.operands.logit_scale, self.operands.softcap) = (logit_scale, softcap);

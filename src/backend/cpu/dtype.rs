@@ -5,19 +5,26 @@ use std::convert::identity;
 use candle_core::{Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
-use super::simd::Float;
+use super::simd::{Float, Vector};
 use super::tiles::rounding::{self, ToBf16};
 use crate::error::{Error, Result};
+use num_traits::Zero;
 
 /// A floating-point type that tensors are stored in.
 pub(crate) trait Element: WithDType + ToBf16 {
     /// The type for computation and accumulation.
-    type Acc: Float;
+    type Acc: Float + Element<Acc = Self::Acc>;
     /// Whether `Acc` is `Self`, so that no conversion is needed.
     const IS_ACC: bool;
 
     fn widen(self) -> Self::Acc;
     fn narrow(value: Self::Acc) -> Self;
+
+    /// A register of these numbers, widened.
+    fn load<V: Vector<Self::Acc>>(v: V, lanes: V::Lanes<Self>) -> V::Reg;
+
+    /// Fewer numbers than fill a register, widened; the other lanes are zero.
+    fn load_partial<V: Vector<Self::Acc>>(v: V, values: &[Self]) -> V::Reg;
 
     /// The slice itself if `Acc` is `Self`.
     fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
@@ -36,16 +43,25 @@ pub(crate) trait Element: WithDType + ToBf16 {
 }
 
 macro_rules! impl_element {
-    ($type:ty as $acc:ty, $widen:expr, $narrow:expr, $as_acc:expr, $to_bf16:expr) => {
+    ($type:ty as $acc:ty, $widen:expr, $narrow:expr, $load:expr, $load_partial:expr, $as_acc:expr, $to_bf16:expr) => {
         impl Element for $type {
             type Acc = $acc;
             const IS_ACC: bool = size_of::<$type>() == size_of::<$acc>();
+            #[inline(always)]
             fn widen(self) -> $acc {
                 $widen(self)
             }
             #[inline(always)]
             fn narrow(value: $acc) -> Self {
                 $narrow(value)
+            }
+            #[inline(always)]
+            fn load<V: Vector<$acc>>(v: V, lanes: V::Lanes<$type>) -> V::Reg {
+                $load(v, lanes)
+            }
+            #[inline(always)]
+            fn load_partial<V: Vector<$acc>>(v: V, values: &[$type]) -> V::Reg {
+                $load_partial(v, values)
             }
             fn as_acc(values: &[Self]) -> Option<&[$acc]> {
                 $as_acc(values)
@@ -61,10 +77,28 @@ macro_rules! impl_element {
     };
 }
 
-impl_element!(f32 as f32, identity, identity, Some, rounding::bf16);
-impl_element!(f64 as f64, identity, identity, Some, bf16::from_f64);
-impl_element!(f16 as f32, f16::to_f32, f16::from_f32, |_| None, |x: f16| rounding::bf16(x.to_f32()));
-impl_element!(bf16 as f32, bf16::to_f32, rounding::bf16, |_| None, identity);
+impl_element!(f32 as f32, identity, identity, V::load, V::load_partial, Some, rounding::bf16);
+impl_element!(f64 as f64, identity, identity, V::load, V::load_partial, Some, bf16::from_f64);
+impl_element!(f16 as f32, rounding::widened_f16, f16::from_f32, load, load_partial, |_| None, |x| rounding::bf16(
+    rounding::widened_f16(x)
+));
+impl_element!(bf16 as f32, rounding::widened, rounding::bf16, load, load_partial, |_| None, identity);
+
+/// A register of half-precision numbers.
+#[inline(always)]
+fn load<T: Element, V: Vector<T::Acc>>(v: V, lanes: V::Lanes<T>) -> V::Reg {
+    load_partial(v, lanes.as_ref())
+}
+
+/// At most a register of half-precision numbers.
+#[inline(always)]
+fn load_partial<T: Element, V: Vector<T::Acc>>(v: V, values: &[T]) -> V::Reg {
+    let mut wide = V::filled(T::Acc::zero());
+    for (wide, x) in wide.as_mut().iter_mut().zip(values) {
+        *wide = x.widen();
+    }
+    v.load(wide)
+}
 
 /// Evaluates `$call` with `$T` as the Rust type of `$dtype`, which is one of the four.
 macro_rules! with_type {

@@ -1,44 +1,43 @@
 //! The first product for a few rows of contexts, as inner products. Reading the decoder is its whole cost, so the rows
-//! stay as they are stored, and each loaded register serves the sums of several contexts and ids.
+//! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
+//! contexts and ids.
 
+use super::dtype::Element;
 use super::matrix::ViewMut;
 use super::memory::{prefetch, CACHE_LINE};
-use super::simd::{Float, Kernel, Vector};
+use super::simd::{Kernel, Vector};
+use num_traits::Zero;
 
 /// Maximum rows for which this is faster than the `gemm` crate, which first packs and transposes its operands.
 pub(super) const MOST_ROWS: usize = 64;
 
 /// `to[row, id] = contexts[row] . decoder[id]`
-pub(super) struct Dots<'a, 'b, F> {
+pub(super) struct Dots<'a, 'b, T: Element> {
     /// `[rows, d]`
-    pub(super) contexts: &'a [F],
-    /// `[ids, d]`, in rows `stride` elements apart
-    pub(super) decoder: &'a [F],
-    pub(super) stride: usize,
+    pub(super) contexts: &'a [T::Acc],
+    /// `[ids, d]`
+    pub(super) decoder: &'a [T],
     pub(super) d: usize,
-    pub(super) ids: usize,
-    /// Column of `to` for the first id.
-    pub(super) first_column: usize,
     /// Whether the products are added to `to`.
     pub(super) add: bool,
-    pub(super) to: &'a mut ViewMut<'b, F>,
+    pub(super) to: &'a mut ViewMut<'b, T::Acc>,
 }
 
-impl<F: Float> Kernel<F> for Dots<'_, '_, F> {
+impl<T: Element> Kernel<T::Acc> for Dots<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) {
-        let Dots { contexts, decoder, stride, d, ids, first_column, add, to } = self;
-        let mut id = 0;
+    fn run<V: Vector<T::Acc>>(self, v: V) {
+        let Dots { contexts, decoder, d, add, to } = self;
+        let (mut id, ids) = (0, decoder.len() / d);
         while id < ids {
-            let decoder = &decoder[id * stride..];
-            let to = &mut Columns { matrix: to, first: first_column + id, add };
+            let decoder = &decoder[id * d..];
+            let to = &mut Columns { matrix: to, first: id, add };
             id += match ids - id {
                 // All sums stay in registers.
-                4.. if V::REGISTERS >= 32 => few_ids::<4, F, V>(v, contexts, decoder, stride, d, to),
-                2.. => few_ids::<2, F, V>(v, contexts, decoder, stride, d, to),
-                _ => few_ids::<1, F, V>(v, contexts, decoder, stride, d, to),
+                4.. if V::REGISTERS >= 32 => few_ids::<4, T, V>(v, contexts, decoder, d, to),
+                2.. => few_ids::<2, T, V>(v, contexts, decoder, d, to),
+                _ => few_ids::<1, T, V>(v, contexts, decoder, d, to),
             };
         }
     }
@@ -52,7 +51,7 @@ struct Columns<'a, 'b, F> {
     add: bool,
 }
 
-impl<F: Float> Columns<'_, '_, F> {
+impl<F: Copy + std::ops::AddAssign> Columns<'_, '_, F> {
     fn store(&mut self, row: usize, sums: &[F]) {
         let to = &mut self.matrix.row_mut(row)[self.first..self.first + sums.len()];
         match self.add {
@@ -64,21 +63,20 @@ impl<F: Float> Columns<'_, '_, F> {
 
 /// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
-fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
+fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
-    contexts: &[F],
-    decoder: &[F],
-    stride: usize,
+    contexts: &[T::Acc],
+    decoder: &[T],
     d: usize,
-    to: &mut Columns<'_, '_, F>,
+    to: &mut Columns<'_, '_, T::Acc>,
 ) -> usize {
-    let ids: [&[F]; IDS] = std::array::from_fn(|j| &decoder[j * stride..][..d]);
+    let ids: [&[T]; IDS] = std::array::from_fn(|j| &decoder[j * d..][..d]);
     // Prefetches the next ids during these products: the hardware does not prefetch that far ahead.
-    let mut next = decoder.get(IDS * stride..).unwrap_or(&[]);
-    next = &next[..next.len().min(IDS * stride)];
+    let mut next = decoder.get(IDS * d..).unwrap_or(&[]);
+    next = &next[..next.len().min(IDS * d)];
     let per_group = (next.len() * 6 * d).div_ceil(contexts.len());
     let mut row = 0;
-    let mut store = |sums: &[[F; IDS]]| {
+    let mut store = |sums: &[[T::Acc; IDS]]| {
         sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, sums));
         row += sums.len();
     };
@@ -87,16 +85,16 @@ fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
         let (now, later) = next.split_at(per_group.min(next.len()));
         next = later;
         prefetch_all(now);
-        store(&dots::<6, IDS, F, V>(v, group, ids, d));
+        store(&dots::<6, IDS, T, V>(v, group, ids, d));
     }
     prefetch_all(next);
     let rest = groups.remainder();
     match rest.len() / d {
-        5 => store(&dots::<5, IDS, F, V>(v, rest, ids, d)),
-        4 => store(&dots::<4, IDS, F, V>(v, rest, ids, d)),
-        3 => store(&dots::<3, IDS, F, V>(v, rest, ids, d)),
-        2 => store(&dots::<2, IDS, F, V>(v, rest, ids, d)),
-        1 => store(&dots::<1, IDS, F, V>(v, rest, ids, d)),
+        5 => store(&dots::<5, IDS, T, V>(v, rest, ids, d)),
+        4 => store(&dots::<4, IDS, T, V>(v, rest, ids, d)),
+        3 => store(&dots::<3, IDS, T, V>(v, rest, ids, d)),
+        2 => store(&dots::<2, IDS, T, V>(v, rest, ids, d)),
+        1 => store(&dots::<1, IDS, T, V>(v, rest, ids, d)),
         _ => {}
     }
     IDS
@@ -104,30 +102,34 @@ fn few_ids<const IDS: usize, F: Float, V: Vector<F>>(
 
 /// The inner products of `ROWS` contexts with `IDS` ids.
 #[inline(always)]
-fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
+fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
-    contexts: &[F],
-    ids: [&[F]; IDS],
+    contexts: &[T::Acc],
+    ids: [&[T]; IDS],
     d: usize,
-) -> [[F; IDS]; ROWS] {
-    let contexts: [&[F]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
+) -> [[T::Acc; IDS]; ROWS] {
+    let contexts: [&[T::Acc]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
     let (context_registers, context_rests) = (contexts.map(|x| V::split(x).0), contexts.map(|x| V::split(x).1));
-    let (id_registers, id_rests) = (ids.map(|x| V::split(x).0), ids.map(|x| V::split(x).1));
+    let (id_registers, id_rests) = (ids.map(|x| V::lanes(x).0), ids.map(|x| V::lanes(x).1));
     let n = id_registers[0].len();
     let id_registers = id_registers.map(|x| &x[..n]);
     let context_registers = context_registers.map(|x| &x[..n]);
-    let mut sums = [[v.splat(F::zero()); IDS]; ROWS];
+    let mut sums = [[v.splat(T::Acc::zero()); IDS]; ROWS];
     for i in 0..n {
+        let mut decoder = [v.splat(T::Acc::zero()); IDS];
+        for id in 0..IDS {
+            decoder[id] = T::load(v, id_registers[id][i]);
+        }
         for row in 0..ROWS {
             for id in 0..IDS {
-                sums[row][id] = v.mul_add(context_registers[row][i], id_registers[id][i], sums[row][id]);
+                sums[row][id] = v.mul_add(context_registers[row][i], decoder[id], sums[row][id]);
             }
         }
     }
     if !id_rests[0].is_empty() {
-        let mut decoder = [v.splat(F::zero()); IDS];
+        let mut decoder = [v.splat(T::Acc::zero()); IDS];
         for (register, rest) in decoder.iter_mut().zip(id_rests) {
-            *register = v.load_partial(rest);
+            *register = T::load_partial(v, rest);
         }
         for (row, context) in context_rests.into_iter().enumerate() {
             let context = v.load_partial(context);
@@ -137,7 +139,7 @@ fn dots<const ROWS: usize, const IDS: usize, F: Float, V: Vector<F>>(
         }
     }
     // These are loops because the closure of a `map` is not compiled with the target features of the kernel.
-    let mut results = [[F::zero(); IDS]; ROWS];
+    let mut results = [[T::Acc::zero(); IDS]; ROWS];
     for (results, sums) in results.iter_mut().zip(&sums) {
         for (result, &sum) in results.iter_mut().zip(sums) {
             *result = v.sum(sum);

@@ -107,6 +107,11 @@ impl<'a, T: Element> Decoder<'a, T> {
         std::iter::once((0..d, self.weight)).chain(adapter)
     }
 
+    /// Number of columns.
+    pub(super) fn width(&self) -> usize {
+        self.weight.width + self.adapter.map_or(0, |adapter| adapter.width)
+    }
+
     pub(super) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
         to.clear();
         self.parts().for_each(|(_, matrix)| matrix.push_row(id, to));

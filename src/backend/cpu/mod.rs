@@ -3,6 +3,7 @@
 
 mod activation;
 mod components;
+mod decoder_squares;
 mod dtype;
 mod gemv;
 mod inputs;
@@ -10,11 +11,13 @@ mod log_sum_exp;
 mod math;
 mod matrix;
 mod memory;
+mod multiplier;
 mod one_pass;
 mod plan;
 mod products;
 mod results;
 mod rounding;
+mod served;
 mod simd;
 mod softcap;
 mod targets;
@@ -35,9 +38,11 @@ use crate::error::Result;
 use crate::tensors::autograd::take_values;
 use dtype::{with_type, Element};
 use inputs::Inputs;
-use one_pass::{Format, OnePass, Served, Vectors};
+use multiplier::Vectors;
+use one_pass::OnePass;
 use plan::{plan, tiles_of};
 use results::{results, BufferedGradients};
+use served::{Products, Served};
 use simd::Isa;
 use targets::Targets;
 use two_pass::TwoPasses;
@@ -125,9 +130,9 @@ fn loss<T: Served>(
     }
 }
 
-/// The loss whose products in one pass have this format.
-fn loss_in<T: Element, X: Format<T>>(
-    format: X,
+/// The loss whose products a multiplier computes.
+fn loss_in<T: Element, X: Products<T>>(
+    multiplier: X,
     operands: &Operands,
     objective: &Objective,
     needs_grad: NeedsGrad,
@@ -146,12 +151,12 @@ fn loss_in<T: Element, X: Format<T>>(
         let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, so_far, rounds);
         let (losses, gradients) = match plan.computation {
             Computation::OnePass => {
-                let mut pass = OnePass::new(format, inputs, &targets, gradients, needs_grad, plan);
+                let mut pass = OnePass::new(multiplier, inputs, &targets, gradients, needs_grad, plan);
                 pass.run_loss(plan, needs_grad)?;
                 (pass.losses, pass.gradients)
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::new(inputs, plan).with_targets(&targets, gradients);
+                let mut passes = TwoPasses::new(multiplier, inputs, plan).with_targets(&targets, gradients);
                 passes.run_loss(plan, needs_grad)?;
                 (passes.losses, passes.gradients)
             }
@@ -161,10 +166,21 @@ fn loss_in<T: Element, X: Format<T>>(
 }
 
 /// Log-probabilities in `O`, which is `T` or its accumulation type.
-fn log_probs<T: Element, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+fn log_probs<T: Served, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
+    match tiles_of::<T>(operands)? {
+        Some(tiles) => log_probs_in::<T, O, _>(tiles, operands, plan),
+        None => log_probs_in::<T, O, _>(Vectors(Isa::best()?), operands, plan),
+    }
+}
+
+fn log_probs_in<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
+    multiplier: X,
+    operands: &Operands,
+    plan: &Plan,
+) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(inputs, plan);
+        let mut passes = TwoPasses::new(multiplier, inputs, plan);
         let mut log_probs = vec![O::zero(); positions * vocab];
         for positions in plan.chunks() {
             passes.logits(positions.clone())?;
@@ -175,9 +191,21 @@ fn log_probs<T: Element, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &P
     })
 }
 
-fn visit_all<T: Element, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
+fn visit_all<T: Served, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
+    match tiles_of::<T>(operands)? {
+        Some(tiles) => visit_in::<T, _, V>(tiles, operands, plan, visit),
+        None => visit_in::<T, _, V>(Vectors(Isa::best()?), operands, plan, visit),
+    }
+}
+
+fn visit_in<T: Element, X: Products<T>, V: Visit>(
+    multiplier: X,
+    operands: &Operands,
+    plan: &Plan,
+    visit: &V,
+) -> Result<Vec<V::Output>> {
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(inputs, plan);
+        let mut passes = TwoPasses::new(multiplier, inputs, plan);
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
             passes.logits(positions.clone())?;

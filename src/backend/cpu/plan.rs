@@ -3,12 +3,14 @@
 use candle_core::DType;
 
 use super::memory::Workspace;
-use super::one_pass::{Format, Served, Tiles, Vectors};
+use super::multiplier::{Tiles, Vectors};
+use super::one_pass::Format;
+use super::served::Served;
 use super::simd::Isa;
 use super::tiles::unit::TileUnit;
 use super::{gemv, one_pass, two_pass};
 use crate::backend::contract::{Operands, Precision, Sizes, Task};
-use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
+use crate::backend::plan::{default, Computation, Needs, Plan};
 use crate::error::Result;
 
 /// Maximum rows of a loss without gradients that inner products compute faster: in the kernels of `one_pass` a row is
@@ -45,17 +47,19 @@ pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<us
     let computation = computation(&task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
-    let tiles = tiles_of::<T>(operands)?.filter(|_| computation == Computation::OnePass);
+    let tiles = tiles_of::<T>(operands)?;
     let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
         (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task.needs_grad),
         (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, task.needs_grad),
-        (Computation::TwoPasses, _) => two_pass::workspace::<T>(operands.sizes, task),
+        (Computation::TwoPasses, Some(tiles)) => two_pass::workspace::<T>(tiles, operands.sizes, task),
+        (Computation::TwoPasses, None) => two_pass::workspace::<T>(Vectors(isa), operands.sizes, task),
     };
     let per_position = components * per_row;
     // Decoding accumulates no gradient, so its chunks need no more rows than `gemv` takes.
     let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
     let enough_rows = match tiles {
         _ if task.few_rows => gemv::MOST_ROWS,
+        _ if computation == Computation::TwoPasses => default::CPU_ROWS,
         // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so
         // many exponentials take.
         Some(_) if rounds && task.needs_grad.weight && rows * size_of::<T>() <= context_dim * size_of::<T::Acc>() => {
@@ -63,6 +67,10 @@ pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<us
         }
         Some(_) => default::CPU_ROWS_OF_TILES,
         None => default::CPU_ROWS,
+    };
+    let kernels = match TileUnit::best()? {
+        Some(unit) if tiles.is_some() => unit.kernels(),
+        _ => isa.kernels(),
     };
     let needs = Needs {
         per_position,
@@ -75,7 +83,7 @@ pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<us
         most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
         keeps_logits,
         computation,
-        kernels: if tiles.is_some() { Kernels::Amx } else { isa.kernels() },
+        kernels,
         threads,
     };
     Plan::new(positions, components, needs, budget)

@@ -17,8 +17,10 @@ use crate::error::{Error, Result};
 pub(super) const ROW_ALIGN: usize = 16;
 
 /// A vector instruction set for elements of type `F`.
-pub(crate) trait Vector<F>: Copy {
+pub(crate) trait Vector<F: Copy>: Copy {
     type Reg: Copy;
+    /// As many numbers of any type as a register has lanes.
+    type Lanes<T: Copy>: Copy + AsRef<[T]> + AsMut<[T]>;
     const REGISTERS: usize;
 
     /// Views a row whose length is a multiple of [`ROW_ALIGN`] as registers.
@@ -27,6 +29,10 @@ pub(crate) trait Vector<F>: Copy {
     /// Views a row of any length as registers and a remainder.
     fn split(row: &[F]) -> (&[Self::Reg], &[F]);
     fn split_mut(row: &mut [F]) -> (&mut [Self::Reg], &mut [F]);
+    /// Views a row of any type as the lanes of registers and a remainder.
+    fn lanes<T: Copy>(row: &[T]) -> (&[Self::Lanes<T>], &[T]);
+    fn filled<T: Copy>(value: T) -> Self::Lanes<T>;
+    fn load(self, lanes: Self::Lanes<F>) -> Self::Reg;
     /// Loads fewer elements than fill a register; the other lanes are zero.
     fn load_partial(self, values: &[F]) -> Self::Reg;
     /// Stores as many elements as `to` has, at most a register.
@@ -53,7 +59,7 @@ pub(crate) trait Vector<F>: Copy {
 }
 
 /// A computation over rows of `F`, compiled for each instruction set.
-pub(crate) trait Kernel<F> {
+pub(crate) trait Kernel<F: Copy> {
     type Output;
     /// Implementations are `#[inline(always)]`, so that they are compiled for the instruction set of `V`.
     fn run<V: Vector<F>>(self, v: V) -> Self::Output;
@@ -105,7 +111,7 @@ pub(crate) enum Isa {
 
 impl Isa {
     /// The best instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD` (`amx`,
-    /// `avx512`, `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
+    /// `avx512bf16`, `avx512`, `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
     pub(crate) fn best() -> Result<Self> {
         static BEST: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
         let best = BEST.get_or_init(|| Self::choose(Self::selected().map(str::to_owned)));
@@ -133,7 +139,9 @@ impl Isa {
         let mut available = Self::available().into_iter();
         match name {
             // Whether there is a unit is for its user to find out.
-            Some(name) if name == Kernels::Amx.to_string() => available.find(Self::prepares_tiles).ok_or(name),
+            Some(name) if Kernels::OF_TILES.iter().any(|kernels| kernels.to_string() == name) => {
+                available.find(Self::prepares_tiles).ok_or(name)
+            }
             Some(name) => available.find(|isa| isa.kernels().to_string() == name).ok_or(name),
             None => Ok(available.next().unwrap_or(Isa::Scalar(pulp::Scalar))),
         }
@@ -177,7 +185,7 @@ impl Isa {
 struct Call<K, F, V>(K, V, std::marker::PhantomData<F>);
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-impl<F, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for Call<K, F, V> {
+impl<F: Copy, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for Call<K, F, V> {
     type Output = K::Output;
 
     #[inline(always)]
@@ -253,6 +261,7 @@ macro_rules! impl_vector {
         ::pastey::paste! {
             impl Vector<$float> for $simd {
                 type Reg = <$simd as pulp::Simd>::[<$float s>];
+                type Lanes<T: Copy> = [T; size_of::<<$simd as pulp::Simd>::[<$float s>]>() / size_of::<$float>()];
                 const REGISTERS: usize = <$simd as pulp::Simd>::REGISTER_COUNT;
 
                 #[inline(always)]
@@ -278,6 +287,18 @@ macro_rules! impl_vector {
                 #[inline(always)]
                 fn store_partial(self, a: Self::Reg, to: &mut [$float]) {
                     self.[<partial_store_ $float s>](to, a)
+                }
+                #[inline(always)]
+                fn lanes<T: Copy>(row: &[T]) -> (&[Self::Lanes<T>], &[T]) {
+                    row.as_chunks()
+                }
+                #[inline(always)]
+                fn filled<T: Copy>(value: T) -> Self::Lanes<T> {
+                    [value; _]
+                }
+                #[inline(always)]
+                fn load(self, lanes: Self::Lanes<$float>) -> Self::Reg {
+                    pulp::cast(lanes)
                 }
                 #[inline(always)]
                 fn load_partial(self, values: &[$float]) -> Self::Reg {

@@ -6,13 +6,15 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::dtype::with_type;
 use super::inputs::Inputs;
-use super::one_pass::{OnePass, Served, Tiles, Vectors};
+use super::multiplier::{Tiles, Vectors};
+use super::one_pass::OnePass;
 use super::plan::{computation, plan};
 use super::results::BufferedGradients;
+use super::served::Served;
 use super::simd::Isa;
 use super::targets::Targets;
 use super::tiles::unit::TileUnit;
-use super::{loss, loss_in, Cpu};
+use super::{log_probs_in, loss, loss_in, Cpu};
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Precision, Sizes, TargetLoss, Task, Terms,
 };
@@ -121,7 +123,7 @@ impl Case {
         let (tolerance, epsilon) = if self.dtype == DType::F64 { (1e-12, f64::EPSILON) } else { (1e-5, 1.2e-7) };
         // The relative error of an exponential is the absolute error of its logit.
         let tolerance = tolerance + 2.0 * self.slope.abs() * epsilon;
-        let has_tiles = self.dtype == DType::BF16 && TileUnit::of(Isa::best()?).is_some();
+        let has_tiles = self.dtype == DType::BF16 && TileUnit::best()?.is_some();
         let tolerances = if has_tiles { (tolerance, OF_TILES) } else { (tolerance, tolerance) };
         self.compare(one, two, tolerances);
         Ok(())
@@ -150,13 +152,19 @@ impl Case {
         operands.weight = if is_transposed { weight.t()? } else { weight };
         operands.adapter = operands.adapter.as_ref().map(represented).transpose()?;
         let isa = Isa::best()?;
-        let plan = self.plan::<T>(&operands)?;
-        let vectors = flat(&loss_in::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?)?;
-        for unit in TileUnit::of(isa).into_iter().chain([TileUnit::Emulated]) {
+        let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
+        for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
             let tiles = Tiles { unit, isa };
-            let found = flat(&loss_in::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?)?;
-            let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
-            self.compare(found, vectors.clone(), (tolerance, OF_TILES));
+            for (computation, of_gradients) in [(Computation::OnePass, OF_TILES), (Computation::TwoPasses, tolerance)] {
+                let plan = Plan { computation, ..self.plan::<T>(&operands)? };
+                let vectors = loss_in::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?;
+                let found = loss_in::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?;
+                self.compare(flat(&found)?, flat(&vectors)?, (tolerance, of_gradients));
+            }
+            let plan = Cpu.plan(&operands, Task::log_probs(NeedsGrad::default()), None)?;
+            let vectors = log_probs_in::<T, f32, _>(Vectors(isa), &operands, &plan)?;
+            let found = log_probs_in::<T, f32, _>(tiles, &operands, &plan)?;
+            self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&vectors)?)], (tolerance, tolerance));
         }
         Ok(())
     }
@@ -166,6 +174,10 @@ impl Case {
 const OF_TILES: f64 = 4e-3;
 
 type Results = Vec<(&'static str, Vec<f64>)>;
+
+fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+}
 
 /// All results, by name.
 fn flat(results: &LossResults) -> Result<Results> {
@@ -179,7 +191,6 @@ fn flat(results: &LossResults) -> Result<Results> {
     ];
     let gradients = gradients.into_iter().filter_map(|(name, gradient)| Some((name, gradient.as_ref()?)));
     let all = [("nll", nll), ("objective", objective)].into_iter().chain(gradients);
-    let values = |tensor: &Tensor| tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1();
     all.map(|(name, tensor)| Ok((name, values(tensor)?))).collect()
 }
 
@@ -347,7 +358,7 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
 #[test]
 fn nor_do_those_of_tiles() -> Result<()> {
     let isa = Isa::best()?;
-    let unit = TileUnit::of(isa).unwrap_or(TileUnit::Emulated);
+    let unit = TileUnit::best()?.unwrap_or(TileUnit::Emulated);
     let with_threads = |threads: usize| {
         in_pool(threads, || {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };

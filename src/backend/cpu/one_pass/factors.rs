@@ -63,7 +63,7 @@ pub(super) fn own_logits<T: Element>(
         inputs.decoder.row(id, decoder_row);
         let to = &mut ViewMut::new(logits, components, 1, 1);
         let decoder = &decoder_row[..];
-        T::Acc::dispatch(inputs.isa, Dots { contexts, decoder, stride: d, d, ids: 1, first_column: 0, add: false, to });
+        T::Acc::dispatch(inputs.isa, Dots::<T::Acc> { contexts, decoder, d, add: false, to });
         logits.iter_mut().for_each(|z| *z = *z * inputs.logit_scale + inputs.bias[id] + shift);
     });
     logits

@@ -151,8 +151,8 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::super::format::Format;
-    use super::super::vectors::Vectors;
     use super::*;
+    use crate::backend::cpu::multiplier::Vectors;
     use crate::backend::cpu::simd::Isa;
 
     fn layout(isa: Isa, rows: usize, context_dim: usize, vocab: usize) -> Layout {

@@ -25,7 +25,6 @@ mod layout;
 mod part;
 mod product;
 mod scaling;
-mod served;
 mod tiles;
 mod vectors;
 
@@ -49,9 +48,6 @@ pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};
 use layout::{Layout, Panel};
 use part::Part;
-pub(crate) use served::Served;
-pub(crate) use tiles::Tiles;
-pub(crate) use vectors::Vectors;
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;

@@ -8,15 +8,14 @@ use half::bf16;
 
 use super::format::{DecoderGradient, FirstOperands, Format, Part, Tile};
 use super::layout::{Blocks, Panel};
+use crate::backend::cpu::decoder_squares::DecoderSquares;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
+use crate::backend::cpu::multiplier::Tiles;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::cpu::tiles::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
-use crate::backend::cpu::tiles::squares::store_line;
-use crate::backend::cpu::tiles::transpose::transpose;
-use crate::backend::cpu::tiles::unit::TileUnit;
 
 /// Elements of the decoder in a tile. It is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
@@ -28,21 +27,6 @@ const GROUP_COLUMNS: usize = 256;
 const OWN_ROWS: usize = 768;
 /// Panels that share a tile of the decoder, at most.
 const MOST_PANELS: usize = 16;
-
-#[derive(Clone, Copy)]
-pub(crate) struct Tiles {
-    pub(crate) unit: TileUnit,
-    pub(crate) isa: Isa,
-}
-
-/// A tile of the decoder, `[ids, d]`, and its transpose. Each square lies in one piece, one row of squares after the
-/// other.
-#[derive(Default)]
-pub(crate) struct DecoderTile {
-    rows: Aligned<bf16>,
-    columns: Aligned<bf16>,
-    line: Vec<bf16>,
-}
 
 /// The logits of a tile and a panel `[padded ids, SIDE]`, and its exponentials in pairs of ids.
 #[derive(Default)]
@@ -60,10 +44,10 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
     type Packed = Pair;
     type Kept = bf16;
     type Decoder<'t>
-        = &'t DecoderTile
+        = &'t DecoderSquares
     where
         T: 't;
-    type DecoderBuffers = DecoderTile;
+    type DecoderBuffers = DecoderSquares;
     type LogitBuffers = LogitTile;
     type Scaled = ScaledContexts;
     type GradientBuffers = GradientBuffers;
@@ -118,8 +102,13 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         }
     }
 
-    fn decoder<'t>(self, inputs: &'t Inputs<'_, T>, ids: Range<usize>, tile: &'t mut DecoderTile) -> &'t DecoderTile {
-        tile.read(self.isa, inputs, ids);
+    fn decoder<'t>(
+        self,
+        inputs: &'t Inputs<'_, T>,
+        ids: Range<usize>,
+        tile: &'t mut DecoderSquares,
+    ) -> &'t DecoderSquares {
+        tile.read(self.isa, &inputs.decoder, ids);
         tile
     }
 
@@ -321,50 +310,6 @@ fn store<T: Element<Acc = f32>>(
             true => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
             false => to.copy_from_slice(sums),
         }
-    }
-}
-
-impl DecoderTile {
-    /// Copies the decoder's rows of some ids, padded with zeros.
-    fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, inputs: &Inputs<'_, T>, ids: Range<usize>) {
-        let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
-        let (rows, columns) = (self.rows.at_least(n * d), self.columns.at_least(n * d));
-        let decoder = || inputs.decoder.parts();
-        // The weight is copied as it is stored; the other form is the transpose.
-        if inputs.decoder.weight.transposed {
-            self.line.clear();
-            self.line.resize(n, bf16::ZERO);
-            let of_decoder = decoder().flat_map(|(_, matrix)| (0..matrix.width).map(move |column| (matrix, column)));
-            let mut of_decoder = of_decoder.map(Some).chain(std::iter::repeat(None));
-            for column in 0..d {
-                let line = &mut self.line[..ids.len()];
-                match of_decoder.next().flatten() {
-                    Some((matrix, column)) if matrix.transposed => {
-                        let values = &matrix.values[column * matrix.vocab..][ids.clone()];
-                        f32::dispatch(isa, RoundedRow { values, to: line });
-                    }
-                    Some((matrix, column)) => {
-                        let values = matrix.values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
-                        line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
-                    }
-                    None => line.fill(bf16::ZERO),
-                }
-                store_line(&self.line, column, n / SIDE, columns);
-            }
-            transpose(isa, columns, (d / SIDE, n / SIDE), rows);
-            return;
-        }
-        self.line.clear();
-        self.line.resize(d, bf16::ZERO);
-        for (row, id) in ids.clone().enumerate() {
-            for (of_part, matrix) in decoder() {
-                let values = &matrix.values[id * matrix.width..(id + 1) * matrix.width];
-                f32::dispatch(isa, RoundedRow { values, to: &mut self.line[of_part] });
-            }
-            store_line(&self.line, row, d / SIDE, rows);
-        }
-        (ids.len()..n).for_each(|row| store_line(&[], row, d / SIDE, rows));
-        transpose(isa, rows, (n / SIDE, d / SIDE), columns);
     }
 }
 

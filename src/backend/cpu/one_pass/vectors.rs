@@ -12,7 +12,8 @@ use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::matrix::{transpose, Block};
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::simd::{Float, Isa};
+use crate::backend::cpu::multiplier::Vectors;
+use crate::backend::cpu::simd::Float;
 
 /// Columns of the decoder that the first product sums over at a time, so that the packed contexts stay in the cache.
 const MOST_DEPTH: usize = 320;
@@ -24,9 +25,6 @@ const BLOCK_ROWS: usize = 480;
 const GROUP_IDS: usize = 160;
 /// Panels that share a widened tile, at most.
 const MOST_PANELS: usize = 8;
-
-#[derive(Clone, Copy)]
-pub(crate) struct Vectors(pub(crate) Isa);
 
 impl<T: Element> Format<T> for Vectors {
     type Packed = T::Acc;

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
 use super::rounding::{self, Pair, RoundedRow};
 use super::squares::store_lines;
-use super::transpose::transpose;
+use super::transpose;
 use super::unit::TileUnit;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
@@ -84,7 +84,7 @@ impl Matrix<'_> {
         let mut stored = Aligned::zeros(down * across * SQUARE);
         let lines = self.values.chunks_exact(self.rows).map(|column| &column[rows.clone()]);
         store_lines(lines, across, down, &mut stored);
-        transpose(isa, &stored, (across, down), to);
+        transpose::transpose(isa, &stored, (across, down), to);
     }
 
     /// All columns in pairs of rows: `[square of columns][pair][SIDE]`.
@@ -94,24 +94,16 @@ impl Matrix<'_> {
         let of_squares = pairs.par_chunks_exact_mut(depth * PAIRS * SIDE).enumerate();
         of_squares.for_each_init(Aligned::default, |squares, (square, pairs)| {
             let columns = square * SIDE..self.columns.min((square + 1) * SIDE);
+            if self.transposed {
+                let rows = Matrix { rows: self.columns, columns: self.rows, transposed: false, ..self };
+                rows.squares(isa, columns, squares);
+                return transpose::pairs(isa, squares, pairs);
+            }
             // The rows of these columns, as squares one below the other.
-            let of_columns = match self.transposed {
-                true => {
-                    let rows = Matrix { rows: self.columns, columns: self.rows, transposed: false, ..self };
-                    let mut stored = Aligned::default();
-                    rows.squares(isa, columns, &mut stored);
-                    let squares = squares.at_least(depth * SQUARE);
-                    transpose(isa, &stored, (1, depth), squares);
-                    squares
-                }
-                false => {
-                    let lines = self.values.chunks_exact(self.columns).map(|row| &row[columns.clone()]);
-                    let squares = squares.at_least(depth * SQUARE);
-                    store_lines(lines, depth, 1, squares);
-                    squares
-                }
-            };
-            f32::dispatch(isa, Paired { rows: of_columns, pairs });
+            let lines = self.values.chunks_exact(self.columns).map(|row| &row[columns.clone()]);
+            let squares = squares.at_least(depth * SQUARE);
+            store_lines(lines, depth, 1, squares);
+            f32::dispatch(isa, Paired { rows: squares, pairs });
         });
         pairs
     }
@@ -148,7 +140,7 @@ mod tests {
         let values = |n: usize, seed: usize| -> Vec<bf16> {
             (0..n).map(|i| bf16::from_f64(((i * 7 + seed * 13) % 31) as f64 / 8.0 - 2.0)).collect()
         };
-        for unit in TileUnit::of(isa).into_iter().chain([TileUnit::Emulated]) {
+        for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
             for (m, k, n) in [(1, 1, 1), (3, 33, 40), (150, 20, 300), (33, 600, 5)] {
                 for (left_transposed, right_transposed) in [(false, false), (false, true), (true, false), (true, true)]
                 {

@@ -6,6 +6,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod dots;
 #[cfg(any(test, not(target_arch = "x86_64")))]
 mod emulated;
 pub(super) mod matmul;

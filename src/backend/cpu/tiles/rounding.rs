@@ -1,6 +1,6 @@
 //! Operands of the tile unit: numbers rounded to bf16, and pairs of them.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::backend::cpu::simd::{Kernel, Vector};
 
@@ -41,6 +41,17 @@ pub(crate) fn widened(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
+/// The number with these bits in f16, as `f16::to_f32`, in operations that vectors have.
+#[inline(always)]
+pub(crate) fn widened_f16(x: f16) -> f32 {
+    const INFINITY: u32 = 0x7c00 << 13;
+    let (sign, rest) = (u32::from(x.to_bits() & 0x8000) << 16, u32::from(x.to_bits() & 0x7fff) << 13);
+    // The difference of the exponents' biases, 127 - 15; infinities and NaN have the largest exponent.
+    let scaled = (f32::from_bits(rest) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let special = if rest >= INFINITY { 0x7f80_0000 } else { 0 };
+    f32::from_bits(scaled | special | sign)
+}
+
 /// `to[..] = values[..]` in bf16.
 pub(crate) struct RoundedRow<'a, T> {
     pub(crate) values: &'a [T],
@@ -66,6 +77,15 @@ pub(crate) trait ToBf16: Copy {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_are_widened_as_half_widens_them() {
+        for bits in 0..=u16::MAX {
+            let x = f16::from_bits(bits);
+            let (found, expected) = (widened_f16(x), x.to_f32());
+            assert!(found.to_bits() == expected.to_bits() || found.is_nan() && x.is_nan(), "{x}: {found}");
+        }
+    }
 
     #[test]
     fn numbers_are_rounded_as_half_rounds_them() {

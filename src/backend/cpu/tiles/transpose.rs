@@ -1,8 +1,9 @@
-//! The transpose of a matrix in bf16, in squares.
+//! The transpose of a matrix in bf16, in squares, and in pairs.
 
 use half::bf16;
 
-use super::product::SIDE;
+use super::product::{PAIRS, SIDE, SQUARE};
+use super::rounding::{pair, Pair};
 use crate::backend::cpu::simd::Isa;
 
 /// The transpose of a matrix of so many squares down and across. Each square lies in one piece, one row of squares after
@@ -19,15 +20,39 @@ pub(crate) fn transpose(isa: Isa, from: &[bf16], (down, across): (usize, usize),
     }
 }
 
+/// The transpose of each square, in pairs of its rows: the right operand of a product with this matrix's transpose.
+pub(crate) fn pairs(isa: Isa, from: &[bf16], to: &mut [Pair]) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512(v) => v.vectorize(avx512::Pairs { v, from, to }),
+        _ => each_pairs(from, to, |from, to| {
+            for (i, row) in from.as_chunks::<SIDE>().0.iter().enumerate() {
+                for (to, [first, second]) in to[i..].iter_mut().step_by(SIDE).zip(row.as_chunks().0) {
+                    *to = pair(first.to_bits().into(), second.to_bits().into());
+                }
+            }
+        }),
+    }
+}
+
+/// Calls `transpose` with each square and the pairs of its transpose.
+#[inline(always)]
+fn each_pairs(from: &[bf16], to: &mut [Pair], transpose: impl Fn(&[bf16; SQUARE], &mut [Pair; PAIRS * SIDE])) {
+    let (from, to) = (from.as_chunks::<SQUARE>().0, to.as_chunks_mut::<{ PAIRS * SIDE }>().0);
+    for (from, to) in from.iter().zip(to) {
+        transpose(from, to);
+    }
+}
+
 /// Calls `transpose` with each square and its place in the transpose.
 #[inline(always)]
 fn each_square(
     from: &[bf16],
     (down, across): (usize, usize),
     to: &mut [bf16],
-    transpose: impl Fn(&[bf16; SIDE * SIDE], &mut [bf16; SIDE * SIDE]),
+    transpose: impl Fn(&[bf16; SQUARE], &mut [bf16; SQUARE]),
 ) {
-    let (from, to) = (from.as_chunks::<{ SIDE * SIDE }>().0, to.as_chunks_mut::<{ SIDE * SIDE }>().0);
+    let (from, to) = (from.as_chunks::<SQUARE>().0, to.as_chunks_mut::<SQUARE>().0);
     for i in 0..down {
         for j in 0..across {
             transpose(&from[i * across + j], &mut to[j * down + i]);
@@ -42,7 +67,7 @@ mod avx512 {
     use half::bf16;
     use pulp::x86::V4;
 
-    use super::{each_square, SIDE};
+    use super::{each_pairs, each_square, Pair, PAIRS, SIDE, SQUARE};
 
     pub(super) struct Squares<'a> {
         pub(super) v: V4,
@@ -68,9 +93,41 @@ mod avx512 {
         }
     }
 
+    pub(super) struct Pairs<'a> {
+        pub(super) v: V4,
+        pub(super) from: &'a [bf16],
+        pub(super) to: &'a mut [Pair],
+    }
+
+    impl pulp::NullaryFnOnce for Pairs<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn call(self) {
+            let Pairs { v, from, to } = self;
+            each_pairs(
+                from,
+                to,
+                #[inline(always)]
+                |from, to| {
+                    for (half, rows) in from.chunks_exact(SQUARE / 2).enumerate() {
+                        let mut pairs = [pulp::cast([0u32; 16]); PAIRS];
+                        for (pairs, row) in pairs.iter_mut().zip(rows.chunks_exact(SIDE)) {
+                            *pairs = load(row);
+                        }
+                        for (to, pairs) in to.chunks_exact_mut(SIDE).zip(transposed(v, pairs)) {
+                            let pairs: [Pair; 16] = pulp::cast(pairs);
+                            to[16 * half..][..16].copy_from_slice(&pairs);
+                        }
+                    }
+                },
+            );
+        }
+    }
+
     /// Two rows at a time become rows of pairs, which are transposed as numbers of 32 bits.
     #[inline(always)]
-    fn square(v: V4, from: &[bf16; SIDE * SIDE], to: &mut [bf16; SIDE * SIDE]) {
+    fn square(v: V4, from: &[bf16; SQUARE], to: &mut [bf16; SQUARE]) {
         let mut low = [pulp::cast([0u32; 16]); SIDE / 2];
         let mut high = low;
         for i in 0..SIDE / 2 {
@@ -142,14 +199,30 @@ mod tests {
     use super::*;
 
     #[test]
+    fn pairs_of_columns_become_rows() {
+        for isa in Isa::available() {
+            let from: Vec<bf16> = (0..2 * SQUARE).map(|i| bf16::from_bits(i as u16)).collect();
+            let mut to = vec![0; SQUARE];
+            pairs(isa, &from, &mut to);
+            for (square, row, column) in
+                (0..2).flat_map(|s| (0..PAIRS).flat_map(move |row| (0..SIDE).map(move |column| (s, row, column))))
+            {
+                let [first, second] = [0, 1].map(|i| from[(square * SIDE + column) * SIDE + 2 * row + i]);
+                let expected = pair(first.to_bits().into(), second.to_bits().into());
+                assert_eq!(to[(square * PAIRS + row) * SIDE + column], expected, "{square} {row} {column}");
+            }
+        }
+    }
+
+    #[test]
     fn rows_become_columns() {
         for isa in Isa::available() {
             let (down, across) = (2, 3);
-            let from: Vec<bf16> = (0..SIDE * SIDE * down * across).map(|i| bf16::from_bits(i as u16)).collect();
+            let from: Vec<bf16> = (0..SQUARE * down * across).map(|i| bf16::from_bits(i as u16)).collect();
             let mut to = vec![bf16::ZERO; from.len()];
             transpose(isa, &from, (down, across), &mut to);
             let at = |row: usize, column: usize, across: usize| {
-                (row / SIDE * across + column / SIDE) * SIDE * SIDE + row % SIDE * SIDE + column % SIDE
+                (row / SIDE * across + column / SIDE) * SQUARE + row % SIDE * SIDE + column % SIDE
             };
             for (i, j) in (0..SIDE * down).flat_map(|i| (0..SIDE * across).map(move |j| (i, j))) {
                 assert_eq!(to[at(j, i, down)].to_bits(), from[at(i, j, across)].to_bits(), "{i} {j}");

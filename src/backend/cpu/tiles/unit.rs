@@ -11,34 +11,56 @@ pub(crate) enum TileUnit {
     /// Intel AMX, on x86-64.
     #[cfg(target_arch = "x86_64")]
     Amx(super::amx::Amx),
-    /// The same numbers, bit for bit, without the unit.
+    /// AVX512-BF16, on x86-64: vectors do the unit's work.
+    #[cfg(target_arch = "x86_64")]
+    Dots(super::dots::Dots),
+    /// The numbers of AMX, bit for bit, without the unit.
     #[cfg(any(test, not(target_arch = "x86_64")))]
     #[cfg_attr(not(test), allow(dead_code))]
     Emulated,
 }
 
 impl TileUnit {
-    /// The unit that serves products unless `MOS_HEAD_SIMD` selects another instruction set.
+    /// The unit that serves products: the fastest, or the one that `MOS_HEAD_SIMD` selects.
     pub(crate) fn best() -> Result<Option<Self>> {
-        let unit = Self::of(Isa::best()?);
-        match Isa::selected() {
-            None => Ok(unit),
-            Some(name) if name == Kernels::Amx.to_string() => match unit {
-                Some(unit) => Ok(Some(unit)),
-                None => Err(Isa::lacking(name.to_owned())),
-            },
-            Some(_) => Ok(None),
+        let units = Self::available(Isa::best()?);
+        let Some(name) = Isa::selected() else { return Ok(units.into_iter().find(|unit| unit.beats_vectors())) };
+        match units.into_iter().find(|unit| unit.kernels().to_string() == name) {
+            Some(unit) => Ok(Some(unit)),
+            None if Kernels::OF_TILES.iter().any(|kernels| kernels.to_string() == name) => {
+                Err(Isa::lacking(name.to_owned()))
+            }
+            None => Ok(None),
         }
     }
 
-    /// The unit of this machine, if it has one and kernels with vectors of 512 bits prepare its operands.
-    pub(crate) fn of(isa: Isa) -> Option<Self> {
+    /// The units of this machine, the best first, if kernels with vectors of 512 bits prepare their operands.
+    pub(crate) fn available(isa: Isa) -> Vec<Self> {
+        let mut units = Vec::new();
         #[cfg(target_arch = "x86_64")]
         if isa.prepares_tiles() {
-            return super::amx::Amx::detect().map(TileUnit::Amx);
+            units.extend(super::amx::Amx::detect().map(TileUnit::Amx));
+            units.extend(super::dots::Dots::detect().map(TileUnit::Dots));
         }
-        let _ = isa;
-        None
+        let _ = (isa, &mut units);
+        units
+    }
+
+    /// Whether its products are worth the rounding of their operands.
+    fn beats_vectors(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            TileUnit::Dots(unit) => unit.beats_fma(),
+            _ => true,
+        }
+    }
+
+    pub(crate) fn kernels(self) -> Kernels {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            TileUnit::Dots(_) => Kernels::Avx512Bf16,
+            _ => Kernels::Amx,
+        }
     }
 
     /// Computes the product.
@@ -50,6 +72,8 @@ impl TileUnit {
         match self {
             #[cfg(target_arch = "x86_64")]
             TileUnit::Amx(unit) => unit.multiply(product),
+            #[cfg(target_arch = "x86_64")]
+            TileUnit::Dots(unit) => unit.multiply(product),
             #[cfg(any(test, not(target_arch = "x86_64")))]
             TileUnit::Emulated => super::emulated::multiply(product),
         }
@@ -112,9 +136,10 @@ mod tests {
     }
 
     #[test]
-    fn the_unit_and_its_emulation_agree_bit_for_bit() {
-        let Some(unit) = TileUnit::of(Isa::available()[0]) else {
-            println!("this machine has no tile unit");
+    fn amx_and_its_emulation_agree_bit_for_bit() {
+        let units = TileUnit::available(Isa::available()[0]);
+        let Some(unit) = units.into_iter().find(|unit| unit.kernels() == Kernels::Amx) else {
+            println!("this machine has no AMX");
             return;
         };
         for shape in [(1, 1, 1), (2, 1, 3), (1, 3, 2), (3, 2, 9)] {
@@ -126,9 +151,15 @@ mod tests {
     }
 
     #[test]
-    fn an_emulated_product_equals_sums_in_f64() {
+    fn products_equal_sums_in_f64() {
+        let units = TileUnit::available(Isa::available()[0]);
+        units.into_iter().chain([TileUnit::Emulated]).for_each(equals_sums_in_f64);
+    }
+
+    fn equals_sums_in_f64(unit: TileUnit) {
         let (rows, columns, steps) = (2, 3, 2);
-        let found = product(TileUnit::Emulated, (rows, columns, steps), false, false);
+        let found = product(unit, (rows, columns, steps), true, false);
+        let start = numbers(SIDE * rows * (SIDE * columns + 1), 3, false);
         let rounded = |x: f32| f64::from(rounding::bf16_of(rounding::bits(x)).to_f32());
         let (depth, across) = (SIDE * steps + 2, SIDE * columns + 3);
         let left = numbers(SIDE * rows * depth, 1, false);
@@ -136,9 +167,10 @@ mod tests {
         for i in 0..SIDE * rows {
             for j in 0..SIDE * columns {
                 let of = |k: usize| rounded(left[i * depth + k]) * rounded(right[2 * (k / 2 * across + j) + k % 2]);
-                let expected: f64 = (0..SIDE * steps).map(of).sum();
-                let found = f32::from_bits(found[i * (SIDE * columns + 1) + j]);
-                assert!((f64::from(found) - expected).abs() < 1e-5, "{i} {j}: {found} {expected}");
+                let at = i * (SIDE * columns + 1) + j;
+                let expected: f64 = f64::from(start[at]) + (0..SIDE * steps).map(of).sum::<f64>();
+                let found = f32::from_bits(found[at]);
+                assert!((f64::from(found) - expected).abs() < 1e-5, "{unit:?} {i} {j}: {found} {expected}");
             }
         }
     }

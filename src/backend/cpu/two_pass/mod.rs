@@ -4,6 +4,8 @@
 //! a row kernel then replaces the logits by their gradient, which is an operand of the second and third product.
 
 mod distribution;
+mod first_product;
+mod first_product_tiles;
 mod loss_rows;
 mod mix;
 mod products;
@@ -26,6 +28,8 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use distribution::PositionRows;
+use first_product::logits;
+pub(crate) use first_product::FirstProduct;
 use loss_rows::{LossRows, RowGradients};
 use mix::{LogProbRows, Logits, Scratch};
 use tile_log_sum_exp::TileLogSumExp;
@@ -34,7 +38,7 @@ use tile_log_sum_exp::TileLogSumExp;
 /// its own gradient, and these are added in order, so that the sum does not depend on the number of threads.
 const BIAS_PARTS: usize = 16;
 
-pub(super) fn workspace<T: Element>(sizes: Sizes, task: Task) -> Workspace {
+pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes, task: Task) -> Workspace {
     let Sizes { context_dim, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let tile = products::VOCAB_TILE.min(stride);
@@ -45,14 +49,19 @@ pub(super) fn workspace<T: Element>(sizes: Sizes, task: Task) -> Workspace {
     let per_row = stride + summaries + contexts;
     let bias_parts = if task.needs_grad.bias { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
-    // The bias, the soft targets and, per thread, the rows of its `Scratch` and a tile of the decoder.
-    let per_thread = scratch_rows * stride + products::buffered_tile(context_dim, vocab);
+    let of_product = product.workspace(context_dim, vocab);
     let element = size_of::<T::Acc>();
-    let fixed = stride * (2 + bias_parts);
-    Workspace { per_row: per_row * element, fixed: fixed * element, per_thread: per_thread * element }
+    Workspace {
+        per_row: per_row * element + of_product.per_row,
+        // The bias and the soft targets.
+        fixed: stride * (2 + bias_parts) * element + of_product.fixed,
+        // The rows of the thread's `Scratch`.
+        per_thread: scratch_rows * stride * element + of_product.per_thread,
+    }
 }
 
-pub(super) struct TwoPasses<'a, T: Element> {
+pub(super) struct TwoPasses<'a, T: Element, X> {
+    product: X,
     inputs: Inputs<'a, T>,
     /// Distance between rows of the logits, in elements.
     stride: usize,
@@ -92,11 +101,12 @@ impl LiveRows {
     }
 }
 
-impl<'a, T: Element> TwoPasses<'a, T> {
-    pub(super) fn new(inputs: Inputs<'a, T>, plan: &Plan) -> Self {
+impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
+    pub(super) fn new(product: X, inputs: Inputs<'a, T>, plan: &Plan) -> Self {
         let sizes = inputs.sizes;
         let stride = inputs.bias.len();
         TwoPasses {
+            product,
             inputs,
             stride,
             logits: zeros(plan.rows_per_chunk * stride),
@@ -182,16 +192,16 @@ impl<'a, T: Element> TwoPasses<'a, T> {
     }
 }
 
-impl<T: Element> Steps for TwoPasses<'_, T> {
+impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         let d = self.inputs.sizes.context_dim;
-        let Inputs { isa, logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
-        let (isa, scale, softcap) = (*isa, *scale, *softcap);
+        let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
+        let (isa, scale, softcap) = (self.product.isa(), *scale, *softcap);
         let rows = self.rows(positions);
         let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
-        let logits = &mut self.logits[..rows.len() * self.stride];
+        let to = &mut self.logits[..rows.len() * self.stride];
         // Each tile has the log-sum-exp of every row.
-        let tiles = products::logits(logits, self.stride, contexts, d, *decoder, isa, |ids, tile| {
+        let tiles = logits(self.product, to, self.stride, contexts, *decoder, |ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows);
             for r in 0..tile.rows {
                 let row = tile.row_mut(r);

@@ -1,19 +1,15 @@
-//! The three matrix products of a chunk, cut into tiles that stay in the cache of one core and are computed in
+//! The second and the third matrix product of a chunk, cut into tiles that stay in the cache of one core and are computed in
 //! parallel.
 //!
-//! Each tile is computed on one thread, by the `gemm` crate or by `gemv`, so that the results do not depend on the
+//! Each tile is computed on one thread, by the `gemm` crate, so that the results do not depend on the
 //! number of threads.
-
-use std::borrow::Cow;
-use std::ops::Range;
 
 use rayon::prelude::*;
 
 use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::gemv::{self, Dots};
 use crate::backend::cpu::matrix::{Decoder, DecoderMatrix, View, ViewMut};
 use crate::backend::cpu::results::ColumnGradient;
-use crate::backend::cpu::simd::{Float, Isa, ROW_ALIGN};
+use crate::backend::cpu::simd::{Float, ROW_ALIGN};
 
 /// Ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The AVX-512
 /// kernel computes 48 at a time, which divides this number.
@@ -26,7 +22,7 @@ const CONTEXT_TILE: usize = 512;
 const LEAST_PART: usize = 64;
 
 /// `dst = lhs rhs`, or `dst += lhs rhs`, on the calling thread.
-fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, F>, rhs: View<'_, F>) {
+pub(super) fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, F>, rhs: View<'_, F>) {
     assert!(dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows);
     // SAFETY: the views' constructors check that all elements lie in borrowed slices, `dst` is a unique borrow, and the
     // assertion above checks that the sizes agree. `F` is f32 or f64, both of which `gemm` supports.
@@ -53,63 +49,6 @@ fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, 
             gemm::Parallelism::None,
         );
     }
-}
-
-/// First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, tile by tile. Calls `summary` on each
-/// tile while it is in the cache, with its range of ids; the tile is padded to whole registers. Returns the summaries
-/// in order.
-pub(super) fn logits<T: Element, O: Send>(
-    to: &mut [T::Acc],
-    stride: usize,
-    contexts: &[T::Acc],
-    d: usize,
-    decoder: Decoder<'_, T>,
-    isa: Isa,
-    summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
-) -> Vec<O> {
-    let vocab = decoder.weight.vocab;
-    let rows = contexts.len() / d;
-    let few = rows <= gemv::MOST_ROWS && !decoder.weight.transposed;
-    let all_contexts = View::new(contexts, rows, d, d);
-    // The contexts of each part, one after the other.
-    let of_part = |(columns, matrix): (Range<usize>, _)| match few && columns.len() < d {
-        true => (Cow::Owned(gathered(contexts, d, columns.clone())), columns, matrix),
-        false => (Cow::Borrowed(contexts), columns, matrix),
-    };
-    let parts: Vec<(Cow<'_, [T::Acc]>, _, _)> = decoder.parts().map(of_part).collect();
-    let fill = |ids: Range<usize>, tile: &mut ViewMut<'_, T::Acc>, buffer: &mut Vec<T::Acc>| {
-        for (contexts, columns, matrix) in &parts {
-            let (d, depth) = (columns.len(), context_tile(columns.len(), 1));
-            if few {
-                // The planned buffer holds so many ids.
-                let step = (depth * VOCAB_TILE / d).max(1);
-                for first in ids.clone().step_by(step) {
-                    let part = first..ids.end.min(first + step);
-                    let (first_column, ids) = (part.start - ids.start, part.len());
-                    let (decoder, stride) = matrix.rows(part, 0..d, buffer);
-                    let (add, to) = (columns.start > 0, &mut *tile);
-                    T::Acc::dispatch(isa, Dots { contexts, decoder, stride, d, ids, first_column, add, to });
-                }
-                continue;
-            }
-            for first in (0..d).step_by(depth) {
-                let of_block = first..d.min(first + depth);
-                let (block, stride) = matrix.columns(ids.clone(), of_block.clone(), buffer);
-                let block = View::new(block, of_block.len(), ids.len(), stride);
-                let first = columns.start + first;
-                let contexts = all_contexts.columns(first..first + of_block.len());
-                multiply(&mut tile.first_columns(ids.len()), first > 0, contexts, block);
-            }
-        }
-        summary(ids, tile)
-    };
-    ViewMut::new(to, rows, stride, stride)
-        .tiles(rows.max(1), VOCAB_TILE)
-        .into_par_iter()
-        .map_init(Vec::new, |buffer, (_, columns, mut tile)| {
-            fill(columns.start..columns.end.min(vocab), &mut tile, buffer)
-        })
-        .collect()
 }
 
 /// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
@@ -181,19 +120,9 @@ pub(super) fn decoder_gradient<F: Float>(
     *is_started = true;
 }
 
-/// Some columns of `[rows, d]`.
-fn gathered<F: Float>(contexts: &[F], d: usize, columns: Range<usize>) -> Vec<F> {
-    contexts.chunks_exact(d).flat_map(|row| &row[columns.clone()]).copied().collect()
-}
-
 /// Columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are at least `least_parts`
 /// of them unless they would be narrower than [`LEAST_PART`].
-fn context_tile(d: usize, least_parts: usize) -> usize {
+pub(super) fn context_tile(d: usize, least_parts: usize) -> usize {
     let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(least_parts));
     d.div_ceil(parts).next_multiple_of(ROW_ALIGN)
-}
-
-/// Elements of the buffer in which each thread transposes or widens a tile of the decoder.
-pub(super) fn buffered_tile(d: usize, vocab: usize) -> usize {
-    context_tile(d, 1) * VOCAB_TILE.min(vocab.next_multiple_of(ROW_ALIGN))
 }

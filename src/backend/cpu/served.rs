@@ -1,16 +1,20 @@
-//! Which formats serve which type.
+//! Which multipliers serve which type.
 
 use half::{bf16, f16};
 
-use super::format::Format;
-use super::tiles::Tiles;
-use super::vectors::Vectors;
-use crate::backend::cpu::dtype::Element;
+use super::dtype::Element;
+use super::multiplier::{Tiles, Vectors};
+use super::one_pass::Format;
+use super::two_pass::FirstProduct;
 
-/// A type whose products have formats: vectors, and perhaps tiles.
+/// What one pass and two passes need of a multiplier.
+pub(crate) trait Products<T: Element>: Format<T> + FirstProduct<T> {}
+impl<T: Element, X: Format<T> + FirstProduct<T>> Products<T> for X {}
+
+/// A type whose products vectors serve, and perhaps tiles.
 pub(crate) trait Served: Element {
     /// The products of a tile unit, or, for f64, which has none, of vectors.
-    type Tiles: Format<Self>;
+    type Tiles: Products<Self>;
 
     /// The products of this tile unit; `None` for f64.
     fn tiles(tiles: Tiles) -> Option<Self::Tiles>;

@@ -1,0 +1,75 @@
+//! Rows of the decoder as an operand of a tile unit.
+
+use std::ops::Range;
+
+use half::bf16;
+
+use super::dtype::Element;
+use super::matrix::Decoder;
+use super::memory::Aligned;
+use super::simd::{Float, Isa};
+use super::tiles::product::SIDE;
+use super::tiles::rounding::RoundedRow;
+use super::tiles::squares::store_line;
+use super::tiles::transpose::transpose;
+
+/// Some rows of the decoder in bf16, `[ids, d]`, and their transpose, both padded with zeros. Each square lies in one
+/// piece, one row of squares after the other.
+#[derive(Default)]
+pub(crate) struct DecoderSquares {
+    pub(super) rows: Aligned<bf16>,
+    pub(super) columns: Aligned<bf16>,
+    line: Vec<bf16>,
+}
+
+impl DecoderSquares {
+    /// Copies the rows of some ids, and transposes them.
+    pub(super) fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
+        let (down, across) = (ids.len().div_ceil(SIDE), decoder.width().div_ceil(SIDE));
+        self.read_rows(isa, decoder, ids);
+        if !decoder.weight.transposed {
+            let columns = self.columns.at_least(self.rows.len());
+            transpose(isa, &self.rows, (down, across), columns);
+        }
+    }
+
+    /// Copies the rows of some ids. A weight is copied as it is stored: if that is its transpose, these are the
+    /// transpose's columns.
+    pub(super) fn read_rows<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
+        let (d, n) = (decoder.width().next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
+        let rows = self.rows.at_least(n * d);
+        self.line.clear();
+        if decoder.weight.transposed {
+            self.line.resize(n, bf16::ZERO);
+            let columns = self.columns.at_least(n * d);
+            let of_decoder = decoder.parts().flat_map(|(_, part)| (0..part.width).map(move |column| (part, column)));
+            let mut of_decoder = of_decoder.map(Some).chain(std::iter::repeat(None));
+            for column in 0..d {
+                let line = &mut self.line[..ids.len()];
+                match of_decoder.next().flatten() {
+                    Some((matrix, column)) if matrix.transposed => {
+                        let values = &matrix.values[column * matrix.vocab..][ids.clone()];
+                        f32::dispatch(isa, RoundedRow { values, to: line });
+                    }
+                    Some((matrix, column)) => {
+                        let values = matrix.values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
+                        line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
+                    }
+                    None => line.fill(bf16::ZERO),
+                }
+                store_line(&self.line, column, n / SIDE, columns);
+            }
+            transpose(isa, columns, (d / SIDE, n / SIDE), rows);
+            return;
+        }
+        self.line.resize(d, bf16::ZERO);
+        for (row, id) in ids.clone().enumerate() {
+            for (of_part, matrix) in decoder.parts() {
+                let values = &matrix.values[id * matrix.width..(id + 1) * matrix.width];
+                f32::dispatch(isa, RoundedRow { values, to: &mut self.line[of_part] });
+            }
+            store_line(&self.line, row, d / SIDE, rows);
+        }
+        (ids.len()..n).for_each(|row| store_line(&[], row, d / SIDE, rows));
+    }
+}

@@ -1,0 +1,15 @@
+//! What multiplies matrices: vectors, or a tile unit, whose operands and results vectors prepare.
+
+use super::simd::Isa;
+use super::tiles::unit::TileUnit;
+
+/// Products on vectors, in the accumulation dtype.
+#[derive(Clone, Copy)]
+pub(crate) struct Vectors(pub(crate) Isa);
+
+/// Products on a tile unit, of operands in bf16, with sums in f32.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiles {
+    pub(crate) unit: TileUnit,
+    pub(crate) isa: Isa,
+}

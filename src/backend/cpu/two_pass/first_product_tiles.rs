@@ -1,0 +1,140 @@
+//! The first product on a tile unit: contexts in squares, and the decoder's rows in pairs of columns.
+
+use std::ops::Range;
+
+use candle_core::DType;
+use half::bf16;
+use rayon::prelude::*;
+
+use super::first_product::{Contexts, FirstProduct};
+use crate::backend::cpu::decoder_squares::DecoderSquares;
+use crate::backend::cpu::dtype::Element;
+use crate::backend::cpu::matrix::{Decoder, ViewMut};
+use crate::backend::cpu::memory::{Aligned, Workspace};
+use crate::backend::cpu::multiplier::{Tiles, Vectors};
+use crate::backend::cpu::simd::{Float, Isa};
+use crate::backend::cpu::tiles::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
+use crate::backend::cpu::tiles::squares::store_lines;
+use crate::backend::cpu::tiles::transpose;
+
+/// Maximum rows for which inner products, which round nothing, are faster: for operands in bf16, and for those that
+/// would be rounded.
+const MOST_DOTS: usize = 8;
+const MOST_DOTS_OF_WIDE: usize = 24;
+/// Ids that are multiplied at a time.
+const IDS: usize = 2 * SIDE;
+/// Rows whose sums stay in the cache.
+const ROWS: usize = 4 * SIDE;
+
+/// The contexts of a few rows as they are, or in bf16, in squares.
+pub(crate) enum TileContexts<'c> {
+    Few(Contexts<'c, f32>),
+    Squares(Aligned<bf16>),
+}
+
+#[derive(Default)]
+pub(crate) struct Buffers {
+    decoder: DecoderSquares,
+    /// `[square of ids][pair of columns][SIDE]`
+    pairs: Aligned<Pair>,
+    /// `[rows, ids]`
+    sums: Aligned<f32>,
+}
+
+impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
+    type Contexts<'c>
+        = TileContexts<'c>
+    where
+        T: 'c;
+    type Buffers = Buffers;
+
+    fn isa(self) -> Isa {
+        self.isa
+    }
+
+    fn workspace(self, d: usize, _: usize) -> Workspace {
+        let of_ids = IDS * d.next_multiple_of(SIDE);
+        Workspace {
+            per_row: d.next_multiple_of(SIDE) * size_of::<bf16>(),
+            fixed: SIDE * d.next_multiple_of(SIDE) * size_of::<bf16>(),
+            // The decoder's rows, their transpose, the pairs of its columns, and the sums.
+            per_thread: 3 * of_ids * size_of::<bf16>() + ROWS * IDS * size_of::<f32>(),
+        }
+    }
+
+    fn contexts<'c>(self, contexts: &'c [f32], decoder: &Decoder<'_, T>) -> TileContexts<'c> {
+        let d = decoder.width();
+        let most_dots = if T::DTYPE == DType::BF16 { MOST_DOTS } else { MOST_DOTS_OF_WIDE };
+        if contexts.len() <= most_dots * d && !decoder.weight.transposed {
+            return TileContexts::Few(Vectors(self.isa).contexts(contexts, decoder));
+        }
+        let across = d.div_ceil(SIDE);
+        let mut squares = Aligned::zeros(contexts.len().div_ceil(SIDE * d) * across * SQUARE);
+        let of_rows = squares.par_chunks_exact_mut(across * SQUARE).zip(contexts.par_chunks(SIDE * d));
+        of_rows.for_each_init(
+            || vec![bf16::ZERO; SIDE * d],
+            |rounded, (squares, values)| {
+                let rounded = &mut rounded[..values.len()];
+                f32::dispatch(self.isa, RoundedRow { values, to: rounded });
+                store_lines(rounded.chunks_exact(d), 1, across, squares);
+            },
+        );
+        TileContexts::Squares(squares)
+    }
+
+    fn multiply(
+        self,
+        contexts: &TileContexts<'_>,
+        decoder: &Decoder<'_, T>,
+        ids: Range<usize>,
+        tile: &mut ViewMut<'_, f32>,
+        Buffers { decoder: squares, pairs, sums }: &mut Buffers,
+    ) {
+        let contexts = match contexts {
+            TileContexts::Few(contexts) => {
+                return Vectors(self.isa).multiply(contexts, decoder, ids, tile, &mut Vec::new());
+            }
+            TileContexts::Squares(contexts) => contexts,
+        };
+        let depth = decoder.width().div_ceil(SIDE);
+        for first in ids.clone().step_by(IDS) {
+            let block = first..ids.end.min(first + IDS);
+            let width = block.len().next_multiple_of(SIDE);
+            squares.read_rows(self.isa, decoder, block.clone());
+            let pairs = pairs.at_least(width * depth * PAIRS);
+            transpose::pairs(self.isa, &squares.rows, pairs);
+            for top in (0..tile.rows).step_by(ROWS) {
+                let rows = top..tile.rows.min(top + ROWS);
+                let down = rows.len().div_ceil(SIDE);
+                let sums = sums.at_least(down * SIDE * width);
+                for steps in steps(0..depth) {
+                    self.unit.multiply(Product {
+                        left: Operand {
+                            values: &contexts[top * depth * SIDE + steps.start * SQUARE..],
+                            row: SIDE,
+                            step: SQUARE,
+                            square: depth * SQUARE,
+                        },
+                        right: Operand {
+                            values: &pairs[steps.start * PAIRS * SIDE..],
+                            row: SIDE,
+                            step: PAIRS * SIDE,
+                            square: depth * PAIRS * SIDE,
+                        },
+                        steps: steps.len(),
+                        to: &mut *sums,
+                        to_row: width,
+                        rows: down,
+                        columns: width / SIDE,
+                        add: steps.start > 0,
+                    });
+                }
+                for (row, sums) in rows.zip(sums.chunks_exact(width)) {
+                    let of_block = block.start - ids.start..block.end - ids.start;
+                    tile.row_mut(row)[of_block].copy_from_slice(&sums[..block.len()]);
+                }
+            }
+        }
+    }
+}

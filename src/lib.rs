@@ -179,6 +179,8 @@ mod decoding;
 mod mixture;
 
 mod loss;
+mod policy;
+mod scores;
 
 mod backend;
 
@@ -201,7 +203,9 @@ pub use heads::{
 pub use loss::{
     DecoderRows, GradientSum, Loss, LossOptions, Negatives, NoiseDistribution, Precision, Reduction, SampledLoss,
 };
-pub use mixture::{linear_cross_entropy, Mixture};
+pub use mixture::{linear_cross_entropy, ChunkScores, ChunkTerms, Mixture};
+pub use policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
+pub use scores::{ScoreOptions, Scores};
 pub use tensors::dropout::DropoutMasks;
 pub use two_level::{
     Adaptive, AdaptiveConfig, AdaptiveSoftmax, Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax, TwoLevel,

@@ -9,6 +9,7 @@ use candle_core::{DType, Device};
 use common::case::{weights, Case, Logits, Sizes, ENTRIES};
 use common::check::{build, Check};
 use common::objective::Objective;
+use common::scores;
 use mos_head::{LossOptions, MixtureLayer, Result};
 
 /// On its own, this checks the best instruction set.
@@ -33,6 +34,12 @@ fn this_process_equals_the_reference() -> Result<()> {
                     check.run(&case, &objective, &Device::Cpu)?;
                 }
             }
+        }
+    }
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-5), (DType::BF16, 1e-5)] {
+        for (n, temperature) in [(1, 1.0), (2, 0.7)] {
+            scores::Case { n, temperature, ..scores::Case::new(5, 3, 9, 100) }.check(dtype, tolerance)?;
+            scores::Case { n, temperature, ..scores::Case::new(11, 1, 40, 17) }.check(dtype, tolerance)?;
         }
     }
     let case = Case::random(ENTRIES[0], Sizes::new(2, 2, 1, 3), &[1], 91);

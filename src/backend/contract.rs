@@ -128,6 +128,28 @@ pub(crate) enum Objective {
     LogProbs { upstream: Tensor },
 }
 
+/// What is asked of each position's distribution: its scores are the log-probabilities of `n` ids, and its entropy.
+#[derive(Clone, Debug)]
+pub(crate) struct Scored {
+    /// `[positions, n]`: u8, u32 or i64
+    pub(crate) token_ids: Tensor,
+    /// Whether the entropy is needed; if not, its column of the scores is zero.
+    pub(crate) entropy: bool,
+    /// Of the mixture's distribution, after scale and softcap.
+    pub(crate) temperature: f64,
+}
+
+impl Scored {
+    /// Whether the scores need the log-probability of every id.
+    pub(crate) fn needs_all_ids(&self) -> bool {
+        self.entropy || self.temperature != 1.0
+    }
+}
+
+/// Values of a chunk's positions, and their derivatives, as a function of the positions and their scores `[chunk, 2]`:
+/// `[chunk]` and `[chunk, 2]`, all in the accumulation dtype.
+pub(crate) type ScoreTerms = dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync;
+
 impl Objective {
     /// The task of a plan for this objective and the gradients of the operands that need one.
     pub(crate) fn task(&self, needs_grad: NeedsGrad) -> Task {
@@ -292,6 +314,30 @@ pub(crate) trait Backend {
 
     /// Log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor>;
+
+    /// The scores of each position, `[positions, n + 1]` in the accumulation dtype: log-probabilities, then the entropy.
+    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor>;
+
+    /// The gradients of the inner product of scores and `upstream`, `[positions, n + 1]` in the accumulation dtype.
+    fn score_gradients(
+        &self,
+        operands: &Operands,
+        scored: &Scored,
+        upstream: &Tensor,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<Gradients>;
+
+    /// The sum of the values that `terms` gives for the scores of each chunk, with one id per position, and its
+    /// gradients.
+    fn score_loss(
+        &self,
+        operands: &Operands,
+        scored: &Scored,
+        terms: &ScoreTerms,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults>;
 
     /// The `k` most probable ids and their log-probabilities, each `[positions, k]`, in u32 and in the accumulation
     /// dtype, in descending order of probability; ties go to the lower id. If a distribution is NaN, returns an error

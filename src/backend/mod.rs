@@ -19,7 +19,7 @@ mod schedule;
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
-use contract::{Backend, LossResults, NeedsGrad, Objective, Operands, Task, Visit};
+use contract::{Backend, Gradients, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Task, Visit};
 use plan::Plan;
 
 /// Evaluates `$call` with `$backend` bound to the backend of `$device`.
@@ -69,6 +69,32 @@ pub(crate) fn loss(
 
 pub(crate) fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
     on_device!(operands.contexts.device(), backend => backend.log_probs(operands, dtype, plan))
+}
+
+pub(crate) fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+    on_device!(operands.contexts.device(), backend => backend.scores(operands, scored, plan))
+}
+
+pub(crate) fn score_gradients(
+    operands: &Operands,
+    scored: &Scored,
+    upstream: &Tensor,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<Gradients> {
+    on_device!(operands.contexts.device(), backend => {
+        backend.score_gradients(operands, scored, upstream, needs_grad, plan)
+    })
+}
+
+pub(crate) fn score_loss(
+    operands: &Operands,
+    scored: &Scored,
+    terms: &ScoreTerms,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    on_device!(operands.contexts.device(), backend => backend.score_loss(operands, scored, terms, needs_grad, plan))
 }
 
 pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {

@@ -24,12 +24,18 @@ pub(super) trait Steps {
         for positions in plan.chunks() {
             self.logits(positions.clone())?;
             self.loss_rows(positions.clone())?;
-            if needs_grad.contexts {
-                self.context_gradient(positions.clone())?;
-            }
-            if needs_grad.decoder() {
-                self.decoder_gradient(positions)?;
-            }
+            self.gradients_of_rows(positions, needs_grad)?;
+        }
+        Ok(())
+    }
+
+    /// The second and third product of a chunk.
+    fn gradients_of_rows(&mut self, positions: Range<usize>, needs_grad: NeedsGrad) -> Result<()> {
+        if needs_grad.contexts {
+            self.context_gradient(positions.clone())?;
+        }
+        if needs_grad.decoder() {
+            self.decoder_gradient(positions)?;
         }
         Ok(())
     }

@@ -1,15 +1,18 @@
 //! A head: a projection and a decoder.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, D};
 use candle_nn::{Embedding, VarBuilder};
 
 use super::output_layer::{MixtureLayer, OutputLayer};
 use super::projection::{Configured, Projection};
+use crate::backend::contract::accumulation_dtype;
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Request};
-use crate::mixture::Mixture;
+use crate::mixture::{ChunkScores, ChunkTerms, Mixture};
+use crate::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
+use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -164,6 +167,24 @@ impl<P: Projection> OutputLayer for Head<P> {
 
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
         self.mixture(hidden, DropoutMasks::Off)?.log_probs()
+    }
+
+    fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
+        let (dtype, leading) = (accumulation_dtype("hidden", hidden.dtype())?, leading(hidden)?);
+        let terms = PolicyTerms::new(batch, options, hidden, leading, dtype)?;
+        let rows = hidden.reshape((leading.iter().product::<usize>(), hidden.dim(D::Minus1)?))?;
+        let rows = rows.index_select(&terms.positions, 0)?;
+        let mixture = self.mixture(&rows, DropoutMasks::Off)?;
+        let token_ids = terms.token_ids.clone();
+        mixture.score_loss(&token_ids, &options.scores(), move |ChunkScores { positions, log_prob, entropy }| {
+            let (values, derivatives) = terms.of_chunk(positions, &Tensor::stack(&[log_prob, entropy], 1)?)?;
+            let column = |i| derivatives.narrow(1, i, 1)?.squeeze(1);
+            Ok(ChunkTerms { values, by_log_prob: column(0)?, by_entropy: Some(column(1)?) })
+        })
+    }
+
+    fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+        self.mixture(hidden, DropoutMasks::Off)?.score(token_ids, options)
     }
 
     fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {

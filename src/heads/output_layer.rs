@@ -11,7 +11,9 @@ use crate::decoding::{Pruned, Sampler, TopK};
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::mixture::Mixture;
-use crate::tensors::checks::{check_targets, leading};
+use crate::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
+use crate::scores::{candidates, ScoreOptions, Scores};
+use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
@@ -158,23 +160,99 @@ pub trait OutputLayer: Debug + Send + Sync {
         Ok(self.log_probs(hidden)?.to_dtype(dtype)?)
     }
 
-    /// The log-probability `[..]` of given token ids `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`. Not
-    /// differentiable.
+    /// The log-probability of given token ids after hidden states `[.., hidden]`, and the entropy if the options ask
+    /// for it. Differentiable. Heads that are one mixture compute them without a tensor of the vocabulary's size, see
+    /// [`Mixture::score`]; by default they are composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
-    /// - token_ids: `[..]`; u8, u32 or i64
-    /// - returns `[..]`, in nats
+    /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
+    /// - returns log-probabilities of the shape of `token_ids`, and the entropy `[..]`, in nats
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`OutputLayer::loss`], or if an option is out of range.
+    fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+        candidates("token_ids", token_ids, leading(hidden)?)?;
+        let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        Scores::of_log_probs(&self.log_probs_as(hidden, dtype)?, token_ids, options)
+    }
+
+    /// The loss of a policy gradient over sampled tokens, PPO's and GRPO's: see [`PolicyOptions`]. Heads that are one
+    /// mixture compute it and its gradients in three products, without a tensor of the vocabulary's size; by default it
+    /// is composed from [`OutputLayer::score`]. There is no dropout.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`, each position before its token; the batch has the leading dimensions, `[.., seq]`
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`OutputLayer::loss`], if an option is out of range, or if the batch lacks what an option
+    /// needs.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{OutputLayer, PolicyBatch, PolicyOptions, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    /// let hidden = Tensor::randn(0f32, 1., (2, 3, 8), &Device::Cpu)?; // [batch, seq, hidden]
+    /// let token_ids = Tensor::new(&[[3u32, 5, 7], [1, 0, 99]], &Device::Cpu)?;
+    /// let old_log_probs = head.log_prob(&hidden, &token_ids)?.detach();
+    /// let advantages = Tensor::new(&[[1f32, 1., 1.], [-1., -1., -1.]], &Device::Cpu)?;
+    /// let batch = PolicyBatch::new(token_ids, advantages).with_old_log_probs(old_log_probs);
+    /// let loss = head.policy_loss(&hidden, &batch, &PolicyOptions::new().with_entropy(0.01))?;
+    /// let gradients = loss.backward()?;
+    /// # assert!(gradients.get(&weight).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
+        let leading = leading(hidden)?;
+        let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let terms = PolicyTerms::new(batch, options, hidden, leading, dtype)?;
+        let rows = hidden.reshape((leading.iter().product::<usize>(), hidden.dim(D::Minus1)?))?;
+        let rows = rows.index_select(&terms.positions, 0)?;
+        let scores = self.score(&rows, &terms.token_ids, &options.scores())?;
+        let entropy = match scores.entropy {
+            Some(entropy) => entropy,
+            None => scores.log_prob.zeros_like()?,
+        };
+        let nll = scores.log_prob.affine(-1.0, 0.0)?;
+        let columns = Tensor::stack(&[scores.log_prob, entropy], 1)?;
+        let (values, derivatives) = terms.of_chunk(0..columns.dim(0)?, &columns.detach())?;
+        let sum = values.sum_all()?;
+        let linear = (columns * derivatives)?.sum_all()?;
+        // Of the linear function only the gradient counts.
+        let value = (&linear + (&sum - linear.detach())?)?;
+        let count = Tensor::new(values.dim(0)? as f64, hidden.device())?.to_dtype(dtype)?;
+        Ok(Loss::new(value, sum, count, nll))
+    }
+
+    /// The log-probability of given token ids after hidden states `[.., hidden]`. Differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
+    /// - returns the shape of `token_ids`, in nats
     ///
     /// # Errors
     ///
     /// As for the targets of [`OutputLayer::loss`].
     fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
-        check_targets("token_ids", token_ids, leading(hidden)?)?;
-        let options = LossOptions::evaluation().with_reduction(Reduction::None);
+        let leading = leading(hidden)?;
+        if candidates("token_ids", token_ids, leading)? != 1 || token_ids.dims() != leading {
+            return Ok(self.score(hidden, token_ids, &ScoreOptions::new())?.log_prob);
+        }
+        let options = LossOptions::new().with_reduction(Reduction::None);
         // Not `neg`, which makes a minus zero.
-        Ok(self.loss(hidden, token_ids, &options)?.nll.affine(-1.0, 0.0)?)
+        Ok(self.loss(hidden, token_ids, &options)?.value.affine(-1.0, 0.0)?)
     }
 
     /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of
@@ -323,6 +401,12 @@ macro_rules! delegate_to_pointee {
             }
             fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
                 (**self).log_prob(hidden, token_ids)
+            }
+            fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
+                (**self).policy_loss(hidden, batch, options)
+            }
+            fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+                (**self).score(hidden, token_ids, options)
             }
             fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
                 (**self).top_k(hidden, k)

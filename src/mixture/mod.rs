@@ -9,18 +9,21 @@ mod loss;
 mod node;
 mod sample;
 mod sampled_softmax;
+mod score;
+mod score_loss;
 
 use candle_core::{DType, Tensor};
 
 use crate::backend;
 use crate::backend::contract::{accumulation_dtype, Operands, Sizes, Task};
 use crate::error::{Error, Result};
-use crate::loss::{LossOptions, Precision, Reduction};
+use crate::loss::{LossOptions, Precision};
 use crate::tensors::checks::{
-    check_alike, check_device, check_elements, check_logits, check_product, check_sizes, check_targets, check_vocab,
+    check_alike, check_device, check_elements, check_logits, check_product, check_sizes, check_vocab,
 };
 pub use linear_cross_entropy::linear_cross_entropy;
 use node::needs_grad;
+pub use score_loss::{ChunkScores, ChunkTerms};
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -294,23 +297,6 @@ impl Mixture {
             log_probs = node::attach_log_probs(log_probs, operands.clone(), needs_grad, plan)?;
         }
         Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
-    }
-
-    /// The log-probability `[..]` of a given token id at each position, f32 (f64 for heads in f64). Not differentiable;
-    /// the differentiable form is [`Mixture::loss`] with [`Reduction::None`].
-    ///
-    /// # Shapes
-    ///
-    /// - token_ids: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
-    ///
-    /// # Errors
-    ///
-    /// As for the targets of [`Mixture::loss`].
-    pub fn log_prob(&self, token_ids: &Tensor) -> Result<Tensor> {
-        check_targets("token_ids", token_ids, &self.leading)?;
-        let options = LossOptions::evaluation().with_reduction(Reduction::None);
-        // Not `neg`, which makes a minus zero.
-        Ok(self.loss(token_ids, &options)?.nll.affine(-1.0, 0.0)?)
     }
 
     pub(crate) fn operands(&self) -> &Operands {

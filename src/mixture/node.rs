@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use candle_core::{DType, Device, Tensor};
 
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, Gradients, NeedsGrad, Objective, Operands};
+use crate::backend::contract::{accumulation_dtype, Gradients, NeedsGrad, Objective, Operands, Scored};
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;
@@ -73,6 +73,19 @@ pub(super) fn attach_log_probs(
         let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
         let upstream = upstream.to_dtype(accumulation)?.contiguous()?;
         Ok(backend::loss(operands, &Objective::LogProbs { upstream }, needs_grad, &plan)?.gradients)
+    })
+}
+
+/// `scores`, `[positions, n + 1]`, as a function of the operands.
+pub(super) fn attach_scores(
+    scores: Tensor,
+    operands: Operands,
+    scored: Scored,
+    needs_grad: NeedsGrad,
+    plan: Plan,
+) -> Result<Tensor> {
+    attach_mixture(scores, operands, needs_grad, move |operands, _, upstream| {
+        backend::score_gradients(operands, &scored, &upstream.contiguous()?, needs_grad, &plan)
     })
 }
 

@@ -6,4 +6,5 @@ pub(crate) mod dropout;
 pub(crate) mod initial_values;
 pub(crate) mod linear;
 pub(crate) mod permutation;
+pub(crate) mod scores;
 pub(crate) mod transfer;

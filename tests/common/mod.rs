@@ -13,6 +13,7 @@ pub mod objective;
 pub mod random;
 pub mod reference;
 pub mod sampled;
+pub mod scores;
 
 use candle_core::{DType, Device, Tensor};
 

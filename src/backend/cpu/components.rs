@@ -28,10 +28,22 @@ use crate::backend::contract::Terms;
 pub(super) struct Target<'a, F> {
     /// The target id and its mass in `q`.
     pub(super) hard: Option<(usize, F)>,
-    /// The rest of `q`, padded with zeros, if any: label smoothing, or minus the upstream gradient of the
-    /// log-probabilities.
-    pub(super) soft: Option<&'a [F]>,
+    /// More ids and their masses in `q`.
+    pub(super) candidates: &'a [(usize, F)],
+    /// The rest of `q`, if any.
+    pub(super) soft: Option<Soft<'a, F>>,
     pub(super) terms: Terms,
+}
+
+/// Masses of all ids. Any scalar function of a position's distribution has the gradient of an objective whose masses are
+/// `q_v = -dF / d log p(v)`.
+#[derive(Clone, Copy)]
+pub(super) enum Soft<'a, F> {
+    /// Numbers, padded with zeros: label smoothing, or minus the upstream gradient of the log-probabilities.
+    Given(&'a [F]),
+    /// With the tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`: the masses, besides the
+    /// candidates' own, of `log_probs log Q(y) + entropy H(Q)`, or for a power of one of the same of p.
+    Scores { log_probs: F, entropy: F, power: F },
 }
 
 /// The results of one position.
@@ -57,6 +69,8 @@ pub(super) struct Components<F> {
     pub(super) hard_mass: Vec<F>,
     /// `R_k`
     pub(super) mass: Vec<F>,
+    /// `[candidates, K]`: each candidate's part of `R_k`, times the slope of the softcap at its logit
+    pub(super) candidate_masses: Vec<F>,
     /// `sum_v |q_v| r_k(v)`, which the filter compares: weights of both signs may cancel in the mass
     pub(super) magnitude: Vec<F>,
 }
@@ -65,7 +79,14 @@ impl<F: Float> Components<F> {
     pub(super) fn new(components: usize) -> Self {
         let zeros = || vec![F::zero(); components];
         let lse = vec![LogSumExp::default(); components];
-        Components { lse, log_scale: zeros(), hard_mass: zeros(), mass: zeros(), magnitude: zeros() }
+        Components {
+            lse,
+            log_scale: zeros(),
+            hard_mass: zeros(),
+            mass: zeros(),
+            candidate_masses: Vec::new(),
+            magnitude: zeros(),
+        }
     }
 
     /// Starts a position with these log-sum-exps and log-priors.
@@ -80,6 +101,33 @@ impl<F: Float> Components<F> {
     #[inline(always)]
     pub(super) fn scales(&self) -> impl ExactSizeIterator<Item = (F, F)> + Clone + '_ {
         self.lse.iter().zip(&self.log_scale).map(|(lse, &log_scale)| (lse.largest, log_scale))
+    }
+
+    /// Log p of an id, from its logits; at most zero.
+    pub(super) fn log_prob(&self, logit: impl Fn(usize) -> F) -> LogSumExp<F> {
+        LogSumExp::of((0..self.lse.len()).map(|k| logit(k) - self.lse[k].largest + self.log_scale[k]))
+    }
+
+    /// Adds the candidates' masses. `slope` is the softcap's at a logit.
+    pub(super) fn add_candidates(
+        &mut self,
+        candidates: &[(usize, F)],
+        target_logit: impl Fn(usize, usize) -> F,
+        slope: impl Fn(F) -> F,
+    ) {
+        self.candidate_masses.clear();
+        for &(y, mass) in candidates {
+            let log_p = self.log_prob(|k| target_logit(k, y));
+            for k in 0..self.lse.len() {
+                let z = target_logit(k, y);
+                let joint = z - self.lse[k].largest + self.log_scale[k];
+                let r = if self.lse.len() == 1 { F::one() } else { (joint - log_p.largest - log_p.log_sum).exp() };
+                let of_row = weighted(mass, r);
+                self.mass[k] += of_row;
+                self.magnitude[k] += of_row.abs();
+                self.candidate_masses.push(of_row * slope(z));
+            }
+        }
     }
 
     /// The part of the loss that depends only on the target's logits and the log-sum-exps. Sets the masses accordingly.

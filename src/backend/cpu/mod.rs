@@ -26,16 +26,20 @@ mod testing;
 mod tiles;
 mod two_pass;
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::backend::contract::{
-    accumulation_dtype, Backend, LossResults, NeedsGrad, Objective, Operands, Sizes, SoFar, Task, Visit,
+    accumulation_dtype, Backend, Gradients, LossResults, NeedsGrad, Objective, Operands, Real, ScoreTerms, Scored,
+    Sizes, SoFar, Task, Visit,
 };
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
+use components::PositionLoss;
 use dtype::{with_type, Element};
 use inputs::Inputs;
 use multiplier::Vectors;
@@ -44,7 +48,7 @@ use plan::{plan, tiles_of};
 use results::{results, BufferedGradients};
 use served::{Products, Served};
 use simd::Isa;
-use targets::Targets;
+use targets::{scored_ids, Targets};
 use two_pass::TwoPasses;
 
 /// The backend for f64, f32, and f16 and bf16, which it computes in f32.
@@ -73,6 +77,40 @@ impl Backend for Cpu {
             true => log_probs::<T, T>(operands, plan),
             false => log_probs::<T, <T as Element>::Acc>(operands, plan),
         })
+    }
+
+    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+        let scores = || with_type!(operands.contexts.dtype(), T => scores::<T>(operands, scored, plan));
+        on_threads(plan.threads, scores)
+    }
+
+    fn score_gradients(
+        &self,
+        operands: &Operands,
+        scored: &Scored,
+        upstream: &Tensor,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<Gradients> {
+        // The upstream gradient of each position is known, whatever its scores are.
+        let upstream = upstream.clone();
+        let terms = move |positions: Range<usize>, scores: &Tensor| {
+            Ok((scores.narrow(1, 0, 1)?.squeeze(1)?, upstream.narrow(0, positions.start, positions.len())?))
+        };
+        Ok(self.score_loss(operands, scored, &terms, needs_grad, plan)?.gradients)
+    }
+
+    fn score_loss(
+        &self,
+        operands: &Operands,
+        scored: &Scored,
+        terms: &ScoreTerms,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults> {
+        let loss =
+            || with_type!(operands.contexts.dtype(), T => score_loss::<T>(operands, scored, terms, needs_grad, plan));
+        on_threads(plan.threads, loss)
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
@@ -188,6 +226,88 @@ fn log_probs_in<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
             passes.log_prob_rows(positions, to);
         }
         Ok(Tensor::from_vec(log_probs, (positions, vocab), &Device::Cpu)?)
+    })
+}
+
+fn scores<T: Served>(operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+    match tiles_of::<T>(operands)? {
+        Some(tiles) => scores_in::<T, _>(tiles, operands, scored, plan),
+        None => scores_in::<T, _>(Vectors(Isa::best()?), operands, scored, plan),
+    }
+}
+
+fn scores_in<T: Element, X: Products<T>>(
+    multiplier: X,
+    operands: &Operands,
+    scored: &Scored,
+    plan: &Plan,
+) -> Result<Tensor> {
+    let Sizes { positions, vocab, .. } = operands.sizes;
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+        let ids = scored_ids(scored, vocab)?;
+        let n = scored.token_ids.dim(1)?;
+        let mut passes = TwoPasses::new(multiplier, inputs, plan);
+        let mut scores = Vec::with_capacity(positions * (n + 1));
+        for positions in plan.chunks() {
+            passes.logits(positions.clone())?;
+            scores.extend(passes.score_rows(positions.clone(), &ids[positions.start * n..positions.end * n], scored));
+        }
+        Ok(Tensor::from_vec(scores, (positions, n + 1), &Device::Cpu)?)
+    })
+}
+
+fn score_loss<T: Served>(
+    operands: &Operands,
+    scored: &Scored,
+    terms: &ScoreTerms,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    match tiles_of::<T>(operands)? {
+        Some(tiles) => score_loss_in::<T, _>(tiles, operands, scored, terms, needs_grad, plan),
+        None => score_loss_in::<T, _>(Vectors(Isa::best()?), operands, scored, terms, needs_grad, plan),
+    }
+}
+
+/// A loss whose targets are known once the scores of a chunk are.
+fn score_loss_in<T: Element, X: Products<T>>(
+    multiplier: X,
+    operands: &Operands,
+    scored: &Scored,
+    terms: &ScoreTerms,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    let sizes @ Sizes { positions, vocab, .. } = operands.sizes;
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+        let (ids, n) = (scored_ids(scored, vocab)?, scored.token_ids.dim(1)?);
+        let columns = operands.adapter_columns()?;
+        let gradients = BufferedGradients::new(sizes, vocab, columns, needs_grad, None, false);
+        let none = Targets::of_scores(scored, &[], &[], 0, sizes);
+        let mut passes = TwoPasses::new(multiplier, inputs, plan).with_targets(&none, gradients);
+        let mut losses = Vec::with_capacity(positions);
+        for positions in plan.chunks() {
+            passes.logits(positions.clone())?;
+            let of_chunk = &ids[positions.start * n..positions.end * n];
+            let scores = passes.score_rows(positions.clone(), of_chunk, scored);
+            let nll: Vec<f64> = scores.chunks_exact(n + 1).map(|scores| -Real::f64(scores[0])).collect();
+            let scores = Tensor::from_vec(scores, (positions.len(), n + 1), &Device::Cpu)?;
+            let (values, upstream) = terms(positions.clone(), &scores)?;
+            let values = values.to_vec1::<T::Acc>()?;
+            let of_values = values.iter().zip(nll);
+            losses.extend(of_values.map(|(x, nll)| PositionLoss {
+                objective: Real::f64(*x),
+                nll,
+                ..PositionLoss::default()
+            }));
+            if needs_grad.any() {
+                let upstream = upstream.flatten_all()?.to_vec1::<T::Acc>()?;
+                let targets = Targets::of_scores(scored, of_chunk, &upstream, positions.start, sizes);
+                passes.objective_rows(&targets, positions.clone());
+                passes.gradients_of_rows(positions, needs_grad)?;
+            }
+        }
+        results(sizes, needs_grad, &none, &losses, passes.gradients)
     })
 }
 

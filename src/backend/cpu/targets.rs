@@ -2,23 +2,54 @@
 
 use candle_core::Tensor;
 
-use super::components::Target;
+use super::components::{Soft, Target};
 use super::math::weighted;
 use super::simd::{Float, ROW_ALIGN};
-use crate::backend::contract::{GradScale, Objective, Sizes, TargetLoss, Terms};
+use crate::backend::contract::{GradScale, Objective, Scored, Sizes, TargetLoss, Terms};
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
 /// The targets of all positions, and their weights.
 pub(super) struct Targets<F> {
-    /// `None` if the objective is the inner product of log-probabilities and their upstream gradient
+    /// `None` if the objective is an inner product with an upstream gradient
     ids: Option<Ids<F>>,
+    /// If that is the gradient of scores
+    scores: Option<ScoreMasses<F>>,
     /// `[stride]`, if `soft_step` is zero: the mass that label smoothing gives to each id; empty without smoothing.
     /// Otherwise `[positions, stride]`: minus the upstream gradient of the log-probabilities.
     soft: Vec<F>,
     soft_step: usize,
     stride: usize,
     pub(super) terms: Terms,
+}
+
+/// Scores and their upstream gradient, of some positions.
+struct ScoreMasses<F> {
+    first: usize,
+    /// `[positions, n]`: each id and its mass
+    candidates: Vec<(usize, F)>,
+    n: usize,
+    /// `[positions]`: the sum of the upstream gradients of log-probabilities, and the entropy's
+    upstream: Vec<(F, F)>,
+    power: F,
+}
+
+impl<F: Float> ScoreMasses<F> {
+    fn target(&self, t: usize) -> Option<Target<'_, F>> {
+        let candidates = &self.candidates[(t - self.first) * self.n..][..self.n];
+        let (log_probs, entropy) = self.upstream[t - self.first];
+        if entropy == F::zero() && candidates.iter().all(|&(_, mass)| mass == F::zero()) {
+            return None;
+        }
+        let is_soft = entropy != F::zero() || self.power != F::one();
+        let soft = is_soft.then_some(Soft::Scores { log_probs, entropy, power: self.power });
+        Some(Target { hard: None, candidates, soft, terms: Terms::default() })
+    }
+}
+
+/// The ids of scores, which must be in the vocabulary.
+pub(super) fn scored_ids(scored: &Scored, vocab: usize) -> Result<Vec<usize>> {
+    Ok(read_ids(&scored.token_ids, None, vocab)?.into_iter().flatten().collect())
 }
 
 struct Ids<F> {
@@ -34,6 +65,22 @@ struct Ids<F> {
 }
 
 impl<F: Float> Targets<F> {
+    /// The inner product of the scores of some positions, from `first` on, and `upstream`, `[positions, n + 1]`.
+    pub(super) fn of_scores(scored: &Scored, ids: &[usize], upstream: &[F], first: usize, sizes: Sizes) -> Self {
+        // Each position has one number more than it has ids.
+        let positions = upstream.len() - ids.len();
+        let n = ids.len() / positions.max(1);
+        let power = F::of(1.0 / scored.temperature);
+        let of_entropy = |g: F| if scored.entropy { g } else { F::zero() };
+        let rows = upstream.chunks_exact(n + 1);
+        let sums = rows.clone().map(|row| (row[..n].iter().copied().sum(), of_entropy(row[n]))).collect();
+        let masses = rows.flat_map(|row| row[..n].iter().map(|&g| -power * g));
+        let scores =
+            ScoreMasses { first, candidates: ids.iter().copied().zip(masses).collect(), n, upstream: sums, power };
+        let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
+        Targets { ids: None, scores: Some(scores), soft: Vec::new(), soft_step: 0, stride, terms: Terms::default() }
+    }
+
     /// Reads the targets, which must be among the `rows` of the weight.
     pub(super) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
@@ -46,7 +93,14 @@ impl<F: Float> Targets<F> {
                         *soft = -g;
                     }
                 }
-                return Ok(Targets { ids: None, soft, soft_step: stride, stride, terms: Terms::default() });
+                return Ok(Targets {
+                    ids: None,
+                    scores: None,
+                    soft,
+                    soft_step: stride,
+                    stride,
+                    terms: Terms::default(),
+                });
             }
             Objective::Targets(loss) => loss,
         };
@@ -67,12 +121,16 @@ impl<F: Float> Targets<F> {
         let own_shifts = read(&loss.own_shifts)?;
         let mut ids = Ids { ids, position_weights, class_weights, smoothing, scales: Vec::new(), own_shifts };
         ids.scales = ids.gradient_scales(&loss.scale, sizes.positions)?;
-        Ok(Targets { ids: Some(ids), soft, soft_step: 0, stride, terms: *terms })
+        Ok(Targets { ids: Some(ids), scores: None, soft, soft_step: 0, stride, terms: *terms })
     }
 
     /// Whether there are soft targets.
     pub(super) fn are_soft(&self) -> bool {
-        !self.soft.is_empty()
+        let scores = self.scores.as_ref();
+        let are_tempered = |scores: &ScoreMasses<F>| {
+            scores.power != F::one() || scores.upstream.iter().any(|&(_, entropy)| entropy != F::zero())
+        };
+        !self.soft.is_empty() || scores.is_some_and(are_tempered)
     }
 
     pub(super) fn has_filter(&self) -> bool {
@@ -96,14 +154,17 @@ impl<F: Float> Targets<F> {
 
     /// The target of position `t` for the row kernels; `None` if it is ignored.
     pub(super) fn position(&self, t: usize) -> Option<Target<'_, F>> {
-        let soft = self.are_soft().then(|| &self.soft[t * self.soft_step..][..self.stride]);
+        if let Some(scores) = &self.scores {
+            return scores.target(t);
+        }
+        let soft = (!self.soft.is_empty()).then(|| Soft::Given(&self.soft[t * self.soft_step..][..self.stride]));
         let Some(ids) = &self.ids else {
-            return Some(Target { hard: None, soft, terms: self.terms });
+            return Some(Target { hard: None, candidates: &[], soft, terms: self.terms });
         };
         let id = ids.ids[t]?;
         let class_weight = ids.class_weights.as_ref().map_or(F::one(), |weights| weights[id]);
         let hard = Some((id, class_weight * (F::one() - ids.smoothing)));
-        Some(Target { hard, soft, terms: self.terms })
+        Some(Target { hard, candidates: &[], soft, terms: self.terms })
     }
 
     /// The factor of the gradient of position `t`'s objective.

@@ -7,7 +7,9 @@
 
 pub(super) mod arguments;
 mod chunks;
+mod dense_scores;
 pub(super) mod device;
+mod log_probs;
 mod loss;
 mod objective;
 mod own_targets;
@@ -18,12 +20,16 @@ mod testing;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backend::contract::{Backend, Computed, LossResults, NeedsGrad, Objective, Operands, Sizes, Task, Visit};
+use crate::backend::contract::{
+    Backend, Computed, Gradients, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, Task, Visit,
+};
 use crate::backend::plan::{default, Computation, Needs, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
+use dense_scores::DenseScores;
 use device::{Buffer, Gpu, Kind};
+use log_probs::log_probs;
 use loss::loss;
 
 /// The backend of a GPU, in f16, bf16 and f32.
@@ -53,6 +59,48 @@ impl<G: Gpu> Backend for On<G> {
 
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
         log_probs(&self.0, operands, dtype, plan)
+    }
+
+    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+        Ok(DenseScores::new(&self.0, operands, scored, plan)?.scores.detach())
+    }
+
+    fn score_gradients(
+        &self,
+        operands: &Operands,
+        scored: &Scored,
+        upstream: &Tensor,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<Gradients> {
+        DenseScores::new(&self.0, operands, scored, plan)?.gradients(&self.0, operands, upstream, needs_grad, plan)
+    }
+
+    fn score_loss(
+        &self,
+        operands: &Operands,
+        scored: &Scored,
+        terms: &ScoreTerms,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults> {
+        let dense = DenseScores::new(&self.0, operands, scored, plan)?;
+        let scores = dense.scores.detach();
+        let (values, upstream) = terms(0..operands.sizes.positions, &scores)?;
+        let count = Tensor::new(operands.sizes.positions as f32, values.device())?;
+        let gradients = match needs_grad.any() {
+            true => dense.gradients(&self.0, operands, &upstream, needs_grad, plan)?,
+            false => Gradients::default(),
+        };
+        Ok(LossResults {
+            nll: scores.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?,
+            sum: values.sum_all()?,
+            objective: values,
+            count,
+            correct: None,
+            dropped_mass: None,
+            gradients,
+        })
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
@@ -121,14 +169,6 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
         threads: 1,
     };
     Plan::new(sizes.positions, components, needs, budget)
-}
-
-fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-    let Sizes { positions, vocab, .. } = operands.sizes;
-    let to = Buffer::zeros(gpu, positions * vocab, dtype, operands.contexts.device())?;
-    let chunks = Chunks::new(gpu, operands, plan)?;
-    plan.chunks().try_for_each(|positions| chunks.log_probs(positions, &to))?;
-    Ok(to.tensor.narrow(0, 0, positions * vocab)?.reshape((positions, vocab))?)
 }
 
 /// The `k` most probable ids and their log-probabilities, `[positions, k]`, u32 and f32. The plan is made for a task

@@ -1,8 +1,8 @@
 //! The row kernel between the products: the loss of one position from its K rows of logits, and their gradient, written
 //! over them. The equations are in `components`.
 
-use super::mix::{Logits, Scratch};
-use crate::backend::cpu::components::{PositionLoss, Target};
+use super::mix::{Logits, Masses, Scratch, Tempered};
+use crate::backend::cpu::components::{PositionLoss, Soft, Target};
 use crate::backend::cpu::math::{exp, flushed, weighted};
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::softcap::Softcap;
@@ -36,8 +36,9 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
     fn run<V: Vector<F>>(self, v: V) -> PositionLoss {
         let LossRows { mut logits, target, gradients, scratch } = self;
         scratch.components.set(logits.lse, logits.log_priors);
-        if target.soft.is_some() || target.terms.correct {
-            logits.mix(v, target.soft, scratch);
+        let masses = target.soft.map(|soft| logits.masses(v, soft, scratch));
+        if masses.is_some() || target.terms.correct {
+            logits.mix(v, masses, scratch);
         }
 
         let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
@@ -45,12 +46,16 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
             loss.is_correct = !loss.nll.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
         }
-        if let Some(soft) = target.soft {
-            let mut objective = F::zero();
-            for (&q, &log_p) in soft[..logits.vocab].iter().zip(&scratch.log_probs) {
-                objective += weighted(q, -log_p);
+        let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
+        scratch.components.add_candidates(target.candidates, target_logit, slope);
+        if let Some(masses) = masses {
+            if let Masses::Given(masses) = masses {
+                let mut objective = F::zero();
+                for (&q, &log_p) in masses[..logits.vocab].iter().zip(&scratch.log_probs) {
+                    objective += weighted(q, -log_p);
+                }
+                loss.objective += objective.f64();
             }
-            loss.objective += objective.f64();
             for k in 0..logits.log_priors.len() {
                 let row = &logits.rows[k * logits.stride..][..logits.stride];
                 let terms = RowTerms::new(k, scratch);
@@ -68,6 +73,24 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
 }
 
 impl<F: Float> Logits<'_, F> {
+    /// The masses of all ids. If they depend on the whole distribution, this computes its log-probabilities.
+    #[inline(always)]
+    fn masses<'m, V: Vector<F>>(&self, v: V, soft: Soft<'m, F>, scratch: &mut Scratch<F>) -> Masses<'m, F> {
+        match soft {
+            Soft::Given(masses) => Masses::Given(masses),
+            Soft::Scores { entropy, power, .. } if power == F::one() => {
+                let tempered = Tempered { power, log_norm: F::zero() };
+                Masses::OfProbability { tempered, constant: entropy, slope: entropy }
+            }
+            Soft::Scores { log_probs, entropy, power } => {
+                self.mix(v, None, scratch);
+                let tempered = Tempered::new(v, &scratch.log_probs, power);
+                let constant = log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab));
+                Masses::OfProbability { tempered, constant: power * constant, slope: power * entropy }
+            }
+        }
+    }
+
     /// Writes the gradient over the logits.
     #[inline(always)]
     fn gradient<V: Vector<F>>(
@@ -87,7 +110,10 @@ impl<F: Float> Logits<'_, F> {
             let hard = logits_scale * components.hard_mass[k];
             // Both parts must be zero: they may cancel in the sum over the row, yet not in any logit.
             let is_zero = scale == F::zero()
-                || (target.soft.is_none() && flushed(softmax_scale) == F::zero() && flushed(hard) == F::zero());
+                || (target.soft.is_none()
+                    && target.candidates.is_empty()
+                    && flushed(softmax_scale) == F::zero()
+                    && flushed(hard) == F::zero());
             gradients.live[k] = !(is_zero || components.magnitude[k] < least_magnitude);
             if !gradients.live[k] {
                 continue;
@@ -108,6 +134,10 @@ impl<F: Float> Logits<'_, F> {
             if let Some((y, z)) = target_logit {
                 let slope = self.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
                 row[y] = flushed(row[y] - hard * slope);
+            }
+            let of_row = components.candidate_masses.iter().skip(k).step_by(components.lse.len());
+            for (&(y, _), &mass) in target.candidates.iter().zip(of_row) {
+                row[y] = flushed(row[y] - logits_scale * mass);
             }
             if let Some(bias) = gradients.bias.as_deref_mut() {
                 for (sum, &g) in V::registers_mut(bias).iter_mut().zip(V::registers(row)) {
@@ -237,7 +267,12 @@ mod tests {
         let mut live = vec![false; components];
         let kernel = LossRows {
             logits: Logits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
-            target: Target { hard: Some((0, F::of(0.9))), soft, terms: Default::default() },
+            target: Target {
+                hard: Some((0, F::of(0.9))),
+                candidates: &[],
+                soft: soft.map(Soft::Given),
+                terms: Default::default(),
+            },
             gradients: Some(RowGradients {
                 scale: F::one(),
                 logit_scale: F::one(),

@@ -56,14 +56,75 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
     }
 }
 
+/// The masses `soft_v` of ids.
+#[derive(Clone, Copy)]
+pub(super) enum Masses<'a, F> {
+    /// Padded with zeros
+    Given(&'a [F]),
+    /// `Q(v) (constant + slope log Q(v))`
+    OfProbability { tempered: Tempered<F>, constant: F, slope: F },
+}
+
+/// `log Q(v) = power log p(v) - log_norm`
+#[derive(Clone, Copy)]
+pub(super) struct Tempered<F> {
+    pub(super) power: F,
+    pub(super) log_norm: F,
+}
+
+impl<F: Float> Tempered<F> {
+    /// The distribution of log-probabilities, which are padded with minus infinity; without a change for a power of one.
+    #[inline(always)]
+    pub(super) fn new<V: Vector<F>>(v: V, log_probs: &[F], power: F) -> Self {
+        if power == F::one() {
+            return Tempered { power, log_norm: F::zero() };
+        }
+        let mut largest = v.splat(F::neg_infinity());
+        for &log_p in V::registers(log_probs) {
+            largest = v.max(largest, log_p);
+        }
+        let largest = v.largest(largest) * power;
+        let (reference, power_register) = (v.splat(largest), v.splat(power));
+        let mut sum = v.splat(F::zero());
+        for &log_p in V::registers(log_probs) {
+            sum = v.add(sum, exp(v, v.sub(v.mul(log_p, power_register), reference)));
+        }
+        Tempered { power, log_norm: largest + v.sum(sum).ln() }
+    }
+
+    /// `log Q(v)` and `Q(v)`
+    #[inline(always)]
+    fn of<V: Vector<F>>(self, v: V, log_p: V::Reg) -> (V::Reg, V::Reg) {
+        let log_q = v.sub(v.mul(log_p, v.splat(self.power)), v.splat(self.log_norm));
+        (log_q, exp(v, log_q))
+    }
+
+    /// `-sum_v Q(v) log Q(v)`, from 0 to `ln vocab` whatever the rounding.
+    #[inline(always)]
+    pub(super) fn entropy<V: Vector<F>>(self, v: V, log_probs: &[F], vocab: usize) -> F {
+        let zero = v.splat(F::zero());
+        let mut sum = zero;
+        for &log_p in V::registers(log_probs) {
+            let (log_q, q) = self.of(v, log_p);
+            sum = v.add(sum, v.if_equal(q, zero, zero, v.mul(q, log_q)));
+        }
+        let (entropy, most) = (-v.sum(sum), F::of((vocab as f64).ln()));
+        match entropy {
+            // Comparisons with NaN are false.
+            x if x < F::zero() => F::zero(),
+            x if x > most => most,
+            x => x,
+        }
+    }
+}
+
 impl<F: Float> Logits<'_, F> {
     /// Computes `log p(v)` for every id and, for soft targets, its `reference` and `share`.
     #[inline(always)]
-    pub(super) fn mix<V: Vector<F>>(&self, v: V, soft: Option<&[F]>, scratch: &mut Scratch<F>) {
+    pub(super) fn mix<V: Vector<F>>(&self, v: V, soft: Option<Masses<'_, F>>, scratch: &mut Scratch<F>) {
         let rows = V::registers(self.rows);
         let log_probs = V::registers_mut(&mut scratch.log_probs);
         let (references, shares) = (V::registers_mut(&mut scratch.reference), V::registers_mut(&mut scratch.share));
-        let soft = soft.map(V::registers);
         let width = log_probs.len();
         let components = scratch.components.scales();
         let zero = v.splat(F::zero());
@@ -73,8 +134,16 @@ impl<F: Float> Logits<'_, F> {
             log_probs[i] = log_p;
             if let Some(soft) = soft {
                 references[i] = reference;
+                let mass = match soft {
+                    Masses::Given(masses) => V::registers(masses)[i],
+                    Masses::OfProbability { tempered, constant, slope } => {
+                        let (log_q, q) = tempered.of(v, log_p);
+                        let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
+                        v.if_equal(q, zero, zero, mass)
+                    }
+                };
                 // An id without mass gets no share, nor does an id of probability zero: it contributes no gradient.
-                shares[i] = v.if_equal(soft[i], zero, zero, v.if_equal(sum, zero, zero, v.div(soft[i], sum)));
+                shares[i] = v.if_equal(mass, zero, zero, v.if_equal(sum, zero, zero, v.div(mass, sum)));
             }
         }
     }

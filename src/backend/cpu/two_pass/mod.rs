@@ -9,6 +9,7 @@ mod first_product_tiles;
 mod loss_rows;
 mod mix;
 mod products;
+mod score_rows;
 mod tile_log_sum_exp;
 
 use std::ops::Range;
@@ -23,7 +24,7 @@ use super::memory::{zeros, Workspace};
 use super::results::BufferedGradients;
 use super::simd::{Float, ROW_ALIGN};
 use super::targets::Targets;
-use crate::backend::contract::{Sizes, Task, Visit};
+use crate::backend::contract::{Scored, Sizes, Task, Visit};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
@@ -32,6 +33,7 @@ use first_product::logits;
 pub(crate) use first_product::FirstProduct;
 use loss_rows::{LossRows, RowGradients};
 use mix::{LogProbRows, Logits, Scratch};
+use score_rows::ScoreRows;
 use tile_log_sum_exp::TileLogSumExp;
 
 /// Maximum number of parts into which a chunk's positions are split if the bias needs a gradient. Each part accumulates
@@ -163,6 +165,31 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             );
     }
 
+    /// The scores of the chunk's positions, `[positions, n + 1]`: of `n` ids each, and the entropy if it is needed.
+    pub(super) fn score_rows(&mut self, positions: Range<usize>, ids: &[usize], scored: &Scored) -> Vec<T::Acc> {
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let n = ids.len() / positions.len().max(1);
+        let power = T::Acc::of(1.0 / scored.temperature);
+        let mut scores = zeros(positions.len() * (n + 1));
+        let log_priors = &self.inputs.log_priors[positions.start * components..];
+        self.logits
+            .par_chunks_exact_mut(components * stride)
+            .zip(log_priors.par_chunks_exact(components))
+            .zip(self.lse.par_chunks_exact(components))
+            .zip(scores.par_chunks_exact_mut(n + 1))
+            .enumerate()
+            .for_each_init(
+                || Scratch::new(components, stride, scored.needs_all_ids(), false),
+                |scratch, (i, (((rows, log_priors), lse), to))| {
+                    let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
+                    let (ids, entropy) = (&ids[i * n..(i + 1) * n], scored.entropy);
+                    T::Acc::dispatch(isa, ScoreRows { logits, ids, power, entropy, scratch, to });
+                },
+            );
+        scores
+    }
+
     /// Moves the live rows of the logits' gradient to the front, each dead row there being replaced by a live one from
     /// behind, and copies their contexts to `chunk_contexts`.
     fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
@@ -187,36 +214,8 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
         self.live_rows = LiveRows::Some(order);
     }
 
-    fn rows(&self, positions: Range<usize>) -> Range<usize> {
-        positions.start * self.inputs.sizes.components..positions.end * self.inputs.sizes.components
-    }
-}
-
-impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
-    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
-        let d = self.inputs.sizes.context_dim;
-        let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
-        let (isa, scale, softcap) = (self.product.isa(), *scale, *softcap);
-        let rows = self.rows(positions);
-        let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
-        let to = &mut self.logits[..rows.len() * self.stride];
-        // Each tile has the log-sum-exp of every row.
-        let tiles = logits(self.product, to, self.stride, contexts, *decoder, |ids, tile| {
-            let mut lse = Vec::with_capacity(tile.rows);
-            for r in 0..tile.rows {
-                let row = tile.row_mut(r);
-                let bias = &bias[ids.start..][..row.len()];
-                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap }));
-            }
-            lse
-        });
-        let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|tile| tile[r]));
-        self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
-        Ok(())
-    }
-
-    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
-        let Some(targets) = self.targets else { return Ok(()) };
+    /// The gradients of the logits, written over them, and the results of each position.
+    pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (stride, isa, softcap, lse) = (self.stride, self.inputs.isa, self.inputs.softcap, &self.lse);
         let logit_scale = self.inputs.logit_scale;
@@ -284,6 +283,40 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
         }
         if gradients.needed {
             self.gather_live_rows(rows, &live);
+        }
+    }
+
+    fn rows(&self, positions: Range<usize>) -> Range<usize> {
+        positions.start * self.inputs.sizes.components..positions.end * self.inputs.sizes.components
+    }
+}
+
+impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
+    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
+        let d = self.inputs.sizes.context_dim;
+        let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
+        let (isa, scale, softcap) = (self.product.isa(), *scale, *softcap);
+        let rows = self.rows(positions);
+        let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let to = &mut self.logits[..rows.len() * self.stride];
+        // Each tile has the log-sum-exp of every row.
+        let tiles = logits(self.product, to, self.stride, contexts, *decoder, |ids, tile| {
+            let mut lse = Vec::with_capacity(tile.rows);
+            for r in 0..tile.rows {
+                let row = tile.row_mut(r);
+                let bias = &bias[ids.start..][..row.len()];
+                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap }));
+            }
+            lse
+        });
+        let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|tile| tile[r]));
+        self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
+        Ok(())
+    }
+
+    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
+        if let Some(targets) = self.targets {
+            self.objective_rows(targets, positions);
         }
         Ok(())
     }

@@ -1,0 +1,37 @@
+//! The scores of one position from its K rows of logits: log-probabilities of some ids, and the entropy.
+
+use super::mix::{Logits, Scratch, Tempered};
+use crate::backend::cpu::math::not_negative;
+use crate::backend::cpu::simd::{Float, Kernel, Vector};
+
+pub(super) struct ScoreRows<'a, F> {
+    pub(super) logits: Logits<'a, F>,
+    pub(super) ids: &'a [usize],
+    /// The inverse of the temperature.
+    pub(super) power: F,
+    pub(super) entropy: bool,
+    pub(super) scratch: &'a mut Scratch<F>,
+    /// `[ids + 1]`
+    pub(super) to: &'a mut [F],
+}
+
+impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) {
+        let ScoreRows { logits, ids, power, entropy, scratch, to } = self;
+        scratch.components.set(logits.lse, logits.log_priors);
+        if entropy || power != F::one() {
+            logits.mix(v, None, scratch);
+        }
+        let tempered = Tempered::new(v, &scratch.log_probs, power);
+        let (of_ids, of_entropy) = to.split_at_mut(ids.len());
+        for (to, &id) in of_ids.iter_mut().zip(ids) {
+            let log_p = scratch.components.log_prob(|k| logits.rows[k * logits.stride + id]).value();
+            // Not `neg`, which makes a minus zero.
+            *to = F::zero() - not_negative(tempered.log_norm - power * log_p);
+        }
+        of_entropy[0] = if entropy { tempered.entropy(v, &scratch.log_probs, logits.vocab) } else { F::zero() };
+    }
+}

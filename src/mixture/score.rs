@@ -1,0 +1,89 @@
+//! Log-probabilities of token ids and the entropy, with gradients.
+
+use candle_core::{DType, Tensor};
+
+use super::node::{self, needs_grad};
+use super::Mixture;
+use crate::backend;
+use crate::backend::contract::{accumulation_dtype, NeedsGrad, Scored, Task};
+use crate::error::Result;
+use crate::loss::{LossOptions, Reduction};
+use crate::scores::{candidates, ScoreOptions, Scores};
+
+impl Mixture {
+    /// The log-probability of given token ids at each position, and the entropy if the options ask for it, from one
+    /// product and without a tensor of the vocabulary's size. Differentiable: the backward pass takes three products.
+    /// On a GPU, what needs the entropy, a temperature or several candidates holds the log-probabilities
+    /// `[positions, vocab]`.
+    ///
+    /// # Shapes
+    ///
+    /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position;
+    ///   u8, u32 or i64
+    /// - returns log-probabilities of the shape of `token_ids`, and the entropy `[..]`, in nats
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`Mixture::loss`], or if an option is out of range.
+    pub fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+        options.validate()?;
+        let n = candidates("token_ids", token_ids, &self.leading)?;
+        if token_ids.dims() == self.leading && !options.entropy && options.temperature == 1.0 {
+            let of_loss = LossOptions::new().with_reduction(Reduction::None);
+            let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
+            // Not `neg`, which makes a minus zero.
+            let log_prob = self.loss(token_ids, &of_loss)?.value.affine(-1.0, 0.0)?;
+            return Ok(Scores { log_prob, entropy: None });
+        }
+        let operands = self.operands.clone();
+        let token_ids_of_rows = token_ids.reshape((operands.sizes.positions, n))?.to_dtype(DType::I64)?;
+        let scored =
+            Scored { token_ids: token_ids_of_rows, entropy: options.entropy, temperature: options.temperature };
+        let needs_grad = needs_grad(&operands);
+        let plan = |needs_grad| backend::plan(&operands, Task::log_probs(needs_grad), options.workspace_bytes);
+        // The backward pass must fit the budget too.
+        let (with_gradients, of_values) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
+        let mut scores = backend::scores(&operands, &scored, &of_values)?;
+        if needs_grad.any() {
+            scores = node::attach_scores(scores, operands, scored, needs_grad, with_gradients)?;
+        }
+        Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)
+    }
+
+    /// The log-probability of given token ids at each position, f32 (f64 for heads in f64). Differentiable; see
+    /// [`Mixture::score`].
+    ///
+    /// # Shapes
+    ///
+    /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]`; u8, u32 or i64
+    /// - returns the shape of `token_ids`
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`Mixture::loss`].
+    pub fn log_prob(&self, token_ids: &Tensor) -> Result<Tensor> {
+        Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
+    }
+
+    /// The entropy of each position's distribution, `-sum_v P(v) log P(v)` in nats, f32 (f64 for heads in f64).
+    /// Differentiable; see [`Mixture::score`].
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[..]`
+    ///
+    /// # Errors
+    ///
+    /// If there are no kernels for the device.
+    pub fn entropy(&self) -> Result<Tensor> {
+        let no_ids = Tensor::zeros([&self.leading[..], &[0]].concat(), DType::U32, self.operands.contexts.device())?;
+        let scores = self.score(&no_ids, &ScoreOptions::new().with_entropy(true))?;
+        match scores.entropy {
+            Some(entropy) => Ok(entropy),
+            None => {
+                let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
+                Ok(Tensor::zeros(self.leading.as_slice(), dtype, self.operands.contexts.device())?)
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! A loss that is a function of log-probabilities and entropies, chunk by chunk.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::node::{self, needs_grad, Known};
+use super::Mixture;
+use crate::backend;
+use crate::backend::contract::{accumulation_dtype, ScoreTerms, Scored, Task};
+use crate::error::{Error, Result};
+use crate::loss::{Loss, Reduction};
+use crate::scores::ScoreOptions;
+use crate::tensors::checks::check_targets;
+
+/// The scores of some positions, `[n]` each, on the device of the contexts, in f32 (f64 for f64).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ChunkScores {
+    /// These positions among all, in the flattened leading dimensions.
+    pub positions: Range<usize>,
+    /// The log-probability of each position's token id.
+    pub log_prob: Tensor,
+    /// The entropy of each position; zeros if the options do not ask for it.
+    pub entropy: Tensor,
+}
+
+/// The terms of some positions, `[n]` each, in the dtype of the scores.
+#[derive(Clone, Debug)]
+pub struct ChunkTerms {
+    /// What each position adds to the loss.
+    pub values: Tensor,
+    /// The derivatives of the values by the log-probabilities.
+    pub by_log_prob: Tensor,
+    /// The derivatives of the values by the entropies; `None` if they do not depend on them.
+    pub by_entropy: Option<Tensor>,
+}
+
+impl Mixture {
+    /// The sum of values that depend on the log-probability of one token id and on the entropy at each position, with
+    /// gradients from three products: `terms` gets the scores of a chunk of positions and returns the values and their
+    /// derivatives, before the gradient of the chunk's logits replaces them. (A function of scores from
+    /// [`Mixture::score`] costs a fourth product.) On a GPU one chunk has all positions, whose log-probabilities
+    /// `[positions, vocab]` are held.
+    ///
+    /// # Shapes
+    ///
+    /// - token_ids: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// As for the targets of [`Mixture::loss`], if an option is out of range, or if `terms` fails or returns other
+    /// shapes.
+    ///
+    /// # Examples
+    ///
+    /// The policy gradient of REINFORCE with an entropy bonus:
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{ChunkTerms, Mixture, ScoreOptions};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let contexts = Var::randn(0f32, 1., (4, 1, 8), &Device::Cpu)?; // 4 positions, K = 1, d = 8
+    /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let mixture = Mixture::new(&contexts, None, &weight, None)?;
+    /// let token_ids = Tensor::new(&[3u32, 14, 15, 92], &Device::Cpu)?;
+    /// let rewards = Tensor::new(&[1f32, 0., 0., 1.], &Device::Cpu)?;
+    /// let options = ScoreOptions::new().with_entropy(true);
+    /// let loss = mixture.score_loss(&token_ids, &options, move |scores| {
+    ///     let rewards = rewards.narrow(0, scores.positions.start, scores.positions.len())?;
+    ///     let values = ((&rewards * &scores.log_prob)?.neg()? - (&scores.entropy * 0.01)?)?;
+    ///     let by_entropy = Some(scores.entropy.zeros_like()?.affine(1.0, -0.01)?);
+    ///     Ok(ChunkTerms { values, by_log_prob: rewards.neg()?, by_entropy })
+    /// })?;
+    /// let gradients = loss.backward()?;
+    /// # assert!(gradients.get(&contexts).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn score_loss(
+        &self,
+        token_ids: &Tensor,
+        options: &ScoreOptions,
+        terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
+    ) -> Result<Loss> {
+        options.validate()?;
+        check_targets("token_ids", token_ids, &self.leading)?;
+        let operands = self.operands.clone();
+        let token_ids = token_ids.reshape((operands.sizes.positions, 1))?;
+        let scored = Scored { token_ids, entropy: options.entropy, temperature: options.temperature };
+        let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
+        let terms: Arc<ScoreTerms> = Arc::new(move |positions: Range<usize>, scores: &Tensor| {
+            let n = positions.len();
+            let column = |i| scores.narrow(1, i, 1)?.squeeze(1);
+            let ChunkTerms { values, by_log_prob, by_entropy } =
+                terms(ChunkScores { positions, log_prob: column(0)?, entropy: column(1)? })?;
+            let by_entropy = match by_entropy {
+                Some(by_entropy) => by_entropy,
+                None => column(1)?.zeros_like()?,
+            };
+            for (argument, tensor) in [("values", &values), ("by_log_prob", &by_log_prob), ("by_entropy", &by_entropy)]
+            {
+                if tensor.dims() != [n] {
+                    return Err(Error::shape(argument, format!("[{n}]"), tensor.dims()));
+                }
+            }
+            let derivatives = Tensor::stack(&[by_log_prob, by_entropy], 1)?.to_dtype(dtype)?;
+            Ok((values.detach().to_dtype(dtype)?, derivatives.detach()))
+        });
+        let needs_grad = needs_grad(&operands);
+        let plan = backend::plan(&operands, Task::log_probs(needs_grad), options.workspace_bytes)?;
+        let results = backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?;
+        let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
+        let value = match needs_grad.any() {
+            true => {
+                let known = Some(Known { gradients: results.gradients, is_sum: false });
+                node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| {
+                    Ok(backend::score_loss(operands, &scored, &*terms, needs_grad, &plan)?.gradients)
+                })?
+            }
+            false => value,
+        };
+        let nll = results.nll.reshape(self.leading.as_slice())?;
+        Ok(Loss { decoder, ..Loss::new(value, results.sum, results.count, nll) })
+    }
+}

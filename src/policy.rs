@@ -1,0 +1,354 @@
+//! Policy-gradient losses of token-level reinforcement learning: PPO and GRPO.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::scores::ScoreOptions;
+use crate::tensors::checks::{check_device, check_float, check_number, check_targets};
+
+/// Log-ratios are continued linearly beyond this, so that their exponentials stay finite.
+const MOST_LOG_RATIO: f64 = 20.0;
+
+/// How the losses of tokens are averaged.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum PolicyNormalization {
+    /// The mean over all tokens (DAPO, Yu et al., 2025, arXiv 2503.14476).
+    #[default]
+    Tokens,
+    /// The mean over each sequence, the last of the leading dimensions, and then over the sequences that have a token
+    /// (GRPO, Shao et al., 2024, arXiv 2402.03300, equation 3).
+    Sequences,
+    /// The sum divided by a constant (Dr. GRPO, Liu et al., 2025, arXiv 2503.20783).
+    Constant(f64),
+}
+
+/// Options of [`OutputLayer::policy_loss`](crate::OutputLayer::policy_loss). The loss of a token with advantage A is
+///
+/// ```text
+/// -m min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl (e^x - x - 1) - entropy H
+/// r = exp(log p - old)        x = reference - log p        m = min(exp(old - sampler), importance_cap)
+/// ```
+///
+/// (PPO, Schulman et al., 2017, arXiv 1707.06347, equation 7; the estimate k3 of the divergence from the reference is
+/// GRPO's, equation 4.) Exponentials of log-ratios above 20 are continued linearly. Ratios of whole sequences (GSPO)
+/// need all tokens of a sequence at once: compute them from [`OutputLayer::score`](crate::OutputLayer::score), which
+/// costs a fourth product.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PolicyOptions {
+    /// The default is 0.2.
+    pub clip_low: f64,
+    /// The default is 0.2. DAPO's is larger than `clip_low`.
+    pub clip_high: f64,
+    /// The coefficient of the divergence from the reference. The default is 0.
+    pub kl: f64,
+    /// The coefficient of the entropy bonus. The default is 0.
+    pub entropy: f64,
+    /// The largest importance weight m. The default is 2.
+    pub importance_cap: f64,
+    /// The default is the mean over all tokens.
+    pub normalization: PolicyNormalization,
+    /// The temperature that the tokens were sampled with. The default is 1.
+    pub temperature: f64,
+    /// The budget of the workspace in bytes; by default the device decides.
+    pub workspace_bytes: Option<usize>,
+}
+
+impl Default for PolicyOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl PolicyOptions {
+    /// The clipped objective alone.
+    pub fn new() -> Self {
+        PolicyOptions {
+            clip_low: 0.2,
+            clip_high: 0.2,
+            kl: 0.0,
+            entropy: 0.0,
+            importance_cap: 2.0,
+            normalization: PolicyNormalization::Tokens,
+            temperature: 1.0,
+            workspace_bytes: None,
+        }
+    }
+
+    /// Clips ratios below `1 - low` and above `1 + high`: both at least 0, `low` at most 1.
+    pub fn with_clip(self, low: f64, high: f64) -> Self {
+        PolicyOptions { clip_low: low, clip_high: high, ..self }
+    }
+
+    /// Sets the coefficient of the divergence from the reference, whose log-probabilities the batch then needs.
+    pub fn with_kl(self, coefficient: f64) -> Self {
+        PolicyOptions { kl: coefficient, ..self }
+    }
+
+    /// Sets the coefficient of the entropy bonus.
+    pub fn with_entropy(self, coefficient: f64) -> Self {
+        PolicyOptions { entropy: coefficient, ..self }
+    }
+
+    /// Sets the largest importance weight: above 0.
+    pub fn with_importance_cap(self, cap: f64) -> Self {
+        PolicyOptions { importance_cap: cap, ..self }
+    }
+
+    /// Sets how the losses of tokens are averaged.
+    pub fn with_normalization(self, normalization: PolicyNormalization) -> Self {
+        PolicyOptions { normalization, ..self }
+    }
+
+    /// Sets the temperature of the distribution: from 1e-6 to 1e6.
+    pub fn with_temperature(self, temperature: f64) -> Self {
+        PolicyOptions { temperature, ..self }
+    }
+
+    /// Sets the budget of the workspace in bytes.
+    pub fn with_workspace_bytes(self, bytes: usize) -> Self {
+        PolicyOptions { workspace_bytes: Some(bytes), ..self }
+    }
+
+    pub(crate) fn scores(&self) -> ScoreOptions {
+        let scores = ScoreOptions::new().with_entropy(self.entropy != 0.0).with_temperature(self.temperature);
+        ScoreOptions { workspace_bytes: self.workspace_bytes, ..scores }
+    }
+
+    fn validate(&self) -> Result<()> {
+        let is_number = |x: f64| x.is_finite();
+        let (low, high) = (self.clip_low, self.clip_high);
+        check_number((0.0..=1.0).contains(&low), "clip_low", "from 0 to 1", low)?;
+        check_number(high >= 0.0 && is_number(high), "clip_high", "at least 0", high)?;
+        check_number(is_number(self.kl), "kl", "a finite number", self.kl)?;
+        check_number(is_number(self.entropy), "entropy", "a finite number", self.entropy)?;
+        let cap = self.importance_cap;
+        check_number(cap > 0.0 && is_number(cap), "importance_cap", "above 0", cap)?;
+        if let PolicyNormalization::Constant(by) = self.normalization {
+            check_number(by > 0.0 && is_number(by), "normalization", "a constant above 0", by)?;
+        }
+        self.scores().validate()
+    }
+}
+
+/// Sampled tokens and what is known of them, each `[..]` as the leading dimensions of the hidden states. Numbers are
+/// constants: no gradient passes through them.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PolicyBatch {
+    /// The tokens; u8, u32 or i64.
+    pub token_ids: Tensor,
+    /// Their advantages.
+    pub advantages: Tensor,
+    /// Their log-probabilities under the policy that the ratio refers to; by default the present one, whose ratio is 1.
+    pub old_log_probs: Option<Tensor>,
+    /// Their log-probabilities under the reference policy.
+    pub reference_log_probs: Option<Tensor>,
+    /// Their log-probabilities under the engine that sampled them, for truncated importance weights.
+    pub sampler_log_probs: Option<Tensor>,
+    /// Not zero where a token counts. The others, such as a prompt's, are left out before any product.
+    pub mask: Option<Tensor>,
+}
+
+impl PolicyBatch {
+    /// Tokens of the present policy, all of which count.
+    ///
+    /// # Shapes
+    ///
+    /// - token_ids: `[..]`, the leading dimensions of the hidden states; u8, u32 or i64
+    /// - advantages: `[..]`; a float type
+    pub fn new(token_ids: Tensor, advantages: Tensor) -> Self {
+        PolicyBatch {
+            token_ids,
+            advantages,
+            old_log_probs: None,
+            reference_log_probs: None,
+            sampler_log_probs: None,
+            mask: None,
+        }
+    }
+
+    /// Sets the log-probabilities under the policy that the ratio refers to.
+    ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[..]`; a float type
+    pub fn with_old_log_probs(self, log_probs: Tensor) -> Self {
+        PolicyBatch { old_log_probs: Some(log_probs), ..self }
+    }
+
+    /// Sets the log-probabilities under the reference policy.
+    ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[..]`; a float type
+    pub fn with_reference_log_probs(self, log_probs: Tensor) -> Self {
+        PolicyBatch { reference_log_probs: Some(log_probs), ..self }
+    }
+
+    /// Sets the log-probabilities under the engine that sampled the tokens.
+    ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[..]`; a float type
+    pub fn with_sampler_log_probs(self, log_probs: Tensor) -> Self {
+        PolicyBatch { sampler_log_probs: Some(log_probs), ..self }
+    }
+
+    /// Sets which tokens count.
+    ///
+    /// # Shapes
+    ///
+    /// - mask: `[..]`; u8, u32, i64 or a float type, not zero where a token counts
+    pub fn with_mask(self, mask: Tensor) -> Self {
+        PolicyBatch { mask: Some(mask), ..self }
+    }
+}
+
+/// The terms of the tokens that count, `[n]` each.
+pub(crate) struct PolicyTerms {
+    /// Their positions among all, u32
+    pub(crate) positions: Tensor,
+    pub(crate) token_ids: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    old: Option<Tensor>,
+    reference: Option<Tensor>,
+    importance: Option<Tensor>,
+    options: PolicyOptions,
+}
+
+impl PolicyTerms {
+    /// For hidden states with these leading dimensions, and numbers in `dtype`.
+    pub(crate) fn new(
+        batch: &PolicyBatch,
+        options: &PolicyOptions,
+        hidden: &Tensor,
+        leading: &[usize],
+        dtype: DType,
+    ) -> Result<Self> {
+        options.validate()?;
+        check_targets("token_ids", &batch.token_ids, leading)?;
+        check_device("token_ids", &batch.token_ids, hidden)?;
+        let check = |argument, tensor: &Tensor| {
+            check_float(argument, tensor)?;
+            check_device(argument, tensor, hidden)?;
+            match tensor.dims() == leading {
+                true => Ok(()),
+                false => Err(Error::shape(argument, format!("{leading:?}"), tensor.dims())),
+            }
+        };
+        check("advantages", &batch.advantages)?;
+        for (argument, log_probs) in [
+            ("old_log_probs", &batch.old_log_probs),
+            ("reference_log_probs", &batch.reference_log_probs),
+            ("sampler_log_probs", &batch.sampler_log_probs),
+        ] {
+            log_probs.as_ref().map_or(Ok(()), |log_probs| check(argument, log_probs))?;
+        }
+        if options.kl != 0.0 && batch.reference_log_probs.is_none() {
+            return Err(Error::config(
+                "reference_log_probs",
+                "the reference's log-probabilities, because kl is not 0",
+                "none",
+            ));
+        }
+        let counts = counted(batch.mask.as_ref(), leading)?;
+        let positions: Vec<u32> = (0u32..).zip(&counts).filter(|(_, &counts)| counts).map(|(t, _)| t).collect();
+        let weights = weights(&counts, leading, options.normalization);
+        let (n, device) = (positions.len(), hidden.device());
+        let positions = Tensor::from_vec(positions, n, device)?;
+        let select = |tensor: &Tensor| tensor.detach().flatten_all()?.index_select(&positions, 0);
+        let number = |tensor: &Tensor| select(tensor)?.to_dtype(dtype);
+        let of = |tensor: &Option<Tensor>| tensor.as_ref().map(number).transpose();
+        let old = of(&batch.old_log_probs)?;
+        let importance = |sampler: Tensor| match &old {
+            Some(old) => {
+                let ratio = (old - sampler)?.minimum(options.importance_cap.ln())?;
+                Ok(ratio.exp()?)
+            }
+            None => {
+                Err(Error::config("old_log_probs", "log-probabilities, because sampler_log_probs are given", "none"))
+            }
+        };
+        Ok(PolicyTerms {
+            token_ids: select(&batch.token_ids)?,
+            advantages: number(&batch.advantages)?,
+            weights: Tensor::from_vec(weights, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?,
+            reference: of(&batch.reference_log_probs)?.filter(|_| options.kl != 0.0),
+            importance: of(&batch.sampler_log_probs)?.map(importance).transpose()?,
+            old,
+            positions,
+            options: options.clone(),
+        })
+    }
+
+    /// The loss of some tokens, `[chunk]`, and its derivatives by their scores, `[chunk, 2]`, from these.
+    pub(crate) fn of_chunk(&self, positions: Range<usize>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
+        let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+        let column = |i| scores.narrow(1, i, 1)?.squeeze(1);
+        let (log_prob, entropy, advantages) = (column(0)?, column(1)?, of(&self.advantages)?);
+        let log_ratio = match &self.old {
+            Some(old) => (&log_prob - of(old)?)?,
+            None => log_prob.zeros_like()?,
+        };
+        let (ratio, slope) = exp_continued(&log_ratio)?;
+        let PolicyOptions { clip_low, clip_high, kl, entropy: bonus, .. } = self.options;
+        let free = (&ratio * &advantages)?;
+        let clipped = (ratio.clamp(1.0 - clip_low, 1.0 + clip_high)? * &advantages)?;
+        let is_free = free.le(&clipped)?;
+        let mut loss = free.minimum(&clipped)?.neg()?;
+        let mut of_log_prob = is_free.where_cond(&(slope * &advantages)?.neg()?, &loss.zeros_like()?)?;
+        // A NaN stays one.
+        of_log_prob = (of_log_prob + (&loss - &loss)?)?;
+        if let Some(importance) = &self.importance {
+            (loss, of_log_prob) = ((loss * of(importance)?)?, (of_log_prob * of(importance)?)?);
+        }
+        if let Some(reference) = &self.reference {
+            let x = (of(reference)? - &log_prob)?;
+            let (exp, slope) = exp_continued(&x)?;
+            loss = (loss + ((exp - x)? - 1.0)?.affine(kl, 0.0)?)?;
+            of_log_prob = (of_log_prob + slope.affine(-kl, kl)?)?;
+        }
+        let weights = of(&self.weights)?;
+        if bonus != 0.0 {
+            loss = (loss - entropy.affine(bonus, 0.0)?)?;
+        }
+        let derivatives = Tensor::stack(&[(of_log_prob * &weights)?, weights.affine(-bonus, 0.0)?], 1)?;
+        Ok(((loss * weights)?, derivatives))
+    }
+}
+
+/// `exp(x)`, continued linearly beyond [`MOST_LOG_RATIO`], and its derivative.
+fn exp_continued(x: &Tensor) -> Result<(Tensor, Tensor)> {
+    let within = x.minimum(MOST_LOG_RATIO)?;
+    let slope = within.exp()?;
+    Ok((((x - within)?.affine(1.0, 1.0)? * &slope)?, slope))
+}
+
+/// Which tokens count. Waits for the device of the mask.
+fn counted(mask: Option<&Tensor>, leading: &[usize]) -> Result<Vec<bool>> {
+    let Some(mask) = mask else { return Ok(vec![true; leading.iter().product()]) };
+    if mask.dims() != leading {
+        return Err(Error::shape("mask", format!("{leading:?}"), mask.dims()));
+    }
+    let mask = mask.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    Ok(mask.into_iter().map(|x| x != 0.0).collect())
+}
+
+/// The weight of each token that counts.
+fn weights(counts: &[bool], leading: &[usize], normalization: PolicyNormalization) -> Vec<f64> {
+    let total = |counts: &[bool]| counts.iter().filter(|&&counts| counts).count();
+    match normalization {
+        PolicyNormalization::Tokens => vec![1.0 / total(counts) as f64; total(counts)],
+        PolicyNormalization::Constant(by) => vec![1.0 / by; total(counts)],
+        PolicyNormalization::Sequences => {
+            let tokens: Vec<usize> = counts.chunks(leading.last().map_or(1, |&n| n.max(1))).map(total).collect();
+            let sequences = tokens.iter().filter(|&&n| n > 0).count();
+            tokens.into_iter().flat_map(|n| vec![1.0 / (n * sequences) as f64; n]).collect()
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Scores of token ids: their log-probabilities, and the entropy of the distribution, with gradients.
+
+use candle_core::Tensor;
+
+use crate::error::{Error, Result};
+use crate::tensors::checks::{check_number, check_targets};
+use crate::tensors::scores::composed;
+
+/// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ScoreOptions {
+    /// The temperature of the distribution, after scale and softcap: its log-probabilities are those of the mixture
+    /// divided by it, and normalised. The default is 1.
+    pub temperature: f64,
+    /// Whether the entropy is computed. The default is false.
+    pub entropy: bool,
+    /// The budget of the workspace in bytes; by default the device decides. See
+    /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
+    pub workspace_bytes: Option<usize>,
+}
+
+impl Default for ScoreOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl ScoreOptions {
+    /// Log-probabilities alone, at temperature 1.
+    pub fn new() -> Self {
+        ScoreOptions { temperature: 1.0, entropy: false, workspace_bytes: None }
+    }
+
+    /// Sets the temperature: from 1e-6 to 1e6.
+    pub fn with_temperature(self, temperature: f64) -> Self {
+        ScoreOptions { temperature, ..self }
+    }
+
+    /// Whether the entropy is computed.
+    pub fn with_entropy(self, entropy: bool) -> Self {
+        ScoreOptions { entropy, ..self }
+    }
+
+    /// Sets the budget of the workspace in bytes.
+    pub fn with_workspace_bytes(self, bytes: usize) -> Self {
+        ScoreOptions { workspace_bytes: Some(bytes), ..self }
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        let temperature = self.temperature;
+        check_number((1e-6..=1e6).contains(&temperature), "temperature", "from 1e-6 to 1e6", temperature)
+    }
+}
+
+/// Scores in nats, f32 (f64 for heads in f64). Differentiable.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{OutputLayer, ScoreOptions, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;
+/// let token_ids = Tensor::new(&[[3u32, 5, 7], [1, 0, 99]], &Device::Cpu)?; // three candidates for each position
+/// let scores = head.score(&hidden, &token_ids, &ScoreOptions::new().with_entropy(true))?;
+/// assert_eq!(scores.log_prob.dims(), [2, 3]);
+/// let entropy = scores.entropy.expect("asked for").to_vec1::<f32>()?;
+/// assert!(entropy.iter().all(|h| (h - 100f32.ln()).abs() < 1e-5));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Scores {
+    /// The log-probability of each id, of the ids' shape.
+    pub log_prob: Tensor,
+    /// The entropy of each position, `[..]`, if it was asked for.
+    pub entropy: Option<Tensor>,
+}
+
+impl Scores {
+    /// The scores of distributions that are given as log-probabilities, for an output layer of your own.
+    ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[.., vocab]`
+    /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// If the shapes do not match, or the temperature is out of range.
+    pub fn of_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
+        options.validate()?;
+        let &[ref leading @ .., vocab] = log_probs.dims() else {
+            return Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims()));
+        };
+        let n = candidates("token_ids", token_ids, leading)?;
+        let positions: usize = leading.iter().product();
+        let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
+        let scores = composed(&rows, &ids, options.temperature, options.entropy)?;
+        Self::of_columns(&scores, token_ids.dims(), leading, options)
+    }
+
+    /// From `[positions, n + 1]`, log-probabilities and the entropy.
+    pub(crate) fn of_columns(
+        scores: &Tensor,
+        of_ids: &[usize],
+        leading: &[usize],
+        options: &ScoreOptions,
+    ) -> Result<Self> {
+        let n = scores.dim(1)? - 1;
+        let entropy = || scores.narrow(1, n, 1)?.reshape(leading);
+        Ok(Scores {
+            log_prob: scores.narrow(1, 0, n)?.reshape(of_ids)?,
+            entropy: options.entropy.then(entropy).transpose()?,
+        })
+    }
+}
+
+/// The number of ids for each position: ids have its leading dimensions, and perhaps one more.
+pub(crate) fn candidates(argument: &'static str, token_ids: &Tensor, leading: &[usize]) -> Result<usize> {
+    match token_ids.dims() {
+        [of_positions @ .., n] if of_positions == leading => {
+            check_targets(argument, token_ids, token_ids.dims())?;
+            Ok(*n)
+        }
+        _ => check_targets(argument, token_ids, leading).map(|()| 1),
+    }
+}

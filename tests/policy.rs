@@ -1,0 +1,219 @@
+//! Policy losses: values and gradients equal formulas written out in f64, and the composed loss of an output layer.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use common::scores::compare;
+use mos_head::{
+    ChunkTerms, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, PolicyBatch,
+    PolicyNormalization, PolicyOptions, Result, ScoreOptions,
+};
+
+/// A head whose losses of policies are composed from its log-probabilities.
+#[derive(Debug)]
+struct Composed<'a>(&'a MixtureOfSoftmaxes);
+
+impl OutputLayer for Composed<'_> {
+    fn hidden_size(&self) -> usize {
+        self.0.hidden_size()
+    }
+    fn vocab_size(&self) -> usize {
+        self.0.vocab_size()
+    }
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        self.0.loss(hidden, targets, options)
+    }
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.0.log_probs(hidden)
+    }
+}
+
+const LEADING: (usize, usize) = (4, 7);
+
+struct Problem {
+    vars: VarMap,
+    head: MixtureOfSoftmaxes,
+    hidden: Var,
+    batch: PolicyBatch,
+}
+
+impl Problem {
+    /// Old and reference policies differ from the present one by log-ratios of about `spread`.
+    fn new(dtype: DType, spread: f64) -> Result<Self> {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, dtype, &Device::Cpu);
+        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 50, 3).with_context_dim(6), vb)?;
+        let hidden =
+            Var::from_tensor(&Tensor::randn(0f64, 1.0, (LEADING.0, LEADING.1, 8), &Device::Cpu)?.to_dtype(dtype)?)?;
+        let ids: Vec<u32> = (0..28).map(|i| i * 13 % 50).collect();
+        let token_ids = Tensor::from_vec(ids, LEADING, &Device::Cpu)?;
+        let log_probs = head.log_prob(&hidden, &token_ids)?.detach();
+        let near = || -> Result<Tensor> {
+            Ok((&log_probs + Tensor::randn(0f64, spread, LEADING, &Device::Cpu)?.to_dtype(log_probs.dtype())?)?)
+        };
+        let advantages = Tensor::randn(0f64, 1.0, LEADING, &Device::Cpu)?;
+        let mask: Vec<u8> = (0..28u8).map(|i| u8::from(i % 7 > i / 7)).collect();
+        let batch = PolicyBatch::new(token_ids, advantages)
+            .with_old_log_probs(near()?)
+            .with_reference_log_probs(near()?)
+            .with_sampler_log_probs(near()?)
+            .with_mask(Tensor::from_vec(mask, LEADING, &Device::Cpu)?);
+        Ok(Problem { vars, head, hidden, batch })
+    }
+
+    fn variables(&self) -> Vec<Var> {
+        [self.vars.all_vars(), vec![self.hidden.clone()]].concat()
+    }
+}
+
+fn number(tensor: &Tensor) -> Result<f64> {
+    Ok(tensor.to_dtype(DType::F64)?.to_scalar::<f64>()?)
+}
+
+#[test]
+fn losses_and_gradients_equal_composed_ones() -> Result<()> {
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+        for normalization in
+            [PolicyNormalization::Tokens, PolicyNormalization::Sequences, PolicyNormalization::Constant(3.0)]
+        {
+            for (kl, entropy, temperature) in [(0.0, 0.0, 1.0), (0.1, 0.0, 1.0), (0.1, 0.02, 1.0), (0.1, 0.02, 0.7)] {
+                let problem = Problem::new(dtype, 0.3)?;
+                let options = PolicyOptions::new()
+                    .with_clip(0.2, 0.28)
+                    .with_kl(kl)
+                    .with_entropy(entropy)
+                    .with_temperature(temperature)
+                    .with_normalization(normalization);
+                let found = problem.head.policy_loss(&problem.hidden, &problem.batch, &options)?;
+                let expected = Composed(&problem.head).policy_loss(&problem.hidden, &problem.batch, &options)?;
+                compare("loss", &options, dtype, &found.value, &expected.value, tolerance)?;
+                compare("nll", &options, dtype, &found.nll, &expected.nll, tolerance)?;
+                let (found, expected) = (found.backward()?, expected.backward()?);
+                for var in problem.variables() {
+                    let (Some(found), Some(expected)) = (found.get(&var), expected.get(&var)) else {
+                        panic!("no gradient: {options:?}")
+                    };
+                    compare("gradient", &options, dtype, found, expected, tolerance)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The formulas, token by token.
+#[test]
+fn values_equal_the_formulas() -> Result<()> {
+    let problem = Problem::new(DType::F64, 0.5)?;
+    let Problem { head, hidden, batch, .. } = &problem;
+    let read = |tensor: &Tensor| -> Result<Vec<f64>> { Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?) };
+    let scores = head.score(hidden, &batch.token_ids, &ScoreOptions::new().with_entropy(true))?;
+    let (log_prob, entropy) = (read(&scores.log_prob)?, read(&scores.entropy.expect("asked for"))?);
+    let of = |tensor: &Option<Tensor>| read(tensor.as_ref().expect("given"));
+    let (old, reference) = (of(&batch.old_log_probs)?, of(&batch.reference_log_probs)?);
+    let (sampler, mask, advantages) = (of(&batch.sampler_log_probs)?, of(&batch.mask)?, read(&batch.advantages)?);
+    let token = |t: usize| {
+        let (ratio, x) = ((log_prob[t] - old[t]).exp(), reference[t] - log_prob[t]);
+        let free = ratio * advantages[t];
+        let clipped = ratio.clamp(0.8, 1.28) * advantages[t];
+        let importance = (old[t] - sampler[t]).exp().min(1.5);
+        -importance * free.min(clipped) + 0.1 * (x.exp() - x - 1.0) - 0.02 * entropy[t]
+    };
+    let counted: Vec<usize> = (0..28).filter(|&t| mask[t] != 0.0).collect();
+    let options = PolicyOptions::new().with_clip(0.2, 0.28).with_kl(0.1).with_entropy(0.02).with_importance_cap(1.5);
+    let mean = counted.iter().map(|&t| token(t)).sum::<f64>() / counted.len() as f64;
+    let of_sequences: Vec<f64> = (0..4)
+        .map(|s| counted.iter().filter(|&&t| t / 7 == s).map(|&t| token(t)).collect::<Vec<_>>())
+        .map(|values| values.iter().sum::<f64>() / values.len() as f64)
+        .collect();
+    for (normalization, expected) in [
+        (PolicyNormalization::Tokens, mean),
+        (PolicyNormalization::Sequences, of_sequences.iter().sum::<f64>() / 4.0),
+        (PolicyNormalization::Constant(5.0), mean * counted.len() as f64 / 5.0),
+    ] {
+        let loss = head.policy_loss(hidden, batch, &options.clone().with_normalization(normalization))?;
+        assert!((number(&loss.value)? - expected).abs() < 1e-12, "{normalization:?}");
+        assert_eq!(number(&loss.count)?, counted.len() as f64);
+    }
+    Ok(())
+}
+
+/// On the policy itself every ratio is one: the gradient is that of a cross-entropy weighted by the advantages.
+#[test]
+fn the_first_step_is_a_weighted_cross_entropy() -> Result<()> {
+    let problem = Problem::new(DType::F64, 0.1)?;
+    let Problem { head, hidden, batch, .. } = &problem;
+    let batch = PolicyBatch::new(batch.token_ids.clone(), batch.advantages.clone());
+    let options = PolicyOptions::new().with_normalization(PolicyNormalization::Constant(1.0));
+    let found = head.policy_loss(hidden, &batch, &options)?.backward()?;
+    let options =
+        LossOptions::new().with_position_weights(batch.advantages.clone()).with_reduction(mos_head::Reduction::Sum);
+    let expected = head.loss(hidden, &batch.token_ids, &options)?.backward()?;
+    for var in problem.variables() {
+        let (Some(found), Some(expected)) = (found.get(&var), expected.get(&var)) else { panic!("no gradient") };
+        compare("gradient", &0, DType::F64, found, expected, 1e-12)?;
+    }
+    Ok(())
+}
+
+/// Log-ratios of hundreds neither overflow nor lose their gradients.
+#[test]
+fn large_ratios_stay_finite() -> Result<()> {
+    let problem = Problem::new(DType::F32, 300.0)?;
+    let Problem { head, hidden, batch, .. } = &problem;
+    let loss = head.policy_loss(hidden, batch, &PolicyOptions::new().with_kl(0.1).with_entropy(0.02))?;
+    assert!(number(&loss.value)?.is_finite());
+    let gradients = loss.backward()?;
+    for var in problem.variables() {
+        let gradient = gradients.get(&var).expect("a gradient").to_dtype(DType::F64)?.sqr()?.sum_all()?;
+        let norm = gradient.to_scalar::<f64>()?;
+        assert!(norm.is_finite() && norm > 0.0);
+    }
+    Ok(())
+}
+
+/// A position that does not count has neither a value nor a gradient, whatever its numbers are.
+#[test]
+fn masked_tokens_take_no_part() -> Result<()> {
+    let problem = Problem::new(DType::F64, 0.2)?;
+    let Problem { head, hidden, batch, .. } = &problem;
+    let mask = batch.mask.clone().expect("given");
+    let is_masked = mask.eq(0u8)?;
+    let nan = Tensor::full(f64::NAN, LEADING, &Device::Cpu)?;
+    let spoilt = PolicyBatch::new(
+        is_masked.where_cond(&Tensor::full(1000u32, LEADING, &Device::Cpu)?, &batch.token_ids)?,
+        is_masked.where_cond(&nan, &batch.advantages)?,
+    )
+    .with_mask(mask.clone());
+    let clean = PolicyBatch::new(batch.token_ids.clone(), batch.advantages.clone()).with_mask(mask);
+    let options = PolicyOptions::new().with_entropy(0.1);
+    let (found, expected) = (head.policy_loss(hidden, &spoilt, &options)?, head.policy_loss(hidden, &clean, &options)?);
+    assert_eq!(number(&found.value)?, number(&expected.value)?);
+    let nothing = clean.clone().with_mask(Tensor::zeros(LEADING, DType::U8, &Device::Cpu)?);
+    assert_eq!(number(&head.policy_loss(hidden, &nothing, &options)?.value)?, 0.0);
+    Ok(())
+}
+
+#[test]
+fn what_an_option_needs_must_be_there() -> Result<()> {
+    let problem = Problem::new(DType::F32, 0.1)?;
+    let Problem { head, hidden, batch, .. } = &problem;
+    let plain = PolicyBatch::new(batch.token_ids.clone(), batch.advantages.clone());
+    let message = |batch: &PolicyBatch, options: PolicyOptions| {
+        head.policy_loss(hidden, batch, &options).map(|_| ()).unwrap_err().to_string()
+    };
+    let options = PolicyOptions::new;
+    assert!(message(&plain, options().with_kl(0.1)).starts_with("reference_log_probs: expected the reference's"));
+    assert_eq!(message(&plain, options().with_clip(1.5, 0.2)), "clip_low: expected from 0 to 1, got 1.5");
+    let sampler = plain.clone().with_sampler_log_probs(batch.advantages.clone());
+    assert!(message(&sampler, options()).starts_with("old_log_probs: expected log-probabilities"));
+    let short = PolicyBatch::new(batch.token_ids.clone(), Tensor::zeros(28, DType::F32, &Device::Cpu)?);
+    assert_eq!(message(&short, options()), "advantages: expected shape [4, 7], got [28]");
+    let mixture = head.mixture(hidden, mos_head::DropoutMasks::Off)?;
+    let wrong = mixture.score_loss(&batch.token_ids, &ScoreOptions::new(), |scores| {
+        Ok(ChunkTerms { values: scores.log_prob.sum_all()?, by_log_prob: scores.log_prob, by_entropy: None })
+    });
+    assert_eq!(wrong.map(|_| ()).unwrap_err().to_string(), "values: expected shape [28], got []");
+    Ok(())
+}

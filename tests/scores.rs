@@ -1,0 +1,257 @@
+//! Log-probabilities and entropies, with their gradients, equal candle's operations in f64.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var, D};
+use candle_nn::ops::log_softmax;
+use common::scores::{compare, Case};
+use mos_head::{Error, Mixture, OutputLayer, Result, ScoreOptions, SoftmaxHead};
+
+/// The relative tolerance of scores.
+fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F64 {
+        1e-12
+    } else {
+        1e-5
+    }
+}
+
+const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
+
+#[test]
+fn scores_and_gradients_equal_composed_operations() -> Result<()> {
+    for (positions, components, d, vocab) in
+        [(1, 1, 1, 1), (2, 1, 3, 2), (5, 3, 7, 37), (3, 1, 16, 600), (70, 4, 9, 131), (4, 15, 20, 1030)]
+    {
+        for dtype in DTYPES {
+            let case = Case::new(positions, components, d, vocab);
+            for (n, entropy) in [(1, true), (0, true), (3, true), (3, false), (1, false)] {
+                Case { n, entropy, ..case }.check(dtype, tolerance(dtype))?;
+            }
+            for temperature in [0.4, 3.0] {
+                Case { temperature, n: 2, ..case }.check(dtype, tolerance(dtype))?;
+                Case { temperature, entropy: false, ..case }.check(dtype, tolerance(dtype))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn so_they_do_with_every_kind_of_logits() -> Result<()> {
+    let case = Case { n: 2, ..Case::new(6, 3, 8, 50) };
+    for dtype in [DType::F64, DType::F32] {
+        for temperature in [1.0, 0.7] {
+            let case = Case { temperature, ..case };
+            Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+            Case { masked: true, ..case }.check(dtype, tolerance(dtype))?;
+            Case { masked: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
+            Case { transposed: true, ..case }.check(dtype, tolerance(dtype))?;
+            Case { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn chunks_do_not_change_them() -> Result<()> {
+    let case = Case { n: 2, ..Case::new(61, 3, 12, 300) };
+    // The backward pass needs more than the scores do, and must fit too.
+    let contexts = |is_variable: bool| -> Result<usize> {
+        let [contexts, logits, weight, bias] = case.operands(DType::F32)?;
+        let contexts = if is_variable { Var::from_tensor(&contexts)?.into_inner() } else { contexts };
+        match (Case { workspace_bytes: Some(0), ..case }).scores(&[contexts, logits, weight, bias]) {
+            Err(Error::Workspace { least, .. }) => Ok(least),
+            other => panic!("a workspace of 0 bytes: {other:?}"),
+        }
+    };
+    let least = contexts(true)?;
+    assert!(contexts(false)? < least);
+    // The bias needs a gradient as well.
+    let least = 2 * least;
+    for factor in [1, 2, 4] {
+        Case { workspace_bytes: Some(factor * least), ..case }.check(DType::F32, 1e-5)?;
+    }
+    Ok(())
+}
+
+/// Guards against a gradient that is dropped in silence: each score has one by itself.
+#[test]
+fn each_score_has_its_gradient_alone() -> Result<()> {
+    let case = Case { n: 2, ..Case::new(5, 3, 7, 37) };
+    let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
+    let inputs = || vars.each_ref().map(|v| v.as_tensor().clone());
+    let (scores, expected) = (case.scores(&inputs())?, case.composed(&inputs())?);
+    let found =
+        [scores.log_prob.narrow(1, 0, 1)?, scores.log_prob.narrow(1, 1, 1)?, scores.entropy.expect("asked for")];
+    for (i, found) in found.into_iter().enumerate() {
+        let (found, expected) = (found.sum_all()?.backward()?, expected.narrow(1, i, 1)?.sum_all()?.backward()?);
+        for var in &vars {
+            let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else { panic!("no gradient") };
+            compare("a gradient", &case, DType::F64, found, expected, 1e-12)?;
+        }
+    }
+    Ok(())
+}
+
+/// Guards against an upstream gradient that is read as if it were contiguous.
+#[test]
+fn upstream_gradients_may_be_strided_or_broadcast() -> Result<()> {
+    let case = Case { n: 3, ..Case::new(4, 2, 5, 30) };
+    let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
+    let inputs = || vars.each_ref().map(|v| v.as_tensor().clone());
+    let upstream = Tensor::from_vec((0..12).map(|i| f64::from(i) - 4.5).collect(), (3, 4), &Device::Cpu)?;
+    let value = |log_prob: &Tensor, entropy: &Tensor| -> Result<Tensor> {
+        let strided = (log_prob.t()? * &upstream)?.sum_all()?;
+        let broadcast = (log_prob.mean_all()? + entropy.broadcast_as((7, 4))?.sum_all()?)?;
+        Ok((strided + broadcast)?)
+    };
+    let (scores, expected) = (case.scores(&inputs())?, case.composed(&inputs())?);
+    let found = value(&scores.log_prob, &scores.entropy.expect("asked for"))?.backward()?;
+    let expected = value(&expected.narrow(1, 0, 3)?, &expected.narrow(1, 3, 1)?.squeeze(1)?)?.backward()?;
+    for var in &vars {
+        let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else { panic!("no gradient") };
+        compare("a gradient", &case, DType::F64, found, expected, 1e-12)?;
+    }
+    Ok(())
+}
+
+/// Log-probabilities are at most 0, entropies from 0 to ln V, wherever the logits lie: a maximum that starts at zero, or
+/// a difference of large numbers, would show.
+#[test]
+fn scores_keep_their_bounds_at_large_offsets() -> Result<()> {
+    for (offset, spread) in [(-100.0, 1.0), (1000.0, 1.0), (1e6, 0.0), (0.0, 1e4), (-1e4, 300.0)] {
+        for components in [1, 3] {
+            let case = Case { n: 2, spread, ..Case::new(20, components, 6, 50) };
+            let [contexts, logits, weight, bias] = case.operands(DType::F32)?;
+            let scores = case.scores(&[contexts, logits, weight, bias.affine(spread.min(1.0), offset)?])?;
+            let (log_prob, entropy) = (
+                scores.log_prob.flatten_all()?.to_vec1::<f32>()?,
+                scores.entropy.expect("asked for").to_vec1::<f32>()?,
+            );
+            assert!(log_prob.iter().all(|&x| x <= 0.0), "{offset} {spread}: {log_prob:?}");
+            assert!(entropy.iter().all(|&h| (0.0..=50f32.ln()).contains(&h)), "{offset} {spread}: {entropy:?}");
+            if spread == 0.0 {
+                assert!(entropy.iter().all(|&h| (h - 50f32.ln()).abs() < 1e-5), "{entropy:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The entropy of a distribution near a single id is the sum of small terms, not a difference of large ones.
+#[test]
+fn small_entropies_are_precise() -> Result<()> {
+    let logits: Vec<f32> = (0..40).map(|v| if v == 7 { 900.0 } else { 892.0 - v as f32 * 0.1 }).collect();
+    let exact: Vec<f64> = logits.iter().map(|&z| f64::from(z) - 900.0).collect();
+    let log_sum = exact.iter().map(|z| z.exp()).sum::<f64>().ln();
+    let expected: f64 = exact.iter().map(|z| -(z - log_sum) * (z - log_sum).exp()).sum();
+    let weight = Tensor::from_vec(logits, (40, 1), &Device::Cpu)?;
+    let entropy = Mixture::new(&Tensor::ones((1, 1, 1), DType::F32, &Device::Cpu)?, None, &weight, None)?.entropy()?;
+    let found = f64::from(entropy.to_vec1::<f32>()?[0]);
+    assert!((found - expected).abs() < 1e-4 * expected, "{found} {expected}");
+    Ok(())
+}
+
+#[test]
+fn equal_components_are_one_and_a_temperature_of_one_changes_nothing() -> Result<()> {
+    let one = Case { n: 2, ..Case::new(9, 1, 6, 40) };
+    let [contexts, _, weight, bias] = one.operands(DType::F64)?;
+    let three = Case { components: 3, ..one };
+    let repeated = contexts.repeat((1, 3, 1))?;
+    let priors = Tensor::from_vec((0..27).map(|i| f64::from(i % 5)).collect(), (9, 3), &Device::Cpu)?;
+    let of_one = one.scores(&[
+        contexts.clone(),
+        Tensor::zeros((9, 1), DType::F64, &Device::Cpu)?,
+        weight.clone(),
+        bias.clone(),
+    ])?;
+    let of_three = three.scores(&[repeated, priors, weight.clone(), bias.clone()])?;
+    compare("log_prob", &three, DType::F64, &of_three.log_prob, &of_one.log_prob, 1e-14)?;
+    let (a, b) = (of_three.entropy.expect("asked for"), of_one.entropy.expect("asked for"));
+    compare("entropy", &three, DType::F64, &a, &b, 1e-14)?;
+    // For one softmax the temperature divides the logits.
+    let mixture = Mixture::new(&contexts, None, &weight, Some(&bias))?;
+    let (ids, options) = (one.token_ids()?, ScoreOptions::new().with_entropy(true));
+    let tempered = mixture.score(&ids, &options.clone().with_temperature(0.25))?;
+    let scaled = mixture.with_logit_scale(4.0)?.score(&ids, &options)?;
+    compare("log_prob", &one, DType::F64, &tempered.log_prob, &scaled.log_prob, 1e-13)?;
+    let (a, b) = (tempered.entropy.expect("asked for"), scaled.entropy.expect("asked for"));
+    Ok(compare("entropy", &one, DType::F64, &a, &b, 1e-13)?)
+}
+
+/// Central differences of all operands, the log-priors before their softmax included.
+#[test]
+fn gradients_equal_central_differences() -> Result<()> {
+    for temperature in [1.0, 0.6] {
+        let case = Case { n: 2, temperature, ..Case::new(3, 2, 4, 11) };
+        let upstream = case.upstream()?;
+        let value = |operands: &[Tensor; 4]| -> Result<Tensor> {
+            let scores = case.scores(operands)?;
+            let scores = Tensor::cat(&[scores.log_prob, scores.entropy.expect("asked for").unsqueeze(1)?], 1)?;
+            Ok((scores * &upstream)?.sum_all()?)
+        };
+        let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
+        let operands = vars.each_ref().map(|v| v.as_tensor().clone());
+        let gradients = value(&operands)?.backward()?;
+        for (i, var) in vars.iter().enumerate() {
+            let found = gradients.get(var).expect("a gradient").flatten_all()?.to_vec1::<f64>()?;
+            let values = var.flatten_all()?.to_vec1::<f64>()?;
+            for j in 0..values.len() {
+                let at = |step: f64| -> Result<f64> {
+                    let mut moved = values.clone();
+                    moved[j] += step;
+                    let mut operands = operands.clone().map(|t| t.detach());
+                    operands[i] = Tensor::from_vec(moved, var.shape(), &Device::Cpu)?;
+                    Ok(value(&operands)?.to_scalar::<f64>()?)
+                };
+                let expected = (at(1e-5)? - at(-1e-5)?) / 2e-5;
+                assert!((found[j] - expected).abs() < 1e-8, "operand {i}[{j}]: {} {expected}", found[j]);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A head that only has what an output layer must have composes them.
+#[test]
+fn heads_and_log_probabilities_have_them_too() -> Result<()> {
+    let weight = Tensor::randn(0f64, 1.0, (30, 6), &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let hidden = Tensor::randn(0f64, 1.0, (2, 4, 6), &Device::Cpu)?;
+    let ids = Tensor::from_vec((0..24u32).collect::<Vec<_>>(), (2, 4, 3), &Device::Cpu)?;
+    for temperature in [1.0, 2.0] {
+        let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
+        let scores = head.score(&hidden, &ids, &options)?;
+        let composed = mos_head::Scores::of_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
+        compare("log_prob", &temperature, DType::F64, &scores.log_prob, &composed.log_prob, 1e-13)?;
+        let (a, b) = (scores.entropy.expect("asked for"), composed.entropy.expect("asked for"));
+        assert_eq!(a.dims(), [2, 4]);
+        compare("entropy", &temperature, DType::F64, &a, &b, 1e-13)?;
+    }
+    let one = ids.narrow(2, 0, 1)?;
+    assert_eq!(head.log_prob(&hidden, &one)?.dims(), [2, 4, 1]);
+    let log_probs = log_softmax(&head.log_probs(&hidden)?, D::Minus1)?.gather(&one.contiguous()?, 2)?;
+    Ok(compare("log_prob", &0, DType::F64, &head.log_prob(&hidden, &one)?, &log_probs, 1e-13)?)
+}
+
+#[test]
+fn wrong_arguments_are_errors() -> Result<()> {
+    let weight = Tensor::zeros((30, 6), DType::F32, &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let hidden = Tensor::zeros((2, 4, 6), DType::F32, &Device::Cpu)?;
+    let ids = |dims: &[usize]| Tensor::zeros(dims, DType::U32, &Device::Cpu);
+    let message = |result: Result<mos_head::Scores>| result.map(|_| ()).unwrap_err().to_string();
+    let options = ScoreOptions::new().with_entropy(true);
+    assert_eq!(message(head.score(&hidden, &ids(&[4, 2])?, &options)), "token_ids: expected shape [2, 4], got [4, 2]");
+    let cold = options.clone().with_temperature(0.0);
+    assert_eq!(message(head.score(&hidden, &ids(&[2, 4])?, &cold)), "temperature: expected from 1e-6 to 1e6, got 0");
+    let outside = (ids(&[2, 4])? + 30.0)?;
+    let expected = "target 30 at position 0 is not below vocab_size 30";
+    assert_eq!(message(head.score(&hidden, &outside, &options)), expected);
+    let floats = Tensor::zeros((2, 4), DType::F32, &Device::Cpu)?;
+    assert_eq!(message(head.score(&hidden, &floats, &options)), "token_ids: expected dtype u8, u32 or i64, got F32");
+    let nothing = head.score(&hidden.narrow(0, 0, 0)?, &ids(&[0, 4, 5])?, &options)?;
+    assert_eq!((nothing.log_prob.dims(), nothing.entropy.expect("asked for").dims()), (&[0, 4, 5][..], &[0, 4][..]));
+    Ok(())
+}

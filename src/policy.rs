@@ -299,11 +299,10 @@ impl PolicyTerms {
         let PolicyOptions { clip_low, clip_high, kl, entropy: bonus, .. } = self.options;
         let free = (&ratio * &advantages)?;
         let clipped = (ratio.clamp(1.0 - clip_low, 1.0 + clip_high)? * &advantages)?;
-        let is_free = free.le(&clipped)?;
+        // False for a NaN, which stays one.
+        let is_clipped = free.gt(&clipped)?;
         let mut loss = free.minimum(&clipped)?.neg()?;
-        let mut of_log_prob = is_free.where_cond(&(slope * &advantages)?.neg()?, &loss.zeros_like()?)?;
-        // A NaN stays one.
-        of_log_prob = (of_log_prob + (&loss - &loss)?)?;
+        let mut of_log_prob = is_clipped.where_cond(&loss.zeros_like()?, &(slope * &advantages)?.neg()?)?;
         if let Some(importance) = &self.importance {
             (loss, of_log_prob) = ((loss * of(importance)?)?, (of_log_prob * of(importance)?)?);
         }

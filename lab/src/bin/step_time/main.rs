@@ -11,6 +11,7 @@ mod composed;
 mod floor;
 mod gpu_floor;
 mod output;
+mod scores;
 mod steps;
 
 use std::process::ExitCode;
@@ -22,8 +23,9 @@ use clap::Parser;
 use lab::memory::Peak;
 use mos_head::{LossOptions, Mixture, NoiseDistribution, Precision};
 use output::System;
+use scores::Score;
 use serde_json::json;
-use steps::{composed_step, detached_mixture, fused_step, Leaves};
+use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves};
 
 fn main() -> ExitCode {
     match run(&Args::parse()) {
@@ -74,6 +76,45 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         return Err("--output is for --impl fused".into());
     }
     let system = args.output.map(|output| System::new(output, sizes, args.dtype, &device)).transpose()?;
+
+    if let Some(score) = args.score {
+        let is_constant = score == Score::Values;
+        let mixture = match is_constant {
+            true => constant_mixture(&leaves, components)?,
+            false => detached_mixture(&leaves, components)?,
+        };
+        let options = score.loss();
+        let mut run = || score.run(&mixture, &leaves.targets);
+        let mut loss = || {
+            let loss = mixture.loss(&leaves.targets, &options)?;
+            if !is_constant {
+                loss.backward()?;
+            }
+            Ok(Some(loss.value.detach()))
+        };
+        let mut products = Products::new(floor_sizes, !is_constant, args.dtype, &device)?;
+        let mut first = match score {
+            Score::Gradients => Some(Products::new(floor_sizes, false, args.dtype, &device)?),
+            Score::Values | Score::Policy => None,
+        };
+        let mut bare = || {
+            products.run()?;
+            first.as_mut().map_or(Ok(None), Products::run)
+        };
+        let memory = Peak::watch(&device);
+        score.run(&mixture, &leaves.targets)?;
+        let peak = memory.extra_mib();
+        let [(scores, value), (loss, _), (bare, _)] = in_turn(args, args.reps, [&mut run, &mut loss, &mut bare])?;
+        let (scores, loss, bare) = (median(&scores), median(&loss), median(&bare));
+        let line = json!({
+            "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "score": name(&score), "shape": name(&args.shape),
+            "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
+            "dtype": args.dtype.as_str(), "seconds": scores, "loss_seconds": loss, "products_seconds": bare,
+            "over_loss": scores / loss, "over_products": scores / bare, "peak_extra_mib": peak, "value": value,
+        });
+        println!("{line}");
+        return Ok(());
+    }
 
     let full = |options: &LossOptions| fused_step(&leaves, components, Train::All, options);
     let memory = Peak::watch(&device);

@@ -116,6 +116,18 @@ pub(crate) fn composed_step(leaves: &Leaves, components: usize, forward_only: bo
     Ok(Some(nll.detach()))
 }
 
+/// The mixture of the leaves, all of them constants.
+pub(crate) fn constant_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
+    let mixture = detached_mixture(leaves, components)?;
+    let log_priors = mixture.log_priors()?.detach();
+    Ok(Mixture::new(
+        &mixture.contexts()?.detach(),
+        Some(&log_priors),
+        &leaves.weight.detach(),
+        if components == 1 { None } else { Some(leaves.bias.detach()) }.as_ref(),
+    )?)
+}
+
 /// The mixture of the leaves, with contexts and log-priors that are variables themselves.
 pub(crate) fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
     let positions = leaves.hidden.dim(0)?;

@@ -1,0 +1,55 @@
+//! The time of log-probabilities and entropies, in turn with the loss and with the bare products that each needs.
+
+use candle_core::{Result, Tensor};
+use clap::ValueEnum;
+use mos_head::{ChunkTerms, LossOptions, Mixture, ScoreOptions};
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Score {
+    /// Log-probability and entropy without gradients: one product
+    Values,
+    /// Both with gradients of both: four products
+    Gradients,
+    /// A policy gradient with an entropy bonus: three products
+    Policy,
+}
+
+impl Score {
+    pub(crate) fn run(self, mixture: &Mixture, targets: &Tensor) -> Result<Option<Tensor>> {
+        let options = ScoreOptions::new().with_entropy(true);
+        let entropy_of = |scores: mos_head::Scores| match scores.entropy {
+            Some(entropy) => Ok((scores.log_prob, entropy)),
+            None => candle_core::bail!("no entropy"),
+        };
+        match self {
+            Score::Values => {
+                let (log_prob, entropy) = entropy_of(mixture.score(targets, &options)?)?;
+                Ok(Some((log_prob.detach() + entropy.detach())?.mean_all()?))
+            }
+            Score::Gradients => {
+                let (log_prob, entropy) = entropy_of(mixture.score(targets, &options)?)?;
+                let value = (log_prob + (entropy * 0.1)?)?.mean_all()?;
+                value.backward()?;
+                Ok(Some(value.detach()))
+            }
+            Score::Policy => {
+                let loss = mixture.score_loss(targets, &options, |scores| {
+                    let by_log_prob = scores.log_prob.ones_like()?.neg()?;
+                    let by_entropy = Some(by_log_prob.affine(0.01, 0.0)?);
+                    let values = (scores.log_prob.neg()? - scores.entropy.affine(0.01, 0.0)?)?;
+                    Ok(ChunkTerms { values, by_log_prob, by_entropy })
+                })?;
+                loss.backward()?;
+                Ok(Some(loss.value.detach()))
+            }
+        }
+    }
+
+    /// The loss that it is compared with: an evaluation, or a training step.
+    pub(crate) fn loss(self) -> LossOptions {
+        match self {
+            Score::Values => LossOptions::evaluation(),
+            Score::Gradients | Score::Policy => LossOptions::new(),
+        }
+    }
+}

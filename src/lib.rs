@@ -96,6 +96,18 @@
 //! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]). To fine-tune a model, a head takes a low-rank adapter of its
 //! decoder ([`Head::with_adapter`]); what is frozen, because it does not depend on a variable, costs no product.
 //!
+//! # Log-probabilities and entropies with gradients
+//!
+//! | | products with / without gradients |
+//! |---|---|
+//! | [`log_prob`](OutputLayer::log_prob), [`score`](OutputLayer::score) | 4 / 1: log-probabilities of one or several candidates, and the entropy, at a temperature |
+//! | [`policy_loss`](OutputLayer::policy_loss) | 3 / 1: PPO and GRPO, with their gradients ([`PolicyOptions`]) |
+//! | [`score_loss`](Mixture::score_loss) | 3 / 1: a function of log-probability and entropy of your own |
+//! | [`log_probs`](OutputLayer::log_probs) | 4 / 1, and a tensor of the vocabulary's size |
+//!
+//! Heads that are one mixture compute them chunk by chunk; heads of two levels, and the GPU for all but `log_prob` of one
+//! id, from the log-probabilities of all ids.
+//!
 //! # Decoding
 //!
 //! | | |

@@ -140,9 +140,9 @@ pub(crate) struct Scored {
 }
 
 impl Scored {
-    /// Whether the scores need the log-probability of every id.
-    pub(crate) fn needs_all_ids(&self) -> bool {
-        self.entropy || self.temperature != 1.0
+    /// Whether the temperature changes the distribution.
+    pub(crate) fn is_tempered(&self) -> bool {
+        self.temperature != 1.0
     }
 }
 

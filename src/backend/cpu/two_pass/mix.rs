@@ -102,23 +102,46 @@ impl<F: Float> Tempered<F> {
     /// `-sum_v Q(v) log Q(v)`, from 0 to `ln vocab` whatever the rounding.
     #[inline(always)]
     pub(super) fn entropy<V: Vector<F>>(self, v: V, log_probs: &[F], vocab: usize) -> F {
-        let zero = v.splat(F::zero());
-        let mut sum = zero;
+        let mut sum = v.splat(F::zero());
         for &log_p in V::registers(log_probs) {
             let (log_q, q) = self.of(v, log_p);
-            sum = v.add(sum, v.if_equal(q, zero, zero, v.mul(q, log_q)));
+            sum = v.add(sum, product(v, q, log_q));
         }
-        let (entropy, most) = (-v.sum(sum), F::of((vocab as f64).ln()));
-        match entropy {
-            // Comparisons with NaN are false.
-            x if x < F::zero() => F::zero(),
-            x if x > most => most,
-            x => x,
-        }
+        within_bounds(-v.sum(sum), vocab)
+    }
+}
+
+/// `q log q`, which is zero for `q` of zero.
+#[inline(always)]
+fn product<F: Float, V: Vector<F>>(v: V, q: V::Reg, log_q: V::Reg) -> V::Reg {
+    let zero = v.splat(F::zero());
+    v.if_equal(q, zero, zero, v.mul(q, log_q))
+}
+
+/// An entropy that rounding has not moved beyond 0 or `ln vocab`; NaN stays NaN.
+fn within_bounds<F: Float>(entropy: F, vocab: usize) -> F {
+    match (entropy, F::of((vocab as f64).ln())) {
+        (x, _) if x < F::zero() => F::zero(),
+        (x, most) if x > most => most,
+        (x, _) => x,
     }
 }
 
 impl<F: Float> Logits<'_, F> {
+    /// `-sum_v p(v) log p(v)`, in one pass over the logits.
+    #[inline(always)]
+    pub(super) fn entropy<V: Vector<F>>(&self, v: V, scratch: &Scratch<F>) -> F {
+        let (rows, components) = (V::registers(self.rows), scratch.components.scales());
+        let width = rows.len() / components.len();
+        let mut sum = v.splat(F::zero());
+        for i in 0..width {
+            let largest = largest_term(v, &rows[i..], width, components.clone());
+            let log_p = mix_register(v, &rows[i..], width, components.clone(), largest).0;
+            sum = v.add(sum, product(v, exp(v, log_p), log_p));
+        }
+        within_bounds(-v.sum(sum), self.vocab)
+    }
+
     /// Computes `log p(v)` for every id and, for soft targets, its `reference` and `share`.
     #[inline(always)]
     pub(super) fn mix<V: Vector<F>>(&self, v: V, soft: Option<Masses<'_, F>>, scratch: &mut Scratch<F>) {

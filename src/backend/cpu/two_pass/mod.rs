@@ -180,7 +180,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             .zip(scores.par_chunks_exact_mut(n + 1))
             .enumerate()
             .for_each_init(
-                || Scratch::new(components, stride, scored.needs_all_ids(), false),
+                || Scratch::new(components, stride, scored.is_tempered(), false),
                 |scratch, (i, (((rows, log_priors), lse), to))| {
                     let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
                     let (ids, entropy) = (&ids[i * n..(i + 1) * n], scored.entropy);

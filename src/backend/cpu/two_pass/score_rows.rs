@@ -22,7 +22,8 @@ impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
     fn run<V: Vector<F>>(self, v: V) {
         let ScoreRows { logits, ids, power, entropy, scratch, to } = self;
         scratch.components.set(logits.lse, logits.log_priors);
-        if entropy || power != F::one() {
+        let is_tempered = power != F::one();
+        if is_tempered {
             logits.mix(v, None, scratch);
         }
         let tempered = Tempered::new(v, &scratch.log_probs, power);
@@ -32,6 +33,10 @@ impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
             // Not `neg`, which makes a minus zero.
             *to = F::zero() - not_negative(tempered.log_norm - power * log_p);
         }
-        of_entropy[0] = if entropy { tempered.entropy(v, &scratch.log_probs, logits.vocab) } else { F::zero() };
+        of_entropy[0] = match (entropy, is_tempered) {
+            (true, true) => tempered.entropy(v, &scratch.log_probs, logits.vocab),
+            (true, false) => logits.entropy(v, scratch),
+            (false, _) => F::zero(),
+        };
     }
 }

@@ -3,13 +3,15 @@
 
 mod common;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var, D};
+use candle_nn::ops::log_softmax;
 use common::case::{Case, Head, Logits, Sizes};
 use common::check::{backward, gradients, numbers, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
+use common::scores::compare;
 use common::{dtypes, on_each_device};
-use mos_head::{ContextActivation, LossOptions, Reduction, Result};
+use mos_head::{ContextActivation, LossOptions, Mixture, Reduction, Result, ScoreOptions};
 use serde_json::Value;
 
 fn golden() -> Value {
@@ -167,4 +169,57 @@ fn the_golden_file_names_its_torch_version_and_seed() {
     let golden = golden();
     assert!(golden["torch"].as_str().is_some_and(|version| version.starts_with("2.")));
     assert!(golden["seed"].is_u64());
+}
+
+/// Log-probabilities and entropies with their gradients, made by `golden/scores.py`.
+#[test]
+fn scores_equal_pytorch() -> Result<()> {
+    let golden: Value = serde_json::from_str(include_str!("golden/scores.json")).expect("scores.json is JSON");
+    let size = |name: &str| golden[name].as_u64().expect(name) as usize;
+    let (positions, d, vocab, n) = (size("positions"), size("d"), size("vocab"), size("n"));
+    for case in golden["cases"].as_array().expect("a list") {
+        let components = case["components"].as_u64().expect("a number") as usize;
+        let shapes: [(&str, &[usize]); 4] = [
+            ("contexts", &[positions, components, d]),
+            ("logits", &[positions, components]),
+            ("weight", &[vocab, d]),
+            ("bias", &[vocab]),
+        ];
+        let tensor = |values: &Value, shape: &[usize]| Tensor::from_vec(floats(values), shape, &Device::Cpu);
+        let ids: Vec<i64> = integers(&case["token_ids"]);
+        let ids = Tensor::from_vec(ids, (positions, n), &Device::Cpu)?;
+        for (dtype, tolerance) in [(DType::F64, 1e-13), (DType::F32, 1e-5)] {
+            let var = |(name, shape): (&str, &[usize])| {
+                Var::from_tensor(&tensor(&case["operands"][name], shape)?.to_dtype(dtype)?)
+            };
+            let vars = shapes.map(|of| var(of).expect("a variable"));
+            let [contexts, logits, weight, bias] = vars.each_ref().map(|v| v.as_tensor());
+            let mixture = Mixture::new(contexts, Some(&log_softmax(logits, D::Minus1)?), weight, Some(bias))?;
+            let mixture = match case["softcap"].as_f64() {
+                Some(cap) => mixture.with_softcap(cap)?,
+                None => mixture,
+            };
+            let temperature = case["temperature"].as_f64().expect("a number");
+            let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
+            let scores = mixture.score(&ids, &options)?;
+            let entropy = scores.entropy.expect("asked for");
+            compare(
+                "log_prob",
+                case,
+                dtype,
+                &scores.log_prob,
+                &tensor(&case["log_prob"], &[positions, n])?,
+                tolerance,
+            )?;
+            compare("entropy", case, dtype, &entropy, &tensor(&case["entropy"], &[positions])?, tolerance)?;
+            let found = Tensor::cat(&[scores.log_prob, entropy.unsqueeze(1)?], 1)?;
+            let upstream = tensor(&case["upstream"], &[positions, n + 1])?.to_dtype(dtype)?;
+            let gradients = (found * upstream)?.sum_all()?.backward()?;
+            for ((name, shape), var) in shapes.into_iter().zip(&vars) {
+                let found = gradients.get(var).expect("a gradient");
+                compare(name, case, dtype, found, &tensor(&case["gradients"][name], shape)?, tolerance)?;
+            }
+        }
+    }
+    Ok(())
 }

@@ -11,8 +11,8 @@ use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
 use mos_head::{
-    CharCnn, CharCnnConfig, GradientSum, LossOptions, LowRankAdapter, LowRankConfig, Mixture, NoiseDistribution,
-    OutputLayer, Result, Sampler, Sampling, SoftmaxHead,
+    CharCnn, CharCnnConfig, ChunkScores, ChunkTerms, GradientSum, LossOptions, LowRankAdapter, LowRankConfig, Mixture,
+    NoiseDistribution, OutputLayer, Result, Sampler, Sampling, ScoreOptions, SoftmaxHead,
 };
 
 /// The system's allocator, which counts the bytes in use and their peak.
@@ -86,7 +86,44 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
     a_transposed_decoder_is_not_copied()?;
     the_intermediate_results_of_computed_rows_are_within_their_budget()?;
     a_sampled_loss_holds_no_copy_of_all_contexts()?;
+    scores_hold_no_logits()?;
     decoding_holds_the_logits_of_a_few_positions()
+}
+
+/// Log-probabilities and entropies with their gradients, and a policy loss, whose decoder has a gradient of its own.
+fn scores_hold_no_logits() -> Result<()> {
+    const VOCAB: usize = 40_000;
+    const BUDGET: usize = 16 << 20;
+    let (positions, components) = (128, 4);
+    let contexts = Var::randn(0f32, 1.0, (positions, components, WIDTH), &Device::Cpu)?;
+    let log_priors = Tensor::full(0.25f32.ln(), (positions, components), &Device::Cpu)?;
+    let weight = Var::randn(0f32, 0.3, (VOCAB, WIDTH), &Device::Cpu)?;
+    let token_ids = Tensor::from_iter((0..positions as u32).map(|i| i * 97), &Device::Cpu)?;
+    let options = ScoreOptions::new().with_entropy(true).with_temperature(0.9).with_workspace_bytes(BUDGET);
+    let frozen = Mixture::new(&contexts, Some(&log_priors), &weight.as_detached_tensor(), None)?;
+    let scores = || -> Result<_> {
+        let scores = frozen.score(&token_ids, &options)?;
+        let entropy = scores.entropy.expect("asked for");
+        Ok((scores.log_prob + entropy)?.sum_all()?.backward()?)
+    };
+    let trained = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+    let policy = || -> Result<_> {
+        let terms = |scores: ChunkScores| {
+            let by_log_prob = scores.log_prob.ones_like()?.neg()?;
+            let values = (scores.log_prob.neg()? - &scores.entropy)?;
+            Ok(ChunkTerms { values, by_entropy: Some(by_log_prob.clone()), by_log_prob })
+        };
+        trained.score_loss(&token_ids, &options, terms)?.backward()
+    };
+    let (logits, decoder) = (positions * components * VOCAB * 4, VOCAB * WIDTH * 4);
+    scores()?;
+    for (name, step, gradient) in [("scores", &scores as &dyn Fn() -> Result<_>, 0), ("policy", &policy, decoder)] {
+        let (gradients, peak) = peak_of(step);
+        assert!(gradients?.get(&contexts).is_some());
+        let limit = BUDGET + gradient + (4 << 20);
+        assert!(peak <= limit && limit < logits / 3, "{name}: {peak} bytes of {limit}; the logits have {logits}");
+    }
+    Ok(())
 }
 
 fn decoding_holds_the_logits_of_a_few_positions() -> Result<()> {

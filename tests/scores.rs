@@ -4,8 +4,12 @@ mod common;
 
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
+use candle_nn::{VarBuilder, VarMap};
 use common::scores::{compare, Case};
-use mos_head::{Error, Mixture, OutputLayer, Result, ScoreOptions, SoftmaxHead};
+use mos_head::{
+    AdaptiveConfig, AdaptiveSoftmax, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result,
+    ScoreOptions, SoftmaxHead,
+};
 
 /// The relative tolerance of scores.
 fn tolerance(dtype: DType) -> f64 {
@@ -253,5 +257,35 @@ fn wrong_arguments_are_errors() -> Result<()> {
     assert_eq!(message(head.score(&hidden, &floats, &options)), "token_ids: expected dtype u8, u32 or i64, got F32");
     let nothing = head.score(&hidden.narrow(0, 0, 0)?, &ids(&[0, 4, 5])?, &options)?;
     assert_eq!((nothing.log_prob.dims(), nothing.entropy.expect("asked for").dims()), (&[0, 4, 5][..], &[0, 4][..]));
+    Ok(())
+}
+
+/// Scores have no dropout, and those of two levels equal their log-probabilities; both have gradients.
+#[test]
+fn every_head_scores_without_dropout() -> Result<()> {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
+    let config = MixtureConfig::new(6, 30, 3).with_dropout(0.5);
+    let heads: [Box<dyn OutputLayer>; 2] = [
+        Box::new(MixtureOfSoftmaxes::new(&config, vb.pp("mixture"))?),
+        Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 30, vec![10]), vb.pp("adaptive"))?),
+    ];
+    let hidden = Var::randn(0f64, 1.0, (2, 4, 6), &Device::Cpu)?;
+    let ids = Tensor::from_vec((0..16u32).collect::<Vec<_>>(), (2, 4, 2), &Device::Cpu)?;
+    let one = ids.narrow(2, 1, 1)?.squeeze(2)?.contiguous()?;
+    for head in heads {
+        let log_probs = head.log_probs(&hidden)?;
+        let expected = log_probs.gather(&ids, 2)?;
+        let entropy = (log_probs.exp()? * &log_probs)?.sum(2)?.neg()?;
+        let scores = head.score(&hidden, &ids, &ScoreOptions::new().with_entropy(true))?;
+        compare("log_prob", &0, DType::F64, &scores.log_prob, &expected, 1e-12)?;
+        compare("entropy", &0, DType::F64, scores.entropy.as_ref().expect("asked for"), &entropy, 1e-12)?;
+        let log_prob = head.log_prob(&hidden, &one)?;
+        compare("log_prob", &1, DType::F64, &log_prob, &expected.narrow(2, 1, 1)?.squeeze(2)?, 1e-12)?;
+        let found = (log_prob.sum_all()? + scores.entropy.expect("asked for").sum_all()?)?.backward()?;
+        let expected = (expected.narrow(2, 1, 1)?.sum_all()? + entropy.sum_all()?)?.backward()?;
+        let (Some(found), Some(expected)) = (found.get(&hidden), expected.get(&hidden)) else { panic!("no gradient") };
+        compare("gradient", &0, DType::F64, found, expected, 1e-12)?;
+    }
     Ok(())
 }

@@ -250,7 +250,7 @@ pub trait OutputLayer: Debug + Send + Sync {
         if candidates("token_ids", token_ids, leading)? != 1 || token_ids.dims() != leading {
             return Ok(self.score(hidden, token_ids, &ScoreOptions::new())?.log_prob);
         }
-        let options = LossOptions::new().with_reduction(Reduction::None);
+        let options = LossOptions::new().with_reduction(Reduction::None).with_dropout(DropoutMasks::Off);
         // Not `neg`, which makes a minus zero.
         Ok(self.loss(hidden, token_ids, &options)?.value.affine(-1.0, 0.0)?)
     }

@@ -1,0 +1,110 @@
+"""Log-probabilities and entropies in PyTorch, with gradients of both, on the sizes of `lab/src/bin/step_time`: the mixture
+alone, from contexts and log-priors.
+
+    python benches/peers/scores.py --shape llm --positions 410 --implementation chunked
+
+Implementations:
+
+    composed   log-probabilities of all ids, in log-space, by autograd
+    chunked    the formula of TRL's chunked log-probability and entropy, for one softmax: a chunk of logits at a time, which
+               the backward pass computes again (--chunk rows)
+
+--values computes no gradients. Prints one JSON line.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from record import Peak, add_arguments, emit, library, median, start, timed
+from step import SHAPES
+
+
+class Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk):
+        log_prob, entropy = [], []
+        for h, y in zip(hidden.split(chunk), targets.split(chunk)):
+            log_p = F.log_softmax(h @ weight.T, -1)
+            log_prob.append(log_p.gather(1, y[:, None]).squeeze(1))
+            entropy.append(-(log_p.exp() * log_p).sum(-1))
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.chunk = chunk
+        return torch.cat(log_prob), torch.cat(entropy)
+
+    @staticmethod
+    def backward(ctx, of_log_prob, of_entropy):
+        hidden, weight, targets = ctx.saved_tensors
+        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for first in range(0, len(targets), ctx.chunk):
+            rows = slice(first, first + ctx.chunk)
+            log_p = F.log_softmax(hidden[rows] @ weight.T, -1)
+            p = log_p.exp()
+            entropy = -(p * log_p).sum(-1, keepdim=True)
+            of_logits = -p * (of_log_prob[rows, None] + of_entropy[rows, None] * (log_p + entropy))
+            of_logits.scatter_add_(1, targets[rows, None], of_log_prob[rows, None])
+            of_hidden[rows] = of_logits @ weight
+            of_weight.addmm_(of_logits.T, hidden[rows])
+        return of_hidden, of_weight, None, None
+
+
+def composed(contexts, log_priors, weight, targets):
+    log_p = F.log_softmax(contexts @ weight.T, -1)
+    log_p = log_p.squeeze(1) if log_priors is None else torch.logsumexp(log_p + log_priors[..., None], 1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--implementation", choices=["composed", "chunked"], default="composed")
+    parser.add_argument("--positions", type=int, help="[default: the shape's]")
+    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--values", action="store_true", help="without gradients")
+    add_arguments(parser)
+    args = parser.parse_args()
+    start(args)
+    positions, components, d, vocab, _ = SHAPES[args.shape]
+    positions = args.positions or positions
+    if args.implementation == "chunked" and components > 1:
+        raise SystemExit("chunked: only for one softmax")
+    contexts = torch.randn(positions, components, d).requires_grad_()
+    weight = (torch.randn(vocab, d) * 0.06).requires_grad_()
+    log_priors = None if components == 1 else F.log_softmax(torch.randn(positions, components), -1).requires_grad_()
+    targets = torch.arange(positions) * 7919 % vocab
+
+    def scores():
+        if args.implementation == "chunked":
+            return Chunked.apply(contexts.squeeze(1), weight, targets, args.chunk)
+        return composed(contexts, log_priors, weight, targets)
+
+    def step():
+        if args.values:
+            with torch.no_grad():
+                log_prob, entropy = scores()
+            return (log_prob + entropy).mean()
+        contexts.grad = weight.grad = None
+        log_prob, entropy = scores()
+        value = (log_prob + 0.1 * entropy).mean()
+        value.backward()
+        return value.detach()
+
+    base = Peak()
+    seconds = timed(step, args.reps, args.warmup, torch.device("cpu"))
+    emit(
+        figure="scores",
+        shape=args.shape,
+        positions=positions,
+        components=components,
+        vocab=vocab,
+        implementation=args.implementation,
+        gradients=not args.values,
+        library=library(),
+        chunk=args.chunk if args.implementation == "chunked" else None,
+        seconds=round(median(seconds), 6),
+        extra_mib=round(base.extra_mib(), 1),
+    )
+
+
+if __name__ == "__main__":
+    main()

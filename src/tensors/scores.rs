@@ -20,7 +20,7 @@ pub(crate) fn composed(log_probs: &Tensor, ids: &Tensor, temperature: f64, entro
         let relative = tempered.broadcast_sub(&largest)?;
         log_probs = relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?;
     }
-    // On a GPU as in the fused kernels: an id that is not in the vocabulary is an error.
+    // Reading the ids waits for the device; one that is not in the vocabulary is an error.
     let of_ids = match ids.dim(1)? {
         0 => None,
         n => {

@@ -1,8 +1,10 @@
 //! Scores of token ids: their log-probabilities, and the entropy of the distribution, with gradients.
 
+use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 
 use crate::error::{Error, Result};
+use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_number, check_targets};
 use crate::tensors::scores::composed;
 
@@ -79,9 +81,28 @@ pub struct Scores {
     pub log_prob: Tensor,
     /// The entropy of each position, `[..]`, if it was asked for.
     pub entropy: Option<Tensor>,
+    /// The decoder, if it is a variable.
+    pub(crate) leaves: Vec<Leaf>,
 }
 
 impl Scores {
+    /// The gradients of a scalar that depends on these scores, as `value.backward()` computes them, with one copy less
+    /// of the decoder's gradient, the largest.
+    ///
+    /// # Shapes
+    ///
+    /// - value: a scalar
+    ///
+    /// # Errors
+    ///
+    /// If the value is not a scalar, the backward pass of another operation fails, or memory runs out.
+    pub fn backward(&self, value: &Tensor) -> Result<GradStore> {
+        match value.rank() {
+            0 => autograd::backward(value, None, self.leaves.clone()),
+            _ => Err(Error::shape("value", "a scalar", value.dims())),
+        }
+    }
+
     /// The scores of distributions that are given as log-probabilities, for an output layer of your own.
     ///
     /// # Shapes
@@ -116,6 +137,7 @@ impl Scores {
         Ok(Scores {
             log_prob: scores.narrow(1, 0, n)?.reshape(of_ids)?,
             entropy: options.entropy.then(entropy).transpose()?,
+            leaves: Vec::new(),
         })
     }
 }

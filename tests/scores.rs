@@ -86,13 +86,20 @@ fn each_score_has_its_gradient_alone() -> Result<()> {
     let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
     let inputs = || vars.each_ref().map(|v| v.as_tensor().clone());
     let (scores, expected) = (case.scores(&inputs())?, case.composed(&inputs())?);
-    let found =
-        [scores.log_prob.narrow(1, 0, 1)?, scores.log_prob.narrow(1, 1, 1)?, scores.entropy.expect("asked for")];
+    let found = [
+        scores.log_prob.narrow(1, 0, 1)?,
+        scores.log_prob.narrow(1, 1, 1)?,
+        scores.entropy.clone().expect("asked for"),
+    ];
     for (i, found) in found.into_iter().enumerate() {
-        let (found, expected) = (found.sum_all()?.backward()?, expected.narrow(1, i, 1)?.sum_all()?.backward()?);
+        let value = found.sum_all()?;
+        let (found, expected) = (value.backward()?, expected.narrow(1, i, 1)?.sum_all()?.backward()?);
+        // The same with a copy less.
+        let aside = scores.backward(&value)?;
         for var in &vars {
             let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else { panic!("no gradient") };
             compare("a gradient", &case, DType::F64, found, expected, 1e-12)?;
+            compare("aside", &case, DType::F64, aside.get(var).expect("a gradient"), expected, 1e-12)?;
         }
     }
     Ok(())

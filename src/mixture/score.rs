@@ -9,6 +9,7 @@ use crate::backend::contract::{accumulation_dtype, NeedsGrad, Scored, Task};
 use crate::error::Result;
 use crate::loss::{LossOptions, Reduction};
 use crate::scores::{candidates, ScoreOptions, Scores};
+use crate::tensors::autograd::Leaf;
 
 impl Mixture {
     /// The log-probability of given token ids at each position, and the entropy if the options ask for it, from one
@@ -32,8 +33,9 @@ impl Mixture {
             let of_loss = LossOptions::new().with_reduction(Reduction::None);
             let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
             // Not `neg`, which makes a minus zero.
-            let log_prob = self.loss(token_ids, &of_loss)?.value.affine(-1.0, 0.0)?;
-            return Ok(Scores { log_prob, entropy: None });
+            let loss = self.loss(token_ids, &of_loss)?;
+            let leaves = loss.leaves().collect();
+            return Ok(Scores { log_prob: loss.value.affine(-1.0, 0.0)?, entropy: None, leaves });
         }
         let operands = self.operands.clone();
         let token_ids_of_rows = token_ids.reshape((operands.sizes.positions, n))?.to_dtype(DType::I64)?;
@@ -47,7 +49,9 @@ impl Mixture {
         if needs_grad.any() {
             scores = node::attach_scores(scores, operands, scored, needs_grad, with_gradients)?;
         }
-        Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)
+        let variable = Some(&self.operands.weight).filter(|weight| weight.is_variable());
+        let leaves = variable.map(|weight| Leaf { node: scores.id(), variable: weight.clone() }).into_iter().collect();
+        Ok(Scores { leaves, ..Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)? })
     }
 
     /// The log-probability of given token ids at each position, f32 (f64 for heads in f64). Differentiable; see

@@ -27,9 +27,10 @@ impl Score {
                 Ok(Some((log_prob.detach() + entropy.detach())?.mean_all()?))
             }
             Score::Gradients => {
-                let (log_prob, entropy) = entropy_of(mixture.score(targets, &options)?)?;
+                let scores = mixture.score(targets, &options)?;
+                let (log_prob, entropy) = entropy_of(scores.clone())?;
                 let value = (log_prob + (entropy * 0.1)?)?.mean_all()?;
-                value.backward()?;
+                scores.backward(&value)?;
                 Ok(Some(value.detach()))
             }
             Score::Policy => {

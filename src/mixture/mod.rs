@@ -178,13 +178,14 @@ impl Mixture {
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
-    /// use mos_head::{MixtureLayer, Precision, SoftmaxHead};
+    /// use mos_head::{DropoutMasks, MixtureLayer, Precision, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
     /// let head = SoftmaxHead::from_tensors(weight, None)?;
     /// let hidden = Tensor::randn(0f32, 1., (40, 8), &Device::Cpu)?; // 40 positions
-    /// let top = head.mixture(&hidden)?.with_precision(Precision::Bf16Products).top_k(5)?;
+    /// let mixture = head.mixture(&hidden, DropoutMasks::Off)?;
+    /// let top = mixture.with_precision(Precision::Bf16Products).top_k(5)?;
     /// assert_eq!(top.token_ids.dims(), [40, 5]);
     /// # Ok(())
     /// # }

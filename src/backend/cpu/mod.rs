@@ -193,6 +193,12 @@ fn loss_in<T: Element, X: Products<T>>(
                 pass.run_loss(plan, needs_grad)?;
                 (pass.losses, pass.gradients)
             }
+            Computation::TwoPasses if targets.are_soft() => {
+                let vectors = Vectors(Isa::best()?);
+                let mut passes = TwoPasses::new(vectors, inputs, plan).with_targets(&targets, gradients);
+                passes.run_loss(plan, needs_grad)?;
+                (passes.losses, passes.gradients)
+            }
             Computation::TwoPasses => {
                 let mut passes = TwoPasses::new(multiplier, inputs, plan).with_targets(&targets, gradients);
                 passes.run_loss(plan, needs_grad)?;

@@ -47,7 +47,8 @@ pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<us
     let computation = computation(&task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
-    let tiles = tiles_of::<T>(operands)?;
+    // Soft targets need rows of their own: their losses stay within small budgets on vectors.
+    let tiles = tiles_of::<T>(operands)?.filter(|_| computation == Computation::OnePass || !task.soft_targets);
     let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
         (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task.needs_grad),
         (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, task.needs_grad),

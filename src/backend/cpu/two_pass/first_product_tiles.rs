@@ -25,7 +25,7 @@ const MOST_DOTS_OF_WIDE: usize = 24;
 /// Ids that are multiplied at a time.
 const IDS: usize = 2 * SIDE;
 /// Rows whose sums stay in the cache.
-const ROWS: usize = 4 * SIDE;
+const ROWS: usize = SIDE;
 
 /// The contexts of a few rows as they are, or in bf16, in squares.
 pub(crate) enum TileContexts<'c> {
@@ -53,13 +53,14 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
         self.isa
     }
 
-    fn workspace(self, d: usize, _: usize) -> Workspace {
-        let of_ids = IDS * d.next_multiple_of(SIDE);
+    fn workspace(self, d: usize, vocab: usize) -> Workspace {
+        let ids = IDS.min(vocab.next_multiple_of(SIDE));
+        let of_ids = ids * d.next_multiple_of(SIDE);
         Workspace {
             per_row: d.next_multiple_of(SIDE) * size_of::<bf16>(),
             fixed: SIDE * d.next_multiple_of(SIDE) * size_of::<bf16>(),
             // The decoder's rows, their transpose, the pairs of its columns, and the sums.
-            per_thread: 3 * of_ids * size_of::<bf16>() + ROWS * IDS * size_of::<f32>(),
+            per_thread: 3 * of_ids * size_of::<bf16>() + ROWS * ids * size_of::<f32>(),
         }
     }
 

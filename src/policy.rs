@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, D};
 
+use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::scores::ScoreOptions;
-use crate::tensors::checks::{check_device, check_float, check_number, check_targets};
+use crate::tensors::checks::{check_device, check_float, check_number, check_targets, leading};
 
 /// Log-ratios are continued linearly beyond this, so that their exponentials stay finite.
 const MOST_LOG_RATIO: f64 = 20.0;
@@ -210,8 +211,6 @@ impl PolicyBatch {
 
 /// The terms of the tokens that count, `[n]` each.
 pub(crate) struct PolicyTerms {
-    /// Their positions among all, u32
-    pub(crate) positions: Tensor,
     pub(crate) token_ids: Tensor,
     advantages: Tensor,
     weights: Tensor,
@@ -222,15 +221,10 @@ pub(crate) struct PolicyTerms {
 }
 
 impl PolicyTerms {
-    /// For hidden states with these leading dimensions, and numbers in `dtype`.
-    pub(crate) fn new(
-        batch: &PolicyBatch,
-        options: &PolicyOptions,
-        hidden: &Tensor,
-        leading: &[usize],
-        dtype: DType,
-    ) -> Result<Self> {
+    /// The terms of the tokens that count after hidden states `[.., hidden]`, and their hidden states `[n, hidden]`.
+    pub(crate) fn of_hidden(hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<(Self, Tensor)> {
         options.validate()?;
+        let (leading, dtype) = (leading(hidden)?, accumulation_dtype("hidden", hidden.dtype())?);
         check_targets("token_ids", &batch.token_ids, leading)?;
         check_device("token_ids", &batch.token_ids, hidden)?;
         let check = |argument, tensor: &Tensor| {
@@ -274,16 +268,17 @@ impl PolicyTerms {
                 Err(Error::config("old_log_probs", "log-probabilities, because sampler_log_probs are given", "none"))
             }
         };
-        Ok(PolicyTerms {
+        let rows = hidden.reshape((counts.len(), hidden.dim(D::Minus1)?))?;
+        let terms = PolicyTerms {
             token_ids: select(&batch.token_ids)?,
             advantages: number(&batch.advantages)?,
             weights: Tensor::from_vec(weights, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?,
             reference: of(&batch.reference_log_probs)?.filter(|_| options.kl != 0.0),
             importance: of(&batch.sampler_log_probs)?.map(importance).transpose()?,
             old,
-            positions,
             options: options.clone(),
-        })
+        };
+        Ok((terms, rows.index_select(&positions, 0)?))
     }
 
     /// The loss of some tokens, `[chunk]`, and its derivatives by their scores, `[chunk, 2]`, from these.

@@ -40,10 +40,10 @@ struct Problem {
 
 impl Problem {
     /// Old and reference policies differ from the present one by log-ratios of about `spread`.
-    fn new(dtype: DType, spread: f64) -> Result<Self> {
+    fn new(dtype: DType, spread: f64, components: usize) -> Result<Self> {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, dtype, &Device::Cpu);
-        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 50, 3).with_context_dim(6), vb)?;
+        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 50, components).with_context_dim(6), vb)?;
         let hidden =
             Var::from_tensor(&Tensor::randn(0f64, 1.0, (LEADING.0, LEADING.1, 8), &Device::Cpu)?.to_dtype(dtype)?)?;
         let ids: Vec<u32> = (0..28).map(|i| i * 13 % 50).collect();
@@ -77,8 +77,15 @@ fn losses_and_gradients_equal_composed_ones() -> Result<()> {
         for normalization in
             [PolicyNormalization::Tokens, PolicyNormalization::Sequences, PolicyNormalization::Constant(3.0)]
         {
-            for (kl, entropy, temperature) in [(0.0, 0.0, 1.0), (0.1, 0.0, 1.0), (0.1, 0.02, 1.0), (0.1, 0.02, 0.7)] {
-                let problem = Problem::new(dtype, 0.3)?;
+            for (kl, entropy, temperature, components) in [
+                (0.0, 0.0, 1.0, 3),
+                (0.1, 0.0, 1.0, 1),
+                (0.1, 0.0, 0.7, 1),
+                (0.1, 0.0, 0.7, 3),
+                (0.1, 0.02, 1.0, 3),
+                (0.1, 0.02, 0.7, 3),
+            ] {
+                let problem = Problem::new(dtype, 0.3, components)?;
                 let options = PolicyOptions::new()
                     .with_clip(0.2, 0.28)
                     .with_kl(kl)
@@ -105,7 +112,7 @@ fn losses_and_gradients_equal_composed_ones() -> Result<()> {
 /// The formulas, token by token.
 #[test]
 fn values_equal_the_formulas() -> Result<()> {
-    let problem = Problem::new(DType::F64, 0.5)?;
+    let problem = Problem::new(DType::F64, 0.5, 3)?;
     let Problem { head, hidden, batch, .. } = &problem;
     let read = |tensor: &Tensor| -> Result<Vec<f64>> { Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?) };
     let scores = head.score(hidden, &batch.token_ids, &ScoreOptions::new().with_entropy(true))?;
@@ -142,7 +149,7 @@ fn values_equal_the_formulas() -> Result<()> {
 /// On the policy itself every ratio is one: the gradient is that of a cross-entropy weighted by the advantages.
 #[test]
 fn the_first_step_is_a_weighted_cross_entropy() -> Result<()> {
-    let problem = Problem::new(DType::F64, 0.1)?;
+    let problem = Problem::new(DType::F64, 0.1, 3)?;
     let Problem { head, hidden, batch, .. } = &problem;
     let batch = PolicyBatch::new(batch.token_ids.clone(), batch.advantages.clone());
     let options = PolicyOptions::new().with_normalization(PolicyNormalization::Constant(1.0));
@@ -160,7 +167,7 @@ fn the_first_step_is_a_weighted_cross_entropy() -> Result<()> {
 /// Log-ratios of hundreds neither overflow nor lose their gradients.
 #[test]
 fn large_ratios_stay_finite() -> Result<()> {
-    let problem = Problem::new(DType::F32, 300.0)?;
+    let problem = Problem::new(DType::F32, 300.0, 3)?;
     let Problem { head, hidden, batch, .. } = &problem;
     let loss = head.policy_loss(hidden, batch, &PolicyOptions::new().with_kl(0.1).with_entropy(0.02))?;
     assert!(number(&loss.value)?.is_finite());
@@ -176,7 +183,7 @@ fn large_ratios_stay_finite() -> Result<()> {
 /// A position that does not count has neither a value nor a gradient, whatever its numbers are.
 #[test]
 fn masked_tokens_take_no_part() -> Result<()> {
-    let problem = Problem::new(DType::F64, 0.2)?;
+    let problem = Problem::new(DType::F64, 0.2, 3)?;
     let Problem { head, hidden, batch, .. } = &problem;
     let mask = batch.mask.clone().expect("given");
     let is_masked = mask.eq(0u8)?;
@@ -197,7 +204,7 @@ fn masked_tokens_take_no_part() -> Result<()> {
 
 #[test]
 fn what_an_option_needs_must_be_there() -> Result<()> {
-    let problem = Problem::new(DType::F32, 0.1)?;
+    let problem = Problem::new(DType::F32, 0.1, 3)?;
     let Problem { head, hidden, batch, .. } = &problem;
     let plain = PolicyBatch::new(batch.token_ids.clone(), batch.advantages.clone());
     let message = |batch: &PolicyBatch, options: PolicyOptions| {

@@ -241,6 +241,8 @@ pub(crate) struct Task {
     pub(crate) few_rows: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
     pub(crate) own_targets: bool,
+    /// Whether scores need no log-probabilities but the target's: their gradients are those of a loss over hard targets.
+    pub(crate) plain_scores: bool,
 }
 
 impl Task {
@@ -265,6 +267,17 @@ impl Task {
     /// Computes log-probabilities, and in the backward pass the gradients of the operands that need one.
     pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
         Task { needs_grad, all_ids: true, soft_targets: needs_grad.any(), ..Task::default() }
+    }
+
+    /// Computes scores, and in the backward pass the gradients of the operands that need one.
+    pub(crate) fn scores(scored: &Scored, operands: &Operands, needs_grad: NeedsGrad) -> Result<Self> {
+        let (ids, is_single) = (scored.token_ids.dim(1)?, operands.sizes.components == 1);
+        // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
+        let is_plain = !scored.is_tempered() || is_single && operands.softcap.is_none();
+        let has_moments = !scored.entropy || is_single && !needs_grad.any();
+        let has_target = ids == 1 || ids == 0 && !needs_grad.any();
+        let plain_scores = has_target && is_plain && has_moments;
+        Ok(Task { plain_scores, ..Self::log_probs(needs_grad) })
     }
 
     /// Reads each position's distribution, tile by tile.

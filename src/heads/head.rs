@@ -1,11 +1,10 @@
 //! A head: a projection and a decoder.
 
-use candle_core::{DType, Tensor, D};
+use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
 use super::output_layer::{MixtureLayer, OutputLayer};
 use super::projection::{Configured, Projection};
-use crate::backend::contract::accumulation_dtype;
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
@@ -170,10 +169,7 @@ impl<P: Projection> OutputLayer for Head<P> {
     }
 
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (dtype, leading) = (accumulation_dtype("hidden", hidden.dtype())?, leading(hidden)?);
-        let terms = PolicyTerms::new(batch, options, hidden, leading, dtype)?;
-        let rows = hidden.reshape((leading.iter().product::<usize>(), hidden.dim(D::Minus1)?))?;
-        let rows = rows.index_select(&terms.positions, 0)?;
+        let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         let mixture = self.mixture(&rows, DropoutMasks::Off)?;
         let token_ids = terms.token_ids.clone();
         mixture.score_loss(&token_ids, &options.scores(), move |ChunkScores { positions, log_prob, entropy }| {

@@ -213,11 +213,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # }
     /// ```
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let leading = leading(hidden)?;
-        let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let terms = PolicyTerms::new(batch, options, hidden, leading, dtype)?;
-        let rows = hidden.reshape((leading.iter().product::<usize>(), hidden.dim(D::Minus1)?))?;
-        let rows = rows.index_select(&terms.positions, 0)?;
+        let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         let scores = self.score(&rows, &terms.token_ids, &options.scores())?;
         let entropy = match scores.entropy {
             Some(entropy) => entropy,
@@ -230,7 +226,7 @@ pub trait OutputLayer: Debug + Send + Sync {
         let linear = (columns * derivatives)?.sum_all()?;
         // Of the linear function only the gradient counts.
         let value = (&linear + (&sum - linear.detach())?)?;
-        let count = Tensor::new(values.dim(0)? as f64, hidden.device())?.to_dtype(dtype)?;
+        let count = Tensor::new(values.dim(0)? as f64, hidden.device())?.to_dtype(values.dtype())?;
         Ok(Loss::new(value, sum, count, nll))
     }
 

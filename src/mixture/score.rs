@@ -42,7 +42,10 @@ impl Mixture {
         let scored =
             Scored { token_ids: token_ids_of_rows, entropy: options.entropy, temperature: options.temperature };
         let needs_grad = needs_grad(&operands);
-        let plan = |needs_grad| backend::plan(&operands, Task::log_probs(needs_grad), options.workspace_bytes);
+        let plan = |needs_grad| {
+            let task = Task::scores(&scored, &operands, needs_grad)?;
+            backend::plan(&operands, task, options.workspace_bytes)
+        };
         // The backward pass must fit the budget too.
         let (with_gradients, of_values) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
         let mut scores = backend::scores(&operands, &scored, &of_values)?;

@@ -110,7 +110,7 @@ impl Mixture {
             Ok((values.detach().to_dtype(dtype)?, derivatives.detach()))
         });
         let needs_grad = needs_grad(&operands);
-        let plan = backend::plan(&operands, Task::log_probs(needs_grad), options.workspace_bytes)?;
+        let plan = backend::plan(&operands, Task::scores(&scored, &operands, needs_grad)?, options.workspace_bytes)?;
         let results = backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?;
         let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
         let value = match needs_grad.any() {

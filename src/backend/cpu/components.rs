@@ -51,6 +51,8 @@ pub(super) enum Soft<'a, F> {
 pub(super) struct PositionLoss {
     pub(super) nll: f64,
     pub(super) objective: f64,
+    /// If it was asked for.
+    pub(super) entropy: f64,
     /// Whether the target is the most probable id, if this was asked for.
     pub(super) is_correct: bool,
     /// With a filter: the absolute mass of all rows.

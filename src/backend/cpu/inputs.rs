@@ -57,6 +57,18 @@ impl<T: Element> Inputs<'_, T> {
     }
 }
 
+impl<T: Element> Inputs<'_, T> {
+    /// The inputs whose logits are divided by a temperature.
+    pub(super) fn tempered(mut self, temperature: f64) -> Self {
+        if temperature != 1.0 {
+            let power = T::Acc::of(1.0 / temperature);
+            self.logit_scale *= power;
+            self.bias.iter_mut().for_each(|b| *b *= power);
+        }
+        self
+    }
+}
+
 /// Calls `f` with the elements of the adapter, if there is one.
 fn with_adapter<T: Element, R>(operands: &Operands, f: impl FnOnce(Option<&[T]>) -> Result<R>) -> Result<R> {
     match &operands.adapter {

@@ -17,6 +17,7 @@ mod plan;
 mod products;
 mod results;
 mod rounding;
+mod scores;
 mod served;
 mod simd;
 mod softcap;
@@ -31,24 +32,22 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::backend::contract::{
-    accumulation_dtype, Backend, Gradients, LossResults, NeedsGrad, Objective, Operands, Real, ScoreTerms, Scored,
-    Sizes, SoFar, Task, Visit,
+    accumulation_dtype, Backend, Gradients, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes,
+    SoFar, Task, Visit,
 };
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
-use components::PositionLoss;
 use dtype::{with_type, Element};
 use inputs::Inputs;
-use multiplier::Vectors;
 use one_pass::OnePass;
-use plan::{plan, tiles_of};
+use plan::plan;
 use results::{results, BufferedGradients};
-use served::{Products, Served};
-use simd::Isa;
-use targets::{scored_ids, Targets};
+use scores::{score_loss, scores};
+use served::{with_products, Products};
+use targets::Targets;
 use two_pass::TwoPasses;
 
 /// The backend for f64, f32, and f16 and bf16, which it computes in f32.
@@ -68,19 +67,29 @@ impl Backend for Cpu {
     ) -> Result<LossResults> {
         let computation = plan::computation(&objective.task(needs_grad), operands.sizes);
         debug_assert_eq!(plan.computation, computation, "the plan of another task");
-        let loss = || with_type!(operands.contexts.dtype(), T => loss::<T>(operands, objective, needs_grad, plan));
+        let loss = || {
+            with_type!(operands.contexts.dtype(), T => {
+                with_products!(T, plan, products => loss::<T, _>(products, operands, objective, needs_grad, plan))
+            })
+        };
         on_threads(plan.threads, loss)
     }
 
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-        with_type!(operands.contexts.dtype(), T => match dtype == operands.contexts.dtype() {
-            true => log_probs::<T, T>(operands, plan),
-            false => log_probs::<T, <T as Element>::Acc>(operands, plan),
+        with_type!(operands.contexts.dtype(), T => {
+            with_products!(T, plan, products => match dtype == operands.contexts.dtype() {
+                true => log_probs::<T, T, _>(products, operands, plan),
+                false => log_probs::<T, <T as Element>::Acc, _>(products, operands, plan),
+            })
         })
     }
 
     fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
-        let scores = || with_type!(operands.contexts.dtype(), T => scores::<T>(operands, scored, plan));
+        let scores = || {
+            with_type!(operands.contexts.dtype(), T => {
+                with_products!(T, plan, products => scores::<T, _>(products, operands, scored, plan))
+            })
+        };
         on_threads(plan.threads, scores)
     }
 
@@ -108,8 +117,11 @@ impl Backend for Cpu {
         needs_grad: NeedsGrad,
         plan: &Plan,
     ) -> Result<LossResults> {
-        let loss =
-            || with_type!(operands.contexts.dtype(), T => score_loss::<T>(operands, scored, terms, needs_grad, plan));
+        let loss = || {
+            with_type!(operands.contexts.dtype(), T => {
+                with_products!(T, plan, products => score_loss::<T, _>(products, operands, scored, terms, needs_grad, plan))
+            })
+        };
         on_threads(plan.threads, loss)
     }
 
@@ -120,7 +132,9 @@ impl Backend for Cpu {
 
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
         let plan = self.plan(operands, Task::decoding(), None)?;
-        with_type!(operands.contexts.dtype(), T => visit_all::<T, V>(operands, &plan, visit))
+        with_type!(operands.contexts.dtype(), T => {
+            with_products!(T, &plan, products => visit_all::<T, _, V>(products, operands, &plan, visit))
+        })
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -156,21 +170,9 @@ fn on_threads<R: Send>(threads: usize, compute: impl FnOnce() -> Result<R> + Sen
     pool.install(compute)
 }
 
-fn loss<T: Served>(
-    operands: &Operands,
-    objective: &Objective,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
-    match tiles_of::<T>(operands)? {
-        Some(tiles) => loss_in::<T, _>(tiles, operands, objective, needs_grad, plan),
-        None => loss_in::<T, _>(Vectors(Isa::best()?), operands, objective, needs_grad, plan),
-    }
-}
-
 /// The loss whose products a multiplier computes.
-fn loss_in<T: Element, X: Products<T>>(
-    multiplier: X,
+fn loss<T: Element, X: Products<T>>(
+    products: X,
     operands: &Operands,
     objective: &Objective,
     needs_grad: NeedsGrad,
@@ -189,18 +191,12 @@ fn loss_in<T: Element, X: Products<T>>(
         let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, so_far, rounds);
         let (losses, gradients) = match plan.computation {
             Computation::OnePass => {
-                let mut pass = OnePass::new(multiplier, inputs, &targets, gradients, needs_grad, plan);
+                let mut pass = OnePass::new(products, inputs, &targets, gradients, needs_grad, plan);
                 pass.run_loss(plan, needs_grad)?;
                 (pass.losses, pass.gradients)
             }
-            Computation::TwoPasses if targets.are_soft() => {
-                let vectors = Vectors(Isa::best()?);
-                let mut passes = TwoPasses::new(vectors, inputs, plan).with_targets(&targets, gradients);
-                passes.run_loss(plan, needs_grad)?;
-                (passes.losses, passes.gradients)
-            }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::new(multiplier, inputs, plan).with_targets(&targets, gradients);
+                let mut passes = TwoPasses::new(products, inputs, plan).with_targets(&targets, gradients);
                 passes.run_loss(plan, needs_grad)?;
                 (passes.losses, passes.gradients)
             }
@@ -210,21 +206,14 @@ fn loss_in<T: Element, X: Products<T>>(
 }
 
 /// Log-probabilities in `O`, which is `T` or its accumulation type.
-fn log_probs<T: Served, O: Element<Acc = T::Acc>>(operands: &Operands, plan: &Plan) -> Result<Tensor> {
-    match tiles_of::<T>(operands)? {
-        Some(tiles) => log_probs_in::<T, O, _>(tiles, operands, plan),
-        None => log_probs_in::<T, O, _>(Vectors(Isa::best()?), operands, plan),
-    }
-}
-
-fn log_probs_in<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
-    multiplier: X,
+fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
+    products: X,
     operands: &Operands,
     plan: &Plan,
 ) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(multiplier, inputs, plan);
+        let mut passes = TwoPasses::new(products, inputs, plan);
         let mut log_probs = vec![O::zero(); positions * vocab];
         for positions in plan.chunks() {
             passes.logits(positions.clone())?;
@@ -235,103 +224,14 @@ fn log_probs_in<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
     })
 }
 
-fn scores<T: Served>(operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
-    match tiles_of::<T>(operands)? {
-        Some(tiles) => scores_in::<T, _>(tiles, operands, scored, plan),
-        None => scores_in::<T, _>(Vectors(Isa::best()?), operands, scored, plan),
-    }
-}
-
-fn scores_in<T: Element, X: Products<T>>(
-    multiplier: X,
-    operands: &Operands,
-    scored: &Scored,
-    plan: &Plan,
-) -> Result<Tensor> {
-    let Sizes { positions, vocab, .. } = operands.sizes;
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let ids = scored_ids(scored, vocab)?;
-        let n = scored.token_ids.dim(1)?;
-        let mut passes = TwoPasses::new(multiplier, inputs, plan);
-        let mut scores = Vec::with_capacity(positions * (n + 1));
-        for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
-            scores.extend(passes.score_rows(positions.clone(), &ids[positions.start * n..positions.end * n], scored));
-        }
-        Ok(Tensor::from_vec(scores, (positions, n + 1), &Device::Cpu)?)
-    })
-}
-
-fn score_loss<T: Served>(
-    operands: &Operands,
-    scored: &Scored,
-    terms: &ScoreTerms,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
-    match tiles_of::<T>(operands)? {
-        Some(tiles) => score_loss_in::<T, _>(tiles, operands, scored, terms, needs_grad, plan),
-        None => score_loss_in::<T, _>(Vectors(Isa::best()?), operands, scored, terms, needs_grad, plan),
-    }
-}
-
-/// A loss whose targets are known once the scores of a chunk are.
-fn score_loss_in<T: Element, X: Products<T>>(
-    multiplier: X,
-    operands: &Operands,
-    scored: &Scored,
-    terms: &ScoreTerms,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
-    let sizes @ Sizes { positions, vocab, .. } = operands.sizes;
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let (ids, n) = (scored_ids(scored, vocab)?, scored.token_ids.dim(1)?);
-        let columns = operands.adapter_columns()?;
-        let gradients = BufferedGradients::new(sizes, vocab, columns, needs_grad, None, false);
-        let none = Targets::of_scores(scored, &[], &[], 0, sizes);
-        let mut passes = TwoPasses::new(multiplier, inputs, plan).with_targets(&none, gradients);
-        let mut losses = Vec::with_capacity(positions);
-        for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
-            let of_chunk = &ids[positions.start * n..positions.end * n];
-            let scores = passes.score_rows(positions.clone(), of_chunk, scored);
-            let nll: Vec<f64> = scores.chunks_exact(n + 1).map(|scores| -Real::f64(scores[0])).collect();
-            let scores = Tensor::from_vec(scores, (positions.len(), n + 1), &Device::Cpu)?;
-            let (values, upstream) = terms(positions.clone(), &scores)?;
-            let values = values.to_vec1::<T::Acc>()?;
-            let of_values = values.iter().zip(nll);
-            losses.extend(of_values.map(|(x, nll)| PositionLoss {
-                objective: Real::f64(*x),
-                nll,
-                ..PositionLoss::default()
-            }));
-            if needs_grad.any() {
-                let upstream = upstream.flatten_all()?.to_vec1::<T::Acc>()?;
-                let targets = Targets::of_scores(scored, of_chunk, &upstream, positions.start, sizes);
-                passes.objective_rows(&targets, positions.clone());
-                passes.gradients_of_rows(positions, needs_grad)?;
-            }
-        }
-        results(sizes, needs_grad, &none, &losses, passes.gradients)
-    })
-}
-
-fn visit_all<T: Served, V: Visit>(operands: &Operands, plan: &Plan, visit: &V) -> Result<Vec<V::Output>> {
-    match tiles_of::<T>(operands)? {
-        Some(tiles) => visit_in::<T, _, V>(tiles, operands, plan, visit),
-        None => visit_in::<T, _, V>(Vectors(Isa::best()?), operands, plan, visit),
-    }
-}
-
-fn visit_in<T: Element, X: Products<T>, V: Visit>(
-    multiplier: X,
+fn visit_all<T: Element, X: Products<T>, V: Visit>(
+    products: X,
     operands: &Operands,
     plan: &Plan,
     visit: &V,
 ) -> Result<Vec<V::Output>> {
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(multiplier, inputs, plan);
+        let mut passes = TwoPasses::new(products, inputs, plan);
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
             passes.logits(positions.clone())?;

@@ -22,33 +22,40 @@ const FEW_ROWS: usize = 4;
 /// leaves rows out of the second product as well. They are also faster for the loss alone of a few rows. One pass
 /// serves all other losses, and only it knows the targets of a sampled softmax.
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
+    let rows = sizes.positions * sizes.components;
     match task {
         Task { own_targets: true, .. } => Computation::OnePass,
+        Task { plain_scores: true, needs_grad, .. } if needs_grad.any() || rows > FEW_ROWS => Computation::OnePass,
         Task { all_ids: true, .. } | Task { soft_targets: true, .. } => Computation::TwoPasses,
         Task { filters: true, .. } | Task { few_rows: true, .. } => Computation::TwoPasses,
-        Task { needs_grad, .. } if !needs_grad.any() && sizes.positions * sizes.components <= FEW_ROWS => {
-            Computation::TwoPasses
-        }
+        Task { needs_grad, .. } if !needs_grad.any() && rows <= FEW_ROWS => Computation::TwoPasses,
         _ => Computation::OnePass,
     }
 }
 
 /// The products of the tile unit, where there is one, and the operands are bf16 or may be rounded to it.
-pub(super) fn tiles_of<T: Served>(operands: &Operands) -> Result<Option<T::Tiles>> {
+fn tiles_of<T: Served>(operands: &Operands) -> Result<Option<T::Tiles>> {
     let isa = Isa::best()?;
     let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
     let unit = TileUnit::best()?.filter(|_| may_round);
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
 
+/// The plan of a task: for tiles, unless their operands leave too little of the budget.
 pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+    let on_vectors = || plan_of::<T>(operands, task, budget, None);
+    match tiles_of::<T>(operands)? {
+        Some(tiles) => plan_of::<T>(operands, task, budget, Some(tiles)).or_else(|_| on_vectors()),
+        None => on_vectors(),
+    }
+}
+
+fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, tiles: Option<T::Tiles>) -> Result<Plan> {
     let Sizes { positions, components, context_dim, .. } = operands.sizes;
     let (threads, isa) = (rayon::current_num_threads(), Isa::best()?);
     let computation = computation(&task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
-    // Soft targets need rows of their own: their losses stay within small budgets on vectors.
-    let tiles = tiles_of::<T>(operands)?.filter(|_| computation == Computation::OnePass || !task.soft_targets);
     let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
         (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task.needs_grad),
         (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, task.needs_grad),

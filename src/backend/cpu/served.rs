@@ -1,11 +1,15 @@
-//! Which multipliers serve which type.
+//! Which multipliers serve which type, and which of them serves a plan.
 
 use half::{bf16, f16};
 
 use super::dtype::Element;
 use super::multiplier::{Tiles, Vectors};
 use super::one_pass::Format;
+use super::simd::Isa;
+use super::tiles::unit::TileUnit;
 use super::two_pass::FirstProduct;
+use crate::backend::plan::{Kernels, Plan};
+use crate::error::Result;
 
 /// What one pass and two passes need of a multiplier.
 pub(crate) trait Products<T: Element>: Format<T> + FirstProduct<T> {}
@@ -33,6 +37,27 @@ macro_rules! served_by_tiles {
 }
 
 served_by_tiles!(f32 f16 bf16);
+
+/// The products of the tile unit that the plan is made for; `None` if it is made for vectors.
+pub(super) fn tiles_of<T: Served>(plan: &Plan) -> Result<Option<T::Tiles>> {
+    let (unit, isa) = (TileUnit::best()?, Isa::best()?);
+    let unit = unit.filter(|_| Kernels::OF_TILES.contains(&plan.kernels));
+    Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
+}
+
+/// Computes with the products that the plan is made for: of a tile unit, or of vectors.
+macro_rules! with_products {
+    ($type:ty, $plan:expr, $products:ident => $compute:expr) => {
+        match $crate::backend::cpu::served::tiles_of::<$type>($plan)? {
+            Some($products) => $compute,
+            None => {
+                let $products = $crate::backend::cpu::multiplier::Vectors($crate::backend::cpu::simd::Isa::best()?);
+                $compute
+            }
+        }
+    };
+}
+pub(super) use with_products;
 
 impl Served for f64 {
     type Tiles = Vectors;

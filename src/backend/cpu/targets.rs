@@ -81,6 +81,20 @@ impl<F: Float> Targets<F> {
         Targets { ids: None, scores: Some(scores), soft: Vec::new(), soft_step: 0, stride, terms: Terms::default() }
     }
 
+    /// One id for each position, of weight one.
+    pub(super) fn of_ids(ids: Vec<usize>, sizes: Sizes) -> Self {
+        let ids = Ids {
+            ids: ids.into_iter().map(Some).collect(),
+            position_weights: None,
+            class_weights: None,
+            smoothing: F::zero(),
+            scales: vec![F::one(); sizes.positions],
+            own_shifts: None,
+        };
+        let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
+        Targets { ids: Some(ids), scores: None, soft: vec![], soft_step: 0, stride, terms: Terms::default() }
+    }
+
     /// Reads the targets, which must be among the `rows` of the weight.
     pub(super) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);

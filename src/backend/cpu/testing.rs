@@ -10,11 +10,11 @@ use super::multiplier::{Tiles, Vectors};
 use super::one_pass::OnePass;
 use super::plan::{computation, plan};
 use super::results::BufferedGradients;
-use super::served::Served;
+use super::served::{with_products, Served};
 use super::simd::Isa;
 use super::targets::Targets;
 use super::tiles::unit::TileUnit;
-use super::{log_probs_in, loss, loss_in, Cpu};
+use super::{log_probs, loss, Cpu};
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Precision, Sizes, TargetLoss, Task, Terms,
 };
@@ -114,7 +114,7 @@ impl Case {
     fn run<T: Served>(&self, computation: Computation) -> Result<LossResults> {
         let (operands, objective) = self.operands()?;
         let plan = Plan { computation, ..self.plan::<T>(&operands)? };
-        loss::<T>(&operands, &objective, self.needs_grad, &plan)
+        with_products!(T, &plan, products => loss::<T, _>(products, &operands, &objective, self.needs_grad, &plan))
     }
 
     fn check(&self) -> Result<()> {
@@ -157,13 +157,13 @@ impl Case {
             let tiles = Tiles { unit, isa };
             for (computation, of_gradients) in [(Computation::OnePass, OF_TILES), (Computation::TwoPasses, tolerance)] {
                 let plan = Plan { computation, ..self.plan::<T>(&operands)? };
-                let vectors = loss_in::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?;
-                let found = loss_in::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?;
+                let vectors = loss::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?;
+                let found = loss::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?;
                 self.compare(flat(&found)?, flat(&vectors)?, (tolerance, of_gradients));
             }
             let plan = Cpu.plan(&operands, Task::log_probs(NeedsGrad::default()), None)?;
-            let vectors = log_probs_in::<T, f32, _>(Vectors(isa), &operands, &plan)?;
-            let found = log_probs_in::<T, f32, _>(tiles, &operands, &plan)?;
+            let vectors = log_probs::<T, f32, _>(Vectors(isa), &operands, &plan)?;
+            let found = log_probs::<T, f32, _>(tiles, &operands, &plan)?;
             self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&vectors)?)], (tolerance, tolerance));
         }
         Ok(())
@@ -364,7 +364,7 @@ fn nor_do_those_of_tiles() -> Result<()> {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<half::bf16>(&operands)?;
-            flat(&loss_in::<half::bf16, _>(Tiles { unit, isa }, &operands, &objective, ALL, &plan)?)
+            flat(&loss::<half::bf16, _>(Tiles { unit, isa }, &operands, &objective, ALL, &plan)?)
         })
     };
     let one = with_threads(1)?;

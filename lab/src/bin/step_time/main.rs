@@ -95,7 +95,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let mut products = Products::new(floor_sizes, !is_constant, args.dtype, &device)?;
         let mut first = match score {
             Score::Gradients => Some(Products::new(floor_sizes, false, args.dtype, &device)?),
-            Score::Values | Score::Policy => None,
+            Score::Values | Score::Policy | Score::Bonus => None,
         };
         let mut bare = || {
             products.run()?;

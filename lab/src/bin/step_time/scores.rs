@@ -10,8 +10,10 @@ pub(crate) enum Score {
     Values,
     /// Both with gradients of both: four products
     Gradients,
-    /// A policy gradient with an entropy bonus: three products
+    /// A policy gradient: three products
     Policy,
+    /// A policy gradient with an entropy bonus: three products
+    Bonus,
 }
 
 impl Score {
@@ -33,10 +35,11 @@ impl Score {
                 scores.backward(&value)?;
                 Ok(Some(value.detach()))
             }
-            Score::Policy => {
-                let loss = mixture.score_loss(targets, &options, |scores| {
+            Score::Policy | Score::Bonus => {
+                let has_bonus = self == Score::Bonus;
+                let loss = mixture.score_loss(targets, &options.with_entropy(has_bonus), move |scores| {
                     let by_log_prob = scores.log_prob.ones_like()?.neg()?;
-                    let by_entropy = Some(by_log_prob.affine(0.01, 0.0)?);
+                    let by_entropy = has_bonus.then(|| by_log_prob.affine(0.01, 0.0)).transpose()?;
                     let values = (scores.log_prob.neg()? - scores.entropy.affine(0.01, 0.0)?)?;
                     Ok(ChunkTerms { values, by_log_prob, by_entropy })
                 })?;
@@ -50,7 +53,7 @@ impl Score {
     pub(crate) fn loss(self) -> LossOptions {
         match self {
             Score::Values => LossOptions::evaluation(),
-            Score::Gradients | Score::Policy => LossOptions::new(),
+            Score::Gradients | Score::Policy | Score::Bonus => LossOptions::new(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! From logits to scaled exponentials, in place, while a tile is in the cache.
 
 use super::product::lanes;
-use crate::backend::cpu::math::exp_or_zero;
+use crate::backend::cpu::math::{exp_or_zero, weighted};
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::softcap::Softcap;
 
@@ -14,14 +14,35 @@ pub(super) struct Running<F> {
     pub(super) largest: Vec<F>,
     /// The sum of the exponentials.
     pub(super) sum: Vec<f64>,
+    /// The sum of the exponentials, each times its exponent; empty if no entropy is needed.
+    pub(super) moment: Vec<f64>,
     /// When offsets change, earlier sums are multiplied by these factors.
     pub(super) rescale: Vec<F>,
 }
 
 impl<F: Float> Running<F> {
-    pub(super) fn new(width: usize) -> Self {
+    pub(super) fn new(width: usize, needs_entropy: bool) -> Self {
         let least = vec![F::neg_infinity(); width];
-        Running { offset: least.clone(), largest: least, sum: vec![0.0; width], rescale: vec![F::one(); width] }
+        Running {
+            offset: least.clone(),
+            largest: least,
+            sum: vec![0.0; width],
+            moment: vec![0.0; if needs_entropy { width } else { 0 }],
+            rescale: vec![F::one(); width],
+        }
+    }
+
+    /// Row `r` takes another offset, which was minus infinity or is less by far.
+    fn set_offset(&mut self, r: usize, offset: F) {
+        let change = self.offset[r] - offset;
+        self.rescale[r] = change.exp();
+        let factor = self.rescale[r].f64();
+        if let Some(moment) = self.moment.get_mut(r) {
+            // Each exponent changes by as much as the offset.
+            *moment = weighted(factor, *moment) + weighted(self.sum[r] * factor, change.f64());
+        }
+        self.sum[r] *= factor;
+        self.offset[r] = offset;
     }
 }
 
@@ -29,7 +50,7 @@ impl<F: Float> Running<F> {
 const SLACK: f64 = 16.0;
 
 /// Turns logits `[ids, width]` into `exp(z - offset)`, times the slope of the softcap if there is one, and adds up the
-/// exponentials. Returns whether an offset has changed, and with it `rescale`.
+/// exponentials, and their moments if the entropy is needed. Returns whether an offset has changed, and with it `rescale`.
 pub(super) struct Exponentials<'a, F> {
     pub(super) tile: &'a mut [F],
     pub(super) running: &'a mut Running<F>,
@@ -44,9 +65,12 @@ impl<F: Float> Kernel<F> for Exponentials<'_, F> {
     fn run<V: Vector<F>>(self, v: V) -> bool {
         let Exponentials { tile, running, softcap } = self;
         let changed = update_offsets(v, tile, running);
-        match softcap {
-            None => exponentials::<false, F, V>(v, tile, running, Softcap::new(F::one())),
-            Some(softcap) => exponentials::<true, F, V>(v, tile, running, softcap),
+        let no_softcap = Softcap::new(F::one());
+        match (softcap, running.moment.is_empty()) {
+            (None, true) => exponentials::<false, false, F, V>(v, tile, running, no_softcap),
+            (None, false) => exponentials::<false, true, F, V>(v, tile, running, no_softcap),
+            (Some(softcap), true) => exponentials::<true, false, F, V>(v, tile, running, softcap),
+            (Some(softcap), false) => exponentials::<true, true, F, V>(v, tile, running, softcap),
         }
         changed
     }
@@ -81,20 +105,17 @@ fn update_offsets<F: Float, V: Vector<F>>(v: V, tile: &[F], running: &mut Runnin
     if !exceeds {
         return false;
     }
-    let Running { offset, largest, sum, rescale } = running;
-    for (((offset, &largest), sum), rescale) in offset.iter_mut().zip(&*largest).zip(sum).zip(rescale) {
-        *rescale = F::one();
-        if largest > *offset + F::of(SLACK) {
-            *rescale = (*offset - largest).exp();
-            *sum *= rescale.f64();
-            *offset = largest;
+    running.rescale.fill(F::one());
+    for r in 0..running.offset.len() {
+        if running.largest[r] > running.offset[r] + F::of(SLACK) {
+            running.set_offset(r, running.largest[r]);
         }
     }
     true
 }
 
 #[inline(always)]
-fn exponentials<const CAP: bool, F: Float, V: Vector<F>>(
+fn exponentials<const CAP: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
     v: V,
     tile: &mut [F],
     running: &mut Running<F>,
@@ -108,19 +129,32 @@ fn exponentials<const CAP: bool, F: Float, V: Vector<F>>(
         let offset = V::registers(&running.offset)[j];
         // If all logits so far are minus infinity, exp(-inf - 0) is zero, while exp(-inf + inf) would be NaN.
         let offset = v.if_equal(offset, v.splat(F::neg_infinity()), zero, offset);
-        let mut sum = zero;
+        let (mut sum, mut moment) = (zero, zero);
         for row in V::registers_mut(tile).chunks_exact_mut(n) {
             let z = row[j];
-            let e = exp_or_zero(v, v.sub(z, offset), negligible);
+            let exponent = v.sub(z, offset);
+            let e = exp_or_zero(v, exponent, negligible);
             sum = v.add(sum, e);
+            if MOMENT {
+                // An impossible id adds nothing.
+                moment = v.mul_add(e, v.if_equal(e, zero, zero, exponent), moment);
+            }
             row[j] = if CAP { v.mul(e, softcap.slope(v, z)) } else { e };
         }
-        let mut sums = [F::zero(); 16];
-        v.store_partial(sum, &mut sums[..lanes]);
-        for (total, sum) in running.sum[j * lanes..].iter_mut().zip(&sums[..lanes]) {
-            *total += sum.f64();
+        add_lanes(v, sum, &mut running.sum[j * lanes..]);
+        if MOMENT {
+            add_lanes(v, moment, &mut running.moment[j * lanes..]);
         }
     }
+}
+
+/// Adds each lane to its total.
+#[inline(always)]
+fn add_lanes<F: Float, V: Vector<F>>(v: V, values: V::Reg, totals: &mut [f64]) {
+    let mut stored = [F::zero(); 16];
+    let stored = &mut stored[..lanes::<F, V>()];
+    v.store_partial(values, stored);
+    totals.iter_mut().zip(stored).for_each(|(total, value)| *total += value.f64());
 }
 
 /// Applies the softcap to a tile of logits.

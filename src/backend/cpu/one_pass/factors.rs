@@ -3,6 +3,7 @@
 use num_traits::{Float as _, Zero};
 use rayon::prelude::*;
 
+use super::exponentials::Running;
 use super::layout::{Layout, Panel};
 use super::part::Part;
 use crate::backend::contract::{Real, Sizes};
@@ -11,7 +12,7 @@ use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::gemv::Dots;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
-use crate::backend::cpu::math::{flushed, weighted};
+use crate::backend::cpu::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::matrix::ViewMut;
 use crate::backend::cpu::simd::Float;
 use crate::backend::cpu::targets::Targets;
@@ -78,13 +79,14 @@ pub(super) struct Passed<'p, F> {
     pub(super) own: &'p [F],
 }
 
-/// The loss of each position, and its rows.
+/// The loss of each position, and its rows. `scales`, one for each of `positions`, replace the scales of the targets.
 pub(super) fn rows<T: Element>(
     inputs: &Inputs<'_, T>,
     targets: &Targets<T::Acc>,
     positions: &[usize],
     layout: &Layout,
     Passed { panels, parts, own }: Passed<'_, T::Acc>,
+    scales: Option<&[T::Acc]>,
 ) -> (Vec<PositionLoss>, Vec<Row<T::Acc>>) {
     let components = inputs.sizes.components;
     let mut target_logits = own.to_vec();
@@ -104,7 +106,8 @@ pub(super) fn rows<T: Element>(
         let Some(target) = targets.position(t) else { return (PositionLoss::default(), vec![]) };
         let mut loss = state.hard_loss(&target, |k, _| target_logits[rows.start + k]);
         state.least_magnitude(&target, &mut loss);
-        let scale = targets.scale(t);
+        loss.entropy = entropy(parts_of(rows.start));
+        let scale = scales.map_or_else(|| targets.scale(t), |scales| scales[i]);
         let logit_scale = scale.f64() * inputs.logit_scale.f64();
         let row = |(k, (row, lse)): (usize, (usize, LogSumExp<T::Acc>))| {
             let factor = state.precise_softmax_mass(&target, k);
@@ -152,6 +155,23 @@ fn log_sum_exp<'p, F: Float>(
     };
     let own = own.map(|z| (z - largest).f64().exp());
     LogSumExp { largest, log_sum: F::of(parts.map(sum).chain(own).sum::<f64>().ln()) }
+}
+
+/// The entropy of a row from its sums and moments over the segments, `log s - m / s`; zero without moments.
+fn entropy<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone) -> f64 {
+    let mut possible = parts.filter(|(part, r)| part.running.sum[*r] != 0.0).peekable();
+    if possible.peek().is_some_and(|(part, _)| part.running.moment.is_empty()) {
+        return 0.0;
+    }
+    let largest = possible.clone().map(|(part, r)| part.running.offset[r].f64()).fold(f64::NEG_INFINITY, f64::max);
+    let sums = possible.map(|(part, r)| {
+        let Running { sum, moment, offset, .. } = &part.running;
+        let change = offset[r].f64() - largest;
+        (change.exp() * sum[r], change.exp() * (moment[r] + change * sum[r]))
+    });
+    let (sum, moment) = sums.fold((0.0, 0.0), |(sum, moment), (s, m)| (sum + s, moment + m));
+    // There is no distribution, hence NaN, if all logits are minus infinity.
+    not_negative(sum.ln() - moment / sum)
 }
 
 /// The factors of all rows, for the offsets of each segment and of each tile.

@@ -18,12 +18,14 @@ pub(super) struct RowTargets<I> {
     pub(super) id: I,
     /// Whether targets are entries of their own, whose logits in the vocabulary take no part.
     pub(super) are_own: bool,
+    /// Whether the entropy of each row is needed.
+    pub(super) with_entropy: bool,
 }
 
 /// Bytes per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
 pub(super) fn part_bytes<F: Float>(rows: usize) -> usize {
-    // An offset, the largest logit, a factor and the sum of each row.
-    let numbers = 3 * size_of::<F>() + size_of::<f64>();
+    // An offset, the largest logit, a factor, the sum and the moment of each row.
+    let numbers = 3 * size_of::<F>() + 2 * size_of::<f64>();
     numbers + (size_of::<Part<F>>() + size_of::<Piece<'_, F, F>>()).div_ceil(rows)
 }
 
@@ -98,7 +100,8 @@ impl<F: Float, K> Piece<'_, F, K> {
     ) -> Vec<Part<F>> {
         let d = inputs.sizes.context_dim;
         let per_row = format.packed_per_row(d);
-        let part = |panel: &Panel| Part { running: Running::new(panel.width), offsets: vec![], target_logits: vec![] };
+        let running = |panel: &Panel| Running::new(panel.width, targets.with_entropy);
+        let part = |panel: &Panel| Part { running: running(panel), offsets: vec![], target_logits: vec![] };
         let mut parts: Vec<Part<F>> = self.panels.iter().map(part).collect();
         let mut tiles = self.tiles.into_iter();
         for (i, tile) in layout.segment(self.segment).enumerate() {

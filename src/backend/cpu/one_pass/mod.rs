@@ -97,6 +97,7 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     format: X,
     inputs: Inputs<'a, T>,
     targets: &'a Targets<T::Acc>,
+    with_entropy: bool,
     layout: Layout,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
@@ -142,6 +143,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             format,
             inputs,
             targets,
+            with_entropy: false,
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
@@ -150,6 +152,42 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             packed: Aligned::zeros(columns * format.packed_per_row(d)),
             gathered: Vec::new(),
             chunk: Chunk { positions: vec![], panels: vec![], parts: vec![], rows: vec![], segment_factors: vec![] },
+        }
+    }
+
+    /// Computes the entropy of each position too, if there is a single component.
+    pub(super) fn with_entropy(self, with_entropy: bool) -> Self {
+        OnePass { with_entropy, ..self }
+    }
+
+    /// The loss of each of the chunk's positions, and its rows. `scales`, one for each position that is not ignored,
+    /// replace the scales of the targets.
+    pub(super) fn rows_scaled_by(&mut self, chunk: Range<usize>, scales: Option<&[T::Acc]>) {
+        let components = self.inputs.sizes.components;
+        if self.chunk.positions.is_empty() {
+            return;
+        }
+        let Chunk { positions, panels, parts, .. } = &self.chunk;
+        let own = own_logits(&self.inputs, self.targets, positions, self.contexts(chunk));
+        let (losses, found) = factors::rows(
+            &self.inputs,
+            self.targets,
+            positions,
+            &self.layout,
+            Passed { panels, parts, own: &own },
+            scales,
+        );
+        let Chunk { positions, panels, parts, rows, segment_factors } = &mut self.chunk;
+        *rows = found;
+        if self.gradients.needed {
+            *segment_factors = factors::of_segments(&self.layout, panels, parts, rows);
+        }
+        for ((&t, loss), rows) in positions.iter().zip(losses).zip(rows.chunks_exact(components)) {
+            self.losses[t] = loss;
+            if self.gradients.needed {
+                let gradients = &mut self.gradients.log_priors[t * components..][..components];
+                gradients.iter_mut().zip(rows).for_each(|(gradient, row)| *gradient = row.log_prior);
+            }
         }
     }
 
@@ -190,6 +228,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         let targets = RowTargets {
             id: |row: usize| self.targets.id(self.chunk.positions[row / components]),
             are_own: self.targets.are_own(),
+            with_entropy: self.with_entropy,
         };
         let format = self.format;
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
@@ -201,26 +240,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
     }
 
     fn loss_rows(&mut self, chunk: Range<usize>) -> Result<()> {
-        let components = self.inputs.sizes.components;
-        if self.chunk.positions.is_empty() {
-            return Ok(());
-        }
-        let Chunk { positions, panels, parts, .. } = &self.chunk;
-        let own = own_logits(&self.inputs, self.targets, positions, self.contexts(chunk));
-        let (losses, found) =
-            factors::rows(&self.inputs, self.targets, positions, &self.layout, Passed { panels, parts, own: &own });
-        let Chunk { positions, panels, parts, rows, segment_factors } = &mut self.chunk;
-        *rows = found;
-        if self.gradients.needed {
-            *segment_factors = factors::of_segments(&self.layout, panels, parts, rows);
-        }
-        for ((&t, loss), rows) in positions.iter().zip(losses).zip(rows.chunks_exact(components)) {
-            self.losses[t] = loss;
-            if self.gradients.needed {
-                let gradients = &mut self.gradients.log_priors[t * components..][..components];
-                gradients.iter_mut().zip(rows).for_each(|(gradient, row)| *gradient = row.log_prior);
-            }
-        }
+        self.rows_scaled_by(chunk, None);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
+use super::product::{Operand, Product, PAIRS, SIDE, SQUARE};
 use super::rounding::{self, Pair, RoundedRow};
 use super::squares::store_lines;
 use super::transpose;
@@ -41,28 +41,21 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'
             let columns = first..right.columns.min(first + ACROSS * SIDE);
             let width = columns.len().next_multiple_of(SIDE);
             let sums = sums.at_least(down * SIDE * width);
-            for steps in steps(0..depth) {
-                unit.multiply(Product {
-                    left: Operand {
-                        values: &packed[steps.start * SQUARE..],
-                        row: SIDE,
-                        step: SQUARE,
-                        square: depth * SQUARE,
-                    },
-                    right: Operand {
-                        values: &pairs[(first * depth + steps.start * SIDE) * PAIRS..],
-                        row: SIDE,
-                        step: PAIRS * SIDE,
-                        square: depth * PAIRS * SIDE,
-                    },
-                    steps: steps.len(),
-                    to: &mut *sums,
-                    to_row: width,
-                    rows: down,
-                    columns: width / SIDE,
-                    add: steps.start > 0,
-                });
-            }
+            unit.multiply_deep(Product {
+                left: Operand { values: &*packed, row: SIDE, step: SQUARE, square: depth * SQUARE },
+                right: Operand {
+                    values: &pairs[first * depth * PAIRS..],
+                    row: SIDE,
+                    step: PAIRS * SIDE,
+                    square: depth * PAIRS * SIDE,
+                },
+                steps: depth,
+                to: &mut *sums,
+                to_row: width,
+                rows: down,
+                columns: width / SIDE,
+                add: false,
+            });
             for (to, sums) in to.chunks_exact_mut(right.columns).zip(sums.chunks_exact(width)) {
                 let (to, sums) = (&mut to[columns.clone()], &sums[..columns.len()]);
                 f32::dispatch(isa, RoundedRow { values: sums, to });

@@ -1,6 +1,6 @@
 //! The unit that multiplies squares, and its choice.
 
-use super::product::Product;
+use super::product::{steps, Product};
 use crate::backend::cpu::simd::Isa;
 use crate::backend::plan::Kernels;
 use crate::error::Result;
@@ -35,15 +35,19 @@ impl TileUnit {
     }
 
     /// The units of this machine, the best first, if kernels with vectors of 512 bits prepare their operands.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn available(isa: Isa) -> Vec<Self> {
-        let mut units = Vec::new();
-        #[cfg(target_arch = "x86_64")]
-        if isa.prepares_tiles() {
-            units.extend(super::amx::Amx::detect().map(TileUnit::Amx));
-            units.extend(super::dots::Dots::detect().map(TileUnit::Dots));
+        if !isa.prepares_tiles() {
+            return Vec::new();
         }
-        let _ = (isa, &mut units);
-        units
+        let amx = super::amx::Amx::detect().map(TileUnit::Amx);
+        amx.into_iter().chain(super::dots::Dots::detect().map(TileUnit::Dots)).collect()
+    }
+
+    /// There are none.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(crate) fn available(_: Isa) -> Vec<Self> {
+        Vec::new()
     }
 
     /// Whether its products are worth the rounding of their operands.
@@ -60,6 +64,23 @@ impl TileUnit {
             #[cfg(target_arch = "x86_64")]
             TileUnit::Dots(_) => Kernels::Avx512Bf16,
             _ => Kernels::Amx,
+        }
+    }
+
+    /// Computes a product of any depth: in parts whose right operand stays in the first-level cache.
+    pub(crate) fn multiply_deep(self, product: Product<'_>) {
+        let Product { left, right, steps: all, to, to_row, rows, columns, add } = product;
+        for steps in steps(0..all) {
+            self.multiply(Product {
+                left: left.from(steps.start),
+                right: right.from(steps.start),
+                steps: steps.len(),
+                to: &mut *to,
+                to_row,
+                rows,
+                columns,
+                add: add || steps.start > 0,
+            });
         }
     }
 

@@ -13,7 +13,7 @@ use crate::backend::cpu::matrix::{Decoder, ViewMut};
 use crate::backend::cpu::memory::{Aligned, Workspace};
 use crate::backend::cpu::multiplier::{Tiles, Vectors};
 use crate::backend::cpu::simd::{Float, Isa};
-use crate::backend::cpu::tiles::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{Operand, Product, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
 use crate::backend::cpu::tiles::squares::store_lines;
 use crate::backend::cpu::tiles::transpose;
@@ -109,28 +109,21 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
                 let rows = top..tile.rows.min(top + ROWS);
                 let down = rows.len().div_ceil(SIDE);
                 let sums = sums.at_least(down * SIDE * width);
-                for steps in steps(0..depth) {
-                    self.unit.multiply(Product {
-                        left: Operand {
-                            values: &contexts[top * depth * SIDE + steps.start * SQUARE..],
-                            row: SIDE,
-                            step: SQUARE,
-                            square: depth * SQUARE,
-                        },
-                        right: Operand {
-                            values: &pairs[steps.start * PAIRS * SIDE..],
-                            row: SIDE,
-                            step: PAIRS * SIDE,
-                            square: depth * PAIRS * SIDE,
-                        },
-                        steps: steps.len(),
-                        to: &mut *sums,
-                        to_row: width,
-                        rows: down,
-                        columns: width / SIDE,
-                        add: steps.start > 0,
-                    });
-                }
+                self.unit.multiply_deep(Product {
+                    left: Operand {
+                        values: &contexts[top * depth * SIDE..],
+                        row: SIDE,
+                        step: SQUARE,
+                        square: depth * SQUARE,
+                    },
+                    right: Operand { values: &*pairs, row: SIDE, step: PAIRS * SIDE, square: depth * PAIRS * SIDE },
+                    steps: depth,
+                    to: &mut *sums,
+                    to_row: width,
+                    rows: down,
+                    columns: width / SIDE,
+                    add: false,
+                });
                 for (row, sums) in rows.zip(sums.chunks_exact(width)) {
                     let of_block = block.start - ids.start..block.end - ids.start;
                     tile.row_mut(row)[of_block].copy_from_slice(&sums[..block.len()]);

@@ -143,6 +143,11 @@ impl Scored {
     pub(crate) fn is_tempered(&self) -> bool {
         self.temperature != 1.0
     }
+
+    /// Whether the scores depend on the log-probability of every id in the mixture.
+    pub(crate) fn need_all_ids(&self) -> bool {
+        self.entropy || self.is_tempered()
+    }
 }
 
 /// Values of a chunk's positions, and their derivatives, as a function of the positions and their scores `[chunk, 2]`:
@@ -237,12 +242,26 @@ pub(crate) struct Task {
     /// Whether the products of the backward pass skip rows. (The CPU needs no workspace for this.)
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) filters: bool,
+    /// What is scored of each position. (The CPU's workspace is that of log-probabilities.)
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    pub(crate) scores: Option<ScoreTask>,
     /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
     pub(crate) own_targets: bool,
-    /// Whether scores need no log-probabilities but the target's: their gradients are those of a loss over hard targets.
-    pub(crate) plain_scores: bool,
+}
+
+/// What the workspace of scores depends on.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+pub(crate) struct ScoreTask {
+    /// Number of ids of each position
+    pub(crate) candidates: usize,
+    /// Whether they depend on the log-probability of every id
+    pub(crate) all_ids: bool,
+    /// Whether one target at each position, and moments of a single softmax, suffice: their gradients are those of a
+    /// loss over hard targets.
+    pub(crate) of_targets: bool,
 }
 
 impl Task {
@@ -269,15 +288,16 @@ impl Task {
         Task { needs_grad, all_ids: true, soft_targets: needs_grad.any(), ..Task::default() }
     }
 
-    /// Computes scores, and in the backward pass the gradients of the operands that need one.
+    /// Computes scores or a function of them, and the gradients of the operands that need one.
     pub(crate) fn scores(scored: &Scored, operands: &Operands, needs_grad: NeedsGrad) -> Result<Self> {
-        let (ids, is_single) = (scored.token_ids.dim(1)?, operands.sizes.components == 1);
+        let (candidates, is_single) = (scored.token_ids.dim(1)?, operands.sizes.components == 1);
         // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
         let is_plain = !scored.is_tempered() || is_single && operands.softcap.is_none();
         let has_moments = !scored.entropy || is_single && !needs_grad.any();
-        let has_target = ids == 1 || ids == 0 && !needs_grad.any();
-        let plain_scores = has_target && is_plain && has_moments;
-        Ok(Task { plain_scores, ..Self::log_probs(needs_grad) })
+        let has_target = candidates == 1 || candidates == 0 && !needs_grad.any();
+        let scores =
+            ScoreTask { candidates, all_ids: scored.need_all_ids(), of_targets: has_target && is_plain && has_moments };
+        Ok(Task { scores: Some(scores), ..Self::log_probs(needs_grad) })
     }
 
     /// Reads each position's distribution, tile by tile.
@@ -338,7 +358,14 @@ pub(crate) trait Backend {
         upstream: &Tensor,
         needs_grad: NeedsGrad,
         plan: &Plan,
-    ) -> Result<Gradients>;
+    ) -> Result<Gradients> {
+        // The upstream gradient of each position is known, whatever its scores are.
+        let upstream = upstream.clone();
+        let terms = move |positions: Range<usize>, scores: &Tensor| {
+            Ok((scores.narrow(1, 0, 1)?.squeeze(1)?, upstream.narrow(0, positions.start, positions.len())?))
+        };
+        Ok(self.score_loss(operands, scored, &terms, needs_grad, plan)?.gradients)
+    }
 
     /// The sum of the values that `terms` gives for the scores of each chunk, with one id per position, and its
     /// gradients.

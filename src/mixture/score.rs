@@ -14,8 +14,6 @@ use crate::tensors::autograd::Leaf;
 impl Mixture {
     /// The log-probability of given token ids at each position, and the entropy if the options ask for it, from one
     /// product and without a tensor of the vocabulary's size. Differentiable: the backward pass takes three products.
-    /// On a GPU, what needs the entropy, a temperature or several candidates holds the log-probabilities
-    /// `[positions, vocab]`.
     ///
     /// # Shapes
     ///

@@ -41,8 +41,7 @@ impl Mixture {
     /// The sum of values that depend on the log-probability of one token id and on the entropy at each position, with
     /// gradients from three products: `terms` gets the scores of a chunk of positions and returns the values and their
     /// derivatives, before the gradient of the chunk's logits replaces them. (A function of scores from
-    /// [`Mixture::score`] costs a fourth product.) On a GPU one chunk has all positions, whose log-probabilities
-    /// `[positions, vocab]` are held.
+    /// [`Mixture::score`] costs a fourth product.)
     ///
     /// # Shapes
     ///

@@ -29,7 +29,8 @@ static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),    KERNEL(position_loss),   KERNEL(top_k),
     KERNEL(row_soft_mass),      KERNEL(position_scales), KERNEL(position_targets),
     KERNEL(position_weighting), KERNEL(live_rows),       KERNEL(scatter_rows),
-    KERNELS_FOR(f32),           KERNELS_FOR(f16),        KERNELS_FOR(bf16),
+    KERNEL(position_scores),    KERNEL(position_masses), KERNELS_FOR(f32),
+    KERNELS_FOR(f16),           KERNELS_FOR(bf16),
 };
 
 // Launches a kernel with arguments of these sizes. Returns 0, or 1 if there is no such kernel.

@@ -41,6 +41,8 @@ static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),
     KERNEL(position_loss),
     KERNEL(top_k),
+    KERNEL(position_scores),
+    KERNEL(position_masses),
     KERNEL(row_soft_mass),
     KERNEL(position_scales),
     KERNEL(live_rows),

@@ -27,13 +27,11 @@ mod testing;
 mod tiles;
 mod two_pass;
 
-use std::ops::Range;
-
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::backend::contract::{
-    accumulation_dtype, Backend, Gradients, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes,
-    SoFar, Task, Visit,
+    accumulation_dtype, Backend, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, SoFar, Task,
+    Visit,
 };
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
@@ -91,22 +89,6 @@ impl Backend for Cpu {
             })
         };
         on_threads(plan.threads, scores)
-    }
-
-    fn score_gradients(
-        &self,
-        operands: &Operands,
-        scored: &Scored,
-        upstream: &Tensor,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<Gradients> {
-        // The upstream gradient of each position is known, whatever its scores are.
-        let upstream = upstream.clone();
-        let terms = move |positions: Range<usize>, scores: &Tensor| {
-            Ok((scores.narrow(1, 0, 1)?.squeeze(1)?, upstream.narrow(0, positions.start, positions.len())?))
-        };
-        Ok(self.score_loss(operands, scored, &terms, needs_grad, plan)?.gradients)
     }
 
     fn score_loss(

@@ -9,7 +9,7 @@ use super::served::Served;
 use super::simd::Isa;
 use super::tiles::unit::TileUnit;
 use super::{gemv, one_pass, two_pass};
-use crate::backend::contract::{Operands, Precision, Sizes, Task};
+use crate::backend::contract::{Operands, Precision, ScoreTask, Sizes, Task};
 use crate::backend::plan::{default, Computation, Needs, Plan};
 use crate::error::Result;
 
@@ -25,7 +25,11 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
         Task { own_targets: true, .. } => Computation::OnePass,
-        Task { plain_scores: true, needs_grad, .. } if needs_grad.any() || rows > FEW_ROWS => Computation::OnePass,
+        Task { scores: Some(ScoreTask { of_targets: true, .. }), needs_grad, .. }
+            if needs_grad.any() || rows > FEW_ROWS =>
+        {
+            Computation::OnePass
+        }
         Task { all_ids: true, .. } | Task { soft_targets: true, .. } => Computation::TwoPasses,
         Task { filters: true, .. } | Task { few_rows: true, .. } => Computation::TwoPasses,
         Task { needs_grad, .. } if !needs_grad.any() && rows <= FEW_ROWS => Computation::TwoPasses,

@@ -15,7 +15,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tenso
 use half::{bf16, f16};
 
 use super::kind::KIND;
-use crate::backend::gpu::arguments::{Argument, Logits, Objective, Rows};
+use crate::backend::gpu::arguments::{Argument, Logits, Objective, Rows, Scored};
 use crate::backend::gpu::device::{Gpu, Kind, Matrix, Product, BLOCK};
 use crate::error::{Error, Result};
 
@@ -102,6 +102,8 @@ unsafe impl DeviceRepr for Logits {}
 unsafe impl DeviceRepr for Objective {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Rows {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Scored {}
 
 impl Gpu for Cuda {
     fn kind(&self) -> &'static Kind {
@@ -132,6 +134,7 @@ impl Gpu for Cuda {
                 Argument::Logits(x) => builder.arg(x),
                 Argument::Objective(x) => builder.arg(x),
                 Argument::Rows(x) => builder.arg(x),
+                Argument::Scored(x) => builder.arg(x),
                 Argument::Read(x) | Argument::Write(x) => builder.arg(x),
                 Argument::Int(x) => builder.arg(x),
                 Argument::Long(x) => builder.arg(x),

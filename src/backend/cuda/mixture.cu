@@ -61,9 +61,20 @@ KERNEL top_k(const float *log_probs, i64 stride, int vocab, int k, int *ids, flo
     __shared__ Largest of_warps[WARPS];
     functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, INDICES, of_warps);
 }
-KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, const float *log_probs) {
+KERNEL position_scores(Logits logits, Rows rows, Scored scored, const float *log_probs, int needs_entropy,
+                       float *scores) {
     __shared__ float of_warps[WARPS];
-    functions::row_soft_mass(logits, objective, rows, log_probs, INDICES, of_warps);
+    __shared__ Sum sums_of_warps[WARPS];
+    functions::position_scores(logits, rows, scored, log_probs, needs_entropy, scores, INDICES, of_warps,
+                               sums_of_warps);
+}
+KERNEL position_masses(Scored scored, const float *scores, const float *upstream, int needs_entropy, float *scales,
+                       float *magnitudes, int positions, int vocab) {
+    functions::position_masses(scored, scores, upstream, needs_entropy, scales, magnitudes, positions, vocab, INDICES);
+}
+KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, Scored scored, const float *log_probs) {
+    __shared__ float of_warps[WARPS];
+    functions::row_soft_mass(logits, objective, rows, scored, log_probs, INDICES, of_warps);
 }
 KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient, float *masses,
                        int positions, int components) {
@@ -96,9 +107,9 @@ KERNEL position_weighting(const float *weights, const float *upstream, const flo
         functions::mixture_log_probs(logits, objective, rows, log_probs, out_stride, loss, argmax, INDICES, of_warps,  \
                                      largest_of_warps);                                                                \
     }                                                                                                                  \
-    KERNEL row_gradient_##name(Logits logits, Objective objective, Rows rows, const float *log_probs, const int *live, \
-                               T *gradient) {                                                                          \
-        functions::row_gradient(logits, objective, rows, log_probs, live, gradient, INDICES);                          \
+    KERNEL row_gradient_##name(Logits logits, Objective objective, Rows rows, Scored scored, const float *log_probs,   \
+                               const int *live, T *gradient) {                                                         \
+        functions::row_gradient(logits, objective, rows, scored, log_probs, live, gradient, INDICES);                  \
     }                                                                                                                  \
     KERNEL gather_rows_##name(const T *all, const int *live, T *gathered, int columns) {                               \
         functions::gather_rows(all, live, gathered, columns, INDICES);                                                 \

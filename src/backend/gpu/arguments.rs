@@ -60,11 +60,23 @@ pub(in crate::backend) struct Rows {
     pub(in crate::backend) count: i64,
 }
 
+/// `struct Scored` of `rows.h`; the default is for objectives that are no scores.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::backend) struct Scored {
+    pub(in crate::backend) ids: u64,
+    pub(in crate::backend) numbers: u64,
+    pub(in crate::backend) stride: i64,
+    pub(in crate::backend) power: f32,
+    pub(in crate::backend) count: i32,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) enum Argument {
     Logits(Logits),
     Objective(Objective),
     Rows(Rows),
+    Scored(Scored),
     /// Memory that the kernel reads
     Read(u64),
     /// Memory that the kernel writes and may also read

@@ -4,11 +4,13 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use super::arguments::Argument;
-use super::chunks::{matrix, Chunks, InputPart, Mixed};
+use super::arguments::{self, Argument};
+use super::chunks::{matrix, Chunks, Mixed};
 use super::device::{Buffer, Gpu, Matrix, Product, BLOCK};
+use super::gradients::{GradientBuffers, LogitGradient};
 use super::objective::Prepared;
 use super::own_targets::OwnTargets;
+use super::score_rows::ScoreRows;
 use crate::backend::contract::{Gradients, LossResults, NeedsGrad, Objective, Operands, Sizes, SoFar};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
@@ -26,7 +28,13 @@ pub(super) fn loss<G: Gpu>(
         Objective::Targets(loss) => OwnTargets::new(operands, loss)?,
         Objective::LogProbs { .. } => None,
     };
-    let mut chunks = LossChunks::new(gpu, operands, prepared, own.as_ref(), objective.so_far(), needs_grad, plan)?;
+    let chunks = Chunks::new(gpu, operands, plan)?;
+    let targets = match &own {
+        Some(own) => Targets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
+        None if prepared.is_soft() => Targets::Soft(chunks.log_prob_rows()?),
+        None => Targets::Hard,
+    };
+    let mut chunks = LossChunks::new(chunks, prepared, targets, objective.so_far(), needs_grad)?;
     chunks.run_loss(plan, needs_grad)?;
 
     let positions = operands.sizes.positions;
@@ -73,22 +81,35 @@ fn weigh(weights: &Tensor, values: &Tensor) -> candle_core::Result<Tensor> {
     weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)
 }
 
-struct LossChunks<'a, G> {
-    chunks: Chunks<'a, G>,
-    objective: Prepared,
-    targets: Targets,
+pub(super) struct LossChunks<'a, G> {
+    pub(super) chunks: Chunks<'a, G>,
+    pub(super) objective: Prepared,
+    pub(super) targets: Targets<'a>,
     results: Results,
     gradients: Option<GradientBuffers>,
 }
 
 /// What the targets need besides the logits of the vocabulary.
-enum Targets {
+pub(super) enum Targets<'a> {
     /// Each target is one id of the vocabulary.
     Hard,
     /// All ids have mass: the mixture's log-probabilities, `[positions of a chunk, stride]`.
     Soft(Buffer),
     /// Each target is an entry of its own: its logits, `[positions, K]`.
     Own(Buffer),
+    /// Ids have mass through the scores of each position.
+    Scored(&'a ScoreRows),
+}
+
+impl Targets<'_> {
+    /// The log-probabilities of all ids, if masses depend on them.
+    fn log_probs(&self) -> Option<&Buffer> {
+        match self {
+            Targets::Soft(log_probs) => Some(log_probs),
+            Targets::Scored(scores) => scores.log_probs.as_ref(),
+            Targets::Hard | Targets::Own(_) => None,
+        }
+    }
 }
 
 /// The results of all positions, `[positions]` each.
@@ -100,173 +121,22 @@ struct Results {
     masses: Buffer,
 }
 
-/// The gradients that are needed.
-struct GradientBuffers {
-    logits: LogitGradient,
-    /// As the parts of the inputs
-    parts: Vec<PartGradient>,
-    log_priors: Buffer,
-    /// If targets are entries of their own: their logits' gradient, `[positions, K]`
-    own: Option<Buffer>,
-    bias: Option<BiasGradient>,
-}
-
-/// The gradients of some columns of the contexts and of the decoder.
-struct PartGradient {
-    contexts: Option<Buffer>,
-    decoder: Option<Buffer>,
-    /// Whether `decoder` holds the gradient of earlier losses
-    has_so_far: bool,
-}
-
-/// Where the kernels write the gradient of a chunk's logits, which is an operand of the second and third product.
-enum LogitGradient {
-    /// It replaces the logits.
-    InPlace,
-    /// `[rows of a chunk, stride]`, in the dtype of the products
-    Separate(Buffer),
-    /// `[rows of a chunk, stride]`, of the rows that the filter keeps
-    Filtered(Buffer, Live),
-}
-
-/// The rows of a chunk that the filter keeps. Products with the gradient of the logits use only these.
-struct Live {
-    /// `[rows of a chunk]`: their indices
-    rows: Buffer,
-    /// `[1]`: their number, on the device
-    count: Buffer,
-    /// Their number, read back
-    known_count: usize,
-    /// As the parts of the inputs
-    parts: Vec<LivePart>,
-}
-
-/// Some columns of the live rows.
-struct LivePart {
-    /// `[rows of a chunk, columns]`: their contexts
-    contexts: Buffer,
-    /// `[rows of a chunk, columns]`
-    context_gradients: Buffer,
-}
-
-struct BiasGradient {
-    sum: Buffer,
-    /// `[rows of a chunk]`, in the dtype of the products: the product with it sums rows
-    ones: Buffer,
-}
-
-impl GradientBuffers {
-    fn new<G: Gpu>(
-        chunks: &Chunks<'_, G>,
-        filters: bool,
-        has_own: bool,
-        so_far: Option<Tensor>,
-        needs_grad: NeedsGrad,
-    ) -> Result<Self> {
-        let Chunks { gpu, inputs, stride, rows_per_chunk: rows, .. } = chunks;
-        let Sizes { positions, components, vocab, .. } = inputs.sizes;
-        let device = chunks.logits.tensor.device();
-        let dtype = gpu.kind().gradient_dtype(inputs.dtype);
-        let zeros = |n, dtype| Buffer::zeros(*gpu, n, dtype, device);
-        let optional = |is_needed: bool, n| is_needed.then(|| zeros(n, DType::F32)).transpose();
-        let part = |(part, (is_needed, so_far)): (&InputPart, (bool, Option<Tensor>))| {
-            Ok(PartGradient {
-                contexts: optional(needs_grad.contexts, positions * components * part.width)?,
-                has_so_far: so_far.is_some(),
-                decoder: match so_far {
-                    Some(so_far) => Some(Buffer::new(*gpu, so_far.to_dtype(DType::F32)?.flatten_all()?.contiguous()?)?),
-                    None => optional(is_needed, vocab * part.width)?,
-                },
-            })
-        };
-        let of_parts = [(needs_grad.weight, so_far), (needs_grad.adapter, None)];
-        Ok(GradientBuffers {
-            logits: match (filters, dtype) {
-                (false, DType::F32) => LogitGradient::InPlace,
-                (false, _) => LogitGradient::Separate(zeros(rows * stride, dtype)?),
-                (true, _) => {
-                    let part = |part: &InputPart| {
-                        Ok(LivePart {
-                            contexts: zeros(rows * part.width, inputs.dtype)?,
-                            context_gradients: zeros(rows * part.width, DType::F32)?,
-                        })
-                    };
-                    let live = Live {
-                        rows: zeros(*rows, DType::U32)?,
-                        count: zeros(1, DType::U32)?,
-                        known_count: 0,
-                        parts: inputs.parts.iter().map(part).collect::<Result<_>>()?,
-                    };
-                    LogitGradient::Filtered(zeros(rows * stride, dtype)?, live)
-                }
-            },
-            parts: inputs.parts.iter().zip(of_parts).map(part).collect::<Result<_>>()?,
-            log_priors: zeros(positions * components, DType::F32)?,
-            own: optional(has_own, positions * components)?,
-            bias: match needs_grad.bias {
-                true => Some(BiasGradient {
-                    sum: zeros(vocab, DType::F32)?,
-                    ones: Buffer::new(*gpu, Tensor::ones(*rows, dtype, device)?)?,
-                }),
-                false => None,
-            },
-        })
-    }
-
-    fn live(&self) -> Option<&Live> {
-        match &self.logits {
-            LogitGradient::Filtered(_, live) => Some(live),
-            LogitGradient::InPlace | LogitGradient::Separate(_) => None,
-        }
-    }
-
-    /// The gradient of the chunk's logits, `[rows, vocab]`, as an operand of a product.
-    fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> Matrix {
-        let buffer = match &self.logits {
-            LogitGradient::InPlace => &chunks.logits,
-            LogitGradient::Separate(gradient) | LogitGradient::Filtered(gradient, _) => gradient,
-        };
-        matrix(buffer, 0, chunks.stride)
-    }
-
-    /// The number of rows of this matrix.
-    fn row_count<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>) -> usize {
-        self.live().map_or(chunks.inputs.rows(positions).len(), |live| live.known_count)
-    }
-
-    /// Some columns of the contexts of these rows.
-    fn contexts<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>, part: usize) -> Matrix {
-        let of_inputs = &chunks.inputs.parts[part];
-        match self.live() {
-            Some(live) => matrix(&live.parts[part].contexts, 0, of_inputs.width),
-            None => matrix(&of_inputs.contexts, chunks.inputs.rows(positions).start, of_inputs.width),
-        }
-    }
-}
-
 impl<'a, G: Gpu> LossChunks<'a, G> {
-    fn new(
-        gpu: &'a G,
-        operands: &Operands,
+    pub(super) fn new(
+        chunks: Chunks<'a, G>,
         objective: Prepared,
-        own: Option<&OwnTargets>,
+        targets: Targets<'a>,
         so_far: Option<&SoFar>,
         needs_grad: NeedsGrad,
-        plan: &Plan,
     ) -> Result<Self> {
-        let chunks = Chunks::new(gpu, operands, plan)?;
-        let positions = operands.sizes.positions.max(1);
-        let zeros = |n, dtype| Buffer::zeros(gpu, n, dtype, operands.contexts.device());
+        let positions = chunks.inputs.sizes.positions.max(1);
+        let zeros = |n, dtype| Buffer::zeros(chunks.gpu, n, dtype, chunks.logits.tensor.device());
         let gradients = || {
             let so_far = so_far.filter(|_| needs_grad.weight).and_then(SoFar::take);
-            GradientBuffers::new(&chunks, objective.terms.gradient_filter > 0.0, own.is_some(), so_far, needs_grad)
+            let has_own = matches!(targets, Targets::Own(_));
+            GradientBuffers::new(&chunks, objective.terms.gradient_filter > 0.0, has_own, so_far, needs_grad)
         };
         Ok(LossChunks {
-            targets: match own {
-                Some(own) => Targets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
-                None if objective.is_soft() => Targets::Soft(chunks.log_prob_rows()?),
-                None => Targets::Hard,
-            },
             results: Results {
                 nll: zeros(positions, DType::F32)?,
                 losses: zeros(positions, DType::F32)?,
@@ -274,6 +144,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
                 masses: zeros(2 * positions, DType::F32)?,
             },
             gradients: needs_grad.any().then(gradients).transpose()?,
+            targets,
             objective,
             chunks,
         })
@@ -288,7 +159,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     }
 
     /// The gradients. The kernels leave the factor of all positions to this step only for the log-priors.
-    fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
+    pub(super) fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Sizes { positions, components, vocab, .. } = self.chunks.inputs.sizes;
         let Some(gradients) = self.gradients else { return Ok(Gradients::default()) };
         let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
@@ -311,7 +182,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         })
     }
 
-    fn arguments(&self, positions: &Range<usize>) -> [Argument; 3] {
+    pub(super) fn arguments(&self, positions: &Range<usize>) -> [Argument; 3] {
         let own = if let Targets::Own(logits) = &self.targets { Some(logits) } else { None };
         self.chunks.arguments(positions, self.objective.argument(positions.start), own)
     }
@@ -360,14 +231,20 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         gpu.launch("position_loss", position_blocks, &position_loss)?;
 
         let soft = if let Targets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
-        let log_probs = Argument::Read(soft.map_or(0, |log_probs| log_probs.at(0)));
+        let log_probs = Argument::Read(self.targets.log_probs().map_or(0, |log_probs| log_probs.at(0)));
+        let scored = match &self.targets {
+            Targets::Scored(scores) => scores.argument(&positions),
+            _ => arguments::Scored::default(),
+        };
+        let scored_values = Argument::Scored(scored);
         if soft.is_some() || self.objective.terms.correct {
             let to = soft.map(|log_probs| (log_probs, 0, self.chunks.stride));
             let argmax = if self.objective.terms.correct { argmax } else { 0 };
             self.chunks.mix(&positions, &arguments, Mixed { log_probs: to, losses, argmax })?;
         }
-        if soft.is_some() {
-            gpu.launch("row_soft_mass", rows.len(), &[logits, objective, row_values, log_probs])?;
+        if soft.is_some() || matches!(self.targets, Targets::Scored(_)) {
+            let arguments = [logits, objective, row_values, scored_values, log_probs];
+            gpu.launch("row_soft_mass", rows.len(), &arguments)?;
         }
         if self.gradients.is_none() && self.objective.terms.gradient_filter == 0.0 {
             return Ok(());
@@ -385,7 +262,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let matrix_of_logits = gradients.logit_matrix(&self.chunks);
         let kernel = format!("row_gradient_{}", matrix_of_logits.dtype.as_str());
         let to = Argument::Write(matrix_of_logits.address);
-        gpu.launch(&kernel, row_count, &[logits, objective, row_values, log_probs, live, to])?;
+        gpu.launch(&kernel, row_count, &[logits, objective, row_values, scored_values, log_probs, live, to])?;
 
         // Without live rows there is nothing to add: the gradients start as zeros.
         let Some(bias) = gradients.bias.as_ref().filter(|_| row_count > 0) else { return Ok(()) };

@@ -7,12 +7,14 @@
 
 pub(super) mod arguments;
 mod chunks;
-mod dense_scores;
 pub(super) mod device;
+mod gradients;
 mod log_probs;
 mod loss;
 mod objective;
 mod own_targets;
+mod score_rows;
+mod scores;
 
 #[cfg(all(test, target_os = "linux"))]
 mod testing;
@@ -21,16 +23,17 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use crate::backend::contract::{
-    Backend, Computed, Gradients, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, Task, Visit,
+    Backend, Computed, LossResults, NeedsGrad, Objective, Operands, ScoreTask, ScoreTerms, Scored, Sizes, Task, Visit,
 };
 use crate::backend::plan::{default, Computation, Needs, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
-use dense_scores::DenseScores;
 use device::{Buffer, Gpu, Kind};
 use log_probs::log_probs;
 use loss::loss;
+use score_rows::numbers_of_scores;
+use scores::{score_loss, scores};
 
 /// The backend of a GPU, in f16, bf16 and f32.
 pub(super) struct On<G>(pub(super) G);
@@ -62,18 +65,7 @@ impl<G: Gpu> Backend for On<G> {
     }
 
     fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
-        Ok(DenseScores::new(&self.0, operands, scored, plan)?.scores.detach())
-    }
-
-    fn score_gradients(
-        &self,
-        operands: &Operands,
-        scored: &Scored,
-        upstream: &Tensor,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<Gradients> {
-        DenseScores::new(&self.0, operands, scored, plan)?.gradients(&self.0, operands, upstream, needs_grad, plan)
+        scores(&self.0, operands, scored, plan)
     }
 
     fn score_loss(
@@ -84,23 +76,7 @@ impl<G: Gpu> Backend for On<G> {
         needs_grad: NeedsGrad,
         plan: &Plan,
     ) -> Result<LossResults> {
-        let dense = DenseScores::new(&self.0, operands, scored, plan)?;
-        let scores = dense.scores.detach();
-        let (values, upstream) = terms(0..operands.sizes.positions, &scores)?;
-        let count = Tensor::new(operands.sizes.positions as f32, values.device())?;
-        let gradients = match needs_grad.any() {
-            true => dense.gradients(&self.0, operands, &upstream, needs_grad, plan)?,
-            false => Gradients::default(),
-        };
-        Ok(LossResults {
-            nll: scores.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?,
-            sum: values.sum_all()?,
-            objective: values,
-            count,
-            correct: None,
-            dropped_mass: None,
-            gradients,
-        })
+        score_loss(&self.0, operands, scored, terms, needs_grad, plan)
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
@@ -152,8 +128,12 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
     let (of_row, of_all) = (kind.product_bytes)(sizes, dtype);
     // Logits, their gradient in the dtype of the products, and seven f32 values.
     let row = stride * f32_size + gradient + live + of_row + 8 * f32_size;
-    let soft = if task.soft_targets { stride * f32_size } else { 0 };
-    let per_position = kind.allocated * (components * row + soft);
+    let (has_log_probs, scores) = match task.scores {
+        Some(ScoreTask { candidates, all_ids }) => (all_ids, numbers_of_scores(candidates, components) * f32_size),
+        None => (task.soft_targets, 0),
+    };
+    let log_probs = if has_log_probs { stride * f32_size } else { 0 };
+    let per_position = kind.allocated * (components * row + log_probs + scores);
     let fixed = kind.allocated * (vocab * f32_size + of_all);
     let cached = default::GPU_LOGITS / (stride * f32_size);
     let positions = cached.max(kind.default_rows).div_ceil(components);

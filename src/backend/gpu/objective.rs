@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{self, Argument};
 use super::device::{Buffer, Gpu, BLOCK};
-use crate::backend::contract::{GradScale, Objective, Operands, Sizes, TargetLoss, Terms};
+use crate::backend::contract::{GradScale, Objective, Operands, Scored, Sizes, TargetLoss, Terms};
 use crate::error::{Error, Result};
 
 /// The targets of a loss.
@@ -15,12 +15,13 @@ pub(super) struct TargetIds {
     pub(super) weights: Buffer,
     /// Scalar: the denominator of the mean.
     pub(super) count: Tensor,
-    scales: Buffer,
 }
 
 /// An objective on the device.
 pub(super) struct Prepared {
     pub(super) ids: Option<TargetIds>,
+    /// `[positions]`: the scale of each position's gradients, if they differ
+    pub(super) scales: Option<Buffer>,
     /// `[vocab]`, or `[positions, vocab]` if `soft_stride` is not zero
     soft: Option<Buffer>,
     soft_stride: usize,
@@ -29,21 +30,34 @@ pub(super) struct Prepared {
     unit: f32,
     /// Scalar: the kernels leave out this factor of the gradients.
     pub(super) factor: Tensor,
-    logits_factor: LogitsFactor,
+    logits_factors: LogitsFactors,
 }
 
-/// `[1]`: the factor that the gradient of the logits still needs, and where it is applied.
-enum LogitsFactor {
-    /// In the kernel that writes the gradient
-    Kernel(Buffer),
+/// `[1]` each: the factors that the gradient of the logits still needs, by the step that applies them.
+struct LogitsFactors {
+    /// In the kernel that writes the gradient: all of it in f32
+    kernel: Option<Buffer>,
     /// In the products, since in half precision the scaled gradient could overflow or underflow
-    Products(Buffer),
+    products: Option<Buffer>,
 }
+
+impl LogitsFactors {
+    /// The factor of the gradient of the contexts and the decoder's bias, of which kernels multiply by `unit` already.
+    fn new<G: Gpu>(gpu: &G, dtype: DType, factor: &Tensor, unit: f32, logit_scale: f64) -> Result<Self> {
+        let buffer = |scale: f64| Ok::<_, Error>(Some(Buffer::new(gpu, factor.affine(scale, 0.0)?)?));
+        Ok(match dtype {
+            DType::F32 => LogitsFactors { kernel: buffer(logit_scale)?, products: None },
+            _ => LogitsFactors { kernel: None, products: buffer(logit_scale / f64::from(unit))? },
+        })
+    }
+}
+
+/// In half precision kernels multiply the gradient of the logits by this power of two, against underflow in f16.
+const UNIT: f64 = 64.0;
 
 /// An f16 gradient of the logits is multiplied by this power of two. Without a z-loss the gradient is at most 1, since
 /// weights are relative to the largest, and mostly far less; a z-loss adds `2 z_loss` log-sum-exps, which may be 500.
 fn half_unit(objective: &Objective) -> f32 {
-    const UNIT: f64 = 64.0;
     match objective {
         Objective::Targets(loss) => (UNIT / (2.0 * loss.terms.z_loss).max(1.0)).log2().floor().exp2() as f32,
         Objective::LogProbs { .. } => UNIT as f32,
@@ -56,11 +70,7 @@ impl Prepared {
         let Sizes { positions, vocab, .. } = operands.sizes;
         let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
         let unit = if dtype == DType::F16 { half_unit(objective) } else { 1.0 };
-        let scale = operands.logit_scale;
-        let logits_factor = |factor: &Tensor| match dtype {
-            DType::F32 => Ok::<_, Error>(LogitsFactor::Kernel(Buffer::new(gpu, factor.affine(scale, 0.0)?)?)),
-            _ => Ok(LogitsFactor::Products(Buffer::new(gpu, factor.affine(scale / f64::from(unit), 0.0)?)?)),
-        };
+        let logits_factors = |factor: &Tensor| LogitsFactors::new(gpu, dtype, factor, unit, operands.logit_scale);
         let loss = match objective {
             Objective::LogProbs { upstream } => {
                 let upstream =
@@ -70,11 +80,12 @@ impl Prepared {
                 let factor = largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?;
                 return Ok(Prepared {
                     ids: None,
+                    scales: None,
                     soft: Some(Buffer::new(gpu, upstream.broadcast_div(&factor)?.neg()?)?),
                     soft_stride: vocab,
                     terms: Terms::default(),
                     unit,
-                    logits_factor: logits_factor(&factor)?,
+                    logits_factors: logits_factors(&factor)?,
                     factor,
                 });
             }
@@ -164,22 +175,58 @@ impl Prepared {
             false => None,
         };
         Ok(Prepared {
-            ids: Some(TargetIds { ids, hard, weights, count, scales }),
+            ids: Some(TargetIds { ids, hard, weights, count }),
+            scales: Some(scales),
             soft,
             soft_stride: 0,
             terms: *terms,
             unit,
-            logits_factor: logits_factor(&factor)?,
+            logits_factors: logits_factors(&factor)?,
             factor,
         })
     }
 
+    /// The inner product of scores and their upstream gradients, which are not known yet.
+    pub(super) fn of_scores<G: Gpu>(gpu: &G, scored: &Scored, operands: &Operands) -> Result<Self> {
+        let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
+        let device = operands.contexts.device();
+        let unit = if dtype == DType::F16 { UNIT as f32 } else { 1.0 };
+        let factor = Tensor::full(1.0 / scored.temperature as f32, (), device)?;
+        Ok(Prepared {
+            ids: None,
+            scales: Some(Buffer::zeros(gpu, operands.sizes.positions, DType::F32, device)?),
+            soft: None,
+            soft_stride: 0,
+            terms: Terms::default(),
+            unit,
+            logits_factors: LogitsFactors::new(gpu, dtype, &factor, unit, operands.logit_scale)?,
+            factor,
+        })
+    }
+
+    /// In half precision the kernels leave out the largest of these magnitudes of a chunk's masses, `[chunk]`, and the
+    /// products multiply by it.
+    pub(super) fn normalize<G: Gpu>(&mut self, gpu: &G, magnitudes: &Tensor, operands: &Operands) -> Result<()> {
+        let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
+        if dtype == DType::F32 {
+            return Ok(());
+        }
+        let largest = magnitudes.max(0)?;
+        let one = largest.ones_like()?;
+        // An infinite magnitude and NaN are left to the positions that have them.
+        let is_usual = (largest.gt(0f32)? * largest.le(f32::MAX)?)?;
+        let largest = is_usual.where_cond(&largest, &one)?;
+        let factor = (&largest * &self.factor)?;
+        self.logits_factors = LogitsFactors {
+            kernel: Some(Buffer::new(gpu, largest.recip()?)?),
+            ..LogitsFactors::new(gpu, dtype, &factor, self.unit, operands.logit_scale)?
+        };
+        Ok(())
+    }
+
     /// The address of the factor of products with the gradient of the logits.
     pub(super) fn alpha(&self) -> Option<u64> {
-        match &self.logits_factor {
-            LogitsFactor::Products(alpha) => Some(alpha.at(0)),
-            LogitsFactor::Kernel(_) => None,
-        }
+        self.logits_factors.products.as_ref().map(|alpha| alpha.at(0))
     }
 
     pub(super) fn is_soft(&self) -> bool {
@@ -189,19 +236,13 @@ impl Prepared {
     /// The kernels' argument for the positions from `first` on.
     pub(super) fn argument(&self, first: usize) -> arguments::Objective {
         let soft = self.soft.as_ref().map_or(0, |soft| soft.at(first * self.soft_stride));
-        let (ids, hard, scales) = match &self.ids {
-            Some(ids) => (ids.ids.at(first), ids.hard.at(first), ids.scales.at(first)),
-            None => (0, 0, 0),
-        };
+        let (ids, hard) = self.ids.as_ref().map_or((0, 0), |ids| (ids.ids.at(first), ids.hard.at(first)));
         arguments::Objective {
             ids,
             hard,
-            scales,
+            scales: self.scales.as_ref().map_or(0, |scales| scales.at(first)),
             soft,
-            factor: match &self.logits_factor {
-                LogitsFactor::Kernel(factor) => factor.at(0),
-                LogitsFactor::Products(_) => 0,
-            },
+            factor: Buffer::or_null(&self.logits_factors.kernel),
             soft_stride: self.soft_stride as i64,
             terms: arguments::Terms::new(&self.terms, self.unit),
         }

@@ -96,6 +96,83 @@ struct Rows {
     }
 };
 
+// What is scored of each position of the chunk, and the masses in q that the upstream gradients of the scores give to
+// ids. With the tempered distribution log Q(v) = power log p(v) - log_norm, the scores are log Q of some candidates and
+// the entropy of Q.
+struct Scored {
+    GLOBAL const i64 *ids;  // [positions, count]: the candidates; one outside the vocabulary has a NaN score
+    GLOBAL float *numbers;  // [positions, stride]: the values below
+    i64 stride;             // 3 + (3 + K) count
+    float power;            // the inverse of the temperature
+    int count;              // of a position's candidates; 0 for other objectives
+
+    // The candidate, or -2 if it is not in the vocabulary.
+    FUNCTION int id(i64 position, int candidate, int vocab) const {
+        const i64 id = ids[position * count + candidate];
+        return id >= 0 && id < vocab ? (int)id : -2;
+    }
+    // log sum_v p(v)^power; zero for a power of one
+    FUNCTION GLOBAL float &log_norm(i64 position) const { return numbers[position * stride]; }
+    // The mass of every id is Q(v) (constant + slope log Q(v)).
+    FUNCTION GLOBAL float &constant(i64 position) const { return numbers[position * stride + 1]; }
+    FUNCTION GLOBAL float &slope(i64 position) const { return numbers[position * stride + 2]; }
+    // A candidate's log-probability in p is the sum of these two: the largest term, zero if it is minus infinity, and
+    // the logarithm of the sum relative to it.
+    FUNCTION GLOBAL float &largest(i64 position, int candidate) const {
+        return numbers[position * stride + 3 + candidate];
+    }
+    FUNCTION GLOBAL float &log_sum(i64 position, int candidate) const {
+        return numbers[position * stride + 3 + count + candidate];
+    }
+    // A candidate's mass besides that of every id
+    FUNCTION GLOBAL float &mass(i64 position, int candidate) const {
+        return numbers[position * stride + 3 + 2 * count + candidate];
+    }
+    // A candidate's logit in a component
+    FUNCTION GLOBAL float &logit(i64 position, int candidate, int component) const {
+        return numbers[position * stride + 3 + (3 + component) * count + candidate];
+    }
+
+    // A candidate's part of the mass of a component.
+    FUNCTION float part(Rows rows, i64 position, int candidate, int component, int components) const {
+        // A single component has all the responsibility, even for an impossible candidate.
+        if (components == 1) return mass(position, candidate);
+        const float joint = rows.joint(position * components + component, logit(position, candidate, component));
+        const float share = exponential(joint - largest(position, candidate) - log_sum(position, candidate));
+        return weighted(mass(position, candidate), share);
+    }
+};
+
+// The masses of all ids of one position.
+struct SoftMasses {
+    GLOBAL const float *log_probs; // [vocab]; null: there are none
+    GLOBAL const float *given;     // [vocab]; null: those of scores
+    float power;
+    float log_norm;
+    float constant;
+    float slope;
+
+    FUNCTION float of(int v) const {
+        if (given) return given[v];
+        const float log_q = power * log_probs[v] - log_norm, q = exponential(log_q);
+        return q == 0.f ? 0.f : q * (constant + slope * log_q);
+    }
+    // Ids without mass contribute nothing, even if they are impossible.
+    FUNCTION bool contributes(int v, float mass) const { return mass != 0.f && log_probs[v] != minus_infinity(); }
+};
+
+FUNCTION SoftMasses soft_masses(Logits logits, Objective objective, Scored scored, GLOBAL const float *log_probs,
+                                i64 position) {
+    GLOBAL const float *of_position = log_probs ? log_probs + position * logits.stride : nullptr;
+    if (objective.soft || !log_probs) return {of_position, objective.soft_of(position), 1.f, 0.f, 0.f, 0.f};
+    return {of_position,
+            nullptr,
+            scored.power,
+            scored.log_norm(position),
+            scored.constant(position),
+            scored.slope(position)};
+}
+
 // A running log-sum-exp: the largest term, and the sum of the exponentials relative to it.
 struct Sum {
     float largest;
@@ -270,20 +347,94 @@ FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k,
     }
 }
 
-// One block per row: the soft targets' part of the mass, sum_v soft_v r_k(v).
-FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs, uint block,
-                            uint tid, SHARED float *of_warps) {
+// One block per position: its scores, [positions, count + 1], and what of them the masses depend on. `log_probs` are
+// those of every id; they are not read unless the distribution is tempered or the entropy is needed.
+FUNCTION void position_scores(Logits logits, Rows rows, Scored scored, GLOBAL const float *log_probs, int needs_entropy,
+                              GLOBAL float *scores, uint block, uint tid, SHARED float *of_warps,
+                              SHARED Sum *sums_of_warps) {
+    const i64 t = block;
+    GLOBAL const float *position = logits.z + t * logits.components * logits.stride;
+    GLOBAL const float *log_p = log_probs + t * logits.stride;
+    GLOBAL float *to = scores + t * (scored.count + 1);
+    float log_norm = 0.f;
+    if (scored.power != 1.f) {
+        Sum sum = {minus_infinity(), 0.f};
+        for (int v = tid; v < logits.vocab; v += BLOCK) sum.add({scored.power * log_p[v], 1.f});
+        log_norm = block_reduce(sum, tid, sums_of_warps).value();
+    }
+    float entropy = 0.f;
+    if (needs_entropy) {
+        for (int v = tid; v < logits.vocab; v += BLOCK) {
+            const float log_q = scored.power * log_p[v] - log_norm, q = exponential(log_q);
+            entropy -= q == 0.f ? 0.f : q * log_q;
+        }
+        entropy = block_reduce(entropy, tid, of_warps);
+        // Rounding may move it beyond its bounds.
+        const float most = logarithm((float)logits.vocab);
+        entropy = entropy < 0.f ? 0.f : entropy > most ? most : entropy;
+    }
+    for (int i = tid; i < scored.count; i += BLOCK) {
+        const int id = scored.id(t, i, logits.vocab);
+        Sum sum = {minus_infinity(), 0.f};
+        for (int k = 0; k < logits.components; ++k) {
+            const float logit = id < 0 ? not_a_number() : logits.at(position + k * logits.stride, id);
+            scored.logit(t, i, k) = logit;
+            sum.add({rows.joint(t * logits.components + k, logit), 1.f});
+        }
+        scored.largest(t, i) = finite_or_zero(sum.largest);
+        scored.log_sum(t, i) = logarithm(sum.sum);
+        to[i] = 0.f - not_negative(log_norm - scored.power * sum.value());
+    }
+    if (tid == 0) {
+        scored.log_norm(t) = log_norm;
+        to[scored.count] = entropy;
+    }
+}
+
+// One thread per position: the masses that the upstream gradients of its scores, [positions, count + 1], give to ids up
+// to the factor `power`, their scale, which is zero if there are none, and a magnitude that bounds them up to a
+// logarithm.
+FUNCTION void position_masses(Scored scored, GLOBAL const float *scores, GLOBAL const float *upstream,
+                              int needs_entropy, GLOBAL float *scales, GLOBAL float *magnitudes, int positions,
+                              int vocab, uint block, uint tid) {
+    const i64 t = (i64)block * BLOCK + tid;
+    if (t >= positions) return;
+    GLOBAL const float *of_scores = upstream + t * (scored.count + 1);
+    float of_log_probs = 0.f, size = 0.f;
+    for (int i = 0; i < scored.count; ++i) {
+        const bool is_id = scored.id(t, i, vocab) >= 0;
+        scored.mass(t, i) = is_id ? -of_scores[i] : weighted(-of_scores[i], not_a_number());
+        of_log_probs += of_scores[i];
+        size += magnitude(of_scores[i]);
+    }
+    const float of_entropy = needs_entropy ? of_scores[scored.count] : 0.f;
+    size += magnitude(of_entropy);
+    // Without a temperature, log Q is log p, which no sum normalises.
+    const float entropy = scores[t * (scored.count + 1) + scored.count];
+    scored.constant(t) = scored.power == 1.f ? of_entropy : of_log_probs + weighted(of_entropy, entropy);
+    scored.slope(t) = of_entropy;
+    scales[t] = size == 0.f ? 0.f : 1.f;
+    magnitudes[t] = size;
+}
+
+// One block per row: the part of the mass that soft targets and candidates have, sum_v soft_v r_k(v).
+FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, Scored scored,
+                            GLOBAL const float *log_probs, uint block, uint tid, SHARED float *of_warps) {
     const i64 r = block, t = r / logits.components;
     GLOBAL const float *row = logits.z + r * logits.stride;
-    GLOBAL const float *soft = objective.soft_of(t);
-    GLOBAL const float *log_p = log_probs + t * logits.stride;
+    const SoftMasses soft = soft_masses(logits, objective, scored, log_probs, t);
     float mass = 0.f, size = 0.f;
-    for (int v = tid; v < logits.vocab; v += BLOCK) {
-        // Ids without mass contribute nothing, even if they are impossible.
-        if (soft[v] == 0.f || log_p[v] == minus_infinity()) continue;
-        const float share = exponential(rows.joint(r, logits.at(row, v)) - log_p[v]);
-        mass += soft[v] * share;
-        size += magnitude(soft[v]) * share;
+    for (int v = tid; soft.log_probs && v < logits.vocab; v += BLOCK) {
+        const float of_id = soft.of(v);
+        if (!soft.contributes(v, of_id)) continue;
+        const float share = exponential(rows.joint(r, logits.at(row, v)) - soft.log_probs[v]);
+        mass += of_id * share;
+        size += magnitude(of_id) * share;
+    }
+    for (int i = tid; i < scored.count; i += BLOCK) {
+        const float part = scored.part(rows, t, i, r % logits.components, logits.components);
+        mass += part;
+        size += magnitude(part);
     }
     mass = block_reduce(mass, tid, of_warps);
     size = block_reduce(size, tid, of_warps);
@@ -317,8 +468,8 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
         const float lse = rows.largest(r) + rows.log_sum(r);
         const float softmax_scale = scale * (mass + 2.f * objective.terms.z_loss / components * lse);
         const bool ignored = objective.ids && objective.ids[t] == -1;
-        // The parts of the softmax and of the target may cancel in their sum, but not in each logit.
-        const bool is_zero = softmax_scale == 0.f && weighted(scale, rows.hard_mass(r)) == 0.f && !objective.soft;
+        // The parts of the softmax and of the targets may cancel in their sum, but not in each logit.
+        const bool is_zero = softmax_scale == 0.f && rows.size(r) == 0.f;
         const bool is_dead = ignored || scale == 0.f || is_zero || dropped;
         rows.softmax_scale(r) = is_dead ? 0.f : softmax_scale;
         if (is_dead) rows.hard_mass(r) = minus_infinity();
@@ -344,12 +495,31 @@ FUNCTION void live_rows(Rows rows, GLOBAL int *live, GLOBAL int *count, int row_
     if (tid == BLOCK - 1) *count = at;
 }
 
+// What the gradient of one row's logits depends on.
+struct RowGradient {
+    float largest;
+    float log_scale; // the joint log-probability at the largest logit
+    float exp_scale;
+    float scale;
+    SoftMasses soft;
+
+    // Of one logit, without the target's and the candidates' part and the slope of the softcap.
+    FUNCTION float of(int v, float logit) const {
+        const float relative = logit - largest;
+        const float g = exp_scale * exponential(relative);
+        const float mass = soft.log_probs ? soft.of(v) : 0.f;
+        if (mass == 0.f || !soft.contributes(v, mass)) return g;
+        return g - scale * mass * exponential(log_scale + relative - soft.log_probs[v]);
+    }
+};
+
 // One block per row of the result: the gradient of the logits of the row of this index, or of the live row of this
 // index unless `live` is null, rounded to the type of the products. `gradient` may be the logits themselves if its type
 // is f32 and `live` is null.
 template <typename T>
-FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL const float *log_probs,
-                           GLOBAL const int *live, GLOBAL T *gradient, uint block, uint tid) {
+FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, Scored scored,
+                           GLOBAL const float *log_probs, GLOBAL const int *live, GLOBAL T *gradient, uint block,
+                           uint tid) {
     const i64 r = live ? live[block] : block, t = r / logits.components;
     GLOBAL const float *row = logits.z + r * logits.stride;
     GLOBAL T *to = gradient + (i64)block * logits.stride;
@@ -361,9 +531,9 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL
     const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
     const float scale = unit * objective.scale(t), largest = rows.largest(r);
     const float exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
+    const RowGradient of_row = {largest, rows.joint(r, largest), exp_scale, scale,
+                                soft_masses(logits, objective, scored, log_probs, t)};
     const int id = objective.ids ? objective.ids[t] : -1;
-    GLOBAL const float *soft = objective.soft_of(t);
-    GLOBAL const float *log_p = soft ? log_probs + t * logits.stride : nullptr;
     for (int first = tid * 4; first < logits.stride; first += BLOCK * 4) {
         float z[4], g[4] = {0.f, 0.f, 0.f, 0.f};
         load4(row + first, z);
@@ -373,14 +543,23 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, GLOBAL
             // Its own logit is not among these.
             if (v == id && rows.own) continue;
             const float logit = logits.finish(z[i], v);
-            g[i] = exp_scale * exponential(logit - largest);
+            g[i] = of_row.of(v, logit);
             if (v == id) g[i] -= scale * hard_mass;
-            if (soft && soft[v] != 0.f && log_p[v] != minus_infinity()) {
-                g[i] -= scale * soft[v] * exponential(rows.joint(r, logit) - log_p[v]);
-            }
             g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);
         }
         store4(to + first, g);
+    }
+    // The thread that wrote a candidate's element writes it again, rounded once. Equal candidates write the same sum.
+    const int k = r % logits.components;
+    for (int i = 0; i < scored.count; ++i) {
+        const int v = scored.id(t, i, logits.vocab);
+        if (v < 0 || v / 4 % BLOCK != (int)tid) continue;
+        const float logit = scored.logit(t, i, k);
+        float g = of_row.of(v, logit);
+        for (int j = 0; j < scored.count; ++j) {
+            if (scored.id(t, j, logits.vocab) == v) g -= scale * scored.part(rows, t, j, k, logits.components);
+        }
+        store(to + v, g == 0.f ? 0.f : g * logits.slope(logit));
     }
 }
 

@@ -259,6 +259,7 @@ fn value_of(argument: &mut Argument) -> (*mut c_void, usize) {
         Argument::Logits(x) => of(x),
         Argument::Objective(x) => of(x),
         Argument::Rows(x) => of(x),
+        Argument::Scored(x) => of(x),
         Argument::Read(x) | Argument::Write(x) => of(x),
         Argument::Int(x) => of(x),
         Argument::Long(x) => of(x),
@@ -335,4 +336,5 @@ fn read(address: u64, index: usize, dtype: DType) -> f32 {
 
 mod case;
 mod mutants;
+mod scores;
 mod tests;

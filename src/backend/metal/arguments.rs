@@ -45,6 +45,11 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
                 let count = numbers(&[&x.count.to_ne_bytes()]);
                 bindings.extend([read(x.log_priors), read(x.own), write(x.numbers), count])
             }
+            Argument::Scored(x) => bindings.extend([
+                read(x.ids),
+                write(x.numbers),
+                numbers(&[&x.stride.to_ne_bytes(), &x.power.to_ne_bytes(), &x.count.to_ne_bytes()]),
+            ]),
             Argument::Read(address) => bindings.push(read(*address)),
             Argument::Write(address) => bindings.push(write(*address)),
             Argument::Int(x) => bindings.push(numbers(&[&x.to_ne_bytes()])),

@@ -71,7 +71,7 @@ fn what_the_language_forbids_is_caught() {
         ("GLOBAL const float *bias; //", "const float *bias; //"),
         ("float at(GLOBAL const float *row", "float at(const float *row"),
         ("void join(LOCAL float &x", "void join(float &x"),
-        ("FUNCTION GLOBAL float &mass(", "FUNCTION float &mass("),
+        ("FUNCTION GLOBAL float &mass(i64 row)", "FUNCTION float &mass(i64 row)"),
         ("device float *to, int count", "float *to, int count"),
         // A wrong address space
         ("uint tid, SHARED X *of_warps", "uint tid, GLOBAL X *of_warps"),

@@ -102,6 +102,12 @@ struct ObjectiveNumbers {
     Terms terms;
 };
 
+struct ScoredNumbers {
+    i64 stride;
+    float power;
+    int count;
+};
+
 #ifndef KERNEL
 #define KERNEL [[kernel, max_total_threads_per_threadgroup(BLOCK)]] void
 #endif
@@ -109,7 +115,7 @@ struct ObjectiveNumbers {
     constant uint &present, uint block [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]
 #define GIVEN(parameter, pointer) (present >> (parameter) & 1 ? pointer : nullptr)
 
-// The parameters that make up a Logits, an Objective and a Rows; and these structures, given the index of their first
+// The parameters that make up a Logits, an Objective, a Rows and a Scored; and these structures, given the index of their first
 // parameter.
 #define LOGITS device const float *z, device const float *bias, constant LogitsNumbers &of_logits
 #define OBJECTIVE                                                                                                      \
@@ -117,6 +123,7 @@ struct ObjectiveNumbers {
         device const float *factor, constant ObjectiveNumbers &of_objective
 #define ROWS                                                                                                           \
     device const float *log_priors, device const float *own, device float *numbers, constant i64 &row_numbers
+#define SCORED device const i64 *candidates, device float *of_candidates, constant ScoredNumbers &of_scored
 #define LOGITS_AT(first)                                                                                               \
     Logits {                                                                                                           \
         z, GIVEN(first + 1, bias), of_logits.scale, of_logits.softcap, of_logits.vocab, of_logits.stride,              \
@@ -130,6 +137,8 @@ struct ObjectiveNumbers {
             GIVEN(first + 4, factor), of_objective.soft_stride, TERMS(of_objective.terms)                              \
     }
 #define ROWS_AT(first) Rows { GIVEN(first, log_priors), GIVEN(first + 1, own), numbers, row_numbers }
+// No kernel reads absent candidates.
+#define SCORED_GIVEN Scored { candidates, of_candidates, of_scored.stride, of_scored.power, of_scored.count }
 
 KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, INDICES) {
     SHARED_ARRAY(Sum, of_warps, WARPS);
@@ -144,9 +153,23 @@ KERNEL top_k(device const float *log_probs, constant i64 &stride, constant int &
     SHARED_ARRAY(Largest, of_warps, WARPS);
     functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, block, tid, of_warps);
 }
-KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, INDICES) {
+KERNEL position_scores(LOGITS, ROWS, SCORED, device const float *log_probs, constant int &needs_entropy,
+                       device float *scores, INDICES) {
     SHARED_ARRAY(float, of_warps, WARPS);
-    functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, block, tid, of_warps);
+    SHARED_ARRAY(Sum, sums_of_warps, WARPS);
+    functions::position_scores(LOGITS_AT(0), ROWS_AT(3), SCORED_GIVEN, log_probs, needs_entropy, scores, block, tid,
+                               of_warps, sums_of_warps);
+}
+KERNEL position_masses(SCORED, device const float *scores, device const float *upstream, constant int &needs_entropy,
+                       device float *scales, device float *magnitudes, constant int &positions, constant int &vocab,
+                       INDICES) {
+    functions::position_masses(SCORED_GIVEN, scores, upstream, needs_entropy, scales, magnitudes, positions, vocab,
+                               block, tid);
+}
+KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, INDICES) {
+    SHARED_ARRAY(float, of_warps, WARPS);
+    functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs), block, tid,
+                             of_warps);
 }
 KERNEL position_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
                        device float *masses, constant int &positions, constant int &components, INDICES) {
@@ -157,10 +180,10 @@ KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_co
     SHARED_ARRAY(int, of_threads, BLOCK);
     functions::live_rows(ROWS_AT(0), live, count, row_count, tid, of_threads);
 }
-KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, device const float *log_probs, device const int *live,
+KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, device const int *live,
                         device float *gradient, INDICES) {
-    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), log_probs, GIVEN(14, live), gradient, block,
-                            tid);
+    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs),
+                            GIVEN(17, live), gradient, block, tid);
 }
 KERNEL scatter_rows(device const float *gathered, device const int *live, device float *all, constant int &columns,
                     INDICES) {

@@ -101,7 +101,10 @@ impl Case {
     }
 
     pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
-        let task = Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) };
+        self.plan_of(gpu, Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) })
+    }
+
+    pub(super) fn plan_of(&self, gpu: &EmulatedGpu, task: Task) -> backend::plan::Plan {
         let plan = |budget| gpu::plan(gpu.kind(), self.sizes, self.dtype, task, budget);
         if self.sizes.positions == 0 {
             return plan(None).unwrap();

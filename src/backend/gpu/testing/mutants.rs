@@ -39,7 +39,7 @@ const ROWS_MUTATIONS: [(&str, &str); 24] = [
 const METAL_MUTATIONS: [(&str, &str); 9] = [
     ("GIVEN(first + 1, bias)", "GIVEN(first + 2, nullptr)"),
     ("GIVEN(first + 4, factor)", "nullptr"),
-    ("GIVEN(14, live)", "nullptr"),
+    ("GIVEN(17, live)", "nullptr"),
     ("GIVEN(2, class_weights)", "nullptr"),
     ("uint(from->bits) << 16", "uint(from->bits) << 15"),
     ("(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 17"),

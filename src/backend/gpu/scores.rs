@@ -1,0 +1,68 @@
+//! Scores on a GPU, and losses that are functions of them: the masses of a chunk's ids are known once its scores are.
+
+use candle_core::{DType, Tensor};
+
+use super::arguments::Objective;
+use super::chunks::Chunks;
+use super::device::Gpu;
+use super::loss::{LossChunks, Targets};
+use super::objective::Prepared;
+use super::score_rows::ScoreRows;
+use crate::backend::contract::{LossResults, NeedsGrad, Operands, ScoreTerms, Scored};
+use crate::backend::plan::Plan;
+use crate::backend::schedule::Steps;
+use crate::error::Result;
+
+/// `[positions, n + 1]`, from the first product
+pub(super) fn scores<G: Gpu>(gpu: &G, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+    let chunks = Chunks::new(gpu, operands, plan)?;
+    let rows = ScoreRows::new(&chunks, scored)?;
+    for positions in plan.chunks() {
+        let arguments = chunks.arguments(&positions, Objective::default(), None);
+        chunks.logits(&positions, &arguments)?;
+        rows.compute(&chunks, &positions, &arguments)?;
+    }
+    rows.of(0..operands.sizes.positions)
+}
+
+/// A loss and its gradients. Nothing waits for the device, unless `terms` do.
+pub(super) fn score_loss<G: Gpu>(
+    gpu: &G,
+    operands: &Operands,
+    scored: &Scored,
+    terms: &ScoreTerms,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    let chunks = Chunks::new(gpu, operands, plan)?;
+    let rows = ScoreRows::new(&chunks, scored)?;
+    let objective = Prepared::of_scores(gpu, scored, operands)?;
+    let mut loss = LossChunks::new(chunks, objective, Targets::Scored(&rows), None, needs_grad)?;
+    let mut values = Vec::new();
+    for positions in plan.chunks() {
+        loss.logits(positions.clone())?;
+        rows.compute(&loss.chunks, &positions, &loss.arguments(&positions))?;
+        let (of_chunk, upstream) = terms(positions.clone(), &rows.of(positions.clone())?)?;
+        values.push(of_chunk);
+        if needs_grad.any() {
+            let magnitudes = rows.take_upstream(&loss.chunks, &positions, upstream, &loss.objective)?;
+            loss.objective.normalize(gpu, &magnitudes, operands)?;
+            loss.loss_rows(positions.clone())?;
+            loss.gradients_of_rows(positions, needs_grad)?;
+        }
+    }
+    let (positions, device) = (operands.sizes.positions, operands.contexts.device());
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
+    // A GPU cannot launch zero blocks.
+    let (objective, nll, sum) = match positions {
+        0 => (zeros(&[0])?, zeros(&[0])?, zeros(&[])?),
+        _ => {
+            let objective = Tensor::cat(&values, 0)?;
+            let sum = objective.sum_all()?;
+            (objective, rows.of(0..positions)?.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?, sum)
+        }
+    };
+    let count = Tensor::full(positions as f32, (), device)?;
+    let gradients = loss.into_gradients(needs_grad)?;
+    Ok(LossResults { objective, nll, sum, count, correct: None, dropped_mass: None, gradients })
+}

@@ -1,0 +1,317 @@
+//! Scores and losses that are functions of them, on the emulated GPU, against the CPU in f64.
+
+use super::case::{case, error, random, Case};
+use super::*;
+
+use crate::backend::contract::{LossResults, NeedsGrad, Operands, Scored, Sizes, Task};
+use crate::backend::plan::Plan;
+use crate::backend::{self, gpu};
+
+/// A mixture with scores and an upstream gradient for each.
+pub(super) struct ScoreCase {
+    pub(super) mixture: Case,
+    /// Candidates for each position.
+    pub(super) n: usize,
+    pub(super) entropy: bool,
+    pub(super) temperature: f64,
+    /// Whether the bias of every third id, which is no candidate, is minus infinity.
+    pub(super) masked: bool,
+    /// Whether the log-prior of one component at each position is minus infinity.
+    pub(super) pruned: bool,
+    pub(super) upstream: Upstream,
+}
+
+/// Which scores have an upstream gradient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Upstream {
+    All,
+    LogProbs,
+    Entropy,
+    /// All, but none at the even positions.
+    OddPositions,
+}
+
+pub(super) fn scored(mixture: Case, n: usize, entropy: bool, temperature: f64) -> ScoreCase {
+    ScoreCase { mixture, n, entropy, temperature, masked: false, pruned: false, upstream: Upstream::All }
+}
+
+impl ScoreCase {
+    fn operands(&self, dtype: DType) -> Operands {
+        let Sizes { positions, components, vocab, .. } = self.mixture.sizes;
+        let operands = self.mixture.operands(dtype);
+        let add = |tensor: Option<Tensor>, shape: &[usize], is_impossible: &dyn Fn(usize) -> bool| {
+            let tensor = tensor.unwrap();
+            let n = shape.iter().product();
+            let numbers: Vec<f64> = (0..n).map(|i| if is_impossible(i) { f64::NEG_INFINITY } else { 0.0 }).collect();
+            let numbers = Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap().to_dtype(tensor.dtype()).unwrap();
+            Some((tensor + numbers).unwrap())
+        };
+        let pruned = |i: usize| self.pruned && i % components == i / components % components;
+        Operands {
+            bias: add(operands.bias, &[vocab], &|v| self.masked && v % 3 == 1),
+            log_priors: add(operands.log_priors, &[positions, components], &pruned),
+            ..operands
+        }
+    }
+
+    /// Some candidates of a position are equal.
+    pub(super) fn scored(&self) -> Scored {
+        let Sizes { positions, vocab, .. } = self.mixture.sizes;
+        let ids = (0..positions * self.n).map(|i| ((i * i + 3 * i) / 2 % vocab.div_ceil(3) * 3) as u32);
+        let token_ids = Tensor::from_vec(ids.collect(), (positions, self.n), &Device::Cpu).unwrap();
+        Scored { token_ids, entropy: self.entropy, temperature: self.temperature }
+    }
+
+    fn upstream(&self) -> Tensor {
+        let (positions, columns) = (self.mixture.sizes.positions, self.n + 1);
+        let has = |i: usize| match self.upstream {
+            Upstream::All => true,
+            Upstream::LogProbs => i % columns < self.n,
+            Upstream::Entropy => i % columns == self.n,
+            Upstream::OddPositions => i / columns % 2 == 1,
+        };
+        let is_given: Vec<f64> = (0..positions * columns).map(|i| f64::from(u8::from(has(i)))).collect();
+        let is_given = Tensor::from_vec(is_given, (positions, columns), &Device::Cpu).unwrap();
+        (random(8, &[positions, columns], 2.0) * is_given).unwrap()
+    }
+
+    /// The inner product of scores and upstream gradients, which are multiplied by a factor.
+    fn loss(
+        &self,
+        dtype: DType,
+        factor: f64,
+        compute: impl FnOnce(&Operands, &Scored, &backend::contract::ScoreTerms, NeedsGrad) -> LossResults,
+    ) -> LossResults {
+        let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let upstream = (self.upstream() * factor).unwrap().to_dtype(accumulation).unwrap();
+        let terms = move |positions: std::ops::Range<usize>, scores: &Tensor| {
+            let upstream = upstream.narrow(0, positions.start, positions.len())?;
+            Ok(((scores * &upstream)?.sum(1)?, upstream))
+        };
+        compute(&self.operands(dtype), &self.scored(), &terms, self.mixture.needs_grad())
+    }
+
+    fn truth(&self) -> (Tensor, LossResults) {
+        let (operands, scored) = (self.operands(DType::F64), self.scored());
+        let task = Task::scores(&scored, self.mixture.needs_grad()).unwrap();
+        let plan = backend::plan(&operands, task, None).unwrap();
+        let loss = self.loss(DType::F64, 1.0, |operands, scored, terms, needs_grad| {
+            backend::score_loss(operands, scored, terms, needs_grad, &plan).unwrap()
+        });
+        (backend::scores(&operands, &scored, &plan).unwrap(), loss)
+    }
+
+    fn plan(&self, gpu: &EmulatedGpu, needs_grad: NeedsGrad) -> Plan {
+        self.mixture.plan_of(gpu, Task::scores(&self.scored(), needs_grad).unwrap())
+    }
+
+    fn found(&self, gpu: &EmulatedGpu, factor: f64) -> (Tensor, LossResults) {
+        let dtype = self.mixture.dtype;
+        let plan = self.plan(gpu, NeedsGrad::default());
+        let scores = gpu::scores(gpu, &self.operands(dtype), &self.scored(), &plan).unwrap();
+        let plan = self.plan(gpu, self.mixture.needs_grad());
+        let loss = self.loss(dtype, factor, |operands, scored, terms, needs_grad| {
+            gpu::score_loss(gpu, operands, scored, terms, needs_grad, &plan).unwrap()
+        });
+        (scores, loss)
+    }
+
+    /// The largest error, as of [`Case::loss_error`], of the results for upstream gradients times a factor.
+    pub(super) fn error(&self, gpu: &EmulatedGpu, factor: f64) -> (f64, &'static str) {
+        let ((scores, loss), (true_scores, truth)) = (self.found(gpu, factor), self.truth());
+        let pairs = [
+            ("contexts", loss.gradients.contexts, truth.gradients.contexts),
+            ("log_priors", loss.gradients.log_priors, truth.gradients.log_priors),
+            ("weight", loss.gradients.weight, truth.gradients.weight),
+            ("adapter", loss.gradients.adapter, truth.gradients.adapter),
+            ("bias", loss.gradients.bias, truth.gradients.bias),
+            ("objective", Some(loss.objective), Some(truth.objective)),
+            ("sum", Some(loss.sum), Some(truth.sum)),
+        ];
+        let errors = pairs.into_iter().map(|(name, found, truth)| {
+            assert_eq!(found.is_some(), truth.is_some(), "{name}");
+            let scaled = |found: Tensor| (found.to_dtype(DType::F64).unwrap() / factor).unwrap();
+            (found.zip(truth).map_or(0.0, |(found, truth)| error(&scaled(found), &truth)), name)
+        });
+        let others = [
+            (error(&scores, &true_scores), "scores"),
+            (error(&loss.nll, &truth.nll), "nll"),
+            (error(&loss.count, &truth.count), "count"),
+        ];
+        errors.chain(others).max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
+    }
+
+    fn check(&self, gpu: &EmulatedGpu) {
+        let (error, name) = self.error(gpu, 1.0);
+        let ScoreCase { mixture, n, entropy, temperature, masked, pruned, upstream } = self;
+        assert!(
+            error <= mixture.tolerance(),
+            "{name}: {error} with {:?} {:?}, {n} candidates, entropy {entropy}, temperature {temperature}, masked \
+             {masked}, pruned {pruned}, {upstream:?} on {:?}",
+            mixture.sizes,
+            mixture.dtype,
+            gpu.language,
+        );
+    }
+}
+
+#[test]
+fn scores_and_their_losses_equal_those_of_the_cpu_in_f64() {
+    for gpu in EmulatedGpu::all() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (positions, components, vocab) in [(5, 3, 37), (4, 1, 37), (3, 2, 1)] {
+                for temperature in [0.7, 1.0, 1.8] {
+                    for (n, entropy) in [(1, true), (1, false), (3, true), (3, false), (0, true)] {
+                        let mixture = Case { dtype, ..case(positions, components, 6, vocab) };
+                        scored(mixture, n, entropy, temperature).check(&gpu);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn so_they_do_with_every_kind_of_logits_and_upstream_gradient() {
+    for gpu in EmulatedGpu::all() {
+        for components in [1, 4] {
+            for temperature in [1.0, 0.7] {
+                let new = || case(5, components, 6, 40);
+                let scored = |mixture| scored(mixture, 3, true, temperature);
+                scored(Case { softcap: Some(1.5), logit_scale: 0.6, ..new() }).check(&gpu);
+                scored(Case { dtype: DType::BF16, softcap: Some(3.0), logit_scale: 0.6, ..new() }).check(&gpu);
+                scored(Case { transposed: true, rank: 2, ..new() }).check(&gpu);
+                scored(Case { scale: 5.0, bias: 10.0, ..new() }).check(&gpu);
+                ScoreCase { masked: true, ..scored(new()) }.check(&gpu);
+                ScoreCase { masked: true, ..scored(Case { softcap: Some(2.0), ..new() }) }.check(&gpu);
+                ScoreCase { pruned: components > 1, ..scored(new()) }.check(&gpu);
+                for upstream in [Upstream::LogProbs, Upstream::Entropy, Upstream::OddPositions] {
+                    ScoreCase { upstream, ..scored(new()) }.check(&gpu);
+                    ScoreCase { upstream, entropy: false, ..scored(new()) }.check(&gpu);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sizes_around_a_block_and_any_chunks_work() {
+    for gpu in EmulatedGpu::all() {
+        for (positions, components, vocab, n) in
+            [(1, 1, 1023, 1), (3, 2, 1025, 3), (2, 1, 255, 300), (2, 3, 257, 2), (300, 1, 3, 2), (0, 2, 5, 3)]
+        {
+            for (chunk, temperature) in [(1, 1.0), (2, 0.8), (300, 1.0)] {
+                let mixture = Case { chunk, ..case(positions, components, 4, vocab) };
+                scored(mixture, n, true, temperature).check(&gpu);
+            }
+        }
+    }
+}
+
+#[test]
+fn positions_without_an_upstream_gradient_have_none() {
+    for gpu in EmulatedGpu::all() {
+        for dtype in [DType::F32, DType::F16] {
+            let case = scored(Case { dtype, chunk: 3, ..case(7, 2, 4, 20) }, 2, true, 1.3);
+            let loss = ScoreCase { upstream: Upstream::OddPositions, ..case }.found(&gpu, 1.0).1;
+            let contexts = loss.gradients.contexts.unwrap().flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
+            for (position, gradient) in contexts.iter().enumerate() {
+                assert_eq!(gradient.iter().all(|&g| g == 0.0), position % 2 == 0, "{position}");
+            }
+        }
+    }
+}
+
+#[test]
+fn neither_large_nor_small_upstream_gradients_leave_the_range_of_half_precision() {
+    for gpu in EmulatedGpu::all() {
+        for temperature in [1.0, 1e-2] {
+            for factor in [1e-7, 1e7] {
+                let mixture = Case { dtype: DType::F16, scale: 0.2, ..case(5, 3, 6, 37) };
+                let case = scored(mixture, 2, true, temperature);
+                let (error, name) = case.error(&gpu, factor);
+                assert!(error <= case.mixture.tolerance(), "{name}: {error} at {factor}, {temperature}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_nan_or_infinite_upstream_gradient_stays_at_its_position() {
+    for gpu in EmulatedGpu::all() {
+        for value in [f32::NAN, f32::INFINITY] {
+            for dtype in [DType::F32, DType::F16] {
+                let case = scored(Case { dtype, chunk: 4, ..case(4, 2, 4, 20) }, 1, true, 1.0);
+                let upstream = Tensor::new(&[[1f32, 0.5], [value, 1.0], [1.0, 1.0], [0.0, 0.0]], &Device::Cpu).unwrap();
+                let terms = move |_, scores: &Tensor| Ok((scores.sum(1)?, upstream.clone()));
+                let needs_grad = NeedsGrad { contexts: true, ..NeedsGrad::default() };
+                let plan = case.plan(&gpu, needs_grad);
+                let operands = case.operands(dtype);
+                let loss = gpu::score_loss(&gpu, &operands, &case.scored(), &terms, needs_grad, &plan).unwrap();
+                let contexts = loss.gradients.contexts.unwrap().flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
+                for (position, gradient) in contexts.iter().enumerate() {
+                    assert_eq!(gradient.iter().all(|g| g.is_finite()), position != 1, "{value} {dtype:?} {contexts:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_candidate_outside_the_vocabulary_has_a_nan_score() {
+    for gpu in EmulatedGpu::all() {
+        for components in [1, 3] {
+            let case = scored(case(4, components, 3, 10), 2, false, 1.0);
+            let token_ids = Tensor::new(&[[1i64, 9], [10, 0], [i64::MAX, -1], [2, -7]], &Device::Cpu).unwrap();
+            let scored = Scored { token_ids, ..case.scored() };
+            let plan = case.plan(&gpu, case.mixture.needs_grad());
+            let operands = case.operands(DType::F32);
+            let scores = gpu::scores(&gpu, &operands, &scored, &plan).unwrap().to_vec2::<f32>().unwrap();
+            let is_nan: Vec<[bool; 2]> = scores.iter().map(|row| [row[0].is_nan(), row[1].is_nan()]).collect();
+            assert_eq!(is_nan, [[false, false], [true, false], [true, true], [false, true]]);
+            // The last one has no upstream gradient.
+            let upstream =
+                Tensor::new(&[[1f32, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], &Device::Cpu);
+            let upstream = upstream.unwrap();
+            let terms = move |positions: std::ops::Range<usize>, scores: &Tensor| {
+                Ok((scores.sum(1)?, upstream.narrow(0, positions.start, positions.len())?))
+            };
+            let loss = gpu::score_loss(&gpu, &operands, &scored, &terms, case.mixture.needs_grad(), &plan).unwrap();
+            let contexts = loss.gradients.contexts.unwrap().flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
+            let is_nan: Vec<bool> = contexts.iter().map(|gradient| gradient.iter().any(|g| g.is_nan())).collect();
+            assert_eq!(is_nan, [false, true, true, false]);
+        }
+    }
+}
+
+#[test]
+fn impossible_candidates_have_a_score_of_minus_infinity() {
+    for gpu in EmulatedGpu::all() {
+        for (components, temperature) in [(1, 1.0), (3, 1.0), (3, 0.7)] {
+            let case = ScoreCase { masked: true, ..scored(case(3, components, 3, 10), 1, true, temperature) };
+            let token_ids = Tensor::new(&[[1u32], [2], [4]], &Device::Cpu).unwrap();
+            let scored = Scored { token_ids, ..case.scored() };
+            let plan = case.plan(&gpu, NeedsGrad::default());
+            let found = gpu::scores(&gpu, &case.operands(DType::F32), &scored, &plan).unwrap();
+            let truth = case.operands(DType::F64);
+            let plan = backend::plan(&truth, Task::scores(&scored, NeedsGrad::default()).unwrap(), None).unwrap();
+            let truth = backend::scores(&truth, &scored, &plan).unwrap();
+            assert_eq!(truth.to_vec2::<f64>().unwrap()[0][0], f64::NEG_INFINITY);
+            assert!(error(&found, &truth) <= 2e-5, "{found:?} {truth:?}");
+        }
+    }
+}
+
+#[test]
+fn scores_that_do_not_depend_on_all_ids_need_no_workspace_for_them() {
+    for gpu in EmulatedGpu::all() {
+        let bytes = |entropy, temperature| {
+            let case = scored(Case { chunk: 5, ..case(5, 1, 4, 1000) }, 1, entropy, temperature);
+            let task = Task::scores(&case.scored(), case.mixture.needs_grad()).unwrap();
+            gpu::plan(gpu.kind(), case.mixture.sizes, DType::F32, task, None).unwrap().workspace_bytes
+        };
+        let row = gpu.kind().allocated * 5 * 1000 * DType::F32.size_in_bytes();
+        assert_eq!(bytes(true, 1.0), bytes(false, 1.0) + row);
+        assert_eq!(bytes(false, 0.5), bytes(true, 1.0));
+    }
+}

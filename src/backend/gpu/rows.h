@@ -113,8 +113,8 @@ struct Scored {
     }
     // log sum_v p(v)^power; zero for a power of one
     FUNCTION GLOBAL float &log_norm(i64 position) const { return numbers[position * stride]; }
-    // The mass of every id is Q(v) (constant + slope log Q(v)).
-    FUNCTION GLOBAL float &constant(i64 position) const { return numbers[position * stride + 1]; }
+    // The mass of every id is Q(v) (offset + slope log Q(v)).
+    FUNCTION GLOBAL float &offset(i64 position) const { return numbers[position * stride + 1]; }
     FUNCTION GLOBAL float &slope(i64 position) const { return numbers[position * stride + 2]; }
     // A candidate's log-probability in p is the sum of these two: the largest term, zero if it is minus infinity, and
     // the logarithm of the sum relative to it.
@@ -149,13 +149,13 @@ struct SoftMasses {
     GLOBAL const float *given;     // [vocab]; null: those of scores
     float power;
     float log_norm;
-    float constant;
+    float offset;
     float slope;
 
     FUNCTION float of(int v) const {
         if (given) return given[v];
         const float log_q = power * log_probs[v] - log_norm, q = exponential(log_q);
-        return q == 0.f ? 0.f : q * (constant + slope * log_q);
+        return q == 0.f ? 0.f : q * (offset + slope * log_q);
     }
     // Ids without mass contribute nothing, even if they are impossible.
     FUNCTION bool contributes(int v, float mass) const { return mass != 0.f && log_probs[v] != minus_infinity(); }
@@ -169,7 +169,7 @@ FUNCTION SoftMasses soft_masses(Logits logits, Objective objective, Scored score
             nullptr,
             scored.power,
             scored.log_norm(position),
-            scored.constant(position),
+            scored.offset(position),
             scored.slope(position)};
 }
 
@@ -411,7 +411,7 @@ FUNCTION void position_masses(Scored scored, GLOBAL const float *scores, GLOBAL 
     size += magnitude(of_entropy);
     // Without a temperature, log Q is log p, which no sum normalises.
     const float entropy = scores[t * (scored.count + 1) + scored.count];
-    scored.constant(t) = scored.power == 1.f ? of_entropy : of_log_probs + weighted(of_entropy, entropy);
+    scored.offset(t) = scored.power == 1.f ? of_entropy : of_log_probs + weighted(of_entropy, entropy);
     scored.slope(t) = of_entropy;
     scales[t] = size == 0.f ? 0.f : 1.f;
     magnitudes[t] = size;

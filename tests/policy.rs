@@ -5,6 +5,7 @@ mod common;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::scores::compare;
+use common::{exact, on, on_each_device};
 use mos_head::{
     ChunkTerms, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, PolicyBatch,
     PolicyNormalization, PolicyOptions, Result, ScoreOptions,
@@ -62,6 +63,27 @@ impl Problem {
         Ok(Problem { vars, head, hidden, batch })
     }
 
+    /// The same on a device.
+    fn on(&self, device: &Device) -> Result<Self> {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, self.hidden.dtype(), device);
+        let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 50, 3).with_context_dim(6), vb)?;
+        for (name, var) in vars.data().lock().expect("no panic").iter() {
+            let of_cpu = self.vars.data().lock().expect("no panic")[name].clone();
+            var.set(&of_cpu.to_device(device)?)?;
+        }
+        let number = |tensor: &Tensor| on(device, &tensor.to_dtype(self.hidden.dtype())?);
+        let of = |tensor: &Option<Tensor>| number(tensor.as_ref().expect("given"));
+        let PolicyBatch { token_ids, advantages, old_log_probs, reference_log_probs, sampler_log_probs, mask, .. } =
+            &self.batch;
+        let batch = PolicyBatch::new(on(device, token_ids)?, number(advantages)?)
+            .with_old_log_probs(of(old_log_probs)?)
+            .with_reference_log_probs(of(reference_log_probs)?)
+            .with_sampler_log_probs(of(sampler_log_probs)?)
+            .with_mask(on(device, mask.as_ref().expect("given"))?);
+        Ok(Problem { vars, head, hidden: Var::from_tensor(&on(device, &self.hidden)?)?, batch })
+    }
+
     fn variables(&self) -> Vec<Var> {
         [self.vars.all_vars(), vec![self.hidden.clone()]].concat()
     }
@@ -107,6 +129,33 @@ fn losses_and_gradients_equal_composed_ones() -> Result<()> {
         }
     }
     Ok(())
+}
+
+on_each_device! {
+    fn losses_of_each_device_equal_those_of_the_cpu(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let problem = Problem::new(dtype, 0.3)?;
+        let of_device = problem.on(device)?;
+        for (entropy, temperature) in [(0.0, 1.0), (0.02, 1.0), (0.02, 0.7)] {
+            let options = PolicyOptions::new().with_kl(0.1).with_entropy(entropy).with_temperature(temperature);
+            let expected = problem.head.policy_loss(&problem.hidden, &problem.batch, &options)?;
+            let found = of_device.head.policy_loss(&of_device.hidden, &of_device.batch, &options)?;
+            compare("loss", &options, dtype, &found.value, &expected.value, 1e-5)?;
+            compare("nll", &options, dtype, &found.nll, &expected.nll, 1e-5)?;
+            let (found, expected) = (found.backward()?, expected.backward()?);
+            let mut pairs = vec![(of_device.hidden.clone(), problem.hidden.clone())];
+            for (name, var) in of_device.vars.data().lock().expect("no panic").iter() {
+                pairs.push((var.clone(), problem.vars.data().lock().expect("no panic")[name].clone()));
+            }
+            for (var, of_cpu) in pairs {
+                let (Some(found), Some(expected)) = (found.get(&var), expected.get(&of_cpu)) else {
+                    panic!("no gradient: {options:?}")
+                };
+                compare("gradient", &options, dtype, found, expected, 1e-5)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The formulas, token by token.

@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
 use common::scores::{compare, Case};
+use common::{dtypes, exact, on_each_device};
 use mos_head::{
     AdaptiveConfig, AdaptiveSoftmax, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result,
     ScoreOptions, SoftmaxHead,
@@ -55,6 +56,39 @@ fn so_they_do_with_every_kind_of_logits() -> Result<()> {
         }
     }
     Ok(())
+}
+
+on_each_device! {
+    fn scores_of_each_device_equal_composed_operations(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            for (positions, components, vocab) in [(5, 3, 37), (1, 1, 1), (3, 2, 1030)] {
+                for temperature in [0.7, 1.0, 1.8] {
+                    let case = Case { temperature, ..Case::new(positions, components, 6, vocab) };
+                    for (n, entropy) in [(1, true), (1, false), (3, true), (3, false), (0, true)] {
+                        Case { n, entropy, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                    }
+                    Case { n: 2, masked: true, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                    Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn chunks_of_each_device_do_not_change_them(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let case = Case { n: 2, temperature: 0.8, ..Case::new(13, 3, 12, 300) };
+        let [contexts, logits, weight, bias] = case.operands(dtype)?.map(|t| t.to_device(device));
+        let operands = [Var::from_tensor(&contexts?)?.into_inner(), logits?, weight?, bias?];
+        let least = match (Case { workspace_bytes: Some(0), ..case }).scores(&operands) {
+            Err(Error::Workspace { least, .. }) => least,
+            other => panic!("a workspace of 0 bytes: {other:?}"),
+        };
+        for factor in [2, 4] {
+            Case { workspace_bytes: Some(factor * least), ..case }.check_on(device, dtype, 1e-5)?;
+        }
+        Ok(())
+    }
 }
 
 #[test]

@@ -36,9 +36,8 @@ impl Mixture {
             return Ok(Scores { log_prob: loss.value.affine(-1.0, 0.0)?, entropy: None, leaves });
         }
         let operands = self.operands.clone();
-        let token_ids_of_rows = token_ids.reshape((operands.sizes.positions, n))?.to_dtype(DType::I64)?;
-        let scored =
-            Scored { token_ids: token_ids_of_rows, entropy: options.entropy, temperature: options.temperature };
+        let rows = token_ids.reshape((operands.sizes.positions, n))?;
+        let scored = Scored { token_ids: rows, entropy: options.entropy, temperature: options.temperature };
         let needs_grad = needs_grad(&operands);
         let plan = |needs_grad| {
             let task = Task::scores(&scored, &operands, needs_grad)?;

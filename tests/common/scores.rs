@@ -4,6 +4,8 @@ use candle_core::{DType, Device, Result, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use mos_head::{Mixture, ScoreOptions, Scores};
 
+use super::on;
+
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 /// Numbers from -1.7 to 1.7, whose standard deviation is one.
@@ -103,7 +105,7 @@ impl Case {
             Some(cap) => mixture.with_softcap(cap)?,
             None => mixture,
         };
-        mixture.score(&self.token_ids()?, &self.options())
+        mixture.score(&on(contexts.device(), &self.token_ids()?)?, &self.options())
     }
 
     /// The ids that are not masked, whose gradients candle can compute.
@@ -149,10 +151,14 @@ impl Case {
 
     /// Compares scores and gradients in this dtype with those of the same operands in f64.
     pub fn check(&self, dtype: DType, tolerance: f64) -> mos_head::Result<()> {
-        let operands = self.operands(dtype)?.map(|t| Var::from_tensor(&t));
-        let [a, b, c, d] = operands;
-        let vars = [a?, b?, c?, d?];
-        let truth: Vec<Var> = vars.iter().map(|v| Var::from_tensor(&v.to_dtype(DType::F64)?)).collect::<Result<_>>()?;
+        self.check_on(&Device::Cpu, dtype, tolerance)
+    }
+
+    /// Compares scores and gradients on a device with those on the CPU in f64.
+    pub fn check_on(&self, device: &Device, dtype: DType, tolerance: f64) -> mos_head::Result<()> {
+        let operands = self.operands(dtype)?;
+        let vars = operands.iter().map(|t| Var::from_tensor(&t.to_device(device)?)).collect::<Result<Vec<_>>>()?;
+        let truth = operands.iter().map(|t| Var::from_tensor(&t.to_dtype(DType::F64)?)).collect::<Result<Vec<_>>>()?;
         let of = |vars: &[Var]| -> [Tensor; 4] { std::array::from_fn(|i| vars[i].as_tensor().clone()) };
         let mut inputs = of(&vars);
         if self.transposed {
@@ -165,14 +171,14 @@ impl Case {
         let expected = self.composed(&of(&truth))?;
         let found = match &scores.entropy {
             Some(entropy) => Tensor::cat(&[&scores.log_prob, &entropy.unsqueeze(1)?], 1)?,
-            None => Tensor::cat(
-                &[&scores.log_prob, &(expected.narrow(1, self.n, 1)?.to_dtype(scores.log_prob.dtype())?)],
-                1,
-            )?,
+            None => {
+                let expected = expected.narrow(1, self.n, 1)?.to_dtype(scores.log_prob.dtype())?.to_device(device)?;
+                Tensor::cat(&[&scores.log_prob, &expected], 1)?
+            }
         };
         compare("scores", self, dtype, &found, &expected, tolerance)?;
         let expected = (expected * &upstream)?.sum_all()?.backward()?;
-        let found = (&found * upstream.to_dtype(found.dtype())?)?.sum_all()?.backward()?;
+        let found = (&found * upstream.to_dtype(found.dtype())?.to_device(device)?)?.sum_all()?.backward()?;
         let names = ["contexts", "log_priors", "weight", "bias"];
         for ((name, var), truth) in names.into_iter().zip(&vars).zip(&truth) {
             if self.transposed && name == "weight" {
@@ -181,7 +187,12 @@ impl Case {
             let (Some(found), Some(expected)) = (found.get(var), expected.get(truth)) else {
                 panic!("{name} has no gradient: {self:?}");
             };
-            let of_rounding = if matches!(dtype, DType::F64 | DType::F32) { 0.0 } else { 6e-3 };
+            let of_rounding = match dtype {
+                DType::F64 | DType::F32 => 0.0,
+                _ if device.is_cpu() => 6e-3,
+                // A GPU rounds the gradient of the logits too.
+                _ => 1e-2,
+            };
             compare(name, self, dtype, found, expected, 4.0 * tolerance + of_rounding)?;
         }
         Ok(())
@@ -198,7 +209,7 @@ pub fn compare(
     tolerance: f64,
 ) -> Result<()> {
     assert_eq!(found.dims(), expected.dims(), "{name} {case:?}");
-    let values = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
+    let values = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
     let (found, expected) = (values(found)?, values(expected)?);
     let largest = expected.iter().filter(|x| x.is_finite()).fold(0.1f64, |a, x| a.max(x.abs()));
     for (i, (a, b)) in found.iter().zip(&expected).enumerate() {

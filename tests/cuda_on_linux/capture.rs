@@ -1,9 +1,10 @@
 //! What a CUDA graph cannot record: copies from the host, and waiting for the device.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::{
-    LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
+    ChunkTerms, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result,
+    ScoreOptions, SoftmaxConfig, SoftmaxHead,
 };
 
 use crate::driver::Driver;
@@ -55,6 +56,28 @@ fn only_the_filter_waits_for_the_device_and_candle_can_keep_all_uploads() -> Res
             step(&**head, options)?;
             assert_eq!(step(&**head, options)?, (0, 0));
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_loss_that_depends_on_scores_does_not_wait_between_its_chunks() -> Result<()> {
+    let Some(driver) = Driver::emulated() else { return Ok(()) };
+    let device = Device::new_cuda(0)?;
+    let contexts = Var::ones((4, 1, 6), DType::F32, &device)?;
+    let mixture = Mixture::new(&contexts, None, &Tensor::ones((20, 6), DType::F32, &device)?, None)?;
+    let token_ids = Tensor::new(&[3u32, 19, 0, 7], &device)?;
+    for temperature in [1.0, 0.7] {
+        // Two chunks
+        let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature).with_workspace_bytes(700);
+        let before = driver.waits();
+        let loss = mixture.score_loss(&token_ids, &options, |scores| {
+            assert_eq!(scores.positions.len(), 2);
+            let values = (&scores.log_prob * &scores.entropy)?;
+            Ok(ChunkTerms { values, by_log_prob: scores.entropy, by_entropy: Some(scores.log_prob) })
+        })?;
+        loss.backward()?;
+        assert_eq!(driver.waits(), before);
     }
     Ok(())
 }

@@ -155,7 +155,7 @@ struct SoftMasses {
     FUNCTION float of(int v) const {
         if (given) return given[v];
         const float log_q = power * log_probs[v] - log_norm, q = exponential(log_q);
-        return q == 0.f ? 0.f : q * (offset + slope * log_q);
+        return q * (offset + slope * log_q);
     }
     // Ids without mass contribute nothing, even if they are impossible.
     FUNCTION bool contributes(int v, float mass) const { return mass != 0.f && log_probs[v] != minus_infinity(); }

@@ -1,6 +1,7 @@
 //! Mutation tests: kernels with a mistake, which the checks must catch.
 
 use super::case::{best_ids, case, error, options, Case, ALL};
+use super::scores::{scored, ScoreCase};
 use super::*;
 
 use crate::backend::contract::{NeedsGrad, Objective, TargetLoss, Task};
@@ -8,7 +9,7 @@ use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
-const ROWS_MUTATIONS: [(&str, &str); 24] = [
+const ROWS_MUTATIONS: [(&str, &str); 35] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own && id >= 0) sum.add({rows.own[r], 1.f});", ""),
@@ -33,6 +34,20 @@ const ROWS_MUTATIONS: [(&str, &str); 24] = [
     ("const bool dropped = rows.size(r) < least;", "const bool dropped = mass < least;"),
     ("x == last.value && v > last.at", "x == last.value && v >= last.at"),
     ("last = block_reduce(best, tid, of_warps);\n        if", "last = best;\n        if"),
+    ("log_norm = block_reduce(sum, tid, sums_of_warps).value();", "log_norm = sum.value();"),
+    ("entropy = block_reduce(entropy, tid, of_warps);", ""),
+    ("entropy -= q == 0.f ? 0.f : q * log_q;", "entropy -= q * log_q;"),
+    ("not_negative(log_norm - scored.power * sum.value())", "not_negative(-sum.value())"),
+    ("of_log_probs + weighted(of_entropy, entropy)", "of_log_probs"),
+    ("scored.slope(t) = of_entropy;", "scored.slope(t) = 0.f;"),
+    ("scales[t] = size == 0.f ? 0.f : 1.f;", "scales[t] = 1.f / size;"),
+    (
+        "const float part = scored.part(rows, t, i, r % logits.components",
+        "const float part = scored.part(rows, t, i, 0",
+    ),
+    ("if (scored.id(t, j, logits.vocab) == v) g -=", "if (j == i) g -="),
+    ("v / 4 % BLOCK != (int)tid", "v % BLOCK != (int)tid"),
+    ("store(to + v, g == 0.f ? 0.f : g * logits.slope(logit));", "store(to + v, g);"),
 ];
 
 /// Plausible mistakes in the Metal source.
@@ -68,6 +83,9 @@ fn wrong_kernels_are_caught() {
         }));
         // Targets that are entries of their own.
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
+        let softcap = Case { softcap: Some(2.0), chunk: 4, ..case(5, 3, 6, 300) };
+        let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
+        let score_cases = [scored(softcap, 3, true, 0.7), masked];
         let mut changes = ROWS_MUTATIONS.to_vec();
         if language == Language::Metal {
             changes.extend(METAL_MUTATIONS);
@@ -87,7 +105,11 @@ fn wrong_kernels_are_caught() {
                 let (ids, _, expected, _) = best_ids(gpu, &cases[0], 7);
                 ids != expected
             };
-            cases.iter().any(is_wrong) || log_probs_are_wrong() || ids_are_wrong()
+            let scores_are_wrong = |case: &ScoreCase| exceeds(case.error(gpu, 1.0).0, case.mixture.tolerance());
+            score_cases.iter().any(scores_are_wrong)
+                || cases.iter().any(is_wrong)
+                || log_probs_are_wrong()
+                || ids_are_wrong()
         };
         assert!(!is_wrong(&gpu), "{language:?}");
         for (text, replacement) in changes {

@@ -8,8 +8,8 @@ use candle_nn::{VarBuilder, VarMap};
 use common::scores::{compare, Case};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result,
-    ScoreOptions, SoftmaxHead,
+    AdaptiveConfig, AdaptiveSoftmax, ChunkTerms, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer,
+    Result, ScoreOptions, SoftmaxHead,
 };
 
 /// The relative tolerance of scores.
@@ -73,6 +73,21 @@ on_each_device! {
             }
         }
         Ok(())
+    }
+
+    fn an_empty_batch_of_each_device_has_scores_without_positions(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let weight = Var::from_tensor(&Tensor::ones((20, 6), dtype, device)?)?;
+        let mixture = Mixture::new(&Tensor::zeros((0, 1, 6), dtype, device)?, None, &weight, None)?;
+        let options = ScoreOptions::new().with_entropy(true);
+        let scores = mixture.score(&Tensor::zeros((0, 3), DType::U32, device)?, &options)?;
+        assert_eq!((scores.log_prob.dims(), scores.entropy.expect("asked for").dims()), (&[0, 3][..], &[0][..]));
+        let nothing = |_| -> Result<ChunkTerms> { unreachable!("no chunk") };
+        let loss = mixture.score_loss(&Tensor::zeros(0, DType::U32, device)?, &options, nothing)?;
+        let gradients = loss.backward()?;
+        compare("loss", &0, dtype, &loss.value, &Tensor::zeros((), dtype, device)?, 0.0)?;
+        let gradient = gradients.get(&weight).expect("a gradient");
+        Ok(compare("weight", &0, dtype, gradient, &weight.zeros_like()?, 0.0)?)
     }
 
     fn chunks_of_each_device_do_not_change_them(device: &Device) -> Result<()> {

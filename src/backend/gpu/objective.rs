@@ -42,7 +42,8 @@ struct LogitsFactors {
 }
 
 impl LogitsFactors {
-    /// The factor of the gradient of the contexts and the decoder's bias, of which kernels multiply by `unit` already.
+    /// `factor` times the scale of the logits. In half precision the products divide by `unit`, which the kernels have
+    /// multiplied by.
     fn new<G: Gpu>(gpu: &G, dtype: DType, factor: &Tensor, unit: f32, logit_scale: f64) -> Result<Self> {
         let buffer = |scale: f64| Ok::<_, Error>(Some(Buffer::new(gpu, factor.affine(scale, 0.0)?)?));
         Ok(match dtype {
@@ -52,7 +53,7 @@ impl LogitsFactors {
     }
 }
 
-/// In half precision kernels multiply the gradient of the logits by this power of two, against underflow in f16.
+/// The largest power of two that an f16 gradient of the logits is multiplied by, against underflow.
 const UNIT: f64 = 64.0;
 
 /// An f16 gradient of the logits is multiplied by this power of two. Without a z-loss the gradient is at most 1, since
@@ -204,8 +205,8 @@ impl Prepared {
         })
     }
 
-    /// In half precision the kernels leave out the largest of these magnitudes of a chunk's masses, `[chunk]`, and the
-    /// products multiply by it.
+    /// In half precision the kernels divide the gradient of a chunk's logits by the largest of these magnitudes of its
+    /// masses, `[chunk]`, and the products multiply by it.
     pub(super) fn normalize<G: Gpu>(&mut self, gpu: &G, magnitudes: &Tensor, operands: &Operands) -> Result<()> {
         let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
         if dtype == DType::F32 {

@@ -100,11 +100,11 @@ struct Rows {
 // ids. With the tempered distribution log Q(v) = power log p(v) - log_norm, the scores are log Q of some candidates and
 // the entropy of Q.
 struct Scored {
-    GLOBAL const i64 *ids;  // [positions, count]: the candidates; one outside the vocabulary has a NaN score
-    GLOBAL float *numbers;  // [positions, stride]: the values below
-    i64 stride;             // 3 + (3 + K) count
-    float power;            // the inverse of the temperature
-    int count;              // of a position's candidates; 0 for other objectives
+    GLOBAL const i64 *ids; // [positions, count]: the candidates; one outside the vocabulary has a NaN score
+    GLOBAL float *numbers; // [positions, stride]: the values below
+    i64 stride;            // 3 + (3 + K) count
+    float power;           // the inverse of the temperature
+    int count;             // of a position's candidates; 0 for other objectives
 
     // The candidate, or -2 if it is not in the vocabulary.
     FUNCTION int id(i64 position, int candidate, int vocab) const {
@@ -165,11 +165,7 @@ FUNCTION SoftMasses soft_masses(Logits logits, Objective objective, Scored score
                                 i64 position) {
     GLOBAL const float *of_position = log_probs ? log_probs + position * logits.stride : nullptr;
     if (objective.soft || !log_probs) return {of_position, objective.soft_of(position), 1.f, 0.f, 0.f, 0.f};
-    return {of_position,
-            nullptr,
-            scored.power,
-            scored.log_norm(position),
-            scored.offset(position),
+    return {of_position, nullptr, scored.power, scored.log_norm(position), scored.offset(position),
             scored.slope(position)};
 }
 

@@ -242,8 +242,7 @@ pub(crate) struct Task {
     /// Whether the products of the backward pass skip rows. (The CPU needs no workspace for this.)
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) filters: bool,
-    /// What is scored of each position. (The CPU's workspace is that of log-probabilities.)
-    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    /// What is scored of each position. (The CPU's workspace is that of log-probabilities, or of a loss.)
     pub(crate) scores: Option<ScoreTask>,
     /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,

@@ -129,7 +129,7 @@ fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usiz
     // Logits, their gradient in the dtype of the products, and seven f32 values.
     let row = stride * f32_size + gradient + live + of_row + 8 * f32_size;
     let (has_log_probs, scores) = match task.scores {
-        Some(ScoreTask { candidates, all_ids }) => (all_ids, numbers_of_scores(candidates, components) * f32_size),
+        Some(ScoreTask { candidates, all_ids, .. }) => (all_ids, numbers_of_scores(candidates, components) * f32_size),
         None => (task.soft_targets, 0),
     };
     let log_probs = if has_log_probs { stride * f32_size } else { 0 };

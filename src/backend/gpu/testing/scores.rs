@@ -94,7 +94,7 @@ impl ScoreCase {
 
     fn truth(&self) -> (Tensor, LossResults) {
         let (operands, scored) = (self.operands(DType::F64), self.scored());
-        let task = Task::scores(&scored, self.mixture.needs_grad()).unwrap();
+        let task = Task::scores(&scored, &operands, self.mixture.needs_grad()).unwrap();
         let plan = backend::plan(&operands, task, None).unwrap();
         let loss = self.loss(DType::F64, 1.0, |operands, scored, terms, needs_grad| {
             backend::score_loss(operands, scored, terms, needs_grad, &plan).unwrap()
@@ -103,7 +103,7 @@ impl ScoreCase {
     }
 
     fn plan(&self, gpu: &EmulatedGpu, needs_grad: NeedsGrad) -> Plan {
-        self.mixture.plan_of(gpu, Task::scores(&self.scored(), needs_grad).unwrap())
+        self.mixture.plan_of(gpu, Task::scores(&self.scored(), &self.operands(self.mixture.dtype), needs_grad).unwrap())
     }
 
     fn found(&self, gpu: &EmulatedGpu, factor: f64) -> (Tensor, LossResults) {
@@ -294,7 +294,8 @@ fn impossible_candidates_have_a_score_of_minus_infinity() {
             let plan = case.plan(&gpu, NeedsGrad::default());
             let found = gpu::scores(&gpu, &case.operands(DType::F32), &scored, &plan).unwrap();
             let truth = case.operands(DType::F64);
-            let plan = backend::plan(&truth, Task::scores(&scored, NeedsGrad::default()).unwrap(), None).unwrap();
+            let task = Task::scores(&scored, &truth, NeedsGrad::default()).unwrap();
+            let plan = backend::plan(&truth, task, None).unwrap();
             let truth = backend::scores(&truth, &scored, &plan).unwrap();
             assert_eq!(truth.to_vec2::<f64>().unwrap()[0][0], f64::NEG_INFINITY);
             assert!(error(&found, &truth) <= 2e-5, "{found:?} {truth:?}");
@@ -307,7 +308,8 @@ fn scores_that_do_not_depend_on_all_ids_need_no_workspace_for_them() {
     for gpu in EmulatedGpu::all() {
         let bytes = |entropy, temperature| {
             let case = scored(Case { chunk: 5, ..case(5, 1, 4, 1000) }, 1, entropy, temperature);
-            let task = Task::scores(&case.scored(), case.mixture.needs_grad()).unwrap();
+            let operands = case.operands(DType::F32);
+            let task = Task::scores(&case.scored(), &operands, case.mixture.needs_grad()).unwrap();
             gpu::plan(gpu.kind(), case.mixture.sizes, DType::F32, task, None).unwrap().workspace_bytes
         };
         let row = gpu.kind().allocated * 5 * 1000 * DType::F32.size_in_bytes();

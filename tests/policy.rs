@@ -134,7 +134,7 @@ fn losses_and_gradients_equal_composed_ones() -> Result<()> {
 on_each_device! {
     fn losses_of_each_device_equal_those_of_the_cpu(device: &Device) -> Result<()> {
         let dtype = exact(device);
-        let problem = Problem::new(dtype, 0.3)?;
+        let problem = Problem::new(dtype, 0.3, 3)?;
         let of_device = problem.on(device)?;
         for (entropy, temperature) in [(0.0, 1.0), (0.02, 1.0), (0.02, 0.7)] {
             let options = PolicyOptions::new().with_kl(0.1).with_entropy(entropy).with_temperature(temperature);

@@ -8,8 +8,8 @@ use candle_nn::{VarBuilder, VarMap};
 use common::scores::{compare, Case};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, ChunkTerms, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer,
-    Result, ScoreOptions, SoftmaxHead,
+    AdaptiveConfig, AdaptiveSoftmax, ChunkScores, ChunkTerms, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes,
+    OutputLayer, Result, ScoreOptions, SoftmaxHead,
 };
 
 /// The relative tolerance of scores.
@@ -149,6 +149,53 @@ fn each_score_has_its_gradient_alone() -> Result<()> {
             let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else { panic!("no gradient") };
             compare("a gradient", &case, DType::F64, found, expected, 1e-12)?;
             compare("aside", &case, DType::F64, aside.get(var).expect("a gradient"), expected, 1e-12)?;
+        }
+    }
+    Ok(())
+}
+
+/// A loss of several candidates, from three products, equals the same function of scores.
+#[test]
+fn losses_of_candidates_equal_functions_of_scores() -> Result<()> {
+    for (components, n, entropy, temperature) in
+        [(1, 3, false, 1.0), (1, 1, false, 0.7), (3, 3, true, 1.0), (3, 3, false, 0.7), (3, 0, true, 1.0)]
+    {
+        let case = Case { n, entropy, temperature, ..Case::new(11, components, 6, 40) };
+        let vars = case.operands(DType::F64)?.iter().map(Var::from_tensor).collect::<candle_core::Result<Vec<_>>>()?;
+        let log_priors = log_softmax(&vars[1], D::Minus1)?;
+        let mixture = Mixture::new(&vars[0], Some(&log_priors), &vars[2], Some(&vars[3]))?;
+        let (token_ids, options) = (case.token_ids()?, case.options());
+        let terms = move |scores: ChunkScores| {
+            let of_ids = (scores.log_prob.sqr()? * 0.5)?.sum(1)?;
+            let by_entropy = Some(scores.entropy.ones_like()?.affine(0.3, 0.0)?);
+            let values = (of_ids + scores.entropy.affine(0.3, 0.0)?)?;
+            Ok(ChunkTerms { values, by_log_prob: scores.log_prob, by_entropy })
+        };
+        let scores = mixture.score(&token_ids, &options)?;
+        let of_entropy = match &scores.entropy {
+            Some(entropy) => entropy.affine(0.3, 0.0)?.sum_all()?,
+            None => Tensor::zeros((), DType::F64, &Device::Cpu)?,
+        };
+        let value = ((scores.log_prob.sqr()? * 0.5)?.sum_all()? + of_entropy)?;
+        let expected = value.backward()?;
+        let Err(Error::Workspace { least, .. }) =
+            mixture.score_loss(&token_ids, &options.clone().with_workspace_bytes(0), terms)
+        else {
+            panic!("a budget of zero")
+        };
+        for options in [options.clone().with_workspace_bytes(2 * least), options] {
+            let loss = mixture.score_loss(&token_ids, &options, terms)?;
+            compare("value", &case, DType::F64, &loss.value.detach(), &value.detach(), 1e-12)?;
+            let nll = match n {
+                0 => Tensor::zeros(11, DType::F64, &Device::Cpu)?,
+                _ => scores.log_prob.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?,
+            };
+            compare("nll", &case, DType::F64, &loss.nll, &nll.detach(), 1e-12)?;
+            let found = loss.backward()?;
+            for var in &vars {
+                let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else { panic!("no gradient") };
+                compare("gradient", &case, DType::F64, found, expected, 1e-12)?;
+            }
         }
     }
     Ok(())

@@ -11,41 +11,41 @@ use crate::backend;
 use crate::backend::contract::{accumulation_dtype, ScoreTerms, Scored, Task};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, Reduction};
-use crate::scores::ScoreOptions;
-use crate::tensors::checks::check_targets;
+use crate::scores::{candidates, ScoreOptions};
 
-/// The scores of some positions, `[n]` each, on the device of the contexts, in f32 (f64 for f64).
+/// The scores of some positions, on the device of the contexts, in f32 (f64 for f64).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ChunkScores {
     /// These positions among all, in the flattened leading dimensions.
     pub positions: Range<usize>,
-    /// The log-probability of each position's token id.
+    /// `[positions]`, or `[positions, n]` for `n` candidates: the log-probability of each token id.
     pub log_prob: Tensor,
-    /// The entropy of each position; zeros if the options do not ask for it.
+    /// `[positions]`: the entropy; zeros if the options do not ask for it.
     pub entropy: Tensor,
 }
 
-/// The terms of some positions, `[n]` each, in the dtype of the scores.
+/// The terms of some positions, in the dtype of the scores.
 #[derive(Clone, Debug)]
 pub struct ChunkTerms {
-    /// What each position adds to the loss.
+    /// `[positions]`: what each position adds to the loss.
     pub values: Tensor,
-    /// The derivatives of the values by the log-probabilities.
+    /// `[positions]`, or `[positions, n]`: the derivatives of the values by the log-probabilities.
     pub by_log_prob: Tensor,
-    /// The derivatives of the values by the entropies; `None` if they do not depend on them.
+    /// `[positions]`: the derivatives of the values by the entropies; `None` if they do not depend on them.
     pub by_entropy: Option<Tensor>,
 }
 
 impl Mixture {
-    /// The sum of values that depend on the log-probability of one token id and on the entropy at each position, with
+    /// The sum of values that depend on the log-probabilities of token ids and on the entropy at each position, with
     /// gradients from three products: `terms` gets the scores of a chunk of positions and returns the values and their
     /// derivatives, before the gradient of the chunk's logits replaces them. (A function of scores from
     /// [`Mixture::score`] costs a fourth product.)
     ///
     /// # Shapes
     ///
-    /// - token_ids: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
+    /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position; u8,
+    ///   u32 or i64. [`Loss::nll`] is the first one's.
     ///
     /// # Errors
     ///
@@ -78,6 +78,30 @@ impl Mixture {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// The divergence `sum_v T(v) (log T(v) - log P(v))` from a teacher T whose most probable ids are known:
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{ChunkTerms, Mixture, ScoreOptions};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let contexts = Var::randn(0f32, 1., (4, 1, 8), &Device::Cpu)?; // 4 positions, K = 1, d = 8
+    /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let student = Mixture::new(&contexts, None, &weight, None)?;
+    /// let teacher = Mixture::new(&contexts.detach().affine(2.0, 0.0)?, None, &weight, None)?.top_k(16)?;
+    /// let log_teacher = teacher.log_probs.clone(); // [4, 16]
+    /// let loss = student.score_loss(&teacher.token_ids, &ScoreOptions::new(), move |scores| {
+    ///     let log_teacher = log_teacher.narrow(0, scores.positions.start, scores.positions.len())?;
+    ///     let p = log_teacher.exp()?;
+    ///     let values = ((log_teacher - scores.log_prob)? * &p)?.sum(1)?;
+    ///     Ok(ChunkTerms { values, by_log_prob: p.neg()?, by_entropy: None })
+    /// })?;
+    /// let gradients = loss.backward()?;
+    /// # assert!(gradients.get(&contexts).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn score_loss(
         &self,
         token_ids: &Tensor,
@@ -85,27 +109,31 @@ impl Mixture {
         terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<Loss> {
         options.validate()?;
-        check_targets("token_ids", token_ids, &self.leading)?;
+        let n = candidates("token_ids", token_ids, &self.leading)?;
+        let has_candidates = token_ids.dims() != self.leading;
         let operands = self.operands.clone();
-        let token_ids = token_ids.reshape((operands.sizes.positions, 1))?;
+        let token_ids = token_ids.reshape((operands.sizes.positions, n))?;
         let scored = Scored { token_ids, entropy: options.entropy, temperature: options.temperature };
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         let terms: Arc<ScoreTerms> = Arc::new(move |positions: Range<usize>, scores: &Tensor| {
-            let n = positions.len();
-            let column = |i| scores.narrow(1, i, 1)?.squeeze(1);
-            let ChunkTerms { values, by_log_prob, by_entropy } =
-                terms(ChunkScores { positions, log_prob: column(0)?, entropy: column(1)? })?;
-            let by_entropy = match by_entropy {
-                Some(by_entropy) => by_entropy,
-                None => column(1)?.zeros_like()?,
-            };
-            for (argument, tensor) in [("values", &values), ("by_log_prob", &by_log_prob), ("by_entropy", &by_entropy)]
-            {
-                if tensor.dims() != [n] {
-                    return Err(Error::shape(argument, format!("[{n}]"), tensor.dims()));
+            let of_ids = scores.narrow(1, 0, n)?;
+            let log_prob = if has_candidates { of_ids } else { of_ids.squeeze(1)? };
+            let entropy = scores.narrow(1, n, 1)?.squeeze(1)?;
+            let (of_positions, by_ids) = (entropy.dims().to_vec(), log_prob.dims().to_vec());
+            let no_entropy = entropy.zeros_like()?;
+            let ChunkTerms { values, by_log_prob, by_entropy } = terms(ChunkScores { positions, log_prob, entropy })?;
+            let by_entropy = by_entropy.unwrap_or(no_entropy);
+            for (argument, tensor, expected) in [
+                ("values", &values, &of_positions),
+                ("by_log_prob", &by_log_prob, &by_ids),
+                ("by_entropy", &by_entropy, &of_positions),
+            ] {
+                if tensor.dims() != expected.as_slice() {
+                    return Err(Error::shape(argument, format!("{expected:?}"), tensor.dims()));
                 }
             }
-            let derivatives = Tensor::stack(&[by_log_prob, by_entropy], 1)?.to_dtype(dtype)?;
+            let by_log_prob = by_log_prob.reshape((of_positions[0], n))?;
+            let derivatives = Tensor::cat(&[by_log_prob, by_entropy.unsqueeze(1)?], 1)?.to_dtype(dtype)?;
             Ok((values.detach().to_dtype(dtype)?, derivatives.detach()))
         });
         let needs_grad = needs_grad(&operands);
@@ -121,7 +149,9 @@ impl Mixture {
             }
             false => value,
         };
-        let nll = results.nll.reshape(self.leading.as_slice())?;
+        // Without ids there is none.
+        let nll = if n == 0 { results.nll.zeros_like()? } else { results.nll };
+        let nll = nll.reshape(self.leading.as_slice())?;
         Ok(Loss { decoder, ..Loss::new(value, results.sum, results.count, nll) })
     }
 }

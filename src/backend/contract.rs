@@ -289,8 +289,9 @@ impl Task {
 
     /// Computes scores or a function of them, and the gradients of the operands that need one.
     pub(crate) fn scores(scored: &Scored, operands: &Operands, needs_grad: NeedsGrad) -> Result<Self> {
-        let (candidates, is_single) = (scored.token_ids.dim(1)?, operands.sizes.components == 1);
+        let candidates = scored.token_ids.dim(1)?;
         // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
+        let is_single = operands.sizes.components == 1 && operands.log_priors.is_none();
         let is_plain = !scored.is_tempered() || is_single && operands.softcap.is_none();
         let has_moments = !scored.entropy || is_single && !needs_grad.any();
         let has_target = candidates == 1 || candidates == 0 && !needs_grad.any();

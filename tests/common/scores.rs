@@ -99,8 +99,8 @@ impl Case {
     pub fn scores(&self, [contexts, logits, weight, bias]: &[Tensor; 4]) -> mos_head::Result<Scores> {
         let dtype = if contexts.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let log_priors = log_softmax(&logits.to_dtype(dtype)?, D::Minus1)?;
-        let mixture =
-            Mixture::new(contexts, Some(&log_priors), weight, Some(bias))?.with_logit_scale(self.logit_scale)?;
+        let log_priors = Some(&log_priors).filter(|_| self.components > 1);
+        let mixture = Mixture::new(contexts, log_priors, weight, Some(bias))?.with_logit_scale(self.logit_scale)?;
         let mixture = match self.softcap {
             Some(cap) => mixture.with_softcap(cap)?,
             None => mixture,
@@ -181,7 +181,7 @@ impl Case {
         let found = (&found * upstream.to_dtype(found.dtype())?.to_device(device)?)?.sum_all()?.backward()?;
         let names = ["contexts", "log_priors", "weight", "bias"];
         for ((name, var), truth) in names.into_iter().zip(&vars).zip(&truth) {
-            if self.transposed && name == "weight" {
+            if self.transposed && name == "weight" || self.components == 1 && name == "log_priors" {
                 continue;
             }
             let (Some(found), Some(expected)) = (found.get(var), expected.get(truth)) else {

@@ -1,7 +1,7 @@
 //! The tables of what the programs learn: perplexities, BLEU, and the rank of log-probabilities.
 
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, digits, markdown, need, short, source};
+use crate::tables::{count, markdown, need, short, source};
 
 const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
 const VALIDATION: &str = "valid_perplexity_by_epoch";
@@ -207,18 +207,6 @@ pub(crate) fn bottleneck(results: &Results) -> Result<String> {
     }
     let header = "| | head | d | rank | pairwise KL, nats | priors | posteriors | perplexity | at rank d + 2 |";
     Ok(markdown(header, rows) + &source(&lines, false))
-}
-
-pub(crate) fn dialogue(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation perplexity | BLEU-1 P / R | BLEU-2 P / R | BLEU-3 P / R \
-                  | BLEU-4 P / R | distinct replies |";
-    by_head(results, "dialogue", header, |line| {
-        let mut row = vec![count(need(line, "parameters")?), perplexity(need(line, "valid_perplexity")?)];
-        let (precision, recall) = (line.numbers("bleu_1_to_4_precision"), line.numbers("bleu_1_to_4_recall"));
-        row.extend(precision.iter().zip(recall).map(|(p, r)| format!("{} / {}", digits(*p), digits(r))));
-        row.push(format!("{:.1}%", need(line, "distinct_percent")?));
-        Ok(row)
-    })
 }
 
 pub(crate) fn characters(results: &Results) -> Result<String> {

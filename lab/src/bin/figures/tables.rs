@@ -27,7 +27,7 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 44] = [
+pub(crate) const TABLES: [(&str, Generator); 43] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -59,7 +59,6 @@ pub(crate) const TABLES: [(&str, Generator); 44] = [
     ("built-in-trials", |results| quality::trials(results, "built-in-trials")),
     ("initial-values", quality::initial_values),
     ("bottleneck", quality::bottleneck),
-    ("dialogue", quality::dialogue),
     ("characters", quality::characters),
     ("ptb-small-trials", |results| runs::trials(results, "ptb-small-trials")),
     ("ptb-small", |results| runs::finals(results, "ptb-small", &[])),

@@ -122,7 +122,7 @@ pub(crate) fn constant_mixture(leaves: &Leaves, components: usize) -> Result<Mix
     let log_priors = mixture.log_priors()?.detach();
     Ok(Mixture::new(
         &mixture.contexts()?.detach(),
-        Some(&log_priors),
+        Some(&log_priors).filter(|_| components > 1),
         &leaves.weight.detach(),
         if components == 1 { None } else { Some(leaves.bias.detach()) }.as_ref(),
     )?)

@@ -39,7 +39,9 @@ pub enum Precision {
     /// `torch.set_float32_matmul_precision("medium")` allows the same.
     ///
     /// It has an effect on CPUs with Intel AMX, and on those whose AVX512-BF16 is faster than their products in f32:
-    /// on all products of losses over hard targets, and on the logits of log-probabilities and of decoding. A few rows, whose products take no longer than reading the decoder, are not rounded.
+    /// on all products of losses over hard targets, and on the logits of other losses, of log-probabilities and of
+    /// decoding, unless the budget is too small for the rounded operands. A few rows, whose products take no longer than
+    /// reading the decoder, are not rounded.
     /// `docs/measurements.md` has the errors: they grow with the logits.
     Bf16Products,
 }

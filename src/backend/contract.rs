@@ -41,8 +41,7 @@ pub enum Precision {
     /// It has an effect on CPUs with Intel AMX, and on those whose AVX512-BF16 is faster than their products in f32:
     /// on all products of losses over hard targets, and on the logits of other losses, of log-probabilities and of
     /// decoding, unless the budget is too small for the rounded operands. A few rows, whose products take no longer than
-    /// reading the decoder, are not rounded.
-    /// `docs/measurements.md` has the errors: they grow with the logits.
+    /// reading the decoder, are not rounded. `docs/measurements.md` has the errors: they grow with the logits.
     Bf16Products,
 }
 
@@ -152,8 +151,8 @@ impl Scored {
     }
 }
 
-/// Values of a chunk's positions, and their derivatives, as a function of the positions and their scores `[chunk, 2]`:
-/// `[chunk]` and `[chunk, 2]`, all in the accumulation dtype.
+/// Values of a chunk's positions, and their derivatives, as a function of the positions and their scores
+/// `[chunk, n + 1]`: `[chunk]` and `[chunk, n + 1]`, all in the accumulation dtype.
 pub(crate) type ScoreTerms = dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync;
 
 impl Objective {
@@ -252,7 +251,7 @@ pub(crate) struct Task {
     pub(crate) own_targets: bool,
 }
 
-/// What the workspace of scores depends on.
+/// What the computation of scores and its workspace depend on.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
 pub(crate) struct ScoreTask {
@@ -369,8 +368,7 @@ pub(crate) trait Backend {
         Ok(self.score_loss(operands, scored, &terms, needs_grad, plan)?.gradients)
     }
 
-    /// The sum of the values that `terms` gives for the scores of each chunk, with one id per position, and its
-    /// gradients.
+    /// The sum of the values that `terms` gives for the scores of each chunk, and its gradients.
     fn score_loss(
         &self,
         operands: &Operands,

@@ -55,9 +55,7 @@ impl<T: Element> Inputs<'_, T> {
             })
         })
     }
-}
 
-impl<T: Element> Inputs<'_, T> {
     /// The inputs whose logits are divided by a temperature.
     pub(super) fn tempered(mut self, temperature: f64) -> Self {
         if temperature != 1.0 {

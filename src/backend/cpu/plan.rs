@@ -11,7 +11,7 @@ use super::tiles::unit::TileUnit;
 use super::{gemv, one_pass, two_pass};
 use crate::backend::contract::{Operands, Precision, ScoreTask, Sizes, Task};
 use crate::backend::plan::{default, Computation, Needs, Plan};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Maximum rows of a loss without gradients that inner products compute faster: in the kernels of `one_pass` a row is
 /// one lane of a register.
@@ -47,10 +47,11 @@ fn tiles_of<T: Served>(operands: &Operands) -> Result<Option<T::Tiles>> {
 
 /// The plan of a task: for tiles, unless their operands leave too little of the budget.
 pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let on_vectors = || plan_of::<T>(operands, task, budget, None);
-    match tiles_of::<T>(operands)? {
-        Some(tiles) => plan_of::<T>(operands, task, budget, Some(tiles)).or_else(|_| on_vectors()),
-        None => on_vectors(),
+    let plan = |tiles| plan_of::<T>(operands, task, budget, tiles);
+    let tiles = tiles_of::<T>(operands)?;
+    match plan(tiles) {
+        Err(Error::Workspace { .. }) if tiles.is_some() => plan(None),
+        planned => planned,
     }
 }
 

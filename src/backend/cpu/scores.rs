@@ -61,7 +61,7 @@ fn score<F: Float>(loss: &PositionLoss) -> [F; 2] {
     [F::of(0.0 - loss.nll), F::of(loss.entropy)]
 }
 
-/// A loss of one id per position, whose terms are known once the scores of a chunk are.
+/// A loss whose terms are known once the scores of a chunk are.
 pub(super) fn score_loss<T: Element, X: Products<T>>(
     products: X,
     operands: &Operands,

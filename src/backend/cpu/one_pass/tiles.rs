@@ -121,16 +121,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         let FirstOperands { inputs, ids, decoder, panel, packed, kept, sums, is_first } = operands;
         let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
-        self.unit.multiply_deep(Product {
-            left: Operand { values: &decoder.rows, row: SIDE, step: SQUARE, square: d / SIDE * SQUARE },
-            right: Operand { values: packed, row: SIDE, step: PAIRS * SIDE, square: 0 },
-            steps: d / SIDE,
-            to: &mut *logits,
-            to_row: SIDE,
-            rows: n / SIDE,
-            columns: 1,
-            add: false,
-        });
+        self.unit.multiply_squares((&decoder.rows, packed), d / SIDE, logits, (n / SIDE, SIDE));
         let (logits, padding) = logits.split_at_mut(ids.len() * SIDE);
         let bias = &inputs.bias[ids];
         f32::dispatch(self.isa, Biased { logits, bias, scale: inputs.logit_scale });

@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::product::{Operand, Product, PAIRS, SIDE, SQUARE};
+use super::product::{PAIRS, SIDE, SQUARE};
 use super::rounding::{self, Pair, RoundedRow};
 use super::squares::store_lines;
 use super::transpose;
@@ -41,21 +41,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'
             let columns = first..right.columns.min(first + ACROSS * SIDE);
             let width = columns.len().next_multiple_of(SIDE);
             let sums = sums.at_least(down * SIDE * width);
-            unit.multiply_deep(Product {
-                left: Operand { values: &*packed, row: SIDE, step: SQUARE, square: depth * SQUARE },
-                right: Operand {
-                    values: &pairs[first * depth * PAIRS..],
-                    row: SIDE,
-                    step: PAIRS * SIDE,
-                    square: depth * PAIRS * SIDE,
-                },
-                steps: depth,
-                to: &mut *sums,
-                to_row: width,
-                rows: down,
-                columns: width / SIDE,
-                add: false,
-            });
+            unit.multiply_squares((packed, &pairs[first * depth * PAIRS..]), depth, sums, (down, width));
             for (to, sums) in to.chunks_exact_mut(right.columns).zip(sums.chunks_exact(width)) {
                 let (to, sums) = (&mut to[columns.clone()], &sums[..columns.len()]);
                 f32::dispatch(isa, RoundedRow { values: sums, to });

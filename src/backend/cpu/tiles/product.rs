@@ -34,11 +34,6 @@ pub(crate) struct Operand<'a, E> {
 }
 
 impl<E> Operand<'_, E> {
-    /// The operand from a square on, in the direction of the sums.
-    pub(super) fn from(self, step: usize) -> Self {
-        Operand { values: &self.values[step * self.step..], ..self }
-    }
-
     fn contains(&self, squares: usize, steps: usize, rows: usize) -> bool {
         (squares - 1) * self.square + (steps - 1) * self.step + (rows - 1) * self.row + SIDE <= self.values.len()
     }

@@ -1,6 +1,9 @@
 //! The unit that multiplies squares, and its choice.
 
-use super::product::{steps, Product};
+use half::bf16;
+
+use super::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
+use super::rounding::Pair;
 use crate::backend::cpu::simd::Isa;
 use crate::backend::plan::Kernels;
 use crate::error::Result;
@@ -67,19 +70,36 @@ impl TileUnit {
         }
     }
 
-    /// Computes a product of any depth: in parts whose right operand stays in the first-level cache.
-    pub(crate) fn multiply_deep(self, product: Product<'_>) {
-        let Product { left, right, steps: all, to, to_row, rows, columns, add } = product;
-        for steps in steps(0..all) {
+    /// Computes `to = left right`, rows of `width` numbers, of `depth` squares: left `[square of rows][square]`, right in
+    /// pairs of rows `[square of columns][pair][SIDE]`. The right operand of each part of the depth stays in the
+    /// first-level cache.
+    pub(crate) fn multiply_squares(
+        self,
+        (left, right): (&[bf16], &[Pair]),
+        depth: usize,
+        to: &mut [f32],
+        (rows, width): (usize, usize),
+    ) {
+        for steps in steps(0..depth) {
             self.multiply(Product {
-                left: left.from(steps.start),
-                right: right.from(steps.start),
+                left: Operand {
+                    values: &left[steps.start * SQUARE..],
+                    row: SIDE,
+                    step: SQUARE,
+                    square: depth * SQUARE,
+                },
+                right: Operand {
+                    values: &right[steps.start * PAIRS * SIDE..],
+                    row: SIDE,
+                    step: PAIRS * SIDE,
+                    square: depth * PAIRS * SIDE,
+                },
                 steps: steps.len(),
                 to: &mut *to,
-                to_row,
+                to_row: width,
                 rows,
-                columns,
-                add: add || steps.start > 0,
+                columns: width / SIDE,
+                add: steps.start > 0,
             });
         }
     }
@@ -103,10 +123,8 @@ impl TileUnit {
 
 #[cfg(test)]
 mod tests {
-    use super::super::product::{Operand, Product, PAIRS, SIDE};
-    use super::super::rounding::{self, Pair};
+    use super::super::rounding;
     use super::*;
-    use half::bf16;
 
     /// Numbers of all magnitudes, with subnormal ones, infinities and NaN if they are `odd`.
     fn numbers(n: usize, seed: u32, odd: bool) -> Vec<f32> {

@@ -13,7 +13,7 @@ use crate::backend::cpu::matrix::{Decoder, ViewMut};
 use crate::backend::cpu::memory::{Aligned, Workspace};
 use crate::backend::cpu::multiplier::{Tiles, Vectors};
 use crate::backend::cpu::simd::{Float, Isa};
-use crate::backend::cpu::tiles::product::{Operand, Product, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
 use crate::backend::cpu::tiles::squares::store_lines;
 use crate::backend::cpu::tiles::transpose;
@@ -109,21 +109,7 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
                 let rows = top..tile.rows.min(top + ROWS);
                 let down = rows.len().div_ceil(SIDE);
                 let sums = sums.at_least(down * SIDE * width);
-                self.unit.multiply_deep(Product {
-                    left: Operand {
-                        values: &contexts[top * depth * SIDE..],
-                        row: SIDE,
-                        step: SQUARE,
-                        square: depth * SQUARE,
-                    },
-                    right: Operand { values: &*pairs, row: SIDE, step: PAIRS * SIDE, square: depth * PAIRS * SIDE },
-                    steps: depth,
-                    to: &mut *sums,
-                    to_row: width,
-                    rows: down,
-                    columns: width / SIDE,
-                    add: false,
-                });
+                self.unit.multiply_squares((&contexts[top * depth * SIDE..], pairs), depth, sums, (down, width));
                 for (row, sums) in rows.zip(sums.chunks_exact(width)) {
                     let of_block = block.start - ids.start..block.end - ids.start;
                     tile.row_mut(row)[of_block].copy_from_slice(&sums[..block.len()]);

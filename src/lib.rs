@@ -191,7 +191,6 @@ mod decoding;
 mod mixture;
 
 mod loss;
-mod policy;
 mod scores;
 
 mod backend;
@@ -216,7 +215,7 @@ pub use loss::{
     DecoderRows, GradientSum, Loss, LossOptions, Negatives, NoiseDistribution, Precision, Reduction, SampledLoss,
 };
 pub use mixture::{linear_cross_entropy, ChunkScores, ChunkTerms, Mixture};
-pub use policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
+pub use scores::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 pub use scores::{ScoreOptions, Scores};
 pub use tensors::dropout::DropoutMasks;
 pub use two_level::{

@@ -10,7 +10,7 @@ use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Request};
 use crate::mixture::{ChunkScores, ChunkTerms, Mixture};
-use crate::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
+use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;

@@ -11,7 +11,7 @@ use crate::decoding::{Pruned, Sampler, TopK};
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::mixture::Mixture;
-use crate::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
+use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{candidates, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;

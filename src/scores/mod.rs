@@ -1,5 +1,7 @@
 //! Scores of token ids: their log-probabilities, and the entropy of the distribution, with gradients.
 
+pub(crate) mod policy;
+
 use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 

@@ -111,7 +111,7 @@ fn scores_hold_no_logits() -> Result<()> {
         let terms = |scores: ChunkScores| {
             let by_log_prob = scores.log_prob.ones_like()?.neg()?;
             let values = (scores.log_prob.neg()? - &scores.entropy)?;
-            Ok(ChunkTerms { values, by_entropy: Some(by_log_prob.clone()), by_log_prob })
+            Ok(ChunkTerms::new(values, by_log_prob.clone()).with_by_entropy(by_log_prob))
         };
         trained.score_loss(&token_ids, &options, terms)?.backward()
     };

@@ -268,7 +268,7 @@ fn what_an_option_needs_must_be_there() -> Result<()> {
     assert_eq!(message(&short, options()), "advantages: expected shape [4, 7], got [28]");
     let mixture = head.mixture(hidden, mos_head::DropoutMasks::Off)?;
     let wrong = mixture.score_loss(&batch.token_ids, &ScoreOptions::new(), |scores| {
-        Ok(ChunkTerms { values: scores.log_prob.sum_all()?, by_log_prob: scores.log_prob, by_entropy: None })
+        Ok(ChunkTerms::new(scores.log_prob.sum_all()?, scores.log_prob))
     });
     assert_eq!(wrong.map(|_| ()).unwrap_err().to_string(), "values: expected shape [28], got []");
     Ok(())

@@ -32,10 +32,13 @@ fn scores_and_gradients_equal_composed_operations() -> Result<()> {
             let case = Case::new(positions, components, d, vocab);
             for (n, entropy) in [(1, true), (0, true), (3, true), (3, false), (1, false)] {
                 Case { n, entropy, ..case }.check(dtype, tolerance(dtype))?;
+                // With one id, or two, nothing may be outside.
+                Case { n, entropy, outside: vocab > 3, ..case }.check(dtype, tolerance(dtype))?;
             }
             for temperature in [0.4, 3.0] {
                 Case { temperature, n: 2, ..case }.check(dtype, tolerance(dtype))?;
                 Case { temperature, entropy: false, ..case }.check(dtype, tolerance(dtype))?;
+                Case { temperature, outside: vocab > 3, ..case }.check(dtype, tolerance(dtype))?;
             }
         }
     }
@@ -51,6 +54,14 @@ fn so_they_do_with_every_kind_of_logits() -> Result<()> {
             Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
             Case { masked: true, ..case }.check(dtype, tolerance(dtype))?;
             Case { masked: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
+            for entropy in [false, true] {
+                let case = Case { outside: true, entropy, ..case };
+                Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+                Case { masked: true, ..case }.check(dtype, tolerance(dtype))?;
+                Case { transposed: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
+                Case { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
+                Case { n: 37, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
+            }
             Case { transposed: true, ..case }.check(dtype, tolerance(dtype))?;
             Case { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
         }
@@ -66,6 +77,7 @@ on_each_device! {
                     let case = Case { temperature, ..Case::new(positions, components, 6, vocab) };
                     for (n, entropy) in [(1, true), (1, false), (3, true), (3, false), (0, true)] {
                         Case { n, entropy, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                        Case { n, entropy, outside: vocab > 1, ..case }.check_on(device, dtype, tolerance(dtype))?;
                     }
                     Case { n: 2, masked: true, ..case }.check_on(device, dtype, tolerance(dtype))?;
                     Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check_on(device, dtype, tolerance(dtype))?;
@@ -131,7 +143,7 @@ fn chunks_do_not_change_them() -> Result<()> {
 /// Guards against a gradient that is dropped in silence: each score has one by itself.
 #[test]
 fn each_score_has_its_gradient_alone() -> Result<()> {
-    let case = Case { n: 2, ..Case::new(5, 3, 7, 37) };
+    let case = Case { n: 2, outside: true, ..Case::new(5, 3, 7, 37) };
     let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
     let inputs = || vars.each_ref().map(|v| v.as_tensor().clone());
     let (scores, expected) = (case.scores(&inputs())?, case.composed(&inputs())?);
@@ -139,6 +151,7 @@ fn each_score_has_its_gradient_alone() -> Result<()> {
         scores.log_prob.narrow(1, 0, 1)?,
         scores.log_prob.narrow(1, 1, 1)?,
         scores.entropy.clone().expect("asked for"),
+        scores.log_outside.clone().expect("asked for"),
     ];
     for (i, found) in found.into_iter().enumerate() {
         let value = found.sum_all()?;
@@ -168,9 +181,9 @@ fn losses_of_candidates_equal_functions_of_scores() -> Result<()> {
         let (token_ids, options) = (case.token_ids()?, case.options());
         let terms = move |scores: ChunkScores| {
             let of_ids = (scores.log_prob.sqr()? * 0.5)?.sum(1)?;
-            let by_entropy = Some(scores.entropy.ones_like()?.affine(0.3, 0.0)?);
+            let by_entropy = scores.entropy.ones_like()?.affine(0.3, 0.0)?;
             let values = (of_ids + scores.entropy.affine(0.3, 0.0)?)?;
-            Ok(ChunkTerms { values, by_log_prob: scores.log_prob, by_entropy })
+            Ok(ChunkTerms::new(values, scores.log_prob).with_by_entropy(by_entropy))
         };
         let scores = mixture.score(&token_ids, &options)?;
         let of_entropy = match &scores.entropy {
@@ -294,11 +307,12 @@ fn equal_components_are_one_and_a_temperature_of_one_changes_nothing() -> Result
 #[test]
 fn gradients_equal_central_differences() -> Result<()> {
     for temperature in [1.0, 0.6] {
-        let case = Case { n: 2, temperature, ..Case::new(3, 2, 4, 11) };
+        let case = Case { n: 2, temperature, outside: true, ..Case::new(3, 2, 4, 11) };
         let upstream = case.upstream()?;
         let value = |operands: &[Tensor; 4]| -> Result<Tensor> {
             let scores = case.scores(operands)?;
-            let scores = Tensor::cat(&[scores.log_prob, scores.entropy.expect("asked for").unsqueeze(1)?], 1)?;
+            let of_positions = [scores.entropy, scores.log_outside].map(|x| x.expect("asked for"));
+            let scores = Tensor::cat(&[scores.log_prob, Tensor::stack(&of_positions, 1)?], 1)?;
             Ok((scores * &upstream)?.sum_all()?)
         };
         let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));

@@ -128,13 +128,16 @@ pub(crate) enum Objective {
     LogProbs { upstream: Tensor },
 }
 
-/// What is asked of each position's distribution: its scores are the log-probabilities of `n` ids, and its entropy.
+/// What is asked of each position's distribution: its scores are the log-probabilities of `n` ids, its entropy, and the
+/// logarithm of the mass outside these ids.
 #[derive(Clone, Debug)]
 pub(crate) struct Scored {
     /// `[positions, n]`: u8, u32 or i64
     pub(crate) token_ids: Tensor,
     /// Whether the entropy is needed; if not, its column of the scores is zero.
     pub(crate) entropy: bool,
+    /// Whether the logarithm of the mass outside the ids is needed; if not, its column of the scores is zero.
+    pub(crate) outside: bool,
     /// Of the mixture's distribution, after scale and softcap.
     pub(crate) temperature: f64,
 }
@@ -147,12 +150,16 @@ impl Scored {
 
     /// Whether the scores depend on the log-probability of every id in the mixture.
     pub(crate) fn need_all_ids(&self) -> bool {
-        self.entropy || self.is_tempered()
+        self.entropy || self.outside || self.is_tempered()
     }
 }
 
+/// How many columns of the scores follow the log-probabilities of ids: the entropy, and the logarithm of the mass outside
+/// the ids.
+pub(crate) const OF_POSITION: usize = 2;
+
 /// Values of a chunk's positions, and their derivatives, as a function of the positions and their scores
-/// `[chunk, n + 1]`: `[chunk]` and `[chunk, n + 1]`, all in the accumulation dtype.
+/// `[chunk, n + 2]`: `[chunk]` and `[chunk, n + 2]`, all in the accumulation dtype.
 pub(crate) type ScoreTerms = dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync;
 
 impl Objective {
@@ -251,6 +258,9 @@ pub(crate) struct Task {
     pub(crate) own_targets: bool,
 }
 
+/// The most ids of a position whose gradients are added one by one, without a matrix product.
+const MOST_LISTED: usize = 512;
+
 /// What the computation of scores and its workspace depend on.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
@@ -259,9 +269,9 @@ pub(crate) struct ScoreTask {
     pub(crate) candidates: usize,
     /// Whether they depend on the log-probability of every id
     pub(crate) all_ids: bool,
-    /// Whether one target at each position, and moments of a single softmax, suffice: their gradients are those of a
-    /// loss over hard targets.
-    pub(crate) of_targets: bool,
+    /// Whether the logits of a few ids and sums over the others suffice: gradients are then those of a loss over hard
+    /// targets, of which each position has several.
+    pub(crate) of_listed: bool,
 }
 
 impl Task {
@@ -295,9 +305,9 @@ impl Task {
         let is_single = operands.sizes.components == 1 && operands.log_priors.is_none();
         let is_plain = !scored.is_tempered() || is_single && operands.softcap.is_none();
         let has_moments = !scored.entropy || is_single && !needs_grad.any();
-        let has_target = candidates == 1 || candidates == 0 && !needs_grad.any();
+        let are_few = candidates <= MOST_LISTED;
         let scores =
-            ScoreTask { candidates, all_ids: scored.need_all_ids(), of_targets: has_target && is_plain && has_moments };
+            ScoreTask { candidates, all_ids: scored.need_all_ids(), of_listed: are_few && is_plain && has_moments };
         Ok(Task { scores: Some(scores), ..Self::log_probs(needs_grad) })
     }
 
@@ -348,10 +358,11 @@ pub(crate) trait Backend {
     /// Log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor>;
 
-    /// The scores of each position, `[positions, n + 1]` in the accumulation dtype: log-probabilities, then the entropy.
+    /// The scores of each position, `[positions, n + 2]` in the accumulation dtype: log-probabilities, the entropy, and
+    /// the logarithm of the mass outside the ids.
     fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor>;
 
-    /// The gradients of the inner product of scores and `upstream`, `[positions, n + 1]` in the accumulation dtype.
+    /// The gradients of the inner product of scores and `upstream`, `[positions, n + 2]` in the accumulation dtype.
     fn score_gradients(
         &self,
         operands: &Operands,

@@ -172,11 +172,15 @@ impl<P: Projection> OutputLayer for Head<P> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         let mixture = self.mixture(&rows, DropoutMasks::Off)?;
         let token_ids = terms.token_ids.clone();
-        mixture.score_loss(&token_ids, &options.scores(), move |ChunkScores { positions, log_prob, entropy }| {
-            let (values, derivatives) = terms.of_chunk(positions, &Tensor::stack(&[log_prob, entropy], 1)?)?;
-            let column = |i| derivatives.narrow(1, i, 1)?.squeeze(1);
-            Ok(ChunkTerms { values, by_log_prob: column(0)?, by_entropy: Some(column(1)?) })
-        })
+        mixture.score_loss(
+            &token_ids,
+            &options.scores(),
+            move |ChunkScores { positions, log_prob, entropy, .. }| {
+                let (values, derivatives) = terms.of_chunk(positions, &Tensor::stack(&[log_prob, entropy], 1)?)?;
+                let column = |i| derivatives.narrow(1, i, 1)?.squeeze(1);
+                Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
+            },
+        )
     }
 
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {

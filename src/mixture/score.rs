@@ -5,21 +5,23 @@ use candle_core::{DType, Tensor};
 use super::node::{self, needs_grad};
 use super::Mixture;
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, NeedsGrad, Scored, Task};
+use crate::backend::contract::{accumulation_dtype, NeedsGrad, Task};
 use crate::error::Result;
 use crate::loss::{LossOptions, Reduction};
 use crate::scores::{candidates, ScoreOptions, Scores};
 use crate::tensors::autograd::Leaf;
 
 impl Mixture {
-    /// The log-probability of given token ids at each position, and the entropy if the options ask for it, from one
-    /// product and without a tensor of the vocabulary's size. Differentiable: the backward pass takes three products.
+    /// The log-probability of given token ids at each position, and the entropy and the mass outside the ids if the
+    /// options ask for them, from one product and without a tensor of the vocabulary's size. Differentiable: the backward
+    /// pass takes three products.
     ///
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position;
     ///   u8, u32 or i64
-    /// - returns log-probabilities of the shape of `token_ids`, and the entropy `[..]`, in nats
+    /// - returns log-probabilities of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the mass outside
+    ///   `[..]`, in nats
     ///
     /// # Errors
     ///
@@ -27,17 +29,19 @@ impl Mixture {
     pub fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
         let n = candidates("token_ids", token_ids, &self.leading)?;
-        if token_ids.dims() == self.leading && !options.entropy && options.temperature == 1.0 {
+        let is_plain = !options.entropy && !options.outside && options.temperature == 1.0;
+        if token_ids.dims() == self.leading && is_plain {
             let of_loss = LossOptions::new().with_reduction(Reduction::None);
             let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
             // Not `neg`, which makes a minus zero.
             let loss = self.loss(token_ids, &of_loss)?;
             let leaves = loss.leaves().collect();
-            return Ok(Scores { log_prob: loss.value.affine(-1.0, 0.0)?, entropy: None, leaves });
+            let log_prob = loss.value.affine(-1.0, 0.0)?;
+            return Ok(Scores { log_prob, entropy: None, log_outside: None, leaves });
         }
         let operands = self.operands.clone();
         let rows = token_ids.reshape((operands.sizes.positions, n))?;
-        let scored = Scored { token_ids: rows, entropy: options.entropy, temperature: options.temperature };
+        let scored = options.scored(rows);
         let needs_grad = needs_grad(&operands);
         let plan = |needs_grad| {
             let task = Task::scores(&scored, &operands, needs_grad)?;

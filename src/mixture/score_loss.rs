@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::node::{self, needs_grad, Known};
 use super::Mixture;
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, ScoreTerms, Scored, Task};
+use crate::backend::contract::{accumulation_dtype, ScoreTerms, Task};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, Reduction};
 use crate::scores::{candidates, ScoreOptions};
@@ -23,10 +23,13 @@ pub struct ChunkScores {
     pub log_prob: Tensor,
     /// `[positions]`: the entropy; zeros if the options do not ask for it.
     pub entropy: Tensor,
+    /// `[positions]`: the logarithm of the mass outside the token ids; zeros if the options do not ask for it.
+    pub log_outside: Tensor,
 }
 
 /// The terms of some positions, in the dtype of the scores.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ChunkTerms {
     /// `[positions]`: what each position adds to the loss.
     pub values: Tensor,
@@ -34,11 +37,44 @@ pub struct ChunkTerms {
     pub by_log_prob: Tensor,
     /// `[positions]`: the derivatives of the values by the entropies; `None` if they do not depend on them.
     pub by_entropy: Option<Tensor>,
+    /// `[positions]`: the derivatives of the values by the logarithms of the mass outside; `None` if they do not depend
+    /// on them.
+    pub by_outside: Option<Tensor>,
+}
+
+impl ChunkTerms {
+    /// Values that depend on the log-probabilities alone.
+    ///
+    /// # Shapes
+    ///
+    /// - values: `[positions]`
+    /// - by_log_prob: `[positions]`, or `[positions, n]` for `n` candidates
+    pub fn new(values: Tensor, by_log_prob: Tensor) -> Self {
+        ChunkTerms { values, by_log_prob, by_entropy: None, by_outside: None }
+    }
+
+    /// Sets the derivatives by the entropies.
+    ///
+    /// # Shapes
+    ///
+    /// - by_entropy: `[positions]`
+    pub fn with_by_entropy(self, by_entropy: Tensor) -> Self {
+        ChunkTerms { by_entropy: Some(by_entropy), ..self }
+    }
+
+    /// Sets the derivatives by the logarithms of the mass outside.
+    ///
+    /// # Shapes
+    ///
+    /// - by_outside: `[positions]`
+    pub fn with_by_outside(self, by_outside: Tensor) -> Self {
+        ChunkTerms { by_outside: Some(by_outside), ..self }
+    }
 }
 
 impl Mixture {
-    /// The sum of values that depend on the log-probabilities of token ids and on the entropy at each position, with
-    /// gradients from three products: `terms` gets the scores of a chunk of positions and returns the values and their
+    /// The sum of values that depend on the log-probabilities of token ids, on the entropy and on the mass outside the ids
+    /// at each position, with gradients from three products: `terms` gets the scores of a chunk of positions and returns the values and their
     /// derivatives, before the gradient of the chunk's logits replaces them. (A function of scores from
     /// [`Mixture::score`] costs a fourth product.)
     ///
@@ -70,8 +106,8 @@ impl Mixture {
     /// let loss = mixture.score_loss(&token_ids, &options, move |scores| {
     ///     let rewards = rewards.narrow(0, scores.positions.start, scores.positions.len())?;
     ///     let values = ((&rewards * &scores.log_prob)?.neg()? - (&scores.entropy * 0.01)?)?;
-    ///     let by_entropy = Some(scores.entropy.zeros_like()?.affine(1.0, -0.01)?);
-    ///     Ok(ChunkTerms { values, by_log_prob: rewards.neg()?, by_entropy })
+    ///     let by_entropy = scores.entropy.zeros_like()?.affine(1.0, -0.01)?;
+    ///     Ok(ChunkTerms::new(values, rewards.neg()?).with_by_entropy(by_entropy))
     /// })?;
     /// let gradients = loss.backward()?;
     /// # assert!(gradients.get(&contexts).is_some());
@@ -95,7 +131,7 @@ impl Mixture {
     ///     let log_teacher = log_teacher.narrow(0, scores.positions.start, scores.positions.len())?;
     ///     let p = log_teacher.exp()?;
     ///     let values = ((log_teacher - scores.log_prob)? * &p)?.sum(1)?;
-    ///     Ok(ChunkTerms { values, by_log_prob: p.neg()?, by_entropy: None })
+    ///     Ok(ChunkTerms::new(values, p.neg()?))
     /// })?;
     /// let gradients = loss.backward()?;
     /// # assert!(gradients.get(&contexts).is_some());
@@ -113,27 +149,31 @@ impl Mixture {
         let has_candidates = token_ids.dims() != self.leading;
         let operands = self.operands.clone();
         let token_ids = token_ids.reshape((operands.sizes.positions, n))?;
-        let scored = Scored { token_ids, entropy: options.entropy, temperature: options.temperature };
+        let scored = options.scored(token_ids);
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         let terms: Arc<ScoreTerms> = Arc::new(move |positions: Range<usize>, scores: &Tensor| {
             let of_ids = scores.narrow(1, 0, n)?;
             let log_prob = if has_candidates { of_ids } else { of_ids.squeeze(1)? };
-            let entropy = scores.narrow(1, n, 1)?.squeeze(1)?;
-            let (of_positions, by_ids) = (entropy.dims().to_vec(), log_prob.dims().to_vec());
-            let no_entropy = entropy.zeros_like()?;
-            let ChunkTerms { values, by_log_prob, by_entropy } = terms(ChunkScores { positions, log_prob, entropy })?;
-            let by_entropy = by_entropy.unwrap_or(no_entropy);
+            let column = |i| scores.narrow(1, n + i, 1)?.squeeze(1);
+            let (entropy, log_outside) = (column(0)?, column(1)?);
+            let (of_positions, by_ids, zero) =
+                (entropy.dims().to_vec(), log_prob.dims().to_vec(), entropy.zeros_like()?);
+            let scores = ChunkScores { positions, log_prob, entropy, log_outside };
+            let ChunkTerms { values, by_log_prob, by_entropy, by_outside } = terms(scores)?;
+            let (by_entropy, by_outside) = (by_entropy.unwrap_or(zero.clone()), by_outside.unwrap_or(zero));
             for (argument, tensor, expected) in [
                 ("values", &values, &of_positions),
                 ("by_log_prob", &by_log_prob, &by_ids),
                 ("by_entropy", &by_entropy, &of_positions),
+                ("by_outside", &by_outside, &of_positions),
             ] {
                 if tensor.dims() != expected.as_slice() {
                     return Err(Error::shape(argument, format!("{expected:?}"), tensor.dims()));
                 }
             }
             let by_log_prob = by_log_prob.reshape((of_positions[0], n))?;
-            let derivatives = Tensor::cat(&[by_log_prob, by_entropy.unsqueeze(1)?], 1)?.to_dtype(dtype)?;
+            let derivatives = [by_log_prob, by_entropy.unsqueeze(1)?, by_outside.unsqueeze(1)?];
+            let derivatives = Tensor::cat(&derivatives, 1)?.to_dtype(dtype)?;
             Ok((values.detach().to_dtype(dtype)?, derivatives.detach()))
         });
         let needs_grad = needs_grad(&operands);

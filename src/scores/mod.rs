@@ -1,10 +1,12 @@
-//! Scores of token ids: their log-probabilities, and the entropy of the distribution, with gradients.
+//! Scores of token ids: their log-probabilities, the entropy of the distribution, and the mass outside the ids, with
+//! gradients.
 
 pub(crate) mod policy;
 
 use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 
+use crate::backend::contract::{Scored, OF_POSITION};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_number, check_targets};
@@ -19,6 +21,8 @@ pub struct ScoreOptions {
     pub temperature: f64,
     /// Whether the entropy is computed. The default is false.
     pub entropy: bool,
+    /// Whether the mass outside the token ids is computed. The default is false.
+    pub outside: bool,
     /// The budget of the workspace in bytes; by default the device decides. See
     /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
     pub workspace_bytes: Option<usize>,
@@ -33,7 +37,7 @@ impl Default for ScoreOptions {
 impl ScoreOptions {
     /// Log-probabilities alone, at temperature 1.
     pub fn new() -> Self {
-        ScoreOptions { temperature: 1.0, entropy: false, workspace_bytes: None }
+        ScoreOptions { temperature: 1.0, entropy: false, outside: false, workspace_bytes: None }
     }
 
     /// Sets the temperature: from 1e-6 to 1e6.
@@ -46,9 +50,19 @@ impl ScoreOptions {
         ScoreOptions { entropy, ..self }
     }
 
+    /// Whether the mass outside the token ids is computed, the sum of the probabilities of all others.
+    pub fn with_outside(self, outside: bool) -> Self {
+        ScoreOptions { outside, ..self }
+    }
+
     /// Sets the budget of the workspace in bytes.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         ScoreOptions { workspace_bytes: Some(bytes), ..self }
+    }
+
+    /// What is asked of the ids `[positions, n]`.
+    pub(crate) fn scored(&self, token_ids: Tensor) -> Scored {
+        Scored { token_ids, entropy: self.entropy, outside: self.outside, temperature: self.temperature }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
@@ -83,6 +97,9 @@ pub struct Scores {
     pub log_prob: Tensor,
     /// The entropy of each position, `[..]`, if it was asked for.
     pub entropy: Option<Tensor>,
+    /// The logarithm of the mass outside the token ids at each position, `[..]`, if it was asked for. It is summed over
+    /// the other ids, so that it is exact where these have hardly any mass; minus infinity if there are no others.
+    pub log_outside: Option<Tensor>,
     /// The decoder, if it is a variable.
     pub(crate) leaves: Vec<Leaf>,
 }
@@ -123,22 +140,23 @@ impl Scores {
         let n = candidates("token_ids", token_ids, leading)?;
         let positions: usize = leading.iter().product();
         let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
-        let scores = composed(&rows, &ids, options.temperature, options.entropy)?;
-        Self::of_columns(&scores, token_ids.dims(), leading, options)
+        let scored = options.scored(ids);
+        Self::of_columns(&composed(&rows, &scored)?, token_ids.dims(), leading, options)
     }
 
-    /// From `[positions, n + 1]`, log-probabilities and the entropy.
+    /// From `[positions, n + 2]`, log-probabilities, the entropy, and the logarithm of the mass outside.
     pub(crate) fn of_columns(
         scores: &Tensor,
         of_ids: &[usize],
         leading: &[usize],
         options: &ScoreOptions,
     ) -> Result<Self> {
-        let n = scores.dim(1)? - 1;
-        let entropy = || scores.narrow(1, n, 1)?.reshape(leading);
+        let n = scores.dim(1)? - OF_POSITION;
+        let column = |i: usize| scores.narrow(1, n + i, 1)?.reshape(leading);
         Ok(Scores {
             log_prob: scores.narrow(1, 0, n)?.reshape(of_ids)?,
-            entropy: options.entropy.then(entropy).transpose()?,
+            entropy: options.entropy.then(|| column(0)).transpose()?,
+            log_outside: options.outside.then(|| column(1)).transpose()?,
             leaves: Vec::new(),
         })
     }

@@ -3,16 +3,17 @@
 use candle_core::{DType, Tensor, D};
 
 use super::checks::read_ids;
+use crate::backend::contract::{Scored, OF_POSITION};
 use crate::error::Result;
 
-/// The log-probabilities of ids `[positions, n]` and the entropy (or zero), `[positions, n + 1]`, of the distributions
-/// `[positions, vocab]` at a temperature.
-pub(crate) fn composed(log_probs: &Tensor, ids: &Tensor, temperature: f64, entropy: bool) -> Result<Tensor> {
+/// The scores `[positions, n + 2]` of the distributions `[positions, vocab]`.
+pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
+    let &Scored { token_ids: ref ids, entropy, outside, temperature } = scored;
     let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let (positions, vocab) = log_probs.dims2()?;
     let mut log_probs = log_probs.to_dtype(dtype)?;
     if positions == 0 {
-        return Ok(Tensor::zeros((0, ids.dim(1)? + 1), dtype, log_probs.device())?);
+        return Ok(Tensor::zeros((0, ids.dim(1)? + OF_POSITION), dtype, log_probs.device())?);
     }
     if temperature != 1.0 {
         let tempered = (log_probs / temperature)?;
@@ -21,11 +22,16 @@ pub(crate) fn composed(log_probs: &Tensor, ids: &Tensor, temperature: f64, entro
         log_probs = relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?;
     }
     // Reading the ids waits for the device; one that is not in the vocabulary is an error.
-    let of_ids = match ids.dim(1)? {
+    let n = ids.dim(1)?;
+    let read: Vec<usize> = match n {
+        0 => Vec::new(),
+        _ => read_ids(ids, None, vocab)?.into_iter().flatten().collect(),
+    };
+    let of_ids = match n {
         0 => None,
         n => {
-            let read = read_ids(ids, None, vocab)?.into_iter().flatten().map(|id| id as u32).collect::<Vec<_>>();
-            Some(log_probs.gather(&Tensor::from_vec(read, (positions, n), log_probs.device())?, 1)?)
+            let ids = read.iter().map(|&id| id as u32).collect::<Vec<_>>();
+            Some(log_probs.gather(&Tensor::from_vec(ids, (positions, n), log_probs.device())?, 1)?)
         }
     };
     let of_entropy = match entropy {
@@ -40,5 +46,18 @@ pub(crate) fn composed(log_probs: &Tensor, ids: &Tensor, temperature: f64, entro
         }
         false => Tensor::zeros((positions, 1), dtype, log_probs.device())?,
     };
-    Ok(Tensor::cat(&of_ids.into_iter().chain([of_entropy]).collect::<Vec<_>>(), 1)?)
+    let log_outside = match outside {
+        true => {
+            let mut is_outside = vec![1u8; positions * vocab];
+            read.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
+            let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
+            let mass = is_outside.where_cond(&log_probs.exp()?, &log_probs.zeros_like()?)?.sum_keepdim(D::Minus1)?;
+            // No mass has no gradient.
+            let nothing = mass.eq(0.0)?;
+            let some = nothing.where_cond(&mass.ones_like()?, &mass)?;
+            nothing.where_cond(&(mass.zeros_like()? + f64::NEG_INFINITY)?, &some.log()?)?
+        }
+        false => Tensor::zeros((positions, 1), dtype, log_probs.device())?,
+    };
+    Ok(Tensor::cat(&of_ids.into_iter().chain([of_entropy, log_outside]).collect::<Vec<_>>(), 1)?)
 }

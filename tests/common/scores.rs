@@ -24,6 +24,7 @@ pub struct Case {
     /// Candidates for each position.
     pub n: usize,
     pub entropy: bool,
+    pub outside: bool,
     pub temperature: f64,
     /// Of the logits.
     pub spread: f64,
@@ -44,6 +45,7 @@ impl Case {
             vocab,
             n: 1,
             entropy: true,
+            outside: false,
             temperature: 1.0,
             spread: 1.0,
             logit_scale: 1.0,
@@ -55,7 +57,8 @@ impl Case {
     }
 
     pub fn options(&self) -> ScoreOptions {
-        let options = ScoreOptions::new().with_entropy(self.entropy).with_temperature(self.temperature);
+        let options = ScoreOptions::new().with_entropy(self.entropy).with_outside(self.outside);
+        let options = options.with_temperature(self.temperature);
         match self.workspace_bytes {
             Some(bytes) => options.with_workspace_bytes(bytes),
             None => options,
@@ -89,10 +92,10 @@ impl Case {
         Tensor::from_vec(ids.collect::<Vec<_>>(), (self.positions, self.n), &Device::Cpu)
     }
 
-    /// The upstream gradient of each score, `[positions, n + 1]`.
+    /// The upstream gradient of each score, `[positions, n + 2]`.
     pub fn upstream(&self) -> Result<Tensor> {
-        let values = numbers(5, self.positions * (self.n + 1));
-        Tensor::from_vec(values, (self.positions, self.n + 1), &Device::Cpu)?.to_dtype(DType::F64)
+        let values = numbers(5, self.positions * (self.n + 2));
+        Tensor::from_vec(values, (self.positions, self.n + 2), &Device::Cpu)?.to_dtype(DType::F64)
     }
 
     /// The scores of the crate.
@@ -134,7 +137,8 @@ impl Case {
         log_softmax(&(log_p / self.temperature)?, D::Minus1)
     }
 
-    /// The scores from candle's operations, `[positions, n + 1]`.
+    /// The scores from candle's operations, `[positions, n + 2]`: log-probabilities, the entropy, and the logarithm of the
+    /// mass outside.
     pub fn composed(&self, operands: &[Tensor; 4]) -> Result<Tensor> {
         let log_probs = self.composed_log_probs(operands)?;
         let index = match self.masked {
@@ -146,7 +150,19 @@ impl Case {
             true => (log_probs.exp()? * &log_probs)?.sum_keepdim(1)?.neg()?,
             false => Tensor::zeros((self.positions, 1), DType::F64, &Device::Cpu)?,
         };
-        Tensor::cat(&[of_ids, entropy], 1)
+        let log_outside = match self.outside {
+            true => {
+                let columns = log_probs.dim(1)?;
+                let mut is_outside = vec![1u8; self.positions * columns];
+                for (i, &column) in index.flatten_all()?.to_vec1::<u32>()?.iter().enumerate() {
+                    is_outside[i / self.n * columns + column as usize] = 0;
+                }
+                let is_outside = Tensor::from_vec(is_outside, (self.positions, columns), &Device::Cpu)?;
+                is_outside.where_cond(&log_probs.exp()?, &log_probs.zeros_like()?)?.sum_keepdim(1)?.log()?
+            }
+            false => Tensor::zeros((self.positions, 1), DType::F64, &Device::Cpu)?,
+        };
+        Tensor::cat(&[of_ids, entropy, log_outside], 1)
     }
 
     /// Compares scores and gradients in this dtype with those of the same operands in f64.
@@ -169,13 +185,13 @@ impl Case {
         let scores = self.scores(&inputs)?;
         let upstream = self.upstream()?;
         let expected = self.composed(&of(&truth))?;
-        let found = match &scores.entropy {
-            Some(entropy) => Tensor::cat(&[&scores.log_prob, &entropy.unsqueeze(1)?], 1)?,
-            None => {
-                let expected = expected.narrow(1, self.n, 1)?.to_dtype(scores.log_prob.dtype())?.to_device(device)?;
-                Tensor::cat(&[&scores.log_prob, &expected], 1)?
-            }
+        // A score that was not asked for is a constant.
+        let column = |score: &Option<Tensor>, i: usize| match score {
+            Some(score) => score.unsqueeze(1),
+            None => expected.narrow(1, self.n + i, 1)?.detach().to_dtype(scores.log_prob.dtype())?.to_device(device),
         };
+        let (entropy, log_outside) = (column(&scores.entropy, 0)?, column(&scores.log_outside, 1)?);
+        let found = Tensor::cat(&[&scores.log_prob, &entropy, &log_outside], 1)?;
         compare("scores", self, dtype, &found, &expected, tolerance)?;
         let expected = (expected * &upstream)?.sum_all()?.backward()?;
         let found = (&found * upstream.to_dtype(found.dtype())?.to_device(device)?)?.sum_all()?.backward()?;

@@ -74,7 +74,7 @@ fn a_loss_that_depends_on_scores_does_not_wait_between_its_chunks() -> Result<()
         let loss = mixture.score_loss(&token_ids, &options, |scores| {
             assert_eq!(scores.positions.len(), 2);
             let values = (&scores.log_prob * &scores.entropy)?;
-            Ok(ChunkTerms { values, by_log_prob: scores.entropy, by_entropy: Some(scores.log_prob) })
+            Ok(ChunkTerms::new(values, scores.entropy).with_by_entropy(scores.log_prob))
         })?;
         loss.backward()?;
         assert_eq!(driver.waits(), before);

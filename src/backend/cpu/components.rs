@@ -24,12 +24,15 @@ use super::simd::Float;
 use crate::backend::contract::Terms;
 
 /// What a position's objective depends on besides its logits.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Target<'a, F> {
     /// The target id and its mass in `q`.
     pub(super) hard: Option<(usize, F)>,
     /// More ids and their masses in `q`.
     pub(super) candidates: &'a [(usize, F)],
+    /// The mass that `q` has on all other ids, in proportion to their probabilities. (For a row kernel with soft masses,
+    /// it is a part of these.)
+    pub(super) outside: F,
     /// The rest of `q`, if any.
     pub(super) soft: Option<Soft<'a, F>>,
     pub(super) terms: Terms,
@@ -41,9 +44,18 @@ pub(super) struct Target<'a, F> {
 pub(super) enum Soft<'a, F> {
     /// Numbers, padded with zeros: label smoothing, or minus the upstream gradient of the log-probabilities.
     Given(&'a [F]),
-    /// With the tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`: the masses, besides the
-    /// candidates' own, of `log_probs log Q(y) + entropy H(Q)`, or for a power of one of the same of p.
-    Scores { log_probs: F, entropy: F, power: F },
+    /// With the tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`: the masses of a sum of
+    /// `log Q(y)`, of `H(Q)` and of `log Q(outside)`, besides the candidates' own.
+    Scores { upstream: ScoreUpstream<F>, power: F },
+}
+
+/// The upstream gradients of a position's scores.
+#[derive(Clone, Copy)]
+pub(super) struct ScoreUpstream<F> {
+    /// The sum over all log-probabilities, and the mass outside among them
+    pub(super) log_probs: F,
+    pub(super) entropy: F,
+    pub(super) outside: F,
 }
 
 /// The results of one position.
@@ -51,8 +63,6 @@ pub(super) enum Soft<'a, F> {
 pub(super) struct PositionLoss {
     pub(super) nll: f64,
     pub(super) objective: f64,
-    /// If it was asked for.
-    pub(super) entropy: f64,
     /// Whether the target is the most probable id, if this was asked for.
     pub(super) is_correct: bool,
     /// With a filter: the absolute mass of all rows.
@@ -110,7 +120,8 @@ impl<F: Float> Components<F> {
         LogSumExp::of((0..self.lse.len()).map(|k| logit(k) - self.lse[k].largest + self.log_scale[k]))
     }
 
-    /// Adds the candidates' masses. `slope` is the softcap's at a logit.
+    /// Adds the candidates' masses. `target_logit` is of a component and a candidate's index, `slope` the softcap's at a
+    /// logit.
     pub(super) fn add_candidates(
         &mut self,
         candidates: &[(usize, F)],
@@ -118,10 +129,10 @@ impl<F: Float> Components<F> {
         slope: impl Fn(F) -> F,
     ) {
         self.candidate_masses.clear();
-        for &(y, mass) in candidates {
-            let log_p = self.log_prob(|k| target_logit(k, y));
+        for (j, &(_, mass)) in candidates.iter().enumerate() {
+            let log_p = self.log_prob(|k| target_logit(k, j));
             for k in 0..self.lse.len() {
-                let z = target_logit(k, y);
+                let z = target_logit(k, j);
                 let joint = z - self.lse[k].largest + self.log_scale[k];
                 let r = if self.lse.len() == 1 { F::one() } else { (joint - log_p.largest - log_p.log_sum).exp() };
                 let of_row = weighted(mass, r);

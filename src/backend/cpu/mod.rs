@@ -7,6 +7,7 @@ mod decoder_squares;
 mod dtype;
 mod gemv;
 mod inputs;
+mod listed;
 mod log_sum_exp;
 mod math;
 mod matrix;

@@ -25,7 +25,7 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
         Task { own_targets: true, .. } => Computation::OnePass,
-        Task { scores: Some(ScoreTask { of_targets: true, .. }), needs_grad, .. }
+        Task { scores: Some(ScoreTask { of_listed: true, .. }), needs_grad, .. }
             if needs_grad.any() || rows > FEW_ROWS =>
         {
             Computation::OnePass
@@ -62,8 +62,8 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
     let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
-        (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task.needs_grad),
-        (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, task.needs_grad),
+        (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, &task),
+        (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, &task),
         (Computation::TwoPasses, Some(tiles)) => two_pass::workspace::<T>(tiles, operands.sizes, task),
         (Computation::TwoPasses, None) => two_pass::workspace::<T>(Vectors(isa), operands.sizes, task),
     };

@@ -2,10 +2,11 @@
 
 use candle_core::Tensor;
 
-use super::components::{Soft, Target};
+use super::components::{ScoreUpstream, Soft, Target};
+use super::listed::{Candidates, Listed};
 use super::math::weighted;
 use super::simd::{Float, ROW_ALIGN};
-use crate::backend::contract::{GradScale, Objective, Scored, Sizes, TargetLoss, Terms};
+use crate::backend::contract::{GradScale, Objective, Scored, Sizes, TargetLoss, Terms, OF_POSITION};
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
@@ -23,33 +24,31 @@ pub(super) struct Targets<F> {
     pub(super) terms: Terms,
 }
 
-/// Scores and their upstream gradient, of some positions.
+/// The upstream gradients of the scores of some positions.
 struct ScoreMasses<F> {
+    /// The first position
     first: usize,
-    /// `[positions, n]`: each id and its mass
+    /// Where the ids of each position start, in `candidates`
+    starts: Vec<usize>,
+    /// Each id and its mass
     candidates: Vec<(usize, F)>,
-    n: usize,
-    /// `[positions]`: the sum of the upstream gradients of log-probabilities, and the entropy's
-    upstream: Vec<(F, F)>,
+    /// `[positions]`
+    upstream: Vec<ScoreUpstream<F>>,
     power: F,
 }
 
 impl<F: Float> ScoreMasses<F> {
     fn target(&self, t: usize) -> Option<Target<'_, F>> {
-        let candidates = &self.candidates[(t - self.first) * self.n..][..self.n];
-        let (log_probs, entropy) = self.upstream[t - self.first];
-        if entropy == F::zero() && candidates.iter().all(|&(_, mass)| mass == F::zero()) {
+        let i = t - self.first;
+        let candidates = &self.candidates[self.starts[i]..self.starts[i + 1]];
+        let (upstream, power, zero) = (self.upstream[i], self.power, F::zero());
+        let is_plain = upstream.entropy == zero && upstream.outside == zero;
+        if is_plain && candidates.iter().all(|&(_, mass)| mass == zero) {
             return None;
         }
-        let is_soft = entropy != F::zero() || self.power != F::one();
-        let soft = is_soft.then_some(Soft::Scores { log_probs, entropy, power: self.power });
-        Some(Target { hard: None, candidates, soft, terms: Terms::default() })
+        let soft = (!is_plain || power != F::one()).then_some(Soft::Scores { upstream, power });
+        Some(Target { hard: None, candidates, outside: -power * upstream.outside, soft, terms: Terms::default() })
     }
-}
-
-/// The ids of scores, which must be in the vocabulary.
-pub(super) fn scored_ids(scored: &Scored, vocab: usize) -> Result<Vec<usize>> {
-    Ok(read_ids(&scored.token_ids, None, vocab)?.into_iter().flatten().collect())
 }
 
 struct Ids<F> {
@@ -65,34 +64,39 @@ struct Ids<F> {
 }
 
 impl<F: Float> Targets<F> {
-    /// The inner product of the scores of some positions, from `first` on, and `upstream`, `[positions, n + 1]`.
-    pub(super) fn of_scores(scored: &Scored, ids: &[usize], upstream: &[F], first: usize, sizes: Sizes) -> Self {
-        // Each position has one number more than it has ids.
-        let positions = upstream.len() - ids.len();
-        let n = ids.len() / positions.max(1);
-        let power = F::of(1.0 / scored.temperature);
-        let of_entropy = |g: F| if scored.entropy { g } else { F::zero() };
-        let rows = upstream.chunks_exact(n + 1);
-        let sums = rows.clone().map(|row| (row[..n].iter().copied().sum(), of_entropy(row[n]))).collect();
-        let masses = rows.flat_map(|row| row[..n].iter().map(|&g| -power * g));
-        let scores =
-            ScoreMasses { first, candidates: ids.iter().copied().zip(masses).collect(), n, upstream: sums, power };
+    /// The inner product of the scores of some positions, from `first` on, and `upstream`, `[positions, n + 2]`. The
+    /// `power` is the inverse of the temperature, or one if the logits are tempered already.
+    pub(super) fn of_scores(
+        scored: &Scored,
+        candidates: &Candidates,
+        upstream: &[F],
+        first: usize,
+        power: F,
+        sizes: Sizes,
+    ) -> Self {
+        let n = candidates.n;
+        let (mut starts, mut masses, mut sums) = (vec![0], Vec::new(), Vec::new());
+        let of_score = |is_needed: bool, g: F| if is_needed { g } else { F::zero() };
+        for (t, row) in (first..).zip(upstream.chunks_exact(n + OF_POSITION)) {
+            let start = masses.len();
+            masses.extend(candidates.of(t).iter().map(|&id| (id, F::zero())));
+            for (&place, &g) in candidates.places(t).iter().zip(row) {
+                masses[start + place].1 += -power * g;
+            }
+            starts.push(masses.len());
+            let (entropy, outside) = (of_score(scored.entropy, row[n]), of_score(scored.outside, row[n + 1]));
+            let log_probs = row[..n].iter().copied().sum::<F>() + outside;
+            sums.push(ScoreUpstream { log_probs, entropy, outside });
+        }
+        let scores = ScoreMasses { first, starts, candidates: masses, upstream: sums, power };
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         Targets { ids: None, scores: Some(scores), soft: Vec::new(), soft_step: 0, stride, terms: Terms::default() }
     }
 
-    /// One id for each position, of weight one.
-    pub(super) fn of_ids(ids: Vec<usize>, sizes: Sizes) -> Self {
-        let ids = Ids {
-            ids: ids.into_iter().map(Some).collect(),
-            position_weights: None,
-            class_weights: None,
-            smoothing: F::zero(),
-            scales: vec![F::one(); sizes.positions],
-            own_shifts: None,
-        };
+    /// No targets: the objective is not known before the scores.
+    pub(super) fn none(sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        Targets { ids: Some(ids), scores: None, soft: vec![], soft_step: 0, stride, terms: Terms::default() }
+        Targets { ids: None, scores: None, soft: vec![], soft_step: 0, stride, terms: Terms::default() }
     }
 
     /// Reads the targets, which must be among the `rows` of the weight.
@@ -142,7 +146,8 @@ impl<F: Float> Targets<F> {
     pub(super) fn are_soft(&self) -> bool {
         let scores = self.scores.as_ref();
         let are_tempered = |scores: &ScoreMasses<F>| {
-            scores.power != F::one() || scores.upstream.iter().any(|&(_, entropy)| entropy != F::zero())
+            let is_soft = |of: &ScoreUpstream<F>| of.entropy != F::zero() || of.outside != F::zero();
+            scores.power != F::one() || scores.upstream.iter().any(is_soft)
         };
         !self.soft.is_empty() || scores.is_some_and(are_tempered)
     }
@@ -154,6 +159,11 @@ impl<F: Float> Targets<F> {
     /// The target id of position `t`; `None` if it is ignored.
     pub(super) fn id(&self, t: usize) -> Option<usize> {
         self.ids.as_ref()?.ids[t]
+    }
+
+    /// The target id of each position.
+    pub(super) fn listed(&self) -> Listed<'_> {
+        Listed::Targets(self.ids.as_ref().map_or(&[], |ids| &ids.ids))
     }
 
     /// What is added to the logit of position `t`'s target, if targets are entries of their own.
@@ -173,12 +183,12 @@ impl<F: Float> Targets<F> {
         }
         let soft = (!self.soft.is_empty()).then(|| Soft::Given(&self.soft[t * self.soft_step..][..self.stride]));
         let Some(ids) = &self.ids else {
-            return Some(Target { hard: None, candidates: &[], soft, terms: self.terms });
+            return Some(Target { hard: None, candidates: &[], outside: F::zero(), soft, terms: self.terms });
         };
         let id = ids.ids[t]?;
         let class_weight = ids.class_weights.as_ref().map_or(F::one(), |weights| weights[id]);
         let hard = Some((id, class_weight * (F::one() - ids.smoothing)));
-        Some(Target { hard, candidates: &[], soft, terms: self.terms })
+        Some(Target { hard, candidates: &[], outside: F::zero(), soft, terms: self.terms })
     }
 
     /// The factor of the gradient of position `t`'s objective.

@@ -61,16 +61,14 @@ KERNEL top_k(const float *log_probs, i64 stride, int vocab, int k, int *ids, flo
     __shared__ Largest of_warps[WARPS];
     functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, INDICES, of_warps);
 }
-KERNEL position_scores(Logits logits, Rows rows, Scored scored, const float *log_probs, int needs_entropy,
-                       float *scores) {
+KERNEL position_scores(Logits logits, Rows rows, Scored scored, float *log_probs, float *scores) {
     __shared__ float of_warps[WARPS];
     __shared__ Sum sums_of_warps[WARPS];
-    functions::position_scores(logits, rows, scored, log_probs, needs_entropy, scores, INDICES, of_warps,
-                               sums_of_warps);
+    functions::position_scores(logits, rows, scored, log_probs, scores, INDICES, of_warps, sums_of_warps);
 }
-KERNEL position_masses(Scored scored, const float *scores, const float *upstream, int needs_entropy, float *scales,
-                       float *magnitudes, int positions, int vocab) {
-    functions::position_masses(scored, scores, upstream, needs_entropy, scales, magnitudes, positions, vocab, INDICES);
+KERNEL position_masses(Scored scored, const float *scores, const float *upstream, float *scales, float *magnitudes,
+                       int positions, int vocab) {
+    functions::position_masses(scored, scores, upstream, scales, magnitudes, positions, vocab, INDICES);
 }
 KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, Scored scored, const float *log_probs) {
     __shared__ float of_warps[WARPS];

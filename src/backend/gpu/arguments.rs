@@ -69,6 +69,7 @@ pub(in crate::backend) struct Scored {
     pub(in crate::backend) stride: i64,
     pub(in crate::backend) power: f32,
     pub(in crate::backend) count: i32,
+    pub(in crate::backend) needs: i64,
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -97,15 +97,19 @@ struct Rows {
 };
 
 // What is scored of each position of the chunk, and the masses in q that the upstream gradients of the scores give to
-// ids. With the tempered distribution log Q(v) = power log p(v) - log_norm, the scores are log Q of some candidates and
-// the entropy of Q.
+// ids. With the tempered distribution log Q(v) = power log p(v) - log_norm, the scores are log Q of some candidates, the
+// entropy of Q, and the logarithm of Q's mass outside the candidates.
 struct Scored {
     GLOBAL const i64 *ids; // [positions, count]: the candidates; one outside the vocabulary has a NaN score
     GLOBAL float *numbers; // [positions, stride]: the values below
     i64 stride;            // 3 + (3 + K) count
     float power;           // the inverse of the temperature
     int count;             // of a position's candidates; 0 for other objectives
+    i64 needs;             // 1: the entropy, 2: the mass outside
 
+    FUNCTION bool needs_entropy() const { return needs & 1; }
+    FUNCTION bool needs_outside() const { return needs & 2; }
+    FUNCTION i64 columns() const { return count + 2; }
     // The candidate, or -2 if it is not in the vocabulary.
     FUNCTION int id(i64 position, int candidate, int vocab) const {
         const i64 id = ids[position * count + candidate];
@@ -113,7 +117,7 @@ struct Scored {
     }
     // log sum_v p(v)^power; zero for a power of one
     FUNCTION GLOBAL float &log_norm(i64 position) const { return numbers[position * stride]; }
-    // The mass of every id is Q(v) (offset + slope log Q(v)).
+    // The mass of every id is Q(v) (offset + slope log Q(v)); if the mass outside is needed, of every other id.
     FUNCTION GLOBAL float &offset(i64 position) const { return numbers[position * stride + 1]; }
     FUNCTION GLOBAL float &slope(i64 position) const { return numbers[position * stride + 2]; }
     // A candidate's log-probability in p is the sum of these two: the largest term, zero if it is minus infinity, and
@@ -124,7 +128,7 @@ struct Scored {
     FUNCTION GLOBAL float &log_sum(i64 position, int candidate) const {
         return numbers[position * stride + 3 + count + candidate];
     }
-    // A candidate's mass besides that of every id
+    // A candidate's mass besides that of every id; if the mass outside is needed, the first of equals has all of it
     FUNCTION GLOBAL float &mass(i64 position, int candidate) const {
         return numbers[position * stride + 3 + 2 * count + candidate];
     }
@@ -343,15 +347,15 @@ FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k,
     }
 }
 
-// One block per position: its scores, [positions, count + 1], and what of them the masses depend on. `log_probs` are
-// those of every id; they are not read unless the distribution is tempered or the entropy is needed.
-FUNCTION void position_scores(Logits logits, Rows rows, Scored scored, GLOBAL const float *log_probs, int needs_entropy,
-                              GLOBAL float *scores, uint block, uint tid, SHARED float *of_warps,
-                              SHARED Sum *sums_of_warps) {
+// One block per position: its scores, [positions, count + 2], and what of them the masses depend on. `log_probs` are
+// those of every id; they are not read unless the distribution is tempered, or the entropy or the mass outside is needed.
+// The mass outside sets the candidates' to minus infinity.
+FUNCTION void position_scores(Logits logits, Rows rows, Scored scored, GLOBAL float *log_probs, GLOBAL float *scores,
+                              uint block, uint tid, SHARED float *of_warps, SHARED Sum *sums_of_warps) {
     const i64 t = block;
     GLOBAL const float *position = logits.z + t * logits.components * logits.stride;
-    GLOBAL const float *log_p = log_probs + t * logits.stride;
-    GLOBAL float *to = scores + t * (scored.count + 1);
+    GLOBAL float *log_p = log_probs + t * logits.stride;
+    GLOBAL float *to = scores + t * scored.columns();
     float log_norm = 0.f;
     if (scored.power != 1.f) {
         Sum sum = {minus_infinity(), 0.f};
@@ -359,7 +363,7 @@ FUNCTION void position_scores(Logits logits, Rows rows, Scored scored, GLOBAL co
         log_norm = block_reduce(sum, tid, sums_of_warps).value();
     }
     float entropy = 0.f;
-    if (needs_entropy) {
+    if (scored.needs_entropy()) {
         for (int v = tid; v < logits.vocab; v += BLOCK) {
             const float log_q = scored.power * log_p[v] - log_norm, q = exponential(log_q);
             entropy -= q == 0.f ? 0.f : q * log_q;
@@ -381,21 +385,34 @@ FUNCTION void position_scores(Logits logits, Rows rows, Scored scored, GLOBAL co
         scored.log_sum(t, i) = logarithm(sum.sum);
         to[i] = 0.f - not_negative(log_norm - scored.power * sum.value());
     }
+    float log_outside = 0.f;
+    if (scored.needs_outside()) {
+        // Each thread writes what it alone reads.
+        for (int i = 0; i < scored.count; ++i) {
+            const int id = scored.id(t, i, logits.vocab);
+            if (id >= 0 && id % BLOCK == (int)tid) log_p[id] = minus_infinity();
+        }
+        Sum sum = {minus_infinity(), 0.f};
+        for (int v = tid; v < logits.vocab; v += BLOCK) sum.add({scored.power * log_p[v], 1.f});
+        const float log_sum = block_reduce(sum, tid, sums_of_warps).value();
+        log_outside = 0.f - not_negative(log_norm - log_sum);
+    }
     if (tid == 0) {
         scored.log_norm(t) = log_norm;
         to[scored.count] = entropy;
+        to[scored.count + 1] = log_outside;
     }
 }
 
-// One thread per position: the masses that the upstream gradients of its scores, [positions, count + 1], give to ids up
+// One thread per position: the masses that the upstream gradients of its scores, [positions, count + 2], give to ids up
 // to the factor `power`, their scale, which is zero if there are none, and a magnitude that bounds them up to a
 // logarithm.
 FUNCTION void position_masses(Scored scored, GLOBAL const float *scores, GLOBAL const float *upstream,
-                              int needs_entropy, GLOBAL float *scales, GLOBAL float *magnitudes, int positions,
-                              int vocab, uint block, uint tid) {
+                              GLOBAL float *scales, GLOBAL float *magnitudes, int positions, int vocab, uint block,
+                              uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
-    GLOBAL const float *of_scores = upstream + t * (scored.count + 1);
+    GLOBAL const float *of_scores = upstream + t * scored.columns(), *own = scores + t * scored.columns();
     float of_log_probs = 0.f, size = 0.f;
     for (int i = 0; i < scored.count; ++i) {
         const bool is_id = scored.id(t, i, vocab) >= 0;
@@ -403,11 +420,23 @@ FUNCTION void position_masses(Scored scored, GLOBAL const float *scores, GLOBAL 
         of_log_probs += of_scores[i];
         size += magnitude(of_scores[i]);
     }
-    const float of_entropy = needs_entropy ? of_scores[scored.count] : 0.f;
-    size += magnitude(of_entropy);
+    const float of_entropy = scored.needs_entropy() ? of_scores[scored.count] : 0.f;
+    const float of_outside = scored.needs_outside() ? of_scores[scored.count + 1] : 0.f;
+    of_log_probs += of_outside;
+    size += magnitude(of_entropy) + magnitude(of_outside);
     // Without a temperature, log Q is log p, which no sum normalises.
-    const float entropy = scores[t * (scored.count + 1) + scored.count];
-    scored.offset(t) = scored.power == 1.f ? of_entropy : of_log_probs + weighted(of_entropy, entropy);
+    const float entropy = own[scored.count], log_outside = own[scored.count + 1];
+    const float offset = scored.power == 1.f ? of_entropy : of_log_probs + weighted(of_entropy, entropy);
+    for (int i = 0; scored.needs_outside() && i < scored.count; ++i) {
+        bool is_first = true;
+        for (int j = 0; j < i; ++j) is_first = is_first && scored.id(t, i, vocab) != scored.id(t, j, vocab);
+        const float q = exponential(own[i]);
+        if (is_first) scored.mass(t, i) += weighted(q, offset + weighted(of_entropy, own[i]));
+    }
+    // Where even the largest probability outside is below the smallest number, there is no mass to distribute.
+    const float least = -87.f;
+    const float one_over_outside = exponential(log_outside < least ? -least : -log_outside);
+    scored.offset(t) = offset - weighted(of_outside, one_over_outside);
     scored.slope(t) = of_entropy;
     scales[t] = size == 0.f ? 0.f : 1.f;
     magnitudes[t] = size;

@@ -9,7 +9,7 @@ use super::arguments::{self, Argument};
 use super::chunks::{Chunks, Mixed};
 use super::device::{Buffer, Gpu, BLOCK};
 use super::objective::Prepared;
-use crate::backend::contract::{Scored, Sizes};
+use crate::backend::contract::{Scored, Sizes, OF_POSITION};
 use crate::error::Result;
 
 /// The scores of all positions, and what the kernels keep of a chunk's.
@@ -19,13 +19,14 @@ pub(super) struct ScoreRows {
     candidates: usize,
     /// `numbers_of_scores`
     stride: usize,
-    needs_entropy: bool,
+    /// `struct Scored`'s
+    needs: i64,
     power: f32,
     /// `[positions of a chunk, stride]`
     numbers: Buffer,
     /// The log-probabilities of all ids of a chunk's positions, if the scores depend on them
     pub(super) log_probs: Option<Buffer>,
-    /// `[positions, n + 1]`
+    /// `[positions, n + 2]`
     scores: Buffer,
     /// `[positions]`: what bounds each position's masses up to a logarithm
     magnitudes: Buffer,
@@ -52,11 +53,11 @@ impl ScoreRows {
             ids: Buffer::new(gpu, ids)?,
             candidates,
             stride,
-            needs_entropy: scored.entropy,
+            needs: i64::from(scored.entropy) + 2 * i64::from(scored.outside),
             power: (1.0 / scored.temperature) as f32,
             numbers: zeros(chunks.rows_per_chunk / components * stride)?,
             log_probs: scored.need_all_ids().then(|| chunks.log_prob_rows()).transpose()?,
-            scores: zeros(positions * (candidates + 1))?,
+            scores: zeros(positions * (candidates + OF_POSITION))?,
             magnitudes: zeros(positions)?,
         })
     }
@@ -69,6 +70,7 @@ impl ScoreRows {
             stride: self.stride as i64,
             power: self.power,
             count: self.candidates as i32,
+            needs: self.needs,
         }
     }
 
@@ -88,14 +90,13 @@ impl ScoreRows {
             logits,
             rows,
             Argument::Scored(self.argument(positions)),
-            Argument::Read(Buffer::or_null(&self.log_probs)),
-            Argument::Int(i32::from(self.needs_entropy)),
+            Argument::Write(Buffer::or_null(&self.log_probs)),
             Argument::Write(self.first_score(positions)),
         ];
         chunks.gpu.launch("position_scores", positions.len(), &arguments)
     }
 
-    /// Computes the masses of a chunk's positions from the upstream gradients of its scores, `[chunk, n + 1]`,
+    /// Computes the masses of a chunk's positions from the upstream gradients of its scores, `[chunk, n + 2]`,
     /// and the scales of the objective. Returns the masses' magnitudes, `[chunk]`.
     pub(super) fn take_upstream<G: Gpu>(
         &self,
@@ -109,7 +110,6 @@ impl ScoreRows {
             Argument::Scored(self.argument(positions)),
             Argument::Read(self.first_score(positions)),
             Argument::Read(upstream.at(0)),
-            Argument::Int(i32::from(self.needs_entropy)),
             Argument::Write(objective.argument(positions.start).scales),
             Argument::Write(self.magnitudes.at(positions.start)),
             Argument::Int(positions.len() as i32),
@@ -119,14 +119,14 @@ impl ScoreRows {
         Ok(self.magnitudes.tensor.narrow(0, positions.start, positions.len())?)
     }
 
-    /// The scores of some positions, `[positions, n + 1]`.
+    /// The scores of some positions, `[positions, n + 2]`.
     pub(super) fn of(&self, positions: Range<usize>) -> Result<Tensor> {
-        let columns = self.candidates + 1;
+        let columns = self.candidates + OF_POSITION;
         let scores = self.scores.tensor.narrow(0, positions.start * columns, positions.len() * columns)?;
         Ok(scores.reshape((positions.len(), columns))?)
     }
 
     fn first_score(&self, positions: &Range<usize>) -> u64 {
-        self.scores.at(positions.start * (self.candidates + 1))
+        self.scores.at(positions.start * (self.candidates + OF_POSITION))
     }
 }

@@ -13,7 +13,7 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// `[positions, n + 1]`, from the first product
+/// `[positions, n + 2]`, from the first product
 pub(super) fn scores<G: Gpu>(gpu: &G, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
     let chunks = Chunks::new(gpu, operands, plan)?;
     let rows = ScoreRows::new(&chunks, scored)?;

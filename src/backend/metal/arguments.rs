@@ -48,7 +48,12 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
             Argument::Scored(x) => bindings.extend([
                 read(x.ids),
                 write(x.numbers),
-                numbers(&[&x.stride.to_ne_bytes(), &x.power.to_ne_bytes(), &x.count.to_ne_bytes()]),
+                numbers(&[
+                    &x.stride.to_ne_bytes(),
+                    &x.power.to_ne_bytes(),
+                    &x.count.to_ne_bytes(),
+                    &x.needs.to_ne_bytes(),
+                ]),
             ]),
             Argument::Read(address) => bindings.push(read(*address)),
             Argument::Write(address) => bindings.push(write(*address)),

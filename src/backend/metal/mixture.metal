@@ -106,6 +106,7 @@ struct ScoredNumbers {
     i64 stride;
     float power;
     int count;
+    i64 needs;
 };
 
 #ifndef KERNEL
@@ -138,7 +139,8 @@ struct ScoredNumbers {
     }
 #define ROWS_AT(first) Rows { GIVEN(first, log_priors), GIVEN(first + 1, own), numbers, row_numbers }
 // No kernel reads absent candidates.
-#define SCORED_GIVEN Scored { candidates, of_candidates, of_scored.stride, of_scored.power, of_scored.count }
+#define SCORED_GIVEN                                                                                                   \
+    Scored { candidates, of_candidates, of_scored.stride, of_scored.power, of_scored.count, of_scored.needs }
 
 KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, INDICES) {
     SHARED_ARRAY(Sum, of_warps, WARPS);
@@ -153,18 +155,17 @@ KERNEL top_k(device const float *log_probs, constant i64 &stride, constant int &
     SHARED_ARRAY(Largest, of_warps, WARPS);
     functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, block, tid, of_warps);
 }
-KERNEL position_scores(LOGITS, ROWS, SCORED, device const float *log_probs, constant int &needs_entropy,
-                       device float *scores, INDICES) {
+KERNEL position_scores(LOGITS, ROWS, SCORED, device float *log_probs, device float *scores, INDICES) {
     SHARED_ARRAY(float, of_warps, WARPS);
     SHARED_ARRAY(Sum, sums_of_warps, WARPS);
-    functions::position_scores(LOGITS_AT(0), ROWS_AT(3), SCORED_GIVEN, log_probs, needs_entropy, scores, block, tid,
-                               of_warps, sums_of_warps);
+    functions::position_scores(LOGITS_AT(0), ROWS_AT(3), SCORED_GIVEN, log_probs, scores, block, tid, of_warps,
+                               sums_of_warps);
 }
-KERNEL position_masses(SCORED, device const float *scores, device const float *upstream, constant int &needs_entropy,
+KERNEL position_masses(SCORED, device const float *scores, device const float *upstream,
                        device float *scales, device float *magnitudes, constant int &positions, constant int &vocab,
                        INDICES) {
-    functions::position_masses(SCORED_GIVEN, scores, upstream, needs_entropy, scales, magnitudes, positions, vocab,
-                               block, tid);
+    functions::position_masses(SCORED_GIVEN, scores, upstream, scales, magnitudes, positions, vocab, block,
+                               tid);
 }
 KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, INDICES) {
     SHARED_ARRAY(float, of_warps, WARPS);

@@ -41,7 +41,11 @@ impl Score {
                     let by_log_prob = scores.log_prob.ones_like()?.neg()?;
                     let by_entropy = has_bonus.then(|| by_log_prob.affine(0.01, 0.0)).transpose()?;
                     let values = (scores.log_prob.neg()? - scores.entropy.affine(0.01, 0.0)?)?;
-                    Ok(ChunkTerms { values, by_log_prob, by_entropy })
+                    let terms = ChunkTerms::new(values, by_log_prob);
+                    Ok(match by_entropy {
+                        Some(by_entropy) => terms.with_by_entropy(by_entropy),
+                        None => terms,
+                    })
                 })?;
                 loss.backward()?;
                 Ok(Some(loss.value.detach()))

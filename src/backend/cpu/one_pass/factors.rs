@@ -5,12 +5,14 @@ use rayon::prelude::*;
 
 use super::exponentials::Running;
 use super::layout::{Layout, Panel};
+use super::listed::{ChunkIds, Entry};
 use super::part::Part;
-use crate::backend::contract::{Real, Sizes};
+use crate::backend::contract::{Real, Scored, Sizes, OF_POSITION};
 use crate::backend::cpu::components::{Components, PositionLoss};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::gemv::Dots;
 use crate::backend::cpu::inputs::Inputs;
+use crate::backend::cpu::listed::Candidates;
 use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::matrix::ViewMut;
@@ -20,14 +22,13 @@ use crate::backend::cpu::targets::Targets;
 /// A row once its log-sum-exp is known.
 #[derive(Clone, Copy)]
 pub(super) struct Row<F> {
-    pub(super) target: usize,
+    /// The place of its first entry, and how many it has.
+    entries: (usize, usize),
     /// The factor of `exp(z - largest)` in the gradient, without `scale`.
     factor: f64,
     largest: F,
     /// The factor of the objective times the factor of the logits.
     scale: f64,
-    /// The gradient of the target's logit, negated: h - f E.
-    pub(super) mass: F,
     /// The gradient of the log-prior.
     pub(super) log_prior: F,
     /// Whether the row has no gradient, but a NaN or infinity among its exponentials, which must not spread.
@@ -35,6 +36,11 @@ pub(super) struct Row<F> {
 }
 
 impl<F: Float> Row<F> {
+    /// Its entries among those of all rows.
+    pub(super) fn entries<'e>(&self, entries: &'e [Entry<F>]) -> &'e [Entry<F>] {
+        &entries[self.entries.0..][..self.entries.1]
+    }
+
     /// The factor f of exponentials with this offset.
     fn factor(&self, offset: F) -> F {
         if self.is_void || offset == F::neg_infinity() && !self.factor.is_nan() {
@@ -70,56 +76,176 @@ pub(super) fn own_logits<T: Element>(
     logits
 }
 
-/// What the first pass leaves of a chunk.
-#[derive(Clone, Copy)]
-pub(super) struct Passed<'p, F> {
-    pub(super) panels: &'p [Panel],
-    pub(super) parts: &'p [Part<F>],
-    /// `[rows]`: the targets' logits if they are entries of their own; else empty
-    pub(super) own: &'p [F],
+/// A row's sums over the vocabulary.
+#[derive(Clone, Copy, Default)]
+pub(super) struct RowSums<F> {
+    lse: LogSumExp<F>,
+    /// Of the ids that are not listed.
+    outside: LogSumExp<F>,
 }
 
-/// The loss of each position, and its rows. `scales`, one for each of `positions`, replace the scales of the targets.
+/// What the first pass leaves of a chunk.
+pub(super) struct Passed<'a, F> {
+    pub(super) ids: ChunkIds<'a>,
+    pub(super) parts: Vec<Part<F>>,
+    /// `[entries]`: the logits of the listed ids
+    logits: Vec<F>,
+    /// `[rows]`
+    sums: Vec<RowSums<F>>,
+}
+
+impl<'a, F: Float> Passed<'a, F> {
+    /// `own` are the logits of targets that are entries of their own; else it is empty.
+    pub(super) fn new(layout: &Layout, panels: &[Panel], ids: ChunkIds<'a>, parts: Vec<Part<F>>, own: Vec<F>) -> Self {
+        let mut logits = own;
+        logits.resize(ids.entries(), F::zero());
+        for &(entry, z) in parts.iter().flat_map(|part| &part.listed_logits) {
+            logits[entry] = z;
+        }
+        let rows = panels.last().map_or(0, |panel| panel.first + panel.rows);
+        let sums = |row: usize| {
+            let (entry, of_row) = ids.of_row(row);
+            row_sums(parts_of(layout, panels, &parts, row), &logits[entry..][..of_row.len()])
+        };
+        let sums = (0..rows).into_par_iter().map(sums).collect();
+        Passed { ids, parts, logits, sums }
+    }
+
+    /// The logits of a row's listed ids.
+    fn logits(&self, row: usize) -> &[F] {
+        let (entry, of_row) = self.ids.of_row(row);
+        &self.logits[entry..][..of_row.len()]
+    }
+}
+
+/// A row's part of each segment, and its place there.
+fn parts_of<'p, F>(
+    layout: &Layout,
+    panels: &'p [Panel],
+    parts: &'p [Part<F>],
+    row: usize,
+) -> impl Iterator<Item = (&'p Part<F>, usize)> + Clone {
+    let panel = layout.panel_of(row);
+    parts.iter().skip(panel).step_by(panels.len()).map(move |part| (part, row - panels[panel].first))
+}
+
+/// The scores of some positions, `[positions, n + 2]`.
+pub(super) fn scores<T: Element>(
+    inputs: &Inputs<'_, T>,
+    (candidates, scored): (&Candidates, &Scored),
+    positions: &[usize],
+    layout: &Layout,
+    panels: &[Panel],
+    passed: &Passed<'_, T::Acc>,
+) -> Vec<T::Acc> {
+    let (components, columns) = (inputs.sizes.components, candidates.n + OF_POSITION);
+    let zero = T::Acc::zero();
+    let mut scores = vec![zero; positions.len() * columns];
+    let of_position = |state: &mut Components<T::Acc>, (i, (to, &t)): (usize, (&mut [T::Acc], &usize))| {
+        let first = i * components;
+        let sums = &passed.sums[first..][..components];
+        let lse: Vec<_> = sums.iter().map(|sums| sums.lse).collect();
+        state.set(&lse, &inputs.log_priors[t * components..][..components]);
+        // Not `neg`, which makes a minus zero.
+        let bounded = |log_p: LogSumExp<T::Acc>| zero - not_negative(-log_p.value());
+        let log_prob = |j: usize| bounded(state.log_prob(|k| passed.logits(first + k)[j]));
+        let of_ids: Vec<_> = (0..passed.ids.of_position(i).len()).map(log_prob).collect();
+        for (to, &place) in to.iter_mut().zip(candidates.places(t)) {
+            *to = of_ids[place];
+        }
+        if scored.entropy {
+            let parts = parts_of(layout, panels, &passed.parts, first);
+            to[candidates.n] = T::Acc::of(entropy(parts, passed.logits(first)));
+        }
+        if scored.outside {
+            to[candidates.n + 1] = bounded(log_outside(state, sums));
+        }
+    };
+    let state = || Components::new(components);
+    scores.par_chunks_exact_mut(columns).zip(positions).enumerate().for_each_init(state, of_position);
+    scores
+}
+
+/// The logarithm of the mass of the ids that are not listed, `log sum_k pi_k s_k(outside)`, from its terms.
+fn log_outside<F: Float>(state: &Components<F>, sums: &[RowSums<F>]) -> LogSumExp<F> {
+    LogSumExp::of(sums.iter().zip(state.scales()).map(log_term))
+}
+
+/// `log(pi_k s_k(outside))`, from the sums and scales of component k.
+fn log_term<F: Float>((sums, (largest, log_scale)): (&RowSums<F>, (F, F))) -> F {
+    (sums.outside.largest - largest) + sums.outside.log_sum + log_scale
+}
+
+/// The loss of each position, its rows, and their entries.
 pub(super) fn rows<T: Element>(
     inputs: &Inputs<'_, T>,
     targets: &Targets<T::Acc>,
     positions: &[usize],
     layout: &Layout,
-    Passed { panels, parts, own }: Passed<'_, T::Acc>,
-    scales: Option<&[T::Acc]>,
-) -> (Vec<PositionLoss>, Vec<Row<T::Acc>>) {
+    panels: &[Panel],
+    passed: &Passed<'_, T::Acc>,
+) -> (Vec<PositionLoss>, Vec<Row<T::Acc>>, Vec<Entry<T::Acc>>) {
     let components = inputs.sizes.components;
-    let mut target_logits = own.to_vec();
-    target_logits.resize(positions.len() * components, T::Acc::zero());
-    for &(row, z) in parts.iter().flat_map(|part| &part.target_logits) {
-        target_logits[row] = z;
+    let mut entries = vec![Entry::default(); passed.ids.entries()];
+    let mut of_positions = Vec::with_capacity(positions.len());
+    let mut rest = &mut entries[..];
+    for i in 0..positions.len() {
+        let (of_position, others) = rest.split_at_mut(components * passed.ids.of_position(i).len());
+        of_positions.push(of_position);
+        rest = others;
     }
-    let parts_of = |row: usize| {
-        let panel = layout.panel_of(row);
-        parts.iter().skip(panel).step_by(panels.len()).map(move |part| (part, row - panels[panel].first))
-    };
-    let position = |state: &mut Components<T::Acc>, (i, &t): (usize, &usize)| {
+    let position = |state: &mut Components<T::Acc>, (i, (&t, entries)): (usize, (&usize, &mut [Entry<T::Acc>]))| {
         let rows = i * components..(i + 1) * components;
-        let lse: Vec<_> = rows.clone().map(|row| log_sum_exp(parts_of(row), own.get(row).copied())).collect();
+        let sums = &passed.sums[rows.clone()];
+        let lse: Vec<_> = sums.iter().map(|sums| sums.lse).collect();
         state.set(&lse, &inputs.log_priors[t * components..][..components]);
-        // An ignored position has no rows.
-        let Some(target) = targets.position(t) else { return (PositionLoss::default(), vec![]) };
-        let mut loss = state.hard_loss(&target, |k, _| target_logits[rows.start + k]);
+        // Without a target the gradient is zero.
+        let target = targets.position(t).unwrap_or_default();
+        let logit = |k: usize, j: usize| passed.logits(rows.start + k)[j];
+        let mut loss = state.hard_loss(&target, |k, _| logit(k, 0));
+        state.add_candidates(target.candidates, logit, |_| num_traits::One::one());
         state.least_magnitude(&target, &mut loss);
-        loss.entropy = entropy(parts_of(rows.start));
-        let scale = scales.map_or_else(|| targets.scale(t), |scales| scales[i]);
+        let log_outside = log_outside(state, sums).value();
+        let scale = targets.scale(t);
         let logit_scale = scale.f64() * inputs.logit_scale.f64();
-        let row = |(k, (row, lse)): (usize, (usize, LogSumExp<T::Acc>))| {
-            let factor = state.precise_softmax_mass(&target, k);
-            let z = target_logits[row];
-            let slope = inputs.softcap.map_or(T::Acc::of(1.0), |softcap| softcap.slope_at(z));
-            let at_target = match z == T::Acc::neg_infinity() {
+        let n = passed.ids.of_position(i).len();
+        let row = |k: usize| {
+            let (row, lse) = (rows.start + k, sums[k].lse);
+            let softmax = |z: T::Acc| match z == T::Acc::neg_infinity() {
                 true => 0.0,
-                false => weighted(factor, ((z - lse.largest).f64() - lse.log_sum.f64()).exp()),
+                false => ((z - lse.largest).f64() - lse.log_sum.f64()).exp(),
             };
-            let has_gradient = logit_scale != 0.0 && (factor != 0.0 || !state.mass[k].is_zero());
+            // The part of `q` outside, in units of this row's softmax there.
+            let outside = match target.outside.is_zero() || log_outside == T::Acc::neg_infinity() {
+                true => 0.0,
+                false => target.outside.f64() * (inputs.log_priors[t * components + k] - log_outside).f64().exp(),
+            };
+            let (mut within, mut mass_outside) = (0.0, 0.0);
+            if outside != 0.0 {
+                within = passed.logits(row).iter().map(|&z| softmax(z)).sum::<f64>();
+                let RowSums { outside: LogSumExp { largest, log_sum }, .. } = sums[k];
+                mass_outside = outside * ((largest - lse.largest).f64() + (log_sum - lse.log_sum).f64()).exp();
+            }
+            let of_listed = state.precise_softmax_mass(&target, k);
+            let (of_softmax, factor) = (of_listed + mass_outside, of_listed - outside * within);
+            let mass = |j: usize| match target.hard {
+                Some(_) => state.hard_mass[k],
+                None => state.candidate_masses.get(j * components + k).copied().unwrap_or_default(),
+            };
+            let entry = |(j, (&id, &z)): (usize, (&usize, &T::Acc))| {
+                let slope = inputs.softcap.map_or(T::Acc::of(1.0), |softcap| softcap.slope_at(z));
+                let mass = (mass(j).f64() - weighted(of_softmax, softmax(z))) * slope.f64();
+                Entry { id, mass: flushed(T::Acc::of(weighted(logit_scale, mass))) }
+            };
+            let listed = passed.ids.of_position(i).iter().zip(passed.logits(row)).enumerate();
+            for (to, of_id) in entries[k * n..].iter_mut().zip(listed) {
+                *to = entry(of_id);
+            }
+            let is_zero = factor == 0.0 && of_softmax == 0.0 && (0..n).all(|j| mass(j).is_zero());
+            let has_gradient = logit_scale != 0.0 && !is_zero;
+            let parts = parts_of(layout, panels, &passed.parts, row);
             Row {
-                target: target.hard.map_or(0, |(y, _)| y),
+                entries: (passed.ids.of_row(row).0, n),
                 factor: match lse.log_sum == T::Acc::neg_infinity() {
                     // There is no distribution if all logits are minus infinity.
                     true => weighted(factor, f64::NAN),
@@ -127,49 +253,53 @@ pub(super) fn rows<T: Element>(
                 },
                 largest: lse.largest,
                 scale: logit_scale,
-                mass: flushed(T::Acc::of(weighted(logit_scale, (state.hard_mass[k].f64() - at_target) * slope.f64()))),
-                log_prior: flushed(weighted(scale, -state.mass[k])),
-                is_void: !has_gradient && parts_of(row).any(|(part, r)| !part.running.sum[r].is_finite()),
+                log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::of(mass_outside))),
+                is_void: !has_gradient && parts.into_iter().any(|(part, r)| !part.running.sum[r].is_finite()),
             }
         };
-        (loss, rows.zip(lse).enumerate().map(row).collect::<Vec<_>>())
+        (loss, (0..components).map(row).collect::<Vec<_>>())
     };
     let state = || Components::new(components);
-    let found: Vec<_> = positions.par_iter().enumerate().map_init(state, position).collect();
+    let found: Vec<_> = positions.par_iter().zip(of_positions).enumerate().map_init(state, position).collect();
     let (losses, rows): (Vec<_>, Vec<_>) = found.into_iter().unzip();
-    (losses, rows.into_iter().flatten().collect())
+    (losses, rows.into_iter().flatten().collect(), entries)
 }
 
-/// The log-sum-exp of a row from its sums over the segments, and from the logit of a target that is an entry of its
-/// own.
-fn log_sum_exp<'p, F: Float>(
-    parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone,
-    own: Option<F>,
-) -> LogSumExp<F> {
-    let of_parts = parts.clone().map(|(part, r)| part.running.largest[r]);
-    let largest = of_parts.chain(own).fold(F::neg_infinity(), num_traits::Float::max);
-    let largest = finite_or_zero(largest);
+/// A row's sums, from its parts of all segments and the logits of its listed ids.
+fn row_sums<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone, listed: &[F]) -> RowSums<F> {
+    let least = F::neg_infinity();
+    let largest_outside = parts.clone().map(|(part, r)| part.running.largest[r]).fold(least, num_traits::Float::max);
+    let largest = finite_or_zero(listed.iter().copied().fold(largest_outside, num_traits::Float::max));
+    let largest_outside = finite_or_zero(largest_outside);
     let sum = |(part, r): (&Part<F>, usize)| match part.running.sum[r] {
         0.0 => 0.0,
-        sum => sum * (part.running.offset[r] - largest).f64().exp(),
+        sum => sum * (part.running.offset[r] - largest_outside).f64().exp(),
     };
-    let own = own.map(|z| (z - largest).f64().exp());
-    LogSumExp { largest, log_sum: F::of(parts.map(sum).chain(own).sum::<f64>().ln()) }
+    let outside: f64 = parts.map(sum).sum();
+    let of_outside = match outside {
+        0.0 => 0.0,
+        outside => outside * (largest_outside - largest).f64().exp(),
+    };
+    let of_listed = listed.iter().map(|&z| (z - largest).f64().exp());
+    RowSums {
+        lse: LogSumExp { largest, log_sum: F::of((of_outside + of_listed.sum::<f64>()).ln()) },
+        outside: LogSumExp { largest: largest_outside, log_sum: F::of(outside.ln()) },
+    }
 }
 
-/// The entropy of a row from its sums and moments over the segments, `log s - m / s`; zero without moments.
-fn entropy<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone) -> f64 {
-    let mut possible = parts.filter(|(part, r)| part.running.sum[*r] != 0.0).peekable();
-    if possible.peek().is_some_and(|(part, _)| part.running.moment.is_empty()) {
-        return 0.0;
-    }
-    let largest = possible.clone().map(|(part, r)| part.running.offset[r].f64()).fold(f64::NEG_INFINITY, f64::max);
+/// The entropy of a row from its sums and moments over the segments and the logits of its listed ids, `log s - m / s`.
+fn entropy<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone, listed: &[F]) -> f64 {
+    let possible = parts.filter(|(part, r)| part.running.sum[*r] != 0.0);
+    let listed = listed.iter().map(|z| z.f64()).filter(|&z| z != f64::NEG_INFINITY);
+    let offsets = possible.clone().map(|(part, r)| part.running.offset[r].f64());
+    let largest = offsets.chain(listed.clone()).fold(f64::NEG_INFINITY, f64::max);
     let sums = possible.map(|(part, r)| {
         let Running { sum, moment, offset, .. } = &part.running;
         let change = offset[r].f64() - largest;
         (change.exp() * sum[r], change.exp() * (moment[r] + change * sum[r]))
     });
-    let (sum, moment) = sums.fold((0.0, 0.0), |(sum, moment), (s, m)| (sum + s, moment + m));
+    let of_listed = listed.map(|z| ((z - largest).exp(), weighted((z - largest).exp(), z - largest)));
+    let (sum, moment) = sums.chain(of_listed).fold((0.0, 0.0), |(sum, moment), (s, m)| (sum + s, moment + m));
     // There is no distribution, hence NaN, if all logits are minus infinity.
     not_negative(sum.ln() - moment / sum)
 }
@@ -179,6 +309,7 @@ fn entropy<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clo
 pub(super) struct Factors<'p, F> {
     pub(super) parts: &'p [Part<F>],
     pub(super) rows: &'p [Row<F>],
+    pub(super) entries: &'p [Entry<F>],
     pub(super) layout: &'p Layout,
     pub(super) panels: &'p [Panel],
     /// `[segment][column]`: for the offsets at the end of each segment, which the sums have

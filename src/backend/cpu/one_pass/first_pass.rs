@@ -7,16 +7,17 @@ use rayon::prelude::*;
 use super::exponentials::{Capped, Exponentials, Running};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
+use super::listed::ChunkIds;
 use super::part::Part;
 use super::scaling::Scaled;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::simd::Float;
 
-/// The target of each row in the first pass.
-pub(super) struct RowTargets<I> {
-    pub(super) id: I,
-    /// Whether targets are entries of their own, whose logits in the vocabulary take no part.
+/// What the first pass leaves out of its sums.
+pub(super) struct LeftOut<'a> {
+    pub(super) ids: &'a ChunkIds<'a>,
+    /// Whether the ids are targets with entries of their own, whose logits in the vocabulary take no part.
     pub(super) are_own: bool,
     /// Whether the entropy of each row is needed.
     pub(super) with_entropy: bool,
@@ -46,7 +47,7 @@ pub(super) fn first_pass<T: Element, X: Format<T>>(
     layout: &Layout,
     panels: &[Panel],
     contexts: &[T::Acc],
-    targets: RowTargets<impl Fn(usize) -> Option<usize> + Sync>,
+    left_out: LeftOut<'_>,
     Buffers { exponentials, sums, packed }: Buffers<'_, T::Acc, X::Packed, X::Kept>,
 ) -> Vec<Part<T::Acc>> {
     let d = inputs.sizes.context_dim;
@@ -72,7 +73,7 @@ pub(super) fn first_pass<T: Element, X: Format<T>>(
             piece.tiles.extend(of_panels.by_ref().take(piece.panels.len()));
         }
     }
-    let run = |buffers: &mut _, piece: Piece<'_, _, _>| piece.run(format, inputs, layout, packed, &targets, buffers);
+    let run = |buffers: &mut _, piece: Piece<'_, _, _>| piece.run(format, inputs, layout, packed, &left_out, buffers);
     let parts: Vec<Vec<_>> = pieces.into_par_iter().map_init(Default::default, run).collect();
     parts.into_iter().flatten().collect()
 }
@@ -95,13 +96,13 @@ impl<F: Float, K> Piece<'_, F, K> {
         inputs: &Inputs<'_, T>,
         layout: &Layout,
         packed: &[X::Packed],
-        targets: &RowTargets<impl Fn(usize) -> Option<usize>>,
+        left_out: &LeftOut<'_>,
         (decoder_buffers, logit_buffers): &mut (X::DecoderBuffers, X::LogitBuffers),
     ) -> Vec<Part<F>> {
         let d = inputs.sizes.context_dim;
         let per_row = format.packed_per_row(d);
-        let running = |panel: &Panel| Running::new(panel.width, targets.with_entropy);
-        let part = |panel: &Panel| Part { running: running(panel), offsets: vec![], target_logits: vec![] };
+        let running = |panel: &Panel| Running::new(panel.width, left_out.with_entropy);
+        let part = |panel: &Panel| Part { running: running(panel), offsets: vec![], listed_logits: vec![] };
         let mut parts: Vec<Part<F>> = self.panels.iter().map(part).collect();
         let mut tiles = self.tiles.into_iter();
         for (i, tile) in layout.segment(self.segment).enumerate() {
@@ -126,7 +127,7 @@ impl<F: Float, K> Piece<'_, F, K> {
                     is_first: i == 0,
                 };
                 format.multiply(operands, logit_buffers, |logits, sums| {
-                    part.exponentiate(inputs, &ids, *panel, targets, logits, sums, i == 0);
+                    part.exponentiate(inputs, &ids, *panel, left_out, logits, sums, i == 0);
                 });
                 if are_kept {
                     part.offsets.extend_from_slice(&part.running.offset);
@@ -138,15 +139,15 @@ impl<F: Float, K> Piece<'_, F, K> {
 }
 
 impl<F: Float> Part<F> {
-    /// Turns the logits `[ids, width]` of a tile into exponentials, which are zero for the targets. Multiplies the sums
-    /// of earlier tiles, if there are any, by the factors that changed offsets need.
+    /// Turns the logits `[ids, width]` of a tile into exponentials, which are zero for the listed ids. Multiplies the
+    /// sums of earlier tiles, if there are any, by the factors that changed offsets need.
     #[allow(clippy::too_many_arguments)]
     fn exponentiate<T: Element<Acc = F>>(
         &mut self,
         inputs: &Inputs<'_, T>,
         ids: &Range<usize>,
         panel: Panel,
-        targets: &RowTargets<impl Fn(usize) -> Option<usize>>,
+        left_out: &LeftOut<'_>,
         logits: &mut [F],
         sums: &mut [F],
         is_first: bool,
@@ -155,19 +156,23 @@ impl<F: Float> Part<F> {
             F::dispatch(inputs.isa, Capped { tile: logits, softcap });
         }
         let Panel { first, rows, width } = panel;
-        let target = |row: usize| (targets.id)(row).filter(|y| ids.contains(y));
-        let of_rows =
-            (first..first + rows).filter_map(|row| Some((row, (target(row)? - ids.start) * width + row - first)));
-        let of_rows: Vec<(usize, usize)> = of_rows.collect();
-        for &(row, at) in &of_rows {
-            match targets.are_own {
-                true => logits[at] = F::neg_infinity(),
-                false => self.target_logits.push((row, logits[at])),
+        let mut listed = Vec::new();
+        for row in first..first + rows {
+            let (entry, of_row) = left_out.ids.of_row(row);
+            let of_tile = of_row.partition_point(|&id| id < ids.start)..of_row.partition_point(|&id| id < ids.end);
+            for j in of_tile {
+                let at = (of_row[j] - ids.start) * width + row - first;
+                if !left_out.are_own {
+                    self.listed_logits.push((entry + j, logits[at]));
+                }
+                logits[at] = F::neg_infinity();
+                listed.push(at);
             }
         }
         let kernel = Exponentials { tile: logits, running: &mut self.running, softcap: inputs.softcap };
         let has_moved = F::dispatch(inputs.isa, kernel);
-        of_rows.iter().for_each(|&(_, at)| logits[at] = F::zero());
+        // The slope of a softcap is not finite there.
+        listed.iter().for_each(|&at| logits[at] = F::zero());
         if has_moved && !is_first && !sums.is_empty() {
             F::dispatch(inputs.isa, Scaled { values: sums, factors: &self.running.rescale });
         }

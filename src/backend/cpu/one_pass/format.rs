@@ -130,12 +130,15 @@ pub(crate) struct Part<'b, F> {
 }
 
 impl<T: Element> DecoderGradient<'_, T> {
-    /// Calls `subtract` with each row whose target is one of `ids`: its place among them, the target's mass, and the
-    /// row's context.
-    pub(super) fn each_target(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
+    /// Calls `subtract` with each listed id of a row that is one of `ids`: its place among them, its mass, and the row's
+    /// context.
+    pub(super) fn each_listed(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
         for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
-            if ids.contains(&row.target) && !row.mass.is_zero() {
-                subtract(row.target - ids.start, row.mass, context);
+            let entries = row.entries(self.factors.entries);
+            let first = entries.partition_point(|entry| entry.id < ids.start);
+            let of_ids = entries[first..].iter().take_while(|entry| entry.id < ids.end);
+            for entry in of_ids.filter(|entry| !entry.mass.is_zero()) {
+                subtract(entry.id - ids.start, entry.mass, context);
             }
         }
     }

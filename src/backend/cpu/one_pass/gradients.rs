@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::factors::Row;
 use super::format::{DecoderGradient, Format, Part, Tile};
 use super::layout::{Layout, Panel};
+use super::listed::Entry;
 use super::scaling::{AddScaled, Scaled};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
@@ -15,12 +16,12 @@ use crate::backend::cpu::matrix::transpose;
 use crate::backend::cpu::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::simd::Float;
 
-/// Computes `dC = f O - m W[y]` for each row of contexts; `sums` are the products O.
+/// Computes `dC = f O - sum_y m W[y]` for each row of contexts, over its listed ids; `sums` are the products O.
 pub(super) fn context_gradient<T: Element>(
     inputs: &Inputs<'_, T>,
     layout: &Layout,
     panels: &[Panel],
-    rows: &[Row<T::Acc>],
+    (rows, entries): (&[Row<T::Acc>], &[Entry<T::Acc>]),
     segment_factors: &[Vec<T::Acc>],
     sums: &mut [T::Acc],
     mut gradient: Vec<&mut [T::Acc]>,
@@ -50,9 +51,9 @@ pub(super) fn context_gradient<T: Element>(
                 if !row.is_void {
                     gradient.copy_from_slice(values);
                 }
-                if !row.mass.is_zero() {
-                    inputs.decoder.row(row.target, decoder_row);
-                    gradient.iter_mut().zip(&*decoder_row).for_each(|(g, &w)| *g -= row.mass * w);
+                for &Entry { id, mass } in row.entries(entries).iter().filter(|entry| !entry.mass.is_zero()) {
+                    inputs.decoder.row(id, decoder_row);
+                    gradient.iter_mut().zip(&*decoder_row).for_each(|(g, &w)| *g -= mass * w);
                 }
             }
         },
@@ -66,8 +67,8 @@ pub(super) struct SecondPass<'a, T: Element, X> {
 }
 
 impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
-    /// The second pass over the vocabulary: `dW += E (f C) - m c [v = y]`, the adapter and the bias likewise, as far as
-    /// they are needed. Targets outside the vocabulary have rows behind it.
+    /// The second pass over the vocabulary: `dW += E (f C) - m c` for the listed ids, the adapter and the bias likewise,
+    /// as far as they are needed. Targets outside the vocabulary have rows behind it.
     pub(super) fn add_to(&self, gradients: &mut DecoderGradients<T::Acc>, exponentials: &mut [X::Kept]) {
         let layout = self.operands.factors.layout;
         let Layout { tile_ids, vocab, .. } = *layout;
@@ -112,15 +113,15 @@ impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
             }
             self.format.add_products(&self.operands, tiles, &scaled, buffers);
             for Tile { ids, parts, bias, .. } in tiles {
-                self.subtract_targets(ids.clone(), parts, bias.as_deref_mut());
+                self.subtract_listed(ids.clone(), parts, bias.as_deref_mut());
             }
         });
-        self.subtract_targets(vocab..usize::MAX, &mut behind, bias_behind);
+        self.subtract_listed(vocab..usize::MAX, &mut behind, bias_behind);
     }
 
-    /// Subtracts the targets among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
-    fn subtract_targets(&self, ids: Range<usize>, parts: &mut [Part<'_, T::Acc>], mut bias: Option<&mut [T::Acc]>) {
-        self.operands.each_target(&ids, |id, mass, context| {
+    /// Subtracts the listed ids among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
+    fn subtract_listed(&self, ids: Range<usize>, parts: &mut [Part<'_, T::Acc>], mut bias: Option<&mut [T::Acc]>) {
+        self.operands.each_listed(&ids, |id, mass, context| {
             if let Some(bias) = &mut bias {
                 bias[id] -= mass;
             }

@@ -10,7 +10,8 @@
 //! second pass, tile by tile: dW += E (f C),   db += E f,   less the targets' m c and m
 //! ```
 //!
-//! The target is left out of the products because `h` and its `f E` nearly cancel where it is predicted well.
+//! The target is left out of the products because `h` and its `f E` nearly cancel where it is predicted well. A position
+//! may have several such *listed* ids, whose scores the objective depends on, besides the mass of all others.
 //!
 //! Logits are kept as `[id][row]`: maxima and sums over ids add up whole vectors, and each result is the right operand
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. The loss
@@ -22,6 +23,7 @@ mod first_pass;
 mod format;
 mod gradients;
 mod layout;
+mod listed;
 mod part;
 mod product;
 mod scaling;
@@ -33,21 +35,22 @@ use std::ops::Range;
 use super::components::PositionLoss;
 use super::dtype::Element;
 use super::inputs::Inputs;
+use super::listed::{Candidates, Listed};
 use super::memory::{Aligned, Workspace};
 use super::results::BufferedGradients;
 use super::simd::ROW_ALIGN;
 use super::targets::Targets;
-use crate::backend::contract::{NeedsGrad, Sizes};
+use crate::backend::contract::{NeedsGrad, Scored, Sizes, Task};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use factors::{own_logits, Factors, Passed, Row};
-use first_pass::{first_pass, part_bytes, Buffers, RowTargets};
+use first_pass::{first_pass, part_bytes, Buffers, LeftOut};
 use format::DecoderGradient;
 pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};
 use layout::{Layout, Panel};
-use part::Part;
+use listed::{ChunkIds, Entry};
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
@@ -62,9 +65,13 @@ fn cut<T: Element, X: Format<T>>(format: X, rows: usize, sizes: Sizes, needs_gra
 }
 
 /// The decoder's gradient needs the exponentials of a chunk, the contexts' gradient a sum for each of its pieces.
-pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, needs_grad: NeedsGrad) -> Workspace {
+pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task: &Task) -> Workspace {
     /// Elements that the numbers of a row take.
     const ROW_NUMBERS: usize = 32;
+    /// Elements that the numbers of a listed id take, besides the first.
+    const LISTED_NUMBERS: usize = 16;
+    let needs_grad = task.needs_grad;
+    let listed = LISTED_NUMBERS * task.scores.map_or(0, |scores| scores.candidates.saturating_sub(1));
     let Sizes { context_dim: d, vocab, .. } = sizes;
     let element = size_of::<T::Acc>();
     let layout = cut(format, 1, sizes, needs_grad);
@@ -87,7 +94,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, needs
     let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
     // The contexts exist packed and gathered.
     let packed = format.packed_per_row(d) * size_of::<X::Packed>();
-    let per_row = kept + of_sums + packed + (d + ROW_NUMBERS) * element;
+    let per_row = kept + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
     let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * of_sums;
     let fixed = layout.lanes * per_row + of_pieces + vocab.next_multiple_of(ROW_ALIGN) * element;
     Workspace { per_row, fixed, per_thread }
@@ -97,6 +104,7 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     format: X,
     inputs: Inputs<'a, T>,
     targets: &'a Targets<T::Acc>,
+    listed: Listed<'a>,
     with_entropy: bool,
     layout: Layout,
     /// `[positions]`
@@ -111,17 +119,25 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     packed: Aligned<X::Packed>,
     /// `[rows, d]`: the contexts, if they are not stored in this form
     gathered: Vec<T::Acc>,
-    chunk: Chunk<T::Acc>,
+    chunk: Chunk<'a, T::Acc>,
 }
 
-struct Chunk<F> {
+struct Chunk<'a, F> {
     /// The positions that are not ignored.
     positions: Vec<usize>,
     panels: Vec<Panel>,
-    parts: Vec<Part<F>>,
+    /// `None` without positions
+    passed: Option<Passed<'a, F>>,
     rows: Vec<Row<F>>,
+    entries: Vec<Entry<F>>,
     /// `[segment][column]`
     segment_factors: Vec<Vec<F>>,
+}
+
+impl<F> Chunk<'_, F> {
+    fn new(positions: Vec<usize>, panels: Vec<Panel>) -> Self {
+        Chunk { positions, panels, passed: None, rows: vec![], entries: vec![], segment_factors: vec![] }
+    }
 }
 
 impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
@@ -143,6 +159,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             format,
             inputs,
             targets,
+            listed: targets.listed(),
             with_entropy: false,
             layout,
             losses: vec![PositionLoss::default(); positions],
@@ -151,36 +168,31 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             sums: Aligned::zeros(pieces * layout.panel_rows * layout.padded(d)),
             packed: Aligned::zeros(columns * format.packed_per_row(d)),
             gathered: Vec::new(),
-            chunk: Chunk { positions: vec![], panels: vec![], parts: vec![], rows: vec![], segment_factors: vec![] },
+            chunk: Chunk::new(vec![], vec![]),
         }
     }
 
-    /// Computes the entropy of each position too, if there is a single component.
-    pub(super) fn with_entropy(self, with_entropy: bool) -> Self {
-        OnePass { with_entropy, ..self }
+    /// Computes the scores of candidates, and the entropy if it is asked for and there is a single component.
+    pub(super) fn with_candidates(self, candidates: &'a Candidates, with_entropy: bool) -> Self {
+        OnePass { listed: Listed::Candidates(candidates), with_entropy, ..self }
     }
 
-    /// The loss of each of the chunk's positions, and its rows. `scales`, one for each position that is not ignored,
-    /// replace the scales of the targets.
-    pub(super) fn rows_scaled_by(&mut self, chunk: Range<usize>, scales: Option<&[T::Acc]>) {
+    /// The scores of the chunk's positions, `[positions, n + 2]`.
+    pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<T::Acc> {
+        let Chunk { positions, panels, passed, .. } = &self.chunk;
+        let Some(passed) = passed else { return vec![] };
+        factors::scores(&self.inputs, (candidates, scored), positions, &self.layout, panels, passed)
+    }
+
+    /// The loss of each of the chunk's positions, its rows and their entries.
+    pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>) {
         let components = self.inputs.sizes.components;
-        if self.chunk.positions.is_empty() {
-            return;
-        }
-        let Chunk { positions, panels, parts, .. } = &self.chunk;
-        let own = own_logits(&self.inputs, self.targets, positions, self.contexts(chunk));
-        let (losses, found) = factors::rows(
-            &self.inputs,
-            self.targets,
-            positions,
-            &self.layout,
-            Passed { panels, parts, own: &own },
-            scales,
-        );
-        let Chunk { positions, panels, parts, rows, segment_factors } = &mut self.chunk;
-        *rows = found;
+        let Chunk { positions, panels, passed, rows, entries, segment_factors } = &mut self.chunk;
+        let Some(passed) = passed else { return };
+        let losses;
+        (losses, *rows, *entries) = factors::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
         if self.gradients.needed {
-            *segment_factors = factors::of_segments(&self.layout, panels, parts, rows);
+            *segment_factors = factors::of_segments(&self.layout, panels, &passed.parts, rows);
         }
         for ((&t, loss), rows) in positions.iter().zip(losses).zip(rows.chunks_exact(components)) {
             self.losses[t] = loss;
@@ -210,7 +222,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let chunk = positions.clone();
-        let positions: Vec<usize> = positions.filter(|&t| self.targets.id(t).is_some()).collect();
+        let positions: Vec<usize> = positions.filter(|&t| self.listed.of(t).is_some()).collect();
         self.gathered.clear();
         if !T::IS_ACC || positions.len() < chunk.len() {
             for t in &positions {
@@ -219,39 +231,38 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
             }
         }
         let panels = self.layout.panels(positions.len() * components);
-        self.chunk = Chunk { positions, panels, parts: vec![], rows: vec![], segment_factors: vec![] };
+        let ids = ChunkIds::new(self.listed, &positions, components);
+        self.chunk = Chunk::new(positions, panels);
         if self.chunk.positions.is_empty() {
             return Ok(());
         }
         let (mut exponentials, mut sums, mut packed) =
             (std::mem::take(&mut self.exponentials), std::mem::take(&mut self.sums), std::mem::take(&mut self.packed));
-        let targets = RowTargets {
-            id: |row: usize| self.targets.id(self.chunk.positions[row / components]),
-            are_own: self.targets.are_own(),
-            with_entropy: self.with_entropy,
-        };
+        let left_out = LeftOut { ids: &ids, are_own: self.targets.are_own(), with_entropy: self.with_entropy };
         let format = self.format;
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
-        let contexts = self.contexts(chunk);
-        let parts = first_pass(format, &self.inputs, &self.layout, &self.chunk.panels, contexts, targets, buffers);
-        self.chunk.parts = parts;
+        let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
+        let parts = first_pass(format, &self.inputs, &self.layout, panels, contexts, left_out, buffers);
+        let own = own_logits(&self.inputs, self.targets, &self.chunk.positions, contexts);
+        self.chunk.passed = Some(Passed::new(&self.layout, panels, ids, parts, own));
         (self.exponentials, self.sums, self.packed) = (exponentials, sums, packed);
         Ok(())
     }
 
-    fn loss_rows(&mut self, chunk: Range<usize>) -> Result<()> {
-        self.rows_scaled_by(chunk, None);
+    fn loss_rows(&mut self, _: Range<usize>) -> Result<()> {
+        self.objective_rows(self.targets);
         Ok(())
     }
 
     fn context_gradient(&mut self, _: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
-        let Chunk { positions, panels, rows, segment_factors, .. } = &self.chunk;
+        let Chunk { positions, panels, rows, entries, segment_factors, .. } = &self.chunk;
         let Some(&first) = positions.first() else { return Ok(()) };
         let mut positions = positions.iter().copied().peekable();
         let of_positions = self.gradients.contexts[first * components * d..].chunks_exact_mut(components * d);
         let gradient = (first..).zip(of_positions).filter(|(t, _)| positions.next_if_eq(t).is_some());
         let gradient = gradient.flat_map(|(_, of_position)| of_position.chunks_exact_mut(d)).take(rows.len()).collect();
+        let rows = (&rows[..], &entries[..]);
         context_gradient(&self.inputs, &self.layout, panels, rows, segment_factors, &mut self.sums, gradient);
         Ok(())
     }
@@ -259,10 +270,10 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let mut exponentials = std::mem::take(&mut self.exponentials);
         let mut gradients = std::mem::take(&mut self.gradients.decoder);
-        let Chunk { panels, parts, rows, segment_factors, .. } = &self.chunk;
-        if !rows.is_empty() {
+        let Chunk { panels, passed, rows, entries, segment_factors, .. } = &self.chunk;
+        if let Some(Passed { parts, .. }) = passed {
             let operands = DecoderGradient {
-                factors: Factors { layout: &self.layout, panels, parts, rows, of_segments: segment_factors },
+                factors: Factors { layout: &self.layout, panels, parts, rows, entries, of_segments: segment_factors },
                 contexts: self.contexts(positions),
                 d: self.inputs.sizes.context_dim,
             };

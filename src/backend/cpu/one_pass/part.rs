@@ -7,6 +7,6 @@ pub(super) struct Part<F> {
     pub(super) running: Running<F>,
     /// `[tiles, width]`: the offsets of each tile's exponentials, if these are kept
     pub(super) offsets: Vec<F>,
-    /// The logits of the targets in this segment, with the rows that they belong to.
-    pub(super) target_logits: Vec<(usize, F)>,
+    /// The logits of the listed ids in this segment, with the entries that they belong to.
+    pub(super) listed_logits: Vec<(usize, F)>,
 }

@@ -272,8 +272,8 @@ fn store<T: Element<Acc = f32>>(
     let of_sums = shared.start - columns.start..shared.end - columns.start;
     let of_values = shared.start - of_part.start..shared.end - of_part.start;
     if !rounded.is_empty() {
-        // What is rounded at once has its targets subtracted before.
-        gradient.each_target(ids, |id, mass, context| {
+        // What is rounded at once has its listed ids subtracted before.
+        gradient.each_listed(ids, |id, mass, context| {
             let sums = sums[id * width..][of_sums.clone()].iter_mut();
             sums.zip(&context[shared.clone()]).for_each(|(sum, &c)| *sum -= mass * c);
         });

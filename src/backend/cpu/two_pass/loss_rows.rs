@@ -2,7 +2,7 @@
 //! over them. The equations are in `components`.
 
 use super::mix::{Logits, Masses, Scratch, Tempered};
-use crate::backend::cpu::components::{PositionLoss, Soft, Target};
+use crate::backend::cpu::components::{PositionLoss, ScoreUpstream, Soft, Target};
 use crate::backend::cpu::math::{exp, flushed, weighted};
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::softcap::Softcap;
@@ -36,9 +36,15 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
     fn run<V: Vector<F>>(self, v: V) -> PositionLoss {
         let LossRows { mut logits, target, gradients, scratch } = self;
         scratch.components.set(logits.lse, logits.log_priors);
+        scratch.candidates.clear();
+        scratch.candidates.extend_from_slice(target.candidates);
         let masses = target.soft.map(|soft| logits.masses(v, soft, scratch));
         if masses.is_some() || target.terms.correct {
             logits.mix(v, masses, scratch);
+        }
+        if target.outside != F::zero() {
+            // The soft masses are of the other ids alone.
+            target.candidates.iter().for_each(|&(y, _)| scratch.share[y] = F::zero());
         }
 
         let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
@@ -47,7 +53,8 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             loss.is_correct = !loss.nll.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
         }
         let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
-        scratch.components.add_candidates(target.candidates, target_logit, slope);
+        let candidate_logit = |k: usize, j: usize| target_logit(k, target.candidates[j].0);
+        scratch.components.add_candidates(&scratch.candidates, candidate_logit, slope);
         if let Some(masses) = masses {
             if let Masses::Given(masses) = masses {
                 let mut objective = F::zero();
@@ -73,20 +80,33 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
 }
 
 impl<F: Float> Logits<'_, F> {
-    /// The masses of all ids. If they depend on the whole distribution, this computes its log-probabilities.
+    /// The masses of all ids. If they depend on the whole distribution, this computes its log-probabilities. Masses of the
+    /// ids outside the candidates are not theirs: then the candidates get all of their own here.
     #[inline(always)]
     fn masses<'m, V: Vector<F>>(&self, v: V, soft: Soft<'m, F>, scratch: &mut Scratch<F>) -> Masses<'m, F> {
         match soft {
             Soft::Given(masses) => Masses::Given(masses),
-            Soft::Scores { entropy, power, .. } if power == F::one() => {
-                let tempered = Tempered { power, log_norm: F::zero() };
-                Masses::OfProbability { tempered, constant: entropy, slope: entropy }
-            }
-            Soft::Scores { log_probs, entropy, power } => {
-                self.mix(v, None, scratch);
+            Soft::Scores { upstream: ScoreUpstream { log_probs, entropy, outside }, power } => {
+                let (is_plain, zero) = (power == F::one(), F::zero());
+                if !is_plain || outside != zero {
+                    self.mix(v, None, scratch);
+                }
                 let tempered = Tempered::new(v, &scratch.log_probs, power);
-                let constant = log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab));
-                Masses::OfProbability { tempered, constant: power * constant, slope: power * entropy }
+                let constant = match is_plain {
+                    true => entropy,
+                    false => log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab)),
+                };
+                let (mut constant, slope) = (power * constant, power * entropy);
+                if outside != zero {
+                    for (id, mass) in &mut scratch.candidates {
+                        let log_q = tempered.log_prob(scratch.log_probs[*id]);
+                        *mass += weighted(log_q.exp(), weighted(slope, log_q) + constant);
+                    }
+                    let candidates = scratch.candidates.iter().map(|&(id, _)| id);
+                    let log_outside = tempered.log_outside(v, &mut scratch.log_probs, candidates);
+                    constant += -power * outside * (-log_outside).exp();
+                }
+                Masses::OfProbability { tempered, constant, slope }
             }
         }
     }
@@ -270,6 +290,7 @@ mod tests {
             target: Target {
                 hard: Some((0, F::of(0.9))),
                 candidates: &[],
+                outside: F::zero(),
                 soft: soft.map(Soft::Given),
                 terms: Default::default(),
             },

@@ -1,8 +1,8 @@
 //! The mixture's log-probability of every id of one position, from its K rows of logits.
 
 use crate::backend::cpu::components::Components;
-use crate::backend::cpu::log_sum_exp::LogSumExp;
-use crate::backend::cpu::math::{exp, ln};
+use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
+use crate::backend::cpu::math::{exp, ln, not_negative};
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::softcap::Softcap;
 
@@ -29,6 +29,8 @@ pub(super) struct Scratch<F> {
     /// `[stride]`: soft_v over the sum of pi_k p_k(v) / exp(reference_v), so that soft_v r_k(v) = share_v pi_k p_k(v) /
     /// exp(reference_v)
     pub(super) share: Vec<F>,
+    /// The candidates and their masses
+    pub(super) candidates: Vec<(usize, F)>,
 }
 
 impl<F: Float> Scratch<F> {
@@ -36,7 +38,8 @@ impl<F: Float> Scratch<F> {
     pub(super) fn new(components: usize, stride: usize, all_ids: bool, soft_targets: bool) -> Self {
         let row = |is_needed| vec![F::zero(); if is_needed { stride } else { 0 }];
         let components = Components::new(components);
-        Scratch { components, log_probs: row(all_ids), reference: row(soft_targets), share: row(soft_targets) }
+        let (log_probs, reference, share) = (row(all_ids), row(soft_targets), row(soft_targets));
+        Scratch { components, log_probs, reference, share, candidates: Vec::new() }
     }
 }
 
@@ -79,17 +82,26 @@ impl<F: Float> Tempered<F> {
         if power == F::one() {
             return Tempered { power, log_norm: F::zero() };
         }
-        let mut largest = v.splat(F::neg_infinity());
-        for &log_p in V::registers(log_probs) {
-            largest = v.max(largest, log_p);
-        }
-        let largest = v.largest(largest) * power;
-        let (reference, power_register) = (v.splat(largest), v.splat(power));
-        let mut sum = v.splat(F::zero());
-        for &log_p in V::registers(log_probs) {
-            sum = v.add(sum, exp(v, v.sub(v.mul(log_p, power_register), reference)));
-        }
-        Tempered { power, log_norm: largest + v.sum(sum).ln() }
+        Tempered { power, log_norm: log_sum_of_powers(v, log_probs, power) }
+    }
+
+    /// The logarithm of the mass that remains of the distribution once the candidates' log-probabilities are minus
+    /// infinity, which this sets; at most zero.
+    #[inline(always)]
+    pub(super) fn log_outside<V: Vector<F>>(
+        self,
+        v: V,
+        log_probs: &mut [F],
+        candidates: impl Iterator<Item = usize>,
+    ) -> F {
+        candidates.for_each(|id| log_probs[id] = F::neg_infinity());
+        // Not `neg`, which makes a minus zero.
+        F::zero() - not_negative(self.log_norm - log_sum_of_powers(v, log_probs, self.power))
+    }
+
+    /// `log Q(v)` of an id.
+    pub(super) fn log_prob(self, log_p: F) -> F {
+        self.power * log_p - self.log_norm
     }
 
     /// `log Q(v)` and `Q(v)`
@@ -109,6 +121,22 @@ impl<F: Float> Tempered<F> {
         }
         within_bounds(-v.sum(sum), vocab)
     }
+}
+
+/// `log sum_v p(v)^power`
+#[inline(always)]
+fn log_sum_of_powers<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
+    let mut largest = v.splat(F::neg_infinity());
+    for &log_p in V::registers(log_probs) {
+        largest = v.max(largest, log_p);
+    }
+    let largest = finite_or_zero(v.largest(largest) * power);
+    let (reference, power_register) = (v.splat(largest), v.splat(power));
+    let mut sum = v.splat(F::zero());
+    for &log_p in V::registers(log_probs) {
+        sum = v.add(sum, exp(v, v.sub(v.mul(log_p, power_register), reference)));
+    }
+    largest + v.sum(sum).ln()
 }
 
 /// `q log q`, which is zero for `q` of zero.

@@ -19,12 +19,13 @@ use rayon::prelude::*;
 use super::components::PositionLoss;
 use super::dtype::Element;
 use super::inputs::Inputs;
+use super::listed::Candidates;
 use super::log_sum_exp::LogSumExp;
 use super::memory::{zeros, Workspace};
 use super::results::BufferedGradients;
 use super::simd::{Float, ROW_ALIGN};
 use super::targets::Targets;
-use crate::backend::contract::{Scored, Sizes, Task, Visit};
+use crate::backend::contract::{Scored, Sizes, Task, Visit, OF_POSITION};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
@@ -165,26 +166,31 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             );
     }
 
-    /// The scores of the chunk's positions, `[positions, n + 1]`: of `n` ids each, and the entropy if it is needed.
-    pub(super) fn score_rows(&mut self, positions: Range<usize>, ids: &[usize], scored: &Scored) -> Vec<T::Acc> {
+    /// The scores of the chunk's positions, `[positions, n + 2]`.
+    pub(super) fn score_rows(
+        &mut self,
+        positions: Range<usize>,
+        candidates: &Candidates,
+        scored: &Scored,
+    ) -> Vec<T::Acc> {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
-        let n = ids.len() / positions.len().max(1);
+        let (n, &Scored { entropy, outside, .. }) = (candidates.n, scored);
         let power = T::Acc::of(1.0 / scored.temperature);
-        let mut scores = zeros(positions.len() * (n + 1));
+        let mut scores = zeros(positions.len() * (n + OF_POSITION));
         let log_priors = &self.inputs.log_priors[positions.start * components..];
         self.logits
             .par_chunks_exact_mut(components * stride)
             .zip(log_priors.par_chunks_exact(components))
             .zip(self.lse.par_chunks_exact(components))
-            .zip(scores.par_chunks_exact_mut(n + 1))
+            .zip(scores.par_chunks_exact_mut(n + OF_POSITION))
             .enumerate()
             .for_each_init(
-                || Scratch::new(components, stride, scored.is_tempered(), false),
+                || Scratch::new(components, stride, scored.is_tempered() || outside, false),
                 |scratch, (i, (((rows, log_priors), lse), to))| {
                     let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
-                    let (ids, entropy) = (&ids[i * n..(i + 1) * n], scored.entropy);
-                    T::Acc::dispatch(isa, ScoreRows { logits, ids, power, entropy, scratch, to });
+                    let ids = candidates.given(positions.start + i);
+                    T::Acc::dispatch(isa, ScoreRows { logits, ids, power, entropy, outside, scratch, to });
                 },
             );
         scores

@@ -1,4 +1,5 @@
-//! The scores of one position from its K rows of logits: log-probabilities of some ids, and the entropy.
+//! The scores of one position from its K rows of logits: log-probabilities of some ids, the entropy, and the logarithm
+//! of the mass outside these ids.
 
 use super::mix::{Logits, Scratch, Tempered};
 use crate::backend::cpu::math::not_negative;
@@ -10,8 +11,9 @@ pub(super) struct ScoreRows<'a, F> {
     /// The inverse of the temperature.
     pub(super) power: F,
     pub(super) entropy: bool,
+    pub(super) outside: bool,
     pub(super) scratch: &'a mut Scratch<F>,
-    /// `[ids + 1]`
+    /// `[ids + 2]`
     pub(super) to: &'a mut [F],
 }
 
@@ -20,23 +22,27 @@ impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let ScoreRows { logits, ids, power, entropy, scratch, to } = self;
+        let ScoreRows { logits, ids, power, entropy, outside, scratch, to } = self;
         scratch.components.set(logits.lse, logits.log_priors);
         let is_tempered = power != F::one();
-        if is_tempered {
+        if is_tempered || outside {
             logits.mix(v, None, scratch);
         }
         let tempered = Tempered::new(v, &scratch.log_probs, power);
-        let (of_ids, of_entropy) = to.split_at_mut(ids.len());
+        let (of_ids, of_position) = to.split_at_mut(ids.len());
         for (to, &id) in of_ids.iter_mut().zip(ids) {
             let log_p = scratch.components.log_prob(|k| logits.rows[k * logits.stride + id]).value();
             // Not `neg`, which makes a minus zero.
-            *to = F::zero() - not_negative(tempered.log_norm - power * log_p);
+            *to = F::zero() - not_negative(-tempered.log_prob(log_p));
         }
-        of_entropy[0] = match (entropy, is_tempered) {
+        of_position[0] = match (entropy, is_tempered) {
             (true, true) => tempered.entropy(v, &scratch.log_probs, logits.vocab),
             (true, false) => logits.entropy(v, scratch),
             (false, _) => F::zero(),
+        };
+        of_position[1] = match outside {
+            true => tempered.log_outside(v, &mut scratch.log_probs, ids.iter().copied()),
+            false => F::zero(),
         };
     }
 }

@@ -3,7 +3,7 @@
 use super::case::{case, error, random, Case};
 use super::*;
 
-use crate::backend::contract::{LossResults, NeedsGrad, Operands, Scored, Sizes, Task};
+use crate::backend::contract::{LossResults, NeedsGrad, Operands, Scored, Sizes, Task, OF_POSITION};
 use crate::backend::plan::Plan;
 use crate::backend::{self, gpu};
 
@@ -13,6 +13,7 @@ pub(super) struct ScoreCase {
     /// Candidates for each position.
     pub(super) n: usize,
     pub(super) entropy: bool,
+    pub(super) outside: bool,
     pub(super) temperature: f64,
     /// Whether the bias of every third id, which is no candidate, is minus infinity.
     pub(super) masked: bool,
@@ -27,12 +28,14 @@ pub(super) enum Upstream {
     All,
     LogProbs,
     Entropy,
+    Outside,
     /// All, but none at the even positions.
     OddPositions,
 }
 
 pub(super) fn scored(mixture: Case, n: usize, entropy: bool, temperature: f64) -> ScoreCase {
-    ScoreCase { mixture, n, entropy, temperature, masked: false, pruned: false, upstream: Upstream::All }
+    let (outside, masked, pruned) = (false, false, false);
+    ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, upstream: Upstream::All }
 }
 
 impl ScoreCase {
@@ -60,15 +63,16 @@ impl ScoreCase {
         let id = |i: usize| (i / self.n * 5 + i % self.n / 2 * 7) % vocab.div_ceil(3) * 3;
         let ids: Vec<u32> = (0..positions * self.n).map(|i| id(i) as u32).collect();
         let token_ids = Tensor::from_vec(ids, (positions, self.n), &Device::Cpu).unwrap();
-        Scored { token_ids, entropy: self.entropy, temperature: self.temperature }
+        Scored { token_ids, entropy: self.entropy, outside: self.outside, temperature: self.temperature }
     }
 
     fn upstream(&self) -> Tensor {
-        let (positions, columns) = (self.mixture.sizes.positions, self.n + 1);
+        let (positions, columns) = (self.mixture.sizes.positions, self.n + OF_POSITION);
         let has = |i: usize| match self.upstream {
             Upstream::All => true,
             Upstream::LogProbs => i % columns < self.n,
             Upstream::Entropy => i % columns == self.n,
+            Upstream::Outside => i % columns == self.n + 1,
             Upstream::OddPositions => i / columns % 2 == 1,
         };
         let is_given: Vec<f64> = (0..positions * columns).map(|i| f64::from(u8::from(has(i)))).collect();
@@ -144,11 +148,11 @@ impl ScoreCase {
 
     fn check(&self, gpu: &EmulatedGpu) {
         let (error, name) = self.error(gpu, 1.0);
-        let ScoreCase { mixture, n, entropy, temperature, masked, pruned, upstream } = self;
+        let ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, upstream } = self;
         assert!(
             error <= mixture.tolerance(),
-            "{name}: {error} with {:?} {:?}, {n} candidates, entropy {entropy}, temperature {temperature}, masked \
-             {masked}, pruned {pruned}, {upstream:?} on {:?}",
+            "{name}: {error} with {:?} {:?}, {n} candidates, entropy {entropy}, outside {outside}, temperature \
+             {temperature}, masked {masked}, pruned {pruned}, {upstream:?} on {:?}",
             mixture.sizes,
             mixture.dtype,
             gpu.language,
@@ -163,8 +167,11 @@ fn scores_and_their_losses_equal_those_of_the_cpu_in_f64() {
             for (positions, components, vocab) in [(5, 3, 37), (4, 1, 37), (3, 2, 1)] {
                 for temperature in [0.7, 1.0, 1.8] {
                     for (n, entropy) in [(1, true), (1, false), (3, true), (3, false), (0, true)] {
-                        let mixture = Case { dtype, ..case(positions, components, 6, vocab) };
-                        scored(mixture, n, entropy, temperature).check(&gpu);
+                        let mixture = || Case { dtype, ..case(positions, components, 6, vocab) };
+                        scored(mixture(), n, entropy, temperature).check(&gpu);
+                        // With a single id nothing is outside.
+                        let outside = vocab > 1;
+                        ScoreCase { outside, ..scored(mixture(), n, entropy, temperature) }.check(&gpu);
                     }
                 }
             }
@@ -185,7 +192,12 @@ fn so_they_do_with_every_kind_of_logits_and_upstream_gradient() {
                 scored(Case { scale: 5.0, bias: 10.0, ..new() }).check(&gpu);
                 ScoreCase { masked: true, ..scored(new()) }.check(&gpu);
                 ScoreCase { pruned: components > 1, ..scored(new()) }.check(&gpu);
-                for upstream in [Upstream::LogProbs, Upstream::Entropy, Upstream::OddPositions] {
+                ScoreCase { outside: true, masked: true, ..scored(new()) }.check(&gpu);
+                ScoreCase { outside: true, pruned: components > 1, ..scored(new()) }.check(&gpu);
+                ScoreCase { outside: true, ..scored(Case { scale: 5.0, bias: 10.0, ..new() }) }.check(&gpu);
+                let upstreams = [Upstream::LogProbs, Upstream::Entropy, Upstream::Outside, Upstream::OddPositions];
+                for upstream in upstreams {
+                    ScoreCase { upstream, outside: true, ..scored(new()) }.check(&gpu);
                     ScoreCase { upstream, ..scored(new()) }.check(&gpu);
                     ScoreCase { upstream, entropy: false, ..scored(new()) }.check(&gpu);
                 }
@@ -242,7 +254,8 @@ fn a_nan_or_infinite_upstream_gradient_stays_at_its_position() {
         for value in [f32::NAN, f32::INFINITY] {
             for dtype in [DType::F32, DType::F16] {
                 let case = scored(Case { dtype, chunk: 4, ..case(4, 2, 4, 20) }, 1, true, 1.0);
-                let upstream = Tensor::new(&[[1f32, 0.5], [value, 1.0], [1.0, 1.0], [0.0, 0.0]], &Device::Cpu).unwrap();
+                let upstream = [[1f32, 0.5, 0.0], [value, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]];
+                let upstream = Tensor::new(&upstream, &Device::Cpu).unwrap();
                 let terms = move |_, scores: &Tensor| Ok((scores.sum(1)?, upstream.clone()));
                 let needs_grad = NeedsGrad { contexts: true, ..NeedsGrad::default() };
                 let plan = case.plan(&gpu, needs_grad);

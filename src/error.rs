@@ -134,6 +134,8 @@ pub enum OptionName {
     DecoderRows,
     /// The softcap of a head's configuration.
     Softcap,
+    /// [`LossOptions::reduction`](crate::LossOptions::reduction)
+    Reduction,
     /// [`Sampling::ancestral`](crate::Sampling::ancestral)
     Ancestral,
     /// [`Sampling::component_temperature`](crate::Sampling::component_temperature)
@@ -151,6 +153,7 @@ impl fmt::Display for OptionName {
             OptionName::Nce => "nce",
             OptionName::DecoderRows => "decoder_rows",
             OptionName::Softcap => "softcap",
+            OptionName::Reduction => "reduction",
             OptionName::Ancestral => "ancestral",
             OptionName::ComponentTemperature => "component_temperature",
         })

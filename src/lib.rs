@@ -199,6 +199,7 @@ mod tensors;
 
 mod error;
 
+pub use backend::divergence::Divergence;
 pub use backend::plan::{Kernels, Plan};
 pub use beam_search::{BeamSearch, Hypothesis};
 pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig};
@@ -214,7 +215,9 @@ pub use heads::{
 pub use loss::{
     DecoderRows, GradientSum, Loss, LossOptions, Negatives, NoiseDistribution, Precision, Reduction, SampledLoss,
 };
-pub use mixture::{linear_cross_entropy, ChunkScores, ChunkTerms, Mixture};
+pub use mixture::{
+    linear_cross_entropy, ChunkLogProbs, ChunkScores, ChunkTerms, DistillOptions, MissingIds, Mixture, Teacher,
+};
 pub use scores::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 pub use scores::{ScoreOptions, Scores};
 pub use tensors::dropout::DropoutMasks;

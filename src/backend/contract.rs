@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
+use crate::backend::divergence::{self, DivergenceTerms};
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 
@@ -79,6 +80,17 @@ pub(crate) struct Operands {
 }
 
 impl Operands {
+    /// The operands of some positions.
+    pub(crate) fn of_positions(&self, positions: &Range<usize>) -> Result<Self> {
+        let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+        Ok(Operands {
+            sizes: Sizes { positions: positions.len(), ..self.sizes },
+            contexts: of(&self.contexts)?,
+            log_priors: self.log_priors.as_ref().map(of).transpose()?,
+            ..self.clone()
+        })
+    }
+
     /// The number of rows of the weight: the vocabulary, and the targets outside it.
     pub(crate) fn weight_rows(&self) -> Result<usize> {
         Ok(self.weight.dim(0)?)
@@ -161,6 +173,11 @@ pub(crate) const OF_POSITION: usize = 2;
 /// Values of a chunk's positions, and their derivatives, as a function of the positions and their scores
 /// `[chunk, n + 2]`: `[chunk]` and `[chunk, n + 2]`, all in the accumulation dtype.
 pub(crate) type ScoreTerms = dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync;
+
+/// Values of a chunk's positions, and their derivatives, as a function of the positions and the log-probabilities of all
+/// ids `[chunk, vocab]`, which the function may overwrite: `[chunk]` and `[chunk, vocab]`, all in the accumulation dtype.
+/// Nothing else refers to the derivatives.
+pub(crate) type LogProbTerms = dyn Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync;
 
 impl Objective {
     /// The task of a plan for this objective and the gradients of the operands that need one.
@@ -256,6 +273,8 @@ pub(crate) struct Task {
     pub(crate) few_rows: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
     pub(crate) own_targets: bool,
+    /// Whether the log-probabilities of a chunk, a teacher's, and derivatives by them are held too.
+    pub(crate) log_prob_terms: bool,
 }
 
 /// The most ids of a position whose gradients are added one by one, without a matrix product.
@@ -296,6 +315,11 @@ impl Task {
     /// Computes log-probabilities, and in the backward pass the gradients of the operands that need one.
     pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
         Task { needs_grad, all_ids: true, soft_targets: needs_grad.any(), ..Task::default() }
+    }
+
+    /// Computes a function of the log-probabilities of all ids, and the gradients of the operands that need one.
+    pub(crate) fn log_prob_terms(needs_grad: NeedsGrad) -> Self {
+        Task { log_prob_terms: true, ..Self::log_probs(needs_grad) }
     }
 
     /// Computes scores or a function of them, and the gradients of the operands that need one.
@@ -388,6 +412,21 @@ pub(crate) trait Backend {
         needs_grad: NeedsGrad,
         plan: &Plan,
     ) -> Result<LossResults>;
+
+    /// The sum of the values that `terms` gives for the log-probabilities of each chunk, and its gradients.
+    fn log_prob_loss(
+        &self,
+        operands: &Operands,
+        terms: &LogProbTerms,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults>;
+
+    /// The divergence of each row of log-probabilities `[n, vocab]` from the teacher's, `[n]`, and its derivatives by the
+    /// log-probabilities, times their scales. Nothing else refers to the log-probabilities, which may be overwritten.
+    fn divergence(&self, log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
+        divergence::composed(&log_probs, log_teacher, terms)
+    }
 
     /// The `k` most probable ids and their log-probabilities, each `[positions, k]`, in u32 and in the accumulation
     /// dtype, in descending order of probability; ties go to the lower id. If a distribution is NaN, returns an error

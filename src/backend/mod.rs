@@ -8,6 +8,7 @@ pub(crate) mod contract;
 mod cpu;
 #[cfg(any(feature = "cuda", all(test, target_os = "linux")))]
 mod cuda;
+pub(crate) mod divergence;
 #[cfg(any(feature = "cuda", feature = "metal", all(test, target_os = "linux")))]
 mod gpu;
 #[cfg(any(feature = "metal", all(test, target_os = "linux")))]
@@ -19,7 +20,10 @@ mod schedule;
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
-use contract::{Backend, Gradients, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Task, Visit};
+use contract::{
+    Backend, Gradients, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Task, Visit,
+};
+use divergence::DivergenceTerms;
 use plan::Plan;
 
 /// Evaluates `$call` with `$backend` bound to the backend of `$device`.
@@ -95,6 +99,20 @@ pub(crate) fn score_loss(
     plan: &Plan,
 ) -> Result<LossResults> {
     on_device!(operands.contexts.device(), backend => backend.score_loss(operands, scored, terms, needs_grad, plan))
+}
+
+pub(crate) fn log_prob_loss(
+    operands: &Operands,
+    terms: &LogProbTerms,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    on_device!(operands.contexts.device(), backend => backend.log_prob_loss(operands, terms, needs_grad, plan))
+}
+
+pub(crate) fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
+    let device = log_probs.device().clone();
+    on_device!(&device, backend => backend.divergence(log_probs, log_teacher, terms))
 }
 
 pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {

@@ -9,7 +9,7 @@ use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Request};
-use crate::mixture::{ChunkScores, ChunkTerms, Mixture};
+use crate::mixture::{ChunkScores, ChunkTerms, DistillOptions, Distillation, Mixture, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::checks::leading;
@@ -181,6 +181,11 @@ impl<P: Projection> OutputLayer for Head<P> {
                 Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
             },
         )
+    }
+
+    fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
+        let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
+        self.mixture(&rows, DropoutMasks::Off)?.distill_by(distillation)
     }
 
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {

@@ -10,7 +10,7 @@ use crate::backend::plan::Plan;
 use crate::decoding::{Pruned, Sampler, TopK};
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions, Reduction};
-use crate::mixture::Mixture;
+use crate::mixture::{DistillOptions, Distillation, Mixture, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{candidates, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
@@ -230,6 +230,43 @@ pub trait OutputLayer: Debug + Send + Sync {
         Ok(Loss::new(value, sum, count, nll))
     }
 
+    /// The divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its gradients. For
+    /// a head that is one mixture this costs what a loss costs, and one product more if the teacher is a mixture: see
+    /// [`Mixture::distill`]. [`Loss::nll`] has the objective of each position that counts, in their order, without weights.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`; the teacher has the leading dimensions
+    ///
+    /// # Errors
+    ///
+    /// If the shapes, the vocabulary or the devices of teacher and student differ, an id is not in the vocabulary, an option
+    /// is out of range, or a divergence would be infinite.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{DistillOptions, Divergence, MissingIds, OutputLayer, SoftmaxHead, Teacher};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let teacher = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 16), &Device::Cpu)?, None)?;
+    /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let student = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    /// let top = teacher.top_k(&Tensor::randn(0f32, 1., (2, 3, 16), &Device::Cpu)?, 8)?;
+    /// let list = Teacher::of_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+    /// let hidden = Tensor::randn(0f32, 1., (2, 3, 8), &Device::Cpu)?; // [batch, seq, hidden]
+    /// let loss = student.distill(&hidden, &list, &DistillOptions::new(Divergence::ForwardKl))?;
+    /// let gradients = loss.backward()?;
+    /// # assert!(gradients.get(&weight).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
+        let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
+        distillation.composed(|| self.log_probs(&rows), |ids, options| self.score(&rows, ids, options))
+    }
+
     /// The log-probability of given token ids after hidden states `[.., hidden]`. Differentiable.
     ///
     /// # Shapes
@@ -400,6 +437,9 @@ macro_rules! delegate_to_pointee {
             }
             fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
                 (**self).policy_loss(hidden, batch, options)
+            }
+            fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
+                (**self).distill(hidden, teacher, options)
             }
             fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
                 (**self).score(hidden, token_ids, options)

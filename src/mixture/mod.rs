@@ -4,7 +4,10 @@
 //! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b    (Yang et al., 2018, eq. 3)
 //! ```
 
+mod chunk_terms;
+mod distill;
 mod linear_cross_entropy;
+mod log_prob_loss;
 mod loss;
 mod node;
 mod sample;
@@ -21,9 +24,11 @@ use crate::loss::{LossOptions, Precision};
 use crate::tensors::checks::{
     check_alike, check_device, check_elements, check_logits, check_product, check_sizes, check_vocab,
 };
+pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
+pub(crate) use distill::Distillation;
+pub use distill::{DistillOptions, MissingIds, Teacher};
 pub use linear_cross_entropy::linear_cross_entropy;
 use node::needs_grad;
-pub use score_loss::{ChunkScores, ChunkTerms};
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -298,6 +303,20 @@ impl Mixture {
             log_probs = node::attach_log_probs(log_probs, operands.clone(), needs_grad, plan)?;
         }
         Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
+    }
+
+    /// The mixture as a constant.
+    pub(crate) fn detach(&self) -> Self {
+        let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
+        let Operands { contexts, log_priors, weight, adapter, bias, .. } = &self.operands;
+        self.with_operands(Operands {
+            contexts: contexts.detach(),
+            log_priors: detached(log_priors),
+            weight: weight.detach(),
+            adapter: detached(adapter),
+            bias: detached(bias),
+            ..self.operands.clone()
+        })
     }
 
     pub(crate) fn operands(&self) -> &Operands {

@@ -5,72 +5,14 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::node::{self, needs_grad, Known};
+use super::chunk_terms::{ChunkScores, ChunkTerms};
+use super::node::needs_grad;
 use super::Mixture;
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, ScoreTerms, Task};
+use crate::backend::contract::{accumulation_dtype, LossResults, ScoreTerms, Task};
 use crate::error::{Error, Result};
-use crate::loss::{Loss, Reduction};
+use crate::loss::Loss;
 use crate::scores::{candidates, ScoreOptions};
-
-/// The scores of some positions, on the device of the contexts, in f32 (f64 for f64).
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ChunkScores {
-    /// These positions among all, in the flattened leading dimensions.
-    pub positions: Range<usize>,
-    /// `[positions]`, or `[positions, n]` for `n` candidates: the log-probability of each token id.
-    pub log_prob: Tensor,
-    /// `[positions]`: the entropy; zeros if the options do not ask for it.
-    pub entropy: Tensor,
-    /// `[positions]`: the logarithm of the mass outside the token ids; zeros if the options do not ask for it.
-    pub log_outside: Tensor,
-}
-
-/// The terms of some positions, in the dtype of the scores.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ChunkTerms {
-    /// `[positions]`: what each position adds to the loss.
-    pub values: Tensor,
-    /// `[positions]`, or `[positions, n]`: the derivatives of the values by the log-probabilities.
-    pub by_log_prob: Tensor,
-    /// `[positions]`: the derivatives of the values by the entropies; `None` if they do not depend on them.
-    pub by_entropy: Option<Tensor>,
-    /// `[positions]`: the derivatives of the values by the logarithms of the mass outside; `None` if they do not depend
-    /// on them.
-    pub by_outside: Option<Tensor>,
-}
-
-impl ChunkTerms {
-    /// Values that depend on the log-probabilities alone.
-    ///
-    /// # Shapes
-    ///
-    /// - values: `[positions]`
-    /// - by_log_prob: `[positions]`, or `[positions, n]` for `n` candidates
-    pub fn new(values: Tensor, by_log_prob: Tensor) -> Self {
-        ChunkTerms { values, by_log_prob, by_entropy: None, by_outside: None }
-    }
-
-    /// Sets the derivatives by the entropies.
-    ///
-    /// # Shapes
-    ///
-    /// - by_entropy: `[positions]`
-    pub fn with_by_entropy(self, by_entropy: Tensor) -> Self {
-        ChunkTerms { by_entropy: Some(by_entropy), ..self }
-    }
-
-    /// Sets the derivatives by the logarithms of the mass outside.
-    ///
-    /// # Shapes
-    ///
-    /// - by_outside: `[positions]`
-    pub fn with_by_outside(self, by_outside: Tensor) -> Self {
-        ChunkTerms { by_outside: Some(by_outside), ..self }
-    }
-}
 
 impl Mixture {
     /// The sum of values that depend on the log-probabilities of token ids, on the entropy and on the mass outside the ids
@@ -144,6 +86,16 @@ impl Mixture {
         options: &ScoreOptions,
         terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<Loss> {
+        Ok(self.score_loss_and_values(token_ids, options, terms)?.0)
+    }
+
+    /// As [`Mixture::score_loss`], with the values, `[positions]`.
+    pub(super) fn score_loss_and_values(
+        &self,
+        token_ids: &Tensor,
+        options: &ScoreOptions,
+        terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
+    ) -> Result<(Loss, Tensor)> {
         options.validate()?;
         let n = candidates("token_ids", token_ids, &self.leading)?;
         let has_candidates = token_ids.dims() != self.leading;
@@ -179,19 +131,15 @@ impl Mixture {
         let needs_grad = needs_grad(&operands);
         let plan = backend::plan(&operands, Task::scores(&scored, &operands, needs_grad)?, options.workspace_bytes)?;
         let results = backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?;
-        let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
-        let value = match needs_grad.any() {
-            true => {
-                let known = Some(Known { gradients: results.gradients, is_sum: false });
-                node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| {
-                    Ok(backend::score_loss(operands, &scored, &*terms, needs_grad, &plan)?.gradients)
-                })?
-            }
-            false => value,
+        let nll = match n {
+            // Without ids there is none.
+            0 => results.nll.zeros_like()?,
+            _ => results.nll.clone(),
         };
-        // Without ids there is none.
-        let nll = if n == 0 { results.nll.zeros_like()? } else { results.nll };
-        let nll = nll.reshape(self.leading.as_slice())?;
-        Ok(Loss { decoder, ..Loss::new(value, results.sum, results.count, nll) })
+        let (values, results) = (results.objective.clone(), LossResults { nll, ..results });
+        let loss = self.loss_of_results(results, needs_grad, move |operands| {
+            Ok(backend::score_loss(operands, &scored, &*terms, needs_grad, &plan)?.gradients)
+        })?;
+        Ok((loss, values))
     }
 }

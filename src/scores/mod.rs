@@ -1,6 +1,7 @@
 //! Scores of token ids: their log-probabilities, the entropy of the distribution, and the mass outside the ids, with
 //! gradients.
 
+mod composed;
 pub(crate) mod policy;
 
 use candle_core::backprop::GradStore;
@@ -10,7 +11,7 @@ use crate::backend::contract::{Scored, OF_POSITION};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_number, check_targets};
-use crate::tensors::scores::composed;
+use composed::composed;
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
 #[derive(Clone, Debug)]

@@ -6,5 +6,4 @@ pub(crate) mod dropout;
 pub(crate) mod initial_values;
 pub(crate) mod linear;
 pub(crate) mod permutation;
-pub(crate) mod scores;
 pub(crate) mod transfer;

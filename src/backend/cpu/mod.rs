@@ -4,10 +4,12 @@
 mod activation;
 mod components;
 mod decoder_squares;
+mod divergence;
 mod dtype;
 mod gemv;
 mod inputs;
 mod listed;
+mod log_prob_loss;
 mod log_sum_exp;
 mod math;
 mod matrix;
@@ -31,16 +33,19 @@ mod two_pass;
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::backend::contract::{
-    accumulation_dtype, Backend, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, SoFar, Task,
-    Visit,
+    accumulation_dtype, Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes,
+    SoFar, Task, Visit,
 };
+use crate::backend::divergence::DivergenceTerms;
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
+use divergence::divergence;
 use dtype::{with_type, Element};
 use inputs::Inputs;
+use log_prob_loss::log_prob_loss;
 use one_pass::OnePass;
 use plan::plan;
 use results::{results, BufferedGradients};
@@ -106,6 +111,28 @@ impl Backend for Cpu {
             })
         };
         on_threads(plan.threads, loss)
+    }
+
+    fn log_prob_loss(
+        &self,
+        operands: &Operands,
+        terms: &LogProbTerms,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults> {
+        let loss = || {
+            with_type!(operands.contexts.dtype(), T => {
+                with_products!(T, plan, products => log_prob_loss::<T, _>(products, operands, terms, needs_grad, plan))
+            })
+        };
+        on_threads(plan.threads, loss)
+    }
+
+    fn divergence(&self, log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
+        match log_probs.dtype() {
+            DType::F64 => divergence::<f64>(&log_probs, log_teacher, terms),
+            _ => divergence::<f32>(&log_probs, log_teacher, terms),
+        }
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {

@@ -1,10 +1,12 @@
 //! The targets of a loss and their weights, read and checked before the first chunk.
 
 use candle_core::Tensor;
+use rayon::prelude::*;
 
 use super::components::{ScoreUpstream, Soft, Target};
 use super::listed::{Candidates, Listed};
 use super::math::weighted;
+use super::memory::zeros;
 use super::simd::{Float, ROW_ALIGN};
 use crate::backend::contract::{GradScale, Objective, Scored, Sizes, TargetLoss, Terms, OF_POSITION};
 use crate::error::Result;
@@ -20,6 +22,8 @@ pub(super) struct Targets<F> {
     /// Otherwise `[positions, stride]`: minus the upstream gradient of the log-probabilities.
     soft: Vec<F>,
     soft_step: usize,
+    /// The position that `soft` starts at.
+    soft_first: usize,
     stride: usize,
     pub(super) terms: Terms,
 }
@@ -89,14 +93,32 @@ impl<F: Float> Targets<F> {
             sums.push(ScoreUpstream { log_probs, entropy, outside });
         }
         let scores = ScoreMasses { first, starts, candidates: masses, upstream: sums, power };
+        Targets { scores: Some(scores), ..Self::none(sizes) }
+    }
+
+    /// The inner product of the log-probabilities of some positions, from `first` on, and `upstream`, `[positions, vocab]`.
+    pub(super) fn of_upstream(mut upstream: Vec<F>, first: usize, sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        Targets { ids: None, scores: Some(scores), soft: Vec::new(), soft_step: 0, stride, terms: Terms::default() }
+        let soft = match stride == sizes.vocab {
+            true => {
+                upstream.par_iter_mut().for_each(|g| *g = -*g);
+                upstream
+            }
+            false => {
+                let mut soft = zeros(upstream.len() / sizes.vocab * stride);
+                let rows = soft.par_chunks_exact_mut(stride).zip(upstream.par_chunks_exact(sizes.vocab));
+                rows.for_each(|(row, upstream)| row.iter_mut().zip(upstream).for_each(|(soft, &g)| *soft = -g));
+                soft
+            }
+        };
+        Targets { soft, soft_step: stride, soft_first: first, ..Self::none(sizes) }
     }
 
     /// No targets: the objective is not known before the scores.
     pub(super) fn none(sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        Targets { ids: None, scores: None, soft: vec![], soft_step: 0, stride, terms: Terms::default() }
+        let terms = Terms::default();
+        Targets { ids: None, scores: None, soft: vec![], soft_step: 0, soft_first: 0, stride, terms }
     }
 
     /// Reads the targets, which must be among the `rows` of the weight.
@@ -104,21 +126,7 @@ impl<F: Float> Targets<F> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         let loss = match objective {
             Objective::LogProbs { upstream } => {
-                let mut soft = vec![F::zero(); sizes.positions * stride];
-                let upstream = upstream.flatten_all()?.to_vec1::<F>()?;
-                for (row, upstream) in soft.chunks_exact_mut(stride).zip(upstream.chunks_exact(sizes.vocab)) {
-                    for (soft, &g) in row.iter_mut().zip(upstream) {
-                        *soft = -g;
-                    }
-                }
-                return Ok(Targets {
-                    ids: None,
-                    scores: None,
-                    soft,
-                    soft_step: stride,
-                    stride,
-                    terms: Terms::default(),
-                });
+                return Ok(Self::of_upstream(upstream.flatten_all()?.to_vec1()?, 0, sizes));
             }
             Objective::Targets(loss) => loss,
         };
@@ -139,7 +147,7 @@ impl<F: Float> Targets<F> {
         let own_shifts = read(&loss.own_shifts)?;
         let mut ids = Ids { ids, position_weights, class_weights, smoothing, scales: Vec::new(), own_shifts };
         ids.scales = ids.gradient_scales(&loss.scale, sizes.positions)?;
-        Ok(Targets { ids: Some(ids), scores: None, soft, soft_step: 0, stride, terms: *terms })
+        Ok(Targets { ids: Some(ids), soft, terms: *terms, ..Self::none(sizes) })
     }
 
     /// Whether there are soft targets.
@@ -181,7 +189,8 @@ impl<F: Float> Targets<F> {
         if let Some(scores) = &self.scores {
             return scores.target(t);
         }
-        let soft = (!self.soft.is_empty()).then(|| Soft::Given(&self.soft[t * self.soft_step..][..self.stride]));
+        let soft = (!self.soft.is_empty())
+            .then(|| Soft::Given(&self.soft[(t - self.soft_first) * self.soft_step..][..self.stride]));
         let Some(ids) = &self.ids else {
             return Some(Target { hard: None, candidates: &[], outside: F::zero(), soft, terms: self.terms });
         };

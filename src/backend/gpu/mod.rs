@@ -9,6 +9,7 @@ pub(super) mod arguments;
 mod chunks;
 pub(super) mod device;
 mod gradients;
+mod log_prob_loss;
 mod log_probs;
 mod loss;
 mod objective;
@@ -30,6 +31,7 @@ use crate::backend::ranking::{tensors, Best};
 use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
 use device::{Buffer, Gpu, Kind};
+use log_prob_loss::log_prob_loss;
 use log_probs::log_probs;
 use loss::loss;
 use score_rows::numbers_of_scores;
@@ -77,6 +79,16 @@ impl<G: Gpu> Backend for On<G> {
         plan: &Plan,
     ) -> Result<LossResults> {
         score_loss(&self.0, operands, scored, terms, needs_grad, plan)
+    }
+
+    fn log_prob_loss(
+        &self,
+        operands: &Operands,
+        terms: &LogProbTerms,
+        needs_grad: NeedsGrad,
+        plan: &Plan,
+    ) -> Result<LossResults> {
+        log_prob_loss(self, operands, terms, needs_grad, plan)
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {

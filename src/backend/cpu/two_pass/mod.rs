@@ -49,7 +49,9 @@ pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes,
     let summaries = 2 * vocab.div_ceil(tile);
     // Contexts and their gradient, if they are widened or only some rows are live.
     let contexts = 2 * context_dim;
-    let per_row = stride + summaries + contexts;
+    // The log-probabilities, a teacher's and the derivatives, of each position.
+    let of_terms = if task.log_prob_terms { 3 * stride } else { 0 };
+    let per_row = stride + summaries + contexts + of_terms.div_ceil(sizes.components);
     let bias_parts = if task.needs_grad.bias { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.all_ids) + 2 * usize::from(task.soft_targets);
     let of_product = product.workspace(context_dim, vocab);

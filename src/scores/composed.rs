@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Tensor, D};
 
-use super::checks::read_ids;
 use crate::backend::contract::{Scored, OF_POSITION};
 use crate::error::Result;
+use crate::tensors::checks::read_ids;
 
 /// The scores `[positions, n + 2]` of the distributions `[positions, vocab]`.
 pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {

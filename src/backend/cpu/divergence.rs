@@ -1,0 +1,192 @@
+//! Divergences from a teacher's distributions, and their derivatives, in one sweep over each row.
+
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+
+use super::dtype::{with_slice, Element};
+use super::math::{exp, ln, not_negative};
+use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use crate::backend::divergence::{Divergence, DivergenceTerms};
+use crate::error::Result;
+use crate::tensors::autograd::take_values;
+
+/// The values `[n]` and their derivatives by the log-probabilities `[n, vocab]`, which are written over these.
+pub(super) fn divergence<F: Float + Element>(
+    log_probs: &Tensor,
+    log_teacher: &Tensor,
+    terms: &DivergenceTerms,
+) -> Result<(Tensor, Tensor)> {
+    let ((n, vocab), isa) = (log_probs.dims2()?, Isa::best()?);
+    let mut rows: Vec<F> = take_values(log_probs)?;
+    let scales: Vec<F> = terms.scales.to_vec1()?;
+    let power = F::of(1.0 / terms.temperature);
+    let mut values = vec![F::zero(); n];
+    with_slice("log_teacher", log_teacher, |teacher: &[F]| {
+        let rows = rows.par_chunks_exact_mut(vocab).zip(teacher.par_chunks_exact(vocab));
+        let values = values.par_iter_mut().zip(&scales);
+        rows.zip(values).for_each(|((student, teacher), (value, &scale))| {
+            let row = Row { student, teacher, power, scale };
+            *value = match terms.divergence {
+                Divergence::ForwardKl => F::dispatch(isa, Sweep(row, Forward)),
+                Divergence::ReverseKl => F::dispatch(isa, Sweep(row, Reverse)),
+                Divergence::JensenShannon(beta) => F::dispatch(isa, Sweep(row, JensenShannon::of(beta))),
+            };
+        });
+        Ok(())
+    })?;
+    Ok((Tensor::from_vec(values, n, &Device::Cpu)?, Tensor::from_vec(rows, (n, vocab), &Device::Cpu)?))
+}
+
+struct Row<'a, F> {
+    /// The student's log-probabilities, then the derivatives.
+    student: &'a mut [F],
+    teacher: &'a [F],
+    /// The inverse of the temperature
+    power: F,
+    /// The factor of the derivatives
+    scale: F,
+}
+
+/// What one id adds, from the log-probabilities of student and teacher: to the divergence, and to its derivative by the
+/// student's log-probability, up to a constant times the probability.
+trait Term<F: Float>: Copy {
+    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg);
+}
+
+/// `factor x`, and zero for a probability of zero.
+#[inline(always)]
+fn weighted<F: Float, V: Vector<F>>(v: V, probability: V::Reg, x: V::Reg) -> V::Reg {
+    let zero = v.splat(F::zero());
+    v.if_equal(probability, zero, zero, v.mul(probability, x))
+}
+
+/// `sum_v T(v) (log T(v) - log Q(v))`
+#[derive(Clone, Copy)]
+struct Forward;
+
+impl<F: Float> Term<F> for Forward {
+    #[inline(always)]
+    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
+        let t = exp(v, log_t);
+        (weighted(v, t, v.sub(log_t, log_q)), v.sub(v.splat(F::zero()), t))
+    }
+}
+
+/// `sum_v Q(v) (log Q(v) - log T(v))`
+#[derive(Clone, Copy)]
+struct Reverse;
+
+impl<F: Float> Term<F> for Reverse {
+    #[inline(always)]
+    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
+        let term = weighted(v, exp(v, log_q), v.sub(log_q, log_t));
+        (term, term)
+    }
+}
+
+/// `beta sum_v T(v) log(T(v) / M(v)) + (1 - beta) sum_v Q(v) log(Q(v) / M(v))` for `M = beta T + (1 - beta) Q`
+#[derive(Clone, Copy)]
+struct JensenShannon<F> {
+    beta: F,
+    log_beta: F,
+    log_rest: F,
+}
+
+impl<F: Float> JensenShannon<F> {
+    fn of(beta: f64) -> Self {
+        JensenShannon { beta: F::of(beta), log_beta: F::of(beta.ln()), log_rest: F::of((1.0 - beta).ln()) }
+    }
+}
+
+impl<F: Float> Term<F> for JensenShannon<F> {
+    #[inline(always)]
+    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
+        let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
+        let (a, b) = (v.add(log_t, v.splat(self.log_beta)), v.add(log_q, v.splat(self.log_rest)));
+        let largest = v.max(a, b);
+        let least = v.sub(zero, v.max(v.sub(zero, a), v.sub(zero, b)));
+        let log_m = v.add(largest, ln(v, v.add(one, exp(v, v.sub(least, largest)))));
+        let of_teacher = v.mul(v.splat(self.beta), weighted(v, exp(v, log_t), v.sub(log_t, log_m)));
+        let of_student = v.mul(v.splat(F::one() - self.beta), weighted(v, exp(v, log_q), v.sub(log_q, log_m)));
+        (v.add(of_teacher, of_student), of_student)
+    }
+}
+
+/// The divergence of a row, whose derivatives replace the student's log-probabilities.
+struct Sweep<'a, F, T>(Row<'a, F>, T);
+
+impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
+    type Output = F;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) -> F {
+        let Sweep(Row { student, teacher, power, scale }, term) = self;
+        let zero = v.splat(F::zero());
+        let is_tempered = power != F::one();
+        let norms = match is_tempered {
+            true => [log_norm(v, student, power), log_norm(v, teacher, power)],
+            false => [F::zero(); 2],
+        };
+        let power_register = v.splat(power);
+        let [norm_q, norm_t] = norms.map(|norm| v.splat(norm));
+        let tempered =
+            |log_q, log_t| (v.sub(v.mul(log_q, power_register), norm_q), v.sub(v.mul(log_t, power_register), norm_t));
+        let (mut value, mut slope) = (zero, zero);
+        if !is_tempered {
+            let scale = v.splat(scale);
+            each(v, student, teacher, |log_q, log_t| {
+                let (of_value, of_slope) = term.of(v, log_q, log_t);
+                value = v.add(value, of_value);
+                weighted(v, scale, of_slope)
+            });
+            return not_negative(v.sum(value));
+        }
+        each(v, student, teacher, |log_q, log_t| {
+            let (tempered_q, tempered_t) = tempered(log_q, log_t);
+            let (of_value, of_slope) = term.of(v, tempered_q, tempered_t);
+            (value, slope) = (v.add(value, of_value), v.add(slope, of_slope));
+            log_q
+        });
+        let (slope, scale) = (v.splat(v.sum(slope)), v.splat(scale * power));
+        each(v, student, teacher, |log_q, log_t| {
+            let (tempered_q, tempered_t) = tempered(log_q, log_t);
+            let of_slope = term.of(v, tempered_q, tempered_t).1;
+            weighted(v, scale, v.sub(of_slope, weighted(v, exp(v, tempered_q), slope)))
+        });
+        not_negative(v.sum(value))
+    }
+}
+
+/// Replaces each register of a student's row by a function of it and of the teacher's. What fills up the last one is
+/// minus infinity.
+#[inline(always)]
+fn each<F: Float, V: Vector<F>>(v: V, student: &mut [F], teacher: &[F], mut f: impl FnMut(V::Reg, V::Reg) -> V::Reg) {
+    let (teacher, rest_of_teacher) = V::split(teacher);
+    let (student, rest) = V::split_mut(student);
+    for (q, &t) in student.iter_mut().zip(teacher) {
+        *q = f(*q, t);
+    }
+    if !rest.is_empty() {
+        let mut padded = [[F::neg_infinity(); ROW_ALIGN]; 2];
+        padded[0][..rest.len()].copy_from_slice(rest);
+        padded[1][..rest.len()].copy_from_slice(rest_of_teacher);
+        let result = f(V::registers(&padded[0])[0], V::registers(&padded[1])[0]);
+        v.store_partial(result, rest);
+    }
+}
+
+/// `log sum_v exp(power log p(v))`
+#[inline(always)]
+fn log_norm<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
+    let (registers, rest) = V::split(log_probs);
+    let mut padded = [F::neg_infinity(); ROW_ALIGN];
+    padded[..rest.len()].copy_from_slice(rest);
+    let all = || registers.iter().chain(&V::registers(&padded)[..1]);
+    let mut largest = v.splat(F::neg_infinity());
+    all().for_each(|&x| largest = v.max(largest, x));
+    let largest = v.largest(largest) * power;
+    let (reference, power) = (v.splat(largest), v.splat(power));
+    let mut sum = v.splat(F::zero());
+    all().for_each(|&x| sum = v.add(sum, exp(v, v.sub(v.mul(x, power), reference))));
+    largest + v.sum(sum).ln()
+}

@@ -1,0 +1,117 @@
+//! Divergences of a student's distributions from a teacher's, and their computation from candle's operations.
+
+use candle_core::{DType, Tensor, D};
+use candle_nn::ops::log_softmax;
+
+use crate::error::Result;
+
+/// How far a student's distribution Q is from a teacher's T, in nats.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::Divergence;
+///
+/// assert_eq!(Divergence::default(), Divergence::ForwardKl);
+/// let symmetric = Divergence::JensenShannon(0.5);
+/// # let _ = symmetric;
+/// ```
+///
+/// # References
+///
+/// Agarwal et al.: On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes. ICLR 2024, arXiv
+/// 2306.13649, equation 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum Divergence {
+    /// `sum_v T(v) (log T(v) - log Q(v))`: the student covers what the teacher may say. The default.
+    #[default]
+    ForwardKl,
+    /// `sum_v Q(v) (log Q(v) - log T(v))`: the student seeks what the teacher is likely to say. It is infinite where the
+    /// teacher gives no probability to what the student may say.
+    ReverseKl,
+    /// `beta KL(T, M) + (1 - beta) KL(Q, M)` with `M = beta T + (1 - beta) Q`, for beta between 0 and 1. At both ends it
+    /// is zero for all distributions, so that they are errors; divided by beta it tends to `KL(T, Q)` at 0, divided by
+    /// 1 - beta to `KL(Q, T)` at 1.
+    JensenShannon(f64),
+}
+
+/// What a divergence of rows of log-probabilities depends on besides these.
+#[derive(Clone, Debug)]
+pub(crate) struct DivergenceTerms {
+    pub(crate) divergence: Divergence,
+    /// Of both distributions
+    pub(crate) temperature: f64,
+    /// `[n]`, in the accumulation dtype: the factor of each row's derivatives
+    pub(crate) scales: Tensor,
+}
+
+/// The divergence of each row of log-probabilities `[n, vocab]`, `[n]`, and its derivatives by these, times the scales.
+pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
+    let &DivergenceTerms { divergence, temperature, ref scales } = terms;
+    let is_tempered = temperature != 1.0;
+    let tempered = |log_p: &Tensor| match is_tempered {
+        true => log_softmax(&(log_p / temperature)?, D::Minus1),
+        false => Ok(log_p.clone()),
+    };
+    let (log_q, log_t) = (tempered(log_probs)?, tempered(log_teacher)?);
+    let q = log_q.exp()?;
+    let (terms, slopes) = match divergence {
+        Divergence::ForwardKl => {
+            let t = log_t.exp()?;
+            (weighted(&t, &(log_t - log_q)?)?, t.neg()?)
+        }
+        Divergence::ReverseKl => {
+            let terms = weighted(&q, &(log_q - log_t)?)?;
+            (terms.clone(), terms)
+        }
+        Divergence::JensenShannon(beta) => {
+            let log_m = log_mixture(&log_t, &log_q, beta)?;
+            let of_teacher = weighted(&log_t.exp()?, &(log_t - &log_m)?)?;
+            let of_student = (weighted(&q, &(log_q - log_m)?)? * (1.0 - beta))?;
+            (((of_teacher * beta)? + &of_student)?, of_student)
+        }
+    };
+    let scales = scales.unsqueeze(1)?;
+    let derivatives = match is_tempered {
+        true => {
+            let of_all = q.broadcast_mul(&slopes.sum_keepdim(D::Minus1)?)?;
+            (slopes - of_all)?.broadcast_mul(&(scales / temperature)?)?
+        }
+        false => slopes.broadcast_mul(&scales)?,
+    };
+    Ok((not_negative(&terms.sum(D::Minus1)?)?, derivatives))
+}
+
+/// Values that rounding has not moved below zero; NaN stays NaN.
+pub(crate) fn not_negative(values: &Tensor) -> Result<Tensor> {
+    Ok(values.lt(0.0)?.where_cond(&values.zeros_like()?, values)?)
+}
+
+/// `probability x`, and zero for a probability of zero.
+pub(crate) fn weighted(probability: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let is_zero = probability.eq(0.0)?;
+    Ok(is_zero.where_cond(&probability.zeros_like()?, &(probability * x)?)?)
+}
+
+/// `log(beta T + (1 - beta) Q)`
+pub(crate) fn log_mixture(log_t: &Tensor, log_q: &Tensor, beta: f64) -> Result<Tensor> {
+    log_add(&(log_t + beta.ln())?, &(log_q + (1.0 - beta).ln())?)
+}
+
+/// `log(e^a + e^b)`
+pub(crate) fn log_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let largest = a.maximum(b)?;
+    // Where both are minus infinity, so is the sum.
+    let reference = largest.maximum(least(a.dtype()))?;
+    let sum = ((a - &reference)?.exp()? + (b - &reference)?.exp()?)?;
+    Ok((sum.log()? + reference)?)
+}
+
+/// A number below every log-probability that matters.
+fn least(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => -1e300,
+        _ => -1e30,
+    }
+}

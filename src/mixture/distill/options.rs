@@ -1,0 +1,239 @@
+//! The options of a distillation, and the teacher.
+
+use candle_core::Tensor;
+
+use crate::backend::divergence::Divergence;
+use crate::error::{Error, OptionName, Result};
+use crate::loss::Reduction;
+use crate::mixture::Mixture;
+use crate::tensors::checks::check_number;
+
+/// Where a student learns: the teacher's distribution at each position, a constant.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{DropoutMasks, MissingIds, MixtureLayer, OutputLayer, SoftmaxHead, Teacher};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+/// let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?;
+/// let of_head = Teacher::of_mixture(&head.mixture(&hidden, DropoutMasks::Off)?);
+/// let top = head.top_k(&hidden, 16)?;
+/// let of_list = Teacher::of_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+/// let of_tensor = Teacher::of_log_probs(&head.log_probs(&hidden)?);
+/// # let _ = (of_head, of_list, of_tensor);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Teacher(pub(super) Kind);
+
+#[derive(Clone, Debug)]
+pub(super) enum Kind {
+    Mixture(Mixture),
+    LogProbs(Tensor),
+    TopK { token_ids: Tensor, log_probs: Tensor, missing: MissingIds },
+}
+
+impl Teacher {
+    /// The distributions of a mixture with the same token ids, whose log-probabilities are computed chunk by chunk. For a
+    /// head: [`MixtureLayer::mixture`](crate::MixtureLayer::mixture) of its own hidden states.
+    pub fn of_mixture(mixture: &Mixture) -> Self {
+        Teacher(Kind::Mixture(mixture.detach()))
+    }
+
+    /// Distributions that are given as log-probabilities.
+    ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[.., vocab]`; a float type
+    pub fn of_log_probs(log_probs: &Tensor) -> Self {
+        Teacher(Kind::LogProbs(log_probs.detach()))
+    }
+
+    /// Distributions of which only some ids are known, each id once at a position. Ids with a log-probability of minus
+    /// infinity are padding: they count as missing. A list's log-probabilities have the temperature of the options already,
+    /// unless they are renormalised.
+    ///
+    /// # Shapes
+    ///
+    /// - token_ids: `[.., n]`; u8, u32 or i64
+    /// - log_probs: `[.., n]`; a float type
+    pub fn of_top_k(token_ids: &Tensor, log_probs: &Tensor, missing: MissingIds) -> Self {
+        let (token_ids, log_probs) = (token_ids.detach(), log_probs.detach());
+        Teacher(Kind::TopK { token_ids, log_probs, missing })
+    }
+}
+
+/// The probability of the ids that are missing in a teacher's list.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MissingIds {
+    /// None; the probabilities of the others stay, and may sum to less than one. [`Divergence::ReverseKl`] would be
+    /// infinite.
+    Zero,
+    /// None; the probabilities of the others are divided by their sum, after the temperature.
+    /// [`Divergence::ReverseKl`] would be infinite.
+    Renormalized,
+    /// What is left, at least 1e-7, as the probability of all of them together: the divergence is between distributions
+    /// over the list and one more outcome, "another id". The default.
+    #[default]
+    Tail,
+}
+
+/// Options of [`OutputLayer::distill`](crate::OutputLayer::distill). The objective of a position, in nats, is
+///
+/// ```text
+/// (1 - hard_weight) D(T, Q) - hard_weight log P(y)
+/// ```
+///
+/// with teacher T and student Q both at the temperature, and the student P at temperature 1. It is not multiplied by the
+/// square of the temperature (Hinton et al., 2015, arXiv 1503.02531, section 2.1).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{DistillOptions, Divergence};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let targets = Tensor::new(&[3i64, 1, -100, 4], &Device::Cpu)?;
+/// let options = DistillOptions::new(Divergence::ForwardKl).with_temperature(2.0);
+/// let with_targets = options.with_targets(targets).with_hard_weight(0.1).with_ignore_index(-100);
+/// # let _ = with_targets;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct DistillOptions {
+    /// The default is the forward Kullback-Leibler divergence.
+    pub divergence: Divergence,
+    /// The temperature of both distributions. The default is 1.
+    pub temperature: f64,
+    /// The weight of the targets' loss. The default is 0.
+    pub hard_weight: f64,
+    /// The targets, of the leading dimensions' shape. The default is none.
+    pub targets: Option<Tensor>,
+    /// The target of positions that do not count. The default is none.
+    pub ignore_index: Option<i64>,
+    /// The weights of the positions, of the leading dimensions' shape. The default is one for each.
+    pub position_weights: Option<Tensor>,
+    /// The mean, the default, or the sum.
+    pub reduction: Reduction,
+    /// The denominator of the mean, in place of the sum of the weights. The default is none.
+    pub denominator: Option<f64>,
+    /// The budget of the workspace in bytes; by default the device decides.
+    pub workspace_bytes: Option<usize>,
+}
+
+impl Default for DistillOptions {
+    fn default() -> Self {
+        Self::new(Divergence::ForwardKl)
+    }
+}
+
+impl DistillOptions {
+    /// The mean of this divergence over all positions, at temperature 1.
+    pub fn new(divergence: Divergence) -> Self {
+        DistillOptions {
+            divergence,
+            temperature: 1.0,
+            hard_weight: 0.0,
+            targets: None,
+            ignore_index: None,
+            position_weights: None,
+            reduction: Reduction::Mean,
+            denominator: None,
+            workspace_bytes: None,
+        }
+    }
+
+    /// Sets the temperature of both distributions: from 1e-6 to 1e6.
+    pub fn with_temperature(self, temperature: f64) -> Self {
+        DistillOptions { temperature, ..self }
+    }
+
+    /// Sets the weight of the targets' loss, from 0 to 1; what is left is the divergence's. Needs targets.
+    pub fn with_hard_weight(self, hard_weight: f64) -> Self {
+        DistillOptions { hard_weight, ..self }
+    }
+
+    /// Sets the targets.
+    ///
+    /// # Shapes
+    ///
+    /// - targets: `[..]`, the leading dimensions of the hidden states; u8, u32 or i64
+    pub fn with_targets(self, targets: Tensor) -> Self {
+        DistillOptions { targets: Some(targets), ..self }
+    }
+
+    /// Leaves out the positions with this target before any product. Needs targets.
+    pub fn with_ignore_index(self, index: i64) -> Self {
+        DistillOptions { ignore_index: Some(index), ..self }
+    }
+
+    /// Multiplies the objective of each position by a weight; positions of weight zero are left out before any product.
+    ///
+    /// # Shapes
+    ///
+    /// - weights: `[..]`, the leading dimensions of the hidden states; a float type
+    pub fn with_position_weights(self, weights: Tensor) -> Self {
+        DistillOptions { position_weights: Some(weights), ..self }
+    }
+
+    /// Sets the reduction: the weighted mean, or the sum. [`Reduction::None`] is not supported: give each position its
+    /// weight.
+    pub fn with_reduction(self, reduction: Reduction) -> Self {
+        DistillOptions { reduction, ..self }
+    }
+
+    /// Divides the sum by this number in place of the sum of the weights, with [`Reduction::Mean`]. Above 0.
+    pub fn with_denominator(self, denominator: f64) -> Self {
+        DistillOptions { denominator: Some(denominator), ..self }
+    }
+
+    /// Sets the budget of the workspace in bytes.
+    pub fn with_workspace_bytes(self, bytes: usize) -> Self {
+        DistillOptions { workspace_bytes: Some(bytes), ..self }
+    }
+
+    /// Whether targets take part in the objective.
+    pub(super) fn is_mixed(&self) -> bool {
+        self.hard_weight != 0.0
+    }
+
+    pub(super) fn validate(&self, teacher: &Teacher) -> Result<()> {
+        let temperature = self.temperature;
+        check_number((1e-6..=1e6).contains(&temperature), "temperature", "from 1e-6 to 1e6", temperature)?;
+        check_number((0.0..=1.0).contains(&self.hard_weight), "hard_weight", "from 0 to 1", self.hard_weight)?;
+        if let Some(by) = self.denominator {
+            check_number(by > 0.0 && by.is_finite(), "denominator", "above 0", by)?;
+        }
+        if let Divergence::JensenShannon(beta) = self.divergence {
+            let expected = "above 0 and below 1 (at the ends the divergence is zero: use ForwardKl or ReverseKl)";
+            check_number(beta > 0.0 && beta < 1.0, "beta", expected, beta)?;
+        }
+        if self.reduction == Reduction::None {
+            return Err(Error::Unsupported { option: OptionName::Reduction, head: "distillation" });
+        }
+        if self.targets.is_none() && (self.is_mixed() || self.ignore_index.is_some()) {
+            return Err(Error::config("targets", "targets, because of hard_weight or ignore_index", "none"));
+        }
+        let Kind::TopK { missing, .. } = &teacher.0 else { return Ok(()) };
+        if self.divergence == Divergence::ReverseKl && *missing != MissingIds::Tail {
+            return Err(Error::config(
+                "missing",
+                "Tail, because ReverseKl is infinite without",
+                format!("{missing:?}"),
+            ));
+        }
+        if self.is_mixed() && temperature != 1.0 {
+            let expected = "0 for a teacher's list at a temperature: add the loss of the targets";
+            return Err(Error::config("hard_weight", expected, self.hard_weight));
+        }
+        Ok(())
+    }
+}

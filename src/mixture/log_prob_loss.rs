@@ -1,0 +1,82 @@
+//! A loss that is a function of the log-probabilities of all ids, chunk by chunk.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::chunk_terms::{ChunkLogProbs, ChunkTerms};
+use super::node::needs_grad;
+use super::Mixture;
+use crate::backend;
+use crate::backend::contract::{accumulation_dtype, LogProbTerms, Task};
+use crate::error::{Error, Result};
+use crate::loss::Loss;
+
+impl Mixture {
+    /// The sum of values that depend on the log-probabilities of all ids at each position, with gradients from three
+    /// products (on a GPU four): `terms` gets the log-probabilities of a chunk of positions and returns the values and
+    /// their derivatives, before the gradient of the chunk's logits replaces them. No tensor of all positions' size is
+    /// held. `workspace_bytes` is the budget of the workspace, as of
+    /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
+    ///
+    /// # Errors
+    ///
+    /// If there are no kernels for the device, the budget cannot hold one position, or `terms` fails or returns other
+    /// shapes.
+    ///
+    /// # Examples
+    ///
+    /// The probability that two draws are equal, `sum_v P(v)^2`, and its derivative by log P(v), `2 P(v)^2`:
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{ChunkTerms, Mixture};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let contexts = Var::randn(0f32, 1., (4, 1, 8), &Device::Cpu)?; // 4 positions, K = 1, d = 8
+    /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let mixture = Mixture::new(&contexts, None, &weight, None)?;
+    /// let loss = mixture.log_prob_loss(None, |chunk| {
+    ///     let squares = (chunk.log_probs * 2.0)?.exp()?;
+    ///     Ok(ChunkTerms::new(squares.sum(1)?, (squares * 2.0)?))
+    /// })?;
+    /// let gradients = loss.backward()?;
+    /// # assert!(gradients.get(&contexts).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn log_prob_loss(
+        &self,
+        workspace_bytes: Option<usize>,
+        terms: impl Fn(ChunkLogProbs) -> Result<ChunkTerms> + Send + Sync + 'static,
+    ) -> Result<Loss> {
+        let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
+        self.log_prob_loss_of(workspace_bytes, move |positions, log_probs| {
+            let (n, dims) = (positions.len(), log_probs.dims().to_vec());
+            let ChunkTerms { values, by_log_prob, .. } = terms(ChunkLogProbs { positions, log_probs })?;
+            for (argument, tensor, expected) in [("values", &values, &[n][..]), ("by_log_prob", &by_log_prob, &dims)] {
+                if tensor.dims() != expected {
+                    return Err(Error::shape(argument, format!("{expected:?}"), tensor.dims()));
+                }
+            }
+            // Something else may refer to the derivatives.
+            Ok((values.detach().to_dtype(dtype)?, by_log_prob.detach().to_dtype(dtype)?.copy()?))
+        })
+    }
+
+    /// As [`Mixture::log_prob_loss`], for terms whose derivatives nothing else refers to.
+    pub(super) fn log_prob_loss_of(
+        &self,
+        workspace_bytes: Option<usize>,
+        terms: impl Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync + 'static,
+    ) -> Result<Loss> {
+        let terms: Arc<LogProbTerms> = Arc::new(terms);
+        let (operands, needs_grad) = (self.operands.clone(), needs_grad(&self.operands));
+        let plan = backend::plan(&operands, Task::log_prob_terms(needs_grad), workspace_bytes)?;
+        let results = backend::log_prob_loss(&operands, &*terms, needs_grad, &plan)?;
+        self.loss_of_results(results, needs_grad, move |operands| {
+            Ok(backend::log_prob_loss(operands, &*terms, needs_grad, &plan)?.gradients)
+        })
+    }
+}

@@ -1,6 +1,6 @@
 //! The flags, with the sizes of published models.
 
-use crate::scores::Score;
+use crate::scores::{DivergenceKind, Score};
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
@@ -65,9 +65,12 @@ pub(crate) struct Args {
     /// Budget of the workspace for chunks of at most N rows
     #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["workspace_mib", "output"])]
     pub(crate) chunk_rows: Option<usize>,
-    /// Time log-probabilities and entropies of the mixture in place of a step
+    /// Time log-probabilities, entropies or distillation of the mixture in place of a step
     #[arg(long, value_enum, conflicts_with_all = ["output", "sampled", "train", "step_only", "forward_only"])]
     pub(crate) score: Option<Score>,
+    /// The divergence of a distillation
+    #[arg(long, value_enum, default_value = "forward")]
+    pub(crate) divergence: DivergenceKind,
     /// Time the step alone, without the mixture and the matrix products
     #[arg(long)]
     pub(crate) step_only: bool,

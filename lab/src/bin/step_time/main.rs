@@ -23,7 +23,7 @@ use clap::Parser;
 use lab::memory::Peak;
 use mos_head::{LossOptions, Mixture, NoiseDistribution, Precision};
 use output::System;
-use scores::Score;
+use scores::{Score, Timed};
 use serde_json::json;
 use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves};
 
@@ -84,7 +84,8 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
             false => detached_mixture(&leaves, components)?,
         };
         let options = score.loss();
-        let mut run = || score.run(&mixture, &leaves.targets);
+        let timed = Timed::new(score, args.divergence, &mixture, &leaves)?;
+        let mut run = || timed.run();
         let mut loss = || {
             let loss = mixture.loss(&leaves.targets, &options)?;
             if !is_constant {
@@ -94,20 +95,20 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         };
         let mut products = Products::new(floor_sizes, !is_constant, args.dtype, &device)?;
         let mut first = match score {
-            Score::Gradients => Some(Products::new(floor_sizes, false, args.dtype, &device)?),
-            Score::Values | Score::Policy | Score::Bonus => None,
+            Score::Gradients | Score::Teacher => Some(Products::new(floor_sizes, false, args.dtype, &device)?),
+            Score::Values | Score::Policy | Score::Bonus | Score::List => None,
         };
         let mut bare = || {
             products.run()?;
             first.as_mut().map_or(Ok(None), Products::run)
         };
         let memory = Peak::watch(&device);
-        score.run(&mixture, &leaves.targets)?;
+        timed.run()?;
         let peak = memory.extra_mib();
         let [(scores, value), (loss, _), (bare, _)] = in_turn(args, args.reps, [&mut run, &mut loss, &mut bare])?;
         let (scores, loss, bare) = (median(&scores), median(&loss), median(&bare));
         let line = json!({
-            "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "score": name(&score), "shape": name(&args.shape),
+            "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "score": name(&score), "divergence": name(&args.divergence), "shape": name(&args.shape),
             "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
             "dtype": args.dtype.as_str(), "seconds": scores, "loss_seconds": loss, "products_seconds": bare,
             "over_loss": scores / loss, "over_products": scores / bare, "peak_extra_mib": peak, "value": value,
@@ -229,10 +230,10 @@ fn budget_of_rows(
 }
 
 /// The sorted seconds of the timed steps, and the last loss.
-type Timed = (Vec<f64>, Option<f64>);
+type Seconds = (Vec<f64>, Option<f64>);
 
 /// Runs `step` repeatedly.
-fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<Timed> {
+fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<Seconds> {
     let [timed] = in_turn(args, reps, [&mut step])?;
     Ok(timed)
 }
@@ -242,7 +243,7 @@ fn in_turn<const N: usize>(
     args: &Args,
     reps: usize,
     mut steps: [&mut dyn FnMut() -> Result<Option<Tensor>>; N],
-) -> Result<[Timed; N]> {
+) -> Result<[Seconds; N]> {
     let mut timed = [const { (Vec::new(), None) }; N];
     for rep in 0..args.warmup + reps {
         for (step, (times, loss)) in steps.iter_mut().zip(&mut timed) {

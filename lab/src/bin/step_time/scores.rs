@@ -1,8 +1,10 @@
-//! The time of log-probabilities and entropies, in turn with the loss and with the bare products that each needs.
+//! The time of log-probabilities, entropies and distillation, in turn with the loss and with the bare products that each
+//! needs.
 
-use candle_core::{Result, Tensor};
+use super::steps::Leaves;
+use candle_core::{Result, Tensor, D};
 use clap::ValueEnum;
-use mos_head::{ChunkTerms, LossOptions, Mixture, ScoreOptions};
+use mos_head::{ChunkTerms, DistillOptions, Divergence, LossOptions, MissingIds, Mixture, ScoreOptions, Teacher};
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Score {
@@ -14,10 +16,86 @@ pub(crate) enum Score {
     Policy,
     /// A policy gradient with an entropy bonus: three products
     Bonus,
+    /// A divergence from a teacher's list of 64 ids and the rest: three products
+    List,
+    /// A divergence from a teacher of the same sizes: four products
+    Teacher,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DivergenceKind {
+    Forward,
+    Reverse,
+    JensenShannon,
+}
+
+/// The ids of a teacher's list.
+const LISTED: usize = 64;
+
+/// What is timed, of a mixture with these targets.
+pub(crate) struct Timed<'a> {
+    score: Score,
+    mixture: &'a Mixture,
+    targets: &'a Tensor,
+    /// Of a distillation
+    teacher: Option<(Teacher, DistillOptions)>,
+}
+
+impl<'a> Timed<'a> {
+    pub(crate) fn new(
+        score: Score,
+        divergence: DivergenceKind,
+        mixture: &'a Mixture,
+        leaves: &'a Leaves,
+    ) -> Result<Self> {
+        let options = DistillOptions::new(match divergence {
+            DivergenceKind::Forward => Divergence::ForwardKl,
+            DivergenceKind::Reverse => Divergence::ReverseKl,
+            DivergenceKind::JensenShannon => Divergence::JensenShannon(0.5),
+        });
+        let teacher = match score {
+            Score::List => Some(list(leaves)?),
+            Score::Teacher => Some(Teacher::of_mixture(&other(mixture, leaves)?)),
+            Score::Values | Score::Gradients | Score::Policy | Score::Bonus => None,
+        };
+        Ok(Timed { score, mixture, targets: &leaves.targets, teacher: teacher.map(|teacher| (teacher, options)) })
+    }
+
+    pub(crate) fn run(&self) -> Result<Option<Tensor>> {
+        match &self.teacher {
+            Some((teacher, options)) => {
+                let loss = self.mixture.distill(teacher, options)?;
+                loss.backward()?;
+                Ok(Some(loss.value.detach()))
+            }
+            None => self.score.run(self.mixture, self.targets),
+        }
+    }
+}
+
+/// A list of ids at each position that has nine tenths of the probability, evenly.
+fn list(Leaves { targets, weight, .. }: &Leaves) -> Result<Teacher> {
+    let (positions, vocab) = (targets.elem_count(), weight.dim(0)?);
+    let id = |t: usize, i: usize| ((t * 7919 + i * (vocab / LISTED).max(1)) % vocab) as u32;
+    let n = LISTED.min(vocab);
+    let ids: Vec<u32> = (0..positions).flat_map(|t| (0..n).map(move |i| id(t, i))).collect();
+    let log_probs = Tensor::full((0.9 / n as f32).ln(), (positions, n), targets.device())?;
+    let ids = Tensor::from_vec(ids, (positions, n), targets.device())?;
+    Ok(Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail))
+}
+
+/// A mixture of the same sizes that is another distribution.
+fn other(mixture: &Mixture, leaves: &Leaves) -> Result<Mixture> {
+    let contexts = (mixture.contexts()?.detach() * -1.0)?;
+    let log_priors = mixture.log_priors()?.detach();
+    let log_priors = Some(&log_priors).filter(|log_priors| log_priors.dim(D::Minus1).is_ok_and(|k| k > 1));
+    let bias = leaves.bias.as_detached_tensor();
+    let bias = Some(&bias).filter(|_| log_priors.is_some());
+    Ok(Mixture::new(&contexts, log_priors, &leaves.weight.as_detached_tensor(), bias)?)
 }
 
 impl Score {
-    pub(crate) fn run(self, mixture: &Mixture, targets: &Tensor) -> Result<Option<Tensor>> {
+    fn run(self, mixture: &Mixture, targets: &Tensor) -> Result<Option<Tensor>> {
         let options = ScoreOptions::new().with_entropy(true);
         let entropy_of = |scores: mos_head::Scores| match scores.entropy {
             Some(entropy) => Ok((scores.log_prob, entropy)),
@@ -35,7 +113,7 @@ impl Score {
                 scores.backward(&value)?;
                 Ok(Some(value.detach()))
             }
-            Score::Policy | Score::Bonus => {
+            Score::Policy | Score::Bonus | Score::List | Score::Teacher => {
                 let has_bonus = self == Score::Bonus;
                 let loss = mixture.score_loss(targets, &options.with_entropy(has_bonus), move |scores| {
                     let by_log_prob = scores.log_prob.ones_like()?.neg()?;
@@ -57,7 +135,7 @@ impl Score {
     pub(crate) fn loss(self) -> LossOptions {
         match self {
             Score::Values => LossOptions::evaluation(),
-            Score::Gradients | Score::Policy | Score::Bonus => LossOptions::new(),
+            Score::Gradients | Score::Policy | Score::Bonus | Score::List | Score::Teacher => LossOptions::new(),
         }
     }
 }

@@ -24,7 +24,8 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use crate::backend::contract::{
-    Backend, Computed, LossResults, NeedsGrad, Objective, Operands, ScoreTask, ScoreTerms, Scored, Sizes, Task, Visit,
+    Backend, Computed, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTask, ScoreTerms, Scored, Sizes,
+    Task, Visit,
 };
 use crate::backend::plan::{default, Computation, Needs, Plan};
 use crate::backend::ranking::{tensors, Best};

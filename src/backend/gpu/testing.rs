@@ -335,6 +335,7 @@ fn read(address: u64, index: usize, dtype: DType) -> f32 {
 }
 
 mod case;
+mod log_prob_loss;
 mod mutants;
 mod scores;
 mod tests;

@@ -2,6 +2,7 @@
 //! over them. The equations are in `components`.
 
 use super::mix::{Logits, Masses, Scratch, Tempered};
+use super::single::{single_gradient, single_sums};
 use crate::backend::cpu::components::{PositionLoss, ScoreUpstream, Soft, Target};
 use crate::backend::cpu::math::{exp, flushed, weighted};
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
@@ -39,8 +40,10 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         scratch.candidates.clear();
         scratch.candidates.extend_from_slice(target.candidates);
         let masses = target.soft.map(|soft| logits.masses(v, soft, scratch));
-        if masses.is_some() || target.terms.correct {
-            logits.mix(v, masses, scratch);
+        // One component needs no shares; without the mass outside, no masses of single ids change.
+        let single = masses.filter(|_| logits.log_priors.len() == 1 && target.outside == F::zero());
+        if masses.is_some() && single.is_none() || target.terms.correct {
+            logits.mix(v, masses.filter(|_| single.is_none()), scratch);
         }
         if target.outside != F::zero() {
             // The soft masses are of the other ids alone.
@@ -55,7 +58,12 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
         let candidate_logit = |k: usize, j: usize| target_logit(k, target.candidates[j].0);
         scratch.components.add_candidates(&scratch.candidates, candidate_logit, slope);
-        if let Some(masses) = masses {
+        if let Some(masses) = single {
+            let sums = single_sums(v, &logits.rows[..logits.stride], masses, &scratch.components);
+            loss.objective += sums.objective.f64();
+            scratch.components.mass[0] += sums.mass;
+            scratch.components.magnitude[0] += sums.magnitude;
+        } else if let Some(masses) = masses {
             if let Masses::Given(masses) = masses {
                 let mut objective = F::zero();
                 for (&q, &log_p) in masses[..logits.vocab].iter().zip(&scratch.log_probs) {
@@ -73,7 +81,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         }
         let least_magnitude = scratch.components.least_magnitude(&target, &mut loss);
         if let Some(gradients) = gradients {
-            logits.gradient(v, &target, least_magnitude, gradients, scratch);
+            logits.gradient(v, (&target, single), least_magnitude, gradients, scratch);
         }
         loss
     }
@@ -116,7 +124,7 @@ impl<F: Float> Logits<'_, F> {
     fn gradient<V: Vector<F>>(
         &mut self,
         v: V,
-        target: &Target<'_, F>,
+        (target, single): (&Target<'_, F>, Option<Masses<'_, F>>),
         least_magnitude: F,
         mut gradients: RowGradients<'_, F>,
         scratch: &Scratch<F>,
@@ -145,11 +153,14 @@ impl<F: Float> Logits<'_, F> {
                 softcap: self.softcap.unwrap_or(Softcap::new(F::one())),
                 ..RowTerms::new(k, scratch)
             };
-            match (target.soft.is_some(), self.softcap.is_some()) {
-                (false, false) => gradient_row::<false, false, F, V>(v, row, &terms),
-                (false, true) => gradient_row::<false, true, F, V>(v, row, &terms),
-                (true, false) => gradient_row::<true, false, F, V>(v, row, &terms),
-                (true, true) => gradient_row::<true, true, F, V>(v, row, &terms),
+            match (single, target.soft.is_some(), self.softcap.is_some()) {
+                (Some(masses), ..) => {
+                    single_gradient(v, row, masses, components, (terms.exp_scale, logits_scale), self.softcap)
+                }
+                (None, false, false) => gradient_row::<false, false, F, V>(v, row, &terms),
+                (None, false, true) => gradient_row::<false, true, F, V>(v, row, &terms),
+                (None, true, false) => gradient_row::<true, false, F, V>(v, row, &terms),
+                (None, true, true) => gradient_row::<true, true, F, V>(v, row, &terms),
             }
             if let Some((y, z)) = target_logit {
                 let slope = self.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));

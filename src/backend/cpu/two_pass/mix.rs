@@ -68,6 +68,22 @@ pub(super) enum Masses<'a, F> {
     OfProbability { tempered: Tempered<F>, constant: F, slope: F },
 }
 
+impl<F: Float> Masses<'_, F> {
+    /// The masses of the ids of register `i`, which have these log-probabilities.
+    #[inline(always)]
+    pub(super) fn of<V: Vector<F>>(self, v: V, i: usize, log_p: V::Reg) -> V::Reg {
+        match self {
+            Masses::Given(masses) => V::registers(masses)[i],
+            Masses::OfProbability { tempered, constant, slope } => {
+                let (log_q, q) = tempered.of(v, log_p);
+                let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
+                let zero = v.splat(F::zero());
+                v.if_equal(q, zero, zero, mass)
+            }
+        }
+    }
+}
+
 /// `log Q(v) = power log p(v) - log_norm`
 #[derive(Clone, Copy)]
 pub(super) struct Tempered<F> {
@@ -185,14 +201,7 @@ impl<F: Float> Logits<'_, F> {
             log_probs[i] = log_p;
             if let Some(soft) = soft {
                 references[i] = reference;
-                let mass = match soft {
-                    Masses::Given(masses) => V::registers(masses)[i],
-                    Masses::OfProbability { tempered, constant, slope } => {
-                        let (log_q, q) = tempered.of(v, log_p);
-                        let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
-                        v.if_equal(q, zero, zero, mass)
-                    }
-                };
+                let mass = soft.of(v, i, log_p);
                 // An id without mass gets no share, nor does an id of probability zero: it contributes no gradient.
                 shares[i] = v.if_equal(mass, zero, zero, v.if_equal(sum, zero, zero, v.div(mass, sum)));
             }

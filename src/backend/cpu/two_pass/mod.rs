@@ -10,6 +10,7 @@ mod loss_rows;
 mod mix;
 mod products;
 mod score_rows;
+mod single;
 mod tile_log_sum_exp;
 
 use std::ops::Range;

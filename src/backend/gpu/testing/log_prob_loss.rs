@@ -1,0 +1,64 @@
+//! Losses of the log-probabilities of all ids equal those of the CPU in f64.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::case::{case, error, Case};
+use super::*;
+
+use crate::backend::contract::{Backend, LogProbTerms, Task};
+use crate::backend::divergence::{Divergence, DivergenceTerms};
+use crate::backend::{self, gpu};
+
+/// A teacher's log-probabilities `[positions, vocab]`.
+fn teacher(positions: usize, vocab: usize) -> Tensor {
+    let logits: Vec<f64> = (0..positions * vocab).map(|i| ((i * 37 + 11) % 23) as f64 / 7.0).collect();
+    let logits = Tensor::from_vec(logits, (positions, vocab), &Device::Cpu).unwrap();
+    if positions == 0 {
+        return logits;
+    }
+    candle_nn::ops::log_softmax(&logits, 1).unwrap()
+}
+
+fn terms(case: &Case, dtype: DType, divergence: Divergence) -> Box<LogProbTerms> {
+    let log_teacher = teacher(case.sizes.positions, case.sizes.vocab).to_dtype(dtype).unwrap();
+    Box::new(move |positions, log_probs| {
+        let log_teacher = log_teacher.narrow(0, positions.start, positions.len())?;
+        let scales = Tensor::ones(positions.len(), dtype, &Device::Cpu)?;
+        let terms = DivergenceTerms { divergence, temperature: 1.3, scales };
+        // The emulated GPU still writes to its own tensors.
+        backend::divergence(log_probs.copy()?, &log_teacher, &terms)
+    })
+}
+
+#[test]
+fn losses_of_log_probabilities_equal_those_of_the_cpu_in_f64() {
+    for gpu in EmulatedGpu::all() {
+        let backend = gpu::On(gpu);
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (positions, components, vocab) in [(5, 3, 37), (4, 1, 40), (0, 2, 5)] {
+                for divergence in [Divergence::ForwardKl, Divergence::JensenShannon(0.3)] {
+                    let case = Case { dtype, chunk: 2, ..case(positions, components, 6, vocab) };
+                    let (needs_grad, of_f64) = (case.needs_grad(), case.operands(DType::F64));
+                    let task = Task::log_prob_terms(needs_grad);
+                    let plan = case.plan_of(&backend.0, task);
+                    let of_case = terms(&case, DType::F32, divergence);
+                    let found = backend.log_prob_loss(&case.operands(dtype), &*of_case, needs_grad, &plan).unwrap();
+                    let plan = backend::plan(&of_f64, task, None).unwrap();
+                    let of_case = terms(&case, DType::F64, divergence);
+                    let truth = backend::log_prob_loss(&of_f64, &*of_case, needs_grad, &plan).unwrap();
+                    for (name, found, truth) in [
+                        ("contexts", found.gradients.contexts, truth.gradients.contexts),
+                        ("log_priors", found.gradients.log_priors, truth.gradients.log_priors),
+                        ("weight", found.gradients.weight, truth.gradients.weight),
+                        ("bias", found.gradients.bias, truth.gradients.bias),
+                        ("objective", Some(found.objective), Some(truth.objective)),
+                        ("sum", Some(found.sum), Some(truth.sum)),
+                    ] {
+                        let error = found.zip(truth).map_or(0.0, |(found, truth)| error(&found, &truth));
+                        assert!(error <= case.tolerance(), "{name}: {error} {dtype:?} {:?} {divergence:?}", case.sizes);
+                    }
+                }
+            }
+        }
+    }
+}

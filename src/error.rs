@@ -78,6 +78,21 @@ pub enum Error {
         /// The size of the vocabulary.
         vocab_size: usize,
     },
+    /// A target, or an id that is scored, is not in the set of its position, see
+    /// [`AllowedIds`](crate::AllowedIds::with_targets_added).
+    #[error("target {got} at position {position} is not among its allowed ids")]
+    NotAllowed {
+        /// The first such position in the flattened targets.
+        position: usize,
+        /// The target.
+        got: i64,
+    },
+    /// No id is allowed at a position, see [`AllowedIds`](crate::AllowedIds::with_empty_as_full).
+    #[error("no id is allowed at position {position}")]
+    EmptySet {
+        /// The first such position in the flattened leading dimensions.
+        position: usize,
+    },
     /// A distribution has NaN log-probabilities, or no possible outcome.
     #[error("the distribution at position {position} is NaN")]
     Distribution {

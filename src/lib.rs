@@ -184,6 +184,8 @@ mod head_config;
 
 mod two_level;
 
+mod allowed;
+
 mod heads;
 
 mod decoder;
@@ -199,6 +201,7 @@ mod tensors;
 
 mod error;
 
+pub use allowed::{AllowedIds, Restricted, RestrictedMixture};
 pub use backend::divergence::Divergence;
 pub use backend::plan::{Kernels, Plan};
 pub use beam_search::{BeamSearch, Hypothesis};

@@ -9,6 +9,7 @@ use candle_core::{DType, Tensor};
 use crate::backend::divergence::{self, DivergenceTerms};
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
+use crate::tensors::kept::{self, IdLists};
 
 /// The precision of matrix products: of a loss ([`LossOptions::with_precision`](crate::LossOptions::with_precision)), or
 /// of all results of a mixture ([`Mixture::with_precision`](crate::Mixture::with_precision)). All sums, exponentials,
@@ -439,6 +440,32 @@ pub(crate) trait Backend {
     /// The product of two matrices.
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
         Ok(left.matmul(right)?)
+    }
+
+    /// The products of each context, `[positions, d]`, with the matrix's rows of its list of ids, `[positions, longest]`
+    /// in the accumulation dtype; of no meaning beyond a list. The matrix is contiguous, or the transpose of a
+    /// contiguous one.
+    fn list_products(&self, contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+        kept::list_products(contexts, matrix, lists)
+    }
+
+    /// The gradients of contexts and matrix from the `upstream` of [`Backend::list_products`], as far as `needed`, in
+    /// the operands' dtype.
+    fn list_product_gradients(
+        &self,
+        contexts: &Tensor,
+        matrix: &Tensor,
+        lists: &IdLists,
+        upstream: &Tensor,
+        needed: [bool; 2],
+    ) -> Result<[Option<Tensor>; 2]> {
+        kept::list_product_gradients(contexts, matrix, lists, upstream, needed)
+    }
+
+    /// A matrix `[rows, d]` with these values at the rows `ids`, in ascending order without repeats, and zeros
+    /// elsewhere.
+    fn scattered_rows(&self, values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
+        kept::scattered_rows(values, ids, rows)
     }
 
     /// A gradient in the dtype of its operand.

@@ -20,6 +20,7 @@ mod schedule;
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
+use crate::tensors::kept::IdLists;
 use contract::{
     Backend, Gradients, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Task, Visit,
 };
@@ -125,6 +126,26 @@ pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::O
 
 pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     on_device!(left.device(), backend => backend.matmul(left, right))
+}
+
+pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+    on_device!(contexts.device(), backend => backend.list_products(contexts, matrix, lists))
+}
+
+pub(crate) fn list_product_gradients(
+    contexts: &Tensor,
+    matrix: &Tensor,
+    lists: &IdLists,
+    upstream: &Tensor,
+    needed: [bool; 2],
+) -> Result<[Option<Tensor>; 2]> {
+    on_device!(contexts.device(), backend => {
+        backend.list_product_gradients(contexts, matrix, lists, upstream, needed)
+    })
+}
+
+pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
+    on_device!(values.device(), backend => backend.scattered_rows(values, ids, rows))
 }
 
 pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {

@@ -9,6 +9,7 @@ mod pruning;
 mod sampler;
 mod sampling;
 mod top_k;
+mod within;
 
 pub use pruning::Pruned;
 pub use sampler::Sampler;

@@ -16,5 +16,6 @@ pub use contexts::{Contexts, MixtureOfSoftmaxes};
 pub use head::Head;
 pub use identity::{Identity, SoftmaxConfig, SoftmaxHead};
 pub use mixed_contexts::{MixedContexts, MixtureOfContexts};
+pub(crate) use output_layer::loss_of_scores;
 pub use output_layer::{MixtureLayer, OutputLayer};
 pub use projection::{Configured, Projection};

@@ -214,20 +214,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// ```
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
-        let scores = self.score(&rows, &terms.token_ids, &options.scores())?;
-        let entropy = match scores.entropy {
-            Some(entropy) => entropy,
-            None => scores.log_prob.zeros_like()?,
-        };
-        let nll = scores.log_prob.affine(-1.0, 0.0)?;
-        let columns = Tensor::stack(&[scores.log_prob, entropy], 1)?;
-        let (values, derivatives) = terms.of_chunk(0..columns.dim(0)?, &columns.detach())?;
-        let sum = values.sum_all()?;
-        let linear = (columns * derivatives)?.sum_all()?;
-        // Of the linear function only the gradient counts.
-        let value = (&linear + (&sum - linear.detach())?)?;
-        let count = Tensor::new(values.dim(0)? as f64, hidden.device())?.to_dtype(values.dtype())?;
-        Ok(Loss::new(value, sum, count, nll))
+        loss_of_scores(&terms, self.score(&rows, &terms.token_ids, &options.scores())?)
     }
 
     /// The divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its gradients. For
@@ -345,6 +332,23 @@ pub trait OutputLayer: Debug + Send + Sync {
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
         Ok(Box::new(self))
     }
+}
+
+/// The policy loss of tokens with these scores.
+pub(crate) fn loss_of_scores(terms: &PolicyTerms, scores: Scores) -> Result<Loss> {
+    let entropy = match scores.entropy {
+        Some(entropy) => entropy,
+        None => scores.log_prob.zeros_like()?,
+    };
+    let nll = scores.log_prob.affine(-1.0, 0.0)?;
+    let columns = Tensor::stack(&[scores.log_prob, entropy], 1)?;
+    let (values, derivatives) = terms.of_chunk(0..columns.dim(0)?, &columns.detach())?;
+    let sum = values.sum_all()?;
+    let linear = (columns * derivatives)?.sum_all()?;
+    // Of the linear function only the gradient counts.
+    let value = (&linear + (&sum - linear.detach())?)?;
+    let count = Tensor::new(values.dim(0)? as f64, values.device())?.to_dtype(values.dtype())?;
+    Ok(Loss { parts: scores.leaves, ..Loss::new(value, sum, count, nll) })
 }
 
 /// An output layer that reduces to one [`Mixture`] of softmaxes, as every [`Head`](crate::Head) does.

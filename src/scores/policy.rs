@@ -211,6 +211,8 @@ impl PolicyBatch {
 
 /// The terms of the tokens that count, `[n]` each.
 pub(crate) struct PolicyTerms {
+    /// Their positions among all.
+    pub(crate) positions: Vec<u32>,
     pub(crate) token_ids: Tensor,
     advantages: Tensor,
     weights: Tensor,
@@ -254,8 +256,8 @@ impl PolicyTerms {
         let positions: Vec<u32> = (0u32..).zip(&counts).filter(|(_, &counts)| counts).map(|(t, _)| t).collect();
         let weights = weights(&counts, leading, options.normalization);
         let (n, device) = (positions.len(), hidden.device());
-        let positions = Tensor::from_vec(positions, n, device)?;
-        let select = |tensor: &Tensor| tensor.detach().flatten_all()?.index_select(&positions, 0);
+        let index = Tensor::from_vec(positions.clone(), n, device)?;
+        let select = |tensor: &Tensor| tensor.detach().flatten_all()?.index_select(&index, 0);
         let number = |tensor: &Tensor| select(tensor)?.to_dtype(dtype);
         let of = |tensor: &Option<Tensor>| tensor.as_ref().map(number).transpose();
         let old = of(&batch.old_log_probs)?;
@@ -270,6 +272,7 @@ impl PolicyTerms {
         };
         let rows = hidden.reshape((counts.len(), hidden.dim(D::Minus1)?))?;
         let terms = PolicyTerms {
+            positions,
             token_ids: select(&batch.token_ids)?,
             advantages: number(&batch.advantages)?,
             weights: Tensor::from_vec(weights, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?,
@@ -278,7 +281,7 @@ impl PolicyTerms {
             old,
             options: options.clone(),
         };
-        Ok((terms, rows.index_select(&positions, 0)?))
+        Ok((terms, rows.index_select(&index, 0)?))
     }
 
     /// The loss of some tokens, `[chunk]`, and its derivatives by their scores, `[chunk, 2]`, from these.

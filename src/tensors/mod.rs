@@ -4,6 +4,7 @@ pub(crate) mod autograd;
 pub(crate) mod checks;
 pub(crate) mod dropout;
 pub(crate) mod initial_values;
+pub(crate) mod kept;
 pub(crate) mod linear;
 pub(crate) mod permutation;
 pub(crate) mod transfer;

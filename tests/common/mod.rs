@@ -4,6 +4,7 @@
 // Every test binary uses only some of it.
 #![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
+pub mod allowed;
 pub mod case;
 pub mod check;
 pub mod compare;

@@ -102,7 +102,7 @@ fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
 
 /// The inner products of `ROWS` contexts with `IDS` ids.
 #[inline(always)]
-fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
+pub(super) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     ids: [&[T]; IDS],

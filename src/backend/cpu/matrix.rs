@@ -167,7 +167,7 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         }
     }
 
-    fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
+    pub(super) fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
         match self.transposed {
             false => to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen())),
             true => to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen())),

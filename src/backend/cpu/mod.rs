@@ -8,6 +8,7 @@ mod divergence;
 mod dtype;
 mod gemv;
 mod inputs;
+mod kept;
 mod listed;
 mod log_prob_loss;
 mod log_sum_exp;
@@ -42,6 +43,7 @@ use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
+use crate::tensors::kept::IdLists;
 use divergence::divergence;
 use dtype::{with_type, Element};
 use inputs::Inputs;
@@ -152,6 +154,25 @@ impl Backend for Cpu {
             DType::BF16 => products::matmul(left, right),
             _ => Ok(left.matmul(right)?),
         }
+    }
+
+    fn list_products(&self, contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+        kept::products(contexts, matrix, lists)
+    }
+
+    fn list_product_gradients(
+        &self,
+        contexts: &Tensor,
+        matrix: &Tensor,
+        lists: &IdLists,
+        upstream: &Tensor,
+        needed: [bool; 2],
+    ) -> Result<[Option<Tensor>; 2]> {
+        kept::gradients(contexts, matrix, lists, upstream, needed)
+    }
+
+    fn scattered_rows(&self, values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
+        kept::scattered_rows(values, ids, rows)
     }
 
     fn rounded(&self, gradient: &Tensor, dtype: DType) -> Result<Tensor> {

@@ -1,0 +1,117 @@
+//! A head over the allowed ids.
+
+use candle_core::{DType, Tensor};
+
+use super::ids::AllowedIds;
+use super::restricted::RestrictedMixture;
+use crate::decoding::{Sampler, TopK};
+use crate::error::Result;
+use crate::heads::{loss_of_scores, MixtureLayer, OutputLayer};
+use crate::loss::{Loss, LossOptions, Request};
+use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
+use crate::scores::{ScoreOptions, Scores};
+use crate::tensors::checks::leading;
+use crate::tensors::dropout::DropoutMasks;
+
+/// A head whose distributions are renormalised over the allowed ids: losses, log-probabilities, entropies, the most
+/// probable ids and samples are those of `P(v) / P(S)`. With one set for all positions it goes wherever an
+/// [`OutputLayer`] goes, such as [`BeamSearch`](crate::BeamSearch); with a list for each position, the hidden states of
+/// each call have as many positions as there are lists. See [`RestrictedMixture`] for what each result costs, and which
+/// options of a loss are supported.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{AllowedIds, OutputLayer, Restricted, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Tensor::new(&[[0f32], [3.], [1.], [2.]], &Device::Cpu)?;
+/// let head = SoftmaxHead::from_tensors(weight, None)?;
+/// let digits = Restricted::new(&head, AllowedIds::new(&[0, 2]))?;
+/// let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+/// assert_eq!(digits.argmax(&hidden)?.to_vec1::<u32>()?, [2]);
+/// assert_eq!(digits.top_k(&hidden, 3)?.token_ids.to_vec2::<u32>()?, [[2, 0]]); // there are two
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Restricted<H> {
+    head: H,
+    allowed: AllowedIds,
+}
+
+impl<H: MixtureLayer> Restricted<H> {
+    /// The head over the allowed ids.
+    ///
+    /// # Errors
+    ///
+    /// If an allowed id is not in the vocabulary.
+    pub fn new(head: H, allowed: AllowedIds) -> Result<Self> {
+        allowed.check_vocab(head.vocab_size())?;
+        Ok(Restricted { head, allowed })
+    }
+
+    /// The head over all ids.
+    pub fn head(&self) -> &H {
+        &self.head
+    }
+
+    /// The mixture of these hidden states over the allowed ids, without dropout.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    ///
+    /// # Errors
+    ///
+    /// As for [`MixtureLayer::mixture`] and [`Mixture::restricted`](crate::Mixture::restricted).
+    pub fn mixture(&self, hidden: &Tensor) -> Result<RestrictedMixture> {
+        self.head.mixture(hidden, DropoutMasks::Off)?.restricted(&self.allowed)
+    }
+}
+
+impl<H: MixtureLayer> OutputLayer for Restricted<H> {
+    fn hidden_size(&self) -> usize {
+        self.head.hidden_size()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.head.vocab_size()
+    }
+
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        // A NaN at an ignored position must not reach the projection.
+        let request = Request::new(leading(hidden)?, Some(self.vocab_size()), hidden, targets, options)?;
+        let mixture = self.head.mixture(&request.mask(hidden)?, options.dropout)?;
+        mixture.restricted(&self.allowed)?.loss(targets, options)
+    }
+
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.mixture(hidden)?.log_probs()
+    }
+
+    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+        self.mixture(hidden)?.log_probs_as(dtype)
+    }
+
+    fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+        self.mixture(hidden)?.score(token_ids, options)
+    }
+
+    fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
+        let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
+        self.allowed.check_positions(leading(hidden)?.iter().product())?;
+        let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
+        let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
+        loss_of_scores(&terms, scores.score(&terms.token_ids, &options.scores())?)
+    }
+
+    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+        self.mixture(hidden)?.top_k(k)
+    }
+
+    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+        self.mixture(hidden)?.sample(sampler)
+    }
+}

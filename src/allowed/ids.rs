@@ -1,0 +1,197 @@
+//! The sets of token ids.
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::tensors::kept::{sorted, IdLists, Kept};
+
+/// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each,
+/// such as what a sampler kept of the distribution. [`Mixture::restricted`](crate::Mixture::restricted) and
+/// [`Restricted`](crate::Restricted) renormalise the distribution over them:
+///
+/// ```text
+/// P(v | S) = P(v) / P(S) for v in S, else 0
+/// ```
+///
+/// An id that is listed twice counts once. The ids are restricted after scale and softcap of the logits.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{AllowedIds, Error, LossOptions, Mixture};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let contexts = Tensor::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8
+/// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?; // 100 token ids
+/// let mixture = Mixture::new(&contexts, None, &weight, None)?;
+/// let targets = Tensor::new(&[7u32, 50, 3], &Device::Cpu)?;
+///
+/// // The lists [3, 5, 7], [50] and [1, 2], one after another.
+/// let allowed = AllowedIds::per_position(&[3, 5, 7, 50, 1, 2], &[0, 3, 4, 6])?;
+/// let error = mixture.restricted(&allowed)?.loss(&targets, &LossOptions::default()).unwrap_err();
+/// assert!(matches!(error, Error::NotAllowed { position: 2, got: 3 }));
+///
+/// let allowed = allowed.with_targets_added(true); // the last set becomes [1, 2, 3]
+/// let loss = mixture.restricted(&allowed)?.loss(&targets, &LossOptions::default())?;
+/// assert_eq!(loss.nll.to_vec1::<f32>()?[1], 0.0); // the only allowed id has probability one
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct AllowedIds {
+    sets: Sets,
+    targets_added: bool,
+    empty_as_full: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Sets {
+    /// In ascending order without repeats; of a mask, with its length.
+    Shared(Vec<u32>, Option<usize>),
+    Each(IdLists),
+}
+
+impl AllowedIds {
+    /// The same ids at all positions.
+    pub fn new(token_ids: &[u32]) -> Self {
+        Self::of(Sets::Shared(sorted(token_ids.to_vec()), None))
+    }
+
+    /// The ids whose place in a mask is not zero, at all positions.
+    ///
+    /// # Shapes
+    ///
+    /// - mask: `[vocab]`, u8
+    ///
+    /// # Errors
+    ///
+    /// If the mask is not a vector of u8. Its length is compared with the vocabulary where it is used.
+    pub fn from_mask(mask: &Tensor) -> Result<Self> {
+        if mask.rank() != 1 {
+            return Err(Error::shape("mask", "[vocab]", mask.dims()));
+        }
+        if mask.dtype() != DType::U8 {
+            return Err(Error::DType { argument: "mask", expected: "u8".into(), got: mask.dtype() });
+        }
+        let mask = mask.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
+        let ids = (0u32..).zip(&mask).filter(|(_, &is_allowed)| is_allowed != 0).map(|(id, _)| id);
+        Ok(Self::of(Sets::Shared(ids.collect(), Some(mask.len()))))
+    }
+
+    /// A list of ids for each position, in the order of the flattened leading dimensions: position i has
+    /// `token_ids[offsets[i]..offsets[i + 1]]`.
+    ///
+    /// # Errors
+    ///
+    /// If the offsets do not ascend from 0 to the number of ids.
+    pub fn per_position(token_ids: &[u32], offsets: &[usize]) -> Result<Self> {
+        let expected = || format!("numbers that ascend from 0 to {}, the number of token ids", token_ids.len());
+        let invalid = |got: &str| Error::config("offsets", expected(), got);
+        match offsets {
+            [0, .., last] | [last @ 0] if *last == token_ids.len() => {}
+            [] => return Err(invalid("none")),
+            [first, ..] if *first != 0 => return Err(invalid(&format!("{first} first"))),
+            [.., last] => return Err(invalid(&format!("{last} last"))),
+        }
+        if let Some(pair) = offsets.windows(2).find(|pair| pair[0] > pair[1]) {
+            return Err(invalid(&format!("{} after {}", pair[1], pair[0])));
+        }
+        let lists = offsets.windows(2).map(|pair| token_ids[pair[0]..pair[1]].to_vec());
+        Ok(Self::of(Sets::Each(IdLists::new(lists))))
+    }
+
+    fn of(sets: Sets) -> Self {
+        AllowedIds { sets, targets_added: false, empty_as_full: false }
+    }
+
+    /// Whether the target of a loss, or an id that is scored, is added to the set of its position if it is not in it:
+    /// where sets are computed anew, rounding may leave out an id that was sampled. The default is false: such an id is
+    /// [`Error::NotAllowed`].
+    pub fn with_targets_added(self, targets_added: bool) -> Self {
+        AllowedIds { targets_added, ..self }
+    }
+
+    /// Whether an empty set allows all ids. The default is false: an empty set is [`Error::EmptySet`].
+    pub fn with_empty_as_full(self, empty_as_full: bool) -> Self {
+        AllowedIds { empty_as_full, ..self }
+    }
+
+    /// Whether all positions have the same set, whatever their targets.
+    pub(super) fn are_shared(&self) -> bool {
+        matches!(self.sets, Sets::Shared(..)) && !self.targets_added
+    }
+
+    /// An error if an id is not in the vocabulary.
+    pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
+        let ids = match &self.sets {
+            Sets::Shared(_, Some(len)) if *len != vocab => {
+                return Err(Error::shape("mask", format!("[{vocab}]"), &[*len]));
+            }
+            Sets::Shared(ids, _) => ids,
+            Sets::Each(lists) => lists.ids(),
+        };
+        match ids.iter().find(|&&id| id as usize >= vocab) {
+            Some(id) => Err(Error::config("allowed ids", format!("token ids below vocab_size {vocab}"), id)),
+            None => Ok(()),
+        }
+    }
+
+    /// An error if there is not a list for each position.
+    pub(super) fn check_positions(&self, positions: usize) -> Result<()> {
+        match &self.sets {
+            Sets::Each(lists) if lists.len() != positions => {
+                Err(Error::config("allowed ids", format!("a list for each of {positions} positions"), lists.len()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The sets of some of the positions.
+    pub(super) fn select(&self, positions: &[u32]) -> Self {
+        let sets = match &self.sets {
+            Sets::Shared(..) => self.sets.clone(),
+            Sets::Each(lists) => {
+                Sets::Each(IdLists::new(positions.iter().map(|&position| lists.list(position as usize).to_vec())))
+            }
+        };
+        AllowedIds { sets, ..*self }
+    }
+
+    /// The sets of all positions, whose `n` ids each are `asked` for. A position with an id that is `None` is ignored:
+    /// its set need not be valid. Ids are below `vocab`, and there is a list for each position.
+    pub(super) fn kept(&self, asked: &[Option<usize>], n: usize, positions: usize, vocab: usize) -> Result<Kept> {
+        if let Sets::Shared(ids, _) = &self.sets {
+            let all_inside = || asked.iter().flatten().all(|&id| ids.binary_search(&(id as u32)).is_ok());
+            match ids.len() {
+                0 if self.empty_as_full => return Ok(Kept::All),
+                all if all == vocab => return Ok(Kept::All),
+                1.. if all_inside() => return Ok(Kept::Shared(ids.clone())),
+                _ => {}
+            }
+        }
+        let list = |position: usize| {
+            let asked = &asked[position * n..(position + 1) * n];
+            if asked.contains(&None) {
+                return Ok(vec![0]);
+            }
+            let ids = match &self.sets {
+                Sets::Shared(ids, _) => ids,
+                Sets::Each(lists) => lists.list(position),
+            };
+            if ids.is_empty() {
+                return match self.empty_as_full {
+                    true => Ok((0..vocab as u32).collect()),
+                    false => Err(Error::EmptySet { position }),
+                };
+            }
+            let is_outside = |id: &u32| ids.binary_search(id).is_err();
+            let outside: Vec<u32> = asked.iter().flatten().map(|&id| id as u32).filter(is_outside).collect();
+            match outside.first() {
+                Some(&id) if !self.targets_added => Err(Error::NotAllowed { position, got: id.into() }),
+                _ => Ok([ids, &outside].concat()),
+            }
+        };
+        Ok(Kept::Each(IdLists::new((0..positions).map(list).collect::<Result<Vec<_>>>()?)))
+    }
+}

@@ -1,0 +1,308 @@
+//! The products of contexts with the decoder's rows of a few ids each, and their gradients. They read and write the
+//! rows of these ids alone.
+
+use candle_core::{Device, Tensor};
+use num_traits::Zero;
+use rayon::prelude::*;
+
+use super::dtype::{with_slice, with_type, Element};
+use super::gemv::dots;
+use super::matrix::DecoderMatrix;
+use super::simd::{Float, Isa, Kernel, Vector};
+use crate::error::Result;
+use crate::tensors::kept::IdLists;
+
+/// `[positions, longest]`: the products of each context `[positions, d]` with the rows of its list; zero beyond a list.
+pub(super) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+    with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
+        let (d, n) = (matrix.width, lists.longest());
+        let mut values = vec![<T as Element>::Acc::zero(); lists.len() * n];
+        let of_position = |(wide, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [_])| {
+            let (context, ids) = (T::widen_slice(&contexts[t * d..][..d], wide), lists.list(t));
+            let to = &mut to[..ids.len()];
+            match matrix.transposed {
+                false => dispatch(isa, Dots { context, rows: &stored_rows(&matrix, ids), to }),
+                true => dispatch(isa, Dots { context, rows: &copied_rows(&matrix, ids, rows), to }),
+            }
+        };
+        // No list is longer than none.
+        values.par_chunks_mut(n.max(1)).enumerate().for_each_init(Default::default, of_position);
+        Ok(Tensor::from_vec(values, (lists.len(), n), &Device::Cpu)?)
+    }))
+}
+
+/// The gradients of contexts and matrix from the products' `upstream`, as far as `needed`, in the operands' dtype.
+pub(super) fn gradients(
+    contexts: &Tensor,
+    matrix: &Tensor,
+    lists: &IdLists,
+    upstream: &Tensor,
+    needed: [bool; 2],
+) -> Result<[Option<Tensor>; 2]> {
+    let (of_contexts, of_matrix) = (contexts.shape(), matrix.shape());
+    with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
+        let tensor = |values: Option<Vec<T>>, shape| {
+            values.map(|values| Tensor::from_vec(values, shape, &Device::Cpu)).transpose()
+        };
+        with_slice("upstream", upstream, |upstream: &[<T as Element>::Acc]| Ok([
+            tensor(needed[0].then(|| context_gradients(isa, &matrix, lists, upstream)), of_contexts)?,
+            tensor(needed[1].then(|| matrix_gradient(isa, contexts, &matrix, lists, upstream)), of_matrix)?,
+        ]))
+    }))
+}
+
+/// `[positions, d]`
+fn context_gradients<T: Element>(
+    isa: Isa,
+    matrix: &DecoderMatrix<'_, T>,
+    lists: &IdLists,
+    upstream: &[T::Acc],
+) -> Vec<T> {
+    let (d, n) = (matrix.width, lists.longest());
+    let mut values = vec![T::zero(); lists.len() * d];
+    let of_position = |(sum, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [T])| {
+        let (ids, factors): (Vec<u32>, Vec<T::Acc>) =
+            lists.list(t).iter().zip(&upstream[t * n..]).filter(|(_, &g)| has_effect(g)).unzip();
+        sum.clear();
+        sum.resize(d, T::Acc::zero());
+        match matrix.transposed {
+            false => dispatch(isa, AddRows { factors: &factors, rows: &stored_rows(matrix, &ids), to: sum }),
+            true => dispatch(isa, AddRows { factors: &factors, rows: &copied_rows(matrix, &ids, rows), to: sum }),
+        }
+        to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
+    };
+    values.par_chunks_mut(d).enumerate().for_each_init(Default::default, of_position);
+    values
+}
+
+/// `[rows of the matrix, d]`. One task sums the products of a row, in the order of the positions: the result does not
+/// depend on the number of threads.
+fn matrix_gradient<T: Element>(
+    isa: Isa,
+    contexts: &[T],
+    matrix: &DecoderMatrix<'_, T>,
+    lists: &IdLists,
+    upstream: &[T::Acc],
+) -> Vec<T> {
+    let (d, n) = (matrix.width, lists.longest());
+    let of_list = |(t, list): (usize, _)| {
+        let of_ids = std::iter::zip(list, &upstream[t * n..]).filter(|(_, &g)| has_effect(g));
+        of_ids.map(move |(&id, &g)| (id, t, g))
+    };
+    let mut entries: Vec<(u32, usize, T::Acc)> = lists.iter().enumerate().flat_map(of_list).collect();
+    entries.par_sort_unstable_by_key(|&(id, t, _)| (id, t));
+    let groups: Vec<_> = entries.chunk_by(|a, b| a.0 == b.0).collect();
+    let of_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[(u32, usize, T::Acc)])| {
+        let rows: Vec<&[T]> = entries.iter().map(|&(_, t, _)| &contexts[t * d..][..d]).collect();
+        let factors: Vec<T::Acc> = entries.iter().map(|entry| entry.2).collect();
+        sum.clear();
+        sum.resize(d, T::Acc::zero());
+        dispatch(isa, AddRows { factors: &factors, rows: &rows, to: sum });
+        to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
+    };
+    // Zeros that the system clears on first use: the other rows cost nothing, in huge pages nearly all of them would.
+    let mut values = vec![T::zero(); matrix.vocab * d];
+    let rows = rows_mut(&mut values, d, groups.iter().map(|entries| entries[0].0));
+    rows.into_par_iter().zip(groups).for_each_init(Vec::new, of_row);
+    values
+}
+
+/// A matrix `[rows, d]` with these values at the rows `ids`, which are in ascending order without repeats; the others
+/// are zero.
+pub(super) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
+    let d = values.dim(1)?;
+    with_type!(values.dtype(), T => with_slice("rows", values, |values: &[T]| {
+        let mut scattered = vec![Zero::zero(); rows * d];
+        let to = rows_mut(&mut scattered, d, ids.iter().copied());
+        to.into_par_iter().zip(values.par_chunks(d)).for_each(|(to, row): (&mut [T], _)| to.copy_from_slice(row));
+        Ok(Tensor::from_vec(scattered, (rows, d), &Device::Cpu)?)
+    }))
+}
+
+/// Whether a gradient is not zero. Products with subnormal numbers are slow.
+fn has_effect<F: Float>(gradient: F) -> bool {
+    gradient.is_nan() || gradient.abs() >= F::LEAST_GRADIENT
+}
+
+/// Some rows of a matrix, in ascending order without repeats.
+fn rows_mut<T>(mut values: &mut [T], d: usize, ids: impl Iterator<Item = u32>) -> Vec<&mut [T]> {
+    let mut first = 0;
+    let mut row = |id: u32| {
+        let from_row = &mut std::mem::take(&mut values)[(id as usize - first) * d..];
+        let (row, rest) = from_row.split_at_mut(d);
+        (values, first) = (rest, id as usize + 1);
+        row
+    };
+    ids.map(&mut row).collect()
+}
+
+/// The rows as they are stored.
+fn stored_rows<'a, T: Element>(matrix: &DecoderMatrix<'a, T>, ids: &[u32]) -> Vec<&'a [T]> {
+    ids.iter().map(|&id| &matrix.values[id as usize * matrix.width..][..matrix.width]).collect()
+}
+
+/// The rows of a matrix that is stored as its transpose, copied to `buffer`.
+fn copied_rows<'a, T: Element>(
+    matrix: &DecoderMatrix<'_, T>,
+    ids: &[u32],
+    buffer: &'a mut Vec<T::Acc>,
+) -> Vec<&'a [T::Acc]> {
+    buffer.clear();
+    ids.iter().for_each(|&id| matrix.push_row(id as usize, buffer));
+    buffer.chunks_exact(matrix.width).collect()
+}
+
+/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`, which may be stored as its
+/// transpose.
+fn with_operands<T: Element, R>(
+    contexts: &Tensor,
+    matrix: &Tensor,
+    f: impl FnOnce(Isa, &[T], DecoderMatrix<'_, T>) -> Result<R>,
+) -> Result<R> {
+    let (isa, (vocab, width)) = (Isa::best()?, matrix.dims2()?);
+    let transposed = !matrix.is_contiguous();
+    let stored = if transposed { matrix.t()? } else { matrix.clone() };
+    with_slice("contexts", contexts, |contexts| {
+        with_slice("weight", &stored, |values| f(isa, contexts, DecoderMatrix { values, vocab, width, transposed }))
+    })
+}
+
+fn dispatch<F: Float, K: Kernel<F, Output = ()>>(isa: Isa, kernel: K) {
+    F::dispatch(isa, kernel);
+}
+
+/// Number of rows whose sums stay in registers.
+const ROWS: usize = 4;
+
+/// `to[i] = context . rows[i]`
+struct Dots<'a, T: Element> {
+    context: &'a [T::Acc],
+    rows: &'a [&'a [T]],
+    to: &'a mut [T::Acc],
+}
+
+impl<T: Element> Kernel<T::Acc> for Dots<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<T::Acc>>(self, v: V) {
+        let d = self.context.len();
+        let (groups, rest) = self.rows.as_chunks::<ROWS>();
+        let (to, to_rest) = self.to.as_chunks_mut::<ROWS>();
+        for (&rows, to) in groups.iter().zip(to) {
+            *to = dots::<1, ROWS, T, V>(v, self.context, rows, d)[0];
+        }
+        for (&row, to) in rest.iter().zip(to_rest) {
+            *to = dots::<1, 1, T, V>(v, self.context, [row], d)[0][0];
+        }
+    }
+}
+
+/// `to += sum_i factors[i] rows[i]`
+struct AddRows<'a, T: Element> {
+    factors: &'a [T::Acc],
+    rows: &'a [&'a [T]],
+    to: &'a mut [T::Acc],
+}
+
+impl<T: Element> Kernel<T::Acc> for AddRows<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<T::Acc>>(self, v: V) {
+        let AddRows { factors, rows, to } = self;
+        let (groups, rest) = rows.as_chunks::<ROWS>();
+        let (of_groups, of_rest) = factors.as_chunks::<ROWS>();
+        for (&rows, &factors) in groups.iter().zip(of_groups) {
+            add::<ROWS, T, V>(v, factors, rows, to);
+        }
+        for (&row, &factor) in rest.iter().zip(of_rest) {
+            add::<1, T, V>(v, [factor], [row], to);
+        }
+    }
+}
+
+#[inline(always)]
+fn add<const N: usize, T: Element, V: Vector<T::Acc>>(v: V, factors: [T::Acc; N], rows: [&[T]; N], to: &mut [T::Acc]) {
+    let (registers, rests) = (rows.map(|row| V::lanes(row).0), rows.map(|row| V::lanes(row).1));
+    let (to, to_rest) = V::split_mut(to);
+    let n = to.len();
+    let registers = registers.map(|row| &row[..n]);
+    let mut splats = [v.splat(T::Acc::zero()); N];
+    for i in 0..N {
+        splats[i] = v.splat(factors[i]);
+    }
+    for (r, to) in to.iter_mut().enumerate() {
+        let mut sum = *to;
+        for i in 0..N {
+            sum = v.mul_add(splats[i], T::load(v, registers[i][r]), sum);
+        }
+        *to = sum;
+    }
+    if !to_rest.is_empty() {
+        let mut sum = v.load_partial(to_rest);
+        for i in 0..N {
+            sum = v.mul_add(splats[i], T::load_partial(v, rests[i]), sum);
+        }
+        v.store_partial(sum, to_rest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Result};
+
+    use super::*;
+    use crate::tensors::kept;
+
+    fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
+        let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+        assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
+        wide(a).iter().zip(wide(b)).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+    }
+
+    /// The kernels equal the same products from candle's operations, in both layouts.
+    #[test]
+    fn products_and_gradients_equal_composed_operations() -> Result<()> {
+        let lists = [vec![3, 1, 4, 1, 5, 9, 2, 6], vec![], vec![0], vec![30, 3], (0..31).collect()];
+        for (dtype, tolerance) in [(DType::F64, 1e-13), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 8e-2)] {
+            for d in [1, 7, 16, 37] {
+                for count in [0, 1, 5] {
+                    let lists = IdLists::new(lists[..count].to_vec());
+                    let random = |shape: &[usize]| Tensor::randn(0f64, 1., shape, &Device::Cpu)?.to_dtype(dtype);
+                    let (contexts, weight) = (random(&[count, d])?, random(&[31, d])?);
+                    let transposed = weight.t()?.contiguous()?.t()?;
+                    for weight in [&weight, &transposed] {
+                        let (found, expected) =
+                            (products(&contexts, weight, &lists)?, kept::list_products(&contexts, weight, &lists)?);
+                        let mask = lists.mask().map_or_else(|| vec![1; found.elem_count()], |mask| mask);
+                        let mask = Tensor::from_vec(mask, found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
+                        assert!(largest_difference(&found, &(expected * mask)?) <= tolerance, "{dtype:?} {d}");
+                        let upstream = Tensor::randn(0f64, 1., found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
+                        let found = gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
+                        let expected = kept::list_product_gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
+                        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+                            assert!(largest_difference(found, expected) <= tolerance, "{dtype:?} {d} {count}");
+                        }
+                        assert!(gradients(&contexts, weight, &lists, &upstream, [false; 2])?
+                            .iter()
+                            .all(Option::is_none));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn scattered_rows_are_where_they_belong() -> Result<()> {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            let values = Tensor::randn(0f32, 1., (3, 5), &Device::Cpu)?.to_dtype(dtype)?;
+            let (found, expected) =
+                (scattered_rows(&values, &[0, 4, 8], 9)?, kept::scattered_rows(&values, &[0, 4, 8], 9)?);
+            assert_eq!(largest_difference(&found, &expected), 0.0);
+            assert_eq!(largest_difference(&found.get(4)?, &values.get(1)?), 0.0);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,168 @@
+//! Sets of token ids that a distribution is restricted to, and what candle's operations compute of them.
+
+use candle_core::{DType, Tensor};
+
+use crate::error::Result;
+
+/// A list of token ids for each position, in ascending order without repeats.
+#[derive(Clone, Debug)]
+pub(crate) struct IdLists {
+    ids: Vec<u32>,
+    /// List i is `ids[offsets[i]..offsets[i + 1]]`.
+    offsets: Vec<usize>,
+}
+
+impl IdLists {
+    /// The lists of these ids, which are sorted; each counts once.
+    pub(crate) fn new(lists: impl IntoIterator<Item = Vec<u32>>) -> Self {
+        let (mut ids, mut offsets) = (Vec::new(), vec![0]);
+        for list in lists {
+            ids.extend(sorted(list));
+            offsets.push(ids.len());
+        }
+        IdLists { ids, offsets }
+    }
+
+    /// The number of lists.
+    pub(crate) fn len(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    pub(crate) fn list(&self, position: usize) -> &[u32] {
+        &self.ids[self.offsets[position]..self.offsets[position + 1]]
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &[u32]> {
+        (0..self.len()).map(|position| self.list(position))
+    }
+
+    /// The ids of all lists.
+    pub(crate) fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// The length of the longest list.
+    pub(crate) fn longest(&self) -> usize {
+        self.iter().map(<[u32]>::len).max().unwrap_or(0)
+    }
+
+    /// `[lists, longest]`: each list, and its first id (of an empty list 0) again and again.
+    pub(crate) fn padded(&self) -> Vec<u32> {
+        let n = self.longest();
+        let pad = |list: &[u32]| std::iter::repeat_n(list.first().copied().unwrap_or(0), n - list.len());
+        self.iter().flat_map(|list| list.iter().copied().chain(pad(list))).collect()
+    }
+
+    /// `[lists, longest]`: one for each id, zero beyond a list. `None` if all lists are of one length.
+    pub(crate) fn mask(&self) -> Option<Vec<u8>> {
+        let n = self.longest();
+        let of_list = |list: &[u32]| (0..n).map(|i| u8::from(i < list.len())).collect::<Vec<_>>();
+        self.iter().any(|list| list.len() < n).then(|| self.iter().flat_map(of_list).collect())
+    }
+
+    /// The ids of all lists, each once, in ascending order.
+    pub(crate) fn union(&self) -> Vec<u32> {
+        sorted(self.ids.clone())
+    }
+}
+
+/// In ascending order without repeats.
+pub(crate) fn sorted(mut ids: Vec<u32>) -> Vec<u32> {
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+/// What each position's distribution is restricted to.
+#[derive(Clone, Debug)]
+pub(crate) enum Kept {
+    /// All ids.
+    All,
+    /// The same ids at all positions, in ascending order without repeats.
+    Shared(Vec<u32>),
+    /// A list for each position, none of them empty.
+    Each(IdLists),
+}
+
+impl Kept {
+    /// The ids of a position; `None` if they are all.
+    pub(crate) fn of(&self, position: usize) -> Option<&[u32]> {
+        match self {
+            Kept::All => None,
+            Kept::Shared(ids) => Some(ids),
+            Kept::Each(lists) => Some(lists.list(position)),
+        }
+    }
+}
+
+/// The rows of a matrix, which may be the transpose of a contiguous one.
+pub(crate) fn rows_of(matrix: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    Ok(match matrix.is_contiguous() {
+        true => matrix.index_select(ids, 0)?,
+        false => matrix.t()?.index_select(ids, 1)?.t()?.contiguous()?,
+    })
+}
+
+/// The products of each position's context, `[positions, d]`, with the rows of its list of ids, `[positions, longest]`
+/// in f32 (f64 for f64); of no meaning beyond a list.
+pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+    let shape = (lists.len(), lists.longest());
+    let dtype = if contexts.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    if shape.0 * shape.1 == 0 {
+        return Ok(Tensor::zeros(shape, dtype, contexts.device())?);
+    }
+    let contexts = contexts.to_dtype(dtype)?.unsqueeze(2)?;
+    Ok(list_rows(matrix, lists)?.to_dtype(dtype)?.matmul(&contexts)?.squeeze(2)?)
+}
+
+/// The gradients of contexts and matrix from the products' `upstream`, as far as `needed`, in the operands' dtype.
+pub(crate) fn list_product_gradients(
+    contexts: &Tensor,
+    matrix: &Tensor,
+    lists: &IdLists,
+    upstream: &Tensor,
+    needed: [bool; 2],
+) -> Result<[Option<Tensor>; 2]> {
+    let ((positions, d), n) = (contexts.dims2()?, lists.longest());
+    let (own, dtype) = (contexts.dtype(), upstream.dtype());
+    if positions * n == 0 {
+        let zeros = |tensor: &Tensor| Tensor::zeros(tensor.shape(), own, tensor.device());
+        return Ok([needed[0].then(|| zeros(contexts)).transpose()?, needed[1].then(|| zeros(matrix)).transpose()?]);
+    }
+    let upstream = match lists.mask() {
+        Some(mask) => {
+            let mask = Tensor::from_vec(mask, (positions, n), upstream.device())?;
+            mask.where_cond(upstream, &upstream.zeros_like()?)?
+        }
+        None => upstream.clone(),
+    };
+    let of_contexts = || -> Result<Tensor> {
+        let rows = list_rows(matrix, lists)?.to_dtype(dtype)?;
+        Ok(upstream.unsqueeze(1)?.matmul(&rows)?.squeeze(1)?.to_dtype(own)?)
+    };
+    let of_matrix = || -> Result<Tensor> {
+        let contexts = contexts.to_dtype(dtype)?.unsqueeze(1)?;
+        let products = upstream.unsqueeze(2)?.matmul(&contexts)?.reshape((positions * n, d))?;
+        let ids = Tensor::from_vec(lists.padded(), positions * n, matrix.device())?;
+        let zeros = Tensor::zeros(matrix.shape(), dtype, matrix.device())?;
+        Ok(zeros.index_add(&ids, &products, 0)?.to_dtype(own)?)
+    };
+    Ok([needed[0].then(of_contexts).transpose()?, needed[1].then(of_matrix).transpose()?])
+}
+
+/// `[positions, longest, d]`
+fn list_rows(matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+    let (positions, n) = (lists.len(), lists.longest());
+    let ids = Tensor::from_vec(lists.padded(), positions * n, matrix.device())?;
+    Ok(rows_of(matrix, &ids)?.reshape((positions, n, matrix.dim(1)?))?)
+}
+
+/// A matrix `[rows, d]` with these values at the rows `ids`, which are in ascending order without repeats; the others
+/// are zero.
+pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
+    let zeros = Tensor::zeros((rows, values.dim(1)?), values.dtype(), values.device())?;
+    match ids.is_empty() {
+        true => Ok(zeros),
+        false => Ok(zeros.index_add(&Tensor::new(ids, values.device())?, values, 0)?),
+    }
+}

@@ -116,6 +116,7 @@
 //! | [`log_prob`](OutputLayer::log_prob), [`log_probs`](OutputLayer::log_probs) | log-probabilities of given ids; of all ids, which are valid logits for other samplers |
 //! | [`sample`](OutputLayer::sample) | temperature of the mixture or of its components, top-k, top-p, min-p; the same seed draws the same ids |
 //! | [`with_ancestral`](Sampling::with_ancestral) | draws a component, then an id: the distribution of the mixture at nearly the cost of one softmax |
+//! | [`Restricted`], [`Mixture::restricted`] | every result, losses included, of the distribution renormalised over [`AllowedIds`]: one set for all positions, or what a sampler kept at each |
 //! | [`BeamSearch`] | the most probable sequences of a batch, n-best, with length penalty; the model is a closure |
 //! | [`prune`](MixtureLayer::prune) | removes components whose priors sum to at most m, with a bound of the total variation |
 //!

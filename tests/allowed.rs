@@ -3,17 +3,14 @@
 
 mod common;
 
-use candle_core::{DType, Device, Tensor, Var, D};
-use candle_nn::ops::log_softmax;
-use candle_nn::{VarBuilder, VarMap};
-use common::allowed::{cases, of_lists, tensors, values, variables, Case, Sets};
+use candle_core::{DType, Device, Tensor, Var};
+use common::allowed::{assert_config, assert_near, cases, ids, of_lists, tensors, values, variables, Case, Sets};
 use common::check::numbers;
 use common::scores::compare;
 use common::{exact, on, on_each_device};
 use mos_head::{
-    AllowedIds, BeamSearch, DropoutMasks, Error, Loss, LossOptions, LowRankAdapter, Mixture, MixtureConfig,
-    MixtureLayer, MixtureOfSoftmaxes, Negatives, NoiseDistribution, OptionName, OutputLayer, PolicyBatch,
-    PolicyOptions, Reduction, Restricted, Result, Sampler, Sampling, ScoreOptions, SoftmaxHead,
+    AllowedIds, Error, LossOptions, Mixture, Negatives, NoiseDistribution, OptionName, Reduction, Result, Sampler,
+    Sampling, ScoreOptions,
 };
 
 /// The relative tolerance of values, and of gradients.
@@ -23,19 +20,6 @@ fn tolerance(dtype: DType) -> (f64, f64) {
         DType::F32 => (1e-5, 4e-5),
         _ => (1e-5, 1e-2),
     }
-}
-
-fn assert_near(name: &str, found: &[f64], expected: &[f64], tolerance: f64) {
-    assert_eq!(found.len(), expected.len(), "{name}");
-    let largest = expected.iter().filter(|x| x.is_finite()).fold(0.1f64, |a, x| a.max(x.abs()));
-    for (i, (a, b)) in found.iter().zip(expected).enumerate() {
-        let is_near = a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= tolerance * largest;
-        assert!(is_near, "{name}[{i}]: {a}, expected {b} (largest {largest})");
-    }
-}
-
-fn ids(ids: &[u32], shape: &[usize]) -> Tensor {
-    Tensor::from_vec(ids.to_vec(), shape, &Device::Cpu).expect("ids")
 }
 
 /// Losses, log-probabilities, scores and entropies of every case, in every dtype.
@@ -622,12 +606,6 @@ fn options_of_lists_follow_the_conventions_or_are_refused() -> Result<()> {
     Ok(())
 }
 
-fn assert_config<T: std::fmt::Debug>(result: Result<T>, name: &str, part: &str) {
-    let error = result.expect_err(name);
-    assert!(matches!(error, Error::Config { argument, .. } if argument == name), "{name}: {error:?}");
-    assert!(error.to_string().contains(part), "{error}");
-}
-
 #[test]
 fn sets_that_do_not_fit_are_refused() -> Result<()> {
     let mixture = cases()[3].mixture(&cases()[3].operands(DType::F32)?)?; // 5 positions, 37 ids
@@ -658,271 +636,20 @@ fn sets_that_do_not_fit_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// The most probable ids are those of a sort of the set; no id is outside.
+/// The log-prior of a single component cancels; it has a gradient, which is zero.
 #[test]
-fn the_best_ids_are_those_of_the_set() -> Result<()> {
-    for case in cases() {
-        let operands = case.operands(DType::F64)?;
-        let (lists, truth) = (case.lists(), case.restricted(&values(&operands), &case.lists(), 1.0));
-        let restricted = case.mixture(&operands)?.restricted(&case.allowed())?;
-        let longest = lists.iter().map(Vec::len).max().expect("a position");
-        for k in [1, 3, case.vocab].into_iter().filter(|k| *k <= case.vocab) {
-            let top = restricted.top_k(k)?;
-            let n = k.min(longest);
-            assert_eq!(top.token_ids.dims(), [case.positions, n], "{case:?}");
-            let (found, log_probs) = (top.token_ids.to_vec2::<u32>()?, top.log_probs.to_vec2::<f64>()?);
-            for t in 0..case.positions {
-                let mut ranked: Vec<(f64, u32)> = truth[t].iter().copied().zip(lists[t].iter().copied()).collect();
-                ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
-                ranked.truncate(n);
-                let own = ranked.len();
-                ranked.resize(n, (f64::NEG_INFINITY, ranked[own - 1].1));
-                let (expected, of_ids): (Vec<f64>, Vec<u32>) = ranked.into_iter().unzip();
-                assert_eq!(found[t], of_ids, "{case:?} {k}");
-                assert_near("log_probs", &log_probs[t], &expected, 1e-12);
-            }
-        }
-        let best: Vec<u32> = restricted.top_k(1)?.token_ids.flatten_all()?.to_vec1()?;
-        assert_eq!(restricted.argmax()?.to_vec1::<u32>()?, best);
+fn the_log_prior_of_one_component_changes_nothing() -> Result<()> {
+    for case in [cases()[3], cases()[9], cases()[15]] {
+        let vars = variables(&case.operands(DType::F64)?);
+        let log_priors = Var::from_tensor(&upstream(case.positions, DType::F64)?.unsqueeze(1)?)?;
+        let targets = ids(&case.targets(), &[case.positions]);
+        let without = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+        let with = Mixture::new(&vars[0], Some(&log_priors), &vars[2], Some(&vars[3]))?.restricted(&case.allowed())?;
+        let (a, b) = (with.loss(&targets, &LossOptions::new())?, without.loss(&targets, &LossOptions::new())?);
+        assert_near("nll", &numbers(&a.nll), &numbers(&b.nll), 1e-12);
+        let (a, b) = (a.backward()?, b.backward()?);
+        compare("weight", &case, DType::F64, a.get(&vars[2]).expect("one"), b.get(&vars[2]).expect("one"), 1e-12)?;
+        assert!(numbers(a.get(&log_priors).expect("one")).iter().all(|g| g.abs() < 1e-14));
     }
-    Ok(())
-}
-
-/// The frequencies of draws are those of the renormalised distribution, at a temperature and with truncation.
-#[test]
-fn draws_have_the_frequencies_of_the_renormalised_distribution() -> Result<()> {
-    const DRAWS: usize = 4000;
-    let plain = Sampling::new();
-    let samplings = [
-        plain.clone(),
-        plain.clone().with_temperature(0.5),
-        plain.clone().with_temperature(2.0),
-        plain.clone().with_top_p(0.6),
-        plain.clone().with_top_k(2),
-        plain.clone().with_min_p(0.4),
-    ];
-    for components in [1, 3] {
-        for shared in [true, false] {
-            let one = Case { positions: 1, components, softcap: Some(2.0), ..cases()[3] };
-            let case = Case { positions: DRAWS, ..one };
-            let [contexts, logits, weight, bias] = one.operands(DType::F64)?;
-            let list = vec![2u32, 11, 12, 30];
-            let operands = [contexts.repeat((DRAWS, 1, 1))?, logits.repeat((DRAWS, 1))?, weight.clone(), bias.clone()];
-            let mixture = case.mixture(&operands)?;
-            let allowed = match shared {
-                true => AllowedIds::new(&list),
-                false => of_lists(&vec![list.clone(); DRAWS]),
-            };
-            let restricted = mixture.restricted(&allowed)?;
-            let log_probs = &one.restricted(&values(&[contexts, logits, weight, bias]), &[list.clone()], 1.0)[0];
-            for sampling in &samplings {
-                let mut masses: Vec<f64> = log_probs.iter().map(|x| (x / sampling.temperature).exp()).collect();
-                let total: f64 = masses.iter().sum();
-                masses.iter_mut().for_each(|mass| *mass /= total);
-                let mut order: Vec<usize> = (0..masses.len()).collect();
-                order.sort_by(|&a, &b| masses[b].total_cmp(&masses[a]));
-                let (mut before, largest) = (0.0, masses[order[0]]);
-                for (rank, &i) in order.iter().enumerate() {
-                    let mass = masses[i];
-                    let is_kept = rank < sampling.top_k.unwrap_or(usize::MAX)
-                        && (rank == 0 || before < sampling.top_p)
-                        && mass >= sampling.min_p * largest;
-                    before += mass;
-                    masses[i] = if is_kept { mass } else { 0.0 };
-                }
-                let total: f64 = masses.iter().sum();
-                let drawn = restricted.sample(&mut Sampler::new(sampling.clone(), 7)?)?.to_vec1::<u32>()?;
-                assert!(drawn.iter().all(|id| list.contains(id)));
-                for (id, mass) in list.iter().zip(&masses) {
-                    let p = mass / total;
-                    let found = drawn.iter().filter(|other| *other == id).count() as f64 / DRAWS as f64;
-                    let deviation = (p * (1.0 - p) / DRAWS as f64).sqrt();
-                    assert!((found - p).abs() <= 4.0 * deviation, "{sampling:?} {id}: {found}, expected {p}");
-                }
-            }
-            let mut ancestral = Sampler::new(Sampling::new().with_ancestral(true), 7)?;
-            match (components, restricted.sample(&mut ancestral)) {
-                (1, drawn) => assert!(drawn?.to_vec1::<u32>()?.iter().all(|id| list.contains(id))),
-                (_, error) => {
-                    assert!(matches!(error, Err(Error::Unsupported { option: OptionName::Ancestral, .. })));
-                }
-            }
-            // The temperature of the components is that of the restricted mixture's.
-            let mut sampler = Sampler::new(Sampling::greedy().with_component_temperature(0.01), 7)?;
-            let tempered = mixture.with_component_temperature(0.01)?.restricted(&allowed)?;
-            assert_eq!(restricted.sample(&mut sampler)?.to_vec1::<u32>()?, tempered.argmax()?.to_vec1::<u32>()?);
-        }
-    }
-    Ok(())
-}
-
-fn heads() -> Result<(Vec<Var>, Vec<Box<dyn MixtureLayer>>, Tensor)> {
-    let vars = VarMap::new();
-    let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
-    let mixture = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 60, 3).with_context_dim(6), vb)?;
-    let random = |shape: &[usize]| Var::from_tensor(&Tensor::randn(0f64, 1., shape, &Device::Cpu)?);
-    let [weight, bias, a, b] = [&[60, 8][..], &[60], &[2, 8], &[60, 2]].map(|shape| random(shape).expect("a variable"));
-    let adapter = LowRankAdapter::from_tensors(a.as_tensor().clone(), b.as_tensor().clone(), 4.0)?;
-    let plain = SoftmaxHead::from_tensors(weight.as_tensor().clone(), Some(bias.as_tensor().clone()))?;
-    let adapted = plain.with_adapter(adapter)?.with_logit_scale(0.5)?.with_softcap(3.0)?;
-    let hidden = Tensor::randn(0f64, 1., (3, 4, 8), &Device::Cpu)?;
-    let all = [vec![weight, bias, a, b], vars.all_vars()].concat();
-    Ok((all, vec![Box::new(adapted), Box::new(mixture)], hidden))
-}
-
-/// Sets of each kind for 12 positions over 60 ids.
-fn sets() -> (Vec<u32>, [(AllowedIds, Vec<Vec<u32>>); 2]) {
-    let shared = vec![1u32, 5, 17, 18, 40, 59];
-    let lists: Vec<Vec<u32>> = (0..12u32).map(|t| vec![(t * 5) % 60, (t * 5 + 1) % 60, (t * 5 + 3) % 60]).collect();
-    let sets = [(AllowedIds::new(&shared), vec![shared.clone(); 12]), (of_lists(&lists), lists)];
-    (shared, sets)
-}
-
-/// Heads, an adapter of the decoder included: every variable has the gradient of the head's own log-probabilities,
-/// renormalised by candle's operations.
-#[test]
-fn restricted_heads_equal_their_log_probabilities_renormalised() -> Result<()> {
-    let (vars, heads, hidden) = heads()?;
-    for head in &heads {
-        for (allowed, lists) in sets().1 {
-            let targets: Vec<u32> = lists.iter().enumerate().map(|(t, list)| list[t % list.len()]).collect();
-            let restricted = Restricted::new(head, allowed)?;
-            let of_targets = ids(&targets, &[3, 4]);
-            let log_probs = head.log_probs(&hidden)?.reshape((12, 60))?;
-            let mut rows = Vec::new();
-            for (t, list) in lists.iter().enumerate() {
-                let index = Tensor::new(list.as_slice(), &Device::Cpu)?;
-                rows.push(log_softmax(&log_probs.get(t)?.index_select(&index, 0)?, 0)?);
-            }
-            let of_target = |t: usize| rows[t].get(lists[t].iter().position(|id| *id == targets[t]).expect("allowed"));
-            let terms = (0..12).map(of_target).collect::<candle_core::Result<Vec<_>>>()?;
-            let expected = Tensor::stack(&terms, 0)?.mean_all()?.neg()?;
-            let loss = restricted.loss(&hidden, &of_targets, &LossOptions::new())?;
-            compare("loss", &0, DType::F64, &loss.value.detach(), &expected.detach(), 1e-12)?;
-            let (found, expected) = (loss.backward()?, expected.backward()?);
-            let mut count = 0;
-            for var in &vars {
-                match (found.get(var), expected.get(var)) {
-                    (Some(a), Some(b)) => {
-                        compare("gradient", &var.dims(), DType::F64, a, b, 1e-11)?;
-                        count += 1;
-                    }
-                    (None, None) => {}
-                    (a, b) => panic!("{:?}: {} {}", var.dims(), a.is_some(), b.is_some()),
-                }
-            }
-            assert!(count >= 4);
-            // Every method is the mixture's.
-            let mixture = restricted.mixture(&hidden)?;
-            let options = ScoreOptions::new().with_entropy(true);
-            assert_eq!(restricted.log_probs(&hidden)?.dims(), [3, 4, 60]);
-            assert_eq!(numbers(&restricted.log_probs(&hidden)?), numbers(&mixture.log_probs()?));
-            let (a, b) = (restricted.score(&hidden, &of_targets, &options)?, mixture.score(&of_targets, &options)?);
-            assert_eq!(numbers(&a.log_prob), numbers(&b.log_prob));
-            assert_eq!(a.log_prob.dims(), [3, 4]);
-            assert_eq!(numbers(&restricted.log_prob(&hidden, &of_targets)?), numbers(&a.log_prob));
-            assert_eq!(
-                restricted.top_k(&hidden, 2)?.token_ids.flatten_all()?.to_vec1::<u32>()?,
-                mixture.top_k(2)?.token_ids.flatten_all()?.to_vec1::<u32>()?
-            );
-            let sums = restricted.log_probs(&hidden)?.exp()?.sum(D::Minus1)?;
-            assert!(numbers(&sums).iter().all(|sum| (sum - 1.0).abs() < 1e-12));
-            let drawn = restricted.sample(&hidden, &mut Sampler::new(Sampling::new(), 3)?)?;
-            assert_eq!(drawn.dims(), [3, 4]);
-            let drawn = drawn.flatten_all()?.to_vec1::<u32>()?;
-            assert!(drawn.iter().zip(&lists).all(|(id, list)| list.contains(id)));
-        }
-        assert_config(Restricted::new(head, AllowedIds::new(&[60])), "allowed ids", "below vocab_size 60, got 60");
-        let lists = Restricted::new(head, of_lists(&[vec![1]]))?;
-        assert_config(lists.log_probs(&hidden), "allowed ids", "each of 12 positions, got 1");
-    }
-    Ok(())
-}
-
-/// A policy loss takes the lists of the tokens that count, and keeps a token that its set has lost.
-#[test]
-fn policy_losses_see_the_sets_of_the_tokens_that_count() -> Result<()> {
-    let (vars, heads, hidden) = heads()?;
-    for head in &heads {
-        for (allowed, lists) in sets().1 {
-            let mut targets: Vec<u32> = lists.iter().enumerate().map(|(t, list)| list[t % list.len()]).collect();
-            targets[7] = 33; // in no set
-            let token_ids = ids(&targets, &[3, 4]);
-            let mask: Vec<u8> = (0..12u8).map(|t| u8::from(t % 3 != 0)).collect();
-            let advantages = Tensor::randn(0f64, 1., (3, 4), &Device::Cpu)?;
-            let batch = PolicyBatch::new(token_ids.clone(), advantages.clone()).with_mask(Tensor::from_vec(
-                mask.clone(),
-                (3, 4),
-                &Device::Cpu,
-            )?);
-            let options = PolicyOptions::new().with_entropy(0.1);
-            let outside = Restricted::new(head, allowed.clone())?.policy_loss(&hidden, &batch, &options);
-            assert!(matches!(outside, Err(Error::NotAllowed { got: 33, .. })), "{outside:?}");
-            let restricted = Restricted::new(head, allowed.with_targets_added(true))?;
-            let loss = restricted.policy_loss(&hidden, &batch, &options)?;
-            let scores = restricted.score(&hidden, &token_ids, &ScoreOptions::new().with_entropy(true))?;
-            let weights: Vec<f64> = mask.iter().map(|&counts| f64::from(counts) / 8.0).collect();
-            let weights = Tensor::from_vec(weights, (3, 4), &Device::Cpu)?;
-            // The ratio of the present policy is one, and its gradient that of the log-probability.
-            let log_prob = &scores.log_prob;
-            let ratio = (log_prob - log_prob.detach())?.exp()?;
-            let bonus = (scores.entropy.expect("asked for") * 0.1)?;
-            let expected = (((ratio * advantages)?.neg()? - bonus)? * weights)?.sum_all()?;
-            compare("value", &0, DType::F64, &loss.value.detach(), &expected.detach(), 1e-12)?;
-            let (found, expected) = (loss.backward()?, expected.backward()?);
-            for var in &vars {
-                if let Some(expected) = expected.get(var) {
-                    compare("gradient", &var.dims(), DType::F64, found.get(var).expect("one"), expected, 1e-11)?;
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Beam search over a restricted head stays in the set, and finds what a search over the renormalised log-probabilities
-/// finds.
-#[test]
-fn beam_search_never_leaves_the_set() -> Result<()> {
-    let (_, heads, _) = heads()?;
-    let embeddings = Tensor::randn(0f64, 2., (60, 8), &Device::Cpu)?;
-    let shared = sets().0;
-    for head in &heads {
-        let restricted = Restricted::new(head, AllowedIds::new(&shared))?;
-        // Six ids; the width asks for more.
-        let search = BeamSearch::new(59).with_width(8).with_max_length(5).with_n_best(4);
-        let start = Tensor::new(&[1u32, 5, 33], &Device::Cpu)?;
-        let step = |tokens: &Tensor, _: &Tensor| embeddings.index_select(tokens, 0);
-        let found = search.run(&restricted, &start, step)?;
-        let expected = search.search(60, &start, |tokens, _, k| -> Result<_> {
-            let log_probs = head.log_probs(&embeddings.index_select(tokens, 0)?)?;
-            let index = Tensor::new(shared.as_slice(), &Device::Cpu)?;
-            let small = log_softmax(&log_probs.index_select(&index, 1)?, 1)?;
-            let mut top = mos_head::TopK::of_log_probs(&small, k.min(6))?;
-            top.token_ids = index.index_select(&top.token_ids.flatten_all()?, 0)?.reshape(top.token_ids.shape())?;
-            Ok(top)
-        })?;
-        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
-            assert!(found.token_ids.iter().all(|id| shared.contains(id)), "{found:?}");
-            assert_eq!(found.token_ids, expected.token_ids);
-            assert!((found.log_prob - expected.log_prob).abs() < 1e-9);
-        }
-        assert_eq!(found.iter().flatten().count(), 12);
-    }
-    Ok(())
-}
-
-/// A loss with dropout, as of any head: the masks are the head's.
-#[test]
-fn dropout_is_that_of_the_head() -> Result<()> {
-    let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
-    let config = MixtureConfig::new(8, 60, 2).with_context_dim(6).with_dropout(0.5);
-    let head = MixtureOfSoftmaxes::new(&config, vb)?;
-    let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?;
-    let restricted = Restricted::new(&head, AllowedIds::new(&[1, 2, 3]))?;
-    let options = LossOptions::new().with_dropout(DropoutMasks::Seeded(3));
-    let loss = |options: &LossOptions| -> Result<Loss> { restricted.loss(&hidden, &ids(&[1, 2, 3, 1], &[4]), options) };
-    assert_eq!(numbers(&loss(&options)?.nll), numbers(&loss(&options)?.nll));
-    assert!(numbers(&loss(&LossOptions::evaluation())?.nll).iter().all(|nll| (nll - 3f64.ln()).abs() < 1e-6));
     Ok(())
 }

@@ -3,8 +3,7 @@
 use candle_core::{Tensor, D};
 
 use super::restricted::RestrictedMixture;
-use super::single::{gathered, is_single};
-use crate::backend::contract::Operands;
+use super::single::{constant, gathered, is_single};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
@@ -74,23 +73,15 @@ impl RestrictedMixture {
     /// last.
     fn chosen_from(&self) -> Result<(Mixture, Kept, Option<Vec<u32>>)> {
         let kept = self.kept()?;
-        let operands = self.mixture.operands();
         let union = match &kept {
             Kept::Shared(ids) => ids.clone(),
             Kept::Each(lists) => lists.union(),
             Kept::All => Vec::new(),
         };
-        if !is_single(&self.mixture) || union.is_empty() || union.len() == operands.sizes.vocab {
+        if !is_single(&self.mixture) || union.is_empty() || union.len() == self.mixture.operands().sizes.vocab {
             return Ok((self.mixture.clone(), kept, None));
         }
-        let constants = Operands {
-            contexts: operands.contexts.detach(),
-            weight: operands.weight.detach(),
-            adapter: operands.adapter.as_ref().map(Tensor::detach),
-            bias: operands.bias.as_ref().map(Tensor::detach),
-            ..operands.clone()
-        };
-        let (mixture, _) = gathered(&self.mixture.with_operands(constants), &union)?;
+        let (mixture, _) = gathered(&constant(&self.mixture), &union)?;
         let place = |id: &u32| union.binary_search(id).unwrap_or(0) as u32;
         let kept = match kept {
             Kept::Each(lists) => Kept::Each(IdLists::new(lists.iter().map(|list| list.iter().map(place).collect()))),

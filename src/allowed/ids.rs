@@ -79,8 +79,8 @@ impl AllowedIds {
         Ok(Self::of(Sets::Shared(ids.collect(), Some(mask.len()))))
     }
 
-    /// A list of ids for each position, in the order of the flattened leading dimensions: position i has
-    /// `token_ids[offsets[i]..offsets[i + 1]]`.
+    /// A list of ids for each position, in the order of the flattened leading dimensions, as compressed sparse rows:
+    /// position i has `token_ids[offsets[i]..offsets[i + 1]]`.
     ///
     /// # Errors
     ///

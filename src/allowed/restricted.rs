@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::ids::AllowedIds;
 use super::rows::{expanded, Rows};
-use super::single::{gathered, is_single};
+use super::single::{constant, gathered, is_single};
 use crate::backend::contract::{Operands, Sizes};
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
@@ -70,7 +70,8 @@ impl RestrictedMixture {
     /// The loss of the targets under the renormalised distribution, as [`Mixture::loss`].
     ///
     /// Label smoothing spreads its mass over the set; with z-loss, gradient filter and counted predictions it is
-    /// supported for one set for all positions, if targets are not added to it and there is a single softmax.
+    /// supported for one set for all positions, if targets are not added to it and there is a single softmax. The budget
+    /// of the workspace is that of the passes over all ids; what is computed of the sets is held beside it.
     ///
     /// # Shapes
     ///
@@ -104,8 +105,10 @@ impl RestrictedMixture {
         };
         let of_leading = contexts.reshape([leading, &[components, context_dim]].concat())?;
         let contexts = request.mask(&of_leading)?.reshape(contexts.shape())?;
-        let operands = self.mixture.operands().clone();
-        let mut mixture = self.mixture.with_operands(Operands { contexts, ..operands });
+        let mut mixture = self.mixture.with_operands(Operands { contexts, ..self.mixture.operands().clone() });
+        if !options.train {
+            mixture = constant(&mixture);
+        }
         if options.precision != Precision::Full {
             mixture = mixture.with_precision(options.precision);
         }

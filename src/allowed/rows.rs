@@ -11,12 +11,14 @@ use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;
 use crate::tensors::autograd::Leaf;
 use crate::tensors::kept::{IdLists, Kept};
+use crate::tensors::transfer;
 
 /// The most candidates of a position whose log-probabilities under a mixture of several softmaxes are computed by
 /// themselves, not among those of all ids.
 const MOST_CANDIDATES: usize = 256;
 
-/// A logit whose row of the decoder is read for it alone takes longer than one of a matrix product, by more than this.
+/// A logit whose row of the decoder is read for it alone takes longer than one of a matrix product: by this factor where
+/// rows are short, by more where they are long.
 const GATHERED_OVER_PRODUCT: usize = 8;
 
 /// Log-probabilities `[positions, n]` in the accumulation dtype, minus infinity outside a set. Differentiable.
@@ -120,8 +122,8 @@ impl Rows {
     /// The columns of `n` ids at each position, `[positions, n]`; of no meaning where an id is ignored.
     pub(super) fn places(&self, asked: &[Option<usize>], n: usize) -> Result<Tensor> {
         let place = |(i, id): (usize, &Option<usize>)| id.map_or(0, |id| self.columns.place(i / n, id as u32) as u32);
-        let places = asked.iter().enumerate().map(place).collect();
-        Ok(Tensor::from_vec(places, (asked.len() / n.max(1), n), self.log_probs.device())?)
+        let places: Vec<u32> = asked.iter().enumerate().map(place).collect();
+        transfer::to_device(places, (self.log_probs.dim(0)?, n), self.log_probs.device())
     }
 
     /// The log-probabilities of all ids, `[positions, vocab]`, minus infinity outside a set. The columns are not lists.

@@ -17,6 +17,20 @@ pub(super) fn is_single(mixture: &Mixture) -> bool {
     operands.sizes.components == 1 && operands.log_priors.is_none()
 }
 
+/// The mixture as a constant.
+pub(super) fn constant(mixture: &Mixture) -> Mixture {
+    let operands = mixture.operands();
+    let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
+    mixture.with_operands(Operands {
+        contexts: operands.contexts.detach(),
+        log_priors: detached(&operands.log_priors),
+        weight: operands.weight.detach(),
+        adapter: detached(&operands.adapter),
+        bias: detached(&operands.bias),
+        ..operands.clone()
+    })
+}
+
 /// The softmax over `ids` alone, in ascending order without repeats: its id i is `ids[i]`. And the decoder's variables
 /// whose gradients bypass candle's sum.
 pub(super) fn gathered(mixture: &Mixture, ids: &[u32]) -> Result<(Mixture, Vec<Leaf>)> {

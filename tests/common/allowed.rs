@@ -210,3 +210,24 @@ pub fn tensors(variables: &[Var; 4]) -> [Tensor; 4] {
 pub fn values(tensors: &[Tensor; 4]) -> [Vec<f64>; 4] {
     tensors.each_ref().map(|t| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap())
 }
+
+/// Demands that numbers differ by at most a share of the largest, which counts as at least a tenth.
+pub fn assert_near(name: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(found.len(), expected.len(), "{name}");
+    let largest = expected.iter().filter(|x| x.is_finite()).fold(0.1f64, |a, x| a.max(x.abs()));
+    for (i, (a, b)) in found.iter().zip(expected).enumerate() {
+        let is_near = a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= tolerance * largest;
+        assert!(is_near, "{name}[{i}]: {a}, expected {b} (largest {largest})");
+    }
+}
+
+pub fn ids(ids: &[u32], shape: &[usize]) -> Tensor {
+    Tensor::from_vec(ids.to_vec(), shape, &Device::Cpu).expect("ids")
+}
+
+/// Demands an error of a number or option.
+pub fn assert_config<T: std::fmt::Debug>(result: mos_head::Result<T>, name: &str, part: &str) {
+    let error = result.expect_err(name);
+    assert!(matches!(error, mos_head::Error::Config { argument, .. } if argument == name), "{name}: {error:?}");
+    assert!(error.to_string().contains(part), "{error}");
+}

@@ -75,6 +75,9 @@ fn context_gradients<T: Element>(
     values
 }
 
+/// An id, a position, and the gradient of their product.
+type Entry<F> = (u32, usize, F);
+
 /// `[rows of the matrix, d]`. One task sums the products of a row, in the order of the positions: the result does not
 /// depend on the number of threads.
 fn matrix_gradient<T: Element>(
@@ -89,10 +92,10 @@ fn matrix_gradient<T: Element>(
         let of_ids = std::iter::zip(list, &upstream[t * n..]).filter(|(_, &g)| has_effect(g));
         of_ids.map(move |(&id, &g)| (id, t, g))
     };
-    let mut entries: Vec<(u32, usize, T::Acc)> = lists.iter().enumerate().flat_map(of_list).collect();
+    let mut entries: Vec<Entry<T::Acc>> = lists.iter().enumerate().flat_map(of_list).collect();
     entries.par_sort_unstable_by_key(|&(id, t, _)| (id, t));
     let groups: Vec<_> = entries.chunk_by(|a, b| a.0 == b.0).collect();
-    let of_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[(u32, usize, T::Acc)])| {
+    let of_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[Entry<T::Acc>])| {
         let rows: Vec<&[T]> = entries.iter().map(|&(_, t, _)| &contexts[t * d..][..d]).collect();
         let factors: Vec<T::Acc> = entries.iter().map(|entry| entry.2).collect();
         sum.clear();
@@ -275,7 +278,7 @@ mod tests {
                     for weight in [&weight, &transposed] {
                         let (found, expected) =
                             (products(&contexts, weight, &lists)?, kept::list_products(&contexts, weight, &lists)?);
-                        let mask = lists.mask().map_or_else(|| vec![1; found.elem_count()], |mask| mask);
+                        let mask = lists.mask().unwrap_or_else(|| vec![1; found.elem_count()]);
                         let mask = Tensor::from_vec(mask, found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
                         assert!(largest_difference(&found, &(expected * mask)?) <= tolerance, "{dtype:?} {d}");
                         let upstream = Tensor::randn(0f64, 1., found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;

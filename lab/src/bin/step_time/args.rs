@@ -71,6 +71,9 @@ pub(crate) struct Args {
     /// The divergence of a distillation
     #[arg(long, value_enum, default_value = "forward")]
     pub(crate) divergence: DivergenceKind,
+    /// Time the loss over kept sets of N ids a position, with its gradients, in place of a step
+    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["score", "output", "sampled", "train", "step_only", "forward_only"])]
+    pub(crate) kept: Option<usize>,
     /// Time the step alone, without the mixture and the matrix products
     #[arg(long)]
     pub(crate) step_only: bool,
@@ -154,7 +157,9 @@ mod tests {
 
     #[test]
     fn sizes_of_zero_are_errors_that_name_the_flag() {
-        for flag in ["--tokens", "--components", "--vocab", "--sampled", "--reps", "--workspace-mib", "--chunk-rows"] {
+        for flag in
+            ["--tokens", "--components", "--vocab", "--sampled", "--reps", "--workspace-mib", "--chunk-rows", "--kept"]
+        {
             let error = Args::try_parse_from(["step_time", flag, "0"]).err().expect("must fail").to_string();
             assert!(error.contains(flag) && error.contains("at least 1"), "{error}");
         }

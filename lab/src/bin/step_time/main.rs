@@ -10,6 +10,7 @@ mod args;
 mod composed;
 mod floor;
 mod gpu_floor;
+mod kept;
 mod output;
 mod scores;
 mod steps;
@@ -20,6 +21,7 @@ use std::time::Instant;
 use args::{name, Args, Implementation, Train};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
+use kept::Kept;
 use lab::memory::Peak;
 use mos_head::{LossOptions, Mixture, NoiseDistribution, Precision};
 use output::System;
@@ -76,6 +78,22 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         return Err("--output is for --impl fused".into());
     }
     let system = args.output.map(|output| System::new(output, sizes, args.dtype, &device)).transpose()?;
+
+    if let Some(n) = args.kept {
+        let kept = Kept::new(&detached_mixture(&leaves, components)?, &leaves.targets, n, vocab)?;
+        let memory = Peak::watch(&device);
+        kept.run()?;
+        let peak = memory.extra_mib();
+        let [(times, value), (full, _)] = in_turn(args, args.reps, [&mut || kept.run(), &mut || kept.full()])?;
+        let line = json!({
+            "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "kept": n, "shape": name(&args.shape),
+            "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
+            "dtype": args.dtype.as_str(), "seconds": median(&times), "loss_seconds": median(&full),
+            "over_loss": median(&times) / median(&full), "peak_extra_mib": peak, "value": value,
+        });
+        println!("{line}");
+        return Ok(());
+    }
 
     if let Some(score) = args.score {
         let is_constant = score == Score::Values;

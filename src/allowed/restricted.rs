@@ -25,7 +25,7 @@ use crate::tensors::transfer;
 /// A single softmax reads the decoder's rows of the sets alone, and its decoder's gradient is computed for these alone.
 /// A mixture of several softmaxes needs all ids for its log-sum-exps; where it has more than 256 ids in a set, the
 /// log-probabilities of all ids, `[positions, vocab]`, are held. So are those of the ids in any list, `[positions, ids]`,
-/// if a single softmax has long lists for each position. Sets and targets are read on the host, which waits for a GPU.
+/// if a single softmax has long lists for each position; on a GPU the rows of short lists, `[positions, ids, d]`. Sets and targets are read on the host, which waits for a GPU.
 ///
 /// # Examples
 ///

@@ -3,7 +3,7 @@
 use candle_core::{Tensor, TensorId};
 
 use super::node::{self, needs_grad, Known};
-use super::sample::{rows_of, Sample};
+use super::sample::Sample;
 use super::sampled_softmax::{self, small_loss};
 use super::Mixture;
 use crate::backend;
@@ -14,6 +14,7 @@ use crate::backend::plan::Plan;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, Unchecked};
 use crate::tensors::autograd::variables;
+use crate::tensors::kept::rows_of;
 
 impl Mixture {
     /// The loss of the targets and, in the same three matrix products, the gradients of contexts, priors, weight and

@@ -111,14 +111,6 @@ impl Sample {
     }
 }
 
-/// The rows of a matrix, which may be the transpose of a contiguous one.
-pub(super) fn rows_of(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    Ok(match weight.is_contiguous() {
-        true => weight.index_select(ids, 0)?,
-        false => weight.t()?.index_select(ids, 1)?.t()?.contiguous()?,
-    })
-}
-
 /// The rows in these places of the weight, in the accumulation dtype, so that the gradient of a row is summed in it.
 fn own_rows(weight: &Tensor, places: &[u32]) -> Result<Tensor> {
     let accumulation = accumulation_dtype("contexts", weight.dtype())?;

@@ -62,7 +62,9 @@ impl IdLists {
 
     /// The ids of all lists, each once, in ascending order.
     pub(crate) fn union(&self) -> Vec<u32> {
-        sorted(self.ids.clone())
+        let mut is_in = vec![false; self.ids.iter().max().map_or(0, |&id| id as usize + 1)];
+        self.ids.iter().for_each(|&id| is_in[id as usize] = true);
+        (0u32..).zip(is_in).filter(|(_, is_in)| *is_in).map(|(id, _)| id).collect()
     }
 }
 

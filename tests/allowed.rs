@@ -653,3 +653,27 @@ fn the_log_prior_of_one_component_changes_nothing() -> Result<()> {
     }
     Ok(())
 }
+
+/// Each row of the decoder's gradient is the sum of one task: results have the same bits with any number of threads.
+#[test]
+fn the_number_of_threads_changes_no_bit() -> Result<()> {
+    for case in [cases()[3], cases()[9], cases()[15], cases()[27]] {
+        let operands = case.operands(DType::F32)?;
+        let results = |threads: usize| -> Result<Vec<Vec<f64>>> {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+            pool.install(|| {
+                let vars = variables(&operands);
+                let restricted = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+                let loss = restricted.loss(&ids(&case.targets(), &[case.positions]), &LossOptions::new())?;
+                let gradients = loss.backward()?;
+                let of = |i: usize| numbers(gradients.get(&vars[i]).expect(NAMES[i]));
+                Ok(vec![numbers(&loss.nll), of(0), of(2), of(3)])
+            })
+        };
+        let one = results(1)?;
+        for threads in [2, 5] {
+            assert_eq!(results(threads)?, one, "{case:?} {threads}");
+        }
+    }
+    Ok(())
+}

@@ -9,10 +9,9 @@ use crate::backend::contract::{Operands, Sizes};
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
-use crate::scores::{candidates, ScoreOptions, Scores};
+use crate::scores::{candidates, composed, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
 use crate::tensors::kept::Kept;
-use crate::tensors::scores::composed;
 use crate::tensors::transfer;
 
 /// A mixture whose distribution at each position is renormalised over the ids that are allowed there, from
@@ -197,7 +196,7 @@ impl RestrictedMixture {
             kept => {
                 let rows = Rows::new(&self.mixture, &kept, options.workspace_bytes)?;
                 let places = rows.places(&asked, n)?;
-                let scores = composed(&rows.log_probs, &places, options.temperature, options.entropy)?;
+                let scores = composed(&rows.log_probs, &options.scored(places))?;
                 Ok(Scores { leaves: rows.leaves, ..Scores::of_columns(&scores, token_ids.dims(), leading, options)? })
             }
         }

@@ -11,7 +11,7 @@ use crate::backend::contract::{Scored, OF_POSITION};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_number, check_targets};
-use composed::composed;
+pub(crate) use composed::composed;
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
 #[derive(Clone, Debug)]

@@ -102,11 +102,12 @@
 //! |---|---|
 //! | [`log_prob`](OutputLayer::log_prob), [`score`](OutputLayer::score) | 4 / 1: log-probabilities of one or several candidates, and the entropy, at a temperature |
 //! | [`policy_loss`](OutputLayer::policy_loss) | 3 / 1: PPO and GRPO, with their gradients ([`PolicyOptions`]) |
-//! | [`score_loss`](Mixture::score_loss) | 3 / 1: a function of log-probability and entropy of your own |
+//! | [`distill`](OutputLayer::distill) | 3 from a teacher's list of ids, 4 from a [`Teacher`] with the same vocabulary: forward and reverse Kullback-Leibler and Jensen-Shannon divergence ([`DistillOptions`]) |
+//! | [`score_loss`](Mixture::score_loss), [`log_prob_loss`](Mixture::log_prob_loss) | 3 / 1: a function of your own of the log-probabilities of some ids, the entropy and the mass of all others, or of the log-probabilities of all ids |
 //! | [`log_probs`](OutputLayer::log_probs) | 4 / 1, and a tensor of the vocabulary's size |
 //!
 //! Heads that are one mixture compute them chunk by chunk; heads of two levels, and the GPU for all but `log_prob` of one
-//! id, from the log-probabilities of all ids.
+//! id, from the log-probabilities of all ids. On a GPU a loss of all log-probabilities takes a product more.
 //!
 //! # Decoding
 //!

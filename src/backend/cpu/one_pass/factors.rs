@@ -35,6 +35,13 @@ pub(super) struct Row<F> {
     pub(super) is_void: bool,
 }
 
+/// The rows of a chunk, and the entries of all of them.
+#[derive(Default)]
+pub(super) struct ChunkRows<F> {
+    pub(super) rows: Vec<Row<F>>,
+    pub(super) entries: Vec<Entry<F>>,
+}
+
 impl<F: Float> Row<F> {
     /// Its entries among those of all rows.
     pub(super) fn entries<'e>(&self, entries: &'e [Entry<F>]) -> &'e [Entry<F>] {
@@ -176,7 +183,10 @@ fn log_term<F: Float>((sums, (largest, log_scale)): (&RowSums<F>, (F, F))) -> F 
     (sums.outside.largest - largest) + sums.outside.log_sum + log_scale
 }
 
-/// The loss of each position, its rows, and their entries.
+/// A position's place in the chunk, the position, and the entries of its rows.
+type Indexed<'e, F> = (usize, (&'e usize, &'e mut [Entry<F>]));
+
+/// The loss of each position, and its rows.
 pub(super) fn rows<T: Element>(
     inputs: &Inputs<'_, T>,
     targets: &Targets<T::Acc>,
@@ -184,7 +194,7 @@ pub(super) fn rows<T: Element>(
     layout: &Layout,
     panels: &[Panel],
     passed: &Passed<'_, T::Acc>,
-) -> (Vec<PositionLoss>, Vec<Row<T::Acc>>, Vec<Entry<T::Acc>>) {
+) -> (Vec<PositionLoss>, ChunkRows<T::Acc>) {
     let components = inputs.sizes.components;
     let mut entries = vec![Entry::default(); passed.ids.entries()];
     let mut of_positions = Vec::with_capacity(positions.len());
@@ -194,7 +204,7 @@ pub(super) fn rows<T: Element>(
         of_positions.push(of_position);
         rest = others;
     }
-    let position = |state: &mut Components<T::Acc>, (i, (&t, entries)): (usize, (&usize, &mut [Entry<T::Acc>]))| {
+    let position = |state: &mut Components<T::Acc>, (i, (&t, entries)): Indexed<'_, T::Acc>| {
         let rows = i * components..(i + 1) * components;
         let sums = &passed.sums[rows.clone()];
         let lse: Vec<_> = sums.iter().map(|sums| sums.lse).collect();
@@ -262,7 +272,7 @@ pub(super) fn rows<T: Element>(
     let state = || Components::new(components);
     let found: Vec<_> = positions.par_iter().zip(of_positions).enumerate().map_init(state, position).collect();
     let (losses, rows): (Vec<_>, Vec<_>) = found.into_iter().unzip();
-    (losses, rows.into_iter().flatten().collect(), entries)
+    (losses, ChunkRows { rows: rows.into_iter().flatten().collect(), entries })
 }
 
 /// A row's sums, from its parts of all segments and the logits of its listed ids.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use num_traits::Zero;
 use rayon::prelude::*;
 
-use super::factors::Row;
+use super::factors::ChunkRows;
 use super::format::{DecoderGradient, Format, Part, Tile};
 use super::layout::{Layout, Panel};
 use super::listed::Entry;
@@ -21,7 +21,7 @@ pub(super) fn context_gradient<T: Element>(
     inputs: &Inputs<'_, T>,
     layout: &Layout,
     panels: &[Panel],
-    (rows, entries): (&[Row<T::Acc>], &[Entry<T::Acc>]),
+    ChunkRows { rows, entries }: &ChunkRows<T::Acc>,
     segment_factors: &[Vec<T::Acc>],
     sums: &mut [T::Acc],
     mut gradient: Vec<&mut [T::Acc]>,

@@ -44,13 +44,13 @@ use crate::backend::contract::{NeedsGrad, Scored, Sizes, Task};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
-use factors::{own_logits, Factors, Passed, Row};
+use factors::{own_logits, ChunkRows, Factors, Passed};
 use first_pass::{first_pass, part_bytes, Buffers, LeftOut};
 use format::DecoderGradient;
 pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};
 use layout::{Layout, Panel};
-use listed::{ChunkIds, Entry};
+use listed::ChunkIds;
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
@@ -128,15 +128,14 @@ struct Chunk<'a, F> {
     panels: Vec<Panel>,
     /// `None` without positions
     passed: Option<Passed<'a, F>>,
-    rows: Vec<Row<F>>,
-    entries: Vec<Entry<F>>,
+    rows: ChunkRows<F>,
     /// `[segment][column]`
     segment_factors: Vec<Vec<F>>,
 }
 
-impl<F> Chunk<'_, F> {
+impl<F: Default> Chunk<'_, F> {
     fn new(positions: Vec<usize>, panels: Vec<Panel>) -> Self {
-        Chunk { positions, panels, passed: None, rows: vec![], entries: vec![], segment_factors: vec![] }
+        Chunk { positions, panels, passed: None, rows: ChunkRows::default(), segment_factors: vec![] }
     }
 }
 
@@ -184,17 +183,17 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         factors::scores(&self.inputs, (candidates, scored), positions, &self.layout, panels, passed)
     }
 
-    /// The loss of each of the chunk's positions, its rows and their entries.
+    /// The loss of each of the chunk's positions, and its rows.
     pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>) {
         let components = self.inputs.sizes.components;
-        let Chunk { positions, panels, passed, rows, entries, segment_factors } = &mut self.chunk;
+        let Chunk { positions, panels, passed, rows, segment_factors } = &mut self.chunk;
         let Some(passed) = passed else { return };
         let losses;
-        (losses, *rows, *entries) = factors::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
+        (losses, *rows) = factors::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
         if self.gradients.needed {
-            *segment_factors = factors::of_segments(&self.layout, panels, &passed.parts, rows);
+            *segment_factors = factors::of_segments(&self.layout, panels, &passed.parts, &rows.rows);
         }
-        for ((&t, loss), rows) in positions.iter().zip(losses).zip(rows.chunks_exact(components)) {
+        for ((&t, loss), rows) in positions.iter().zip(losses).zip(rows.rows.chunks_exact(components)) {
             self.losses[t] = loss;
             if self.gradients.needed {
                 let gradients = &mut self.gradients.log_priors[t * components..][..components];
@@ -256,13 +255,13 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
 
     fn context_gradient(&mut self, _: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
-        let Chunk { positions, panels, rows, entries, segment_factors, .. } = &self.chunk;
+        let Chunk { positions, panels, rows, segment_factors, .. } = &self.chunk;
         let Some(&first) = positions.first() else { return Ok(()) };
         let mut positions = positions.iter().copied().peekable();
         let of_positions = self.gradients.contexts[first * components * d..].chunks_exact_mut(components * d);
         let gradient = (first..).zip(of_positions).filter(|(t, _)| positions.next_if_eq(t).is_some());
-        let gradient = gradient.flat_map(|(_, of_position)| of_position.chunks_exact_mut(d)).take(rows.len()).collect();
-        let rows = (&rows[..], &entries[..]);
+        let gradient =
+            gradient.flat_map(|(_, of_position)| of_position.chunks_exact_mut(d)).take(rows.rows.len()).collect();
         context_gradient(&self.inputs, &self.layout, panels, rows, segment_factors, &mut self.sums, gradient);
         Ok(())
     }
@@ -270,10 +269,17 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let mut exponentials = std::mem::take(&mut self.exponentials);
         let mut gradients = std::mem::take(&mut self.gradients.decoder);
-        let Chunk { panels, passed, rows, entries, segment_factors, .. } = &self.chunk;
+        let Chunk { panels, passed, rows, segment_factors, .. } = &self.chunk;
         if let Some(Passed { parts, .. }) = passed {
             let operands = DecoderGradient {
-                factors: Factors { layout: &self.layout, panels, parts, rows, entries, of_segments: segment_factors },
+                factors: Factors {
+                    layout: &self.layout,
+                    panels,
+                    parts,
+                    rows: &rows.rows,
+                    entries: &rows.entries,
+                    of_segments: segment_factors,
+                },
                 contexts: self.contexts(positions),
                 d: self.inputs.sizes.context_dim,
             };

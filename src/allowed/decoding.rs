@@ -3,7 +3,7 @@
 use candle_core::{Tensor, D};
 
 use super::restricted::RestrictedMixture;
-use super::single::{constant, gathered, is_single};
+use super::single::{gathered, is_single};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
@@ -81,7 +81,7 @@ impl RestrictedMixture {
         if !is_single(&self.mixture) || union.is_empty() || union.len() == self.mixture.operands().sizes.vocab {
             return Ok((self.mixture.clone(), kept, None));
         }
-        let (mixture, _) = gathered(&constant(&self.mixture), &union)?;
+        let (mixture, _) = gathered(&self.mixture.detach(), &union)?;
         let place = |id: &u32| union.binary_search(id).unwrap_or(0) as u32;
         let kept = match kept {
             Kept::Each(lists) => Kept::Each(IdLists::new(lists.iter().map(|list| list.iter().map(place).collect()))),

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::ids::AllowedIds;
 use super::rows::{expanded, Rows};
-use super::single::{constant, gathered, is_single};
+use super::single::{gathered, is_single};
 use crate::backend::contract::{Operands, Sizes};
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
@@ -106,7 +106,7 @@ impl RestrictedMixture {
         let contexts = request.mask(&of_leading)?.reshape(contexts.shape())?;
         let mut mixture = self.mixture.with_operands(Operands { contexts, ..self.mixture.operands().clone() });
         if !options.train {
-            mixture = constant(&mixture);
+            mixture = mixture.detach();
         }
         if options.precision != Precision::Full {
             mixture = mixture.with_precision(options.precision);

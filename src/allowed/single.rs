@@ -13,22 +13,7 @@ use crate::tensors::kept::{self, IdLists};
 
 /// Whether a mixture is a single softmax without a log-prior.
 pub(super) fn is_single(mixture: &Mixture) -> bool {
-    let operands = mixture.operands();
-    operands.sizes.components == 1 && operands.log_priors.is_none()
-}
-
-/// The mixture as a constant.
-pub(super) fn constant(mixture: &Mixture) -> Mixture {
-    let operands = mixture.operands();
-    let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
-    mixture.with_operands(Operands {
-        contexts: operands.contexts.detach(),
-        log_priors: detached(&operands.log_priors),
-        weight: operands.weight.detach(),
-        adapter: detached(&operands.adapter),
-        bias: detached(&operands.bias),
-        ..operands.clone()
-    })
+    mixture.operands().is_single()
 }
 
 /// The softmax over `ids` alone, in ascending order without repeats: its id i is `ids[i]`. And the decoder's variables

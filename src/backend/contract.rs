@@ -92,6 +92,11 @@ impl Operands {
         })
     }
 
+    /// Whether they are a single softmax without a log-prior.
+    pub(crate) fn is_single(&self) -> bool {
+        self.sizes.components == 1 && self.log_priors.is_none()
+    }
+
     /// The number of rows of the weight: the vocabulary, and the targets outside it.
     pub(crate) fn weight_rows(&self) -> Result<usize> {
         Ok(self.weight.dim(0)?)
@@ -327,7 +332,7 @@ impl Task {
     pub(crate) fn scores(scored: &Scored, operands: &Operands, needs_grad: NeedsGrad) -> Result<Self> {
         let candidates = scored.token_ids.dim(1)?;
         // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
-        let is_single = operands.sizes.components == 1 && operands.log_priors.is_none();
+        let is_single = operands.is_single();
         let is_plain = !scored.is_tempered() || is_single && operands.softcap.is_none();
         let has_moments = !scored.entropy || is_single && !needs_grad.any();
         let are_few = candidates <= MOST_LISTED;

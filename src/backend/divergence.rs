@@ -56,22 +56,7 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
     };
     let (log_q, log_t) = (tempered(log_probs)?, tempered(log_teacher)?);
     let q = log_q.exp()?;
-    let (terms, slopes) = match divergence {
-        Divergence::ForwardKl => {
-            let t = log_t.exp()?;
-            (weighted(&t, &(log_t - log_q)?)?, t.neg()?)
-        }
-        Divergence::ReverseKl => {
-            let terms = weighted(&q, &(log_q - log_t)?)?;
-            (terms.clone(), terms)
-        }
-        Divergence::JensenShannon(beta) => {
-            let log_m = log_mixture(&log_t, &log_q, beta)?;
-            let of_teacher = weighted(&log_t.exp()?, &(log_t - &log_m)?)?;
-            let of_student = (weighted(&q, &(log_q - log_m)?)? * (1.0 - beta))?;
-            (((of_teacher * beta)? + &of_student)?, of_student)
-        }
-    };
+    let (terms, slopes) = terms_of(divergence, &log_t, &log_q, &q)?;
     let scales = scales.unsqueeze(1)?;
     let derivatives = match is_tempered {
         true => {
@@ -81,6 +66,28 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
         false => slopes.broadcast_mul(&scales)?,
     };
     Ok((not_negative(&terms.sum(D::Minus1)?)?, derivatives))
+}
+
+/// What each outcome adds to the divergence, and its derivative by the student's log-probability, up to a constant times
+/// the probability, from the log-probabilities of teacher and student and from the student's probabilities `q`: zero
+/// where an outcome does not count.
+pub(crate) fn terms_of(divergence: Divergence, log_t: &Tensor, log_q: &Tensor, q: &Tensor) -> Result<(Tensor, Tensor)> {
+    Ok(match divergence {
+        Divergence::ForwardKl => {
+            let t = log_t.exp()?;
+            (weighted(&t, &(log_t - log_q)?)?, t.neg()?)
+        }
+        Divergence::ReverseKl => {
+            let terms = weighted(q, &(log_q - log_t)?)?;
+            (terms.clone(), terms)
+        }
+        Divergence::JensenShannon(beta) => {
+            let log_m = log_mixture(log_t, log_q, beta)?;
+            let of_teacher = weighted(&log_t.exp()?, &(log_t - &log_m)?)?;
+            let of_student = (weighted(q, &(log_q - &log_m)?)? * (1.0 - beta))?;
+            (((of_teacher * beta)? + &of_student)?, of_student)
+        }
+    })
 }
 
 /// Values that rounding has not moved below zero; NaN stays NaN.
@@ -95,7 +102,7 @@ pub(crate) fn weighted(probability: &Tensor, x: &Tensor) -> Result<Tensor> {
 }
 
 /// `log(beta T + (1 - beta) Q)`
-pub(crate) fn log_mixture(log_t: &Tensor, log_q: &Tensor, beta: f64) -> Result<Tensor> {
+fn log_mixture(log_t: &Tensor, log_q: &Tensor, beta: f64) -> Result<Tensor> {
     log_add(&(log_t + beta.ln())?, &(log_q + (1.0 - beta).ln())?)
 }
 

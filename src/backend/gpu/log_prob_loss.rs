@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use crate::backend::contract::{Backend, Gradients, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, Task};
 use crate::backend::plan::Plan;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 pub(super) fn log_prob_loss(
     backend: &impl Backend,
@@ -16,6 +16,14 @@ pub(super) fn log_prob_loss(
     needs_grad: NeedsGrad,
     plan: &Plan,
 ) -> Result<LossResults> {
+    let device = operands.contexts.device();
+    if operands.sizes.positions == 0 {
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
+        let upstream = zeros(&[0, operands.sizes.vocab])?;
+        let gradients = backend.loss(operands, &Objective::LogProbs { upstream }, needs_grad, plan)?.gradients;
+        let (objective, nll, sum, count) = (zeros(&[0])?, zeros(&[0])?, zeros(&[])?, zeros(&[])?);
+        return Ok(LossResults { objective, nll, sum, count, correct: None, dropped_mass: None, gradients });
+    }
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
     let of_chunk = |positions: Range<usize>| {
         let operands = operands.of_positions(&positions)?;
@@ -26,21 +34,12 @@ pub(super) fn log_prob_loss(
             true => backend.loss(&operands, &Objective::LogProbs { upstream }, needs_grad, &plan)?.gradients,
             false => Gradients::default(),
         };
-        Ok::<_, crate::error::Error>((values, gradients))
+        Ok::<_, Error>((values, gradients))
     };
-    let no_positions = (operands.sizes.positions == 0).then_some(0..0);
     for positions in plan.chunks() {
         let (of_values, of_gradients) = of_chunk(positions)?;
         values.push(of_values);
         gradients.push(of_gradients);
-    }
-    let device = operands.contexts.device();
-    if no_positions.is_some() {
-        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
-        let upstream = zeros(&[0, operands.sizes.vocab])?;
-        let gradients = backend.loss(operands, &Objective::LogProbs { upstream }, needs_grad, plan)?.gradients;
-        let (objective, nll, sum, count) = (zeros(&[0])?, zeros(&[0])?, zeros(&[])?, zeros(&[])?);
-        return Ok(LossResults { objective, nll, sum, count, correct: None, dropped_mass: None, gradients });
     }
     let objective = Tensor::cat(&values, 0)?;
     let (sum, nll) = (objective.sum_all()?, objective.clone());

@@ -9,7 +9,7 @@ use super::options::{DistillOptions, MissingIds};
 use super::positions::Counted;
 use super::terms::{check_dims, mixed, Terms};
 use crate::backend::contract::accumulation_dtype;
-use crate::backend::divergence::{log_add, log_mixture, weighted, Divergence};
+use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
 use crate::error::{Error, Result};
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::{check_float, check_sizes, check_targets};
@@ -30,25 +30,6 @@ pub(super) struct ListTeacher {
     log_tail: Option<Tensor>,
     /// `[n]`: 1 where the target is in the list
     has_target: Option<Tensor>,
-}
-
-/// The terms of some outcomes, from the log-probabilities of teacher and student: what each adds to the divergence, and its
-/// derivative by the student's log-probability, up to a constant times the probability. `is_known` is zero where an outcome
-/// stands a second time.
-fn terms_of(divergence: Divergence, log_t: &Tensor, log_q: &Tensor, is_known: &Tensor) -> Result<(Tensor, Tensor)> {
-    let (t, q) = (log_t.exp()?, (log_q.exp()? * is_known)?);
-    Ok(match divergence {
-        Divergence::ForwardKl => (weighted(&t, &(log_t - log_q)?)?, t.neg()?),
-        Divergence::ReverseKl => {
-            let terms = weighted(&q, &(log_q - log_t)?)?;
-            (terms.clone(), terms)
-        }
-        Divergence::JensenShannon(beta) => {
-            let log_m = log_mixture(log_t, log_q, beta)?;
-            let of_student = (weighted(&q, &(log_q - &log_m)?)? * (1.0 - beta))?;
-            (((weighted(&t, &(log_t - &log_m)?)? * beta)? + &of_student)?, of_student)
-        }
-    })
 }
 
 impl ListTeacher {
@@ -123,7 +104,9 @@ impl ListTeacher {
         let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         let (divergence, n) = (options.divergence, self.log_probs.dim(1)?);
         let (in_list, hard) = (log_prob.narrow(1, 0, n)?, options.hard_weight);
-        let (terms, by_list) = terms_of(divergence, &of(&self.log_probs)?, &in_list, &of(&self.is_known)?)?;
+        // A list's padding is another of its ids, which counts once.
+        let known = (in_list.exp()? * of(&self.is_known)?)?;
+        let (terms, by_list) = terms_of(divergence, &of(&self.log_probs)?, &in_list, &known)?;
         let mut objective = terms.sum(D::Minus1)?;
         // Outside the list there may also be the target.
         let of_target = self.has_target.as_ref().map(|has_target| {
@@ -138,7 +121,7 @@ impl ListTeacher {
         };
         let by_missing = match (&self.log_tail, divergence) {
             (Some(log_tail), _) => {
-                let (terms, slope) = terms_of(divergence, &of(log_tail)?, &log_missing, &log_missing.ones_like()?)?;
+                let (terms, slope) = terms_of(divergence, &of(log_tail)?, &log_missing, &log_missing.exp()?)?;
                 // Where no id is missing, nothing is.
                 let is_none = log_missing.eq(f64::NEG_INFINITY)?;
                 let zero = terms.zeros_like()?;

@@ -13,7 +13,7 @@ use crate::tensors::checks::{check_device, check_targets, check_weights, read_id
 #[derive(Clone)]
 pub(super) struct Counted {
     /// `[n]`, u32: these positions among all; `None` if all count
-    pub(super) indices: Option<Tensor>,
+    indices: Option<Tensor>,
     /// `[n]`: the targets
     pub(super) targets: Option<Tensor>,
     /// `[n]`, in the accumulation dtype: the weight of each divided by the denominator
@@ -58,20 +58,11 @@ impl Counted {
         };
         let scales: Vec<f64> = weights.into_iter().filter(|&w| w != 0.0).map(|w| w / denominator).collect();
         let indices = (n < positions).then(|| Tensor::from_vec(counts, n, device)).transpose()?;
-        let select = |targets: &Tensor| {
-            let targets = targets.flatten_all()?.to_dtype(DType::I64)?;
-            match &indices {
-                Some(indices) if n > 0 => targets.index_select(indices, 0),
-                _ => targets.narrow(0, 0, n),
-            }
-        };
-        Ok(Counted {
-            targets: options.targets.as_ref().map(select).transpose()?,
-            indices,
-            scales: Tensor::from_vec(scales, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?,
-            count,
-            denominator,
-        })
+        let scales = Tensor::from_vec(scales, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        let counted = Counted { indices, targets: None, scales, count, denominator };
+        let select = |targets: &Tensor| counted.rows(&targets.flatten_all()?.to_dtype(DType::I64)?);
+        let targets = options.targets.as_ref().map(select).transpose()?;
+        Ok(Counted { targets, ..counted })
     }
 
     /// The rows of these positions, of a tensor with a row for each position; differentiable.

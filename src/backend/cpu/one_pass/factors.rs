@@ -215,7 +215,10 @@ pub(super) fn rows<T: Element>(
         let mut loss = state.hard_loss(&target, |k, _| logit(k, 0));
         state.add_candidates(target.candidates, logit, |_| num_traits::One::one());
         state.least_magnitude(&target, &mut loss);
-        let log_outside = log_outside(state, sums).value();
+        let log_outside = match target.outside.is_zero() {
+            true => T::Acc::neg_infinity(),
+            false => log_outside(state, sums).value(),
+        };
         let scale = targets.scale(t);
         let logit_scale = scale.f64() * inputs.logit_scale.f64();
         let n = passed.ids.of_position(i).len();
@@ -226,7 +229,7 @@ pub(super) fn rows<T: Element>(
                 false => ((z - lse.largest).f64() - lse.log_sum.f64()).exp(),
             };
             // The part of `q` outside, in units of this row's softmax there.
-            let outside = match target.outside.is_zero() || log_outside == T::Acc::neg_infinity() {
+            let outside = match log_outside == T::Acc::neg_infinity() {
                 true => 0.0,
                 false => target.outside.f64() * (inputs.log_priors[t * components + k] - log_outside).f64().exp(),
             };

@@ -48,6 +48,7 @@ use divergence::divergence;
 use dtype::{with_type, Element};
 use inputs::Inputs;
 use log_prob_loss::log_prob_loss;
+use memory::filled;
 use one_pass::OnePass;
 use plan::plan;
 use results::{results, BufferedGradients};
@@ -245,7 +246,7 @@ fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
     let Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let mut passes = TwoPasses::new(products, inputs, plan);
-        let mut log_probs = vec![O::zero(); positions * vocab];
+        let mut log_probs = filled(O::zero(), positions * vocab);
         for positions in plan.chunks() {
             passes.logits(positions.clone())?;
             let to = &mut log_probs[positions.start * vocab..positions.end * vocab];

@@ -19,7 +19,7 @@ pub(super) struct Targets<F> {
     /// If that is the gradient of scores
     scores: Option<ScoreMasses<F>>,
     /// `[stride]`, if `soft_step` is zero: the mass that label smoothing gives to each id; empty without smoothing.
-    /// Otherwise `[positions, stride]`: minus the upstream gradient of the log-probabilities.
+    /// Otherwise `[positions, stride]`: the upstream gradient of the log-probabilities, whose masses have the other sign.
     soft: Vec<F>,
     soft_step: usize,
     /// The position that `soft` starts at.
@@ -97,17 +97,14 @@ impl<F: Float> Targets<F> {
     }
 
     /// The inner product of the log-probabilities of some positions, from `first` on, and `upstream`, `[positions, vocab]`.
-    pub(super) fn of_upstream(mut upstream: Vec<F>, first: usize, sizes: Sizes) -> Self {
+    pub(super) fn of_upstream(upstream: Vec<F>, first: usize, sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         let soft = match stride == sizes.vocab {
-            true => {
-                upstream.par_iter_mut().for_each(|g| *g = -*g);
-                upstream
-            }
+            true => upstream,
             false => {
                 let mut soft = zeros(upstream.len() / sizes.vocab * stride);
                 let rows = soft.par_chunks_exact_mut(stride).zip(upstream.par_chunks_exact(sizes.vocab));
-                rows.for_each(|(row, upstream)| row.iter_mut().zip(upstream).for_each(|(soft, &g)| *soft = -g));
+                rows.for_each(|(row, upstream)| row[..upstream.len()].copy_from_slice(upstream));
                 soft
             }
         };
@@ -202,7 +199,8 @@ impl<F: Float> Targets<F> {
 
     /// The factor of the gradient of position `t`'s objective.
     pub(super) fn scale(&self, t: usize) -> F {
-        self.ids.as_ref().map_or(F::one(), |ids| ids.scales[t])
+        let of_upstream = if self.soft_step > 0 { -F::one() } else { F::one() };
+        self.ids.as_ref().map_or(of_upstream, |ids| ids.scales[t])
     }
 
     /// The weight of position `t`; zero if it is ignored.

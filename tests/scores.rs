@@ -5,7 +5,7 @@ mod common;
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
-use common::scores::{compare, Case};
+use common::scores::{check_central_differences, compare, Case};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
     AdaptiveConfig, AdaptiveSoftmax, ChunkScores, ChunkTerms, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes,
@@ -317,22 +317,7 @@ fn gradients_equal_central_differences() -> Result<()> {
         };
         let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
         let operands = vars.each_ref().map(|v| v.as_tensor().clone());
-        let gradients = value(&operands)?.backward()?;
-        for (i, var) in vars.iter().enumerate() {
-            let found = gradients.get(var).expect("a gradient").flatten_all()?.to_vec1::<f64>()?;
-            let values = var.flatten_all()?.to_vec1::<f64>()?;
-            for j in 0..values.len() {
-                let at = |step: f64| -> Result<f64> {
-                    let mut moved = values.clone();
-                    moved[j] += step;
-                    let mut operands = operands.clone().map(|t| t.detach());
-                    operands[i] = Tensor::from_vec(moved, var.shape(), &Device::Cpu)?;
-                    Ok(value(&operands)?.to_scalar::<f64>()?)
-                };
-                let expected = (at(1e-5)? - at(-1e-5)?) / 2e-5;
-                assert!((found[j] - expected).abs() < 1e-8, "operand {i}[{j}]: {} {expected}", found[j]);
-            }
-        }
+        check_central_differences(&vars, &value(&operands)?.backward()?, value)?;
     }
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Scores of a mixture, and their gradients, from candle's operations in f64.
 
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use mos_head::{Mixture, ScoreOptions, Scores};
@@ -231,6 +232,31 @@ pub fn compare(
     for (i, (a, b)) in found.iter().zip(&expected).enumerate() {
         let is_close = a == b || (a - b).abs() <= tolerance * largest;
         assert!(is_close, "{name}[{i}]: {a}, expected {b} (largest {largest}), {dtype:?} {case:?}");
+    }
+    Ok(())
+}
+
+/// Checks the gradients of a scalar function of four operands, in f64.
+pub fn check_central_differences(
+    vars: &[Var; 4],
+    gradients: &GradStore,
+    value: impl Fn(&[Tensor; 4]) -> mos_head::Result<Tensor>,
+) -> mos_head::Result<()> {
+    const STEP: f64 = 1e-5;
+    for (i, var) in vars.iter().enumerate() {
+        let found = gradients.get(var).expect("a gradient").flatten_all()?.to_vec1::<f64>()?;
+        let values = var.flatten_all()?.to_vec1::<f64>()?;
+        for j in 0..values.len() {
+            let at = |step: f64| -> mos_head::Result<f64> {
+                let mut moved = values.clone();
+                moved[j] += step;
+                let mut operands = vars.each_ref().map(|var| var.as_detached_tensor());
+                operands[i] = Tensor::from_vec(moved, var.shape(), &Device::Cpu)?;
+                Ok(value(&operands)?.to_scalar::<f64>()?)
+            };
+            let expected = (at(STEP)? - at(-STEP)?) / (2.0 * STEP);
+            assert!((found[j] - expected).abs() < 1e-8, "operand {i}[{j}]: {} {expected}", found[j]);
+        }
     }
     Ok(())
 }

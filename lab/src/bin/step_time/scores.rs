@@ -113,7 +113,7 @@ impl Score {
                 scores.backward(&value)?;
                 Ok(Some(value.detach()))
             }
-            Score::Policy | Score::Bonus | Score::List | Score::Teacher => {
+            Score::Policy | Score::Bonus => {
                 let has_bonus = self == Score::Bonus;
                 let loss = mixture.score_loss(targets, &options.with_entropy(has_bonus), move |scores| {
                     let by_log_prob = scores.log_prob.ones_like()?.neg()?;
@@ -128,6 +128,7 @@ impl Score {
                 loss.backward()?;
                 Ok(Some(loss.value.detach()))
             }
+            Score::List | Score::Teacher => candle_core::bail!("a distillation has a teacher"),
         }
     }
 

@@ -91,6 +91,34 @@ pub(super) struct RowSums<F> {
     outside: LogSumExp<F>,
 }
 
+impl<F: Float> RowSums<F> {
+    fn softmax(&self, z: F) -> f64 {
+        match z == F::neg_infinity() {
+            true => 0.0,
+            false => ((z - self.lse.largest).f64() - self.lse.log_sum.f64()).exp(),
+        }
+    }
+
+    /// What a mass outside the listed ids gives to the row; it is in units of the row's softmax there.
+    fn outside(&self, mass: f64, listed: &[F]) -> Outside {
+        if mass == 0.0 {
+            return Outside::default();
+        }
+        let (largest, log_sum) = (self.outside.largest - self.lse.largest, self.outside.log_sum - self.lse.log_sum);
+        Outside {
+            mass: mass * (largest.f64() + log_sum.f64()).exp(),
+            within: mass * listed.iter().map(|&z| self.softmax(z)).sum::<f64>(),
+        }
+    }
+}
+
+/// A row's mass outside the listed ids, and what its softmax has of this mass at the listed ones.
+#[derive(Default)]
+struct Outside {
+    mass: f64,
+    within: f64,
+}
+
 /// What the first pass leaves of a chunk.
 pub(super) struct Passed<'a, F> {
     pub(super) ids: ChunkIds<'a>,
@@ -224,30 +252,22 @@ pub(super) fn rows<T: Element>(
         let n = passed.ids.of_position(i).len();
         let row = |k: usize| {
             let (row, lse) = (rows.start + k, sums[k].lse);
-            let softmax = |z: T::Acc| match z == T::Acc::neg_infinity() {
-                true => 0.0,
-                false => ((z - lse.largest).f64() - lse.log_sum.f64()).exp(),
-            };
-            // The part of `q` outside, in units of this row's softmax there.
             let outside = match log_outside == T::Acc::neg_infinity() {
-                true => 0.0,
-                false => target.outside.f64() * (inputs.log_priors[t * components + k] - log_outside).f64().exp(),
+                true => Outside::default(),
+                false => {
+                    let share = (inputs.log_priors[t * components + k] - log_outside).f64().exp();
+                    sums[k].outside(target.outside.f64() * share, passed.logits(row))
+                }
             };
-            let (mut within, mut mass_outside) = (0.0, 0.0);
-            if outside != 0.0 {
-                within = passed.logits(row).iter().map(|&z| softmax(z)).sum::<f64>();
-                let RowSums { outside: LogSumExp { largest, log_sum }, .. } = sums[k];
-                mass_outside = outside * ((largest - lse.largest).f64() + (log_sum - lse.log_sum).f64()).exp();
-            }
             let of_listed = state.precise_softmax_mass(&target, k);
-            let (of_softmax, factor) = (of_listed + mass_outside, of_listed - outside * within);
+            let (of_softmax, factor) = (of_listed + outside.mass, of_listed - outside.within);
             let mass = |j: usize| match target.hard {
                 Some(_) => state.hard_mass[k],
                 None => state.candidate_masses.get(j * components + k).copied().unwrap_or_default(),
             };
             let entry = |(j, (&id, &z)): (usize, (&usize, &T::Acc))| {
                 let slope = inputs.softcap.map_or(T::Acc::of(1.0), |softcap| softcap.slope_at(z));
-                let mass = (mass(j).f64() - weighted(of_softmax, softmax(z))) * slope.f64();
+                let mass = (mass(j).f64() - weighted(of_softmax, sums[k].softmax(z))) * slope.f64();
                 Entry { id, mass: flushed(T::Acc::of(weighted(logit_scale, mass))) }
             };
             let listed = passed.ids.of_position(i).iter().zip(passed.logits(row)).enumerate();
@@ -266,7 +286,7 @@ pub(super) fn rows<T: Element>(
                 },
                 largest: lse.largest,
                 scale: logit_scale,
-                log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::of(mass_outside))),
+                log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::of(outside.mass))),
                 is_void: !has_gradient && parts.into_iter().any(|(part, r)| !part.running.sum[r].is_finite()),
             }
         };

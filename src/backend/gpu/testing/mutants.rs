@@ -9,7 +9,7 @@ use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
-const ROWS_MUTATIONS: [(&str, &str); 35] = [
+const ROWS_MUTATIONS: [(&str, &str); 40] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own && id >= 0) sum.add({rows.own[r], 1.f});", ""),
@@ -40,6 +40,11 @@ const ROWS_MUTATIONS: [(&str, &str); 35] = [
     ("not_negative(log_norm - scored.power * sum.value())", "not_negative(-sum.value())"),
     ("of_log_probs + weighted(of_entropy, entropy)", "of_log_probs"),
     ("scored.slope(t) = of_entropy;", "scored.slope(t) = 0.f;"),
+    ("if (id >= 0 && id % BLOCK == (int)tid) log_p[id] = minus_infinity();", ""),
+    ("log_outside = 0.f - not_negative(log_norm - log_sum);", "log_outside = log_sum;"),
+    ("of_log_probs += of_outside;", ""),
+    ("if (is_first) scored.mass(t, i) +=", "scored.mass(t, i) +="),
+    ("offset - weighted(of_outside, one_over_outside)", "offset"),
     ("scales[t] = size == 0.f ? 0.f : 1.f;", "scales[t] = 1.f / size;"),
     (
         "const float part = scored.part(rows, t, i, r % logits.components",
@@ -85,7 +90,8 @@ fn wrong_kernels_are_caught() {
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
         let softcap = Case { softcap: Some(2.0), chunk: 4, ..case(5, 3, 6, 300) };
         let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
-        let score_cases = [scored(softcap, 3, true, 0.7), masked];
+        let outside = ScoreCase { outside: true, ..scored(case(4, 2, 6, 300), 4, true, 0.7) };
+        let score_cases = [scored(softcap, 3, true, 0.7), masked, outside];
         let mut changes = ROWS_MUTATIONS.to_vec();
         if language == Language::Metal {
             changes.extend(METAL_MUTATIONS);

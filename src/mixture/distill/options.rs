@@ -75,7 +75,8 @@ pub enum MissingIds {
     /// infinite.
     Zero,
     /// None; the probabilities of the others are divided by their sum, after the temperature.
-    /// [`Divergence::ReverseKl`] would be infinite.
+    /// [`Divergence::ReverseKl`] would be infinite. A list of padding alone has no sum to divide by: its divergence is
+    /// NaN.
     Renormalized,
     /// What is left, at least 1e-7, as the probability of all of them together: the divergence is between distributions
     /// over the list and one more outcome, "another id". The default.

@@ -114,8 +114,9 @@
 //! | | |
 //! |---|---|
 //! | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax) | the most probable token ids under the whole mixture; of equals the lowest |
-//! | [`log_prob`](OutputLayer::log_prob), [`log_probs`](OutputLayer::log_probs) | log-probabilities of given ids; of all ids, which are valid logits for other samplers |
+//! | [`log_prob`](OutputLayer::log_prob), [`log_probs`](OutputLayer::log_probs) | log-probabilities of given ids; of all ids, which other samplers take in place of logits, but for penalties of repetition |
 //! | [`sample`](OutputLayer::sample) | temperature of the mixture or of its components, top-k, top-p, min-p; the same seed draws the same ids |
+//! | [`next_tokens`](OutputLayer::next_tokens) | serving: for each of several [`TokenRequest`]s, which have their own seed, sampling and [`Constraints`], a token id, its log-probabilities, the most probable ids and the entropy, from one read of the decoder |
 //! | [`with_ancestral`](Sampling::with_ancestral) | draws a component, then an id: the distribution of the mixture at nearly the cost of one softmax |
 //! | [`Restricted`], [`Mixture::restricted`] | every result, losses included, of the distribution renormalised over [`AllowedIds`]: one set for all positions, or what a sampler kept at each |
 //! | [`BeamSearch`] | the most probable sequences of a batch, n-best, with length penalty; the model is a closure |
@@ -208,7 +209,7 @@ pub use backend::divergence::Divergence;
 pub use backend::plan::{Kernels, Plan};
 pub use beam_search::{BeamSearch, Hypothesis};
 pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig};
-pub use decoding::{Pruned, Sampler, Sampling, TopK};
+pub use decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK};
 #[allow(deprecated)]
 pub use deprecated::Proposal;
 pub use error::{Error, OptionName, Result};

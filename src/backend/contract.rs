@@ -506,6 +506,8 @@ pub(crate) trait Distribution<F>: Sync {
     /// The log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They may be
     /// written to `buffer`. Values below `floor` may be returned as minus infinity.
     fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
+    /// What the logits of a single softmax exceed its log-probabilities by, if it is known.
+    fn logit_offset(&self) -> Option<F>;
 
     fn tiles(&self) -> usize {
         self.vocab().div_ceil(TILE)
@@ -515,23 +517,48 @@ pub(crate) trait Distribution<F>: Sync {
 /// A query of the distribution of each position.
 pub(crate) trait Visit: Sync {
     type Output: Send;
+
+    /// Whether it asks for [`Distribution::logit_offset`].
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    fn needs_logits(&self) -> bool {
+        false
+    }
+
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
 }
 
 /// A distribution whose log-probabilities are already computed.
-pub(crate) struct Computed<'a, F>(pub(crate) &'a [F]);
+pub(crate) struct Computed<'a, F> {
+    log_probs: &'a [F],
+    logit_offset: Option<F>,
+}
+
+impl<'a, F> Computed<'a, F> {
+    pub(crate) fn of(log_probs: &'a [F]) -> Self {
+        Computed { log_probs, logit_offset: None }
+    }
+
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    pub(crate) fn with_logit_offset(self, logit_offset: Option<F>) -> Self {
+        Computed { logit_offset, ..self }
+    }
+}
 
 impl<F: Real> Distribution<F> for Computed<'_, F> {
     fn vocab(&self) -> usize {
-        self.0.len()
+        self.log_probs.len()
     }
 
     fn is_valid(&self) -> bool {
-        !self.0.iter().any(|x| x.is_nan()) && self.0.iter().any(|&x| x > F::neg_infinity())
+        !self.log_probs.iter().any(|x| x.is_nan()) && self.log_probs.iter().any(|&x| x > F::neg_infinity())
     }
 
     fn tile<'a>(&'a self, tile: usize, _: F, _: &'a mut Vec<F>) -> &'a [F] {
-        &self.0[tile * TILE..self.0.len().min((tile + 1) * TILE)]
+        &self.log_probs[tile * TILE..self.log_probs.len().min((tile + 1) * TILE)]
+    }
+
+    fn logit_offset(&self) -> Option<F> {
+        self.logit_offset
     }
 }
 

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::sampling::Sampling;
 use crate::backend::contract::{Distribution, Real, Visit, TILE};
-use crate::backend::ranking::best;
+use crate::backend::ranking::{best, Ranked};
 use crate::error::{Error, Result};
 
 /// Draws a token id for each position with the random number of its position.
@@ -32,7 +32,7 @@ impl Visit for Draw<'_> {
 
 /// The mass of a distribution at temperature T. `tiles` has each tile's largest log-probability and the sum of its
 /// `exp((x - largest) / T)`.
-struct Masses {
+pub(super) struct Masses {
     temperature: f64,
     tiles: Vec<(f64, f64)>,
     largest: f64,
@@ -40,7 +40,7 @@ struct Masses {
 }
 
 impl Masses {
-    fn new<F: Real>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
+    pub(super) fn new<F: Real>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
         let tile = |buffer: &mut Vec<F>, tile| {
             let log_probs = distribution.tile(tile, F::neg_infinity(), buffer);
             let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.f64()));
@@ -51,6 +51,11 @@ impl Masses {
         let largest = tiles.iter().fold(f64::NEG_INFINITY, |m, tile| m.max(tile.0));
         let total = tiles.iter().map(|tile| tile.1 * relative(tile.0, largest, temperature)).sum();
         Masses { temperature, tiles, largest, total }
+    }
+
+    /// The log-probability of an id at the temperature, from its logarithm here.
+    pub(super) fn log_prob(&self, x: f64) -> f64 {
+        (x - self.largest) / self.temperature - self.total.ln()
     }
 
     /// Returns the token id at which the cumulative probability passes `u`. Its tile is found first.
@@ -92,13 +97,25 @@ pub(super) fn pass(masses: impl Iterator<Item = f64>, target: f64) -> Option<(us
 
 /// Draws from the token ids that top-k, top-p and min-p keep.
 fn from_the_best<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
+    let Nucleus { ids, masses } = nucleus(distribution, sampling)?;
+    let total: f64 = masses.iter().sum();
+    pass(masses.into_iter(), u * total).map(|(i, _)| ids[i].1)
+}
+
+/// The token ids that top-k, top-p and min-p keep, in descending order, and their masses relative to the largest.
+pub(super) struct Nucleus<F> {
+    pub(super) ids: Vec<Ranked<F>>,
+    pub(super) masses: Vec<f64>,
+}
+
+pub(super) fn nucleus<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampling) -> Option<Nucleus<F>> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
     let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
     let all = (top_k.is_none() && top_p < 1.0).then(|| Masses::new(distribution, temperature).total);
     // Without top-k the number of ids in the nucleus is unknown, so that the search starts small and grows.
     let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_CANDIDATES) };
     loop {
-        let ids = best(distribution, n);
+        let mut ids = best(distribution, n);
         let largest = ids.first()?.0.f64();
         let masses: Vec<f64> = ids.iter().map(|id| relative(id.0.f64(), largest, temperature)).collect();
         let wanted = top_p * all.unwrap_or_else(|| masses.iter().sum());
@@ -109,10 +126,10 @@ fn from_the_best<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampli
             sum += mass;
             is_in
         });
-        let kept: Vec<f64> = nucleus.copied().take_while(|&mass| mass >= min_p && mass > 0.0).collect();
-        if kept.len() < n || n == limit {
-            let total: f64 = kept.iter().sum();
-            return pass(kept.into_iter(), u * total).map(|(i, _)| ids[i].1);
+        let masses: Vec<f64> = nucleus.copied().take_while(|&mass| mass >= min_p && mass > 0.0).collect();
+        if masses.len() < n || n == limit {
+            ids.truncate(masses.len());
+            return Some(Nucleus { ids, masses });
         }
         n = limit.min(n * 8);
     }

@@ -39,7 +39,7 @@ impl<V: Visit> Visit for Within<'_, V> {
         let sum: f64 = log_probs.iter().map(|x| (x.f64() - largest).exp()).sum();
         let of_all = largest + sum.ln();
         log_probs.iter_mut().for_each(|x| *x = <F as candle_core::WithDType>::from_f64(x.f64() - of_all));
-        self.visit.visit(position, &Computed(&log_probs))
+        self.visit.visit(position, &Computed::of(&log_probs))
     }
 }
 

@@ -6,7 +6,7 @@ use candle_nn::{Embedding, VarBuilder};
 use super::output_layer::{MixtureLayer, OutputLayer};
 use super::projection::{Configured, Projection};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
-use crate::decoding::{Sampler, TopK};
+use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Request};
 use crate::mixture::{ChunkScores, ChunkTerms, DistillOptions, Distillation, Mixture, Teacher};
@@ -208,6 +208,10 @@ impl<P: Projection> OutputLayer for Head<P> {
             }
         }
         self.mixture(hidden, DropoutMasks::Off)?.sample(sampler)
+    }
+
+    fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        self.mixture(hidden, DropoutMasks::Off)?.next_tokens(requests)
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor, D};
 
 use crate::backend::plan::Plan;
-use crate::decoding::{Pruned, Sampler, TopK};
+use crate::decoding::{NextToken, Pruned, Sampler, TokenRequest, TopK};
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::mixture::{DistillOptions, Distillation, Mixture, Teacher};
@@ -125,8 +125,9 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
-    /// They are valid logits for the samplers of other crates. The sampler of candle-transformers takes `[vocab]` (here
-    /// from `hidden` `[1, hidden]`):
+    /// The samplers of other crates take them in place of logits. Only a penalty of repetition, which depends on the sign
+    /// of a logit, is not the same: [`Mixture::logits`] are those of one softmax. The sampler of candle-transformers takes
+    /// `[vocab]` (here from `hidden` `[1, hidden]`):
     ///
     /// ```ignore
     /// use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -322,6 +323,25 @@ pub trait OutputLayer: Debug + Send + Sync {
         sampler.sample(&self.log_probs(hidden)?)
     }
 
+    /// The next token id after each of the hidden states `[.., hidden]`, as its request says, with its log-probabilities,
+    /// the most probable ids and the entropy. A head that is one mixture reads its decoder once; by default they are
+    /// computed from [`OutputLayer::log_probs`], which the constraints then change in place of logits.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`, one position for each request
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not match the head, there is not a request for each position, or a token id of a request
+    /// is not in the vocabulary. [`Error::EmptySet`](crate::Error::EmptySet) if the constraints leave no id of a
+    /// position, [`Error::Distribution`](crate::Error::Distribution) if a distribution, or what a processor makes of it,
+    /// is NaN or infinite.
+    fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        NextToken::of_log_probs(&self.log_probs_as(hidden, dtype)?, requests)
+    }
+
     /// The head for evaluation and decoding: what it computes from its parameters alone, such as decoder rows from
     /// spellings, is computed once, and constant. Where there is nothing to compute, and by default, it is the head
     /// itself.
@@ -456,6 +476,9 @@ macro_rules! delegate_to_pointee {
             }
             fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
                 (**self).sample(hidden, sampler)
+            }
+            fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+                (**self).next_tokens(hidden, requests)
             }
             fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
                 (**self).frozen()

@@ -8,6 +8,7 @@ mod chunk_terms;
 mod distill;
 mod linear_cross_entropy;
 mod log_prob_loss;
+mod logits;
 mod loss;
 mod node;
 mod sample;

@@ -25,7 +25,7 @@ struct Search<'a> {
 impl Search<'_> {
     /// The most probable cluster.
     fn first(&self) -> Option<usize> {
-        ranking::best(&Computed(self.clusters), 1).first().map(|cluster| cluster.1 as usize)
+        ranking::best(&Computed::of(self.clusters), 1).first().map(|cluster| cluster.1 as usize)
     }
 
     /// Whether one of the `k` best ids may be in a cluster.
@@ -41,8 +41,8 @@ impl<S> TwoLevel<S> {
         let rows = self.rows(hidden)?.detach();
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
         let root = matrix(&self.root_log_probs(&rows, accumulation)?.detach())?;
-        let of_shortlist = |(position, root): (usize, &Vec<f64>)| match Computed(root).is_valid() {
-            true => Ok(ranking::best(&Computed(&root[..self.shortlist]), k)),
+        let of_shortlist = |(position, root): (usize, &Vec<f64>)| match Computed::of(root).is_valid() {
+            true => Ok(ranking::best(&Computed::of(&root[..self.shortlist]), k)),
             false => Err(Error::Distribution { position }),
         };
         let found = root.iter().enumerate().map(of_shortlist).collect::<Result<Vec<_>>>()?;

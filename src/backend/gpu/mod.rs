@@ -11,6 +11,7 @@ pub(super) mod device;
 mod gradients;
 mod log_prob_loss;
 mod log_probs;
+mod logit_offsets;
 mod loss;
 mod objective;
 mod own_targets;
@@ -34,6 +35,7 @@ use chunks::{Chunks, ROW_ALIGN};
 use device::{Buffer, Gpu, Kind};
 use log_prob_loss::log_prob_loss;
 use log_probs::log_probs;
+use logit_offsets::logit_offsets;
 use loss::loss;
 use score_rows::numbers_of_scores;
 use scores::{score_loss, scores};
@@ -113,7 +115,14 @@ impl<G: Gpu> Backend for On<G> {
         let plan = self.plan(operands, Task { all_ids: true, ..Task::decoding() }, None)?;
         let log_probs = self.log_probs(operands, DType::F32, &plan)?;
         let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
-        log_probs.par_iter().enumerate().map(|(position, row)| visit.visit(position, &Computed(row))).collect()
+        let offsets = match visit.needs_logits() {
+            true => logit_offsets(operands, &log_probs)?,
+            false => Vec::new(),
+        };
+        let of_position = |(position, row): (usize, &Vec<f32>)| {
+            visit.visit(position, &Computed::of(row).with_logit_offset(offsets.get(position).copied()))
+        };
+        log_probs.par_iter().enumerate().map(of_position).collect()
     }
 
     fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {

@@ -47,6 +47,13 @@ impl<F: Float> Distribution<F> for PositionRows<'_, F> {
         F::dispatch(self.isa, MixTile { of: self, first: tile * TILE, floor, to: buffer });
         &buffer[..ids]
     }
+
+    fn logit_offset(&self) -> Option<F> {
+        match self.components[..] {
+            [(largest, log_scale)] => Some(largest - log_scale),
+            _ => None,
+        }
+    }
 }
 
 /// `log p(v)` of the ids of one tile.

@@ -1,0 +1,141 @@
+//! Serves several texts at once with an output layer of this crate: each request has settings of its own, joins the batch
+//! when there is room, and leaves it when it is done. Prints a JSON line for each.
+//!
+//!     cargo run --release -p lab --bin serve
+//!     cargo run --release -p lab --bin serve --features candle-transformers -- --model qwen2 --layers 4
+//!
+//! The LSTM (`--checkpoint` of `language_model --save`) computes the hidden states of a batch together; qwen2 of
+//! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text alone.
+//! Without a checkpoint the weights are random. A step of the whole batch reads the decoder once.
+
+mod lstm;
+#[cfg(feature = "candle-transformers")]
+mod qwen2;
+mod request;
+
+use candle_core::Tensor;
+use clap::{Parser, ValueEnum};
+use lab::Result;
+use mos_head::{NextToken, OutputLayer};
+use request::Request;
+use serde_json::json;
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Kind {
+    /// The LSTM of `language_model`
+    Lstm,
+    /// Qwen2 of candle-transformers, which needs the feature of this name
+    Qwen2,
+}
+
+/// Serves several texts at once
+#[derive(Parser)]
+struct Args {
+    #[arg(long, value_enum, default_value_t = Kind::Lstm)]
+    model: Kind,
+    /// Trained weights
+    #[arg(long, value_name = "PATH")]
+    checkpoint: Option<PathBuf>,
+    /// Layers of a qwen2 with random weights
+    #[arg(long, default_value_t = 2)]
+    layers: usize,
+    /// The most texts at once
+    #[arg(long, default_value_t = 3)]
+    batch: usize,
+}
+
+/// A model without its output layer, which keeps a state for each text.
+trait Backbone {
+    type State;
+
+    fn head(&self) -> &dyn OutputLayer;
+
+    fn start(&self) -> Result<Self::State>;
+
+    /// The hidden states `[texts, hidden]` after new token ids of each text.
+    fn read(&self, texts: &mut [(&mut Self::State, &[u32])]) -> Result<Tensor>;
+}
+
+/// A text in the batch.
+struct Text<S> {
+    request: Request,
+    state: S,
+    /// The ids that the model has not read.
+    unread: Vec<u32>,
+    tokens: Vec<NextToken>,
+    joined: u64,
+}
+
+fn main() -> ExitCode {
+    lab::start(run)
+}
+
+fn run(args: &Args) -> Result<()> {
+    let requests = request::examples()?;
+    match args.model {
+        Kind::Lstm => serve(&lstm::Lstm::new(args.checkpoint.as_deref())?, requests, args.batch),
+        #[cfg(feature = "candle-transformers")]
+        Kind::Qwen2 => serve(&qwen2::Qwen2::new(args.checkpoint.as_deref(), args.layers)?, requests, args.batch),
+        #[cfg(not(feature = "candle-transformers"))]
+        Kind::Qwen2 => Err("--model qwen2 needs a build with cargo's --features candle-transformers".into()),
+    }
+}
+
+fn serve<B: Backbone>(backbone: &B, requests: Vec<Request>, most: usize) -> Result<()> {
+    let mut waiting: VecDeque<Request> = requests.into();
+    let mut batch: Vec<Text<B::State>> = Vec::new();
+    let (mut step, mut drawn, mut of_model, mut of_head) = (0, 0, Duration::ZERO, Duration::ZERO);
+    while !(waiting.is_empty() && batch.is_empty()) {
+        while batch.len() < most.max(1) && waiting.front().is_some_and(|request| request.joins <= step) {
+            let Some(request) = waiting.pop_front() else { break };
+            let (state, unread) = (backbone.start()?, request.prompt.clone());
+            batch.push(Text { request, state, unread, tokens: Vec::new(), joined: step });
+        }
+        if !batch.is_empty() {
+            let start = Instant::now();
+            let mut texts: Vec<_> = batch.iter_mut().map(|text| (&mut text.state, text.unread.as_slice())).collect();
+            let hidden = backbone.read(&mut texts)?;
+            of_model += start.elapsed();
+            let start = Instant::now();
+            let settings: Vec<_> = batch.iter().map(|text| &text.request.settings).collect();
+            let tokens = backbone.head().next_tokens(&hidden, &settings)?;
+            of_head += start.elapsed();
+            drawn += tokens.len();
+            for (text, token) in batch.iter_mut().zip(tokens) {
+                text.request.settings.push(token.token_id);
+                text.unread = vec![token.token_id];
+                text.tokens.push(token);
+            }
+        }
+        step += 1;
+        let (done, others) = batch.into_iter().partition(|text| text.tokens.len() >= text.request.tokens);
+        batch = others;
+        done.iter().for_each(|text| println!("{}", line(text, step)));
+    }
+    let seconds = |time: Duration| time.as_secs_f64() / step.max(1) as f64 * 1e3;
+    eprintln!(
+        "{drawn} token ids in {step} steps: {:.2} ms of the model and {:.2} ms of the output layer in a step",
+        seconds(of_model),
+        seconds(of_head)
+    );
+    Ok(())
+}
+
+/// What is printed of a text that leaves.
+fn line<S>(text: &Text<S>, step: u64) -> serde_json::Value {
+    let of = |f: &dyn Fn(&NextToken) -> serde_json::Value| text.tokens.iter().map(f).collect::<Vec<_>>();
+    json!({
+        "request": text.request.number,
+        "joined": text.joined,
+        "left": step,
+        "token_ids": of(&|token| json!(token.token_id)),
+        "log_probs": of(&|token| json!(token.log_prob)),
+        "sampled_log_probs": of(&|token| json!(token.sampled_log_prob)),
+        "best": of(&|token| json!(token.best)),
+        "entropies": of(&|token| json!(token.entropy)),
+    })
+}

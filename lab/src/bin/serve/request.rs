@@ -1,0 +1,31 @@
+//! Requests with different settings.
+
+use lab::Result;
+use mos_head::{Constraints, Sampling, TokenRequest};
+
+pub(crate) struct Request {
+    pub(crate) number: usize,
+    /// The first step in which it may join.
+    pub(crate) joins: u64,
+    pub(crate) prompt: Vec<u32>,
+    /// How many token ids are generated.
+    pub(crate) tokens: usize,
+    pub(crate) settings: TokenRequest,
+}
+
+/// Four requests, in the order in which they join. The seed of each is its number.
+pub(crate) fn examples() -> Result<Vec<Request>> {
+    let (new, none) = (Sampling::new, Constraints::new);
+    let examples: [(u64, &[u32], usize, Sampling, Constraints); 4] = [
+        (0, &[3, 5, 8], 12, Sampling::greedy(), none()),
+        (0, &[1], 8, new().with_temperature(0.8).with_top_p(0.9), none().with_repetition_penalty(1.2)),
+        (2, &[13, 21], 10, new().with_top_k(5), none().with_banned(&[0, 1]).with_frequency_penalty(0.5)),
+        (4, &[34], 6, new().with_min_p(0.05), none().with_allowed(&[2, 4, 8, 16, 32]).with_bias(&[(8, 1.0)])),
+    ];
+    let request = |(number, (joins, prompt, tokens, sampling, constraints))| {
+        let settings = TokenRequest::new(sampling, number as u64)?.with_constraints(constraints)?;
+        let settings = settings.with_prompt(prompt).with_best(3).with_entropy(true);
+        Ok(Request { number, joins, prompt: prompt.to_vec(), tokens, settings })
+    };
+    examples.into_iter().enumerate().map(request).collect()
+}

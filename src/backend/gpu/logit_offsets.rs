@@ -1,0 +1,33 @@
+//! What the logits of a single softmax exceed its log-probabilities by, which the kernels do not return: the difference
+//! at the most probable id of each position.
+
+use candle_core::{DType, Tensor, D};
+
+use crate::backend::contract::Operands;
+use crate::error::Result;
+use crate::tensors::kept::rows_of;
+
+/// The offset of each position; none for several softmaxes.
+pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Result<Vec<f32>> {
+    if operands.sizes.components > 1 || log_probs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let best = |row: &Vec<f32>| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap_or(0) as u32;
+    let ids: Vec<u32> = log_probs.iter().map(best).collect();
+    let of_best = log_probs.iter().zip(&ids).map(|(row, &id)| row[id as usize]);
+    let id_tensor = Tensor::new(ids.as_slice(), operands.contexts.device())?;
+    let mut rows = rows_of(&operands.weight, &id_tensor)?;
+    if let Some(adapter) = &operands.adapter {
+        rows = Tensor::cat(&[rows, rows_of(adapter, &id_tensor)?], 1)?;
+    }
+    let contexts = operands.contexts.squeeze(1)?.to_dtype(DType::F32)?;
+    let mut z = (contexts * rows.to_dtype(DType::F32)?)?.sum(D::Minus1)?;
+    if let Some(bias) = &operands.bias {
+        z = (z + bias.index_select(&id_tensor, 0)?)?;
+    }
+    z = (z * operands.logit_scale)?;
+    if let Some(cap) = operands.softcap {
+        z = ((z / cap)?.tanh()? * cap)?;
+    }
+    Ok(z.to_vec1::<f32>()?.iter().zip(of_best).map(|(z, log_p)| z - log_p).collect())
+}

@@ -1,0 +1,222 @@
+//! What changes the logits of a request before its token id is drawn.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use rayon::prelude::*;
+
+use crate::backend::contract::TILE;
+use crate::error::{Error, Result};
+use crate::tensors::checks::check_number;
+
+/// What changes the logits z of a request before its token id is drawn, in this order:
+///
+/// 1. [`bias`](Constraints::with_bias): `z_v + b_v`
+/// 2. [`repetition_penalty`](Constraints::with_repetition_penalty) r, of ids in the prompt or generated: `z_v / r` if it
+///    is positive, else `z_v r`
+/// 3. [`frequency_penalty`](Constraints::with_frequency_penalty) f and
+///    [`presence_penalty`](Constraints::with_presence_penalty) p, of ids generated n times: `z_v - f n - p`
+/// 4. a [`processor`](Constraints::with_processor) of your own
+/// 5. ids that are not [`allowed`](Constraints::with_allowed), or are [`banned`](Constraints::with_banned): minus
+///    infinity
+///
+/// For one softmax these are its logits, as in other servers. A mixture of several softmaxes has no logits; z is its
+/// log-probability, which differs from a logit by a constant: that matters for the repetition penalty, for which it is
+/// never positive, and for processors that look at the values themselves. So do log-probabilities that are given to
+/// [`NextToken::of_log_probs`](crate::NextToken::of_log_probs), and heads without a mixture.
+///
+/// # References
+///
+/// - repetition penalty: Keskar et al.: CTRL: A Conditional Transformer Language Model for Controllable Generation. 2019,
+///   arXiv 1909.05858, section 4.1, without its mistake for negative logits.
+/// - frequency and presence penalty: OpenAI's API.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Constraints {
+    /// What is added to the logits of token ids. The default is nothing.
+    pub bias: Vec<(u32, f64)>,
+    /// The default is 1, which changes nothing.
+    pub repetition_penalty: f64,
+    /// The default is 0.
+    pub frequency_penalty: f64,
+    /// The default is 0.
+    pub presence_penalty: f64,
+    /// The only token ids that may be drawn. The default is all.
+    pub allowed: Option<Vec<u32>>,
+    /// Token ids that are never drawn. The default is none.
+    pub banned: Vec<u32>,
+    processor: Option<Processor>,
+}
+
+/// Changes consecutive logits, from a token id on.
+#[derive(Clone)]
+struct Processor(Arc<Change>);
+
+type Change = dyn Fn(u32, &mut [f64]) + Send + Sync;
+
+impl fmt::Debug for Processor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Processor")
+    }
+}
+
+impl Default for Constraints {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Constraints {
+    /// No constraints.
+    pub fn new() -> Self {
+        Constraints {
+            bias: Vec::new(),
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            allowed: None,
+            banned: Vec::new(),
+            processor: None,
+        }
+    }
+
+    /// Adds a number to the logit of each of these token ids; of an id that is listed twice, both. Minus infinity is a
+    /// ban.
+    pub fn with_bias(self, bias: &[(u32, f64)]) -> Self {
+        Constraints { bias: bias.to_vec(), ..self }
+    }
+
+    /// Divides positive logits, and multiplies negative ones, of ids in the prompt or generated. Above 1 it makes them
+    /// less probable.
+    pub fn with_repetition_penalty(self, repetition_penalty: f64) -> Self {
+        Constraints { repetition_penalty, ..self }
+    }
+
+    /// Subtracts this from the logit of an id for each time that it was generated.
+    pub fn with_frequency_penalty(self, frequency_penalty: f64) -> Self {
+        Constraints { frequency_penalty, ..self }
+    }
+
+    /// Subtracts this from the logit of each id that was generated.
+    pub fn with_presence_penalty(self, presence_penalty: f64) -> Self {
+        Constraints { presence_penalty, ..self }
+    }
+
+    /// Draws from these token ids alone.
+    pub fn with_allowed(self, token_ids: &[u32]) -> Self {
+        Constraints { allowed: Some(token_ids.to_vec()), ..self }
+    }
+
+    /// Never draws these token ids.
+    pub fn with_banned(self, token_ids: &[u32]) -> Self {
+        Constraints { banned: token_ids.to_vec(), ..self }
+    }
+
+    /// Changes logits by a function of your own. It gets consecutive logits, 512 or fewer, and the token id of the
+    /// first; the logits of one request come in any order and from several threads.
+    pub fn with_processor(self, processor: impl Fn(u32, &mut [f64]) + Send + Sync + 'static) -> Self {
+        Constraints { processor: Some(Processor(Arc::new(processor))), ..self }
+    }
+
+    pub(super) fn validate(&self) -> Result<()> {
+        let penalty = self.repetition_penalty;
+        check_number(penalty > 0.0 && penalty.is_finite(), "repetition_penalty", "a finite number above 0", penalty)?;
+        for (name, penalty) in
+            [("frequency_penalty", self.frequency_penalty), ("presence_penalty", self.presence_penalty)]
+        {
+            check_number(penalty.is_finite(), name, "a finite number", penalty)?;
+        }
+        for &(_, bias) in &self.bias {
+            check_number(bias < f64::INFINITY, "bias", "a finite number or minus infinity", bias)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
+        check_ids("bias", self.bias.iter().map(|(id, _)| id), vocab)?;
+        check_ids("allowed", self.allowed.iter().flatten(), vocab)?;
+        check_ids("banned", &self.banned, vocab)
+    }
+
+    fn has_penalty(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
+    }
+
+    /// Whether the values themselves matter, not only their differences.
+    pub(super) fn need_logits(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.processor.is_some()
+    }
+
+    /// The changed logits of all ids, from their log-probabilities and what a logit exceeds these by; `None` if nothing
+    /// changes.
+    pub(super) fn changed(&self, log_probs: &[f64], offset: f64, history: &History) -> Option<Vec<f64>> {
+        let penalised = Some(&history.occurrences).filter(|occurrences| self.has_penalty() && !occurrences.is_empty());
+        let are_same = self.bias.is_empty() && self.allowed.is_none() && self.banned.is_empty();
+        if are_same && penalised.is_none() && self.processor.is_none() {
+            return None;
+        }
+        let mut z: Vec<f64> = log_probs.iter().map(|log_p| log_p + offset).collect();
+        for &(id, bias) in &self.bias {
+            z[id as usize] += bias;
+        }
+        for (&id, occurrence) in penalised.into_iter().flatten() {
+            let z = &mut z[id as usize];
+            if self.repetition_penalty != 1.0 {
+                *z = if *z > 0.0 { *z / self.repetition_penalty } else { *z * self.repetition_penalty };
+            }
+            if occurrence.generated > 0 {
+                *z -= self.frequency_penalty * f64::from(occurrence.generated) + self.presence_penalty;
+            }
+        }
+        if let Some(Processor(processor)) = &self.processor {
+            z.par_chunks_mut(TILE).enumerate().for_each(|(tile, z)| processor((tile * TILE) as u32, z));
+        }
+        if let Some(allowed) = &self.allowed {
+            let all = std::mem::replace(&mut z, vec![f64::NEG_INFINITY; log_probs.len()]);
+            allowed.iter().for_each(|&id| z[id as usize] = all[id as usize]);
+        }
+        for &id in &self.banned {
+            z[id as usize] = f64::NEG_INFINITY;
+        }
+        Some(z)
+    }
+}
+
+/// The token ids of a request's text.
+#[derive(Clone, Debug, Default)]
+pub(super) struct History {
+    occurrences: HashMap<u32, Occurrence>,
+    /// How many ids were generated.
+    pub(super) generated: u64,
+}
+
+/// Where a token id occurs.
+#[derive(Clone, Copy, Debug, Default)]
+struct Occurrence {
+    /// How often it was generated; zero if it is in the prompt alone.
+    generated: u32,
+}
+
+impl History {
+    pub(super) fn add_to_prompt(&mut self, id: u32) {
+        self.occurrences.entry(id).or_default();
+    }
+
+    pub(super) fn generate(&mut self, id: u32) {
+        let occurrence = self.occurrences.entry(id).or_default();
+        occurrence.generated = occurrence.generated.saturating_add(1);
+        self.generated += 1;
+    }
+
+    pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
+        check_ids("token ids of the request's text", self.occurrences.keys(), vocab)
+    }
+}
+
+fn check_ids<'a>(argument: &'static str, ids: impl IntoIterator<Item = &'a u32>, vocab: usize) -> Result<()> {
+    match ids.into_iter().find(|&&id| id as usize >= vocab) {
+        Some(id) => Err(Error::config(argument, format!("token ids below vocab_size {vocab}"), id)),
+        None => Ok(()),
+    }
+}

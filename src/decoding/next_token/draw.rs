@@ -1,0 +1,55 @@
+//! Draws a token id from logits, with noise of its own for each id.
+
+use rayon::prelude::*;
+
+use super::noise::Noise;
+use crate::backend::contract::{Computed, TILE};
+use crate::backend::ranking::best;
+use crate::decoding::multinomial::{nucleus, Masses};
+use crate::decoding::Sampling;
+
+/// A token id, and its log-probability under the distribution that it was drawn from.
+pub(super) struct Drawn {
+    pub(super) id: u32,
+    pub(super) log_prob: f64,
+}
+
+/// Draws from logits that are not NaN, of which one at least is finite. At temperature 1, log-probabilities are their own
+/// distribution.
+pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: Noise) -> Option<Drawn> {
+    let temperature = sampling.temperature;
+    if temperature == 0.0 {
+        return best(&Computed::of(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
+    }
+    if sampling.is_truncated() {
+        let kept = nucleus(&Computed::of(z), sampling)?;
+        let ids = kept.ids.iter().map(|&(z, id)| (z / temperature, id));
+        let (_, id) = ids.fold(None, |chosen, (z, id)| chosen_of(chosen, z, id, noise))?;
+        let place = kept.ids.iter().position(|kept| kept.1 == id)?;
+        return Some(Drawn { id, log_prob: (kept.masses[place] / kept.masses.iter().sum::<f64>()).ln() });
+    }
+    let of_tile = |(tile, z): (usize, &[f64])| {
+        let ids = ((tile * TILE) as u32..).zip(z);
+        ids.fold(None, |chosen, (id, &z)| chosen_of(chosen, z / temperature, id, noise))
+    };
+    let of_tiles: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(of_tile).collect();
+    let chosen = of_tiles.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a });
+    let (_, id) = chosen?;
+    let log_prob = match are_log_probs && temperature == 1.0 {
+        true => z[id as usize],
+        false => Masses::new(&Computed::of(z), temperature).log_prob(z[id as usize]),
+    };
+    Some(Drawn { id, log_prob })
+}
+
+/// The best of the id that is chosen so far and another one, with their sums of logit and noise; of equals the first.
+fn chosen_of(chosen: Option<(f64, u32)>, z: f64, id: u32, noise: Noise) -> Option<(f64, u32)> {
+    if z == f64::NEG_INFINITY || chosen.is_some_and(|(sum, _)| z + noise.bound(id) <= sum) {
+        return chosen;
+    }
+    let sum = z + noise.gumbel(id);
+    match chosen {
+        Some((best, _)) if sum <= best => chosen,
+        _ => Some((sum, id)),
+    }
+}

@@ -1,0 +1,142 @@
+//! The next token id of several texts, each with settings of its own, from one read of the decoder.
+
+mod constraints;
+mod draw;
+mod noise;
+mod request;
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use crate::backend;
+use crate::backend::contract::{Computed, Distribution, Real, Visit, TILE};
+use crate::backend::ranking::best;
+use crate::error::{Error, Result};
+use crate::mixture::Mixture;
+use crate::tensors::checks::check_elements;
+pub use constraints::Constraints;
+use draw::draw;
+pub use request::TokenRequest;
+
+/// The next token id of a text, and what its request asks for, from
+/// [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens). Log-probabilities and entropy are in nats.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct NextToken {
+    /// The drawn token id.
+    pub token_id: u32,
+    /// Its log-probability under the model.
+    pub log_prob: f64,
+    /// Its log-probability under the distribution that it was drawn from: after constraints, temperature and truncation.
+    pub sampled_log_prob: f64,
+    /// The most probable token ids under the model and their log-probabilities, as many as asked for; of equals the
+    /// lowest id comes first.
+    pub best: Vec<(u32, f64)>,
+    /// The entropy of the model's distribution, if asked for.
+    pub entropy: Option<f64>,
+}
+
+impl NextToken {
+    /// Draws a token id from each distribution of log-probabilities `[.., vocab]`, for models without an output layer of
+    /// this crate. Constraints change the log-probabilities, not logits.
+    ///
+    /// # Shapes
+    ///
+    /// - log_probs: `[.., vocab]`, a float type; as many distributions as requests
+    ///
+    /// # Errors
+    ///
+    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
+    pub fn of_log_probs(log_probs: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
+        let dims = log_probs.dims();
+        let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
+        let next = Next::new(requests, check_elements("log_probs", leading)?, vocab)?;
+        super::log_probs::visit(log_probs, &next)
+    }
+}
+
+impl Mixture {
+    /// The next token id at each position, as its request says: see
+    /// [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
+    ///
+    /// # Errors
+    ///
+    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
+    pub fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        let operands = self.operands();
+        let next = Next::new(requests, operands.sizes.positions, operands.sizes.vocab)?;
+        backend::visit(operands, &next)
+    }
+}
+
+/// A query for the next token id of each position.
+struct Next<'a> {
+    requests: &'a [&'a TokenRequest],
+}
+
+impl<'a> Next<'a> {
+    fn new(requests: &'a [&'a TokenRequest], positions: usize, vocab: usize) -> Result<Self> {
+        if requests.len() != positions {
+            return Err(Error::config("requests", format!("one for each of {positions} positions"), requests.len()));
+        }
+        requests.iter().try_for_each(|request| request.check_vocab(vocab))?;
+        Ok(Next { requests })
+    }
+}
+
+impl Visit for Next<'_> {
+    type Output = NextToken;
+
+    fn needs_logits(&self) -> bool {
+        self.requests.iter().any(|request| request.constraints.need_logits())
+    }
+
+    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<NextToken> {
+        if !distribution.is_valid() {
+            return Err(Error::Distribution { position });
+        }
+        let request = self.requests[position];
+        let log_probs = of_all_ids(distribution);
+        let best = match request.best {
+            0 => Vec::new(),
+            n => best(&Computed::of(&log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
+        };
+        let offset = distribution.logit_offset().map_or(0.0, Real::f64);
+        let changed = request.constraints.changed(&log_probs, offset, &request.history);
+        let z = changed.as_deref().unwrap_or(&log_probs);
+        if z.iter().any(|z| z.is_nan() || *z == f64::INFINITY) {
+            return Err(Error::Distribution { position });
+        }
+        if z.iter().all(|&z| z == f64::NEG_INFINITY) {
+            return Err(Error::EmptySet { position });
+        }
+        let drawn = draw(z, changed.is_none(), &request.sampling, request.noise());
+        let drawn = drawn.ok_or(Error::EmptySet { position })?;
+        Ok(NextToken {
+            token_id: drawn.id,
+            log_prob: log_probs[drawn.id as usize],
+            sampled_log_prob: drawn.log_prob,
+            best,
+            entropy: request.entropy.then(|| entropy(&log_probs)),
+        })
+    }
+}
+
+/// The log-probabilities of all ids.
+fn of_all_ids<F: Real>(distribution: &impl Distribution<F>) -> Vec<f64> {
+    let mut log_probs = vec![0.0; distribution.vocab()];
+    let tiles = log_probs.par_chunks_mut(TILE).enumerate().with_min_len(8);
+    tiles.for_each_init(Vec::new, |buffer, (tile, to)| {
+        let from = distribution.tile(tile, F::neg_infinity(), buffer);
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = from.f64());
+    });
+    log_probs
+}
+
+/// `-sum_v p(v) log p(v)`, from 0 to `ln vocab` whatever the rounding.
+fn entropy(log_probs: &[f64]) -> f64 {
+    let term = |&log_p: &f64| if log_p == f64::NEG_INFINITY { 0.0 } else { -log_p.exp() * log_p };
+    let of_tiles: Vec<f64> =
+        log_probs.par_chunks(TILE).with_min_len(8).map(|tile| tile.iter().map(term).sum()).collect();
+    of_tiles.iter().sum::<f64>().clamp(0.0, (log_probs.len() as f64).ln())
+}

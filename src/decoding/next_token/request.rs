@@ -1,0 +1,115 @@
+//! What a position asks for: how its next token id is drawn, and what else is returned.
+
+use super::constraints::{Constraints, History};
+use super::noise::Noise;
+use crate::decoding::Sampling;
+use crate::error::{Error, OptionName, Result};
+
+/// One text that is being generated: how its next token id is drawn, and what else is returned
+/// ([`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens)).
+///
+/// A draw is a function of the distribution, the seed and the number of token ids generated so far: the same request
+/// draws the same ids alone and in any batch, on any number of threads.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{Constraints, OutputLayer, Sampling, SoftmaxHead, TokenRequest};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+/// let constraints = Constraints::new().with_repetition_penalty(1.1).with_banned(&[0]);
+/// let mut request = TokenRequest::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?
+///     .with_constraints(constraints)?
+///     .with_prompt(&[17, 4])
+///     .with_best(5);
+/// for _ in 0..3 {
+///     let hidden = Tensor::randn(0f32, 1., (1, 8), &Device::Cpu)?; // from your model: one text, one position
+///     let token = &head.next_tokens(&hidden, &[&request])?[0];
+///     println!("{} {:.3}, rather than {:?}", token.token_id, token.log_prob, token.best);
+///     request.push(token.token_id);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct TokenRequest {
+    pub(super) sampling: Sampling,
+    seed: u64,
+    pub(super) constraints: Constraints,
+    pub(super) history: History,
+    pub(super) best: usize,
+    pub(super) entropy: bool,
+}
+
+impl TokenRequest {
+    /// A request without constraints, prompt or alternatives.
+    ///
+    /// # Errors
+    ///
+    /// If a number is out of range; [`Error::Unsupported`] for the temperature of components, which belongs to the
+    /// mixture ([`Mixture::with_component_temperature`](crate::Mixture::with_component_temperature)), and for ancestral
+    /// sampling, which knows no probabilities.
+    pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
+        sampling.validate()?;
+        let unsupported = |option| Err(Error::Unsupported { option, head: "requests" });
+        if sampling.ancestral {
+            return unsupported(OptionName::Ancestral);
+        }
+        if sampling.component_temperature != 1.0 {
+            return unsupported(OptionName::ComponentTemperature);
+        }
+        let (constraints, history) = (Constraints::new(), History::default());
+        Ok(TokenRequest { sampling, seed, constraints, history, best: 0, entropy: false })
+    }
+
+    /// Sets what changes the logits before a token id is drawn.
+    ///
+    /// # Errors
+    ///
+    /// If a penalty or a bias is out of range.
+    pub fn with_constraints(self, constraints: Constraints) -> Result<Self> {
+        constraints.validate()?;
+        Ok(TokenRequest { constraints, ..self })
+    }
+
+    /// Adds the token ids of the prompt, for the repetition penalty.
+    pub fn with_prompt(mut self, token_ids: &[u32]) -> Self {
+        token_ids.iter().for_each(|&id| self.history.add_to_prompt(id));
+        self
+    }
+
+    /// Also returns the `n` most probable token ids.
+    pub fn with_best(self, n: usize) -> Self {
+        TokenRequest { best: n, ..self }
+    }
+
+    /// Whether the entropy is returned.
+    pub fn with_entropy(self, entropy: bool) -> Self {
+        TokenRequest { entropy, ..self }
+    }
+
+    /// Adds a generated token id to the text: it counts in the penalties, and the next draw is another one.
+    pub fn push(&mut self, token_id: u32) {
+        self.history.generate(token_id);
+    }
+
+    /// The number of token ids that were generated.
+    pub fn generated(&self) -> u64 {
+        self.history.generated
+    }
+
+    pub(super) fn noise(&self) -> Noise {
+        Noise::new(self.seed, self.history.generated)
+    }
+
+    pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
+        self.constraints.check_vocab(vocab)?;
+        self.history.check_vocab(vocab)?;
+        match self.best <= vocab {
+            true => Ok(()),
+            false => Err(Error::config("best", format!("at most vocab_size {vocab}"), self.best)),
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! The logits of one softmax.
+
+use candle_core::Tensor;
+
+use super::Mixture;
+use crate::error::{Error, Result};
+
+impl Mixture {
+    /// The logits of one softmax `[.., vocab]` in the dtype of the contexts, after scale, bias and softcap: what other
+    /// samplers and processors expect. They are candle's product of contexts and decoder, and differentiable. A mixture
+    /// of several softmaxes has none; [`Mixture::log_probs`] are logits of its distribution.
+    ///
+    /// # Shapes
+    ///
+    /// - returns `[.., vocab]`
+    ///
+    /// # Errors
+    ///
+    /// If there are several components.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, D};
+    /// use candle_nn::ops::log_softmax;
+    /// use mos_head::Mixture;
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let contexts = Tensor::randn(0f32, 1., (2, 1, 8), &Device::Cpu)?; // 2 positions, K = 1, d = 8
+    /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?; // 100 token ids
+    /// let mixture = Mixture::new(&contexts, None, &weight, None)?.with_softcap(30.0)?;
+    /// let log_probs = log_softmax(&mixture.logits()?, D::Minus1)?;
+    /// let difference = (log_probs - mixture.log_probs()?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+    /// assert!(difference < 1e-4);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn logits(&self) -> Result<Tensor> {
+        let operands = &self.operands;
+        let sizes = operands.sizes;
+        if sizes.components > 1 {
+            return Err(Error::config("components", "one softmax, which has logits", sizes.components));
+        }
+        let shape = [&self.leading[..], &[sizes.vocab]].concat();
+        if sizes.positions == 0 {
+            return Ok(Tensor::zeros(shape, operands.contexts.dtype(), operands.contexts.device())?);
+        }
+        let contexts = operands.contexts.squeeze(1)?;
+        let of_adapter = operands.adapter_columns()?;
+        let mut z = contexts.narrow(1, 0, of_adapter.start)?.contiguous()?.matmul(&operands.weight.t()?)?;
+        if let Some(adapter) = &operands.adapter {
+            let contexts = contexts.narrow(1, of_adapter.start, of_adapter.len())?.contiguous()?;
+            z = (z + contexts.matmul(&adapter.t()?)?)?;
+        }
+        if let Some(bias) = &operands.bias {
+            z = z.broadcast_add(&bias.to_dtype(z.dtype())?)?;
+        }
+        if operands.logit_scale != 1.0 {
+            z = (z * operands.logit_scale)?;
+        }
+        if let Some(cap) = operands.softcap {
+            z = ((z / cap)?.tanh()? * cap)?;
+        }
+        Ok(z.reshape(shape)?)
+    }
+}

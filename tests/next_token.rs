@@ -1,0 +1,418 @@
+//! The next token id of several texts: its log-probabilities, the best ids and the entropy equal plain loops in f64, draws
+//! have the frequencies of the constrained distribution, and they do not depend on the batch or the threads.
+
+mod common;
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Tensor};
+use common::{on, on_each_device};
+use mos_head::{Constraints, Error, Mixture, NextToken, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest};
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+const VOCAB: usize = 23;
+const WIDTH: usize = 6;
+
+/// Contexts `[positions, K, d]`, log-priors `[positions, K]`, the weight and the bias.
+fn operands(positions: usize, components: usize, vocab: usize) -> [Tensor; 4] {
+    let mut rng = StdRng::seed_from_u64(5);
+    let mut numbers = |shape: &[usize], spread: f64| {
+        let values: Vec<f64> = (0..shape.iter().product()).map(|_| spread * rng.random_range(-1.0..1.0)).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).expect("the shape fits")
+    };
+    let contexts = numbers(&[positions, components, WIDTH], 1.5);
+    let log_priors = numbers(&[positions, components], 1.0);
+    let log_priors = candle_nn::ops::log_softmax(&log_priors, 1).expect("log-priors");
+    [contexts, log_priors, numbers(&[vocab, WIDTH], 1.0), numbers(&[vocab], 1.0)]
+}
+
+fn mixture([contexts, log_priors, weight, bias]: &[Tensor; 4], dtype: DType, device: &Device) -> Result<Mixture> {
+    let to = |tensor: &Tensor| on(device, &tensor.to_dtype(dtype).expect("a float"));
+    let log_priors = Some(to(log_priors)?).filter(|log_priors| log_priors.dims()[1] > 1);
+    Ok(Mixture::new(&to(contexts)?, log_priors.as_ref(), &to(weight)?, Some(&to(bias)?))?)
+}
+
+/// Equal distributions at all positions.
+fn repeated(operands: &[Tensor; 4], positions: usize) -> Result<[Tensor; 4]> {
+    let [contexts, log_priors, weight, bias] = operands;
+    let repeat =
+        |tensor: &Tensor| tensor.narrow(0, 0, 1)?.repeat([vec![positions], vec![1; tensor.rank() - 1]].concat());
+    Ok([repeat(contexts)?, repeat(log_priors)?, weight.clone(), bias.clone()])
+}
+
+/// The log-probabilities of each position, and what logits exceed them by.
+fn truth(operands: &[Tensor; 4]) -> Result<Vec<(Vec<f64>, f64)>> {
+    let [contexts, log_priors, weight, bias] = operands;
+    let (contexts, log_priors) = (contexts.to_vec3::<f64>()?, log_priors.to_vec2::<f64>()?);
+    let (weight, bias) = (weight.to_vec2::<f64>()?, bias.to_vec1::<f64>()?);
+    let of_position = |(contexts, log_priors): (&Vec<Vec<f64>>, &Vec<f64>)| {
+        let mut probabilities = vec![0.0; weight.len()];
+        let mut offset = 0.0;
+        for (context, log_prior) in contexts.iter().zip(log_priors) {
+            let dot = |row: &Vec<f64>| row.iter().zip(context).map(|(a, b)| a * b).sum::<f64>();
+            let logits: Vec<f64> = weight.iter().zip(&bias).map(|(row, bias)| dot(row) + bias).collect();
+            offset = logits.iter().map(|z| z.exp()).sum::<f64>().ln();
+            for (p, z) in probabilities.iter_mut().zip(&logits) {
+                *p += (log_prior + z - offset).exp();
+            }
+        }
+        let offset = if contexts.len() == 1 { offset } else { 0.0 };
+        (probabilities.iter().map(|p| p.ln()).collect(), offset)
+    };
+    Ok(contexts.iter().zip(&log_priors).map(of_position).collect())
+}
+
+/// The constraints that are tested, with a prompt and generated ids.
+fn all_constraints() -> Vec<Constraints> {
+    let none = Constraints::new;
+    vec![
+        none(),
+        none().with_bias(&[(3, 2.5), (4, -1.0), (3, 0.5), (5, f64::NEG_INFINITY)]),
+        none().with_repetition_penalty(1.7),
+        none().with_frequency_penalty(0.6).with_presence_penalty(0.3),
+        none().with_allowed(&[1, 4, 7, 7, 9, 20]),
+        none().with_banned(&[0, 2, 4, 22]),
+        none().with_processor(|first, z| {
+            let ids = first..;
+            ids.zip(z).filter(|(id, _)| id % 3 == 0).for_each(|(_, z)| *z = z.max(-0.5) + 1.0);
+        }),
+        none()
+            .with_bias(&[(1, 1.0)])
+            .with_repetition_penalty(0.8)
+            .with_frequency_penalty(-0.2)
+            .with_processor(|_, z| z.iter_mut().for_each(|z| *z *= 0.9))
+            .with_allowed(&[0, 1, 2, 3, 4, 5, 6, 7])
+            .with_banned(&[2]),
+    ]
+}
+
+const PROMPT: [u32; 4] = [4, 9, 4, 1];
+const GENERATED: [u32; 6] = [2, 7, 2, 2, 9, 0];
+
+fn request(sampling: &Sampling, seed: u64, constraints: &Constraints) -> Result<TokenRequest> {
+    let request = TokenRequest::new(sampling.clone(), seed)?.with_constraints(constraints.clone())?;
+    let mut request = request.with_prompt(&PROMPT).with_best(4).with_entropy(true);
+    GENERATED.iter().for_each(|&id| request.push(id));
+    Ok(request)
+}
+
+/// The logits that one id is drawn from, by the formulas of the documentation.
+fn constrained(log_probs: &[f64], offset: f64, which: usize) -> Vec<f64> {
+    let mut z: Vec<f64> = log_probs.iter().map(|log_p| log_p + offset).collect();
+    let generated = |v: usize| GENERATED.iter().filter(|&&id| id as usize == v).count() as f64;
+    let is_repeated = |v: usize| generated(v) > 0.0 || PROMPT.contains(&(v as u32));
+    let repetition = |z: &mut Vec<f64>, penalty: f64| {
+        (0..z.len()).filter(|&v| is_repeated(v)).for_each(|v| z[v] *= if z[v] > 0.0 { 1.0 / penalty } else { penalty });
+    };
+    let keep = |z: &mut Vec<f64>, is_kept: &dyn Fn(usize) -> bool| {
+        (0..z.len()).filter(|&v| !is_kept(v)).for_each(|v| z[v] = f64::NEG_INFINITY);
+    };
+    match which {
+        0 => {}
+        1 => [(3, 3.0), (4, -1.0), (5, f64::NEG_INFINITY)].iter().for_each(|&(v, bias)| z[v] += bias),
+        2 => repetition(&mut z, 1.7),
+        3 => (0..z.len()).for_each(|v| z[v] -= 0.6 * generated(v) + if generated(v) > 0.0 { 0.3 } else { 0.0 }),
+        4 => keep(&mut z, &|v| [1, 4, 7, 9, 20].contains(&v)),
+        5 => keep(&mut z, &|v| ![0, 2, 4, 22].contains(&v)),
+        6 => (0..z.len()).step_by(3).for_each(|v| z[v] = z[v].max(-0.5) + 1.0),
+        _ => {
+            z[1] += 1.0;
+            repetition(&mut z, 0.8);
+            (0..z.len()).for_each(|v| z[v] = (z[v] + 0.2 * generated(v)) * 0.9);
+            keep(&mut z, &|v| v < 8 && v != 2);
+        }
+    }
+    z
+}
+
+fn samplings() -> Vec<Sampling> {
+    let new = Sampling::new;
+    vec![
+        new(),
+        new().with_temperature(0.7),
+        new().with_top_k(5).with_temperature(1.4),
+        new().with_top_p(0.6),
+        new().with_min_p(0.15).with_temperature(1.2),
+        new().with_top_k(9).with_top_p(0.8).with_min_p(0.05),
+        Sampling::greedy(),
+    ]
+}
+
+/// The probabilities of a draw from logits.
+fn probabilities(z: &[f64], sampling: &Sampling) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..z.len()).collect();
+    order.sort_by(|&a, &b| z[b].total_cmp(&z[a]).then(a.cmp(&b)));
+    let mut p = vec![0.0; z.len()];
+    if sampling.temperature == 0.0 {
+        p[order[0]] = 1.0;
+        return p;
+    }
+    let largest = z[order[0]];
+    let mass = |v: usize| ((z[v] - largest) / sampling.temperature).exp();
+    order.truncate(sampling.top_k.unwrap_or(usize::MAX));
+    let total: f64 = order.iter().map(|&v| mass(v)).sum();
+    let mut sum = 0.0;
+    for v in order {
+        if sum >= sampling.top_p * total && sum > 0.0 || mass(v) < sampling.min_p {
+            break;
+        }
+        p[v] = mass(v);
+        sum += mass(v);
+    }
+    p.iter().map(|p| p / sum).collect()
+}
+
+fn check(operands: &[Tensor; 4], dtype: DType, device: &Device, tolerance: f64) -> Result<()> {
+    let (mixture, truth) = (mixture(operands, dtype, device)?, truth(operands)?);
+    let close = |a: f64, b: f64| a == b || (a - b).abs() < tolerance;
+    for (which, constraints) in all_constraints().iter().enumerate() {
+        for sampling in samplings() {
+            let requests: Vec<TokenRequest> =
+                (0..truth.len()).map(|t| request(&sampling, t as u64, constraints)).collect::<Result<_>>()?;
+            let tokens = mixture.next_tokens(&requests.iter().collect::<Vec<_>>())?;
+            assert_eq!(tokens.len(), truth.len());
+            for (token, (log_probs, offset)) in tokens.iter().zip(&truth) {
+                let id = token.token_id as usize;
+                let p = probabilities(&constrained(log_probs, *offset, which), &sampling);
+                assert!(close(token.log_prob, log_probs[id]), "{which} {sampling:?}: {token:?} {}", log_probs[id]);
+                assert!(close(token.sampled_log_prob, p[id].ln()), "{which} {sampling:?}: {token:?} {}", p[id].ln());
+                let entropy: f64 = log_probs.iter().map(|log_p| -log_p.exp() * log_p).sum();
+                assert!(close(token.entropy.expect("asked for"), entropy), "{token:?} {entropy}");
+                let mut order: Vec<usize> = (0..log_probs.len()).collect();
+                order.sort_by(|&a, &b| log_probs[b].total_cmp(&log_probs[a]));
+                assert_eq!(token.best.len(), 4);
+                for (&(best, log_p), expected) in token.best.iter().zip(order) {
+                    assert_eq!(best as usize, expected);
+                    assert!(close(log_p, log_probs[expected]));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn values_equal_plain_loops() -> Result<()> {
+    for components in [1, 3] {
+        check(&operands(5, components, VOCAB), DType::F64, &Device::Cpu, 1e-12)?;
+        check(&operands(5, components, VOCAB), DType::F32, &Device::Cpu, 1e-5)?;
+    }
+    // Several tiles.
+    check(&operands(2, 2, 1500), DType::F64, &Device::Cpu, 1e-12)
+}
+
+on_each_device! {
+    fn so_they_do_on_each_device(device: &Device) -> Result<()> {
+        for components in [1, 3] {
+            check(&operands(5, components, VOCAB), DType::F32, device, 1e-4)?;
+        }
+        Ok(())
+    }
+}
+
+/// 40,000 draws of equal distributions with other seeds, and 40,000 draws of one request, under every constraint.
+#[test]
+fn draws_have_the_frequencies_of_the_constrained_distribution() -> Result<()> {
+    const DRAWS: usize = 40_000;
+    for components in [1, 3] {
+        let operands = operands(1, components, VOCAB);
+        let (log_probs, offset) = &truth(&operands)?[0];
+        let (one, many) = (mixture(&operands, DType::F64, &Device::Cpu)?, 2000);
+        let many_positions = mixture(&repeated(&operands, many)?, DType::F64, &Device::Cpu)?;
+        for (which, constraints) in all_constraints().iter().enumerate() {
+            for sampling in samplings() {
+                let p = probabilities(&constrained(log_probs, *offset, which), &sampling);
+                let mut counts = vec![0usize; VOCAB];
+                for batch in 0..DRAWS / many {
+                    let requests: Vec<TokenRequest> = (0..many)
+                        .map(|i| request(&sampling, (batch * many + i) as u64, constraints))
+                        .collect::<Result<_>>()?;
+                    let tokens = many_positions.next_tokens(&requests.iter().collect::<Vec<_>>())?;
+                    tokens.iter().for_each(|token| counts[token.token_id as usize] += 1);
+                }
+                check_frequencies(&counts, &p, &format!("{which} {sampling:?}"));
+            }
+        }
+        // Each step of one request draws anew.
+        let mut request = TokenRequest::new(Sampling::new(), 1)?;
+        let mut counts = vec![0usize; VOCAB];
+        for _ in 0..DRAWS / 4 {
+            let id = one.next_tokens(&[&request])?[0].token_id;
+            counts[id as usize] += 1;
+            request.push(id);
+        }
+        assert_eq!(request.generated(), DRAWS as u64 / 4);
+        check_frequencies(&counts, &log_probs.iter().map(|log_p| log_p.exp()).collect::<Vec<_>>(), "one request");
+    }
+    Ok(())
+}
+
+/// Pearson's chi-square, below its mean plus five standard deviations; an id without probability is never drawn.
+fn check_frequencies(counts: &[usize], p: &[f64], name: &str) {
+    let n: usize = counts.iter().sum();
+    let mut chi_square = 0.0;
+    for (&count, &p) in counts.iter().zip(p) {
+        assert!(p > 0.0 || count == 0, "{name}: {counts:?}");
+        if p > 0.0 {
+            let expected = n as f64 * p;
+            chi_square += (count as f64 - expected).powi(2) / expected;
+        }
+    }
+    let degrees = p.iter().filter(|&&p| p > 0.0).count() as f64 - 1.0;
+    assert!(chi_square <= degrees + 5.0 * (2.0 * degrees).sqrt(), "{name}: {chi_square} of {degrees}");
+}
+
+#[test]
+fn a_request_draws_the_same_alone_in_any_batch_and_on_any_threads() -> Result<()> {
+    for components in [1, 4] {
+        let all = operands(70, components, 1300);
+        let constraints = Constraints::new().with_repetition_penalty(1.2).with_banned(&[5, 600]);
+        let samplings = samplings();
+        let request = |t: usize| request(&samplings[t % samplings.len()], 100 + t as u64, &constraints);
+        let requests: Vec<TokenRequest> = (0..70).map(request).collect::<Result<_>>()?;
+        let of_range = |first: usize, n: usize| -> Result<Vec<NextToken>> {
+            let [contexts, log_priors, weight, bias] = &all;
+            let operands =
+                [contexts.narrow(0, first, n)?, log_priors.narrow(0, first, n)?, weight.clone(), bias.clone()];
+            let requests: Vec<_> = requests[first..first + n].iter().collect();
+            mixture(&operands, DType::F32, &Device::Cpu)?.next_tokens(&requests)
+        };
+        let expected = of_range(0, 70)?;
+        for (first, n) in (0..70).map(|t| (t, 1)).chain([(3, 2), (11, 9), (20, 50)]) {
+            assert_eq!(of_range(first, n)?, expected[first..first + n], "K = {components}: {n} from {first}");
+        }
+        for threads in [1, 2, 7] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+            assert_eq!(pool.install(|| of_range(0, 70))?, expected, "{threads} threads");
+            assert_eq!(pool.install(|| of_range(7, 1))?, expected[7..8], "{threads} threads");
+        }
+    }
+    Ok(())
+}
+
+/// 32 threads with requests of their own, at once.
+#[test]
+fn threads_with_their_own_requests_do_not_disturb_each_other() -> Result<()> {
+    let mixture = mixture(&operands(1, 3, 700), DType::F32, &Device::Cpu)?;
+    let text = |seed: u64| -> Result<Vec<u32>> {
+        let mut request = TokenRequest::new(Sampling::new().with_top_p(0.9), seed)?;
+        (0..40)
+            .map(|_| {
+                let id = mixture.next_tokens(&[&request])?[0].token_id;
+                request.push(id);
+                Ok(id)
+            })
+            .collect()
+    };
+    let alone: Vec<Vec<u32>> = (0..32).map(text).collect::<Result<_>>()?;
+    let text = &text;
+    let together: Vec<Vec<u32>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..32).map(|seed| scope.spawn(move || text(seed))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<_>>()
+    })?;
+    assert_eq!(together, alone);
+    assert!(alone.iter().collect::<std::collections::HashSet<_>>().len() > 30);
+    Ok(())
+}
+
+/// Of equals the lowest id comes first, ids of probability zero last.
+#[test]
+fn the_best_ids_are_those_of_a_full_sort() -> Result<()> {
+    let values = [-1.0, f64::NEG_INFINITY, -1.0, 0.5, -1.0, f64::NEG_INFINITY, 0.5f64];
+    let log_probs = candle_nn::ops::log_softmax(&Tensor::new(&[values], &Device::Cpu)?, 1)?;
+    let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(7);
+    let token = &NextToken::of_log_probs(&log_probs, &[&request])?[0];
+    assert_eq!(token.token_id, 3);
+    assert_eq!(token.best.iter().map(|best| best.0).collect::<Vec<_>>(), [3, 6, 0, 2, 4, 1, 5]);
+    assert_eq!((token.sampled_log_prob, token.entropy), (0.0, None));
+    let drawn: HashMap<u32, usize> = (0..300)
+        .map(|seed| {
+            let request = TokenRequest::new(Sampling::new(), seed)?;
+            Ok(NextToken::of_log_probs(&log_probs, &[&request])?[0].token_id)
+        })
+        .collect::<Result<Vec<_>>>()?
+        .into_iter()
+        .fold(HashMap::new(), |mut counts, id| {
+            *counts.entry(id).or_default() += 1;
+            counts
+        });
+    assert!(!drawn.contains_key(&1) && !drawn.contains_key(&5) && drawn.len() == 5, "{drawn:?}");
+    Ok(())
+}
+
+/// A head that is a mixture, through a pointer, and the log-probabilities of all ids.
+#[test]
+fn heads_have_them_too() -> Result<()> {
+    let weight = Tensor::randn(0f64, 1.0, (30, 6), &Device::Cpu)?;
+    let head: Box<dyn OutputLayer> = Box::new(SoftmaxHead::from_tensors(weight, None)?);
+    let hidden = Tensor::randn(0f64, 1.0, (2, 4, 6), &Device::Cpu)?;
+    let constraints = Constraints::new().with_presence_penalty(0.5).with_banned(&[1]);
+    let requests: Vec<TokenRequest> =
+        (0..8).map(|seed| request(&Sampling::new(), seed, &constraints)).collect::<Result<_>>()?;
+    let requests: Vec<_> = requests.iter().collect();
+    let tokens = head.next_tokens(&hidden, &requests)?;
+    let composed = NextToken::of_log_probs(&head.log_probs(&hidden)?, &requests)?;
+    for (token, composed) in tokens.iter().zip(&composed) {
+        assert_eq!(token.token_id, composed.token_id);
+        assert!((token.sampled_log_prob - composed.sampled_log_prob).abs() < 1e-12);
+    }
+    Ok(())
+}
+
+#[test]
+fn bad_arguments_are_errors() -> Result<()> {
+    let operands = operands(2, 1, VOCAB);
+    let mixture = mixture(&operands, DType::F32, &Device::Cpu)?;
+    let new = || TokenRequest::new(Sampling::new(), 0);
+    let with = |constraints: Constraints| new()?.with_constraints(constraints);
+    let none = Constraints::new;
+    let draws = |request: TokenRequest| mixture.next_tokens(&[&request, &request]);
+    let message = |result: Result<Vec<NextToken>>| result.expect_err("an error").to_string();
+    assert_eq!(message(mixture.next_tokens(&[&new()?])), "requests: expected one for each of 2 positions, got 1");
+    assert_eq!(message(draws(new()?.with_best(24))), "best: expected at most vocab_size 23, got 24");
+    for (constraints, argument) in [
+        (none().with_banned(&[23]), "banned"),
+        (none().with_allowed(&[99]), "allowed"),
+        (none().with_bias(&[(23, 0.0)]), "bias"),
+    ] {
+        let message = message(draws(with(constraints)?));
+        assert!(message.starts_with(&format!("{argument}: expected token ids below vocab_size 23")), "{message}");
+    }
+    let message = message(draws(new()?.with_prompt(&[40])));
+    assert!(message.starts_with("token ids of the request's text: expected token ids below"), "{message}");
+    for constraints in [
+        none().with_repetition_penalty(0.0),
+        none().with_repetition_penalty(f64::INFINITY),
+        none().with_frequency_penalty(f64::NAN),
+        none().with_presence_penalty(f64::INFINITY),
+        none().with_bias(&[(0, f64::NAN)]),
+        none().with_bias(&[(0, f64::INFINITY)]),
+    ] {
+        assert!(matches!(with(constraints), Err(Error::Config { .. })));
+    }
+    let all: Vec<u32> = (0..VOCAB as u32).collect();
+    for constraints in [
+        none().with_banned(&all),
+        none().with_allowed(&[]),
+        none().with_allowed(&[3, 4]).with_banned(&[4, 3]),
+        none().with_allowed(&[3]).with_bias(&[(3, f64::NEG_INFINITY)]),
+    ] {
+        assert!(matches!(draws(with(constraints)?), Err(Error::EmptySet { position: 0 })));
+    }
+    let nan = none().with_processor(|_, z| z[0] = f64::NAN);
+    assert!(matches!(draws(with(nan)?), Err(Error::Distribution { position: 0 })));
+    for sampling in [Sampling::new().with_ancestral(true), Sampling::new().with_component_temperature(0.5)] {
+        assert!(matches!(TokenRequest::new(sampling, 0), Err(Error::Unsupported { .. })));
+    }
+    assert!(matches!(TokenRequest::new(Sampling::new().with_top_p(0.0), 0), Err(Error::Config { .. })));
+    // A NaN in one text.
+    let mut log_probs = vec![vec![-1.0f32; 3]; 2];
+    log_probs[1][2] = f32::NAN;
+    let request = new()?;
+    let result = NextToken::of_log_probs(&Tensor::new(log_probs, &Device::Cpu)?, &[&request, &request]);
+    assert!(matches!(result, Err(Error::Distribution { position: 1 })));
+    // No texts.
+    let nothing = Tensor::zeros((0, 3), DType::F32, &Device::Cpu)?;
+    assert!(NextToken::of_log_probs(&nothing, &[])?.is_empty());
+    Ok(())
+}

@@ -1,4 +1,4 @@
-//! The first product for a few rows of contexts, as inner products. Reading the decoder is its whole cost, so the rows
+//! The first product for a few rows of contexts or components, as inner products. Reading the decoder is its whole cost, so the rows
 //! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
 //! contexts and ids.
 
@@ -8,8 +8,10 @@ use super::memory::{prefetch, CACHE_LINE};
 use super::simd::{Kernel, Vector};
 use num_traits::Zero;
 
-/// Maximum rows for which this is faster than the `gemm` crate, which first packs and transposes its operands.
-pub(super) const MOST_ROWS: usize = 64;
+/// Bytes of the contexts that pass over the decoder together: they stay in the second-level cache.
+const CONTEXT_BYTES: usize = 256 << 10;
+/// Contexts whose sums stay in registers.
+const ROWS: usize = 6;
 
 /// `to[row, id] = contexts[row] . decoder[id]`
 pub(super) struct Dots<'a, 'b, T: Element> {
@@ -29,16 +31,20 @@ impl<T: Element> Kernel<T::Acc> for Dots<'_, '_, T> {
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
         let Dots { contexts, decoder, d, add, to } = self;
-        let (mut id, ids) = (0, decoder.len() / d);
-        while id < ids {
-            let decoder = &decoder[id * d..];
-            let to = &mut Columns { matrix: to, first: id, add };
-            id += match ids - id {
-                // All sums stay in registers.
-                4.. if V::REGISTERS >= 32 => few_ids::<4, T, V>(v, contexts, decoder, d, to),
-                2.. => few_ids::<2, T, V>(v, contexts, decoder, d, to),
-                _ => few_ids::<1, T, V>(v, contexts, decoder, d, to),
-            };
+        let rows = (CONTEXT_BYTES / (d * size_of::<T::Acc>()) / ROWS).max(1) * ROWS;
+        let ids = decoder.len() / d;
+        for (block, contexts) in contexts.chunks(rows * d).enumerate() {
+            let mut id = 0;
+            while id < ids {
+                let decoder = &decoder[id * d..];
+                let to = &mut Columns { matrix: to, first_row: block * rows, first: id, add };
+                id += match ids - id {
+                    // All sums stay in registers.
+                    4.. if V::REGISTERS >= 32 => few_ids::<4, T, V>(v, contexts, decoder, d, to),
+                    2.. => few_ids::<2, T, V>(v, contexts, decoder, d, to),
+                    _ => few_ids::<1, T, V>(v, contexts, decoder, d, to),
+                };
+            }
         }
     }
 }
@@ -46,6 +52,7 @@ impl<T: Element> Kernel<T::Acc> for Dots<'_, '_, T> {
 /// Where the products of some ids are stored.
 struct Columns<'a, 'b, F> {
     matrix: &'a mut ViewMut<'b, F>,
+    first_row: usize,
     first: usize,
     /// Whether they are added to what is there.
     add: bool,
@@ -53,7 +60,7 @@ struct Columns<'a, 'b, F> {
 
 impl<F: Copy + std::ops::AddAssign> Columns<'_, '_, F> {
     fn store(&mut self, row: usize, sums: &[F]) {
-        let to = &mut self.matrix.row_mut(row)[self.first..self.first + sums.len()];
+        let to = &mut self.matrix.row_mut(self.first_row + row)[self.first..self.first + sums.len()];
         match self.add {
             true => to.iter_mut().zip(sums).for_each(|(to, &sum)| *to += sum),
             false => to.copy_from_slice(sums),
@@ -74,18 +81,18 @@ fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     // Prefetches the next ids during these products: the hardware does not prefetch that far ahead.
     let mut next = decoder.get(IDS * d..).unwrap_or(&[]);
     next = &next[..next.len().min(IDS * d)];
-    let per_group = (next.len() * 6 * d).div_ceil(contexts.len());
+    let per_group = (next.len() * ROWS * d).div_ceil(contexts.len());
     let mut row = 0;
     let mut store = |sums: &[[T::Acc; IDS]]| {
         sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, sums));
         row += sums.len();
     };
-    let mut groups = contexts.chunks_exact(6 * d);
+    let mut groups = contexts.chunks_exact(ROWS * d);
     for group in &mut groups {
         let (now, later) = next.split_at(per_group.min(next.len()));
         next = later;
         prefetch_all(now);
-        store(&dots::<6, IDS, T, V>(v, group, ids, d));
+        store(&dots::<ROWS, IDS, T, V>(v, group, ids, d));
     }
     prefetch_all(next);
     let rest = groups.remainder();

@@ -64,11 +64,6 @@ impl<'a, F> ViewMut<'a, F> {
         unsafe { std::slice::from_raw_parts_mut(self.data.offset(row as isize * self.row_stride), self.cols) }
     }
 
-    pub(super) fn first_columns(&mut self, cols: usize) -> ViewMut<'_, F> {
-        assert!(cols <= self.cols);
-        ViewMut { cols, ..*self }
-    }
-
     /// Splits the matrix into tiles of at most `rows x cols`, each with its ranges of rows and columns.
     pub(super) fn tiles(self, rows: usize, cols: usize) -> Vec<(Range<usize>, Range<usize>, ViewMut<'a, F>)> {
         let mut tiles = Vec::new();
@@ -171,19 +166,6 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         match self.transposed {
             false => to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen())),
             true => to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen())),
-        }
-    }
-
-    /// The block `[columns, ids]`: the transpose of [`DecoderMatrix::rows`].
-    pub(super) fn columns<'b>(
-        &'b self,
-        ids: Range<usize>,
-        columns: Range<usize>,
-        buffer: &'b mut Vec<T::Acc>,
-    ) -> (&'b [T::Acc], usize) {
-        match self.transposed {
-            false => transposed_block(self.values, self.width, ids, columns, buffer),
-            true => widened_block(self.values, self.vocab, columns, ids, buffer),
         }
     }
 }

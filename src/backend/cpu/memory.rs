@@ -69,6 +69,19 @@ pub(super) fn prefetch<F>(address: *const F) {
     let _ = address;
 }
 
+/// As [`prefetch`], but only into the second-level cache.
+#[inline(always)]
+pub(super) fn prefetch_to_second_level<F>(address: *const F) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T1};
+        // SAFETY: a prefetch is a hint; it does not dereference the pointer.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 impl<F> Deref for Aligned<F> {
     type Target = [F];
 

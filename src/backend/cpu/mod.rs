@@ -17,10 +17,12 @@ mod matrix;
 mod memory;
 mod multiplier;
 mod one_pass;
+mod panel_product;
 mod plan;
 mod products;
 mod results;
 mod rounding;
+mod rows_in_lanes;
 mod scores;
 mod served;
 mod simd;
@@ -29,6 +31,7 @@ mod targets;
 #[cfg(test)]
 mod testing;
 mod tiles;
+mod transposed;
 mod two_pass;
 
 use candle_core::{DType, Device, Tensor, WithDType};
@@ -263,7 +266,7 @@ fn visit_all<T: Element, X: Products<T>, V: Visit>(
     visit: &V,
 ) -> Result<Vec<V::Output>> {
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(products, inputs, plan);
+        let mut passes = TwoPasses::new(products, inputs, plan).with_independent_positions();
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
             passes.logits(positions.clone())?;

@@ -8,14 +8,17 @@ use super::one_pass::Format;
 use super::served::Served;
 use super::simd::Isa;
 use super::tiles::unit::TileUnit;
-use super::{gemv, one_pass, two_pass};
+use super::{one_pass, two_pass};
 use crate::backend::contract::{Operands, Precision, ScoreTask, Sizes, Task};
-use crate::backend::plan::{default, Computation, Needs, Plan};
+use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
 use crate::error::{Error, Result};
 
 /// Maximum rows of a loss without gradients that inner products compute faster: in the kernels of `one_pass` a row is
 /// one lane of a register.
 const FEW_ROWS: usize = 4;
+
+/// Rows of a chunk of decoding, at least.
+const DECODING_ROWS: usize = 64;
 
 /// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
 /// log-probabilities of all ids (label smoothing, correct targets, log-probabilities, decoding), and the filter, which
@@ -38,17 +41,19 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
 }
 
 /// The products of the tile unit, where there is one, and the operands are bf16 or may be rounded to it.
-fn tiles_of<T: Served>(operands: &Operands) -> Result<Option<T::Tiles>> {
+fn tiles_of<T: Served>(operands: &Operands, task: &Task) -> Result<Option<T::Tiles>> {
     let isa = Isa::best()?;
     let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
-    let unit = TileUnit::best()?.filter(|_| may_round);
+    // Decoding passes a decoder over few rows: vectors spend more on its transpose than they save.
+    let serves = |unit: &TileUnit| may_round && (!task.few_rows || unit.kernels() == Kernels::Amx);
+    let unit = TileUnit::best()?.filter(serves);
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
 
 /// The plan of a task: for tiles, unless their operands leave too little of the budget.
 pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
     let plan = |tiles| plan_of::<T>(operands, task, budget, tiles);
-    let tiles = tiles_of::<T>(operands)?;
+    let tiles = tiles_of::<T>(operands, &task)?;
     match plan(tiles) {
         Err(Error::Workspace { .. }) if tiles.is_some() => plan(None),
         planned => planned,
@@ -68,10 +73,10 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
         (Computation::TwoPasses, None) => two_pass::workspace::<T>(Vectors(isa), operands.sizes, task),
     };
     let per_position = components * per_row;
-    // Decoding accumulates no gradient, so its chunks need no more rows than `gemv` takes.
+    // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
     let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
     let enough_rows = match tiles {
-        _ if task.few_rows => gemv::MOST_ROWS,
+        _ if task.few_rows => DECODING_ROWS,
         _ if computation == Computation::TwoPasses => default::CPU_ROWS,
         // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so
         // many exponentials take.

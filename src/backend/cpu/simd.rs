@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 
 use pulp::Simd as _;
 
+use super::transposed;
 use crate::backend::contract::Real;
 use crate::backend::plan::Kernels;
 use crate::error::{Error, Result};
@@ -54,6 +55,8 @@ pub(crate) trait Vector<F: Copy>: Copy {
     fn largest(self, a: Self::Reg) -> F;
     /// `a * 2^n` for `shifted = n + ROUND` ([`Float::ROUND`]), by adding `n` to the exponent bits of `a`.
     fn scale_by_power(self, a: Self::Reg, shifted: Self::Reg) -> Self::Reg;
+    /// The transpose of as many registers as each has lanes.
+    fn transposed(self, rows: Self::Lanes<Self::Reg>) -> Self::Lanes<Self::Reg>;
     /// `(m, e)` with `a = m * 2^e` and `1 <= m < 2`, for finite `a >= 1`.
     fn mantissa_exponent(self, a: Self::Reg) -> (Self::Reg, Self::Reg);
 }
@@ -255,9 +258,12 @@ macro_rules! binary {
 }
 
 /// Implements [`Vector`] on a `Simd` type of `pulp` for one element type. `$shl` and `$shr` shift the bits of a
-/// register by the number of mantissa bits.
+/// register by the number of mantissa bits; `$transposed` transposes registers.
 macro_rules! impl_vector {
-    ($simd:ty, $float:ident, $bits:ident, mantissa $mantissa:literal, |$v:ident, $x:ident| $shl:expr, $shr:expr) => {
+    (
+        $simd:ty, $float:ident, $bits:ident, mantissa $mantissa:literal, |$v:ident, $x:ident| $shl:expr, $shr:expr,
+        $transposed:expr
+    ) => {
         ::pastey::paste! {
             impl Vector<$float> for $simd {
                 type Reg = <$simd as pulp::Simd>::[<$float s>];
@@ -337,6 +343,10 @@ macro_rules! impl_vector {
                     self.[<transmute_ $float s_ $bits s>](self.[<add_ $bits s>](a, exponent))
                 }
                 #[inline(always)]
+                fn transposed(self, rows: Self::Lanes<Self::Reg>) -> Self::Lanes<Self::Reg> {
+                    $transposed(self, rows)
+                }
+                #[inline(always)]
                 fn mantissa_exponent(self, a: Self::Reg) -> (Self::Reg, Self::Reg) {
                     // With the exponent of 2^mantissa, an integer in the low bits gives the float 2^mantissa + that
                     // integer.
@@ -361,22 +371,30 @@ macro_rules! impl_vector {
 mod x86 {
     use super::*;
     use pulp::x86::{V3, V4};
-    impl_vector!(V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x));
-    impl_vector!(V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x));
-    impl_vector!(V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x));
-    impl_vector!(V3, f64, u64, mantissa 52, |v, x| v.shl_const_u64x4::<52>(x), v.shr_const_u64x4::<52>(x));
+    impl_vector!(
+        V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x), transposed::of_16
+    );
+    impl_vector!(
+        V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x), transposed::plain::<f64, _, _, _>
+    );
+    impl_vector!(
+        V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x), transposed::of_8
+    );
+    impl_vector!(
+        V3, f64, u64, mantissa 52, |v, x| v.shl_const_u64x4::<52>(x), v.shr_const_u64x4::<52>(x), transposed::plain::<f64, _, _, _>
+    );
 }
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64 {
     use super::*;
     use pulp::aarch64::Neon;
-    impl_vector!(Neon, f32, u32, mantissa 23, |v, x| v.shl_const_u32x4::<23>(x), v.shr_const_u32x4::<23>(x));
-    impl_vector!(Neon, f64, u64, mantissa 52, |v, x| v.shl_const_u64x2::<52>(x), v.shr_const_u64x2::<52>(x));
+    impl_vector!(Neon, f32, u32, mantissa 23, |v, x| v.shl_const_u32x4::<23>(x), v.shr_const_u32x4::<23>(x), transposed::plain::<f32, _, _, _>);
+    impl_vector!(Neon, f64, u64, mantissa 52, |v, x| v.shl_const_u64x2::<52>(x), v.shr_const_u64x2::<52>(x), transposed::plain::<f64, _, _, _>);
 }
 
-impl_vector!(pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23);
-impl_vector!(pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52);
+impl_vector!(pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23, transposed::plain::<f32, _, _, _>);
+impl_vector!(pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52, transposed::plain::<f64, _, _, _>);
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,7 @@
 //! From logits to scaled exponentials, in place, while a tile is in the cache.
 
-use super::product::lanes;
 use crate::backend::cpu::math::{exp_or_zero, weighted};
+use crate::backend::cpu::panel_product::lanes;
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::softcap::Softcap;
 

@@ -25,7 +25,6 @@ mod gradients;
 mod layout;
 mod listed;
 mod part;
-mod product;
 mod scaling;
 mod tiles;
 mod vectors;

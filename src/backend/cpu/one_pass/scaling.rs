@@ -1,6 +1,6 @@
 //! Products with the factors of rows, between the matrix products.
 
-use super::product::{lanes, Left};
+use crate::backend::cpu::panel_product::{lanes, Left};
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
 
 /// `values[.., row] := factors[row] values[.., row]`

@@ -2,19 +2,48 @@
 //! one core and are computed in parallel.
 //!
 //! Each tile is computed on one thread, so that the results do not depend on the number of threads.
+//!
+//! On vectors, few rows are inner products with the decoder's rows (`gemv`). For more, the contexts are packed into panels
+//! whose rows are lanes of registers (`rows_in_lanes`): no sum over lanes ends a product, and the decoder is read from
+//! where it lies. The two forms add in another order. In decoding the number of components chooses between them, so that
+//! a position has the same bits, and a sampler draws the same ids, whatever else is in the batch.
 
 use std::borrow::Cow;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::products::{context_tile, multiply, VOCAB_TILE};
+use super::products::VOCAB_TILE;
 use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::gemv::{self, Dots};
-use crate::backend::cpu::matrix::{Decoder, View, ViewMut};
-use crate::backend::cpu::memory::Workspace;
+use crate::backend::cpu::gemv::Dots;
+use crate::backend::cpu::matrix::{transpose, Decoder, DecoderMatrix, ViewMut};
+use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
 use crate::backend::cpu::multiplier::Vectors;
-use crate::backend::cpu::simd::{Float, Isa, ROW_ALIGN};
+use crate::backend::cpu::panel_product::{Left, Registers};
+use crate::backend::cpu::rows_in_lanes::{Panel, RowsInLanes, Widened};
+use crate::backend::cpu::simd::{Float, Isa};
+
+/// Maximum rows of other results that have the bits of decoding.
+const LIKE_DECODING: usize = 64;
+
+/// The positions of a chunk, whose products have several forms, with sums that are rounded differently.
+#[derive(Clone, Copy)]
+pub(crate) struct Positions {
+    pub(crate) components: usize,
+    /// Whether the bits of a position may not depend on the others: then the components alone choose the form.
+    pub(crate) are_independent: bool,
+}
+
+impl Positions {
+    /// The number that chooses the form: of all rows, or of a position's.
+    pub(super) fn rows_of_form(self, rows: usize) -> usize {
+        if self.are_independent {
+            self.components
+        } else {
+            rows
+        }
+    }
+}
 
 /// The product of a multiplier.
 pub(crate) trait FirstProduct<T: Element>: Copy + Send + Sync {
@@ -30,7 +59,9 @@ pub(crate) trait FirstProduct<T: Element>: Copy + Send + Sync {
     /// Bytes of the contexts of a row, where these are a copy, and of a thread's buffers.
     fn workspace(self, d: usize, vocab: usize) -> Workspace;
 
-    fn contexts<'c>(self, contexts: &'c [T::Acc], decoder: &Decoder<'_, T>) -> Self::Contexts<'c>;
+    /// The contexts as an operand, for the form of the product that serves these positions.
+    fn contexts<'c>(self, contexts: &'c [T::Acc], decoder: &Decoder<'_, T>, positions: Positions)
+        -> Self::Contexts<'c>;
 
     /// Writes the products of all rows and some ids to the columns of a tile, from the first on.
     fn multiply(
@@ -49,12 +80,12 @@ pub(super) fn logits<T: Element, X: FirstProduct<T>, O: Send>(
     product: X,
     to: &mut [T::Acc],
     stride: usize,
-    contexts: &[T::Acc],
+    (contexts, positions): (&[T::Acc], Positions),
     decoder: Decoder<'_, T>,
     summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
 ) -> Vec<O> {
     let (vocab, rows) = (decoder.weight.vocab, contexts.len() / decoder.width());
-    let contexts = product.contexts(contexts, &decoder);
+    let contexts = product.contexts(contexts, &decoder, positions);
     ViewMut::new(to, rows, stride, stride)
         .tiles(rows.max(1), VOCAB_TILE)
         .into_par_iter()
@@ -66,12 +97,28 @@ pub(super) fn logits<T: Element, X: FirstProduct<T>, O: Send>(
         .collect()
 }
 
-/// The contexts `[rows, d]`.
-pub(crate) struct Contexts<'c, F: Copy> {
-    all: &'c [F],
+/// The contexts of a chunk, for the form of the product that serves it.
+pub(crate) enum Contexts<'c, F: Copy> {
+    /// For inner products: the columns of each part of the decoder, `[rows, columns]`.
+    Rows(Vec<Cow<'c, [F]>>),
+    Panels(Panels<F>),
+}
+
+/// Contexts whose rows are lanes of registers.
+pub(crate) struct Panels<F> {
     d: usize,
-    /// For inner products: the columns of each part of the decoder, one part after the other.
-    parts: Option<Vec<Cow<'c, [F]>>>,
+    panels: Vec<Panel>,
+    /// The panels one after the other, each `[d, width]`.
+    packed: Aligned<F>,
+}
+
+/// The buffers of a thread.
+#[derive(Default)]
+pub(crate) struct VectorBuffers<F> {
+    /// Rows of a decoder in half precision, widened: one buffer for each part.
+    widened: [Aligned<F>; 2],
+    /// `[ids, width]`
+    products: Aligned<F>,
 }
 
 impl<T: Element> FirstProduct<T> for Vectors {
@@ -79,28 +126,40 @@ impl<T: Element> FirstProduct<T> for Vectors {
         = Contexts<'c, T::Acc>
     where
         T: 'c;
-    /// A tile of a decoder that is transposed or widened.
-    type Buffers = Vec<T::Acc>;
+    type Buffers = VectorBuffers<T::Acc>;
 
     fn isa(self) -> Isa {
         self.0
     }
 
     fn workspace(self, d: usize, vocab: usize) -> Workspace {
-        let ids = VOCAB_TILE.min(vocab.next_multiple_of(ROW_ALIGN));
-        let per_thread = context_tile(d, 1) * ids * size_of::<T::Acc>();
-        Workspace { per_row: 0, fixed: 0, per_thread }
+        let Registers { width, lanes, .. } = Registers::of::<T::Acc>(self.0);
+        let ids = ids_at_a_time::<T::Acc>(d).min(vocab);
+        let (widened, element) = (if T::IS_ACC { 0 } else { d }, size_of::<T::Acc>());
+        let per_thread = (ids * (widened + width) + 3 * CACHE_LINE) * element;
+        // The last panel is padded.
+        Workspace { per_row: d * element, fixed: lanes * d * element, per_thread }
     }
 
-    fn contexts<'c>(self, contexts: &'c [T::Acc], decoder: &Decoder<'_, T>) -> Contexts<'c, T::Acc> {
+    fn contexts<'c>(
+        self,
+        contexts: &'c [T::Acc],
+        decoder: &Decoder<'_, T>,
+        positions: Positions,
+    ) -> Contexts<'c, T::Acc> {
+        let Registers { lanes, .. } = Registers::of::<T::Acc>(self.0);
         let d = decoder.width();
+        let rows = contexts.len() / d;
+        let rows = if rows <= LIKE_DECODING { positions.components } else { positions.rows_of_form(rows) };
+        // Lanes without a row cost as much as others.
+        if decoder.weight.transposed || rows > (lanes / 2).max(1) {
+            return Contexts::Panels(Panels::new(self.0, contexts, d));
+        }
         let of_part = |columns: Range<usize>| match columns.len() < d {
             true => Cow::Owned(gathered(contexts, d, columns)),
             false => Cow::Borrowed(contexts),
         };
-        let are_few = contexts.len() <= gemv::MOST_ROWS * d && !decoder.weight.transposed;
-        let parts = are_few.then(|| decoder.parts().map(|(columns, _)| of_part(columns)).collect());
-        Contexts { all: contexts, d, parts }
+        Contexts::Rows(decoder.parts().map(|(columns, _)| of_part(columns)).collect())
     }
 
     fn multiply(
@@ -109,32 +168,184 @@ impl<T: Element> FirstProduct<T> for Vectors {
         decoder: &Decoder<'_, T>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, T::Acc>,
-        buffer: &mut Vec<T::Acc>,
+        buffers: &mut VectorBuffers<T::Acc>,
     ) {
-        if let Some(parts) = &contexts.parts {
-            for (contexts, (columns, matrix)) in parts.iter().zip(decoder.parts()) {
-                let (d, ids) = (columns.len(), ids.clone());
-                let decoder = &matrix.values[ids.start * d..ids.end * d];
-                T::Acc::dispatch(self.0, Dots { contexts, decoder, d, add: columns.start > 0, to: tile });
+        match contexts {
+            Contexts::Rows(parts) => {
+                for (contexts, (columns, matrix)) in parts.iter().zip(decoder.parts()) {
+                    let d = columns.len();
+                    let decoder = &matrix.values[ids.start * d..ids.end * d];
+                    let (add, to) = (columns.start > 0, &mut *tile);
+                    T::Acc::dispatch(self.0, Dots { contexts, decoder, d, add, to });
+                }
             }
-            return;
+            Contexts::Panels(panels) => self.multiply_panels(panels, decoder, ids, tile, buffers),
         }
-        let contexts = View::new(contexts.all, tile.rows, contexts.d, contexts.d);
-        for (columns, matrix) in decoder.parts() {
-            let depth = context_tile(columns.len(), 1);
-            for first in (0..columns.len()).step_by(depth) {
-                let of_block = first..columns.len().min(first + depth);
-                let (block, stride) = matrix.columns(ids.clone(), of_block.clone(), buffer);
-                let block = View::new(block, of_block.len(), ids.len(), stride);
-                let first = columns.start + first;
-                let contexts = contexts.columns(first..first + of_block.len());
-                multiply(&mut tile.first_columns(ids.len()), first > 0, contexts, block);
+    }
+}
+
+impl<F: Float> Panels<F> {
+    fn new(isa: Isa, contexts: &[F], d: usize) -> Self {
+        let Registers { width, lanes, .. } = Registers::of::<F>(isa);
+        let rows = contexts.len() / d;
+        let vectors = rows.div_ceil(lanes);
+        // All panels have nearly the same width.
+        let count = vectors.div_ceil(width / lanes);
+        let start = |panel: usize| panel * vectors / count * lanes;
+        let panel = |i: usize| {
+            let (first, end) = (start(i), start(i + 1));
+            Panel { first, rows: end.min(rows) - first, width: end - first }
+        };
+        let panels: Vec<Panel> = (0..count).map(panel).collect();
+        let mut packed: Aligned<F> = Aligned::zeros(vectors * lanes * d);
+        let mut rest = &mut packed[..];
+        let mut pack = Vec::with_capacity(count);
+        for panel in &panels {
+            let (of_panel, behind) = rest.split_at_mut(panel.width * d);
+            pack.push((panel, of_panel));
+            rest = behind;
+        }
+        pack.into_par_iter().for_each(|(panel, to)| {
+            transpose(&contexts[panel.first * d..], d, 0..panel.rows, 0..d, to, panel.width, |x| x);
+        });
+        Panels { d, panels, packed }
+    }
+}
+
+impl Vectors {
+    fn multiply_panels<T: Element>(
+        self,
+        &Panels { d, ref panels, ref packed }: &Panels<T::Acc>,
+        decoder: &Decoder<'_, T>,
+        ids: Range<usize>,
+        tile: &mut ViewMut<'_, T::Acc>,
+        VectorBuffers { widened, products }: &mut VectorBuffers<T::Acc>,
+    ) {
+        let widest = panels.iter().map(|panel| panel.width).max().unwrap_or(0);
+        for first in ids.clone().step_by(ids_at_a_time::<T::Acc>(d)) {
+            let block = first..ids.end.min(first + ids_at_a_time::<T::Acc>(d));
+            let parts = decoder.parts().zip(&mut *widened);
+            let left: Vec<_> = parts.map(|((_, matrix), buffer)| self.left(matrix, block.clone(), buffer)).collect();
+            let products = products.at_least(block.len() * widest);
+            let mut packed = &packed[..];
+            for &panel in panels {
+                let (contexts, rest) = packed.split_at(panel.width * d);
+                packed = rest;
+                let (decoder, first_id, to) = (&left[..], first - ids.start, &mut *tile);
+                let products = &mut *products;
+                RowsInLanes { panel, contexts, decoder, ids: block.len(), first_id, to, products }.multiply(self.0);
             }
         }
     }
+
+    /// Some rows of a part of the decoder as a left operand: from where they lie, or widened.
+    fn left<'b, T: Element>(
+        self,
+        matrix: DecoderMatrix<'b, T>,
+        ids: Range<usize>,
+        buffer: &'b mut Aligned<T::Acc>,
+    ) -> Left<'b, T::Acc> {
+        let DecoderMatrix { values, vocab, width, transposed } = matrix;
+        let depth = width;
+        if let Some(values) = T::as_acc(values) {
+            return match transposed {
+                true => Left { values: &values[ids.start..], row: 1, step: vocab, depth },
+                false => Left { values: &values[ids.start * width..ids.end * width], row: width, step: 1, depth },
+            };
+        }
+        let to = buffer.at_least(ids.len() * width);
+        if transposed {
+            for (to, values) in to.chunks_exact_mut(ids.len()).zip(values.chunks_exact(vocab)) {
+                T::Acc::dispatch(self.0, Widened { values: &values[ids.clone()], to });
+            }
+            return Left { values: to, row: 1, step: ids.len(), depth };
+        }
+        T::Acc::dispatch(self.0, Widened { values: &values[ids.start * width..ids.end * width], to: &mut *to });
+        Left { values: to, row: width, step: 1, depth }
+    }
+}
+
+/// So many ids pass through all panels together: their rows of the decoder stay in the second-level cache, and their
+/// products with a panel in the first-level cache. Both 6 and 8, of which the kernel computes as many at a time, and 16,
+/// the most lanes, divide the number.
+fn ids_at_a_time<F>(d: usize) -> usize {
+    const STEP: usize = 48;
+    const BYTES: usize = 256 << 10;
+    (BYTES / (d * size_of::<F>()).max(1) / STEP).clamp(1, 2) * STEP
 }
 
 /// Some columns of `[rows, d]`.
 fn gathered<F: Copy>(contexts: &[F], d: usize, columns: Range<usize>) -> Vec<F> {
     contexts.chunks_exact(d).flat_map(|row| &row[columns.clone()]).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::backend::contract::Real;
+
+    const MARK: f64 = 77.0;
+
+    /// Numbers that every type represents.
+    fn values<T: Element>(n: usize, seed: usize) -> Vec<T> {
+        (0..n).map(|i| T::narrow(T::Acc::of(((i * 7 + i / 11 + seed * 13) % 31) as f64 / 8.0 - 2.0))).collect()
+    }
+
+    fn f64_of<T: Element>(x: T) -> f64 {
+        Real::f64(x.widen())
+    }
+
+    /// Compares the products with sums in f64; nothing beyond them is written.
+    fn check<T: Element>((rows, components): (usize, usize), ids: usize, widths: [usize; 2], transposed: bool) {
+        let d = widths[0] + widths[1];
+        let contexts: Vec<T::Acc> = values::<T>(rows * d, 1).into_iter().map(Element::widen).collect();
+        // The product is of some ids within a larger vocabulary.
+        let (vocab, first) = (ids + 5, 3);
+        let (weight, adapter) = (values::<T>(vocab * widths[0], 2), values::<T>(vocab * widths[1], 3));
+        let matrix = |values, width, transposed| DecoderMatrix { values, vocab, width, transposed };
+        let adapter_matrix = matrix(&adapter[..], widths[1], false);
+        let decoder = Decoder {
+            weight: matrix(&weight[..], widths[0], transposed),
+            adapter: (widths[1] > 0).then_some(adapter_matrix),
+        };
+        let element = |id: usize, column: usize| match column.checked_sub(widths[0]) {
+            Some(column) => f64_of(adapter[id * widths[1] + column]),
+            None if transposed => f64_of(weight[column * vocab + id]),
+            None => f64_of(weight[id * widths[0] + column]),
+        };
+        for isa in Isa::available() {
+            let stride = ids + 3;
+            let mut to = vec![T::Acc::of(MARK); rows * stride];
+            let (product, positions) = (Vectors(isa), Positions { components, are_independent: true });
+            let contexts_of_product = FirstProduct::<T>::contexts(product, &contexts, &decoder, positions);
+            let mut tile = ViewMut::new(&mut to, rows, ids, stride);
+            let buffers = &mut VectorBuffers::default();
+            product.multiply(&contexts_of_product, &decoder, first..first + ids, &mut tile, buffers);
+            for (i, &found) in to.iter().enumerate() {
+                let (row, id) = (i / stride, i % stride);
+                let product = |j: usize| Real::f64(contexts[row * d + j]) * element(first + id, j);
+                let expected = if id < ids { (0..d).map(product).sum() } else { MARK };
+                let what =
+                    format!("{} {:?} {rows} {components} {ids} {widths:?} {transposed}", isa.kernels(), T::DTYPE);
+                let found = Real::f64(found);
+                assert!((found - expected).abs() < 1e-4, "{what}: {found} {expected} at {row}, {id}");
+            }
+        }
+    }
+
+    #[test]
+    fn products_equal_sums_in_f64() {
+        for (rows, components) in [(1, 1), (6, 3), (13, 1), (15, 15), (17, 17), (70, 10), (0, 15)] {
+            for (ids, widths) in [(1, [1, 0]), (7, [5, 0]), (50, [37, 0]), (97, [16, 3]), (33, [600, 9])] {
+                for transposed in [false, true] {
+                    check::<f32>((rows, components), ids, widths, transposed);
+                    check::<f64>((rows, components), ids, widths, transposed);
+                    check::<bf16>((rows, components), ids, widths, transposed);
+                    check::<f16>((rows, components), ids, widths, transposed);
+                }
+            }
+        }
+    }
 }

@@ -6,7 +6,7 @@ use candle_core::DType;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::first_product::{Contexts, FirstProduct};
+use super::first_product::{Contexts, FirstProduct, Positions};
 use crate::backend::cpu::decoder_squares::DecoderSquares;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::matrix::{Decoder, ViewMut};
@@ -18,10 +18,10 @@ use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
 use crate::backend::cpu::tiles::squares::store_lines;
 use crate::backend::cpu::tiles::transpose;
 
-/// Maximum rows for which inner products, which round nothing, are faster: for operands in bf16, and for those that
-/// would be rounded.
-const MOST_DOTS: usize = 8;
-const MOST_DOTS_OF_WIDE: usize = 24;
+/// Maximum rows for which vectors, which round nothing, are faster: for operands in bf16, and for those that would be
+/// rounded.
+const MOST_FEW: usize = 8;
+const MOST_FEW_OF_WIDE: usize = 24;
 /// Ids that are multiplied at a time.
 const IDS: usize = 2 * SIDE;
 /// Rows whose sums stay in the cache.
@@ -64,11 +64,11 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
         }
     }
 
-    fn contexts<'c>(self, contexts: &'c [f32], decoder: &Decoder<'_, T>) -> TileContexts<'c> {
+    fn contexts<'c>(self, contexts: &'c [f32], decoder: &Decoder<'_, T>, positions: Positions) -> TileContexts<'c> {
         let d = decoder.width();
-        let most_dots = if T::DTYPE == DType::BF16 { MOST_DOTS } else { MOST_DOTS_OF_WIDE };
-        if contexts.len() <= most_dots * d && !decoder.weight.transposed {
-            return TileContexts::Few(Vectors(self.isa).contexts(contexts, decoder));
+        let most = if T::DTYPE == DType::BF16 { MOST_FEW } else { MOST_FEW_OF_WIDE };
+        if positions.rows_of_form(contexts.len() / d) <= most && !decoder.weight.transposed {
+            return TileContexts::Few(Vectors(self.isa).contexts(contexts, decoder, positions));
         }
         let across = d.div_ceil(SIDE);
         let mut squares = Aligned::zeros(contexts.len().div_ceil(SIDE * d) * across * SQUARE);
@@ -94,7 +94,7 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
     ) {
         let contexts = match contexts {
             TileContexts::Few(contexts) => {
-                return Vectors(self.isa).multiply(contexts, decoder, ids, tile, &mut Vec::new());
+                return Vectors(self.isa).multiply(contexts, decoder, ids, tile, &mut Default::default());
             }
             TileContexts::Squares(contexts) => contexts,
         };

@@ -31,8 +31,8 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use distribution::PositionRows;
-use first_product::logits;
 pub(crate) use first_product::FirstProduct;
+use first_product::{logits, Positions};
 use loss_rows::{LossRows, RowGradients};
 use mix::{LogProbRows, Logits, Scratch};
 use score_rows::ScoreRows;
@@ -71,6 +71,9 @@ pub(super) struct TwoPasses<'a, T: Element, X> {
     inputs: Inputs<'a, T>,
     /// Distance between rows of the logits, in elements.
     stride: usize,
+
+    /// Whether the results of a position are the same bits whatever the other positions are.
+    positions_are_independent: bool,
 
     /// `[rows of a chunk, stride]`: logits, then their gradient
     logits: Vec<T::Acc>,
@@ -115,6 +118,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             product,
             inputs,
             stride,
+            positions_are_independent: false,
             logits: zeros(plan.rows_per_chunk * stride),
             lse: Vec::new(),
             chunk_contexts: Vec::new(),
@@ -129,6 +133,12 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
     /// Adds the targets of a loss, and its gradients.
     pub(super) fn with_targets(self, targets: &'a Targets<T::Acc>, gradients: BufferedGradients<T>) -> Self {
         TwoPasses { targets: Some(targets), gradients, ..self }
+    }
+
+    /// Makes the results of a position the same bits whatever the other positions are, so that a sampler draws the same
+    /// ids in every batch.
+    pub(super) fn with_independent_positions(self) -> Self {
+        TwoPasses { positions_are_independent: true, ..self }
     }
 
     /// Runs a query on the distribution of each of the chunk's positions.
@@ -308,8 +318,10 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
         let rows = self.rows(positions);
         let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
         let to = &mut self.logits[..rows.len() * self.stride];
+        let components = self.inputs.sizes.components;
+        let positions = Positions { components, are_independent: self.positions_are_independent };
         // Each tile has the log-sum-exp of every row.
-        let tiles = logits(self.product, to, self.stride, contexts, *decoder, |ids, tile| {
+        let tiles = logits(self.product, to, self.stride, (contexts, positions), *decoder, |ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows);
             for r in 0..tile.rows {
                 let row = tile.row_mut(r);

@@ -4,7 +4,7 @@
 //! `to` are read and written as vectors, and `left` element by element from where it lies. So the decoder and the
 //! exponentials are never repacked.
 
-use crate::backend::cpu::memory::{prefetch, CACHE_LINE};
+use crate::backend::cpu::memory::{prefetch, prefetch_to_second_level, CACHE_LINE};
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
 
 /// How much of a result is computed in registers.
@@ -182,8 +182,11 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
             };
             for k in 0..left.depth {
                 if !ACROSS && k.is_multiple_of(LINE) {
+                    // Rows of 4 KiB lie in the same sets of the first-level cache, which has no room for the next
+                    // ones there.
                     for row in rows {
-                        prefetch(row.wrapping_add(k + ROWS * left.row));
+                        prefetch_to_second_level(row.wrapping_add(k + ROWS * left.row));
+                        prefetch(row.wrapping_add(k + LINE));
                     }
                 }
                 let mut vectors = [v.splat(F::zero()); N];

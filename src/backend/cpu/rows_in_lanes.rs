@@ -1,0 +1,110 @@
+//! The first product for panels of contexts: the lanes of a register are rows, and each element of the decoder is
+//! broadcast to them from where it lies.
+
+use super::dtype::Element;
+use super::matrix::ViewMut;
+use super::panel_product::{lanes, Left, Product, Start};
+use super::simd::{Float, Isa, Kernel, Vector};
+
+/// Columns of the decoder that a sum adds one after the other: the rounding errors of longer sums are larger.
+const MOST_DEPTH: usize = 512;
+
+/// Contexts as the columns of a panel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Panel {
+    /// Index of its first row.
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    /// `rows`, rounded up to whole registers.
+    pub(super) width: usize,
+}
+
+/// `to[row, id] = contexts[row] . decoder[id]` for the rows of a panel and some ids.
+pub(super) struct RowsInLanes<'a, 'b, F> {
+    pub(super) panel: Panel,
+    /// `[d, width]`
+    pub(super) contexts: &'a [F],
+    /// The rows of the decoder, in parts.
+    pub(super) decoder: &'a [Left<'a, F>],
+    pub(super) ids: usize,
+    /// The column of `to` that belongs to the first id.
+    pub(super) first_id: usize,
+    pub(super) to: &'a mut ViewMut<'b, F>,
+    /// `[ids, width]`
+    pub(super) products: &'a mut [F],
+}
+
+impl<F: Float> RowsInLanes<'_, '_, F> {
+    pub(super) fn multiply(self, isa: Isa) {
+        let RowsInLanes { panel, contexts, decoder, ids, first_id, to, products } = self;
+        let width = panel.width;
+        let products = &mut products[..ids * width];
+        let (mut start, mut right) = (Start::Zero, contexts);
+        for part in decoder {
+            // All pieces have nearly the same size.
+            let depth = part.depth.div_ceil(part.depth.div_ceil(MOST_DEPTH).max(1));
+            for first in (0..part.depth).step_by(depth.max(1)) {
+                let depth = depth.min(part.depth - first);
+                let left = &[Left { values: &part.values[first * part.step..], depth, ..*part }];
+                let to = &mut *products;
+                F::dispatch(isa, Product { start, rows: ids, left, right, width, to, to_row: width, columns: width });
+                (start, right) = (Start::Stored, &right[depth * width..]);
+            }
+        }
+        F::dispatch(isa, Transposed { panel, products, first_id, to });
+    }
+}
+
+/// Writes products `[ids, width]` to the rows of a panel.
+struct Transposed<'a, 'b, F> {
+    panel: Panel,
+    products: &'a [F],
+    first_id: usize,
+    to: &'a mut ViewMut<'b, F>,
+}
+
+impl<F: Float> Kernel<F> for Transposed<'_, '_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) {
+        let Transposed { panel: Panel { first, rows, width }, products, first_id, to } = self;
+        let lanes = lanes::<F, V>();
+        for (block, products) in products.chunks(lanes * width).enumerate() {
+            let ids = products.len() / width;
+            for column in (0..rows).step_by(lanes) {
+                let mut square = V::filled(v.splat(F::zero()));
+                for (register, products) in square.as_mut().iter_mut().zip(products.chunks_exact(width)) {
+                    *register = V::split(&products[column..][..lanes]).0[0];
+                }
+                let square = v.transposed(square);
+                for (row, &of_ids) in (column..rows).zip(square.as_ref()) {
+                    let to = &mut to.row_mut(first + row)[first_id + block * lanes..][..ids];
+                    match V::split_mut(to) {
+                        ([to], _) => *to = of_ids,
+                        (_, to) => v.store_partial(of_ids, to),
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Widens numbers.
+pub(super) struct Widened<'a, T: Element> {
+    pub(super) values: &'a [T],
+    pub(super) to: &'a mut [T::Acc],
+}
+
+impl<T: Element> Kernel<T::Acc> for Widened<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<T::Acc>>(self, v: V) {
+        let ((values, rest), (to, to_rest)) = (V::lanes(self.values), V::split_mut(self.to));
+        for (to, &values) in to.iter_mut().zip(values) {
+            *to = T::load(v, values);
+        }
+        v.store_partial(T::load_partial(v, rest), to_rest);
+    }
+}

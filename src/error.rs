@@ -141,6 +141,8 @@ pub enum OptionName {
     GradientFilter,
     /// [`LossOptions::correct`](crate::LossOptions::correct)
     Correct,
+    /// [`ScoreOptions::is_best`](crate::ScoreOptions::is_best)
+    IsBest,
     /// [`LossOptions::with_sampled_softmax`](crate::LossOptions::with_sampled_softmax)
     SampledSoftmax,
     /// [`LossOptions::with_nce`](crate::LossOptions::with_nce)
@@ -164,6 +166,7 @@ impl fmt::Display for OptionName {
             OptionName::ZLoss => "z_loss",
             OptionName::GradientFilter => "gradient_filter",
             OptionName::Correct => "correct",
+            OptionName::IsBest => "is_best",
             OptionName::SampledSoftmax => "sampled_softmax",
             OptionName::Nce => "nce",
             OptionName::DecoderRows => "decoder_rows",

@@ -9,7 +9,7 @@ use crate::backend::contract::{Operands, Sizes};
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
-use crate::scores::{candidates, composed, ScoreOptions, Scores};
+use crate::scores::{are_best, candidates, composed, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
 use crate::tensors::kept::Kept;
 use crate::tensors::transfer;
@@ -68,8 +68,9 @@ impl Mixture {
 impl RestrictedMixture {
     /// The loss of the targets under the renormalised distribution, as [`Mixture::loss`].
     ///
-    /// Label smoothing spreads its mass over the set; with z-loss, gradient filter and counted predictions it is
-    /// supported for one set for all positions, if targets are not added to it and there is a single softmax. The budget
+    /// Label smoothing spreads its mass over the set; with z-loss and gradient filter it is supported for one set for all
+    /// positions, if targets are not added to it and there is a single softmax. Whether a target is correct is told among
+    /// the ids of its set. The budget
     /// of the workspace is that of the passes over all ids; what is computed of the sets is held beside it.
     ///
     /// # Shapes
@@ -94,7 +95,7 @@ impl RestrictedMixture {
         let with_kernels =
             [OptionName::LabelSmoothing, OptionName::ZLoss, OptionName::GradientFilter, OptionName::Correct];
         let is_small = is_single(&self.mixture) && self.allowed.are_shared();
-        request.require("kept sets", if is_small { &with_kernels } else { &[] })?;
+        request.require("kept sets", if is_small { &with_kernels } else { &[OptionName::Correct] })?;
         let asked = request.read_ids(vocab)?;
         let kept = match self.allowed.kept(&asked, 1, positions, vocab)? {
             Kept::All => return self.mixture.loss(targets, options),
@@ -112,9 +113,15 @@ impl RestrictedMixture {
             mixture = mixture.with_precision(options.precision);
         }
         let rows = Rows::new(&mixture, &kept, options.workspace_bytes)?;
-        let log_prob = rows.log_probs.gather(&rows.places(&asked, 1)?, 1)?.reshape(leading)?;
+        let places = rows.places(&asked, 1)?;
+        let log_prob = rows.log_probs.gather(&places, 1)?.reshape(leading)?;
         // Not `neg`, which makes a minus zero.
         let loss = request.loss_of_nll(&log_prob.affine(-1.0, 0.0)?)?;
+        let scored = ScoreOptions::new().with_is_best(options.correct).scored(places);
+        let loss = match are_best(&rows.log_probs, &scored)? {
+            Some(is_best) => loss.with_is_correct((is_best.reshape(leading)? * request.counted()?)?)?,
+            None => loss,
+        };
         Ok(Loss { parts: rows.leaves, ..loss })
     }
 
@@ -167,8 +174,8 @@ impl RestrictedMixture {
         }
     }
 
-    /// The log-probability of given token ids under the renormalised distribution, and its entropy if the options ask
-    /// for it, as [`Mixture::score`]. Differentiable.
+    /// The log-probability of given token ids under the renormalised distribution, its entropy, and whether an id is the
+    /// most probable of its set if the options ask for them, as [`Mixture::score`]. Differentiable.
     ///
     /// # Shapes
     ///
@@ -196,8 +203,12 @@ impl RestrictedMixture {
             kept => {
                 let rows = Rows::new(&self.mixture, &kept, options.workspace_bytes)?;
                 let places = rows.places(&asked, n)?;
-                let scores = composed(&rows.log_probs, &options.scored(places))?;
-                Ok(Scores { leaves: rows.leaves, ..Scores::of_columns(&scores, token_ids.dims(), leading, options)? })
+                let scored = options.scored(places);
+                let is_best = are_best(&rows.log_probs, &scored)?;
+                let is_best = is_best.map(|is_best| is_best.reshape(token_ids.shape())).transpose()?;
+                let scores = composed(&rows.log_probs, &scored)?;
+                let scores = Scores::of_columns(&scores, token_ids.dims(), leading, options)?;
+                Ok(Scores { is_best, leaves: rows.leaves, ..scores })
             }
         }
     }

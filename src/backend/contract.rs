@@ -156,6 +156,8 @@ pub(crate) struct Scored {
     pub(crate) entropy: bool,
     /// Whether the logarithm of the mass outside the ids is needed; if not, its column of the scores is zero.
     pub(crate) outside: bool,
+    /// Whether it is needed which of the ids is the most probable of all.
+    pub(crate) best: bool,
     /// Of the mixture's distribution, after scale and softcap.
     pub(crate) temperature: f64,
 }
@@ -248,7 +250,7 @@ pub(crate) struct Terms {
     pub(crate) label_smoothing: f64,
     pub(crate) z_loss: f64,
     pub(crate) gradient_filter: f64,
-    /// Whether to count the positions whose target is the most probable id.
+    /// Whether it is needed at which positions the target is the most probable id.
     pub(crate) correct: bool,
 }
 
@@ -277,6 +279,8 @@ pub(crate) struct Task {
     pub(crate) scores: Option<ScoreTask>,
     /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,
+    /// Whether it is needed if targets or candidates are the most probable ids.
+    pub(crate) best: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
     pub(crate) own_targets: bool,
     /// Whether the log-probabilities of a chunk, a teacher's, and derivatives by them are held too.
@@ -308,11 +312,11 @@ impl Task {
     /// Computes a loss with these terms whose targets are ids of the vocabulary.
     pub(crate) fn loss(terms: &Terms, needs_grad: NeedsGrad) -> Self {
         let soft_targets = terms.label_smoothing > 0.0;
-        let all_ids = soft_targets || terms.correct;
         Task {
             needs_grad,
-            all_ids,
+            all_ids: soft_targets,
             soft_targets,
+            best: terms.correct,
             filters: terms.gradient_filter > 0.0 && needs_grad.any(),
             ..Task::default()
         }
@@ -338,7 +342,7 @@ impl Task {
         let are_few = candidates <= MOST_LISTED;
         let scores =
             ScoreTask { candidates, all_ids: scored.need_all_ids(), of_listed: are_few && is_plain && has_moments };
-        Ok(Task { scores: Some(scores), ..Self::log_probs(needs_grad) })
+        Ok(Task { scores: Some(scores), best: scored.best, ..Self::log_probs(needs_grad) })
     }
 
     /// Reads each position's distribution, tile by tile.
@@ -366,7 +370,8 @@ pub(crate) struct LossResults {
     pub(crate) nll: Tensor,
     pub(crate) sum: Tensor,
     pub(crate) count: Tensor,
-    pub(crate) correct: Option<Tensor>,
+    /// `[positions]`, u8, if it is needed: whether the target is the most probable id
+    pub(crate) is_correct: Option<Tensor>,
     pub(crate) dropped_mass: Option<Tensor>,
     pub(crate) gradients: Gradients,
 }
@@ -389,8 +394,9 @@ pub(crate) trait Backend {
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor>;
 
     /// The scores of each position, `[positions, n + 2]` in the accumulation dtype: log-probabilities, the entropy, and
-    /// the logarithm of the mass outside the ids.
-    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor>;
+    /// the logarithm of the mass outside the ids. And, if it is needed, whether each id is the most probable of all,
+    /// `[positions, n]` in u8: the lowest of equals is, and none is if the distribution is not defined.
+    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)>;
 
     /// The gradients of the inner product of scores and `upstream`, `[positions, n + 2]` in the accumulation dtype.
     fn score_gradients(

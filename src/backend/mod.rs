@@ -76,7 +76,7 @@ pub(crate) fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Resul
     on_device!(operands.contexts.device(), backend => backend.log_probs(operands, dtype, plan))
 }
 
-pub(crate) fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+pub(crate) fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)> {
     on_device!(operands.contexts.device(), backend => backend.scores(operands, scored, plan))
 }
 

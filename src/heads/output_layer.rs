@@ -161,15 +161,15 @@ pub trait OutputLayer: Debug + Send + Sync {
         Ok(self.log_probs(hidden)?.to_dtype(dtype)?)
     }
 
-    /// The log-probability of given token ids after hidden states `[.., hidden]`, and the entropy if the options ask
-    /// for it. Differentiable. Heads that are one mixture compute them without a tensor of the vocabulary's size, see
+    /// The log-probability of given token ids after hidden states `[.., hidden]`, the entropy, and whether an id is the
+    /// most probable of all if the options ask for them. Differentiable. Heads that are one mixture compute them without a tensor of the vocabulary's size, see
     /// [`Mixture::score`]; by default they are composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
     /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
-    /// - returns log-probabilities of the shape of `token_ids`, and the entropy `[..]`, in nats
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, and the entropy `[..]`, in nats
     ///
     /// # Errors
     ///

@@ -100,7 +100,7 @@ pub struct LossOptions {
     pub z_loss: f64,
     /// The responsibility below which the gradient of a component is skipped. The default is 0, off.
     pub gradient_filter: f64,
-    /// Whether correct top-1 predictions are counted. The default is false.
+    /// Whether correct top-1 predictions are told and counted. The default is false.
     pub correct: bool,
     /// The sample of the vocabulary that a training step looks at. The default is none.
     pub sampled: Option<SampledLoss>,
@@ -248,7 +248,8 @@ impl LossOptions {
         LossOptions { gradient_filter: threshold, ..self }
     }
 
-    /// Also counts the positions whose target is the most probable token id, [`Loss::correct`](crate::Loss::correct).
+    /// Also tells at which positions the target is the most probable token id,
+    /// [`Loss::is_correct`](crate::Loss::is_correct), and counts them, [`Loss::correct`](crate::Loss::correct).
     pub fn with_correct(self, correct: bool) -> Self {
         LossOptions { correct, ..self }
     }

@@ -46,6 +46,10 @@ pub struct Loss {
     /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights,
     /// smoothing or z-loss; zero where the target is ignored.
     pub nll: Tensor,
+    /// Of the targets' shape, u8: one where the target is the most probable token id, among equals the lowest, and zero
+    /// elsewhere, if requested ([`LossOptions::with_correct`](crate::LossOptions::with_correct)). It is zero where the
+    /// target is ignored or the distribution is NaN.
+    pub is_correct: Option<Tensor>,
     /// Scalar: the number of positions whose target is the most probable token id, if requested
     /// ([`LossOptions::with_correct`](crate::LossOptions::with_correct)).
     pub correct: Option<Tensor>,
@@ -115,7 +119,8 @@ pub(crate) struct Unchecked {
 }
 
 impl Loss {
-    /// The loss of a head that computes all results itself. `correct` and `dropped_mass` are fields to be set.
+    /// The loss of a head that computes all results itself. `is_correct`, `correct` and `dropped_mass` are fields
+    /// to be set.
     ///
     /// # Shapes
     ///
@@ -130,6 +135,7 @@ impl Loss {
             sum,
             count,
             nll,
+            is_correct: None,
             correct: None,
             dropped_mass: None,
             decoder_rows: None,
@@ -138,6 +144,16 @@ impl Loss {
             spared: Vec::new(),
             unchecked: None,
         }
+    }
+
+    /// The loss with the number of correct positions beside these.
+    pub(crate) fn with_is_correct(self, is_correct: Tensor) -> Result<Self> {
+        // A GPU cannot launch zero blocks.
+        let correct = match is_correct.elem_count() {
+            0 => self.sum.zeros_like()?,
+            _ => is_correct.to_dtype(self.sum.dtype())?.sum_all()?,
+        };
+        Ok(Loss { is_correct: Some(is_correct), correct: Some(correct), ..self })
     }
 
     /// The gradients of the value with respect to every variable that it depends on. `loss.value.backward()` computes

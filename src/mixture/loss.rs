@@ -96,6 +96,7 @@ impl Mixture {
                 let known = now.any().then_some(Known { gradients: results.gradients, is_sum });
                 node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
                     let mut objective = objective.clone();
+                    objective.terms.correct = false;
                     if let Some(upstream) = upstream {
                         objective.scale = GradScale::Upstream(upstream);
                     }
@@ -106,12 +107,15 @@ impl Mixture {
             false => value,
         };
         let nll = results.nll.reshape(self.leading.as_slice())?;
-        Ok(Loss {
-            correct: results.correct,
+        let loss = Loss {
             dropped_mass: results.dropped_mass,
             decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
             ..Loss::new(value, results.sum, results.count, nll)
-        })
+        };
+        match results.is_correct {
+            Some(is_correct) => loss.with_is_correct(is_correct.reshape(self.leading.as_slice())?),
+            None => Ok(loss),
+        }
     }
 
     /// The loss of a training step over a sample of the vocabulary, with contexts masked at ignored positions. `rows`

@@ -5,23 +5,23 @@ use candle_core::{DType, Tensor};
 use super::node::{self, needs_grad};
 use super::Mixture;
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, NeedsGrad, Task};
+use crate::backend::contract::{accumulation_dtype, NeedsGrad, Scored, Task};
 use crate::error::Result;
 use crate::loss::{LossOptions, Reduction};
 use crate::scores::{candidates, ScoreOptions, Scores};
 use crate::tensors::autograd::Leaf;
 
 impl Mixture {
-    /// The log-probability of given token ids at each position, and the entropy and the mass outside the ids if the
-    /// options ask for them, from one product and without a tensor of the vocabulary's size. Differentiable: the backward
-    /// pass takes three products.
+    /// The log-probability of given token ids at each position, and the entropy, the mass outside the ids and whether an
+    /// id is the most probable of all if the options ask for them, from one product and without a tensor of the
+    /// vocabulary's size. Differentiable: the backward pass takes three products.
     ///
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position;
     ///   u8, u32 or i64
-    /// - returns log-probabilities of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the mass outside
-    ///   `[..]`, in nats
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the
+    ///   mass outside `[..]`, in nats
     ///
     /// # Errors
     ///
@@ -31,13 +31,13 @@ impl Mixture {
         let n = candidates("token_ids", token_ids, &self.leading)?;
         let is_plain = !options.entropy && !options.outside && options.temperature == 1.0;
         if token_ids.dims() == self.leading && is_plain {
-            let of_loss = LossOptions::new().with_reduction(Reduction::None);
+            let of_loss = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_best);
             let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
             // Not `neg`, which makes a minus zero.
             let loss = self.loss(token_ids, &of_loss)?;
             let leaves = loss.leaves().collect();
             let log_prob = loss.value.affine(-1.0, 0.0)?;
-            return Ok(Scores { log_prob, entropy: None, log_outside: None, leaves });
+            return Ok(Scores { log_prob, entropy: None, log_outside: None, is_best: loss.is_correct, leaves });
         }
         let operands = self.operands.clone();
         let rows = token_ids.reshape((operands.sizes.positions, n))?;
@@ -49,13 +49,15 @@ impl Mixture {
         };
         // The backward pass must fit the budget too.
         let (with_gradients, of_values) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
-        let mut scores = backend::scores(&operands, &scored, &of_values)?;
+        let (mut scores, is_best) = backend::scores(&operands, &scored, &of_values)?;
+        let is_best = is_best.map(|is_best| is_best.reshape(token_ids.shape())).transpose()?;
+        let scored = Scored { best: false, ..scored };
         if needs_grad.any() {
             scores = node::attach_scores(scores, operands, scored, needs_grad, with_gradients)?;
         }
         let variable = Some(&self.operands.weight).filter(|weight| weight.is_variable());
         let leaves = variable.map(|weight| Leaf { node: scores.id(), variable: weight.clone() }).into_iter().collect();
-        Ok(Scores { leaves, ..Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)? })
+        Ok(Scores { is_best, leaves, ..Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)? })
     }
 
     /// The log-probability of given token ids at each position, f32 (f64 for heads in f64). Differentiable; see

@@ -10,7 +10,7 @@ use super::node::needs_grad;
 use super::Mixture;
 use crate::backend;
 use crate::backend::contract::{accumulation_dtype, LossResults, ScoreTerms, Task};
-use crate::error::{Error, Result};
+use crate::error::{Error, OptionName, Result};
 use crate::loss::Loss;
 use crate::scores::{candidates, ScoreOptions};
 
@@ -28,7 +28,7 @@ impl Mixture {
     /// # Errors
     ///
     /// As for the targets of [`Mixture::loss`], if an option is out of range, or if `terms` fails or returns other
-    /// shapes.
+    /// shapes. [`Error::Unsupported`] for [`ScoreOptions::is_best`], which has no derivative.
     ///
     /// # Examples
     ///
@@ -97,6 +97,9 @@ impl Mixture {
         terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<(Loss, Tensor)> {
         options.validate()?;
+        if options.is_best {
+            return Err(Error::Unsupported { option: OptionName::IsBest, head: "a loss of scores" });
+        }
         let n = candidates("token_ids", token_ids, &self.leading)?;
         let has_candidates = token_ids.dims() != self.leading;
         let operands = self.operands.clone();

@@ -8,7 +8,7 @@ use crate::tensors::checks::read_ids;
 
 /// The scores `[positions, n + 2]` of the distributions `[positions, vocab]`.
 pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
-    let &Scored { token_ids: ref ids, entropy, outside, temperature } = scored;
+    let &Scored { token_ids: ref ids, entropy, outside, temperature, .. } = scored;
     let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let (positions, vocab) = log_probs.dims2()?;
     let mut log_probs = log_probs.to_dtype(dtype)?;
@@ -60,4 +60,26 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
         false => Tensor::zeros((positions, 1), dtype, log_probs.device())?,
     };
     Ok(Tensor::cat(&of_ids.into_iter().chain([of_entropy, log_outside]).collect::<Vec<_>>(), 1)?)
+}
+
+/// Whether each id is the most probable of the distributions `[positions, vocab]`, `[positions, n]` in u8, if it is asked
+/// for: the lowest of equals is.
+pub(crate) fn are_best(log_probs: &Tensor, scored: &Scored) -> Result<Option<Tensor>> {
+    if !scored.best {
+        return Ok(None);
+    }
+    let (log_probs, shape) = (log_probs.detach(), scored.token_ids.dims2()?);
+    let device = log_probs.device();
+    if scored.token_ids.elem_count() == 0 {
+        return Ok(Some(Tensor::zeros(shape, DType::U8, device)?));
+    }
+    let (positions, vocab) = log_probs.dims2()?;
+    let largest = log_probs.max_keepdim(D::Minus1)?;
+    // A row with a NaN, or without a probability, has none.
+    let is_valid = (largest.gt(f64::NEG_INFINITY)? * log_probs.sum_keepdim(D::Minus1)?.le(f64::INFINITY)?)?;
+    let is_largest = (log_probs.broadcast_eq(&largest)? * is_valid.broadcast_as(log_probs.shape())?)?;
+    let ids = Tensor::arange(0, vocab as u32, device)?.broadcast_as((positions, vocab))?.contiguous()?;
+    let nothing = Tensor::full(u32::MAX, (positions, vocab), device)?;
+    let best = is_largest.where_cond(&ids, &nothing)?.min_keepdim(D::Minus1)?.to_dtype(DType::I64)?;
+    Ok(Some(scored.token_ids.to_dtype(DType::I64)?.broadcast_eq(&best)?))
 }

@@ -11,7 +11,7 @@ use crate::backend::contract::{Scored, OF_POSITION};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_number, check_targets};
-pub(crate) use composed::composed;
+pub(crate) use composed::{are_best, composed};
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
 #[derive(Clone, Debug)]
@@ -24,6 +24,8 @@ pub struct ScoreOptions {
     pub entropy: bool,
     /// Whether the mass outside the token ids is computed. The default is false.
     pub outside: bool,
+    /// Whether it is told which ids are the most probable of all. The default is false.
+    pub is_best: bool,
     /// The budget of the workspace in bytes; by default the device decides. See
     /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
     pub workspace_bytes: Option<usize>,
@@ -38,7 +40,7 @@ impl Default for ScoreOptions {
 impl ScoreOptions {
     /// Log-probabilities alone, at temperature 1.
     pub fn new() -> Self {
-        ScoreOptions { temperature: 1.0, entropy: false, outside: false, workspace_bytes: None }
+        ScoreOptions { temperature: 1.0, entropy: false, outside: false, is_best: false, workspace_bytes: None }
     }
 
     /// Sets the temperature: from 1e-6 to 1e6.
@@ -56,6 +58,11 @@ impl ScoreOptions {
         ScoreOptions { outside, ..self }
     }
 
+    /// Whether it is told which ids are the most probable of all at their position, [`Scores::is_best`].
+    pub fn with_is_best(self, is_best: bool) -> Self {
+        ScoreOptions { is_best, ..self }
+    }
+
     /// Sets the budget of the workspace in bytes.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         ScoreOptions { workspace_bytes: Some(bytes), ..self }
@@ -63,7 +70,8 @@ impl ScoreOptions {
 
     /// What is asked of the ids `[positions, n]`.
     pub(crate) fn scored(&self, token_ids: Tensor) -> Scored {
-        Scored { token_ids, entropy: self.entropy, outside: self.outside, temperature: self.temperature }
+        let &ScoreOptions { temperature, entropy, outside, is_best, .. } = self;
+        Scored { token_ids, entropy, outside, best: is_best, temperature }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
@@ -72,7 +80,7 @@ impl ScoreOptions {
     }
 }
 
-/// Scores in nats, f32 (f64 for heads in f64). Differentiable.
+/// Scores in nats, f32 (f64 for heads in f64). Differentiable, but for `is_best`.
 ///
 /// # Examples
 ///
@@ -101,6 +109,10 @@ pub struct Scores {
     /// The logarithm of the mass outside the token ids at each position, `[..]`, if it was asked for. It is summed over
     /// the other ids, so that it is exact where these have hardly any mass; minus infinity if there are no others.
     pub log_outside: Option<Tensor>,
+    /// Whether each id is the most probable of the vocabulary at its position, of the ids' shape in u8, if it was asked
+    /// for: one for the id that `argmax` gives, the lowest among equals, else zero. All are zero where the distribution
+    /// is NaN.
+    pub is_best: Option<Tensor>,
     /// The decoder, if it is a variable.
     pub(crate) leaves: Vec<Leaf>,
 }
@@ -142,7 +154,8 @@ impl Scores {
         let positions: usize = leading.iter().product();
         let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
         let scored = options.scored(ids);
-        Self::of_columns(&composed(&rows, &scored)?, token_ids.dims(), leading, options)
+        let is_best = are_best(&rows, &scored)?.map(|is_best| is_best.reshape(token_ids.shape())).transpose()?;
+        Ok(Scores { is_best, ..Self::of_columns(&composed(&rows, &scored)?, token_ids.dims(), leading, options)? })
     }
 
     /// From `[positions, n + 2]`, log-probabilities, the entropy, and the logarithm of the mass outside.
@@ -158,6 +171,7 @@ impl Scores {
             log_prob: scores.narrow(1, 0, n)?.reshape(of_ids)?,
             entropy: options.entropy.then(|| column(0)).transpose()?,
             log_outside: options.outside.then(|| column(1)).transpose()?,
+            is_best: None,
             leaves: Vec::new(),
         })
     }

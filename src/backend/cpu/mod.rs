@@ -94,7 +94,7 @@ impl Backend for Cpu {
         })
     }
 
-    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)> {
         let scores = || {
             with_type!(operands.contexts.dtype(), T => {
                 with_products!(T, plan, products => scores::<T, _>(products, operands, scored, plan))

@@ -136,7 +136,10 @@ pub(super) fn results<T: Element>(
         enumerated().map(|(t, loss)| weighted(targets.position_weight(t), loss.objective)).collect();
     let nll: Vec<f64> = losses.iter().map(|loss| loss.nll).collect();
     let count: f64 = (0..sizes.positions).map(|t| targets.count(t)).sum();
-    let correct = losses.iter().filter(|loss| loss.is_correct).count();
+    let is_correct = || {
+        let is_correct: Vec<u8> = losses.iter().map(|loss| u8::from(loss.is_correct)).collect();
+        Tensor::from_vec(is_correct, sizes.positions, &Device::Cpu)
+    };
     let total = |of: fn(&PositionLoss) -> f64| {
         enumerated().map(|(t, loss)| weighted(targets.position_weight(t).abs(), of(loss))).sum()
     };
@@ -147,7 +150,7 @@ pub(super) fn results<T: Element>(
         nll: vector(&nll)?,
         sum: scalar(objective.iter().sum())?,
         count: scalar(count)?,
-        correct: if targets.terms.correct { Some(scalar(correct as f64)?) } else { None },
+        is_correct: targets.terms.correct.then(is_correct).transpose()?,
         dropped_mass: if targets.has_filter() { Some(scalar(share)?) } else { None },
         gradients: gradients.into_tensors(sizes, needs_grad)?,
     })

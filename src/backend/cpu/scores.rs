@@ -20,38 +20,43 @@ use crate::backend::plan::{Computation, Plan};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// `[positions, n + 2]`
+/// The scores `[positions, n + 2]`, and whether each id is the most probable, `[positions, n]`, if that is asked for.
 pub(super) fn scores<T: Element, X: Products<T>>(
     products: X,
     operands: &Operands,
     scored: &Scored,
     plan: &Plan,
-) -> Result<Tensor> {
+) -> Result<(Tensor, Option<Tensor>)> {
     let sizes @ Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let candidates = Candidates::new(scored, vocab)?;
         let columns = candidates.n + OF_POSITION;
-        let mut scores = Vec::with_capacity(positions * columns);
+        let (mut scores, mut are_best) = (Vec::with_capacity(positions * columns), Vec::new());
         match plan.computation {
             Computation::OnePass => {
                 let (inputs, none) = (inputs.tempered(scored.temperature), BufferedGradients::none(sizes));
                 let targets = Targets::none(sizes);
                 let pass = OnePass::new(products, inputs, &targets, none, NeedsGrad::default(), plan);
-                let mut pass = pass.with_candidates(&candidates, scored.entropy);
+                let mut pass = pass.with_candidates(&candidates, scored);
                 for positions in plan.chunks() {
                     pass.logits(positions)?;
                     scores.extend(pass.scores(&candidates, scored));
+                    are_best.extend(pass.are_best(&candidates));
                 }
             }
             Computation::TwoPasses => {
                 let mut passes = TwoPasses::new(products, inputs, plan);
                 for positions in plan.chunks() {
                     passes.logits(positions.clone())?;
-                    scores.extend(passes.score_rows(positions, &candidates, scored));
+                    let (of_chunk, best) = passes.score_rows(positions, &candidates, scored);
+                    scores.extend(of_chunk);
+                    are_best.extend(best);
                 }
             }
         }
-        Ok(Tensor::from_vec(scores, (positions, columns), &Device::Cpu)?)
+        let are_best = || Tensor::from_vec(are_best, (positions, candidates.n), &Device::Cpu);
+        let are_best = scored.best.then(are_best).transpose()?;
+        Ok((Tensor::from_vec(scores, (positions, columns), &Device::Cpu)?, are_best))
     })
 }
 
@@ -75,7 +80,7 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
             Computation::OnePass => {
                 let inputs = inputs.tempered(scored.temperature);
                 let pass = OnePass::new(products, inputs, &none, gradients, needs_grad, plan);
-                let mut pass = pass.with_candidates(&candidates, scored.entropy);
+                let mut pass = pass.with_candidates(&candidates, scored);
                 for positions in plan.chunks() {
                     pass.logits(positions.clone())?;
                     let scores = pass.scores(&candidates, scored);
@@ -93,7 +98,7 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
                 let mut passes = TwoPasses::new(products, inputs, plan).with_targets(&none, gradients);
                 for positions in plan.chunks() {
                     passes.logits(positions.clone())?;
-                    let scores = passes.score_rows(positions.clone(), &candidates, scored);
+                    let (scores, _) = passes.score_rows(positions.clone(), &candidates, scored);
                     let upstream: Vec<T::Acc> = evaluated(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
                         let (first, power) = (positions.start, T::Acc::of(1.0 / scored.temperature));

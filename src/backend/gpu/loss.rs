@@ -46,16 +46,12 @@ pub(super) fn loss<G: Gpu>(
         let (objective, nll) = (of_positions(losses)?, of_positions(nll)?);
         let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
         let gradients = chunks.into_gradients(needs_grad)?;
-        return Ok(LossResults { objective, nll, sum, count, correct: None, dropped_mass: None, gradients });
+        return Ok(LossResults { objective, nll, sum, count, is_correct: None, dropped_mass: None, gradients });
     };
     let weighted = weigh(&ids.weights.tensor, losses)?;
-    let count_correct = || {
-        let is_correct = argmax.tensor.eq(&ids.ids.tensor)?;
-        // A NaN distribution has no most probable id.
-        let is_number = nll.eq(nll)?;
-        (is_correct.to_dtype(DType::F32)? * is_number.to_dtype(DType::F32)?)?.sum_all()
-    };
-    let correct = objective.terms.correct.then(count_correct).transpose()?;
+    // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
+    let is_correct = || is_best(&argmax.tensor, &ids.ids.tensor, &nll.neg()?)?.narrow(0, 0, positions);
+    let is_correct = objective.terms.correct.then(is_correct).transpose()?;
     let share_of_dropped = || {
         let masses = masses.tensor.reshape(((), 2))?;
         let weights = ids.weights.tensor.abs()?;
@@ -73,7 +69,12 @@ pub(super) fn loss<G: Gpu>(
         Some((own, of_logits)) => own.add_to(gradients, &of_logits, operands)?,
         None => gradients,
     };
-    Ok(LossResults { objective, nll, sum, count, correct, dropped_mass, gradients })
+    Ok(LossResults { objective, nll, sum, count, is_correct, dropped_mass, gradients })
+}
+
+/// Where `ids` are the most probable ids, and have a probability.
+pub(super) fn is_best(argmax: &Tensor, ids: &Tensor, log_prob: &Tensor) -> candle_core::Result<Tensor> {
+    argmax.eq(ids)? * log_prob.gt(f32::NEG_INFINITY)?
 }
 
 /// `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.

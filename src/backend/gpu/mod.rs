@@ -69,7 +69,7 @@ impl<G: Gpu> Backend for On<G> {
         log_probs(&self.0, operands, dtype, plan)
     }
 
-    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)> {
         scores(&self.0, operands, scored, plan)
     }
 

@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor};
 use super::arguments::{self, Argument};
 use super::chunks::{Chunks, Mixed};
 use super::device::{Buffer, Gpu, BLOCK};
+use super::loss::is_best;
 use super::objective::Prepared;
 use crate::backend::contract::{Scored, Sizes, OF_POSITION};
 use crate::error::Result;
@@ -28,6 +29,8 @@ pub(super) struct ScoreRows {
     pub(super) log_probs: Option<Buffer>,
     /// `[positions, n + 2]`
     scores: Buffer,
+    /// `[positions]`: the most probable id, if it is needed
+    argmax: Option<Buffer>,
     /// `[positions]`: what bounds each position's masses up to a logarithm
     magnitudes: Buffer,
 }
@@ -58,6 +61,7 @@ impl ScoreRows {
             numbers: zeros(chunks.rows_per_chunk / components * stride)?,
             log_probs: scored.need_all_ids().then(|| chunks.log_prob_rows()).transpose()?,
             scores: zeros(positions * (candidates + OF_POSITION))?,
+            argmax: scored.best.then(|| Buffer::zeros(gpu, positions, DType::U32, device)).transpose()?,
             magnitudes: zeros(positions)?,
         })
     }
@@ -81,9 +85,10 @@ impl ScoreRows {
         positions: &Range<usize>,
         arguments: &[Argument; 3],
     ) -> Result<()> {
-        if let Some(log_probs) = &self.log_probs {
-            let log_probs = Some((log_probs, 0, chunks.stride));
-            chunks.mix(positions, arguments, Mixed { log_probs, ..Mixed::default() })?;
+        if self.log_probs.is_some() || self.argmax.is_some() {
+            let log_probs = self.log_probs.as_ref().map(|log_probs| (log_probs, 0, chunks.stride));
+            let argmax = self.argmax.as_ref().map_or(0, |argmax| argmax.at(positions.start));
+            chunks.mix(positions, arguments, Mixed { log_probs, argmax, ..Mixed::default() })?;
         }
         let [logits, _, rows] = *arguments;
         let arguments = [
@@ -124,6 +129,19 @@ impl ScoreRows {
         let columns = self.candidates + OF_POSITION;
         let scores = self.scores.tensor.narrow(0, positions.start * columns, positions.len() * columns)?;
         Ok(scores.reshape((positions.len(), columns))?)
+    }
+
+    /// Whether each id is the most probable of all, `[positions, n]` in u8, if it is needed.
+    pub(super) fn are_best(&self, positions: usize) -> Result<Option<Tensor>> {
+        let Some(argmax) = &self.argmax else { return Ok(None) };
+        let shape = (positions, self.candidates);
+        if positions * self.candidates == 0 {
+            return Ok(Some(Tensor::zeros(shape, DType::U8, argmax.tensor.device())?));
+        }
+        let argmax = argmax.tensor.narrow(0, 0, positions)?.to_dtype(DType::I64)?.unsqueeze(1)?.broadcast_as(shape)?;
+        let log_probs = self.of(0..positions)?.narrow(1, 0, self.candidates)?;
+        let ids = self.ids.tensor.reshape(shape)?;
+        Ok(Some(is_best(&argmax.contiguous()?, &ids, &log_probs.contiguous()?)?))
     }
 
     fn first_score(&self, positions: &Range<usize>) -> u64 {

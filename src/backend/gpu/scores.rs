@@ -13,8 +13,14 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// `[positions, n + 2]`, from the first product
-pub(super) fn scores<G: Gpu>(gpu: &G, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<Tensor> {
+/// The scores `[positions, n + 2]`, from the first product; and whether each id is the most probable, `[positions, n]`, if
+/// that is asked for.
+pub(super) fn scores<G: Gpu>(
+    gpu: &G,
+    operands: &Operands,
+    scored: &Scored,
+    plan: &Plan,
+) -> Result<(Tensor, Option<Tensor>)> {
     let chunks = Chunks::new(gpu, operands, plan)?;
     let rows = ScoreRows::new(&chunks, scored)?;
     for positions in plan.chunks() {
@@ -22,7 +28,8 @@ pub(super) fn scores<G: Gpu>(gpu: &G, operands: &Operands, scored: &Scored, plan
         chunks.logits(&positions, &arguments)?;
         rows.compute(&chunks, &positions, &arguments)?;
     }
-    rows.of(0..operands.sizes.positions)
+    let positions = operands.sizes.positions;
+    Ok((rows.of(0..positions)?, rows.are_best(positions)?))
 }
 
 /// A loss and its gradients. Nothing waits for the device, unless `terms` do.
@@ -64,5 +71,5 @@ pub(super) fn score_loss<G: Gpu>(
     };
     let count = Tensor::full(positions as f32, (), device)?;
     let gradients = loss.into_gradients(needs_grad)?;
-    Ok(LossResults { objective, nll, sum, count, correct: None, dropped_mass: None, gradients })
+    Ok(LossResults { objective, nll, sum, count, is_correct: None, dropped_mass: None, gradients })
 }

@@ -16,14 +16,17 @@ pub(super) struct Running<F> {
     pub(super) sum: Vec<f64>,
     /// The sum of the exponentials, each times its exponent; empty if no entropy is needed.
     pub(super) moment: Vec<f64>,
+    /// The largest logit of the present tile; empty unless it is needed.
+    pub(super) tile_largest: Vec<F>,
     /// When offsets change, earlier sums are multiplied by these factors.
     pub(super) rescale: Vec<F>,
 }
 
 impl<F: Float> Running<F> {
-    pub(super) fn new(width: usize, needs_entropy: bool) -> Self {
+    pub(super) fn new(width: usize, needs_entropy: bool, needs_tiles: bool) -> Self {
         let least = vec![F::neg_infinity(); width];
         Running {
+            tile_largest: if needs_tiles { least.clone() } else { vec![] },
             offset: least.clone(),
             largest: least,
             sum: vec![0.0; width],
@@ -96,6 +99,9 @@ fn update_offsets<F: Float, V: Vector<F>>(v: V, tile: &[F], running: &mut Runnin
             parts[0] = v.max(parts[0], row[j]);
         }
         let tile_largest = v.max(v.max(parts[0], parts[1]), v.max(parts[2], parts[3]));
+        if let Some(largest) = V::registers_mut(&mut running.tile_largest).get_mut(j) {
+            *largest = tile_largest;
+        }
         let largest = &mut V::registers_mut(&mut running.largest)[j];
         *largest = v.max(*largest, tile_largest);
         let limit = v.add(V::registers(&running.offset)[j], v.splat(F::of(SLACK)));

@@ -146,15 +146,20 @@ impl<'a, F: Float> Passed<'a, F> {
         Passed { ids, parts, logits, sums }
     }
 
+    /// The log-sum-exp of a row.
+    pub(super) fn lse(&self, row: usize) -> LogSumExp<F> {
+        self.sums[row].lse
+    }
+
     /// The logits of a row's listed ids.
-    fn logits(&self, row: usize) -> &[F] {
+    pub(super) fn logits(&self, row: usize) -> &[F] {
         let (entry, of_row) = self.ids.of_row(row);
         &self.logits[entry..][..of_row.len()]
     }
 }
 
 /// A row's part of each segment, and its place there.
-fn parts_of<'p, F>(
+pub(super) fn parts_of<'p, F>(
     layout: &Layout,
     panels: &'p [Panel],
     parts: &'p [Part<F>],

@@ -21,6 +21,8 @@ pub(super) struct LeftOut<'a> {
     pub(super) are_own: bool,
     /// Whether the entropy of each row is needed.
     pub(super) with_entropy: bool,
+    /// Whether each row's largest logit in each tile is needed.
+    pub(super) with_tiles: bool,
 }
 
 /// Bytes per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
@@ -101,8 +103,13 @@ impl<F: Float, K> Piece<'_, F, K> {
     ) -> Vec<Part<F>> {
         let d = inputs.sizes.context_dim;
         let per_row = format.packed_per_row(d);
-        let running = |panel: &Panel| Running::new(panel.width, left_out.with_entropy);
-        let part = |panel: &Panel| Part { running: running(panel), offsets: vec![], listed_logits: vec![] };
+        let running = |panel: &Panel| Running::new(panel.width, left_out.with_entropy, left_out.with_tiles);
+        let part = |panel: &Panel| Part {
+            running: running(panel),
+            offsets: vec![],
+            tile_largest: vec![],
+            listed_logits: vec![],
+        };
         let mut parts: Vec<Part<F>> = self.panels.iter().map(part).collect();
         let mut tiles = self.tiles.into_iter();
         for (i, tile) in layout.segment(self.segment).enumerate() {
@@ -129,6 +136,7 @@ impl<F: Float, K> Piece<'_, F, K> {
                 format.multiply(operands, logit_buffers, |logits, sums| {
                     part.exponentiate(inputs, &ids, *panel, left_out, logits, sums, i == 0);
                 });
+                part.tile_largest.extend_from_slice(&part.running.tile_largest);
                 if are_kept {
                     part.offsets.extend_from_slice(&part.running.offset);
                 }

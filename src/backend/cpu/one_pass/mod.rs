@@ -17,6 +17,7 @@
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. The loss
 //! alone ends after the rows. Exponentials are kept for the second pass alone: with a frozen decoder, for a tile.
 
+mod best;
 mod exponentials;
 mod factors;
 mod first_pass;
@@ -43,6 +44,7 @@ use crate::backend::contract::{NeedsGrad, Scored, Sizes, Task};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
+use best::Search;
 use factors::{own_logits, ChunkRows, Factors, Passed};
 use first_pass::{first_pass, part_bytes, Buffers, LeftOut};
 use format::DecoderGradient;
@@ -90,11 +92,19 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     // All panels but the last are full.
     let of_sums = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
     let of_scaled = if needs_grad.decoder() { format.scaled_bytes(d) } else { 0 };
+    // The largest logit of each tile, and what a search computes of a position and a tile.
+    let (of_tiles, of_search) = match task.best {
+        true => {
+            let of_position = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
+            (layout.tiles() * element, of_position + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
+        }
+        false => (0, 0),
+    };
     let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
     // The contexts exist packed and gathered.
     let packed = format.packed_per_row(d) * size_of::<X::Packed>();
-    let per_row = kept + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
-    let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * of_sums;
+    let per_row = kept + of_tiles + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
+    let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * of_sums + of_search;
     let fixed = layout.lanes * per_row + of_pieces + vocab.next_multiple_of(ROW_ALIGN) * element;
     Workspace { per_row, fixed, per_thread }
 }
@@ -105,6 +115,8 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     targets: &'a Targets<T::Acc>,
     listed: Listed<'a>,
     with_entropy: bool,
+    /// Whether each position's most probable id is needed, if it is listed.
+    with_best: bool,
     layout: Layout,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
@@ -128,13 +140,16 @@ struct Chunk<'a, F> {
     /// `None` without positions
     passed: Option<Passed<'a, F>>,
     rows: ChunkRows<F>,
+    /// `[positions]`: the place of the most probable id among the listed ones; `None` if another is more probable. Empty
+    /// unless it is needed
+    best: Vec<Option<usize>>,
     /// `[segment][column]`
     segment_factors: Vec<Vec<F>>,
 }
 
 impl<F: Default> Chunk<'_, F> {
     fn new(positions: Vec<usize>, panels: Vec<Panel>) -> Self {
-        Chunk { positions, panels, passed: None, rows: ChunkRows::default(), segment_factors: vec![] }
+        Chunk { positions, panels, passed: None, rows: ChunkRows::default(), best: vec![], segment_factors: vec![] }
     }
 }
 
@@ -159,6 +174,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             targets,
             listed: targets.listed(),
             with_entropy: false,
+            with_best: targets.terms.correct,
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
@@ -170,9 +186,20 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         }
     }
 
-    /// Computes the scores of candidates, and the entropy if it is asked for and there is a single component.
-    pub(super) fn with_candidates(self, candidates: &'a Candidates, with_entropy: bool) -> Self {
-        OnePass { listed: Listed::Candidates(candidates), with_entropy, ..self }
+    /// Computes the scores of candidates, the entropy if it is asked for and there is a single component, and whether
+    /// each candidate is the most probable id if that is asked for.
+    pub(super) fn with_candidates(self, candidates: &'a Candidates, scored: &Scored) -> Self {
+        let &Scored { entropy, best, .. } = scored;
+        OnePass { listed: Listed::Candidates(candidates), with_entropy: entropy, with_best: best, ..self }
+    }
+
+    /// Whether each candidate of the chunk's positions is the most probable id, `[positions, n]`, if it is needed.
+    pub(super) fn are_best(&self, candidates: &Candidates) -> Vec<u8> {
+        let of_position = |(best, &t): (&Option<usize>, &usize)| {
+            let best = *best;
+            candidates.places(t).iter().map(move |&place| u8::from(best == Some(place)))
+        };
+        self.chunk.best.iter().zip(&self.chunk.positions).flat_map(of_position).collect()
     }
 
     /// The scores of the chunk's positions, `[positions, n + 2]`.
@@ -185,15 +212,17 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     /// The loss of each of the chunk's positions, and its rows.
     pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>) {
         let components = self.inputs.sizes.components;
-        let Chunk { positions, panels, passed, rows, segment_factors } = &mut self.chunk;
+        let Chunk { positions, panels, passed, rows, best, segment_factors } = &mut self.chunk;
         let Some(passed) = passed else { return };
         let losses;
         (losses, *rows) = factors::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
         if self.gradients.needed {
             *segment_factors = factors::of_segments(&self.layout, panels, &passed.parts, &rows.rows);
         }
-        for ((&t, loss), rows) in positions.iter().zip(losses).zip(rows.rows.chunks_exact(components)) {
-            self.losses[t] = loss;
+        let of_positions = positions.iter().zip(losses).zip(rows.rows.chunks_exact(components));
+        for (i, ((&t, loss), rows)) in of_positions.enumerate() {
+            let is_correct = best.get(i) == Some(&Some(0));
+            self.losses[t] = PositionLoss { is_correct, ..loss };
             if self.gradients.needed {
                 let gradients = &mut self.gradients.log_priors[t * components..][..components];
                 gradients.iter_mut().zip(rows).for_each(|(gradient, row)| *gradient = row.log_prior);
@@ -236,13 +265,26 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         }
         let (mut exponentials, mut sums, mut packed) =
             (std::mem::take(&mut self.exponentials), std::mem::take(&mut self.sums), std::mem::take(&mut self.packed));
-        let left_out = LeftOut { ids: &ids, are_own: self.targets.are_own(), with_entropy: self.with_entropy };
+        let left_out = LeftOut {
+            ids: &ids,
+            are_own: self.targets.are_own(),
+            with_entropy: self.with_entropy,
+            with_tiles: self.with_best,
+        };
         let format = self.format;
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
         let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
         let parts = first_pass(format, &self.inputs, &self.layout, panels, contexts, left_out, buffers);
         let own = own_logits(&self.inputs, self.targets, &self.chunk.positions, contexts);
-        self.chunk.passed = Some(Passed::new(&self.layout, panels, ids, parts, own));
+        let passed = Passed::new(&self.layout, panels, ids, parts, own);
+        let best = match self.with_best {
+            true => {
+                let (inputs, layout, passed) = (&self.inputs, &self.layout, &passed);
+                Search { format, inputs, layout, panels, contexts, passed }.run(&self.chunk.positions)
+            }
+            false => vec![],
+        };
+        (self.chunk.passed, self.chunk.best) = (Some(passed), best);
         (self.exponentials, self.sums, self.packed) = (exponentials, sums, packed);
         Ok(())
     }

@@ -42,7 +42,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         let masses = target.soft.map(|soft| logits.masses(v, soft, scratch));
         // One component needs no shares; without the mass outside, no masses of single ids change.
         let single = masses.filter(|_| logits.log_priors.len() == 1 && target.outside == F::zero());
-        if masses.is_some() && single.is_none() || target.terms.correct {
+        if masses.is_some() && single.is_none() {
             logits.mix(v, masses.filter(|_| single.is_none()), scratch);
         }
         if target.outside != F::zero() {
@@ -53,7 +53,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
         let mut loss = scratch.components.hard_loss(&target, target_logit);
         if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
-            loss.is_correct = !loss.nll.is_nan() && first_largest(&scratch.log_probs[..logits.vocab]) == y;
+            loss.is_correct = logits.best(v, &[y], &scratch.components) == Some(y);
         }
         let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
         let candidate_logit = |k: usize, j: usize| target_logit(k, target.candidates[j].0);
@@ -261,20 +261,6 @@ fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -
         magnitude = v.mul_add(term, v.max(share[i], v.sub(zero, share[i])), magnitude);
     }
     (v.sum(sum), v.sum(magnitude))
-}
-
-/// Index of the first NaN or, without any, of the largest value; ties go to the first.
-fn first_largest<F: Float>(values: &[F]) -> usize {
-    let mut best = 0;
-    for (i, &x) in values.iter().enumerate() {
-        if x.is_nan() {
-            return i;
-        }
-        if x > values[best] {
-            best = i;
-        }
-    }
-    best
 }
 
 #[cfg(test)]

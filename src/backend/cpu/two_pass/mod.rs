@@ -3,6 +3,7 @@
 //! The first product writes the logits, and the log-sum-exps of a tile are taken while it is in the cache. For a loss,
 //! a row kernel then replaces the logits by their gradient, which is an operand of the second and third product.
 
+mod best;
 mod distribution;
 mod first_product;
 mod first_product_tiles;
@@ -179,34 +180,55 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             );
     }
 
-    /// The scores of the chunk's positions, `[positions, n + 2]`.
+    /// The scores of the chunk's positions, `[positions, n + 2]`; and whether each candidate is the most probable id,
+    /// `[positions, n]`, if that is asked for.
     pub(super) fn score_rows(
         &mut self,
         positions: Range<usize>,
         candidates: &Candidates,
         scored: &Scored,
-    ) -> Vec<T::Acc> {
+    ) -> (Vec<T::Acc>, Vec<u8>) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
         let (n, &Scored { entropy, outside, .. }) = (candidates.n, scored);
         let power = T::Acc::of(1.0 / scored.temperature);
         let mut scores = zeros(positions.len() * (n + OF_POSITION));
+        let mut best = vec![None; positions.len()];
         let log_priors = &self.inputs.log_priors[positions.start * components..];
         self.logits
             .par_chunks_exact_mut(components * stride)
             .zip(log_priors.par_chunks_exact(components))
             .zip(self.lse.par_chunks_exact(components))
+            .zip(&mut best)
             .zip(scores.par_chunks_exact_mut(n + OF_POSITION))
             .enumerate()
             .for_each_init(
                 || Scratch::new(components, stride, scored.is_tempered() || outside, false),
-                |scratch, (i, (((rows, log_priors), lse), to))| {
+                |scratch, (i, ((((rows, log_priors), lse), best), to))| {
                     let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
                     let ids = candidates.given(positions.start + i);
-                    T::Acc::dispatch(isa, ScoreRows { logits, ids, power, entropy, outside, scratch, to });
+                    T::Acc::dispatch(
+                        isa,
+                        ScoreRows {
+                            logits,
+                            ids,
+                            power,
+                            entropy,
+                            outside,
+                            best: scored.best.then_some(best),
+                            scratch,
+                            to,
+                        },
+                    );
                 },
             );
-        scores
+        let of_position =
+            |(t, best): (usize, Option<usize>)| candidates.given(t).iter().map(move |&id| u8::from(best == Some(id)));
+        let are_best = match scored.best {
+            true => positions.zip(best).flat_map(of_position).collect(),
+            false => vec![],
+        };
+        (scores, are_best)
     }
 
     /// Moves the live rows of the logits' gradient to the front, each dead row there being replaced by a live one from
@@ -259,7 +281,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             .zip(bias_slots)
             .enumerate()
             .for_each_init(
-                || Scratch::new(components, stride, targets.are_soft() || targets.terms.correct, targets.are_soft()),
+                || Scratch::new(components, stride, targets.are_soft(), targets.are_soft()),
                 |scratch, (i, ((((logits, losses), live), log_priors), mut bias_gradient))| {
                     let rows_of_positions = logits
                         .chunks_exact_mut(components * stride)

@@ -138,7 +138,7 @@ impl Case {
                 ("nll", Some(got.nll), Some(truth.nll)),
                 ("sum", Some(got.sum), Some(truth.sum)),
                 ("count", Some(got.count), Some(truth.count)),
-                ("correct", got.correct, truth.correct),
+                ("is_correct", got.is_correct, truth.is_correct),
                 ("dropped_mass", got.dropped_mass, truth.dropped_mass),
             ]);
         }

@@ -63,7 +63,8 @@ impl ScoreCase {
         let id = |i: usize| (i / self.n * 5 + i % self.n / 2 * 7) % vocab.div_ceil(3) * 3;
         let ids: Vec<u32> = (0..positions * self.n).map(|i| id(i) as u32).collect();
         let token_ids = Tensor::from_vec(ids, (positions, self.n), &Device::Cpu).unwrap();
-        Scored { token_ids, entropy: self.entropy, outside: self.outside, temperature: self.temperature }
+        let &ScoreCase { entropy, outside, temperature, .. } = self;
+        Scored { token_ids, entropy, outside, best: true, temperature }
     }
 
     fn upstream(&self) -> Tensor {
@@ -103,7 +104,7 @@ impl ScoreCase {
         let loss = self.loss(DType::F64, 1.0, |operands, scored, terms, needs_grad| {
             backend::score_loss(operands, scored, terms, needs_grad, &plan).unwrap()
         });
-        (backend::scores(&operands, &scored, &plan).unwrap(), loss)
+        (joined(backend::scores(&operands, &scored, &plan).unwrap()), loss)
     }
 
     fn plan(&self, gpu: &EmulatedGpu, needs_grad: NeedsGrad) -> Plan {
@@ -113,7 +114,7 @@ impl ScoreCase {
     fn found(&self, gpu: &EmulatedGpu, factor: f64) -> (Tensor, LossResults) {
         let dtype = self.mixture.dtype;
         let plan = self.plan(gpu, NeedsGrad::default());
-        let scores = gpu::scores(gpu, &self.operands(dtype), &self.scored(), &plan).unwrap();
+        let scores = joined(gpu::scores(gpu, &self.operands(dtype), &self.scored(), &plan).unwrap());
         let plan = self.plan(gpu, self.mixture.needs_grad());
         let loss = self.loss(dtype, factor, |operands, scored, terms, needs_grad| {
             gpu::score_loss(gpu, operands, scored, terms, needs_grad, &plan).unwrap()
@@ -158,6 +159,12 @@ impl ScoreCase {
             gpu.language,
         );
     }
+}
+
+/// The scores, and behind them whether each candidate is the most probable id.
+fn joined((scores, are_best): (Tensor, Option<Tensor>)) -> Tensor {
+    let are_best = are_best.unwrap().to_dtype(scores.dtype()).unwrap();
+    Tensor::cat(&[&scores, &are_best], 1).unwrap()
 }
 
 #[test]
@@ -279,7 +286,7 @@ fn a_candidate_outside_the_vocabulary_has_a_nan_score() {
             let scored = Scored { token_ids, ..case.scored() };
             let plan = case.plan(&gpu, case.mixture.needs_grad());
             let operands = case.operands(DType::F32);
-            let scores = gpu::scores(&gpu, &operands, &scored, &plan).unwrap().to_vec2::<f32>().unwrap();
+            let scores = gpu::scores(&gpu, &operands, &scored, &plan).unwrap().0.to_vec2::<f32>().unwrap();
             let is_nan: Vec<[bool; 2]> = scores.iter().map(|row| [row[0].is_nan(), row[1].is_nan()]).collect();
             assert_eq!(is_nan, [[false, false], [true, false], [true, true], [false, true]]);
             // The last one has no upstream gradient.
@@ -305,11 +312,11 @@ fn impossible_candidates_have_a_score_of_minus_infinity() {
             let token_ids = Tensor::new(&[[1u32], [2], [4]], &Device::Cpu).unwrap();
             let scored = Scored { token_ids, ..case.scored() };
             let plan = case.plan(&gpu, NeedsGrad::default());
-            let found = gpu::scores(&gpu, &case.operands(DType::F32), &scored, &plan).unwrap();
+            let found = joined(gpu::scores(&gpu, &case.operands(DType::F32), &scored, &plan).unwrap());
             let truth = case.operands(DType::F64);
             let task = Task::scores(&scored, &truth, NeedsGrad::default()).unwrap();
             let plan = backend::plan(&truth, task, None).unwrap();
-            let truth = backend::scores(&truth, &scored, &plan).unwrap();
+            let truth = joined(backend::scores(&truth, &scored, &plan).unwrap());
             assert_eq!(truth.to_vec2::<f64>().unwrap()[0][0], f64::NEG_INFINITY);
             assert!(error(&found, &truth) <= 2e-5, "{found:?} {truth:?}");
         }

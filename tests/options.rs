@@ -204,7 +204,11 @@ on_each_device! {
             case.targets[0] = (case.targets[0] + 1) % SIZES.vocab as i64;
             case.targets[9] = -1;
             let options = LossOptions::evaluation().with_correct(true).with_ignore_index(-1);
-            let correct = layer.loss(&case.target_tensor(device)?, &options)?.correct.expect("correct");
+            let loss = layer.loss(&case.target_tensor(device)?, &options)?;
+            let (is_correct, correct) = (loss.is_correct.expect("is_correct"), loss.correct.expect("correct"));
+            assert_eq!((is_correct.dims(), is_correct.dtype()), (loss.nll.dims(), DType::U8));
+            let expected: Vec<f64> = (0..POSITIONS).map(|t| if t == 0 || t == 9 { 0.0 } else { 1.0 }).collect();
+            assert_eq!(numbers(&is_correct), expected, "{head:?}");
             assert_eq!(numbers(&correct), [(POSITIONS - 2) as f64], "{head:?}");
         }
         Ok(())

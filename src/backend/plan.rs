@@ -14,6 +14,8 @@ pub(super) mod default {
     /// The default budget on the CPU also holds chunks of this many rows. Each chunk reads the whole decoder and adds
     /// to its whole gradient, which is costly with fewer rows.
     pub(in crate::backend) const CPU_ROWS: usize = 480;
+    /// For the most probable ids of many rows, which have no gradient: half as many take hardly longer.
+    pub(in crate::backend) const CPU_ROWS_OF_RANKING: usize = 240;
     /// On a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take half the bytes.
     pub(in crate::backend) const CPU_ROWS_OF_TILES: usize = 768;
     /// Maximum rows of a chunk on the CPU if it keeps no logits: its contexts stay in a cache while the decoder passes.

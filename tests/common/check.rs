@@ -212,6 +212,12 @@ impl Check {
             assert_eq!(loss.correct.is_some(), mode.ends_with("with correct"), "{mode}");
             if let Some(correct) = loss.correct.as_ref().filter(|_| is_strict) {
                 assert_eq!(numbers(correct), [truth.correct], "{}", name(&format!("correct of {mode}")));
+                let is_correct = numbers(loss.is_correct.as_ref().expect("is_correct"));
+                assert_eq!(is_correct.iter().sum::<f64>(), truth.correct, "{}", name(mode));
+                let is_argmax = |(is_correct, (best, target)): (&f64, (&u32, &i64))| {
+                    *is_correct == 0.0 || i64::from(*best) == *target
+                };
+                assert!(is_correct.iter().zip(truth.argmax.iter().zip(&case.targets)).all(is_argmax), "{}", name(mode));
             }
         }
         if is_strict {

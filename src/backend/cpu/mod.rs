@@ -142,15 +142,12 @@ impl Backend for Cpu {
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
-        let found = self.visit(operands, &Best { k })?;
+        let found = visit_with(operands, Task::ranking(operands.sizes), &Best { k })?;
         tensors(&found, k, accumulation_dtype("contexts", operands.contexts.dtype())?, &Device::Cpu)
     }
 
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-        let plan = self.plan(operands, Task::decoding(), None)?;
-        with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, &plan, products => visit_all::<T, _, V>(products, operands, &plan, visit))
-        })
+        visit_with(operands, Task::decoding(), visit)
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -256,6 +253,14 @@ fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
             passes.log_prob_rows(positions, to);
         }
         Ok(Tensor::from_vec(log_probs, (positions, vocab), &Device::Cpu)?)
+    })
+}
+
+/// Runs a query on each position's distribution, with the plan of a task.
+fn visit_with<V: Visit>(operands: &Operands, task: Task, visit: &V) -> Result<Vec<V::Output>> {
+    let plan = Cpu.plan(operands, task, None)?;
+    with_type!(operands.contexts.dtype(), T => {
+        with_products!(T, &plan, products => visit_all::<T, _, V>(products, operands, &plan, visit))
     })
 }
 

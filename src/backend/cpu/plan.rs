@@ -77,6 +77,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
     let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
     let enough_rows = match tiles {
         _ if task.few_rows => DECODING_ROWS,
+        _ if task.ranks => default::CPU_ROWS_OF_RANKING,
         _ if computation == Computation::TwoPasses => default::CPU_ROWS,
         // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so
         // many exponentials take.

@@ -1,6 +1,8 @@
 //! Both computations of a loss agree wherever both can serve, in the workspace of their plan and with any number of
 //! threads.
 
+mod best;
+
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
@@ -14,6 +16,7 @@ use super::served::{with_products, Served};
 use super::simd::Isa;
 use super::targets::Targets;
 use super::tiles::unit::TileUnit;
+use super::two_pass::TwoPasses;
 use super::{log_probs, loss, Cpu};
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Precision, Sizes, TargetLoss, Task, Terms,

@@ -32,6 +32,9 @@ pub(crate) struct Args {
     /// Number of components [default: that of the shape]
     #[arg(long, value_parser = positive)]
     pub(crate) components: Option<usize>,
+    /// Size of a context [default: that of the shape]
+    #[arg(long, value_parser = positive)]
+    pub(crate) context: Option<usize>,
     /// Size of the vocabulary [default: that of the shape]
     #[arg(long, value_parser = positive)]
     pub(crate) vocab: Option<usize>,

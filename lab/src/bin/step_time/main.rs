@@ -43,7 +43,9 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let device = args.device.open()?;
     let (positions, components, context, vocab, hidden) = args.shape.sizes();
     let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
-    let vocab = args.vocab.unwrap_or(vocab);
+    // A single softmax has no projection.
+    let hidden = if components == 1 { args.context.unwrap_or(hidden) } else { hidden };
+    let (context, vocab) = (args.context.unwrap_or(context), args.vocab.unwrap_or(vocab));
     let sizes = (positions, components, context, vocab, hidden);
     let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
@@ -96,7 +98,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     }
 
     if let Some(score) = args.score {
-        let is_constant = score == Score::Values;
+        let is_constant = !score.has_gradients();
         let mixture = match is_constant {
             true => constant_mixture(&leaves, components)?,
             false => detached_mixture(&leaves, components)?,
@@ -114,7 +116,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let mut products = Products::new(floor_sizes, !is_constant, args.dtype, &device)?;
         let mut first = match score {
             Score::Gradients | Score::Teacher => Some(Products::new(floor_sizes, false, args.dtype, &device)?),
-            Score::Values | Score::Policy | Score::Bonus | Score::List => None,
+            _ => None,
         };
         let mut bare = || {
             products.run()?;

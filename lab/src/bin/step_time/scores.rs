@@ -2,14 +2,26 @@
 //! needs.
 
 use super::steps::Leaves;
-use candle_core::{Result, Tensor, D};
+use candle_core::{DType, Result, Tensor, D};
 use clap::ValueEnum;
-use mos_head::{ChunkTerms, DistillOptions, Divergence, LossOptions, MissingIds, Mixture, ScoreOptions, Teacher};
+use mos_head::{
+    ChunkTerms, DistillOptions, Divergence, LossOptions, MissingIds, Mixture, Sampler, Sampling, ScoreOptions, Teacher,
+};
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Score {
     /// Log-probability and entropy without gradients: one product
     Values,
+    /// Log-probability, and whether the target is the most probable id, without gradients: one product
+    Best,
+    /// The same for targets that are the most probable ids, the most work
+    BestOfBest,
+    /// The ten most probable ids: one product
+    TopK,
+    /// The most probable id: one product
+    Argmax,
+    /// The most probable id as the draw at temperature 0, whose result does not depend on the other positions: one product
+    Greedy,
     /// Both with gradients of both: four products
     Gradients,
     /// A policy gradient: three products
@@ -36,7 +48,7 @@ const LISTED: usize = 64;
 pub(crate) struct Timed<'a> {
     score: Score,
     mixture: &'a Mixture,
-    targets: &'a Tensor,
+    targets: Tensor,
     /// Of a distillation
     teacher: Option<(Teacher, DistillOptions)>,
 }
@@ -56,9 +68,13 @@ impl<'a> Timed<'a> {
         let teacher = match score {
             Score::List => Some(list(leaves)?),
             Score::Teacher => Some(Teacher::of_mixture(&other(mixture, leaves)?)),
-            Score::Values | Score::Gradients | Score::Policy | Score::Bonus => None,
+            _ => None,
         };
-        Ok(Timed { score, mixture, targets: &leaves.targets, teacher: teacher.map(|teacher| (teacher, options)) })
+        let targets = match score {
+            Score::BestOfBest => mixture.argmax()?,
+            _ => leaves.targets.clone(),
+        };
+        Ok(Timed { score, mixture, targets, teacher: teacher.map(|teacher| (teacher, options)) })
     }
 
     pub(crate) fn run(&self) -> Result<Option<Tensor>> {
@@ -68,7 +84,7 @@ impl<'a> Timed<'a> {
                 loss.backward()?;
                 Ok(Some(loss.value.detach()))
             }
-            None => self.score.run(self.mixture, self.targets),
+            None => self.score.run(self.mixture, &self.targets),
         }
     }
 }
@@ -106,6 +122,17 @@ impl Score {
                 let (log_prob, entropy) = entropy_of(mixture.score(targets, &options)?)?;
                 Ok(Some((log_prob.detach() + entropy.detach())?.mean_all()?))
             }
+            Score::Best | Score::BestOfBest => {
+                let scores = mixture.score(targets, &ScoreOptions::new().with_is_best(true))?;
+                let Some(is_best) = scores.is_best else { candle_core::bail!("not told") };
+                Ok(Some(is_best.to_dtype(DType::F32)?.mean_all()?))
+            }
+            Score::TopK => Ok(Some(mixture.top_k(10)?.log_probs.mean_all()?)),
+            Score::Argmax => Ok(Some(mixture.argmax()?.to_dtype(DType::F32)?.mean_all()?)),
+            Score::Greedy => {
+                let mut sampler = Sampler::new(Sampling::new().with_temperature(0.0), 1)?;
+                Ok(Some(mixture.sample(&mut sampler)?.to_dtype(DType::F32)?.mean_all()?))
+            }
             Score::Gradients => {
                 let scores = mixture.score(targets, &options)?;
                 let (log_prob, entropy) = entropy_of(scores.clone())?;
@@ -135,8 +162,13 @@ impl Score {
     /// The loss that it is compared with: an evaluation, or a training step.
     pub(crate) fn loss(self) -> LossOptions {
         match self {
-            Score::Values => LossOptions::evaluation(),
-            Score::Gradients | Score::Policy | Score::Bonus | Score::List | Score::Teacher => LossOptions::new(),
+            _ if self.has_gradients() => LossOptions::new(),
+            _ => LossOptions::evaluation(),
         }
+    }
+
+    /// Whether gradients are computed too.
+    pub(crate) fn has_gradients(self) -> bool {
+        !matches!(self, Score::Values | Score::Best | Score::BestOfBest | Score::TopK | Score::Argmax | Score::Greedy)
     }
 }

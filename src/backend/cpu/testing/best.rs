@@ -1,0 +1,185 @@
+//! Both computations tell, with every instruction set and number of threads, at which positions the target is the most
+//! probable id.
+
+use super::*;
+use crate::backend::contract::Scored;
+use crate::backend::schedule::Steps;
+
+/// Ids with equal rows of the decoder, in one tile and in several.
+const EQUALS: [usize; 4] = [5, 9, 700, 1600];
+
+/// A mixture in which these ids are equal, and by far the most probable where `bonus` is large.
+fn operands(case: &Case, bonus: f64) -> Result<Operands> {
+    let (mut operands, _) = case.operands()?;
+    let mut rows: Vec<u32> = (0..case.sizes.vocab as u32).collect();
+    let equals: Vec<usize> = EQUALS.into_iter().filter(|&id| id < rows.len()).collect();
+    equals.iter().for_each(|&id| rows[id] = equals[0] as u32);
+    let index = Tensor::new(rows.as_slice(), &Device::Cpu)?;
+    operands.weight = operands.weight.contiguous()?.index_select(&index, 0)?;
+    let bias = operands.bias.clone().expect("a bias").index_select(&index, 0)?;
+    let extra: Vec<f64> = (0..rows.len()).map(|id| if equals.contains(&id) { bonus } else { 0.0 }).collect();
+    let extra = Tensor::new(extra.as_slice(), &Device::Cpu)?.to_dtype(bias.dtype())?;
+    operands.bias = Some((bias + extra)?);
+    Ok(operands)
+}
+
+/// Whether each target is the most probable id, by one computation.
+fn is_correct<T: Served>(
+    (operands, targets): (&Operands, &[i64]),
+    computation: Computation,
+    (isa, budget): (Isa, Option<usize>),
+) -> Result<Vec<bool>> {
+    let loss = TargetLoss {
+        targets: Tensor::new(targets, &Device::Cpu)?,
+        ignore_index: Some(-100),
+        position_weights: None,
+        class_weights: None,
+        terms: Terms { correct: true, ..Terms::default() },
+        scale: GradScale::OneOverCount,
+        own_shifts: None,
+        so_far: None,
+    };
+    let objective = Objective::Targets(loss);
+    let (none, sizes) = (NeedsGrad::default(), operands.sizes);
+    let plan = plan::<T>(operands, objective.task(none), budget)?;
+    let plan = Plan { computation, ..plan };
+    let targets = Targets::new(&objective, sizes, sizes.vocab)?;
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+        let inputs = Inputs { isa, ..inputs };
+        let gradients = BufferedGradients::none(sizes);
+        let losses = match computation {
+            Computation::OnePass => {
+                let mut pass = OnePass::new(Vectors(isa), inputs, &targets, gradients, none, &plan);
+                pass.run_loss(&plan, none)?;
+                pass.losses
+            }
+            Computation::TwoPasses => {
+                let mut passes = TwoPasses::new(Vectors(isa), inputs, &plan).with_targets(&targets, gradients);
+                passes.run_loss(&plan, none)?;
+                passes.losses
+            }
+        };
+        Ok(losses.iter().map(|loss| loss.is_correct).collect())
+    })
+}
+
+/// The most probable id of each position, the lowest among equals; from log-probabilities in f64.
+fn argmax(operands: &Operands) -> Result<Vec<usize>> {
+    let plan = Cpu.plan(operands, Task::log_probs(NeedsGrad::default()), None)?;
+    let rows = Cpu.log_probs(operands, DType::F64, &plan)?.to_vec2::<f64>()?;
+    let of_row = |row: &Vec<f64>| {
+        let best = row.iter().enumerate().fold(0, |best, (id, x)| if *x > row[best] { id } else { best });
+        // Equal ids may differ in the last bit there.
+        if EQUALS.contains(&best) {
+            EQUALS[0]
+        } else {
+            best
+        }
+    };
+    Ok(rows.iter().map(of_row).collect())
+}
+
+#[test]
+fn every_computation_finds_the_most_probable_ids() -> Result<()> {
+    for (positions, components, context_dim, vocab, bonus) in [
+        (11, 1, 17, 3001, 0.0),
+        (40, 3, 9, 1700, 0.0),
+        (40, 3, 9, 1700, 0.4),
+        (9, 15, 20, 2100, 0.0),
+        // More components than a panel has rows.
+        (5, 60, 6, 1900, 0.2),
+        (7, 2, 5, 13, 0.0),
+    ] {
+        let case = Case { dtype: DType::F64, ..Case::new(positions, components, context_dim, vocab) };
+        let best = argmax(&operands(&case, bonus)?)?;
+        let other = |t: usize, id: usize| (id + 1 + t * 7 % (vocab - 1)) % vocab;
+        let target = |t: usize| if t % 3 == 1 { other(t, best[t]) } else { best[t] } as i64;
+        let targets: Vec<i64> = (0..positions).map(|t| if t % 5 == 3 { -100 } else { target(t) }).collect();
+        let expected: Vec<bool> = (0..positions).map(|t| t % 5 != 3 && targets[t] == best[t] as i64).collect();
+        for isa in Isa::available() {
+            for computation in [Computation::OnePass, Computation::TwoPasses] {
+                for budget in [None, Some(3 << 20)] {
+                    let (of_f32, of_f64) = (Case { dtype: DType::F32, ..case }, case);
+                    let found = [
+                        is_correct::<f32>((&operands(&of_f32, bonus)?, &targets), computation, (isa, budget))?,
+                        is_correct::<f64>((&operands(&of_f64, bonus)?, &targets), computation, (isa, budget))?,
+                    ];
+                    let name = format!("{:?} {computation:?} {}", case.sizes, isa.kernels());
+                    found.iter().for_each(|found| assert_eq!(*found, expected, "{name}"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
+    for components in [1, 4] {
+        for softcap in [None, Some(30.0)] {
+            let case = Case { softcap, ..Case::new(12, components, 19, 1900) };
+            let operands = operands(&case, 9.0)?;
+            let targets: Vec<i64> = (0..12).map(|t| EQUALS[t % 4] as i64).collect();
+            let expected: Vec<bool> = (0..12).map(|t| t % 4 == 0).collect();
+            for isa in Isa::available() {
+                for computation in [Computation::OnePass, Computation::TwoPasses] {
+                    let found = is_correct::<f32>((&operands, &targets), computation, (isa, None))?;
+                    assert_eq!(found, expected, "K = {components} {computation:?} {}", isa.kernels());
+                }
+            }
+        }
+        // All ids are equal.
+        let (mut operands, _) = Case::new(6, components, 7, 900).operands()?;
+        operands.weight = operands.weight.zeros_like()?;
+        operands.bias = None;
+        for computation in [Computation::OnePass, Computation::TwoPasses] {
+            let found = is_correct::<f32>((&operands, &[0, 1, 899, 0, 500, 0]), computation, (Isa::best()?, None))?;
+            assert_eq!(found, [true, false, false, true, false, true], "K = {components} {computation:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn tiles_tell_it_too() -> Result<()> {
+    let isa = Isa::best()?;
+    for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
+        for components in [1, 3, 20] {
+            let case = Case { dtype: DType::BF16, ..Case::new(12, components, 19, 1900) };
+            let operands = operands(&case, 9.0)?;
+            let ids: Vec<u32> = (0..12).flat_map(|t| [700, t, 5, 1600, 5]).collect();
+            let token_ids = Tensor::from_vec(ids, (12, 5), &Device::Cpu)?;
+            let scored = Scored { token_ids, entropy: false, outside: false, best: true, temperature: 1.0 };
+            let task = Task::scores(&scored, &operands, NeedsGrad::default())?;
+            let plan = plan::<half::bf16>(&operands, task, None)?;
+            assert_eq!(plan.computation, Computation::OnePass);
+            let found = super::super::scores::scores::<half::bf16, _>(Tiles { unit, isa }, &operands, &scored, &plan)?;
+            let expected: Vec<u8> = (0..12).flat_map(|t| [0, u8::from(t == 5), 1, 0, 1]).collect();
+            assert_eq!(found.1.expect("asked for").flatten_all()?.to_vec1::<u8>()?, expected, "K = {components}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_number_of_threads_does_not_matter() -> Result<()> {
+    let with_threads = |threads: usize| {
+        in_pool(threads, || {
+            let operands = operands(&Case::new(300, 15, 24, 1500), 0.0)?;
+            let targets: Vec<i64> = argmax_of(&operands)?;
+            is_correct::<f32>((&operands, &targets), Computation::OnePass, (Isa::best()?, None))
+        })
+    };
+    let one = with_threads(1)?;
+    assert!(one.iter().filter(|is_correct| **is_correct).count() > 290);
+    for threads in [2, 7] {
+        assert_eq!(with_threads(threads)?, one, "{threads} threads");
+    }
+    Ok(())
+}
+
+/// The most probable ids as targets.
+fn argmax_of(operands: &Operands) -> Result<Vec<i64>> {
+    let (ids, _) = Cpu.top_k(operands, 1)?;
+    Ok(ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(i64::from).collect())
+}

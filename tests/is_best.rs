@@ -1,0 +1,276 @@
+//! Whether an id is the most probable of all: on every device, for every head, as `argmax` finds it.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, D};
+use candle_nn::{VarBuilder, VarMap};
+use common::check::numbers;
+use common::scores::Case;
+use common::{dtypes, exact, on, on_each_device};
+use mos_head::{
+    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, ChunkTerms, Error, HierarchicalConfig, HierarchicalSoftmax,
+    LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OptionName, OutputLayer, Result,
+    ScoreOptions, Scores, SoftmaxConfig, SoftmaxHead,
+};
+
+/// The mixture of a case on a device.
+fn mixture(case: &Case, dtype: DType, device: &Device) -> Result<Mixture> {
+    let [contexts, logits, weight, bias] = case.operands(dtype)?;
+    let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let log_priors = candle_nn::ops::log_softmax(&logits.to_dtype(accumulation)?, D::Minus1)?.to_device(device)?;
+    let log_priors = Some(&log_priors).filter(|_| case.components > 1);
+    let of = |tensor: &Tensor| tensor.to_device(device);
+    let mixture = Mixture::new(&of(&contexts)?, log_priors, &of(&weight)?, Some(&of(&bias)?))?;
+    let mixture = mixture.with_logit_scale(case.logit_scale)?;
+    match case.softcap {
+        Some(cap) => mixture.with_softcap(cap),
+        None => Ok(mixture),
+    }
+}
+
+/// The most probable ids of the operands in f64.
+fn truth(case: &Case, dtype: DType) -> Result<Vec<u32>> {
+    let operands = case.operands(dtype)?.map(|operand| operand.to_dtype(DType::F64));
+    let [a, b, c, d] = operands;
+    let untempered = Case { temperature: 1.0, masked: false, ..*case };
+    let log_probs = untempered.composed_log_probs(&[a?, b?, c?, d?])?.to_vec2::<f64>()?;
+    let best = |row: &Vec<f64>| (0..row.len()).fold(0, |best, id| if row[id] > row[best] { id } else { best }) as u32;
+    Ok(log_probs.iter().map(best).collect())
+}
+
+fn bits(is_best: &Option<Tensor>) -> Vec<f64> {
+    numbers(is_best.as_ref().expect("asked for"))
+}
+
+on_each_device! {
+    fn it_is_that_of_the_reference(device: &Device) -> Result<()> {
+        for (positions, components, d, vocab) in
+            [(1, 1, 9, 1), (2, 1, 9, 2), (5, 3, 9, 37), (9, 1, 16, 600), (40, 4, 9, 131), (7, 15, 20, 1030)]
+        {
+            for &dtype in dtypes(device) {
+                let plain = Case { entropy: false, ..Case::new(positions, components, d, vocab) };
+                for case in [
+                    plain,
+                    Case { entropy: true, ..plain },
+                    Case { outside: vocab > 3, ..plain },
+                    Case { temperature: 0.6, ..plain },
+                    Case { spread: 6.0, ..plain },
+                    Case { softcap: Some(2.0), logit_scale: 0.7, ..plain },
+                    Case { transposed: true, ..plain },
+                ] {
+                    let (mixture, best) = (mixture(&case, dtype, device)?, truth(&case, dtype)?);
+                    let options = case.options().with_is_best(true);
+                    let other = |t: usize| (best[t] + 1 + t as u32 % 5) % vocab as u32;
+                    let name = format!("{case:?} {dtype:?}");
+                    let ids: Vec<u32> = (0..positions).map(|t| if t % 2 == 0 { best[t] } else { other(t) }).collect();
+                    let expected: Vec<f64> = ids.iter().zip(&best).map(|(a, b)| f64::from(u8::from(a == b))).collect();
+                    let one = mixture.score(&on(device, &Tensor::new(ids, &Device::Cpu)?)?, &options)?;
+                    assert_eq!(bits(&one.is_best), expected, "{name}");
+                    // Some are equal.
+                    let ids: Vec<u32> = (0..positions).flat_map(|t| [other(t), best[t], best[t], other(t)]).collect();
+                    let expected: Vec<f64> =
+                        ids.iter().enumerate().map(|(i, id)| f64::from(u8::from(*id == best[i / 4]))).collect();
+                    let ids = Tensor::from_vec(ids, (positions, 4), &Device::Cpu)?;
+                    let scores = mixture.score(&on(device, &ids)?, &options)?;
+                    assert_eq!(bits(&scores.is_best), expected, "{name}");
+                    let is_best = scores.is_best.expect("asked for");
+                    assert_eq!((is_best.dims(), is_best.dtype()), (&[positions, 4][..], DType::U8));
+                    // Log-probabilities do not change.
+                    let without = mixture.score(&on(device, &ids)?, &case.options())?;
+                    assert!(without.is_best.is_none());
+                    assert_eq!(numbers(&without.log_prob), numbers(&scores.log_prob), "{name}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn losses_tell_it_with_every_option(device: &Device) -> Result<()> {
+        for components in [1, 4] {
+            let case = Case::new(30, components, 9, 300);
+            let dtype = exact(device);
+            let (mixture, best) = (mixture(&case, dtype, device)?, truth(&case, dtype)?);
+            let target = |(t, &best): (usize, &u32)| match t % 4 {
+                0 => -1,
+                1 => (i64::from(best) + 3) % 300,
+                _ => i64::from(best),
+            };
+            let targets: Vec<i64> = best.iter().enumerate().map(target).collect();
+            let expected: Vec<f64> = (0..30).map(|t| f64::from(u8::from(t % 4 > 1))).collect();
+            let targets = Tensor::from_vec(targets, (30,), &Device::Cpu)?.to_device(device)?;
+            let asked = LossOptions::evaluation().with_correct(true).with_ignore_index(-1);
+            for options in [
+                asked.clone(),
+                asked.clone().with_label_smoothing(0.1),
+                asked.clone().with_z_loss(1e-3),
+                asked.clone().with_gradient_filter(0.01),
+                LossOptions::new().with_correct(true).with_ignore_index(-1),
+            ] {
+                let loss = mixture.loss(&targets, &options)?;
+                assert_eq!(numbers(loss.is_correct.as_ref().expect("asked for")), expected, "{options:?}");
+                assert_eq!(numbers(loss.correct.as_ref().expect("asked for")), [expected.iter().sum::<f64>()]);
+            }
+            assert!(mixture.loss(&targets, &LossOptions::new().with_ignore_index(-1))?.is_correct.is_none());
+        }
+        Ok(())
+    }
+
+    fn of_equals_the_lowest_is_it(device: &Device) -> Result<()> {
+        for components in [1, 3] {
+            let case = Case::new(12, components, 8, 900);
+            let [contexts, logits, weight, _] = case.operands(DType::F32)?;
+            let rows: Vec<u32> = (0..900).map(|id| if [9, 400, 899].contains(&id) { 7 } else { id }).collect();
+            let weight = weight.index_select(&Tensor::new(rows, &Device::Cpu)?, 0)?.to_device(device)?;
+            let bias: Vec<f32> = (0..900).map(|id| if [7, 9, 400, 899].contains(&id) { 9.0 } else { 0.0 }).collect();
+            let log_priors = candle_nn::ops::log_softmax(&logits, D::Minus1)?.to_device(device)?;
+            let log_priors = Some(&log_priors).filter(|_| components > 1);
+            let bias = Tensor::new(bias, device)?;
+            let mixture = Mixture::new(&contexts.to_device(device)?, log_priors, &weight, Some(&bias))?;
+            let ids: Vec<u32> = (0..12).map(|t| [7, 9, 400, 899][t % 4]).collect();
+            let ids = Tensor::from_vec(ids, (12,), &Device::Cpu)?.to_device(device)?;
+            for entropy in [false, true] {
+                let options = ScoreOptions::new().with_is_best(true).with_entropy(entropy);
+                let expected: Vec<f64> = (0..12).map(|t| f64::from(u8::from(t % 4 == 0))).collect();
+                assert_eq!(bits(&mixture.score(&ids, &options)?.is_best), expected);
+                let each = ids.unsqueeze(1)?;
+                assert_eq!(bits(&mixture.score(&each, &options)?.is_best), expected);
+            }
+        }
+        Ok(())
+    }
+
+    fn nothing_is_it_without_a_distribution(device: &Device) -> Result<()> {
+        for components in [1, 2] {
+            let case = Case::new(8, components, 6, 300);
+            let [contexts, logits, weight, _] = case.operands(DType::F32)?;
+            let mut values = contexts.flatten_all()?.to_vec1::<f32>()?;
+            values[components * 6] = f32::NAN;
+            let contexts = Tensor::from_vec(values, contexts.shape(), &Device::Cpu)?.to_device(device)?;
+            let log_priors = candle_nn::ops::log_softmax(&logits, D::Minus1)?.to_device(device)?;
+            let log_priors = Some(&log_priors).filter(|_| components > 1);
+            let weight = weight.to_device(device)?;
+            // The only id that is possible.
+            let bias: Vec<f32> = (0..300).map(|id| if id == 150 { 0.0 } else { f32::NEG_INFINITY }).collect();
+            let (possible, none) = (Tensor::new(bias, device)?, Tensor::full(f32::NEG_INFINITY, 300, device)?);
+            for entropy in [false, true] {
+                let options = ScoreOptions::new().with_is_best(true).with_entropy(entropy);
+                for (bias, id, expected) in [(&possible, 150u32, 1.0), (&possible, 0, 0.0), (&none, 0, 0.0)] {
+                    let mixture = Mixture::new(&contexts, log_priors, &weight, Some(bias))?;
+                    let ids = Tensor::full(id, 8, device)?;
+                    let mut all = [expected; 8];
+                    all[1] = 0.0;
+                    assert_eq!(bits(&mixture.score(&ids, &options)?.is_best), all, "K = {components}, id {id}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn every_head_agrees_with_its_argmax(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, dtype, device);
+        let heads: [Box<dyn OutputLayer>; 5] = [
+            Box::new(SoftmaxHead::new(&SoftmaxConfig::new(6, 90), vb.pp("softmax"))?),
+            Box::new(MixtureOfContexts::new(&MixtureConfig::new(6, 90, 3), vb.pp("moc"))?),
+            Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(6, 90, 3), vb.pp("mos"))?),
+            Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 90, vec![10, 40]).with_div_value(2.0), vb.pp("adaptive"))?),
+            Box::new(HierarchicalSoftmax::new(&HierarchicalConfig::new(6, 90), vb.pp("hierarchical"))?),
+        ];
+        let hidden = Tensor::randn(0f32, 3.0, (3, 4, 6), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        for head in heads {
+            let best = head.argmax(&hidden)?;
+            let scores = head.score(&hidden, &best, &ScoreOptions::new().with_is_best(true))?;
+            assert_eq!(scores.is_best.as_ref().expect("asked for").dims(), [3, 4], "{head:?}");
+            assert_eq!(bits(&scores.is_best), [1.0; 12], "{head:?}");
+            let others = (best.to_dtype(DType::I64)? + 1.0)?;
+            let is_below = others.lt(90i64)?;
+            let others = is_below.where_cond(&others, &others.zeros_like()?)?.unsqueeze(2)?;
+            let both = Tensor::cat(&[best.to_dtype(DType::I64)?.unsqueeze(2)?, others], 2)?;
+            let scores = head.score(&hidden, &both, &ScoreOptions::new().with_is_best(true))?;
+            let expected: Vec<f64> = (0..24).map(|i| f64::from(u8::from(i % 2 == 0))).collect();
+            assert_eq!(bits(&scores.is_best), expected, "{head:?}");
+        }
+        Ok(())
+    }
+
+    fn restricted_mixtures_tell_it_among_their_sets(device: &Device) -> Result<()> {
+        for components in [1, 3] {
+            let case = Case::new(6, components, 7, 400);
+            let mixture = mixture(&case, exact(device), device)?;
+            let log_probs = numbers(&mixture.log_probs()?);
+            let list = |t: usize| (0..20).map(|i| ((i * 19 + t * 3) % 400) as u32).collect::<Vec<_>>();
+            let lists: Vec<Vec<u32>> = (0..6).map(list).collect();
+            let offsets: Vec<usize> = (0..=6).map(|t| t * 20).collect();
+            for (allowed, lists) in [
+                (AllowedIds::per_position(&lists.concat(), &offsets)?, lists.clone()),
+                (AllowedIds::new(&lists[0]), vec![lists[0].clone(); 6]),
+            ] {
+                let restricted = mixture.restricted(&allowed)?;
+                let prob = |t: usize, id: u32| log_probs[t * 400 + id as usize];
+                let best = |t: usize| {
+                    lists[t].iter().copied().reduce(|a, b| if prob(t, b) > prob(t, a) { b } else { a }).expect("ids")
+                };
+                let other = |t: usize| lists[t].iter().copied().find(|id| *id != best(t)).expect("another");
+                let ids: Vec<u32> = (0..6).map(|t| if t % 2 == 0 { best(t) } else { other(t) }).collect();
+                let ids = Tensor::new(ids, &Device::Cpu)?.to_device(device)?;
+                let expected = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0];
+                let scores = restricted.score(&ids, &ScoreOptions::new().with_is_best(true))?;
+                assert_eq!(bits(&scores.is_best), expected, "K = {components}");
+                let loss = restricted.loss(&ids, &LossOptions::new().with_correct(true))?;
+                assert_eq!(numbers(loss.is_correct.as_ref().expect("asked for")), expected, "K = {components}");
+                assert_eq!(numbers(loss.correct.as_ref().expect("asked for")), [3.0]);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn chunks_do_not_matter() -> Result<()> {
+    for components in [1, 5] {
+        let case = Case::new(200, components, 11, 700);
+        let mixture = mixture(&case, DType::F32, &Device::Cpu)?;
+        let best = mixture.argmax()?;
+        let options = ScoreOptions::new().with_is_best(true);
+        let Err(Error::Workspace { least, .. }) = mixture.score(&best, &options.clone().with_workspace_bytes(1)) else {
+            panic!("one byte is not enough");
+        };
+        for bytes in [least, 2 * least, 64 << 20] {
+            let found = mixture.score(&best, &options.clone().with_workspace_bytes(bytes))?;
+            assert_eq!(bits(&found.is_best), vec![1.0; 200], "K = {components}, {bytes} bytes");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn distributions_of_ones_own_have_it() -> Result<()> {
+    let (nan, impossible) = (f32::NAN, f32::NEG_INFINITY);
+    let rows = [[0.5, 0.25, 0.25], [0.25, 0.375, 0.375], [nan, 0.5, 0.5], [0.0, 1.0, 0.0]];
+    let log_probs = Tensor::new(&rows, &Device::Cpu)?.log()?;
+    let ids = Tensor::new(&[[0u32, 1, 2], [2, 1, 1], [0, 1, 2], [0, 1, 2]], &Device::Cpu)?;
+    let options = ScoreOptions::new().with_is_best(true);
+    let found = Scores::of_log_probs(&log_probs, &ids, &options)?;
+    assert_eq!(bits(&found.is_best), [1., 0., 0., 0., 1., 1., 0., 0., 0., 0., 1., 0.]);
+    let nothing = Scores::of_log_probs(
+        &Tensor::full(impossible, (1, 2), &Device::Cpu)?,
+        &Tensor::new(&[0u32], &Device::Cpu)?,
+        &options,
+    )?;
+    assert_eq!(bits(&nothing.is_best), [0.0]);
+    let empty = Scores::of_log_probs(&log_probs.narrow(0, 0, 0)?, &ids.narrow(0, 0, 0)?, &options)?;
+    assert_eq!(empty.is_best.expect("asked for").dims(), [0, 3]);
+    Ok(())
+}
+
+#[test]
+fn a_loss_of_scores_refuses_it() -> Result<()> {
+    let mixture = mixture(&Case::new(2, 1, 3, 5), DType::F32, &Device::Cpu)?;
+    let ids = Tensor::zeros(2, DType::U32, &Device::Cpu)?;
+    let terms =
+        |scores: mos_head::ChunkScores| Ok(ChunkTerms::new(scores.log_prob.neg()?, scores.log_prob.ones_like()?));
+    let error = mixture.score_loss(&ids, &ScoreOptions::new().with_is_best(true), terms).expect_err("refused");
+    assert!(matches!(error, Error::Unsupported { option: OptionName::IsBest, .. }), "{error:?}");
+    Ok(())
+}

@@ -29,7 +29,7 @@ fn operands(positions: usize, components: usize, vocab: usize) -> [Tensor; 4] {
 fn mixture([contexts, log_priors, weight, bias]: &[Tensor; 4], dtype: DType, device: &Device) -> Result<Mixture> {
     let to = |tensor: &Tensor| on(device, &tensor.to_dtype(dtype).expect("a float"));
     let log_priors = Some(to(log_priors)?).filter(|log_priors| log_priors.dims()[1] > 1);
-    Ok(Mixture::new(&to(contexts)?, log_priors.as_ref(), &to(weight)?, Some(&to(bias)?))?)
+    Mixture::new(&to(contexts)?, log_priors.as_ref(), &to(weight)?, Some(&to(bias)?))
 }
 
 /// Equal distributions at all positions.

@@ -41,9 +41,10 @@ pub enum Precision {
     /// `torch.set_float32_matmul_precision("medium")` allows the same.
     ///
     /// It has an effect on CPUs with Intel AMX, and on those whose AVX512-BF16 is faster than their products in f32:
-    /// on all products of losses over hard targets, and on the logits of other losses, of log-probabilities and of
-    /// decoding, unless the budget is too small for the rounded operands. A few rows, whose products take no longer than
-    /// reading the decoder, are not rounded. `docs/measurements.md` has the errors: they grow with the logits.
+    /// on all products of losses over hard targets, and on the logits of other losses and of log-probabilities, unless the
+    /// budget is too small for the rounded operands. A few rows, whose products take no longer than reading the decoder,
+    /// are not rounded. Decoding rounds on Intel AMX alone, and only for more than 24 components: how many positions there
+    /// are does not matter. `docs/measurements.md` has the errors: they grow with the logits.
     Bf16Products,
 }
 

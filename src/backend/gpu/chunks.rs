@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 use super::arguments::{Argument, Logits, Objective, Rows};
 use super::device::{Buffer, Gpu, Matrix, Product};
@@ -213,6 +213,11 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         ];
         self.gpu.launch("top_k", positions.len(), &arguments)
     }
+}
+
+/// Where `ids` are the most probable ids, and have a probability.
+pub(super) fn is_best(argmax: &Tensor, ids: &Tensor, log_prob: &Tensor) -> candle_core::Result<Tensor> {
+    argmax.eq(ids)? * log_prob.gt(f32::NEG_INFINITY)?
 }
 
 /// A row-major matrix, from `first_row` on.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{self, Argument};
-use super::chunks::{matrix, Chunks, Mixed};
+use super::chunks::{is_best, matrix, Chunks, Mixed};
 use super::device::{Buffer, Gpu, Matrix, Product, BLOCK};
 use super::gradients::{GradientBuffers, LogitGradient};
 use super::objective::Prepared;
@@ -70,11 +70,6 @@ pub(super) fn loss<G: Gpu>(
         None => gradients,
     };
     Ok(LossResults { objective, nll, sum, count, is_correct, dropped_mass, gradients })
-}
-
-/// Where `ids` are the most probable ids, and have a probability.
-pub(super) fn is_best(argmax: &Tensor, ids: &Tensor, log_prob: &Tensor) -> candle_core::Result<Tensor> {
-    argmax.eq(ids)? * log_prob.gt(f32::NEG_INFINITY)?
 }
 
 /// `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.

@@ -6,9 +6,8 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{self, Argument};
-use super::chunks::{Chunks, Mixed};
+use super::chunks::{is_best, Chunks, Mixed};
 use super::device::{Buffer, Gpu, BLOCK};
-use super::loss::is_best;
 use super::objective::Prepared;
 use crate::backend::contract::{Scored, Sizes, OF_POSITION};
 use crate::error::Result;

@@ -20,6 +20,8 @@ fn operands(case: &Case, bonus: f64) -> Result<Operands> {
     let extra: Vec<f64> = (0..rows.len()).map(|id| if equals.contains(&id) { bonus } else { 0.0 }).collect();
     let extra = Tensor::new(extra.as_slice(), &Device::Cpu)?.to_dtype(bias.dtype())?;
     operands.bias = Some((bias + extra)?);
+    let log_priors = operands.log_priors.take().expect("log-priors");
+    operands.log_priors = Some(candle_nn::ops::log_softmax(&log_priors, candle_core::D::Minus1)?);
     Ok(operands)
 }
 

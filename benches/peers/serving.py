@@ -1,0 +1,66 @@
+"""The next token id of one text in PyTorch, with what a server asks for beside it, on the shapes of
+`benches/serving.rs`: the mixture alone, without its projection.
+
+    python benches/peers/serving.py --shapes v128256-k1-b1
+
+Prints one JSON line for each shape: milliseconds of a sample (temperature, top-p), and of the service: penalties of
+repetition, frequency and presence, bans, a sample, its log-probabilities under the model and the sampler's distribution,
+the five best, and the entropy.
+"""
+
+import torch
+from decoding import Problem, arguments, milliseconds, name
+from record import emit, library, start
+
+SHAPES = [(33_278, 15, 1), (128_256, 1, 1), (128_256, 1, 8)]
+
+
+def sampled(log_probs, temperature=0.8, top_p=0.95):
+    """An id of the nucleus, and the logarithms of the probabilities that it was drawn from."""
+    probs, ids = torch.softmax(log_probs / temperature, -1).sort(descending=True)
+    probs = torch.where(probs.cumsum(-1) - probs < top_p, probs, torch.zeros_like(probs))
+    place = torch.multinomial(probs, 1)
+    return ids.gather(-1, place), (probs / probs.sum(-1, keepdim=True)).gather(-1, place).log()
+
+
+def service(problem, history, counts):
+    log_probs = problem.log_probs()
+    z = log_probs.clone()
+    of_history = z[:, history]
+    of_history = torch.where(of_history > 0, of_history / 1.1, of_history * 1.1) - 0.2 * counts - 0.1
+    z[:, history] = of_history
+    z[:, :3] = float("-inf")
+    ids, of_sampler = sampled(z)
+    entropy = -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
+    return ids, log_probs.gather(-1, ids), of_sampler, log_probs.topk(5), entropy
+
+
+def main():
+    args = arguments()
+    start(args)
+    for shape in SHAPES:
+        if args.shapes and name(shape) not in args.shapes:
+            continue
+        vocab, components, batch = shape
+        with torch.inference_mode():
+            problem = Problem(*shape)
+            history = (torch.arange(1000) * 7919 % vocab).unique()
+            counts = torch.ones(len(history))
+            times = {
+                "sample_ms": milliseconds(lambda: sampled(problem.log_probs()), args),
+                "service_ms": milliseconds(lambda: service(problem, history, counts), args),
+            }
+        emit(
+            figure="serving",
+            shape=name(shape),
+            vocab=vocab,
+            components=components,
+            positions=batch,
+            implementation="PyTorch",
+            library=library(),
+            **times,
+        )
+
+
+if __name__ == "__main__":
+    main()

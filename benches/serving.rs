@@ -1,0 +1,101 @@
+//! The next token id of one text or eight, with what a server asks for beside it, over reading the decoder once.
+//!
+//!     cargo bench --bench serving
+//!     cargo bench --bench serving -- v33278-k15    # one mixture
+//!
+//! The ways of a mixture take turns, so that all of them see the same machine. Prints the least and the median time in
+//! milliseconds, and the ratio of the medians to `read`, the time to read the decoder's matrix in f32 on all threads, and
+//! to `sample` at one position.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor, D};
+use candle_nn::ops::log_softmax;
+use mos_head::{Constraints, Mixture, Sampler, Sampling, TokenRequest};
+use rayon::prelude::*;
+
+/// (vocab, d, K): WikiText-2, and the vocabulary of a large model.
+const SHAPES: [(usize, usize, usize); 3] = [(33_278, 300, 15), (128_256, 1024, 1), (128_256, 1024, 15)];
+const BATCH: usize = 8;
+
+type Way<'a> = (&'static str, Box<dyn FnMut() -> mos_head::Result<()> + 'a>);
+
+fn main() -> mos_head::Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    // `cargo test --benches` checks that everything runs.
+    let (seconds, vocab_limit) = if arguments.iter().any(|x| x == "--bench") { (20.0, usize::MAX) } else { (0.0, 500) };
+    let wanted = arguments.iter().find(|x| !x.starts_with("--"));
+    for (vocab, d, components) in SHAPES {
+        let name = format!("v{vocab}-k{components}");
+        if wanted.is_none_or(|wanted| *wanted == name) {
+            shape(&name, (vocab.min(vocab_limit), d, components), seconds)?;
+        }
+    }
+    Ok(())
+}
+
+fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64) -> mos_head::Result<()> {
+    let device = &Device::Cpu;
+    let weight = (Tensor::rand(-1f32, 1.0, (vocab, d), device)? * (3.0 / (d as f64).sqrt()))?;
+    let numbers = weight.flatten_all()?.to_vec1::<f32>()?;
+    let mixture = |batch: usize, dtype: DType| {
+        let contexts = Tensor::randn(0f32, 1.0, (batch, components, d), device)?.to_dtype(dtype)?;
+        let log_priors = log_softmax(&Tensor::randn(0f32, 1.0, (batch, components), device)?, D::Minus1)?;
+        Mixture::new(&contexts, Some(&log_priors), &weight.to_dtype(dtype)?, None)
+    };
+    let (one, half, many) = (mixture(1, DType::F32)?, mixture(1, DType::BF16)?, mixture(BATCH, DType::F32)?);
+
+    // Top-p and a temperature, as most servers have them, and with penalties, bans, entropy and the five best.
+    let sampling = Sampling::new().with_temperature(0.8).with_top_p(0.95);
+    let mut sampler = Sampler::new(sampling.clone(), 1)?;
+    let plain = TokenRequest::new(sampling.clone(), 1)?;
+    let constraints = Constraints::new().with_repetition_penalty(1.1).with_frequency_penalty(0.2);
+    let constraints = constraints.with_presence_penalty(0.1).with_banned(&[0, 1, 2]).with_bias(&[(3, 1.0)]);
+    let mut full = plain.clone().with_constraints(constraints)?.with_best(5).with_entropy(true);
+    (0..1000).for_each(|i| full.push(i * 7919 % vocab as u32));
+    let ids = Tensor::new(&[5u32], device)?;
+
+    let mut ways: Vec<Way<'_>> = vec![
+        ("read", Box::new(|| Ok(drop(black_box(read(&numbers)))))),
+        ("sample", Box::new(|| Ok(drop(black_box(one.sample(&mut sampler)?))))),
+        ("token", Box::new(|| Ok(drop(black_box(one.next_tokens(&[&plain])?))))),
+        ("service", Box::new(|| Ok(drop(black_box(one.next_tokens(&[&full])?))))),
+        // What one call replaces: a sample, its log-probability, the five best.
+        (
+            "three-calls",
+            Box::new(|| {
+                let mut sampler = Sampler::new(sampling.clone(), 1)?;
+                black_box((one.sample(&mut sampler)?, one.log_prob(&ids)?, one.top_k(5)?));
+                Ok(())
+            }),
+        ),
+        ("service-bf16", Box::new(|| Ok(drop(black_box(half.next_tokens(&[&full])?))))),
+        ("service-b8", Box::new(|| Ok(drop(black_box(many.next_tokens(&[&full; BATCH])?))))),
+    ];
+    let mut times = vec![Vec::new(); ways.len()];
+    let start = Instant::now();
+    while times[0].len() < 2 || start.elapsed() < Duration::from_secs_f64(seconds) {
+        for ((_, call), times) in ways.iter_mut().zip(&mut times) {
+            let start = Instant::now();
+            call()?;
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
+    let median = |times: &[f64]| times[times.len() / 2];
+    let (of_read, of_sample) = (median(&times[0]), median(&times[1]));
+    for ((way, _), times) in ways.iter().zip(&times) {
+        let (least, median) = (times[0], median(times));
+        let (of_read, of_sample) = (median / of_read, median / of_sample);
+        println!("{name}-{way:<12} least {least:8.3} ms, median {median:8.3} ms, {of_read:5.2} x read, {of_sample:5.2} x sample");
+    }
+    Ok(())
+}
+
+/// Reads a matrix once, on all threads.
+fn read(values: &[f32]) -> u32 {
+    let part = values.len().div_ceil(rayon::current_num_threads() * 4).max(1);
+    let bits = |values: &[f32]| values.iter().fold(0, |sum: u32, x| sum.wrapping_add(x.to_bits()));
+    values.par_chunks(part).map(bits).reduce(|| 0, u32::wrapping_add)
+}

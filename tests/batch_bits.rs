@@ -2,7 +2,7 @@
 //! number of threads, so that a sampler draws the same ids.
 
 use candle_core::{DType, Device, Tensor};
-use mos_head::{Mixture, Result, Sampler, Sampling};
+use mos_head::{Mixture, NextToken, Result, Sampler, Sampling, TokenRequest};
 
 const VOCAB: usize = 1021;
 const MOST: usize = 70;
@@ -41,20 +41,20 @@ impl Problem {
     }
 
     /// For each position the best ids, the bits of their log-probabilities, and an id that is drawn with this number.
-    fn found(&self, first: usize, positions: usize) -> Result<Vec<Vec<u32>>> {
+    fn found(&self, first: usize, positions: usize) -> Result<Vec<Vec<u64>>> {
         let mixture = self.mixture(first, positions)?;
-        let top = mixture.top_k(50)?;
-        let (ids, log_probs) = (top.token_ids.to_vec2::<u32>()?, top.log_probs.to_vec2::<f32>()?);
         let mut sampler = Sampler::new(Sampling::new(), 7)?;
         // The numbers of the positions before these.
         sampler.uniform(first);
         let drawn = mixture.sample(&mut sampler)?.to_vec1::<u32>()?;
-        let rows = ids.into_iter().zip(log_probs).zip(drawn);
-        Ok(rows
-            .map(|((ids, log_probs), id)| {
-                ids.into_iter().chain(log_probs.iter().map(|x| x.to_bits())).chain([id]).collect()
-            })
-            .collect())
+        // The best ids with the forms of a draw: those of `top_k` depend on the number of rows.
+        let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(50);
+        let tokens = mixture.next_tokens(&vec![&request; positions])?;
+        let of_position = |(token, id): (&NextToken, u32)| {
+            let bits = token.best.iter().flat_map(|&(id, log_p)| [u64::from(id), log_p.to_bits()]);
+            bits.chain([u64::from(id)]).collect()
+        };
+        Ok(tokens.iter().zip(drawn).map(of_position).collect())
     }
 }
 

@@ -43,6 +43,9 @@ struct Args {
     /// Layers of a qwen2 with random weights
     #[arg(long, default_value_t = 2)]
     layers: usize,
+    /// Token ids of each text, in place of those of the request
+    #[arg(long)]
+    tokens: Option<usize>,
     /// The most texts at once
     #[arg(long, default_value_t = 3)]
     batch: usize,
@@ -75,7 +78,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let requests = request::examples()?;
+    let mut requests = request::examples()?;
+    requests.iter_mut().for_each(|request| request.tokens = args.tokens.unwrap_or(request.tokens).max(1));
     match args.model {
         Kind::Lstm => serve(&lstm::Lstm::new(args.checkpoint.as_deref())?, requests, args.batch),
         #[cfg(feature = "candle-transformers")]

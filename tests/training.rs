@@ -58,7 +58,7 @@ fn train(make: Make, dtype: DType, device: &Device) -> Result<Trained> {
     let targets = Tensor::from_vec(targets, (3, 5), device)?;
     let options = LossOptions::new().with_label_smoothing(0.1).with_z_loss(1e-3).with_ignore_index(37);
     // Several chunks.
-    let options = options.with_workspace_bytes(5_000 * dtype.size_in_bytes().max(4));
+    let options = options.with_workspace_bytes(7_000 * dtype.size_in_bytes().max(4));
     let mut optimizer = SGD::new(variables.all_vars(), 0.5)?;
     let mut losses = vec![];
     for _ in 0..5 {

@@ -21,7 +21,7 @@ const FEW_ROWS: usize = 4;
 const DECODING_ROWS: usize = 64;
 
 /// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
-/// log-probabilities of all ids (label smoothing, correct targets, log-probabilities, decoding), and the filter, which
+/// log-probabilities of all ids (label smoothing, log-probabilities, decoding), and the filter, which
 /// leaves rows out of the second product as well. They are also faster for the loss alone of a few rows. One pass
 /// serves all other losses, and only it knows the targets of a sampled softmax.
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {

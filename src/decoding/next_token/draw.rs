@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::kept::kept;
 use super::noise::Noise;
 use crate::backend::contract::{Computed, TILE};
 use crate::backend::ranking::best;
@@ -21,23 +22,27 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     if temperature == 0.0 {
         return best(&Computed::of(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
     }
-    if sampling.is_truncated() {
+    if sampling.top_k.is_some() {
         let kept = nucleus(&Computed::of(z), sampling)?;
         let ids = kept.ids.iter().map(|&(z, id)| (z / temperature, id));
         let (_, id) = ids.fold(None, |chosen, (z, id)| chosen_of(chosen, z, id, noise))?;
         let place = kept.ids.iter().position(|kept| kept.1 == id)?;
         return Some(Drawn { id, log_prob: (kept.masses[place] / kept.masses.iter().sum::<f64>()).ln() });
     }
+    let kept = sampling.is_truncated().then(|| kept(z, sampling));
+    let is_kept = |z, id| kept.as_ref().is_none_or(|kept| kept.has(z, id));
     let of_tile = |(tile, z): (usize, &[f64])| {
-        let ids = ((tile * TILE) as u32..).zip(z);
+        let ids = ((tile * TILE) as u32..).zip(z).filter(|&(id, &z)| is_kept(z, id));
         ids.fold(None, |chosen, (id, &z)| chosen_of(chosen, z / temperature, id, noise))
     };
     let of_tiles: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(of_tile).collect();
     let chosen = of_tiles.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a });
     let (_, id) = chosen?;
-    let log_prob = match are_log_probs && temperature == 1.0 {
-        true => z[id as usize],
-        false => Masses::new(&Computed::of(z), temperature).log_prob(z[id as usize]),
+    let of_id = z[id as usize];
+    let log_prob = match kept {
+        Some(kept) => kept.log_prob(of_id),
+        None if are_log_probs && temperature == 1.0 => of_id,
+        None => Masses::new(&Computed::of(z), temperature).log_prob(of_id),
     };
     Some(Drawn { id, log_prob })
 }

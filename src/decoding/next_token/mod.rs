@@ -2,6 +2,7 @@
 
 mod constraints;
 mod draw;
+mod kept;
 mod noise;
 mod request;
 
@@ -104,11 +105,8 @@ impl Visit for Next<'_> {
         let offset = distribution.logit_offset().map_or(0.0, Real::f64);
         let changed = request.constraints.changed(&log_probs, offset, &request.history);
         let z = changed.as_deref().unwrap_or(&log_probs);
-        if z.iter().any(|z| z.is_nan() || *z == f64::INFINITY) {
-            return Err(Error::Distribution { position });
-        }
-        if z.iter().all(|&z| z == f64::NEG_INFINITY) {
-            return Err(Error::EmptySet { position });
+        if changed.is_some() {
+            check(z, position)?;
         }
         let drawn = draw(z, changed.is_none(), &request.sampling, request.noise());
         let drawn = drawn.ok_or(Error::EmptySet { position })?;
@@ -119,6 +117,21 @@ impl Visit for Next<'_> {
             best,
             entropy: request.entropy.then(|| entropy(&log_probs)),
         })
+    }
+}
+
+/// Checks that constraints leave logits, and make none NaN or infinite.
+fn check(z: &[f64], position: usize) -> Result<()> {
+    let mut is_possible = false;
+    for &z in z {
+        if z.is_nan() || z == f64::INFINITY {
+            return Err(Error::Distribution { position });
+        }
+        is_possible |= z > f64::NEG_INFINITY;
+    }
+    match is_possible {
+        true => Ok(()),
+        false => Err(Error::EmptySet { position }),
     }
 }
 

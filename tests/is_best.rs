@@ -274,3 +274,36 @@ fn a_loss_of_scores_refuses_it() -> Result<()> {
     assert!(matches!(error, Error::Unsupported { option: OptionName::IsBest, .. }), "{error:?}");
     Ok(())
 }
+
+/// The next byte of this repository's README, from the two before it, by heads that were trained on it.
+#[test]
+fn trained_heads_tell_it_of_the_targets_of_a_text() -> Result<()> {
+    let text = include_str!("../README.md").as_bytes();
+    let features = Tensor::randn(0f32, 1.0, (256, 24), &Device::Cpu)?;
+    let of = |offset: usize| -> Result<Tensor> {
+        let ids: Vec<u32> = text[offset..].iter().take(text.len() - 2).map(|&byte| u32::from(byte)).collect();
+        Ok(Tensor::new(ids, &Device::Cpu)?)
+    };
+    let hidden = [0, 1].map(|offset| Ok::<_, Error>(features.index_select(&of(offset)?, 0)?));
+    let [before, last] = hidden;
+    let (hidden, targets) = (Tensor::cat(&[before?, last?], 1)?, of(2)?);
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let heads: [Box<dyn OutputLayer>; 2] = [
+        Box::new(SoftmaxHead::new(&SoftmaxConfig::new(48, 256), vb.pp("softmax"))?),
+        Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(48, 256, 3).with_context_dim(32), vb.pp("mos"))?),
+    ];
+    let mut optimizer = candle_nn::AdamW::new_lr(vars.all_vars(), 0.02)?;
+    for head in heads {
+        for _ in 0..30 {
+            let loss = head.loss(&hidden, &targets, &LossOptions::new())?;
+            candle_nn::Optimizer::step(&mut optimizer, &loss.backward()?)?;
+        }
+        let scores = head.score(&hidden, &targets, &ScoreOptions::new().with_is_best(true))?;
+        let expected = numbers(&head.argmax(&hidden)?.eq(&targets)?);
+        assert_eq!(bits(&scores.is_best), expected);
+        let accuracy = expected.iter().sum::<f64>() / expected.len() as f64;
+        assert!((0.2..0.9).contains(&accuracy), "{accuracy}");
+    }
+    Ok(())
+}

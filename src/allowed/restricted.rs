@@ -9,7 +9,7 @@ use crate::backend::contract::{Operands, Sizes};
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
-use crate::scores::{are_best, candidates, composed, ScoreOptions, Scores};
+use crate::scores::{are_best, candidates, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
 use crate::tensors::kept::Kept;
 use crate::tensors::transfer;
@@ -203,12 +203,8 @@ impl RestrictedMixture {
             kept => {
                 let rows = Rows::new(&self.mixture, &kept, options.workspace_bytes)?;
                 let places = rows.places(&asked, n)?;
-                let scored = options.scored(places);
-                let is_best = are_best(&rows.log_probs, &scored)?;
-                let is_best = is_best.map(|is_best| is_best.reshape(token_ids.shape())).transpose()?;
-                let scores = composed(&rows.log_probs, &scored)?;
-                let scores = Scores::of_columns(&scores, token_ids.dims(), leading, options)?;
-                Ok(Scores { is_best, leaves: rows.leaves, ..scores })
+                let scores = Scores::of_rows(&rows.log_probs, places, token_ids.dims(), leading, options)?;
+                Ok(Scores { leaves: rows.leaves, ..scores })
             }
         }
     }

@@ -153,9 +153,20 @@ impl Scores {
         let n = candidates("token_ids", token_ids, leading)?;
         let positions: usize = leading.iter().product();
         let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
-        let scored = options.scored(ids);
-        let is_best = are_best(&rows, &scored)?.map(|is_best| is_best.reshape(token_ids.shape())).transpose()?;
-        Ok(Scores { is_best, ..Self::of_columns(&composed(&rows, &scored)?, token_ids.dims(), leading, options)? })
+        Self::of_rows(&rows, ids, token_ids.dims(), leading, options)
+    }
+
+    /// From the distributions `[positions, vocab]` and the places `[positions, n]` of ids `of_ids` there.
+    pub(crate) fn of_rows(
+        rows: &Tensor,
+        places: Tensor,
+        of_ids: &[usize],
+        leading: &[usize],
+        options: &ScoreOptions,
+    ) -> Result<Self> {
+        let scored = options.scored(places);
+        let is_best = are_best(rows, &scored)?.map(|is_best| is_best.reshape(of_ids)).transpose()?;
+        Ok(Scores { is_best, ..Self::of_columns(&composed(rows, &scored)?, of_ids, leading, options)? })
     }
 
     /// From `[positions, n + 2]`, log-probabilities, the entropy, and the logarithm of the mass outside.

@@ -10,6 +10,8 @@
 
 #[path = "../tests/common/mod.rs"]
 mod common;
+#[allow(dead_code, unreachable_pub)]
+mod shared;
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -20,7 +22,7 @@ use common::case::{Case, Head, Sizes};
 use common::check;
 use criterion::{criterion_group, criterion_main, BenchmarkGroup, BenchmarkId, Criterion, Throughput};
 use mos_head::{Mixture, Precision, Sampler, Sampling};
-use rayon::prelude::*;
+use shared::read;
 
 /// (vocab, d): Penn Treebank, WikiText-2, and the vocabulary of a large model.
 const SHAPES: [(usize, usize); 3] = [(10_000, 280), (33_278, 300), (128_256, 1024)];
@@ -86,13 +88,6 @@ fn timed(
             start.elapsed()
         });
     });
-}
-
-/// Reads all values once; the sum of their bits.
-fn read(values: &[f32]) -> u32 {
-    let part = values.len().div_ceil(rayon::current_num_threads() * 4).max(1);
-    let bits = |values: &[f32]| values.iter().fold(0, |sum: u32, x| sum.wrapping_add(x.to_bits()));
-    values.par_chunks(part).map(bits).reduce(|| 0, u32::wrapping_add)
 }
 
 fn decoding(criterion: &mut Criterion) {

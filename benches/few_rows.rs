@@ -6,12 +6,15 @@
 //! The cases of a vocabulary take turns, so that all of them see the same machine. Prints the least and the median time
 //! in milliseconds, and the ratio of the medians to one softmax in f32 at one position.
 
+#[allow(dead_code, unreachable_pub)]
+mod shared;
+
 use std::hint::black_box;
-use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::ops::log_softmax;
 use mos_head::Mixture;
+use shared::{median, turns};
 
 /// (vocab, d): WikiText-2, and the vocabulary of a large model.
 const SHAPES: [(usize, usize); 2] = [(33_278, 300), (128_256, 1024)];
@@ -43,17 +46,10 @@ fn main() -> mos_head::Result<()> {
         }
         let vocab = vocab.min(vocab_limit);
         let mixtures = mixtures(vocab, d)?;
-        let mut times = vec![Vec::new(); mixtures.len()];
-        let start = Instant::now();
-        while times[0].len() < 2 || start.elapsed() < Duration::from_secs_f64(seconds) {
-            for (mixture, times) in mixtures.iter().zip(&mut times) {
-                let start = Instant::now();
-                black_box(mixture.top_k(10)?);
-                times.push(start.elapsed().as_secs_f64() * 1e3);
-            }
-        }
-        times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
-        let median = |times: &[f64]| times[times.len() / 2];
+        let times = turns(mixtures.len(), seconds, |i| {
+            black_box(mixtures[i].top_k(10)?);
+            Ok(())
+        })?;
         for ((components, batch, dtype), of_case) in CASES.iter().zip(&times) {
             let case = format!("k{components}-b{batch}/{}", dtype.as_str());
             let ratio = median(of_case) / median(&times[0]);

@@ -7,13 +7,15 @@
 //! milliseconds, and the ratio of the medians to `read`, the time to read the decoder's matrix in f32 on all threads, and
 //! to `sample` at one position.
 
+#[allow(unreachable_pub)]
+mod shared;
+
 use std::hint::black_box;
-use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::ops::log_softmax;
 use mos_head::{Constraints, Mixture, Sampler, Sampling, TokenRequest};
-use rayon::prelude::*;
+use shared::{median, read, turns};
 
 /// (vocab, d, K): WikiText-2, and the vocabulary of a large model.
 const SHAPES: [(usize, usize, usize); 3] = [(33_278, 300, 15), (128_256, 1024, 1), (128_256, 1024, 15)];
@@ -73,17 +75,7 @@ fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64
         ("service-bf16", Box::new(|| done(half.next_tokens(&[&full])))),
         ("service-b8", Box::new(|| done(many.next_tokens(&[&full; BATCH])))),
     ];
-    let mut times = vec![Vec::new(); ways.len()];
-    let start = Instant::now();
-    while times[0].len() < 2 || start.elapsed() < Duration::from_secs_f64(seconds) {
-        for ((_, call), times) in ways.iter_mut().zip(&mut times) {
-            let start = Instant::now();
-            call()?;
-            times.push(start.elapsed().as_secs_f64() * 1e3);
-        }
-    }
-    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
-    let median = |times: &[f64]| times[times.len() / 2];
+    let times = turns(ways.len(), seconds, |i| ways[i].1())?;
     let (of_read, of_sample) = (median(&times[0]), median(&times[1]));
     for ((way, _), times) in ways.iter().zip(&times) {
         let (least, median) = (times[0], median(times));
@@ -97,11 +89,4 @@ fn done<T>(result: mos_head::Result<T>) -> mos_head::Result<()> {
     result.map(|result| {
         black_box(result);
     })
-}
-
-/// Reads a matrix once, on all threads.
-fn read(values: &[f32]) -> u32 {
-    let part = values.len().div_ceil(rayon::current_num_threads() * 4).max(1);
-    let bits = |values: &[f32]| values.iter().fold(0, |sum: u32, x| sum.wrapping_add(x.to_bits()));
-    values.par_chunks(part).map(bits).reduce(|| 0, u32::wrapping_add)
 }

@@ -71,20 +71,22 @@ def milliseconds(call, args):
     return round(1e3 * median(seconds), 4)
 
 
-def main():
-    args = arguments()
+def calls_of(problem):
+    calls = {f"top_{k}_ms": lambda k=k: problem.top_k(k) for k in (1, 10, 50)}
+    return calls | {"sample_ms": problem.sample, "log_probs_ms": problem.log_probs}
+
+
+def measure(figure, shapes, calls_of, args):
+    """Prints the milliseconds of the calls of each shape that is asked for."""
     start(args)
-    for shape in SHAPES:
+    for shape in shapes:
         if args.shapes and name(shape) not in args.shapes:
             continue
         vocab, components, batch = shape
         with torch.inference_mode():
-            problem = Problem(*shape)
-            calls = {f"top_{k}_ms": lambda k=k: problem.top_k(k) for k in (1, 10, 50)}
-            calls |= {"sample_ms": problem.sample, "log_probs_ms": problem.log_probs}
-            times = {key: milliseconds(call, args) for key, call in calls.items()}
+            times = {key: milliseconds(call, args) for key, call in calls_of(Problem(*shape)).items()}
         emit(
-            figure="decoding",
+            figure=figure,
             shape=name(shape),
             vocab=vocab,
             components=components,
@@ -97,4 +99,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    measure("decoding", SHAPES, calls_of, arguments())

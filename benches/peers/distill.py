@@ -16,7 +16,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from record import Peak, add_arguments, emit, library, median, start, timed
+from record import add_arguments, emit_step, start
 from step import SHAPES
 
 
@@ -96,9 +96,9 @@ def main():
         value.backward()
         return value.detach()
 
-    base = Peak()
-    seconds = timed(step, args.reps, args.warmup, torch.device("cpu"))
-    emit(
+    emit_step(
+        step,
+        args,
         figure="distill",
         shape=args.shape,
         positions=positions,
@@ -106,10 +106,7 @@ def main():
         vocab=vocab,
         implementation=args.implementation,
         divergence=args.divergence,
-        library=library(),
         chunk=args.chunk if args.implementation == "chunked" else None,
-        seconds=round(median(seconds), 6),
-        extra_mib=round(base.extra_mib(), 1),
     )
 
 

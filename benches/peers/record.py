@@ -82,3 +82,11 @@ def emit(**line):
     """Prints a measurement without the keys that are None."""
     line["threads"] = torch.get_num_threads()
     print(json.dumps({key: value for key, value in line.items() if value is not None}), flush=True)
+
+
+def emit_step(step, args, **line):
+    """Prints seconds and peak memory of a step on the CPU."""
+    base = Peak()
+    seconds = timed(step, args.reps, args.warmup)
+    line |= {"library": library(), "seconds": round(median(seconds), 6), "extra_mib": round(base.extra_mib(), 1)}
+    emit(**line)

@@ -9,8 +9,7 @@ the five best, and the entropy.
 """
 
 import torch
-from decoding import Problem, arguments, milliseconds, name
-from record import emit, library, start
+from decoding import arguments, measure
 
 SHAPES = [(33_278, 15, 1), (128_256, 1, 1), (128_256, 1, 8)]
 
@@ -35,32 +34,14 @@ def service(problem, history, counts):
     return ids, log_probs.gather(-1, ids), of_sampler, log_probs.topk(5), entropy
 
 
-def main():
-    args = arguments()
-    start(args)
-    for shape in SHAPES:
-        if args.shapes and name(shape) not in args.shapes:
-            continue
-        vocab, components, batch = shape
-        with torch.inference_mode():
-            problem = Problem(*shape)
-            history = (torch.arange(1000) * 7919 % vocab).unique()
-            counts = torch.ones(len(history))
-            times = {
-                "sample_ms": milliseconds(lambda: sampled(problem.log_probs()), args),
-                "service_ms": milliseconds(lambda: service(problem, history, counts), args),
-            }
-        emit(
-            figure="serving",
-            shape=name(shape),
-            vocab=vocab,
-            components=components,
-            positions=batch,
-            implementation="PyTorch",
-            library=library(),
-            **times,
-        )
+def calls_of(problem):
+    history = (torch.arange(1000) * 7919 % len(problem.weight)).unique()
+    counts = torch.ones(len(history))
+    return {
+        "sample_ms": lambda: sampled(problem.log_probs()),
+        "service_ms": lambda: service(problem, history, counts),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    measure("serving", SHAPES, calls_of, arguments())

@@ -82,6 +82,11 @@ fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     let mut next = decoder.get(IDS * d..).unwrap_or(&[]);
     next = &next[..next.len().min(IDS * d)];
     let per_group = (next.len() * ROWS * d).div_ceil(contexts.len());
+    let mut now = || {
+        let (now, later) = next.split_at(per_group.min(next.len()));
+        next = later;
+        now
+    };
     let mut row = 0;
     let mut store = |sums: &[[T::Acc; IDS]]| {
         sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, sums));
@@ -89,32 +94,30 @@ fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     };
     let mut groups = contexts.chunks_exact(ROWS * d);
     for group in &mut groups {
-        let (now, later) = next.split_at(per_group.min(next.len()));
-        next = later;
-        prefetch_all(now);
-        store(&dots::<ROWS, IDS, T, V>(v, group, ids, d));
+        store(&dots::<ROWS, IDS, T, V>(v, group, ids, now()));
     }
-    prefetch_all(next);
     let rest = groups.remainder();
     match rest.len() / d {
-        5 => store(&dots::<5, IDS, T, V>(v, rest, ids, d)),
-        4 => store(&dots::<4, IDS, T, V>(v, rest, ids, d)),
-        3 => store(&dots::<3, IDS, T, V>(v, rest, ids, d)),
-        2 => store(&dots::<2, IDS, T, V>(v, rest, ids, d)),
-        1 => store(&dots::<1, IDS, T, V>(v, rest, ids, d)),
+        5 => store(&dots::<5, IDS, T, V>(v, rest, ids, now())),
+        4 => store(&dots::<4, IDS, T, V>(v, rest, ids, now())),
+        3 => store(&dots::<3, IDS, T, V>(v, rest, ids, now())),
+        2 => store(&dots::<2, IDS, T, V>(v, rest, ids, now())),
+        1 => store(&dots::<1, IDS, T, V>(v, rest, ids, now())),
         _ => {}
     }
     IDS
 }
 
-/// The inner products of `ROWS` contexts with `IDS` ids.
+/// The inner products of `ROWS` contexts with `IDS` ids. Meanwhile `next` is prefetched, a few lines at a time: the
+/// processor has room for few requests.
 #[inline(always)]
 pub(super) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     ids: [&[T]; IDS],
-    d: usize,
+    next: &[T],
 ) -> [[T::Acc; IDS]; ROWS] {
+    let d = ids[0].len();
     let contexts: [&[T::Acc]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
     let (context_registers, context_rests) = (contexts.map(|x| V::split(x).0), contexts.map(|x| V::split(x).1));
     let (id_registers, id_rests) = (ids.map(|x| V::lanes(x).0), ids.map(|x| V::lanes(x).1));
@@ -122,7 +125,12 @@ pub(super) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
     let id_registers = id_registers.map(|x| &x[..n]);
     let context_registers = context_registers.map(|x| &x[..n]);
     let mut sums = [[v.splat(T::Acc::zero()); IDS]; ROWS];
+    let mut lines = next.chunks((CACHE_LINE / size_of::<T>()).max(1));
+    let lines_at_a_time = lines.len().div_ceil(n.max(1));
     for i in 0..n {
+        for line in lines.by_ref().take(lines_at_a_time) {
+            prefetch(line.as_ptr());
+        }
         let mut decoder = [v.splat(T::Acc::zero()); IDS];
         for id in 0..IDS {
             decoder[id] = T::load(v, id_registers[id][i]);
@@ -153,12 +161,4 @@ pub(super) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
         }
     }
     results
-}
-
-/// Prefetches `values` into the cache.
-#[inline(always)]
-fn prefetch_all<F>(values: &[F]) {
-    for line in values.chunks((CACHE_LINE / size_of::<F>()).max(1)) {
-        prefetch(line.as_ptr());
-    }
 }

@@ -189,7 +189,6 @@ impl<T: Element> Kernel<T::Acc> for Dots<'_, T> {
 
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
-        let d = self.context.len();
         let (groups, rest) = self.rows.as_chunks::<ROWS>();
         let (to, to_rest) = self.to.as_chunks_mut::<ROWS>();
         for (&rows, to) in groups.iter().zip(to) {

@@ -151,8 +151,9 @@ impl<T: Element> FirstProduct<T> for Vectors {
         let d = decoder.width();
         let rows = contexts.len() / d;
         let rows = if rows <= LIKE_DECODING { positions.components } else { positions.rows_of_form(rows) };
-        // Lanes without a row cost as much as others.
-        if decoder.weight.transposed || rows > (lanes / 2).max(1) {
+        // Lanes without a row cost as much as others, and panels need widened numbers.
+        let most = if T::IS_ACC { (lanes / 2).max(1) } else { lanes };
+        if decoder.weight.transposed || rows > most {
             return Contexts::Panels(Panels::new(self.0, contexts, d));
         }
         let of_part = |columns: Range<usize>| match columns.len() < d {

@@ -274,6 +274,65 @@ on_each_device! {
         Ok(())
     }
 
+    /// Logits are small integers, which are exact in every dtype, so that most ids have equals: the lower id comes first.
+    fn many_positions_have_the_best_ids_of_a_full_sort(device: &Device) -> Result<()> {
+        for (vocab, positions) in [(1, 100), (70, 65), (3001, 131)] {
+            let integer = |i: usize| ((i * 7919 + i / 13) % 5) as f64 - 2.0;
+            let (d, impossible) = (4, |id: usize| id % 11 == 3 && vocab > 1);
+            let contexts: Vec<f64> = (0..positions * d).map(|i| integer(i + 5)).collect();
+            let weights: Vec<f64> = (0..vocab * d).map(integer).collect();
+            let bias: Vec<f64> =
+                (0..vocab).map(|id| if impossible(id) { f64::NEG_INFINITY } else { integer(id) }).collect();
+            for dtype in [DType::F32, DType::F64, DType::BF16] {
+                if dtype == DType::F64 && !device.is_cpu() {
+                    continue;
+                }
+                let tensor = |values: &[f64], shape: &[usize]| -> Result<Tensor> {
+                    let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
+                    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+                };
+                let weight = tensor(&weights, &[vocab, d])?;
+                let bias_tensor = tensor(&bias, &[vocab])?;
+                let mixture =
+                    Mixture::new(&tensor(&contexts, &[positions, 1, d])?, None, &weight, Some(&bias_tensor))?;
+                for k in [1, 7, 64, 65, 200].map(|k| k.min(vocab)) {
+                    let best = mixture.top_k(k)?;
+                    let (found, log_probs) = (ids(&best.token_ids)?, numbers(&best.log_probs));
+                    for t in 0..positions {
+                        let dot = |id: usize| -> f64 {
+                            (0..d).map(|j| contexts[t * d + j] * weights[id * d + j]).sum()
+                        };
+                        let z: Vec<f64> = (0..vocab).map(|id| dot(id) + bias[id]).collect();
+                        let largest = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                        let lse = largest + z.iter().map(|z| (z - largest).exp()).sum::<f64>().ln();
+                        let mut order: Vec<usize> = (0..vocab).collect();
+                        order.sort_by(|&a, &b| z[b].total_cmp(&z[a]).then(a.cmp(&b)));
+                        for (j, &id) in order[..k].iter().enumerate() {
+                            let what = format!("{dtype:?} {vocab} {k} {t} {j}");
+                            assert_eq!(found[t * k + j], id as u32, "{what}");
+                            let (got, expected) = (log_probs[t * k + j], z[id] - lse);
+                            assert!(got == expected || (got - expected).abs() < 2e-2, "{what}: {got} {expected}");
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn the_first_of_many_invalid_distributions_is_named(device: &Device) -> Result<()> {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut hidden = vec![1f32; 100];
+            (hidden[67], hidden[90]) = (bad, bad);
+            let hidden = Tensor::from_vec(hidden, (100, 1), device)?;
+            let head = head_of(&[0.0, 1.0, 2.0], device)?;
+            assert!(matches!(head.top_k(&hidden, 2), Err(Error::Distribution { position: 67 })));
+        }
+        let nothing = head_of(&[f32::NEG_INFINITY; 3], device)?;
+        assert!(matches!(nothing.argmax(&ones(100, device)?), Err(Error::Distribution { position: 0 })));
+        Ok(())
+    }
+
     fn a_nan_among_the_priors_is_an_error(device: &Device) -> Result<()> {
         let contexts = Tensor::ones((2, 2, 1), DType::F32, device)?;
         let priors = Tensor::new(&[[-0.5f32, -1.0], [f32::NAN, -1.0]], device)?;

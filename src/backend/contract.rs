@@ -280,8 +280,8 @@ pub(crate) struct Task {
     pub(crate) scores: Option<ScoreTask>,
     /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,
-    /// Whether each position's distribution is read once, after which its logits are not needed.
-    pub(crate) ranks: bool,
+    /// How many of each position's most probable ids are needed, and nothing else.
+    pub(crate) ranks: Option<usize>,
     /// Whether it is needed if targets or candidates are the most probable ids.
     pub(crate) best: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
@@ -353,14 +353,14 @@ impl Task {
         Task { few_rows: true, all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
     }
 
-    /// Ranks the ids of each position. Products of large chunks serve many rows; unlike those of a draw, the results may
+    /// Finds the `k` most probable ids of each position. Products of large chunks serve many rows; unlike those of a draw, the results may
     /// depend on the other positions by rounding.
-    pub(crate) fn ranking(sizes: Sizes) -> Self {
+    pub(crate) fn ranking(sizes: Sizes, k: usize) -> Self {
         /// Maximum rows for which chunks of a few rows are faster.
         const FEW_ROWS: usize = 64;
         match sizes.positions * sizes.components <= FEW_ROWS {
             true => Self::decoding(),
-            false => Task { ranks: true, ..Self::log_probs(NeedsGrad::default()) },
+            false => Task { ranks: Some(k), ..Self::log_probs(NeedsGrad::default()) },
         }
     }
 }

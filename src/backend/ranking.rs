@@ -67,7 +67,7 @@ pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device:
 const LEAST_TILES: usize = 4;
 
 /// The best ids so far, and others that are not yet ranked.
-struct Candidates<F> {
+pub(crate) struct Candidates<F> {
     n: usize,
     entries: Vec<Ranked<F>>,
     /// The n-th best log-probability when the entries were last ranked.
@@ -75,34 +75,57 @@ struct Candidates<F> {
 }
 
 impl<F: Real> Candidates<F> {
-    fn new(n: usize) -> Self {
-        Candidates { n, entries: Vec::with_capacity(Self::capacity(n)), floor: None }
+    pub(crate) fn new(n: usize) -> Self {
+        Candidates { n, entries: Vec::new(), floor: None }
     }
 
     /// Number of entries collected before they are ranked.
-    fn capacity(n: usize) -> usize {
+    pub(crate) fn capacity(n: usize) -> usize {
         (2 * n).max(64)
     }
 
     /// Adds consecutive ids from `first` on, all higher than those added before.
-    fn add(&mut self, first: u32, log_probs: &[F]) {
+    pub(crate) fn add(&mut self, first: u32, log_probs: &[F]) {
         for (block, log_probs) in (first..).step_by(BLOCK).zip(log_probs.chunks(BLOCK)) {
             if self.floor.is_some_and(|floor| log_probs.iter().all(|&x| x <= floor)) {
                 continue;
             }
             for (id, &log_prob) in (block..).zip(log_probs) {
-                // A tie goes to the lower id, which has been added before.
-                if self.floor.is_none_or(|floor| log_prob > floor) {
-                    self.entries.push((log_prob, id));
-                    if self.entries.len() == Self::capacity(self.n) {
-                        self.rank();
-                    }
+                if self.has_place(log_prob) {
+                    self.push(id, log_prob);
                 }
             }
         }
     }
 
-    /// Keeps the `n` best entries.
+    /// Adds an id that has a place, higher than those added before.
+    pub(crate) fn push(&mut self, id: u32, log_prob: F) {
+        self.entries.push((log_prob, id));
+        if self.entries.len() == Self::capacity(self.n) {
+            self.rank();
+        }
+    }
+
+    /// Keeps the `n` best entries; returns the log-probability of the last one if there are so many.
+    pub(crate) fn settle(&mut self) -> Option<F> {
+        if self.entries.len() >= self.n {
+            self.rank();
+        }
+        self.floor
+    }
+
+    /// Whether an id with this log-probability, higher than those added before, may be among the best. A tie goes to the
+    /// lower id.
+    pub(crate) fn has_place(&self, log_prob: F) -> bool {
+        self.floor.is_none_or(|floor| log_prob > floor)
+    }
+
+    /// The entries, in no order: the best ones, and others that are not yet ranked.
+    pub(crate) fn entries(&self) -> &[Ranked<F>] {
+        &self.entries
+    }
+
+    /// Keeps the `n` best entries, of as many at least.
     fn rank(&mut self) {
         let last = self.n - 1;
         self.entries.select_nth_unstable_by(last, order);

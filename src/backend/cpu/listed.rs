@@ -7,6 +7,8 @@ use crate::tensors::checks::read_ids;
 /// The ids of each position whose logits are needed one by one: each once, in ascending order.
 #[derive(Clone, Copy)]
 pub(super) enum Listed<'a> {
+    /// None of any position.
+    Nothing,
     /// The target of each position that is not ignored.
     Targets(&'a [Option<usize>]),
     Candidates(&'a Candidates),
@@ -16,6 +18,7 @@ impl<'a> Listed<'a> {
     /// The ids of position `t`; `None` if it is ignored.
     pub(super) fn of(self, t: usize) -> Option<&'a [usize]> {
         match self {
+            Listed::Nothing => Some(&[]),
             Listed::Targets(ids) => ids[t].as_ref().map(std::slice::from_ref),
             Listed::Candidates(candidates) => Some(candidates.of(t)),
         }

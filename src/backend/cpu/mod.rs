@@ -20,6 +20,7 @@ mod one_pass;
 mod panel_product;
 mod plan;
 mod products;
+mod ranking;
 mod results;
 mod rounding;
 mod rows_in_lanes;
@@ -37,12 +38,10 @@ mod two_pass;
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::backend::contract::{
-    accumulation_dtype, Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes,
-    SoFar, Task, Visit,
+    Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, SoFar, Task, Visit,
 };
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::plan::{Computation, Plan};
-use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
@@ -142,12 +141,17 @@ impl Backend for Cpu {
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
-        let found = visit_with(operands, Task::ranking(operands.sizes), &Best { k })?;
-        tensors(&found, k, accumulation_dtype("contexts", operands.contexts.dtype())?, &Device::Cpu)
+        let plan = self.plan(operands, Task::ranking(operands.sizes, k), None)?;
+        with_type!(operands.contexts.dtype(), T => {
+            with_products!(T, &plan, products => ranking::top_k::<T, _>(products, operands, k, &plan))
+        })
     }
 
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-        visit_with(operands, Task::decoding(), visit)
+        let plan = self.plan(operands, Task::decoding(), None)?;
+        with_type!(operands.contexts.dtype(), T => {
+            with_products!(T, &plan, products => visit_all::<T, _, V>(products, operands, &plan, visit))
+        })
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -256,14 +260,7 @@ fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
     })
 }
 
-/// Runs a query on each position's distribution, with the plan of a task.
-fn visit_with<V: Visit>(operands: &Operands, task: Task, visit: &V) -> Result<Vec<V::Output>> {
-    let plan = Cpu.plan(operands, task, None)?;
-    with_type!(operands.contexts.dtype(), T => {
-        with_products!(T, &plan, products => visit_all::<T, _, V>(products, operands, &plan, visit))
-    })
-}
-
+/// Runs a query on each position's distribution.
 fn visit_all<T: Element, X: Products<T>, V: Visit>(
     products: X,
     operands: &Operands,

@@ -20,14 +20,19 @@ const FEW_ROWS: usize = 4;
 /// Rows of a chunk of decoding, at least.
 const DECODING_ROWS: usize = 64;
 
+/// Maximum number of the most probable ids that one pass collects of each row and segment of the vocabulary.
+const MOST_RANKS: usize = 64;
+
 /// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
 /// log-probabilities of all ids (label smoothing, log-probabilities, decoding), and the filter, which
 /// leaves rows out of the second product as well. They are also faster for the loss alone of a few rows. One pass
-/// serves all other losses, and only it knows the targets of a sampled softmax.
+/// serves all other losses and the most probable ids of one component, and only it knows the targets of a sampled
+/// softmax.
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
         Task { own_targets: true, .. } => Computation::OnePass,
+        Task { ranks: Some(k), .. } if sizes.components == 1 && *k <= MOST_RANKS => Computation::OnePass,
         Task { scores: Some(ScoreTask { of_listed: true, .. }), needs_grad, .. }
             if needs_grad.any() || rows > FEW_ROWS =>
         {
@@ -77,7 +82,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
     let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
     let enough_rows = match tiles {
         _ if task.few_rows => DECODING_ROWS,
-        _ if task.ranks => default::CPU_ROWS_OF_RANKING,
+        _ if task.ranks.is_some() && keeps_logits => default::CPU_ROWS_OF_RANKING,
         _ if computation == Computation::TwoPasses => default::CPU_ROWS,
         // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so
         // many exponentials take.
@@ -87,6 +92,8 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
         Some(_) => default::CPU_ROWS_OF_TILES,
         None => default::CPU_ROWS,
     };
+    // The logits of a ranking are read once, from the cache if there are not too many.
+    let least_bytes = if task.ranks.is_some() { 0 } else { default::CPU_BYTES };
     let kernels = match TileUnit::best()? {
         Some(unit) if tiles.is_some() => unit.kernels(),
         _ => isa.kernels(),
@@ -96,9 +103,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
         fixed,
         per_thread,
         // The chunks of this budget do not depend on the number of threads.
-        default_budget: fixed
-            + threads * per_thread
-            + default::CPU_BYTES.max(enough_rows.div_ceil(components) * per_position),
+        default_budget: fixed + threads * per_thread + least_bytes.max(enough_rows.div_ceil(components) * per_position),
         most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
         keeps_logits,
         computation,

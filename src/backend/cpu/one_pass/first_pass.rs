@@ -9,6 +9,7 @@ use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
 use super::listed::ChunkIds;
 use super::part::Part;
+use super::ranks::{Floors, Ranks};
 use super::scaling::Scaled;
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
@@ -23,6 +24,8 @@ pub(super) struct LeftOut<'a> {
     pub(super) with_entropy: bool,
     /// Whether each row's largest logit in each tile is needed.
     pub(super) with_tiles: bool,
+    /// How many of each row's largest logits are needed; of rows that need any, no ids are left out.
+    pub(super) ranks: Option<(usize, &'a Floors)>,
 }
 
 /// Bytes per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
@@ -108,6 +111,7 @@ impl<F: Float, K> Piece<'_, F, K> {
             running: running(panel),
             offsets: vec![],
             tile_largest: vec![],
+            ranks: left_out.ranks.map(|(n, _)| Ranks::new(n, *panel)),
             listed_logits: vec![],
         };
         let mut parts: Vec<Part<F>> = self.panels.iter().map(part).collect();
@@ -162,6 +166,9 @@ impl<F: Float> Part<F> {
     ) {
         if let Some(softcap) = inputs.softcap {
             F::dispatch(inputs.isa, Capped { tile: logits, softcap });
+        }
+        if let (Some(ranks), Some((_, floors))) = (&mut self.ranks, left_out.ranks) {
+            ranks.add(inputs.isa, ids, logits, floors);
         }
         let Panel { first, rows, width } = panel;
         let mut listed = Vec::new();

@@ -26,6 +26,7 @@ mod gradients;
 mod layout;
 mod listed;
 mod part;
+mod ranks;
 mod scaling;
 mod tiles;
 mod vectors;
@@ -40,10 +41,11 @@ use super::memory::{Aligned, Workspace};
 use super::results::BufferedGradients;
 use super::simd::ROW_ALIGN;
 use super::targets::Targets;
-use crate::backend::contract::{NeedsGrad, Scored, Sizes, Task};
+use crate::backend::contract::{NeedsGrad, Real, Scored, Sizes, Task};
 use crate::backend::plan::Plan;
+use crate::backend::ranking::order;
 use crate::backend::schedule::Steps;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use best::Search;
 use factors::{own_logits, ChunkRows, Factors, Passed};
 use first_pass::{first_pass, part_bytes, Buffers, LeftOut};
@@ -52,6 +54,7 @@ pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};
 use layout::{Layout, Panel};
 use listed::ChunkIds;
+use ranks::Floors;
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
@@ -100,10 +103,11 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
         }
         false => (0, 0),
     };
+    let of_ranks = task.ranks.map_or(0, |k| layout.segments() * ranks::bytes::<T::Acc>(k));
     let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
     // The contexts exist packed and gathered.
     let packed = format.packed_per_row(d) * size_of::<X::Packed>();
-    let per_row = kept + of_tiles + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
+    let per_row = kept + of_tiles + of_ranks + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
     let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * of_sums + of_search;
     let fixed = layout.lanes * per_row + of_pieces + vocab.next_multiple_of(ROW_ALIGN) * element;
     Workspace { per_row, fixed, per_thread }
@@ -117,6 +121,8 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     with_entropy: bool,
     /// Whether each position's most probable id is needed, if it is listed.
     with_best: bool,
+    /// How many of each position's most probable ids are needed.
+    ranks: Option<usize>,
     layout: Layout,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
@@ -175,6 +181,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             listed: targets.listed(),
             with_entropy: false,
             with_best: targets.terms.correct,
+            ranks: None,
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
@@ -191,6 +198,32 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     pub(super) fn with_candidates(self, candidates: &'a Candidates, scored: &Scored) -> Self {
         let &Scored { entropy, best, .. } = scored;
         OnePass { listed: Listed::Candidates(candidates), with_entropy: entropy, with_best: best, ..self }
+    }
+
+    /// Computes the `k` most probable ids of each position, whose single component ranks them.
+    pub(super) fn with_ranks(self, k: usize) -> Self {
+        OnePass { listed: Listed::Nothing, ranks: Some(k), ..self }
+    }
+
+    /// The `k` most probable ids of the chunk's positions and their log-probabilities, in descending order.
+    pub(super) fn most_probable(&self, k: usize) -> Result<Vec<Vec<(f64, u32)>>> {
+        let Chunk { positions, panels, passed, .. } = &self.chunk;
+        let Some(passed) = passed else { return Ok(vec![]) };
+        let of_position = |(row, &position): (usize, &usize)| {
+            let (lse, log_prior) = (passed.lse(row), self.inputs.log_priors[position]);
+            let log_scale = log_prior - lse.log_sum;
+            // Neither is finite where a logit is NaN or infinite, or no id has a probability.
+            if !(lse.largest + log_scale).f64().is_finite() {
+                return Err(Error::Distribution { position });
+            }
+            let parts = factors::parts_of(&self.layout, panels, &passed.parts, row);
+            let of_parts = parts.filter_map(|(part, r)| part.ranks.as_ref().map(|ranks| ranks.of_row(r)));
+            let mut best: Vec<_> = of_parts.flatten().copied().collect();
+            best.sort_unstable_by(order);
+            best.truncate(k);
+            Ok(best.into_iter().map(|(z, id)| ((z - lse.largest + log_scale).f64(), id)).collect())
+        };
+        positions.iter().enumerate().map(of_position).collect()
     }
 
     /// Whether each candidate of the chunk's positions is the most probable id, `[positions, n]`, if it is needed.
@@ -265,11 +298,13 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         }
         let (mut exponentials, mut sums, mut packed) =
             (std::mem::take(&mut self.exponentials), std::mem::take(&mut self.sums), std::mem::take(&mut self.packed));
+        let floors = Floors::new(self.ranks.map_or(0, |_| self.chunk.positions.len()));
         let left_out = LeftOut {
             ids: &ids,
             are_own: self.targets.are_own(),
             with_entropy: self.with_entropy,
             with_tiles: self.with_best,
+            ranks: self.ranks.map(|k| (k, &floors)),
         };
         let format = self.format;
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };

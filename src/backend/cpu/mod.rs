@@ -4,6 +4,7 @@
 mod activation;
 mod components;
 mod decoder_squares;
+mod decoding;
 mod divergence;
 mod dtype;
 mod gemv;
@@ -20,7 +21,6 @@ mod one_pass;
 mod panel_product;
 mod plan;
 mod products;
-mod ranking;
 mod results;
 mod rounding;
 mod rows_in_lanes;
@@ -143,14 +143,14 @@ impl Backend for Cpu {
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
         let plan = self.plan(operands, Task::ranking(operands.sizes, k), None)?;
         with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, &plan, products => ranking::top_k::<T, _>(products, operands, k, &plan))
+            with_products!(T, &plan, products => decoding::top_k::<T, _>(products, operands, k, &plan))
         })
     }
 
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
         let plan = self.plan(operands, Task::decoding(), None)?;
         with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, &plan, products => visit_all::<T, _, V>(products, operands, &plan, visit))
+            with_products!(T, &plan, products => decoding::visit::<T, _, V>(products, operands, &plan, visit))
         })
     }
 
@@ -257,23 +257,5 @@ fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
             passes.log_prob_rows(positions, to);
         }
         Ok(Tensor::from_vec(log_probs, (positions, vocab), &Device::Cpu)?)
-    })
-}
-
-/// Runs a query on each position's distribution.
-fn visit_all<T: Element, X: Products<T>, V: Visit>(
-    products: X,
-    operands: &Operands,
-    plan: &Plan,
-    visit: &V,
-) -> Result<Vec<V::Output>> {
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(products, inputs, plan).with_independent_positions();
-        let mut outputs = Vec::with_capacity(operands.sizes.positions);
-        for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
-            outputs.extend(passes.visit_rows(positions, visit)?);
-        }
-        Ok(outputs)
     })
 }

@@ -1,5 +1,5 @@
-//! The most probable ids of each position: of many positions of a single component from one pass, which ranks logits while
-//! they are computed, else from the mixture's probabilities, in two passes.
+//! Queries of each position's distribution, in two passes. The most probable ids of many positions of a single component
+//! come from one pass, which ranks logits while they are computed.
 
 use candle_core::{Device, Tensor, WithDType};
 
@@ -8,8 +8,8 @@ use super::one_pass::OnePass;
 use super::results::BufferedGradients;
 use super::served::Products;
 use super::targets::Targets;
-use super::visit_all;
-use crate::backend::contract::{NeedsGrad, Operands};
+use super::two_pass::TwoPasses;
+use crate::backend::contract::{NeedsGrad, Operands, Visit};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
@@ -34,7 +34,25 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
             }
             Ok(best)
         }),
-        Computation::TwoPasses => visit_all::<T, _, _>(products, operands, plan, &Best { k }),
+        Computation::TwoPasses => visit::<T, _, _>(products, operands, plan, &Best { k }),
     }?;
     tensors(&best, k, T::Acc::DTYPE, &Device::Cpu)
+}
+
+/// Runs a query on each position's distribution.
+pub(super) fn visit<T: Element, X: Products<T>, V: Visit>(
+    products: X,
+    operands: &Operands,
+    plan: &Plan,
+    visit: &V,
+) -> Result<Vec<V::Output>> {
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+        let mut passes = TwoPasses::new(products, inputs, plan).with_independent_positions();
+        let mut outputs = Vec::with_capacity(operands.sizes.positions);
+        for positions in plan.chunks() {
+            passes.logits(positions.clone())?;
+            outputs.extend(passes.visit_rows(positions, visit)?);
+        }
+        Ok(outputs)
+    })
 }

@@ -124,6 +124,14 @@ pub enum Error {
         /// The number of all variables.
         variables: usize,
     },
+    /// The ranks of a distributed program call with different arguments, or another rank has an error of its own.
+    #[error("{argument}: expected the same on every rank, got {of_ranks:?}")]
+    Ranks {
+        /// What differs.
+        argument: &'static str,
+        /// A number for each rank that stands for it: a size, or one that is made from all values.
+        of_ranks: Vec<f64>,
+    },
     /// candle reported an error.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),

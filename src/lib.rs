@@ -154,6 +154,7 @@
 //! |---|---|
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
 //! | `serde` | `Serialize` and `Deserialize` for configurations |
+//! | `mpi` | [`Collectives`] over MPI, for heads whose vocabulary is cut among processes |
 //! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); run on an emulated driver, not yet on a GPU |
 //! | `metal` | kernels for Apple GPUs (f32, f16, bf16); run on an emulated device, not yet on a GPU |
 //!
@@ -182,6 +183,8 @@
 
 mod deprecated;
 
+mod distributed;
+
 mod beam_search;
 mod head_config;
 
@@ -205,13 +208,17 @@ mod tensors;
 mod error;
 
 pub use allowed::{AllowedIds, Restricted, RestrictedMixture};
+pub use backend::collectives::{Collectives, Numbers};
 pub use backend::divergence::Divergence;
 pub use backend::plan::{Kernels, Plan};
+pub use backend::shard::VocabShard;
 pub use beam_search::{BeamSearch, Hypothesis};
 pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig};
 pub use decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK};
 #[allow(deprecated)]
 pub use deprecated::Proposal;
+#[cfg(feature = "mpi")]
+pub use distributed::Mpi;
 pub use error::{Error, OptionName, Result};
 pub use head_config::HeadConfig;
 pub use heads::{

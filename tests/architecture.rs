@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// How many modules `lib.rs` may list: the entries of `src` beside it.
-const TOP_LEVEL: usize = 15;
+const TOP_LEVEL: usize = 16;
 
 type Files = BTreeMap<String, String>;
 type Imports = BTreeMap<String, BTreeSet<String>>;

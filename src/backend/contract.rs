@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
+use crate::backend::collectives::Numbers;
 use crate::backend::divergence::{self, DivergenceTerms};
 use crate::backend::plan::Plan;
+use crate::backend::shard::VocabShard;
 use crate::error::{Error, Result};
 use crate::tensors::kept::{self, IdLists};
 
@@ -197,6 +199,14 @@ impl Objective {
         }
     }
 
+    /// The part of the vocabulary that this rank has, if others have the rest.
+    pub(crate) fn shard(&self) -> Option<&VocabShard> {
+        match self {
+            Objective::Targets(loss) => loss.shard.as_ref(),
+            Objective::LogProbs { .. } => None,
+        }
+    }
+
     /// The place of the gradient that earlier losses have, if this one adds to it.
     pub(crate) fn so_far(&self) -> Option<&SoFar> {
         match self {
@@ -228,6 +238,9 @@ pub(crate) struct TargetLoss {
     ///
     /// Such a loss has no softcap, and the target's negative log-likelihood is its only term.
     pub(crate) own_shifts: Option<Tensor>,
+    /// The part of the vocabulary that this rank has, if others have the rest: the weight has its rows, while targets,
+    /// and the weights of classes, are of the whole vocabulary.
+    pub(crate) shard: Option<VocabShard>,
     /// The gradient of the weight that earlier losses have: it is taken, and this loss adds its own.
     pub(crate) so_far: Option<SoFar>,
 }
@@ -286,6 +299,8 @@ pub(crate) struct Task {
     pub(crate) best: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
     pub(crate) own_targets: bool,
+    /// Whether other ranks have the rest of the vocabulary ([`TargetLoss::shard`]).
+    pub(crate) is_shard: bool,
     /// Whether the log-probabilities of a chunk, a teacher's, and derivatives by them are held too.
     pub(crate) log_prob_terms: bool,
 }
@@ -309,7 +324,11 @@ pub(crate) struct ScoreTask {
 impl Task {
     /// Computes a loss over targets, and the gradients of the operands that need one.
     pub(crate) fn of(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
-        Task { own_targets: loss.own_shifts.is_some(), ..Self::loss(&loss.terms, needs_grad) }
+        Task {
+            own_targets: loss.own_shifts.is_some(),
+            is_shard: loss.shard.is_some(),
+            ..Self::loss(&loss.terms, needs_grad)
+        }
     }
 
     /// Computes a loss with these terms whose targets are ids of the vocabulary.
@@ -510,10 +529,22 @@ pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
     fn f64(self) -> f64 {
         candle_core::WithDType::to_f64(self)
     }
+
+    /// As what ranks add up.
+    fn numbers(values: &mut [Self]) -> Numbers<'_>;
 }
 
-impl Real for f32 {}
-impl Real for f64 {}
+impl Real for f32 {
+    fn numbers(values: &mut [f32]) -> Numbers<'_> {
+        Numbers::F32(values)
+    }
+}
+
+impl Real for f64 {
+    fn numbers(values: &mut [f64]) -> Numbers<'_> {
+        Numbers::F64(values)
+    }
+}
 
 /// Number of ids in a tile of a distribution.
 pub(crate) const TILE: usize = 512;

@@ -4,6 +4,7 @@
 //! [`contract`] defines the operations of a backend, [`plan`] cuts the work into chunks, and [`schedule`] orders the
 //! steps of a chunk. `cpu` and `gpu` implement them, the latter through `cuda` or `metal`.
 
+pub(crate) mod collectives;
 pub(crate) mod contract;
 mod cpu;
 #[cfg(any(feature = "cuda", all(test, target_os = "linux")))]
@@ -16,6 +17,7 @@ mod metal;
 pub(crate) mod plan;
 pub(crate) mod ranking;
 mod schedule;
+pub(crate) mod shard;
 
 use candle_core::{DType, Device, Tensor};
 

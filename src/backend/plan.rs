@@ -161,6 +161,12 @@ impl Plan {
         })
     }
 
+    /// The plan with smaller chunks.
+    pub(crate) fn with_positions_per_chunk(self, positions: usize) -> Self {
+        let components = self.rows_per_chunk.checked_div(self.positions_per_chunk).unwrap_or(0);
+        Plan { positions_per_chunk: positions, rows_per_chunk: positions * components, ..self }
+    }
+
     /// The chunks, as ranges of positions.
     pub(crate) fn chunks(&self) -> impl Iterator<Item = Range<usize>> {
         let (positions, step) = (self.positions, self.positions_per_chunk.max(1));

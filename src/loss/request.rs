@@ -78,6 +78,7 @@ impl<'a> Request<'a> {
             terms: options.terms(),
             scale: self.gradient_scale(),
             own_shifts: None,
+            shard: None,
             so_far: None,
         })
     }

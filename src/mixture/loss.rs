@@ -73,14 +73,20 @@ impl Mixture {
     }
 
     /// The loss of the fused operation, as a node of the graph.
-    fn fused_loss(&self, objective: TargetLoss, request: &Request) -> Result<Loss> {
+    pub(super) fn fused_loss(&self, objective: TargetLoss, request: &Request) -> Result<Loss> {
         let options = request.options;
         let operands = Operands { precision: self.precision_of(options), ..self.operands.clone() };
         let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
         // Without a reduction, the upstream gradient is known only in the backward pass.
         let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too: a budget that is too small is an error before any work.
-        let plan = |needs_grad| backend::plan(&operands, Task::of(&objective, needs_grad), options.workspace_bytes);
+        let plan = |needs_grad| {
+            let plan = backend::plan(&operands, Task::of(&objective, needs_grad), options.workspace_bytes);
+            match &objective.shard {
+                Some(shard) => shard.agreed(plan),
+                None => plan,
+            }
+        };
         let with_gradients = plan(needs_grad)?;
         let plan = if now == needs_grad { with_gradients.clone() } else { plan(now)? };
         let so_far = options.gradient_sum.as_ref().filter(|_| now.weight && operands.weight.is_variable());

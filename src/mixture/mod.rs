@@ -15,6 +15,7 @@ mod sample;
 mod sampled_softmax;
 mod score;
 mod score_loss;
+mod vocab_parallel;
 
 use candle_core::{DType, Tensor};
 

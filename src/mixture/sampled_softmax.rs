@@ -46,6 +46,7 @@ pub(super) fn small_loss(sample: &Sample, request: &Request) -> Result<(Operands
         terms: Default::default(),
         scale: request.gradient_scale(),
         so_far: None,
+        shard: None,
         own_shifts: Some(numbers(places.iter().map(|&place| -log_repeats(place as usize)).collect())?),
     };
     let sizes = sizes(operands.sizes, negatives);

@@ -38,7 +38,8 @@ mod two_pass;
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::backend::contract::{
-    Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, SoFar, Task, Visit,
+    Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, Real, ScoreTerms, Scored, Sizes, SoFar, Task,
+    Visit,
 };
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::plan::{Computation, Plan};
@@ -227,8 +228,12 @@ fn loss<T: Element, X: Products<T>>(
         let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, so_far, rounds);
         let (losses, gradients) = match plan.computation {
             Computation::OnePass => {
-                let mut pass = OnePass::new(products, inputs, &targets, gradients, needs_grad, plan);
+                let pass = OnePass::new(products, inputs, &targets, gradients, needs_grad, plan);
+                let mut pass = pass.with_shard(objective.shard());
                 pass.run_loss(plan, needs_grad)?;
+                if let Some(shard) = objective.shard().filter(|_| needs_grad.contexts) {
+                    shard.collectives().all_reduce_sum(Real::numbers(&mut pass.gradients.contexts))?;
+                }
                 (pass.losses, pass.gradients)
             }
             Computation::TwoPasses => {

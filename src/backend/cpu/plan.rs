@@ -31,7 +31,7 @@ const MOST_RANKS: usize = 64;
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
-        Task { own_targets: true, .. } => Computation::OnePass,
+        Task { own_targets: true, .. } | Task { is_shard: true, .. } => Computation::OnePass,
         Task { ranks: Some(k), .. } if sizes.components == 1 && *k <= MOST_RANKS => Computation::OnePass,
         Task { scores: Some(ScoreTask { of_listed: true, .. }), needs_grad, .. }
             if needs_grad.any() || rows > FEW_ROWS =>

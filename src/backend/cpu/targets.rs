@@ -9,6 +9,7 @@ use super::math::weighted;
 use super::memory::zeros;
 use super::simd::{Float, ROW_ALIGN};
 use crate::backend::contract::{GradScale, Objective, Scored, Sizes, TargetLoss, Terms, OF_POSITION};
+use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
@@ -58,6 +59,8 @@ impl<F: Float> ScoreMasses<F> {
 struct Ids<F> {
     /// `None` where the target is ignored
     ids: Vec<Option<usize>>,
+    /// The rows of the weight that the targets have; `ELSEWHERE` if another rank has it. `None` where it is ignored
+    rows: Vec<Option<usize>>,
     position_weights: Option<Vec<F>>,
     class_weights: Option<Vec<F>>,
     smoothing: F,
@@ -118,7 +121,7 @@ impl<F: Float> Targets<F> {
         Targets { ids: None, scores: None, soft: vec![], soft_step: 0, soft_first: 0, stride, terms }
     }
 
-    /// Reads the targets, which must be among the `rows` of the weight.
+    /// Reads the targets, which must be among the `rows` of the weight, or in the vocabulary of all ranks.
     pub(super) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         let loss = match objective {
@@ -128,7 +131,11 @@ impl<F: Float> Targets<F> {
             Objective::Targets(loss) => loss,
         };
         let TargetLoss { targets, position_weights, class_weights, terms, .. } = loss;
-        let ids = read_ids(targets, loss.ignore_index, rows)?;
+        let ids = read_ids(targets, loss.ignore_index, loss.shard.as_ref().map_or(rows, VocabShard::vocab_size))?;
+        let rows = match &loss.shard {
+            Some(shard) => ids.iter().map(|id| id.map(|id| shard.row(id))).collect(),
+            None => ids.clone(),
+        };
         let read = |numbers: &Option<Tensor>| numbers.as_ref().map(|numbers| numbers.to_vec1::<F>()).transpose();
         let (position_weights, class_weights) = (read(position_weights)?, read(class_weights)?);
         let smoothing = F::of(terms.label_smoothing);
@@ -142,7 +149,7 @@ impl<F: Float> Targets<F> {
             soft.resize(stride, F::zero());
         }
         let own_shifts = read(&loss.own_shifts)?;
-        let mut ids = Ids { ids, position_weights, class_weights, smoothing, scales: Vec::new(), own_shifts };
+        let mut ids = Ids { ids, rows, position_weights, class_weights, smoothing, scales: Vec::new(), own_shifts };
         ids.scales = ids.gradient_scales(&loss.scale, sizes.positions)?;
         Ok(Targets { ids: Some(ids), soft, terms: *terms, ..Self::none(sizes) })
     }
@@ -161,14 +168,19 @@ impl<F: Float> Targets<F> {
         F::of(self.terms.gradient_filter) > F::zero()
     }
 
+    /// The row of the target of position `t`; `None` if it is ignored.
+    pub(super) fn row(&self, t: usize) -> Option<usize> {
+        self.ids.as_ref()?.rows[t]
+    }
+
     /// The target id of position `t`; `None` if it is ignored.
     pub(super) fn id(&self, t: usize) -> Option<usize> {
         self.ids.as_ref()?.ids[t]
     }
 
-    /// The target id of each position.
+    /// The row of each position's target.
     pub(super) fn listed(&self) -> Listed<'_> {
-        Listed::Targets(self.ids.as_ref().map_or(&[], |ids| &ids.ids))
+        Listed::Targets(self.ids.as_ref().map_or(&[], |ids| &ids.rows))
     }
 
     /// What is added to the logit of position `t`'s target, if targets are entries of their own.
@@ -193,7 +205,7 @@ impl<F: Float> Targets<F> {
         };
         let id = ids.ids[t]?;
         let class_weight = ids.class_weights.as_ref().map_or(F::one(), |weights| weights[id]);
-        let hard = Some((id, class_weight * (F::one() - ids.smoothing)));
+        let hard = Some((ids.rows[t]?, class_weight * (F::one() - ids.smoothing)));
         Some(Target { hard, candidates: &[], outside: F::zero(), soft, terms: self.terms })
     }
 

@@ -18,6 +18,8 @@ use crate::backend::cpu::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::matrix::ViewMut;
 use crate::backend::cpu::simd::Float;
 use crate::backend::cpu::targets::Targets;
+use crate::backend::shard::{VocabShard, ELSEWHERE};
+use crate::error::Result;
 
 /// A row once its log-sum-exp is known.
 #[derive(Clone, Copy)]
@@ -73,7 +75,7 @@ pub(super) fn own_logits<T: Element>(
     let mut logits = vec![T::Acc::zero(); rows];
     let of_positions = logits.par_chunks_exact_mut(components).zip(contexts.par_chunks_exact(components * d));
     of_positions.zip(positions).for_each_init(Vec::new, |decoder_row, ((logits, contexts), &t)| {
-        let (Some(id), Some(shift)) = (targets.id(t), targets.own_shift(t)) else { return };
+        let (Some(id), Some(shift)) = (targets.row(t), targets.own_shift(t)) else { return };
         inputs.decoder.row(id, decoder_row);
         let to = &mut ViewMut::new(logits, components, 1, 1);
         let decoder = &decoder_row[..];
@@ -133,7 +135,8 @@ impl<'a, F: Float> Passed<'a, F> {
     /// `own` are the logits of targets that are entries of their own; else it is empty.
     pub(super) fn new(layout: &Layout, panels: &[Panel], ids: ChunkIds<'a>, parts: Vec<Part<F>>, own: Vec<F>) -> Self {
         let mut logits = own;
-        logits.resize(ids.entries(), F::zero());
+        // What no part has, another rank has.
+        logits.resize(ids.entries(), F::neg_infinity());
         for &(entry, z) in parts.iter().flat_map(|part| &part.listed_logits) {
             logits[entry] = z;
         }
@@ -144,6 +147,23 @@ impl<'a, F: Float> Passed<'a, F> {
         };
         let sums = (0..rows).into_par_iter().map(sums).collect();
         Passed { ids, parts, logits, sums }
+    }
+
+    /// Replaces the log-sum-exps of a shard's rows, and the logits of their targets, by those of the whole vocabulary. The
+    /// targets of these positions have the ids `targets`.
+    pub(super) fn join(&mut self, shard: &VocabShard, targets: impl Iterator<Item = usize>) -> Result<()> {
+        let rows = self.sums.len();
+        let numbers = |row: usize| [self.sums[row].lse.precise(), self.logits[row].f64()];
+        let sent: Vec<f64> = (0..rows).flat_map(numbers).collect();
+        let received = shard.collectives().all_gather(&sent)?;
+        let of_ranks: Vec<&[f64]> = received.chunks_exact(sent.len().max(1)).collect();
+        let components = rows.checked_div(self.ids.positions()).unwrap_or(0);
+        let owners = targets.flat_map(|id| std::iter::repeat_n(shard.owner(id), components));
+        for (row, owner) in owners.enumerate() {
+            self.sums[row].lse = LogSumExp::of_ranks(of_ranks.iter().map(|of_rank| of_rank[2 * row]));
+            self.logits[row] = F::of(of_ranks[owner][2 * row + 1]);
+        }
+        Ok(())
     }
 
     /// The log-sum-exp of a row.
@@ -272,6 +292,9 @@ pub(super) fn rows<T: Element>(
             };
             let entry = |(j, (&id, &z)): (usize, (&usize, &T::Acc))| {
                 let slope = inputs.softcap.map_or(T::Acc::of(1.0), |softcap| softcap.slope_at(z));
+                if id == ELSEWHERE {
+                    return Entry { id, mass: T::Acc::zero() };
+                }
                 let mass = (mass(j).f64() - weighted(of_softmax, sums[k].softmax(z))) * slope.f64();
                 Entry { id, mass: flushed(T::Acc::of(weighted(logit_scale, mass))) }
             };

@@ -45,6 +45,7 @@ use crate::backend::contract::{NeedsGrad, Real, Scored, Sizes, Task};
 use crate::backend::plan::Plan;
 use crate::backend::ranking::order;
 use crate::backend::schedule::Steps;
+use crate::backend::shard::VocabShard;
 use crate::error::{Error, Result};
 use best::Search;
 use factors::{own_logits, ChunkRows, Factors, Passed};
@@ -123,6 +124,8 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     with_best: bool,
     /// How many of each position's most probable ids are needed.
     ranks: Option<usize>,
+    /// The part of the vocabulary that this rank has, if others have the rest.
+    shard: Option<&'a VocabShard>,
     layout: Layout,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
@@ -182,6 +185,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             with_entropy: false,
             with_best: targets.terms.correct,
             ranks: None,
+            shard: None,
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
@@ -198,6 +202,11 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     pub(super) fn with_candidates(self, candidates: &'a Candidates, scored: &Scored) -> Self {
         let &Scored { entropy, best, .. } = scored;
         OnePass { listed: Listed::Candidates(candidates), with_entropy: entropy, with_best: best, ..self }
+    }
+
+    /// Computes the loss of the whole vocabulary, of which others have the rest.
+    pub(super) fn with_shard(self, shard: Option<&'a VocabShard>) -> Self {
+        OnePass { shard, ..self }
     }
 
     /// Computes the `k` most probable ids of each position, whose single component ranks them.
@@ -311,7 +320,10 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
         let parts = first_pass(format, &self.inputs, &self.layout, panels, contexts, left_out, buffers);
         let own = own_logits(&self.inputs, self.targets, &self.chunk.positions, contexts);
-        let passed = Passed::new(&self.layout, panels, ids, parts, own);
+        let mut passed = Passed::new(&self.layout, panels, ids, parts, own);
+        if let Some(shard) = self.shard {
+            passed.join(shard, self.chunk.positions.iter().filter_map(|&t| self.targets.id(t)))?;
+        }
         let best = match self.with_best {
             true => {
                 let (inputs, layout, passed) = (&self.inputs, &self.layout, &passed);

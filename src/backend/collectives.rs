@@ -1,0 +1,48 @@
+//! What the ranks of a distributed program compute together.
+
+use std::fmt;
+
+use crate::error::Result;
+
+/// Numbers that ranks add up or send.
+#[derive(Debug)]
+pub enum Numbers<'a> {
+    /// In single precision.
+    F32(&'a mut [f32]),
+    /// In double precision.
+    F64(&'a mut [f64]),
+}
+
+/// The collective operations of the ranks of a distributed program, each a process with a shard of the vocabulary
+/// ([`VocabParallel`](crate::VocabParallel)). All ranks call the same operations with as many numbers in the same order;
+/// an operation returns when the others have called it.
+///
+/// With the feature `mpi`, `Mpi` is one, for MPI. Another engine implements this trait.
+pub trait Collectives: fmt::Debug + Send + Sync {
+    /// The number of this rank, from 0 on.
+    fn rank(&self) -> usize;
+
+    /// How many ranks there are.
+    fn ranks(&self) -> usize;
+
+    /// Replaces each number by the sum over all ranks. Every rank gets the same bits.
+    ///
+    /// # Errors
+    ///
+    /// If the engine fails.
+    fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()>;
+
+    /// The numbers of all ranks, one rank after the other.
+    ///
+    /// # Errors
+    ///
+    /// If the engine fails.
+    fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>>;
+
+    /// Replaces the numbers by those of the rank `root`.
+    ///
+    /// # Errors
+    ///
+    /// If the engine fails, or there is no such rank.
+    fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()>;
+}

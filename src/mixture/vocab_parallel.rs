@@ -1,0 +1,101 @@
+//! The loss of a mixture whose decoder is cut among the ranks of a distributed program.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use candle_core::{DType, Tensor};
+
+use super::node::needs_grad;
+use super::Mixture;
+use crate::backend::contract::{accumulation_dtype, NeedsGrad, Operands, Sizes, TargetLoss};
+use crate::backend::shard::VocabShard;
+use crate::error::{Error, OptionName, Result};
+use crate::loss::{Loss, LossOptions, Request};
+
+impl Mixture {
+    /// The loss of the whole vocabulary, of which the decoder of this mixture has the rows of one rank's `shard`, and the
+    /// gradients of contexts, log-priors and of these rows. Every rank calls it, with the same contexts, log-priors,
+    /// targets and options, and gets the same loss and the same gradients of contexts and log-priors. (The backward pass
+    /// of a loss without reduction, and a second backward pass, are calls of all ranks too.)
+    ///
+    /// One exchange of two numbers for each row, `2 K` a position, gives every rank the log-sum-exps of the whole
+    /// vocabulary and the targets' logits; one sum gives the contexts' gradient:
+    ///
+    /// ```text
+    /// lse_k = log sum_p exp lse_k^(p),     dL/dc_k = sum_p W^(p)T dL/dz_k^(p)
+    /// ```
+    ///
+    /// # Shapes
+    ///
+    /// - targets: `[..]`, the leading dimensions of the contexts; u8, u32 or i64, ids of the whole vocabulary
+    ///
+    /// # Errors
+    ///
+    /// As for [`Mixture::loss`], on every rank: [`Error::Ranks`] where another rank has an error of its own, or another
+    /// number of positions, components or columns, other targets or options, or no such call at all. [`Error::Unsupported`]
+    /// for options other than reduction, weights, z-loss and budget; an error for tensors that are not on the CPU.
+    pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
+        let request = self.checked(shard, targets, options);
+        let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
+        let request = shard.agree(
+            request,
+            &[
+                ("the call", LOSS),
+                ("positions", positions as f64),
+                ("components", components as f64),
+                ("context_dim", context_dim as f64),
+                ("dtype", number_of(|state| self.operands.contexts.dtype().as_str().hash(state))),
+                ("targets", number_of(|state| hash_values(targets, state))),
+                ("options", number_of(|state| hash_options(options, state))),
+                ("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
+                ("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
+            ],
+        )?;
+        let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
+        let objective = TargetLoss { shard: Some(shard.clone()), ..request.target_loss(dtype)? };
+        self.fused_loss(objective, &request)
+    }
+
+    /// The request, if this rank's arguments have no errors.
+    fn checked<'a>(&self, shard: &VocabShard, targets: &'a Tensor, options: &'a LossOptions) -> Result<Request<'a>> {
+        let Operands { contexts, sizes, .. } = &self.operands;
+        if !contexts.device().is_cpu() {
+            let got = format!("{:?}", contexts.device().location());
+            return Err(Error::Device { argument: "contexts", expected: "Cpu".into(), got });
+        }
+        if sizes.vocab != shard.range().len() {
+            let expected = format!("{} rows, as the shard {:?}", shard.range().len(), shard.range());
+            return Err(Error::config("decoder", expected, sizes.vocab));
+        }
+        let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
+        request.require("a vocabulary-parallel loss", &[OptionName::ZLoss])?;
+        request.read_ids(shard.vocab_size())?;
+        Ok(request)
+    }
+}
+
+/// The call that a rank makes, among those that exchange this many numbers first.
+const LOSS: f64 = 1.0;
+
+/// A number that stands for what is hashed, and that f64 has exactly.
+fn number_of(hash: impl FnOnce(&mut DefaultHasher)) -> f64 {
+    let mut state = DefaultHasher::new();
+    hash(&mut state);
+    (state.finish() >> 12) as f64
+}
+
+/// Values that cannot be read are an error of the request.
+fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {
+    let values = tensor.flatten_all().and_then(|tensor| tensor.to_dtype(DType::F64)?.to_vec1::<f64>());
+    values.unwrap_or_default().iter().for_each(|value| value.to_bits().hash(state));
+}
+
+/// What of the options changes the loss, whatever a rank's memory and rounding are.
+fn hash_options(options: &LossOptions, state: &mut DefaultHasher) {
+    let LossOptions { train, reduction, denominator, ignore_index, z_loss, .. } = options;
+    format!("{train} {reduction:?} {denominator:?} {ignore_index:?} {z_loss:?}").hash(state);
+    for weights in [&options.position_weights, &options.class_weights] {
+        weights.is_some().hash(state);
+        weights.iter().for_each(|weights| hash_values(weights, state));
+    }
+}

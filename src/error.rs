@@ -145,6 +145,8 @@ pub enum OptionName {
     LabelSmoothing,
     /// [`LossOptions::z_loss`](crate::LossOptions::z_loss)
     ZLoss,
+    /// [`OutputLayer::log_probs`](crate::OutputLayer::log_probs), and what is computed from them
+    LogProbs,
     /// [`LossOptions::gradient_filter`](crate::LossOptions::gradient_filter)
     GradientFilter,
     /// [`LossOptions::correct`](crate::LossOptions::correct)
@@ -172,6 +174,7 @@ impl fmt::Display for OptionName {
         f.write_str(match self {
             OptionName::LabelSmoothing => "label_smoothing",
             OptionName::ZLoss => "z_loss",
+            OptionName::LogProbs => "log_probs",
             OptionName::GradientFilter => "gradient_filter",
             OptionName::Correct => "correct",
             OptionName::IsBest => "is_best",

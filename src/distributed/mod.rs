@@ -1,9 +1,9 @@
 //! Distributed programs: ranks, and heads whose vocabulary is cut among them.
 
+mod head;
 #[cfg(feature = "mpi")]
 mod mpi;
-#[cfg(test)]
-mod threads;
 
+pub use head::VocabParallel;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

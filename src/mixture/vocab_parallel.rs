@@ -56,6 +56,19 @@ impl Mixture {
         self.fused_loss(objective, &request)
     }
 
+    /// [`Mixture::vocab_parallel_loss`] of a mixture that may have an error, of which the other ranks then know.
+    pub(crate) fn vocab_parallel_loss_of(
+        mixture: Result<Mixture>,
+        shard: &VocabShard,
+        targets: &Tensor,
+        options: &LossOptions,
+    ) -> Result<Loss> {
+        match mixture {
+            Ok(mixture) => mixture.vocab_parallel_loss(shard, targets, options),
+            Err(error) => shard.agree(Err(error), &[]),
+        }
+    }
+
     /// The request, if this rank's arguments have no errors.
     fn checked<'a>(&self, shard: &VocabShard, targets: &'a Tensor, options: &'a LossOptions) -> Result<Request<'a>> {
         let Operands { contexts, sizes, .. } = &self.operands;

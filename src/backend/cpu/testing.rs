@@ -85,6 +85,7 @@ impl Case {
             class_weights: None,
             terms: self.terms,
             scale: GradScale::OneOverCount,
+            shard: None,
             own_shifts: None,
             so_far: None,
         };

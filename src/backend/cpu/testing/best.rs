@@ -38,6 +38,7 @@ fn is_correct<T: Served>(
         class_weights: None,
         terms: Terms { correct: true, ..Terms::default() },
         scale: GradScale::OneOverCount,
+        shard: None,
         own_shifts: None,
         so_far: None,
     };

@@ -95,6 +95,7 @@ impl Case {
                     GradScale::Upstream(upstream.to_dtype(dtype).unwrap())
                 }
             },
+            shard: None,
             own_shifts: self.own.map(|_| weights(8, positions, -0.5).to_dtype(dtype).unwrap()),
             so_far: None,
         })
@@ -172,6 +173,7 @@ pub(super) fn plain_objective(targets: Vec<i64>, terms: Terms, scale: GradScale)
         ignore_index: None,
         terms,
         scale,
+        shard: None,
         own_shifts: None,
         so_far: None,
     })

@@ -1,13 +1,12 @@
-//! Threads of one process as ranks, for unit tests.
+//! Threads of one process as the ranks of a distributed program.
 
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 
-use crate::backend::collectives::{Collectives, Numbers};
-use crate::error::Result;
+use mos_head::{Collectives, Numbers, Result};
 
 /// A thread as a rank.
 #[derive(Debug)]
-pub(crate) struct Thread {
+struct Thread {
     rank: usize,
     shared: Arc<Shared>,
 }
@@ -20,7 +19,7 @@ struct Shared {
 }
 
 /// The results of a function that as many threads call, each as a rank.
-pub(crate) fn on_ranks<T: Send>(ranks: usize, run: impl Fn(Arc<dyn Collectives>) -> T + Sync) -> Vec<T> {
+pub fn on_ranks<T: Send>(ranks: usize, run: impl Fn(Arc<dyn Collectives>) -> T + Sync) -> Vec<T> {
     let sent = (0..ranks).map(|_| Mutex::default()).collect();
     let shared = Arc::new(Shared { barrier: Barrier::new(ranks), sent });
     std::thread::scope(|scope| {
@@ -35,13 +34,14 @@ pub(crate) fn on_ranks<T: Send>(ranks: usize, run: impl Fn(Arc<dyn Collectives>)
 }
 
 impl Thread {
-    /// What all ranks send.
+    /// What all ranks send: as many numbers each, as MPI requires.
     fn exchange(&self, numbers: Vec<f64>) -> Vec<Vec<f64>> {
         let slot = |rank: usize| self.shared.sent[rank].lock().unwrap_or_else(PoisonError::into_inner);
         *slot(self.rank) = numbers;
         self.shared.barrier.wait();
-        let all = (0..self.ranks()).map(|rank| slot(rank).clone()).collect();
+        let all: Vec<Vec<f64>> = (0..self.ranks()).map(|rank| slot(rank).clone()).collect();
         self.shared.barrier.wait();
+        assert!(all.iter().all(|sent| sent.len() == all[0].len()), "ranks send different numbers of numbers");
         all
     }
 }

@@ -1,0 +1,97 @@
+//! A head whose decoder is cut among the ranks of a distributed program.
+
+use candle_core::{DType, Tensor};
+
+use crate::backend::shard::VocabShard;
+use crate::error::{Error, OptionName, Result};
+use crate::heads::{MixtureLayer, OutputLayer};
+use crate::loss::{Loss, LossOptions};
+use crate::mixture::Mixture;
+
+/// A head that is a [`MixtureLayer`], each of whose ranks has the decoder's rows of its [`VocabShard`]; the projection is
+/// the same on every rank. [`OutputLayer::loss`] is [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss):
+/// the loss of the whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection;
+/// the decoder's gradient has the rank's own rows.
+///
+/// Every rank calls it with the same hidden states and targets. Dropout draws masks from candle's generator, which has
+/// the same seed on every rank if it is set there (`Device::set_seed`).
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// use mos_head::{
+///     Collectives, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, VocabParallel, VocabShard,
+/// };
+///
+/// fn step(ranks: Arc<dyn Collectives>, hidden: &Tensor, targets: &Tensor) -> mos_head::Result<()> {
+///     let shard = VocabShard::new(ranks, 128_256)?;
+///     let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+///     // The rows of this rank alone.
+///     let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(1024, shard.range().len(), 4), vb)?;
+///     let head = VocabParallel::new(head, shard)?;
+///     let loss = head.loss(hidden, targets, &LossOptions::default())?;
+///     let gradients = loss.backward()?;
+///     # let _ = gradients;
+///     Ok(())
+/// }
+/// ```
+#[derive(Clone, Debug)]
+pub struct VocabParallel<H> {
+    head: H,
+    shard: VocabShard,
+}
+
+impl<H: MixtureLayer> VocabParallel<H> {
+    /// The head of the whole vocabulary, from one whose vocabulary is the shard.
+    ///
+    /// # Errors
+    ///
+    /// If the head has another number of token ids than the shard.
+    pub fn new(head: H, shard: VocabShard) -> Result<Self> {
+        match head.vocab_size() == shard.range().len() {
+            true => Ok(VocabParallel { head, shard }),
+            false => {
+                let expected = format!("a vocabulary of {}, as the shard {:?}", shard.range().len(), shard.range());
+                Err(Error::config("head", expected, head.vocab_size()))
+            }
+        }
+    }
+
+    /// The head of this rank's token ids.
+    pub fn head(&self) -> &H {
+        &self.head
+    }
+
+    /// The token ids of this rank.
+    pub fn shard(&self) -> &VocabShard {
+        &self.shard
+    }
+}
+
+impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
+    fn hidden_size(&self) -> usize {
+        self.head.hidden_size()
+    }
+
+    /// Of all ranks.
+    fn vocab_size(&self) -> usize {
+        self.shard.vocab_size()
+    }
+
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        let mixture = self.head.mixture(hidden, options.dropout);
+        Mixture::vocab_parallel_loss_of(mixture, &self.shard, targets, options)
+    }
+
+    /// Not supported: no rank has room for them.
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.log_probs_as(hidden, hidden.dtype())
+    }
+
+    fn log_probs_as(&self, _: &Tensor, _: DType) -> Result<Tensor> {
+        Err(Error::Unsupported { option: OptionName::LogProbs, head: "a vocabulary-parallel head" })
+    }
+}

@@ -2,146 +2,17 @@
 
 #[path = "common/ranks.rs"]
 mod ranks;
+#[path = "common/vocabulary.rs"]
+mod vocabulary;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::ops::log_softmax;
 use mos_head::{
-    Collectives, Error, LossOptions, Mixture, OptionName, OutputLayer, Reduction, Result, SoftmaxHead, VocabParallel,
-    VocabShard,
+    Collectives, Error, LossOptions, Mixture, OptionName, OutputLayer, Result, SoftmaxHead, VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
-
-const POSITIONS: usize = 23;
-const D: usize = 7;
-
-fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Result<Tensor> {
-    let n = shape.iter().product();
-    let values: Vec<f32> = (0..n).map(|i| ((i * 7919 + seed * 104_729 + i / 13) % 201) as f32 / 50.0 - 2.0).collect();
-    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?)
-}
-
-fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
-}
-
-/// The operands of a mixture over the whole vocabulary.
-struct Problem {
-    contexts: Var,
-    log_priors: Option<Var>,
-    weight: Tensor,
-    bias: Tensor,
-    targets: Tensor,
-}
-
-impl Problem {
-    fn new(vocab: usize, components: usize, dtype: DType, most_target: usize) -> Result<Self> {
-        let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-        let log_priors = || log_softmax(&tensor(&[POSITIONS, components], 2, accumulation)?, 1);
-        let targets = (0..POSITIONS).map(|t| ((t * 37 + 5) % most_target) as u32);
-        Ok(Problem {
-            contexts: Var::from_tensor(&tensor(&[POSITIONS, components, D], 1, dtype)?)?,
-            log_priors: (components > 1).then(|| Ok::<_, Error>(Var::from_tensor(&log_priors()?)?)).transpose()?,
-            weight: tensor(&[vocab, D], 3, dtype)?,
-            bias: tensor(&[vocab], 4, dtype)?,
-            targets: Tensor::from_iter(targets, &Device::Cpu)?,
-        })
-    }
-
-    /// The value, and the gradients of contexts, log-priors, weight and bias, whose rows are these ids'.
-    fn results(
-        &self,
-        ids: std::ops::Range<usize>,
-        upstream: &Tensor,
-        loss: impl Fn(&Mixture) -> Result<mos_head::Loss>,
-    ) -> Result<Vec<Vec<f64>>> {
-        let rows = |whole: &Tensor| Ok::<_, Error>(Var::from_tensor(&whole.narrow(0, ids.start, ids.len())?)?);
-        let (weight, bias) = (rows(&self.weight)?, rows(&self.bias)?);
-        let contexts = Var::from_tensor(&self.contexts)?;
-        let log_priors = self.log_priors.as_ref().map(|var| Var::from_tensor(var)).transpose()?;
-        let mixture =
-            Mixture::new(&contexts, log_priors.as_ref().map(Var::as_tensor), &weight, Some(bias.as_tensor()))?;
-        let loss = loss(&mixture)?;
-        let store = match loss.value.rank() {
-            0 => loss.backward()?,
-            _ => (&loss.value * upstream.to_dtype(loss.value.dtype())?)?.sum_all()?.backward()?,
-        };
-        let mut results = vec![numbers(&loss.value)?, numbers(&loss.nll)?, numbers(&loss.sum)?, numbers(&loss.count)?];
-        for var in [Some(&contexts), log_priors.as_ref(), Some(&weight), Some(&bias)].into_iter().flatten() {
-            results.push(store.get(var).map_or(Ok(vec![]), numbers)?);
-        }
-        Ok(results)
-    }
-}
-
-fn options(vocab: usize) -> Result<Vec<LossOptions>> {
-    let new = LossOptions::new;
-    let of_positions = tensor(&[POSITIONS], 5, DType::F32)?.abs()?;
-    let of_ids = tensor(&[vocab], 6, DType::F32)?.abs()?;
-    Ok(vec![
-        new(),
-        new().with_reduction(Reduction::Sum).with_z_loss(0.01),
-        new().with_reduction(Reduction::None).with_ignore_index(42),
-        new().with_position_weights(of_positions).with_class_weights(of_ids).with_ignore_index(5),
-        // Chunks of a few positions.
-        new().with_z_loss(0.1).with_workspace_bytes(400_000),
-    ])
-}
-
-/// Losses and gradients on the ranks equal those of the whole vocabulary.
-fn equals_the_whole(ranks: &Arc<dyn Collectives>) -> Result<()> {
-    let dtypes = [(DType::F32, 2e-5), (DType::F64, 1e-12), (DType::F16, 2e-2), (DType::BF16, 1e-1)];
-    for (dtype, tolerance) in dtypes {
-        // Not a multiple of the ranks; all targets of one rank; several tiles.
-        for (vocab, components, most_target) in [(31, 1, 31), (31, 3, 31), (101, 4, 6), (701, 2, 701)] {
-            let problem = Problem::new(vocab, components, dtype, most_target)?;
-            let upstream = tensor(&[POSITIONS], 7, DType::F32)?;
-            let rows = if ranks.rank() == 0 { 2 } else { (vocab - 2) / (ranks.ranks() - 1).max(1) };
-            let shards = [
-                VocabShard::new(ranks.clone(), vocab)?,
-                // Uneven: the vocabulary may be smaller.
-                VocabShard::with_rows(ranks.clone(), if ranks.ranks() == 1 { vocab } else { rows })?,
-            ];
-            for shard in &shards {
-                let whole = Problem {
-                    weight: problem.weight.narrow(0, 0, shard.vocab_size())?,
-                    bias: problem.bias.narrow(0, 0, shard.vocab_size())?,
-                    targets: problem.targets.minimum(&Tensor::full(
-                        shard.vocab_size() as u32 - 1,
-                        POSITIONS,
-                        &Device::Cpu,
-                    )?)?,
-                    contexts: Var::from_tensor(&problem.contexts)?,
-                    log_priors: problem.log_priors.clone(),
-                };
-                for (i, options) in options(shard.vocab_size())?.iter().enumerate() {
-                    let all = 0..shard.vocab_size();
-                    let expected = whole.results(all, &upstream, |mixture| mixture.loss(&whole.targets, options))?;
-                    let found = whole.results(shard.range(), &upstream, |mixture| {
-                        mixture.vocab_parallel_loss(shard, &whole.targets, options)
-                    })?;
-                    let decoder = expected.len() - 2;
-                    for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                        let of_id = if j == decoder { D } else { 1 };
-                        let expected = match j >= decoder {
-                            true => &expected[shard.range().start * of_id..shard.range().end * of_id],
-                            false => &expected[..],
-                        };
-                        assert_eq!(found.len(), expected.len());
-                        let largest = expected.iter().fold(0f64, |largest, x| largest.max(x.abs()));
-                        for (found, expected) in found.iter().zip(expected) {
-                            let what = format!("{dtype:?} {vocab} {components} {i} {j} rank {}", ranks.rank());
-                            let difference = (found - expected).abs();
-                            assert!(difference <= tolerance * (largest + 1e-3), "{what}: {found} {expected}");
-                        }
-                    }
-                }
-            }
-        }
-    }
-    Ok(())
-}
+use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
 
 #[test]
 fn a_loss_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {

@@ -12,6 +12,8 @@ use num_traits::Zero;
 const CONTEXT_BYTES: usize = 256 << 10;
 /// Contexts whose sums stay in registers.
 const ROWS: usize = 6;
+/// Up to so many contexts, their shares of the prefetched lines are too many at once.
+const MOST_INTERLEAVED: usize = 3 * ROWS;
 
 /// `to[row, id] = contexts[row] . decoder[id]`
 pub(super) struct Dots<'a, 'b, T: Element> {
@@ -38,11 +40,12 @@ impl<T: Element> Kernel<T::Acc> for Dots<'_, '_, T> {
             while id < ids {
                 let decoder = &decoder[id * d..];
                 let to = &mut Columns { matrix: to, first_row: block * rows, first: id, add };
-                id += match ids - id {
+                id += match (ids - id, contexts.len() <= MOST_INTERLEAVED * d) {
                     // All sums stay in registers.
-                    4.. if V::REGISTERS >= 32 => few_ids::<4, T, V>(v, contexts, decoder, d, to),
-                    2.. => few_ids::<2, T, V>(v, contexts, decoder, d, to),
-                    _ => few_ids::<1, T, V>(v, contexts, decoder, d, to),
+                    (4.., true) if V::REGISTERS >= 32 => few_ids::<4, true, T, V>(v, contexts, decoder, d, to),
+                    (4.., false) if V::REGISTERS >= 32 => few_ids::<4, false, T, V>(v, contexts, decoder, d, to),
+                    (2.., _) => few_ids::<2, true, T, V>(v, contexts, decoder, d, to),
+                    _ => few_ids::<1, true, T, V>(v, contexts, decoder, d, to),
                 };
             }
         }
@@ -70,7 +73,7 @@ impl<F: Copy + std::ops::AddAssign> Columns<'_, '_, F> {
 
 /// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
-fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
+fn few_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     decoder: &[T],
@@ -85,7 +88,11 @@ fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     let mut now = || {
         let (now, later) = next.split_at(per_group.min(next.len()));
         next = later;
-        now
+        if INTERLEAVE {
+            return now;
+        }
+        lines(now).for_each(|line| prefetch(line.as_ptr()));
+        &[]
     };
     let mut row = 0;
     let mut store = |sums: &[[T::Acc; IDS]]| {
@@ -94,24 +101,30 @@ fn few_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     };
     let mut groups = contexts.chunks_exact(ROWS * d);
     for group in &mut groups {
-        store(&dots::<ROWS, IDS, T, V>(v, group, ids, now()));
+        store(&dots::<ROWS, IDS, INTERLEAVE, T, V>(v, group, ids, now()));
     }
     let rest = groups.remainder();
     match rest.len() / d {
-        5 => store(&dots::<5, IDS, T, V>(v, rest, ids, now())),
-        4 => store(&dots::<4, IDS, T, V>(v, rest, ids, now())),
-        3 => store(&dots::<3, IDS, T, V>(v, rest, ids, now())),
-        2 => store(&dots::<2, IDS, T, V>(v, rest, ids, now())),
-        1 => store(&dots::<1, IDS, T, V>(v, rest, ids, now())),
+        5 => store(&dots::<5, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
+        4 => store(&dots::<4, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
+        3 => store(&dots::<3, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
+        2 => store(&dots::<2, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
+        1 => store(&dots::<1, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
         _ => {}
     }
     IDS
 }
 
-/// The inner products of `ROWS` contexts with `IDS` ids. Meanwhile `next` is prefetched, a few lines at a time: the
-/// processor has room for few requests.
+/// The cache lines of values, nearly.
 #[inline(always)]
-pub(super) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
+fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
+    values.chunks((CACHE_LINE / size_of::<T>()).max(1))
+}
+
+/// The inner products of `ROWS` contexts with `IDS` ids. With `INTERLEAVE`, `next` is prefetched meanwhile, a few lines at
+/// a time: the processor has room for few requests.
+#[inline(always)]
+pub(super) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     ids: [&[T]; IDS],
@@ -125,11 +138,11 @@ pub(super) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
     let id_registers = id_registers.map(|x| &x[..n]);
     let context_registers = context_registers.map(|x| &x[..n]);
     let mut sums = [[v.splat(T::Acc::zero()); IDS]; ROWS];
-    let mut lines = next.chunks((CACHE_LINE / size_of::<T>()).max(1));
+    let mut lines = lines(next);
     let lines_at_a_time = lines.len().div_ceil(n.max(1));
     for i in 0..n {
-        for line in lines.by_ref().take(lines_at_a_time) {
-            prefetch(line.as_ptr());
+        if INTERLEAVE {
+            lines.by_ref().take(lines_at_a_time).for_each(|line| prefetch(line.as_ptr()));
         }
         let mut decoder = [v.splat(T::Acc::zero()); IDS];
         for id in 0..IDS {

@@ -192,10 +192,10 @@ impl<T: Element> Kernel<T::Acc> for Dots<'_, T> {
         let (groups, rest) = self.rows.as_chunks::<ROWS>();
         let (to, to_rest) = self.to.as_chunks_mut::<ROWS>();
         for (&rows, to) in groups.iter().zip(to) {
-            *to = dots::<1, ROWS, T, V>(v, self.context, rows, &[])[0];
+            *to = dots::<1, ROWS, false, T, V>(v, self.context, rows, &[])[0];
         }
         for (&row, to) in rest.iter().zip(to_rest) {
-            *to = dots::<1, 1, T, V>(v, self.context, [row], &[])[0][0];
+            *to = dots::<1, 1, false, T, V>(v, self.context, [row], &[])[0][0];
         }
     }
 }

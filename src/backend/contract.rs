@@ -294,7 +294,7 @@ pub(crate) struct Task {
     /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,
     /// How many of each position's most probable ids are needed, and nothing else.
-    pub(crate) ranks: Option<usize>,
+    pub(crate) top_k: Option<usize>,
     /// Whether it is needed if targets or candidates are the most probable ids.
     pub(crate) best: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
@@ -379,7 +379,7 @@ impl Task {
         const FEW_ROWS: usize = 64;
         match sizes.positions * sizes.components <= FEW_ROWS {
             true => Self::decoding(),
-            false => Task { ranks: Some(k), ..Self::log_probs(NeedsGrad::default()) },
+            false => Task { top_k: Some(k), ..Self::log_probs(NeedsGrad::default()) },
         }
     }
 }

@@ -85,7 +85,7 @@ impl<F: Real> Candidates<F> {
     }
 
     /// Adds consecutive ids from `first` on, all higher than those added before.
-    pub(crate) fn add(&mut self, first: u32, log_probs: &[F]) {
+    fn add(&mut self, first: u32, log_probs: &[F]) {
         for (block, log_probs) in (first..).step_by(BLOCK).zip(log_probs.chunks(BLOCK)) {
             if self.floor.is_some_and(|floor| log_probs.iter().all(|&x| x <= floor)) {
                 continue;

@@ -13,8 +13,8 @@ use crate::mixture::Mixture;
 /// the loss of the whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection;
 /// the decoder's gradient has the rank's own rows.
 ///
-/// Every rank calls it with the same hidden states and targets. Dropout draws masks from candle's generator, which has
-/// the same seed on every rank if it is set there (`Device::set_seed`).
+/// Every rank calls it with the same hidden states and targets. Dropout needs the same masks on every rank:
+/// [`DropoutMasks::Seeded`](crate::DropoutMasks::Seeded) with the same seed, or none.
 ///
 /// # Examples
 ///

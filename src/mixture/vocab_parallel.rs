@@ -31,7 +31,7 @@ impl Mixture {
     /// # Errors
     ///
     /// As for [`Mixture::loss`], on every rank: [`Error::Ranks`] where another rank has an error of its own, or another
-    /// number of positions, components or columns, other targets or options, or no such call at all. [`Error::Unsupported`]
+    /// number of positions, components or columns, other targets or options, or makes another call. [`Error::Unsupported`]
     /// for options other than reduction, weights, z-loss and budget; an error for tensors that are not on the CPU.
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;

@@ -27,7 +27,7 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
         Computation::OnePass => Inputs::with(operands, |inputs: Inputs<'_, T>| {
             let (targets, none) = (Targets::none(operands.sizes), BufferedGradients::none(operands.sizes));
             let pass = OnePass::new(products, inputs, &targets, none, NeedsGrad::default(), plan);
-            let (mut pass, mut best) = (pass.with_ranks(k), Vec::with_capacity(operands.sizes.positions));
+            let (mut pass, mut best) = (pass.with_top_k(k), Vec::with_capacity(operands.sizes.positions));
             for positions in plan.chunks() {
                 pass.logits(positions)?;
                 best.extend(pass.most_probable(k)?);

@@ -21,7 +21,7 @@ const FEW_ROWS: usize = 4;
 const DECODING_ROWS: usize = 64;
 
 /// Maximum number of the most probable ids that one pass collects of each row and segment of the vocabulary.
-const MOST_RANKS: usize = 64;
+const MOST_TOP_K: usize = 64;
 
 /// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
 /// log-probabilities of all ids (label smoothing, log-probabilities, decoding), and the filter, which
@@ -32,7 +32,7 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
         Task { own_targets: true, .. } | Task { is_shard: true, .. } => Computation::OnePass,
-        Task { ranks: Some(k), .. } if sizes.components == 1 && *k <= MOST_RANKS => Computation::OnePass,
+        Task { top_k: Some(k), .. } if sizes.components == 1 && *k <= MOST_TOP_K => Computation::OnePass,
         Task { scores: Some(ScoreTask { of_listed: true, .. }), needs_grad, .. }
             if needs_grad.any() || rows > FEW_ROWS =>
         {
@@ -82,7 +82,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
     let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
     let enough_rows = match tiles {
         _ if task.few_rows => DECODING_ROWS,
-        _ if task.ranks.is_some() && keeps_logits => default::CPU_ROWS_OF_RANKING,
+        _ if task.top_k.is_some() && keeps_logits => default::CPU_ROWS_OF_RANKING,
         _ if computation == Computation::TwoPasses => default::CPU_ROWS,
         // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so
         // many exponentials take.
@@ -93,7 +93,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
         None => default::CPU_ROWS,
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
-    let least_bytes = if task.ranks.is_some() { 0 } else { default::CPU_BYTES };
+    let least_bytes = if task.top_k.is_some() { 0 } else { default::CPU_BYTES };
     let kernels = match TileUnit::best()? {
         Some(unit) if tiles.is_some() => unit.kernels(),
         _ => isa.kernels(),

@@ -52,8 +52,60 @@ impl<F: Float> Running<F> {
 /// How far logits may exceed the offset: numbers up to e^16 are as precise as numbers up to 1.
 const SLACK: f64 = 16.0;
 
-/// Turns logits `[ids, width]` into `exp(z - offset)`, times the slope of the softcap if there is one, and adds up the
-/// exponentials, and their moments if the entropy is needed. Returns whether an offset has changed, and with it `rescale`.
+/// Updates the largest logits, and the offsets that are too small, by a tile of logits `[ids, width]`. Returns whether an
+/// offset has changed, and with it `rescale`.
+pub(super) struct Offsets<'a, F> {
+    pub(super) tile: &'a [F],
+    pub(super) running: &'a mut Running<F>,
+}
+
+impl<F: Float> Kernel<F> for Offsets<'_, F> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) -> bool {
+        let Offsets { tile, running } = self;
+        /// Independent maxima, which hide the latency.
+        const PARTS: usize = 4;
+        let n = running.offset.len() / lanes::<F, V>();
+        let least = v.splat(F::neg_infinity());
+        let mut exceeds = false;
+        for j in 0..n {
+            let mut parts = [least; PARTS];
+            let mut groups = V::registers(tile).chunks_exact(PARTS * n);
+            for group in &mut groups {
+                for (part, row) in parts.iter_mut().zip(group.chunks_exact(n)) {
+                    *part = v.max(*part, row[j]);
+                }
+            }
+            for row in groups.remainder().chunks_exact(n) {
+                parts[0] = v.max(parts[0], row[j]);
+            }
+            let tile_largest = v.max(v.max(parts[0], parts[1]), v.max(parts[2], parts[3]));
+            if let Some(largest) = V::registers_mut(&mut running.tile_largest).get_mut(j) {
+                *largest = tile_largest;
+            }
+            let largest = &mut V::registers_mut(&mut running.largest)[j];
+            *largest = v.max(*largest, tile_largest);
+            let limit = v.add(V::registers(&running.offset)[j], v.splat(F::of(SLACK)));
+            let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
+            exceeds |= v.sum(v.if_less(limit, tile_largest, one, zero)) > F::zero();
+        }
+        if !exceeds {
+            return false;
+        }
+        running.rescale.fill(F::one());
+        for r in 0..running.offset.len() {
+            if running.largest[r] > running.offset[r] + F::of(SLACK) {
+                running.set_offset(r, running.largest[r]);
+            }
+        }
+        true
+    }
+}
+
+/// Turns logits `[ids, width]`, which the offsets know, into `exp(z - offset)`, times the slope of the softcap if there is
+/// one, and adds up the exponentials, and their moments if the entropy is needed.
 pub(super) struct Exponentials<'a, F> {
     pub(super) tile: &'a mut [F],
     pub(super) running: &'a mut Running<F>,
@@ -62,12 +114,11 @@ pub(super) struct Exponentials<'a, F> {
 }
 
 impl<F: Float> Kernel<F> for Exponentials<'_, F> {
-    type Output = bool;
+    type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) -> bool {
+    fn run<V: Vector<F>>(self, v: V) {
         let Exponentials { tile, running, softcap } = self;
-        let changed = update_offsets(v, tile, running);
         let no_softcap = Softcap::new(F::one());
         match (softcap, running.moment.is_empty()) {
             (None, true) => exponentials::<false, false, F, V>(v, tile, running, no_softcap),
@@ -75,49 +126,7 @@ impl<F: Float> Kernel<F> for Exponentials<'_, F> {
             (Some(softcap), true) => exponentials::<true, false, F, V>(v, tile, running, softcap),
             (Some(softcap), false) => exponentials::<true, true, F, V>(v, tile, running, softcap),
         }
-        changed
     }
-}
-
-/// Updates the largest logits, and the offsets that are too small.
-#[inline(always)]
-fn update_offsets<F: Float, V: Vector<F>>(v: V, tile: &[F], running: &mut Running<F>) -> bool {
-    /// Independent maxima, which hide the latency.
-    const PARTS: usize = 4;
-    let n = running.offset.len() / lanes::<F, V>();
-    let least = v.splat(F::neg_infinity());
-    let mut exceeds = false;
-    for j in 0..n {
-        let mut parts = [least; PARTS];
-        let mut groups = V::registers(tile).chunks_exact(PARTS * n);
-        for group in &mut groups {
-            for (part, row) in parts.iter_mut().zip(group.chunks_exact(n)) {
-                *part = v.max(*part, row[j]);
-            }
-        }
-        for row in groups.remainder().chunks_exact(n) {
-            parts[0] = v.max(parts[0], row[j]);
-        }
-        let tile_largest = v.max(v.max(parts[0], parts[1]), v.max(parts[2], parts[3]));
-        if let Some(largest) = V::registers_mut(&mut running.tile_largest).get_mut(j) {
-            *largest = tile_largest;
-        }
-        let largest = &mut V::registers_mut(&mut running.largest)[j];
-        *largest = v.max(*largest, tile_largest);
-        let limit = v.add(V::registers(&running.offset)[j], v.splat(F::of(SLACK)));
-        let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
-        exceeds |= v.sum(v.if_less(limit, tile_largest, one, zero)) > F::zero();
-    }
-    if !exceeds {
-        return false;
-    }
-    running.rescale.fill(F::one());
-    for r in 0..running.offset.len() {
-        if running.largest[r] > running.offset[r] + F::of(SLACK) {
-            running.set_offset(r, running.largest[r]);
-        }
-    }
-    true
 }
 
 #[inline(always)]

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::exponentials::{Capped, Exponentials, Running};
+use super::exponentials::{Capped, Exponentials, Offsets, Running};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
 use super::listed::ChunkIds;
 use super::part::Part;
-use super::ranks::{Floors, Ranks};
 use super::scaling::Scaled;
+use super::top_k::{Floors, TopLogits};
 use crate::backend::cpu::dtype::Element;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::simd::Float;
@@ -25,7 +25,7 @@ pub(super) struct LeftOut<'a> {
     /// Whether each row's largest logit in each tile is needed.
     pub(super) with_tiles: bool,
     /// How many of each row's largest logits are needed; of rows that need any, no ids are left out.
-    pub(super) ranks: Option<(usize, &'a Floors)>,
+    pub(super) top_k: Option<(usize, &'a Floors)>,
 }
 
 /// Bytes per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
@@ -106,12 +106,14 @@ impl<F: Float, K> Piece<'_, F, K> {
     ) -> Vec<Part<F>> {
         let d = inputs.sizes.context_dim;
         let per_row = format.packed_per_row(d);
-        let running = |panel: &Panel| Running::new(panel.width, left_out.with_entropy, left_out.with_tiles);
+        let running = |panel: &Panel| {
+            Running::new(panel.width, left_out.with_entropy, left_out.with_tiles || left_out.top_k.is_some())
+        };
         let part = |panel: &Panel| Part {
             running: running(panel),
             offsets: vec![],
             tile_largest: vec![],
-            ranks: left_out.ranks.map(|(n, _)| Ranks::new(n, *panel)),
+            top_k: left_out.top_k.map(|(n, _)| TopLogits::new(n, *panel)),
             listed_logits: vec![],
         };
         let mut parts: Vec<Part<F>> = self.panels.iter().map(part).collect();
@@ -140,7 +142,9 @@ impl<F: Float, K> Piece<'_, F, K> {
                 format.multiply(operands, logit_buffers, |logits, sums| {
                     part.exponentiate(inputs, &ids, *panel, left_out, logits, sums, i == 0);
                 });
-                part.tile_largest.extend_from_slice(&part.running.tile_largest);
+                if left_out.with_tiles {
+                    part.tile_largest.extend_from_slice(&part.running.tile_largest);
+                }
                 if are_kept {
                     part.offsets.extend_from_slice(&part.running.offset);
                 }
@@ -167,9 +171,6 @@ impl<F: Float> Part<F> {
         if let Some(softcap) = inputs.softcap {
             F::dispatch(inputs.isa, Capped { tile: logits, softcap });
         }
-        if let (Some(ranks), Some((_, floors))) = (&mut self.ranks, left_out.ranks) {
-            ranks.add(inputs.isa, ids, logits, floors);
-        }
         let Panel { first, rows, width } = panel;
         let mut listed = Vec::new();
         for row in first..first + rows {
@@ -184,8 +185,11 @@ impl<F: Float> Part<F> {
                 listed.push(at);
             }
         }
-        let kernel = Exponentials { tile: logits, running: &mut self.running, softcap: inputs.softcap };
-        let has_moved = F::dispatch(inputs.isa, kernel);
+        let has_moved = F::dispatch(inputs.isa, Offsets { tile: logits, running: &mut self.running });
+        if let (Some(top_k), Some((_, floors))) = (&mut self.top_k, left_out.top_k) {
+            top_k.add(ids, logits, &self.running.tile_largest, floors);
+        }
+        F::dispatch(inputs.isa, Exponentials { tile: logits, running: &mut self.running, softcap: inputs.softcap });
         // The slope of a softcap is not finite there.
         listed.iter().for_each(|&at| logits[at] = F::zero());
         if has_moved && !is_first && !sums.is_empty() {

@@ -26,9 +26,9 @@ mod gradients;
 mod layout;
 mod listed;
 mod part;
-mod ranks;
 mod scaling;
 mod tiles;
+mod top_k;
 mod vectors;
 
 use std::ops::Range;
@@ -55,7 +55,7 @@ pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};
 use layout::{Layout, Panel};
 use listed::ChunkIds;
-use ranks::Floors;
+use top_k::Floors;
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
@@ -104,11 +104,11 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
         }
         false => (0, 0),
     };
-    let of_ranks = task.ranks.map_or(0, |k| layout.segments() * ranks::bytes::<T::Acc>(k));
+    let of_top_k = task.top_k.map_or(0, |k| layout.segments() * top_k::bytes::<T::Acc>(k));
     let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
     // The contexts exist packed and gathered.
     let packed = format.packed_per_row(d) * size_of::<X::Packed>();
-    let per_row = kept + of_tiles + of_ranks + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
+    let per_row = kept + of_tiles + of_top_k + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
     let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * of_sums + of_search;
     let fixed = layout.lanes * per_row + of_pieces + vocab.next_multiple_of(ROW_ALIGN) * element;
     Workspace { per_row, fixed, per_thread }
@@ -123,7 +123,7 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     /// Whether each position's most probable id is needed, if it is listed.
     with_best: bool,
     /// How many of each position's most probable ids are needed.
-    ranks: Option<usize>,
+    top_k: Option<usize>,
     /// The part of the vocabulary that this rank has, if others have the rest.
     shard: Option<&'a VocabShard>,
     layout: Layout,
@@ -184,7 +184,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             listed: targets.listed(),
             with_entropy: false,
             with_best: targets.terms.correct,
-            ranks: None,
+            top_k: None,
             shard: None,
             layout,
             losses: vec![PositionLoss::default(); positions],
@@ -210,8 +210,8 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     }
 
     /// Computes the `k` most probable ids of each position, whose single component ranks them.
-    pub(super) fn with_ranks(self, k: usize) -> Self {
-        OnePass { listed: Listed::Nothing, ranks: Some(k), ..self }
+    pub(super) fn with_top_k(self, k: usize) -> Self {
+        OnePass { listed: Listed::Nothing, top_k: Some(k), ..self }
     }
 
     /// The `k` most probable ids of the chunk's positions and their log-probabilities, in descending order.
@@ -226,7 +226,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
                 return Err(Error::Distribution { position });
             }
             let parts = factors::parts_of(&self.layout, panels, &passed.parts, row);
-            let of_parts = parts.filter_map(|(part, r)| part.ranks.as_ref().map(|ranks| ranks.of_row(r)));
+            let of_parts = parts.filter_map(|(part, r)| part.top_k.as_ref().map(|top_k| top_k.of_row(r)));
             let mut best: Vec<_> = of_parts.flatten().copied().collect();
             best.sort_unstable_by(order);
             best.truncate(k);
@@ -307,13 +307,13 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         }
         let (mut exponentials, mut sums, mut packed) =
             (std::mem::take(&mut self.exponentials), std::mem::take(&mut self.sums), std::mem::take(&mut self.packed));
-        let floors = Floors::new(self.ranks.map_or(0, |_| self.chunk.positions.len()));
+        let floors = Floors::new(self.top_k.map_or(0, |_| self.chunk.positions.len()));
         let left_out = LeftOut {
             ids: &ids,
             are_own: self.targets.are_own(),
             with_entropy: self.with_entropy,
             with_tiles: self.with_best,
-            ranks: self.ranks.map(|k| (k, &floors)),
+            top_k: self.top_k.map(|k| (k, &floors)),
         };
         let format = self.format;
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };

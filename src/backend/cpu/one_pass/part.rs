@@ -1,7 +1,7 @@
 //! What the first pass leaves for the rows.
 
 use super::exponentials::Running;
-use super::ranks::Ranks;
+use super::top_k::TopLogits;
 
 /// What the first pass leaves of a panel and a segment.
 pub(super) struct Part<F> {
@@ -11,7 +11,7 @@ pub(super) struct Part<F> {
     /// `[tiles, width]`: each row's largest logit in each tile, without the listed ids, if it is needed
     pub(super) tile_largest: Vec<F>,
     /// The largest logits, if they are needed
-    pub(super) ranks: Option<Ranks<F>>,
+    pub(super) top_k: Option<TopLogits<F>>,
     /// The logits of the listed ids in this segment, with the entries that they belong to.
     pub(super) listed_logits: Vec<(usize, F)>,
 }

@@ -1,14 +1,14 @@
 //! The most probable ids of rows of a single component, collected while a tile's logits are in the cache.
 //!
 //! The ids of one component are in the order of their logits, which need no log-sum-exp. A tile hardly ever has a logit
-//! above the lowest collected one: the largest logit of each row in the tile is nearly all that is computed.
+//! above the lowest collected one: the largest logit of each row in the tile is nearly all that is looked at.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Panel;
 use crate::backend::contract::Real;
-use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::cpu::simd::Float;
 use crate::backend::ranking::{Candidates, Ranked};
 
 /// Lower bounds of the logits that are wanted of each row, as far as any segment knows. What is left out because of them
@@ -32,25 +32,22 @@ impl Floors {
 }
 
 /// The largest logits of a panel's rows in a segment, and their ids.
-pub(super) struct Ranks<F> {
+pub(super) struct TopLogits<F> {
     panel: Panel,
     /// `[rows]`
     rows: Vec<Candidates<F>>,
-    /// `[width]`: the largest logits of the present tile
-    largest: Vec<F>,
 }
 
-impl<F: Float> Ranks<F> {
-    /// The `n` largest logits of each row.
+impl<F: Float> TopLogits<F> {
+    /// None so far, of the `n` largest of each row.
     pub(super) fn new(n: usize, panel: Panel) -> Self {
         let rows = (0..panel.rows).map(|_| Candidates::new(n)).collect();
-        Ranks { panel, rows, largest: vec![F::neg_infinity(); panel.width] }
+        TopLogits { panel, rows }
     }
 
-    /// Adds a tile of logits `[ids, width]`.
-    pub(super) fn add(&mut self, isa: Isa, ids: &Range<usize>, tile: &[F], floors: &Floors) {
-        F::dispatch(isa, Largest { tile, to: &mut self.largest });
-        for (row, (candidates, &largest)) in self.rows.iter_mut().zip(&self.largest).enumerate() {
+    /// Adds a tile of logits `[ids, width]`, and each row's largest of them, `[width]`.
+    pub(super) fn add(&mut self, ids: &Range<usize>, tile: &[F], largest: &[F], floors: &Floors) {
+        for (row, (candidates, &largest)) in self.rows.iter_mut().zip(largest).enumerate() {
             // Of equals another segment may have the lower id.
             let floor = F::of(floors.of(self.panel.first + row));
             if largest < floor || !candidates.has_place(largest) {
@@ -76,25 +73,4 @@ impl<F: Float> Ranks<F> {
 /// Bytes of the `n` largest logits of a row.
 pub(super) fn bytes<F: Float>(n: usize) -> usize {
     size_of::<Candidates<F>>() + Candidates::<F>::capacity(n) * size_of::<Ranked<F>>()
-}
-
-/// The largest of the logits `[ids, width]` of each row, `[width]`.
-struct Largest<'a, F> {
-    tile: &'a [F],
-    to: &'a mut [F],
-}
-
-impl<F: Float> Kernel<F> for Largest<'_, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) {
-        let to = V::registers_mut(self.to);
-        to.fill(v.splat(F::neg_infinity()));
-        for of_id in V::registers(self.tile).chunks_exact(to.len()) {
-            for (to, &z) in to.iter_mut().zip(of_id) {
-                *to = v.max(*to, z);
-            }
-        }
-    }
 }

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use mos_head::{
-    Collectives, Error, LossOptions, Mixture, OptionName, OutputLayer, Result, SoftmaxHead, VocabParallel, VocabShard,
+    Collectives, Error, LossOptions, Mixture, NoiseDistribution, OptionName, OutputLayer, Result, SoftmaxHead,
+    VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
 use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
@@ -108,10 +109,11 @@ fn ranks_that_disagree_get_an_error_on_every_rank() {
     assert!(matches!(found[0], Error::Target { vocab_size: 31, .. }), "{found:?}");
     assert!(matches!(found[1], Error::Ranks { .. }), "{found:?}");
     let found = errors(2, |shard, problem| {
-        let options = LossOptions::new().with_label_smoothing(0.1);
+        let negatives = NoiseDistribution::log_uniform(31)?.draw(5, 1)?;
+        let options = LossOptions::new().with_sampled_softmax(negatives);
         mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &options)
     });
-    let is_unsupported = |error: &Error| matches!(error, Error::Unsupported { option: OptionName::LabelSmoothing, .. });
+    let is_unsupported = |error: &Error| matches!(error, Error::Unsupported { option: OptionName::SampledSoftmax, .. });
     assert!(found.iter().all(is_unsupported), "{found:?}");
 }
 

@@ -18,7 +18,8 @@ impl Mixture {
     /// of a loss without reduction, and a second backward pass, are calls of all ranks too.)
     ///
     /// One exchange of two numbers for each row, `2 K` a position, gives every rank the log-sum-exps of the whole
-    /// vocabulary and the targets' logits; one sum gives the contexts' gradient:
+    /// vocabulary and the targets' logits. Label smoothing and correct predictions need one sum of `2 K + 2` numbers a
+    /// position more, and the contexts' gradient is a sum of `K d`:
     ///
     /// ```text
     /// lse_k = log sum_p exp lse_k^(p),     dL/dc_k = sum_p W^(p)T dL/dz_k^(p)
@@ -32,7 +33,7 @@ impl Mixture {
     ///
     /// As for [`Mixture::loss`], on every rank: [`Error::Ranks`] where another rank has an error of its own, or another
     /// number of positions, components or columns, other targets or options, or makes another call. [`Error::Unsupported`]
-    /// for options other than reduction, weights, z-loss and budget; an error for tensors that are not on the CPU.
+    /// for a loss over a sample of the vocabulary; an error for tensors that are not on the CPU.
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let request = self.checked(shard, targets, options);
@@ -81,7 +82,8 @@ impl Mixture {
             return Err(Error::config("decoder", expected, sizes.vocab));
         }
         let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
-        request.require("a vocabulary-parallel loss", &[OptionName::ZLoss])?;
+        use OptionName::{Correct, GradientFilter, LabelSmoothing, ZLoss};
+        request.require("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, GradientFilter, Correct])?;
         request.read_ids(shard.vocab_size())?;
         Ok(request)
     }
@@ -105,8 +107,8 @@ fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {
 
 /// What of the options changes the loss, whatever a rank's memory and rounding are.
 fn hash_options(options: &LossOptions, state: &mut DefaultHasher) {
-    let LossOptions { train, reduction, denominator, ignore_index, z_loss, .. } = options;
-    format!("{train} {reduction:?} {denominator:?} {ignore_index:?} {z_loss:?}").hash(state);
+    let LossOptions { train, reduction, denominator, ignore_index, .. } = options;
+    format!("{train} {reduction:?} {denominator:?} {ignore_index:?} {:?}", options.terms()).hash(state);
     for weights in [&options.position_weights, &options.class_weights] {
         weights.is_some().hash(state);
         weights.iter().for_each(|weights| hash_values(weights, state));

@@ -40,7 +40,7 @@ pub(super) fn log_prob_loss<T: Element, X: Products<T>>(
             losses.extend(values.map(|value| PositionLoss { nll: value, objective: value, ..PositionLoss::default() }));
             if needs_grad.any() {
                 let targets = Targets::of_upstream(take_values(&upstream)?, positions.start, sizes);
-                passes.objective_rows(&targets, positions.clone());
+                passes.objective_rows(&targets, positions.clone())?;
                 passes.gradients_of_rows(positions, needs_grad)?;
             }
         }

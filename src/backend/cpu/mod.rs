@@ -21,6 +21,7 @@ mod one_pass;
 mod panel_product;
 mod plan;
 mod products;
+mod ranks;
 mod results;
 mod rounding;
 mod rows_in_lanes;
@@ -38,8 +39,7 @@ mod two_pass;
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::backend::contract::{
-    Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, Real, ScoreTerms, Scored, Sizes, SoFar, Task,
-    Visit,
+    Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, SoFar, Task, Visit,
 };
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::plan::{Computation, Plan};
@@ -226,22 +226,23 @@ fn loss<T: Element, X: Products<T>>(
             && rows == operands.sizes.vocab;
         let columns = operands.adapter_columns()?;
         let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, so_far, rounds);
-        let (losses, gradients) = match plan.computation {
+        let (losses, mut gradients, ranks) = match plan.computation {
             Computation::OnePass => {
                 let pass = OnePass::new(products, inputs, &targets, gradients, needs_grad, plan);
                 let mut pass = pass.with_shard(objective.shard());
                 pass.run_loss(plan, needs_grad)?;
-                if let Some(shard) = objective.shard().filter(|_| needs_grad.contexts) {
-                    shard.collectives().all_reduce_sum(Real::numbers(&mut pass.gradients.contexts))?;
-                }
-                (pass.losses, pass.gradients)
+                (pass.losses, pass.gradients, pass.ranks)
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::new(products, inputs, plan).with_targets(&targets, gradients);
+                let passes = TwoPasses::new(products, inputs, plan).with_targets(&targets, gradients);
+                let mut passes = passes.with_shard(objective.shard());
                 passes.run_loss(plan, needs_grad)?;
-                (passes.losses, passes.gradients)
+                (passes.losses, passes.gradients, passes.ranks)
             }
         };
+        if let Some(mut ranks) = ranks {
+            ranks.finish_sum(&mut gradients.contexts)?;
+        }
         results(operands.sizes, needs_grad, &targets, &losses, gradients)
     })
 }

@@ -31,7 +31,8 @@ const MOST_TOP_K: usize = 64;
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
-        Task { own_targets: true, .. } | Task { is_shard: true, .. } => Computation::OnePass,
+        Task { own_targets: true, .. } => Computation::OnePass,
+        Task { is_shard: true, best: true, .. } => Computation::TwoPasses,
         Task { top_k: Some(k), .. } if sizes.components == 1 && *k <= MOST_TOP_K => Computation::OnePass,
         Task { scores: Some(ScoreTask { of_listed: true, .. }), needs_grad, .. }
             if needs_grad.any() || rows > FEW_ROWS =>

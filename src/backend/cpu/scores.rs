@@ -103,7 +103,7 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
                     if needs_grad.any() {
                         let (first, power) = (positions.start, T::Acc::of(1.0 / scored.temperature));
                         let targets = Targets::of_scores(scored, &candidates, &upstream, first, power, sizes);
-                        passes.objective_rows(&targets, positions.clone());
+                        passes.objective_rows(&targets, positions.clone())?;
                         passes.gradients_of_rows(positions, needs_grad)?;
                     }
                 }

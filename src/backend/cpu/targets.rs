@@ -141,9 +141,12 @@ impl<F: Float> Targets<F> {
         let smoothing = F::of(terms.label_smoothing);
         let mut soft = Vec::new();
         if terms.label_smoothing > 0.0 {
-            let share = smoothing / F::of(sizes.vocab as f64);
+            let whole = 0..sizes.vocab;
+            let (vocab, own) =
+                loss.shard.as_ref().map_or((sizes.vocab, whole), |shard| (shard.vocab_size(), shard.range()));
+            let share = smoothing / F::of(vocab as f64);
             soft = match &class_weights {
-                Some(weights) => weights.iter().map(|&c| c * share).collect(),
+                Some(weights) => weights[own].iter().map(|&c| c * share).collect(),
                 None => vec![share; sizes.vocab],
             };
             soft.resize(stride, F::zero());

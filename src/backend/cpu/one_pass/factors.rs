@@ -16,10 +16,10 @@ use crate::backend::cpu::listed::Candidates;
 use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::matrix::ViewMut;
+use crate::backend::cpu::ranks::SharedRow;
 use crate::backend::cpu::simd::Float;
 use crate::backend::cpu::targets::Targets;
-use crate::backend::shard::{VocabShard, ELSEWHERE};
-use crate::error::Result;
+use crate::backend::shard::ELSEWHERE;
 
 /// A row once its log-sum-exp is known.
 #[derive(Clone, Copy)]
@@ -149,21 +149,15 @@ impl<'a, F: Float> Passed<'a, F> {
         Passed { ids, parts, logits, sums }
     }
 
-    /// Replaces the log-sum-exps of a shard's rows, and the logits of their targets, by those of the whole vocabulary. The
-    /// targets of these positions have the ids `targets`.
-    pub(super) fn join(&mut self, shard: &VocabShard, targets: impl Iterator<Item = usize>) -> Result<()> {
-        let rows = self.sums.len();
-        let numbers = |row: usize| [self.sums[row].lse.precise(), self.logits[row].f64()];
-        let sent: Vec<f64> = (0..rows).flat_map(numbers).collect();
-        let received = shard.collectives().all_gather(&sent)?;
-        let of_ranks: Vec<&[f64]> = received.chunks_exact(sent.len().max(1)).collect();
-        let components = rows.checked_div(self.ids.positions()).unwrap_or(0);
-        let owners = targets.flat_map(|id| std::iter::repeat_n(shard.owner(id), components));
-        for (row, owner) in owners.enumerate() {
-            self.sums[row].lse = LogSumExp::of_ranks(of_ranks.iter().map(|of_rank| of_rank[2 * row]));
-            self.logits[row] = F::of(of_ranks[owner][2 * row + 1]);
-        }
-        Ok(())
+    /// The rows of a shard, whose targets these ranks have: one for each position.
+    pub(super) fn shared_rows(
+        &mut self,
+        owners: impl Iterator<Item = Option<usize>>,
+    ) -> impl Iterator<Item = SharedRow<'_, F>> {
+        let components = self.sums.len().checked_div(self.ids.positions()).unwrap_or(0);
+        let owners = owners.flat_map(move |owner| std::iter::repeat_n(owner, components));
+        let rows = self.sums.iter_mut().zip(&mut self.logits).zip(owners);
+        rows.map(|((sums, target_logit), owner)| SharedRow { lse: &mut sums.lse, target_logit, owner })
     }
 
     /// The log-sum-exp of a row.

@@ -38,6 +38,7 @@ use super::dtype::Element;
 use super::inputs::Inputs;
 use super::listed::{Candidates, Listed};
 use super::memory::{Aligned, Workspace};
+use super::ranks::Ranks;
 use super::results::BufferedGradients;
 use super::simd::ROW_ALIGN;
 use super::targets::Targets;
@@ -124,8 +125,8 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     with_best: bool,
     /// How many of each position's most probable ids are needed.
     top_k: Option<usize>,
-    /// The part of the vocabulary that this rank has, if others have the rest.
-    shard: Option<&'a VocabShard>,
+    /// The ranks that have the rest of the vocabulary, if there are any.
+    pub(super) ranks: Option<Ranks<'a, T::Acc>>,
     layout: Layout,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
@@ -185,7 +186,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             with_entropy: false,
             with_best: targets.terms.correct,
             top_k: None,
-            shard: None,
+            ranks: None,
             layout,
             losses: vec![PositionLoss::default(); positions],
             gradients,
@@ -206,7 +207,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
 
     /// Computes the loss of the whole vocabulary, of which others have the rest.
     pub(super) fn with_shard(self, shard: Option<&'a VocabShard>) -> Self {
-        OnePass { shard, ..self }
+        OnePass { ranks: shard.map(Ranks::new), ..self }
     }
 
     /// Computes the `k` most probable ids of each position, whose single component ranks them.
@@ -317,16 +318,19 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         };
         let format = self.format;
         let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
-        let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
+        let (contexts, panels) = (self.contexts(chunk.clone()), &self.chunk.panels);
         let parts = first_pass(format, &self.inputs, &self.layout, panels, contexts, left_out, buffers);
         let own = own_logits(&self.inputs, self.targets, &self.chunk.positions, contexts);
         let mut passed = Passed::new(&self.layout, panels, ids, parts, own);
-        if let Some(shard) = self.shard {
-            passed.join(shard, self.chunk.positions.iter().filter_map(|&t| self.targets.id(t)))?;
+        if let Some(ranks) = &mut self.ranks {
+            ranks.finish_sum(&mut self.gradients.contexts)?;
+            let owner = |&t: &usize| self.targets.id(t).map(|id| ranks.shard.owner(id));
+            ranks.join(passed.shared_rows(self.chunk.positions.iter().map(owner)))?;
         }
         let best = match self.with_best {
             true => {
                 let (inputs, layout, passed) = (&self.inputs, &self.layout, &passed);
+                let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
                 Search { format, inputs, layout, panels, contexts, passed }.run(&self.chunk.positions)
             }
             false => vec![],
@@ -341,7 +345,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         Ok(())
     }
 
-    fn context_gradient(&mut self, _: Range<usize>) -> Result<()> {
+    fn context_gradient(&mut self, chunk: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let Chunk { positions, panels, rows, segment_factors, .. } = &self.chunk;
         let Some(&first) = positions.first() else { return Ok(()) };
@@ -351,6 +355,9 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         let gradient =
             gradient.flat_map(|(_, of_position)| of_position.chunks_exact_mut(d)).take(rows.rows.len()).collect();
         context_gradient(&self.inputs, &self.layout, panels, rows, segment_factors, &mut self.sums, gradient);
+        if let Some(ranks) = &mut self.ranks {
+            ranks.start_sum(&self.gradients.contexts, chunk.start * components * d..chunk.end * components * d);
+        }
         Ok(())
     }
 

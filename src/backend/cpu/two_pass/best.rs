@@ -1,5 +1,6 @@
 //! Whether one of some ids is the most probable of all, from the K rows of logits of one position.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::mix::{largest_term, Logits};
@@ -24,7 +25,7 @@ where
     /// The largest logit of each component, and its `log_scale` less the reference.
     components: C,
     v: V,
-    _of: std::marker::PhantomData<F>,
+    _of: PhantomData<F>,
 }
 
 impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> Values<'_, F, V, C> {
@@ -88,29 +89,54 @@ impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> Values
     }
 }
 
+/// The largest of a position's terms at an id with these logits; NaN if there is no distribution.
+#[inline(always)]
+fn reference<F: Float>(logit: impl Fn(usize) -> F, components: &Components<F>) -> F {
+    let terms = components.scales().enumerate().map(|(k, (largest, log_scale))| logit(k) - largest + log_scale);
+    terms.fold(F::neg_infinity(), larger)
+}
+
+/// The larger of two numbers; NaN if one is.
+#[inline(always)]
+fn larger<F: Float>(largest: F, other: F) -> F {
+    if other > largest || other.is_nan() {
+        other
+    } else {
+        largest
+    }
+}
+
 impl<F: Float> Logits<'_, F> {
+    /// Whether one of these ids is more probable than an id of another rank with these logits, `[K]`; or as probable, if
+    /// `or_equal`.
+    #[inline(always)]
+    pub(super) fn exceed<V: Vector<F>>(&self, v: V, logits: &[F], or_equal: bool, components: &Components<F>) -> bool {
+        let reference = reference(|k| logits[k], components);
+        if reference.is_nan() || reference == F::neg_infinity() {
+            return false;
+        }
+        let rows = V::registers(self.rows);
+        let width = rows.len() / components.lse.len();
+        let components = components.scales().map(|(largest, log_scale)| (largest, log_scale - reference));
+        let other: Vec<V::Reg> = logits.iter().map(|&z| v.splat(z)).collect();
+        let of_other = Values { rows: &other, width: 1, components: components.clone(), v, _of: PhantomData };
+        let value = of_other.at(0);
+        Values { rows, width, components, v, _of: PhantomData }.exceed(0..width, value, or_equal)
+    }
+
     /// The most probable of all ids, if it is one of these; among equals it is the lowest. `None` if another is, or none
     /// of these has a probability.
     #[inline(always)]
     pub(super) fn best<V: Vector<F>>(&self, v: V, ids: &[usize], components: &Components<F>) -> Option<usize> {
-        let mut reference = F::neg_infinity();
-        for &id in ids {
-            for (k, (largest, log_scale)) in components.scales().enumerate() {
-                let term = self.rows[k * self.stride + id] - largest + log_scale;
-                // There is no distribution.
-                if term.is_nan() {
-                    return None;
-                }
-                reference = num_traits::Float::max(reference, term);
-            }
-        }
-        if reference == F::neg_infinity() {
+        let of_id = |id: usize| reference(|k| self.rows[k * self.stride + id], components);
+        let reference = ids.iter().map(|&id| of_id(id)).fold(F::neg_infinity(), larger);
+        if reference.is_nan() || reference == F::neg_infinity() {
             return None;
         }
         let rows = V::registers(self.rows);
         let width = rows.len() / components.lse.len();
         let components = components.scales().map(|(largest, log_scale)| (largest, log_scale - reference));
-        let values = Values { rows, width, components, v, _of: std::marker::PhantomData };
+        let values = Values { rows, width, components, v, _of: PhantomData };
         let mut leader = ids[0];
         let mut value = values.at(leader);
         for &id in &ids[1..] {

@@ -2,11 +2,13 @@
 //! over them. The equations are in `components`.
 
 use super::mix::{Logits, Masses, Scratch, Tempered};
+use super::rank_sums::RankTerms;
 use super::single::{single_gradient, single_sums};
 use crate::backend::cpu::components::{PositionLoss, ScoreUpstream, Soft, Target};
 use crate::backend::cpu::math::{exp, flushed, weighted};
 use crate::backend::cpu::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::softcap::Softcap;
+use crate::backend::shard::ELSEWHERE;
 
 /// The destinations and factors of the gradients of one position.
 pub(super) struct RowGradients<'a, F> {
@@ -26,6 +28,8 @@ pub(super) struct RowGradients<'a, F> {
 pub(super) struct LossRows<'a, F> {
     pub(super) logits: Logits<'a, F>,
     pub(super) target: Target<'a, F>,
+    /// If other ranks have the rest of the vocabulary: what all ids of the position add up to
+    pub(super) of_ranks: Option<RankTerms<'a, F>>,
     pub(super) gradients: Option<RowGradients<'a, F>>,
     pub(super) scratch: &'a mut Scratch<F>,
 }
@@ -35,14 +39,16 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> PositionLoss {
-        let LossRows { mut logits, target, gradients, scratch } = self;
+        let LossRows { mut logits, target, of_ranks, gradients, scratch } = self;
         scratch.components.set(logits.lse, logits.log_priors);
         scratch.candidates.clear();
         scratch.candidates.extend_from_slice(target.candidates);
         let masses = target.soft.map(|soft| logits.masses(v, soft, scratch));
         // One component needs no shares; without the mass outside, no masses of single ids change.
         let single = masses.filter(|_| logits.log_priors.len() == 1 && target.outside == F::zero());
-        if masses.is_some() && single.is_none() {
+        // The sums of ranks suffice without gradients.
+        let needs_shares = gradients.is_some() || of_ranks.is_none();
+        if masses.is_some() && single.is_none() && needs_shares {
             logits.mix(v, masses.filter(|_| single.is_none()), scratch);
         }
         if target.outside != F::zero() {
@@ -50,35 +56,24 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             target.candidates.iter().for_each(|&(y, _)| scratch.share[y] = F::zero());
         }
 
-        let target_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
+        let own_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
+        let target_logit =
+            |k: usize, y: usize| of_ranks.map_or_else(|| own_logit(k, y), |of_ranks| of_ranks.target_logits[k]);
         let mut loss = scratch.components.hard_loss(&target, target_logit);
         if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
-            loss.is_correct = logits.best(v, &[y], &scratch.components) == Some(y);
+            loss.is_correct = match of_ranks {
+                Some(of_ranks) => of_ranks.is_correct(),
+                None => logits.best(v, &[y], &scratch.components) == Some(y),
+            };
         }
         let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
-        let candidate_logit = |k: usize, j: usize| target_logit(k, target.candidates[j].0);
+        let candidate_logit = |k: usize, j: usize| own_logit(k, target.candidates[j].0);
         scratch.components.add_candidates(&scratch.candidates, candidate_logit, slope);
-        if let Some(masses) = single {
-            let sums = single_sums(v, &logits.rows[..logits.stride], masses, &scratch.components);
-            loss.objective += sums.objective.f64();
-            scratch.components.mass[0] += sums.mass;
-            scratch.components.magnitude[0] += sums.magnitude;
-        } else if let Some(masses) = masses {
-            if let Masses::Given(masses) = masses {
-                let mut objective = F::zero();
-                for (&q, &log_p) in masses[..logits.vocab].iter().zip(&scratch.log_probs) {
-                    objective += weighted(q, -log_p);
-                }
-                loss.objective += objective.f64();
-            }
-            for k in 0..logits.log_priors.len() {
-                let row = &logits.rows[k * logits.stride..][..logits.stride];
-                let terms = RowTerms::new(k, scratch);
-                let (mass, magnitude) = soft_mass(v, row, &terms);
-                scratch.components.mass[k] += mass;
-                scratch.components.magnitude[k] += magnitude;
-            }
-        }
+        loss.objective += match (masses, of_ranks) {
+            (None, _) => 0.0,
+            (Some(_), Some(of_ranks)) => of_ranks.add_to(&mut scratch.components),
+            (Some(masses), None) => logits.add_masses(v, masses, single.is_some(), scratch),
+        };
         let least_magnitude = scratch.components.least_magnitude(&target, &mut loss);
         if let Some(gradients) = gradients {
             logits.gradient(v, (&target, single), least_magnitude, gradients, scratch);
@@ -119,6 +114,38 @@ impl<F: Float> Logits<'_, F> {
         }
     }
 
+    /// Adds the masses of all ids to the components', and returns their objective. Unless the masses are a `single`
+    /// component's, the ids have their shares.
+    #[inline(always)]
+    pub(super) fn add_masses<V: Vector<F>>(
+        &self,
+        v: V,
+        masses: Masses<'_, F>,
+        single: bool,
+        scratch: &mut Scratch<F>,
+    ) -> f64 {
+        if single {
+            let sums = single_sums(v, &self.rows[..self.stride], masses, &scratch.components);
+            scratch.components.mass[0] += sums.mass;
+            scratch.components.magnitude[0] += sums.magnitude;
+            return sums.objective.f64();
+        }
+        for k in 0..self.log_priors.len() {
+            let row = &self.rows[k * self.stride..][..self.stride];
+            let terms = RowTerms::new(k, scratch);
+            let (mass, magnitude) = soft_mass(v, row, &terms);
+            scratch.components.mass[k] += mass;
+            scratch.components.magnitude[k] += magnitude;
+        }
+        let mut objective = F::zero();
+        if let Masses::Given(masses) = masses {
+            for (&q, &log_p) in masses[..self.vocab].iter().zip(&scratch.log_probs) {
+                objective += weighted(q, -log_p);
+            }
+        }
+        objective.f64()
+    }
+
     /// Writes the gradient over the logits.
     #[inline(always)]
     fn gradient<V: Vector<F>>(
@@ -146,7 +173,7 @@ impl<F: Float> Logits<'_, F> {
             if !gradients.live[k] {
                 continue;
             }
-            let target_logit = target.hard.map(|(y, _)| (y, row[y]));
+            let target_logit = target.hard.filter(|&(y, _)| y != ELSEWHERE).map(|(y, _)| (y, row[y]));
             let terms = RowTerms {
                 exp_scale: softmax_scale * (-lse.log_sum).exp(),
                 scale: logits_scale,
@@ -284,6 +311,7 @@ mod tests {
         let mut live = vec![false; components];
         let kernel = LossRows {
             logits: Logits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
+            of_ranks: None,
             target: Target {
                 hard: Some((0, F::of(0.9))),
                 candidates: &[],

@@ -10,6 +10,7 @@ mod first_product_tiles;
 mod loss_rows;
 mod mix;
 mod products;
+mod rank_sums;
 mod score_rows;
 mod single;
 mod tile_log_sum_exp;
@@ -24,18 +25,22 @@ use super::inputs::Inputs;
 use super::listed::Candidates;
 use super::log_sum_exp::LogSumExp;
 use super::memory::{zeros, Workspace};
+use super::ranks::{Ranks, SharedRow};
 use super::results::BufferedGradients;
 use super::simd::{Float, ROW_ALIGN};
 use super::targets::Targets;
+use crate::backend::collectives::Numbers;
 use crate::backend::contract::{Scored, Sizes, Task, Visit, OF_POSITION};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
+use crate::backend::shard::{VocabShard, ELSEWHERE};
 use crate::error::Result;
 use distribution::PositionRows;
 pub(crate) use first_product::FirstProduct;
 use first_product::{logits, Positions};
 use loss_rows::{LossRows, RowGradients};
 use mix::{LogProbRows, Logits, Scratch};
+use rank_sums::{RankSums, RankTerms};
 use score_rows::ScoreRows;
 use tile_log_sum_exp::TileLogSumExp;
 
@@ -88,6 +93,11 @@ pub(super) struct TwoPasses<'a, T: Element, X> {
     /// The chunk's rows whose logits have a nonzero gradient; they come first in `logits` and in `chunk_contexts`.
     live_rows: LiveRows,
 
+    /// The ranks that have the rest of the vocabulary, if there are any.
+    pub(super) ranks: Option<Ranks<'a, T::Acc>>,
+    /// `[rows of a chunk]`: the logits of the targets, if ranks share the vocabulary
+    target_logits: Vec<T::Acc>,
+
     /// Present if a loss is computed.
     targets: Option<&'a Targets<T::Acc>>,
     /// `[positions]`
@@ -125,6 +135,8 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             chunk_contexts: Vec::new(),
             chunk_gradient: Vec::new(),
             live_rows: LiveRows::All(0),
+            ranks: None,
+            target_logits: Vec::new(),
             targets: None,
             losses: vec![PositionLoss::default(); sizes.positions],
             gradients: BufferedGradients::none(sizes),
@@ -134,6 +146,11 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
     /// Adds the targets of a loss, and its gradients.
     pub(super) fn with_targets(self, targets: &'a Targets<T::Acc>, gradients: BufferedGradients<T>) -> Self {
         TwoPasses { targets: Some(targets), gradients, ..self }
+    }
+
+    /// Computes the loss of the whole vocabulary, of which others have the rest.
+    pub(super) fn with_shard(self, shard: Option<&'a VocabShard>) -> Self {
+        TwoPasses { ranks: shard.map(Ranks::new), ..self }
     }
 
     /// Makes the results of a position the same bits whatever the other positions are, so that a sampler draws the same
@@ -256,8 +273,15 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
     }
 
     /// The gradients of the logits, written over them, and the results of each position.
-    pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) {
+    pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) -> Result<()> {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let sums = self.sums_of_ranks(targets, positions.clone())?;
+        let numbers = sums.len().checked_div(positions.len()).unwrap_or(0);
+        let of_ranks = |i: usize| RankTerms {
+            target_logits: &self.target_logits[i * components..][..components],
+            sums: &sums[i * numbers..][..numbers],
+        };
+        let has_ranks = self.ranks.is_some();
         let (stride, isa, softcap, lse) = (self.stride, self.inputs.isa, self.inputs.softcap, &self.lse);
         let logit_scale = self.inputs.logit_scale;
         let rows = self.rows(positions.clone());
@@ -301,6 +325,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
                                 softcap,
                             },
                             target,
+                            of_ranks: has_ranks.then(|| of_ranks(i * part + j)),
                             gradients: gradients.needed.then(|| RowGradients {
                                 scale: targets.scale(position),
                                 logit_scale,
@@ -325,6 +350,53 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
         if gradients.needed {
             self.gather_live_rows(rows, &live);
         }
+        Ok(())
+    }
+
+    /// What all ids of each position add up to, if ranks share them and the objective needs it: `[positions, 2 K + 2]`.
+    fn sums_of_ranks(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) -> Result<Vec<f64>> {
+        let needed = |_: &&Ranks<T::Acc>| targets.are_soft() || targets.terms.correct;
+        let Some(ranks) = self.ranks.as_ref().filter(needed) else { return Ok(vec![]) };
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let log_priors = &self.inputs.log_priors[positions.start * components..];
+        let numbers = rank_sums::numbers(components);
+        let mut sums = vec![0.0; positions.len() * numbers];
+        let of_positions = self
+            .logits
+            .par_chunks_exact_mut(components * stride)
+            .zip(self.lse.par_chunks_exact(components))
+            .zip(log_priors.par_chunks_exact(components))
+            .zip(self.target_logits.par_chunks_exact(components))
+            .zip(sums.par_chunks_exact_mut(numbers));
+        of_positions.enumerate().for_each_init(
+            || Scratch::new(components, stride, targets.are_soft(), targets.are_soft()),
+            |scratch, (i, ((((rows, lse), log_priors), target_logits), to))| {
+                let position = positions.start + i;
+                let (Some(target), Some(id)) = (targets.position(position), targets.id(position)) else { return };
+                let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
+                let are_lower = ranks.shard.range().end <= id;
+                T::Acc::dispatch(isa, RankSums { logits, target, target_logits, are_lower, scratch, to });
+            },
+        );
+        ranks.shard.collectives().all_reduce_sum(Numbers::F64(&mut sums))?;
+        Ok(sums)
+    }
+
+    /// Makes the chunk's log-sum-exps, and the logits of its targets, the whole vocabulary's.
+    fn join_ranks(&mut self, positions: Range<usize>) -> Result<()> {
+        let (Some(ranks), Some(targets)) = (&mut self.ranks, self.targets) else { return Ok(()) };
+        ranks.finish_sum(&mut self.gradients.contexts)?;
+        let components = self.inputs.sizes.components;
+        let position = |i: usize| positions.start + i / components;
+        self.target_logits.clear();
+        self.target_logits.extend((0..self.lse.len()).map(|i| match targets.row(position(i)) {
+            None | Some(ELSEWHERE) => num_traits::Float::neg_infinity(),
+            Some(id) => self.logits[i * self.stride + id],
+        }));
+        let owner = |i: usize| targets.id(position(i)).map(|id| ranks.shard.owner(id));
+        let rows = self.lse.iter_mut().zip(&mut self.target_logits).enumerate();
+        ranks.join(rows.map(|(i, (lse, target_logit))| SharedRow { lse, target_logit, owner: owner(i) }))
     }
 
     fn rows(&self, positions: Range<usize>) -> Range<usize> {
@@ -333,11 +405,11 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
 }
 
 impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
-    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
+    fn logits(&mut self, chunk: Range<usize>) -> Result<()> {
         let d = self.inputs.sizes.context_dim;
         let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
         let (isa, scale, softcap) = (self.product.isa(), *scale, *softcap);
-        let rows = self.rows(positions);
+        let rows = self.rows(chunk.clone());
         let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
         let to = &mut self.logits[..rows.len() * self.stride];
         let components = self.inputs.sizes.components;
@@ -354,12 +426,12 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
         });
         let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|tile| tile[r]));
         self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
-        Ok(())
+        self.join_ranks(chunk)
     }
 
     fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
         if let Some(targets) = self.targets {
-            self.objective_rows(targets, positions);
+            self.objective_rows(targets, positions)?;
         }
         Ok(())
     }
@@ -376,6 +448,9 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
                     gradient[row * d..(row + 1) * d].copy_from_slice(values);
                 }
             }
+        }
+        if let Some(ranks) = &mut self.ranks {
+            ranks.start_sum(&self.gradients.contexts, rows.start * d..rows.end * d);
         }
         Ok(())
     }

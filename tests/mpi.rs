@@ -8,7 +8,7 @@ mod vocabulary;
 
 use std::sync::Arc;
 
-use mos_head::{Collectives, Mpi, Numbers, Result};
+use mos_head::{Collectives, Error, Mpi, Numbers, Result, VocabShard};
 
 fn main() -> Result<()> {
     let ranks: Arc<dyn Collectives> = Arc::new(Mpi::new()?);
@@ -29,6 +29,14 @@ fn main() -> Result<()> {
     assert!(ranks.broadcast(Numbers::F32(&mut numbers), count).is_err());
 
     vocabulary::equals_the_whole(&ranks)?;
+
+    // A rank that has ended does not let another wait.
+    if rank + 1 == count && count > 1 {
+        let waits = VocabShard::new(ranks, 1000);
+        assert!(matches!(waits, Err(Error::Ranks { argument: "the call (0 is the end)", .. })), "{waits:?}");
+    } else {
+        drop(ranks);
+    }
     if rank == 0 {
         println!("{count} processes equal one");
     }

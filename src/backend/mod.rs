@@ -4,6 +4,7 @@
 //! [`contract`] defines the operations of a backend, [`plan`] cuts the work into chunks, and [`schedule`] orders the
 //! steps of a chunk. `cpu` and `gpu` implement them, the latter through `cuda` or `metal`.
 
+pub(crate) mod agreement;
 pub(crate) mod collectives;
 pub(crate) mod contract;
 mod cpu;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::backend::agreement::{agree, Call, Number};
 use crate::backend::collectives::Collectives;
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
@@ -38,19 +39,21 @@ impl VocabShard {
     pub fn new(collectives: Arc<dyn Collectives>, vocab_size: usize) -> Result<Self> {
         let ranks = collectives.ranks();
         let cut = |rank: usize| rank * vocab_size / ranks;
-        let shard = VocabShard { starts: (0..=ranks).map(cut).collect(), collectives };
-        shard.agree(Ok(()), &[("vocab_size", vocab_size as f64)])?;
-        shard.checked()
+        let numbers = [Number::own("rows", 0.0), Number::equal("vocab_size", vocab_size as f64)];
+        agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
+        VocabShard { starts: (0..=ranks).map(cut).collect(), collectives }.checked()
     }
 
     /// Gives each rank as many token ids as it asks for, in the order of the ranks. Every rank calls it.
     ///
     /// # Errors
     ///
-    /// If a rank has no token id, or there are more than 2^32 - 1.
+    /// If a rank has no token id, or there are more than 2^32 - 1; [`Error::Ranks`] if a rank calls [`VocabShard::new`].
     pub fn with_rows(collectives: Arc<dyn Collectives>, rows: usize) -> Result<Self> {
+        let numbers = [Number::own("rows", rows as f64), Number::equal("vocab_size", f64::NAN)];
+        let ((), of_ranks) = agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
         let mut starts = vec![0];
-        for rows in collectives.all_gather(&[rows as f64])? {
+        for &rows in &of_ranks[0] {
             starts.push(starts[starts.len() - 1] + rows as usize);
         }
         VocabShard { collectives, starts }.checked()
@@ -102,25 +105,9 @@ impl VocabShard {
         }
     }
 
-    /// What each rank's check has found, and an error on every rank if one of them has found one, or if a number is not
-    /// the same everywhere. Every rank calls it with the same names, so that none waits for a rank that has given up.
-    pub(crate) fn agree<T>(&self, checked: Result<T>, numbers: &[(&'static str, f64)]) -> Result<T> {
-        let mut sent = vec![f64::from(u8::from(checked.is_err()))];
-        // Another call may send more or fewer numbers, which engines do not expect.
-        const NUMBERS: usize = 10;
-        sent.extend(numbers.iter().map(|&(_, number)| number));
-        sent.resize(NUMBERS, 0.0);
-        let all = self.collectives.all_gather(&sent)?;
-        let checked = checked?;
-        let of_number = |i: usize| all.iter().copied().skip(i).step_by(NUMBERS).collect::<Vec<f64>>();
-        let names = std::iter::once("arguments without an error").chain(numbers.iter().map(|&(name, _)| name));
-        for (i, name) in names.enumerate() {
-            let of_ranks = of_number(i);
-            if of_ranks.iter().any(|of_rank| of_rank.to_bits() != of_ranks[0].to_bits()) {
-                return Err(Error::Ranks { argument: name, of_ranks });
-            }
-        }
-        Ok(checked)
+    /// What this rank's check has found, unless another rank has found an error, or a number is not the same everywhere.
+    pub(crate) fn agree<T>(&self, call: Call, checked: Result<T>, numbers: &[Number]) -> Result<T> {
+        Ok(agree(&*self.collectives, call, checked, numbers)?.0)
     }
 
     /// The plan with the smallest chunks of all ranks, which have rows and processors of their own.

@@ -9,6 +9,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives, Equivalence, Root};
 use mpi::Threading;
 
+use crate::backend::agreement::end;
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::error::{Error, Result};
 
@@ -85,6 +86,13 @@ impl Mpi {
         self.world(|world| {
             numbers.chunks_mut(MOST).for_each(|numbers| world.process_at_rank(root as i32).broadcast_into(numbers));
         });
+    }
+}
+
+/// Ends when all ranks do; a rank that still makes a call gets [`Error::Ranks`].
+impl Drop for Mpi {
+    fn drop(&mut self) {
+        end(self);
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, D};
 
 use super::node::needs_grad;
 use super::Mixture;
+use crate::backend::agreement::{Call, Number};
 use crate::backend::contract::{accumulation_dtype, NeedsGrad, Operands, Sizes, TargetLoss};
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, OptionName, Result};
@@ -32,26 +33,26 @@ impl Mixture {
     /// # Errors
     ///
     /// As for [`Mixture::loss`], on every rank: [`Error::Ranks`] where another rank has an error of its own, or another
-    /// number of positions, components or columns, other targets or options, or makes another call. [`Error::Unsupported`]
+    /// number of positions, components or columns, other contexts (as with other dropout masks), targets or options, or
+    /// makes another call. [`Error::Unsupported`]
     /// for a loss over a sample of the vocabulary; an error for tensors that are not on the CPU.
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let request = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
-        let request = shard.agree(
-            request,
-            &[
-                ("the call", LOSS),
-                ("positions", positions as f64),
-                ("components", components as f64),
-                ("context_dim", context_dim as f64),
-                ("dtype", number_of(|state| self.operands.contexts.dtype().as_str().hash(state))),
-                ("targets", number_of(|state| hash_values(targets, state))),
-                ("options", number_of(|state| hash_options(options, state))),
-                ("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
-                ("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
-            ],
-        )?;
+        let hashed = |hash: &dyn Fn(&mut DefaultHasher)| number_of(hash);
+        let numbers = [
+            Number::equal("positions", positions as f64),
+            Number::equal("components", components as f64),
+            Number::equal("context_dim", context_dim as f64),
+            Number::equal("dtype", hashed(&|state| self.operands.contexts.dtype().as_str().hash(state))),
+            Number::equal("targets", hashed(&|state| hash_values(targets, state))),
+            Number::equal("options", hashed(&|state| hash_options(options, state))),
+            Number::equal("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
+            Number::equal("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
+            Number::close("contexts", projection(&self.operands.contexts).unwrap_or(f64::NAN), ROUNDING),
+        ];
+        let request = shard.agree(Call::Loss, request, &numbers)?;
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
         let objective = TargetLoss { shard: Some(shard.clone()), ..request.target_loss(dtype)? };
         self.fused_loss(objective, &request)
@@ -66,7 +67,7 @@ impl Mixture {
     ) -> Result<Loss> {
         match mixture {
             Ok(mixture) => mixture.vocab_parallel_loss(shard, targets, options),
-            Err(error) => shard.agree(Err(error), &[]),
+            Err(error) => shard.agree(Call::Loss, Err(error), &[]),
         }
     }
 
@@ -89,8 +90,21 @@ impl Mixture {
     }
 }
 
-/// The call that a rank makes, among those that exchange this many numbers first.
-const LOSS: f64 = 1.0;
+/// How much the projections of contexts may differ that are the same but for rounding.
+const ROUNDING: f64 = 0.02;
+
+/// A sum of some of the contexts with various signs, relative to their norm. Contexts that are the same but for rounding,
+/// as those of ranks with other processors, have nearly the same; with other dropout masks, another.
+fn projection(contexts: &Tensor) -> Result<f64> {
+    /// Columns that are looked at.
+    const COLUMNS: usize = 4;
+    let columns = contexts.dim(D::Minus1)?.min(COLUMNS);
+    let values = contexts.narrow(D::Minus1, 0, columns)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let sign = |i: usize| if (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 0 { 1.0 } else { -1.0 };
+    let sum: f64 = values.iter().enumerate().map(|(i, value)| sign(i) * value).sum();
+    let norm = values.iter().map(|value| value * value).sum::<f64>().sqrt();
+    Ok(if norm == 0.0 { 0.0 } else { sum / norm })
+}
 
 /// A number that stands for what is hashed, and that f64 has exactly.
 fn number_of(hash: impl FnOnce(&mut DefaultHasher)) -> f64 {

@@ -1,0 +1,84 @@
+//! What ranks compare before they compute together, so that none waits for a rank that does something else.
+
+use crate::backend::collectives::Collectives;
+use crate::error::{Error, Result};
+
+/// The calls that all ranks make together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Call {
+    /// A rank makes no other call.
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code))]
+    End,
+    /// The vocabulary is cut.
+    Cut,
+    Loss,
+}
+
+/// A number that stands for an argument.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Number {
+    argument: &'static str,
+    value: f64,
+    /// How much the numbers of two ranks may differ.
+    tolerance: f64,
+}
+
+impl Number {
+    /// The same on every rank.
+    pub(crate) fn equal(argument: &'static str, value: f64) -> Self {
+        Number { argument, value, tolerance: 0.0 }
+    }
+
+    /// The same on every rank but for rounding.
+    pub(crate) fn close(argument: &'static str, value: f64, tolerance: f64) -> Self {
+        Number { argument, value, tolerance }
+    }
+
+    /// Of this rank alone.
+    pub(crate) fn own(argument: &'static str, value: f64) -> Self {
+        Number { argument, value, tolerance: f64::INFINITY }
+    }
+}
+
+/// The numbers of a first exchange: as many for each call, as engines expect.
+const NUMBERS: usize = 16;
+
+/// The numbers that all ranks send: which call they make, whether they have an error, and numbers of the call.
+fn exchange(collectives: &dyn Collectives, call: Call, failed: bool, numbers: &[Number]) -> Result<Vec<Vec<f64>>> {
+    debug_assert!(numbers.len() + 2 <= NUMBERS);
+    let mut sent = vec![call as u8 as f64, f64::from(u8::from(failed))];
+    sent.extend(numbers.iter().map(|number| number.value));
+    sent.resize(NUMBERS, 0.0);
+    let all = collectives.all_gather(&sent)?;
+    Ok((0..NUMBERS).map(|i| all.iter().copied().skip(i).step_by(NUMBERS).collect()).collect())
+}
+
+/// What this rank's check has found, and the numbers of all ranks; an error on every rank if one of them has found one, if a
+/// number is not the same everywhere, or if a rank makes another call. Every rank calls it with the same numbers.
+pub(crate) fn agree<T>(
+    collectives: &dyn Collectives,
+    call: Call,
+    checked: Result<T>,
+    numbers: &[Number],
+) -> Result<(T, Vec<Vec<f64>>)> {
+    let mut of_ranks = exchange(collectives, call, checked.is_err(), numbers)?;
+    let checked = checked?;
+    let first = [Number::equal("the call (0 is the end)", 0.0), Number::equal("arguments without an error", 0.0)];
+    for (number, of_ranks) in first.iter().chain(numbers).zip(&of_ranks) {
+        let is_same = |of_rank: f64| match of_ranks[0] {
+            first if first.is_nan() => of_rank.is_nan(),
+            first => of_rank == first || (of_rank - first).abs() <= number.tolerance,
+        };
+        if number.tolerance.is_finite() && !of_ranks.iter().copied().all(is_same) {
+            return Err(Error::Ranks { argument: number.argument, of_ranks: of_ranks.clone() });
+        }
+    }
+    Ok((checked, of_ranks.split_off(first.len())))
+}
+
+/// Waits until all ranks end. Another rank that makes a call gets an error instead of an answer.
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))]
+pub(crate) fn end(collectives: &dyn Collectives) {
+    let ends = |of_rank: &f64| *of_rank == Call::End as u8 as f64;
+    while exchange(collectives, Call::End, false, &[]).is_ok_and(|of_ranks| !of_ranks[0].iter().all(ends)) {}
+}

@@ -1,6 +1,6 @@
 //! Threads of one process as the ranks of a distributed program.
 
-use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use mos_head::{Collectives, Numbers, Result};
 
@@ -13,20 +13,67 @@ struct Thread {
 
 #[derive(Debug)]
 struct Shared {
-    barrier: Barrier,
+    meeting: Mutex<Meeting>,
+    all_are_here: Condvar,
     /// What each rank sends
     sent: Vec<Mutex<Vec<f64>>>,
+}
+
+/// A barrier, which a rank that panics leaves.
+#[derive(Debug, Default)]
+struct Meeting {
+    waiting: usize,
+    /// How often all ranks have met
+    met: usize,
+    has_left: bool,
+}
+
+impl Shared {
+    fn meeting(&self) -> MutexGuard<'_, Meeting> {
+        self.meeting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait(&self) {
+        let mut meeting = self.meeting();
+        meeting.waiting += 1;
+        if meeting.waiting == self.sent.len() {
+            (meeting.waiting, meeting.met) = (0, meeting.met + 1);
+            self.all_are_here.notify_all();
+            return;
+        }
+        let met = meeting.met;
+        let waits = |meeting: &mut Meeting| meeting.met == met && !meeting.has_left;
+        let meeting = self.all_are_here.wait_while(meeting, waits).unwrap_or_else(PoisonError::into_inner);
+        let has_left = meeting.has_left && meeting.met == met;
+        drop(meeting);
+        assert!(!has_left, "another rank has panicked");
+    }
+}
+
+/// Lets no rank wait for one that has panicked.
+struct Leaves(Arc<Shared>);
+
+impl Drop for Leaves {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.meeting().has_left = true;
+            self.0.all_are_here.notify_all();
+        }
+    }
 }
 
 /// The results of a function that as many threads call, each as a rank.
 pub fn on_ranks<T: Send>(ranks: usize, run: impl Fn(Arc<dyn Collectives>) -> T + Sync) -> Vec<T> {
     let sent = (0..ranks).map(|_| Mutex::default()).collect();
-    let shared = Arc::new(Shared { barrier: Barrier::new(ranks), sent });
+    let shared = Arc::new(Shared { meeting: Mutex::default(), all_are_here: Condvar::new(), sent });
     std::thread::scope(|scope| {
         let run = &run;
         let of_rank = |rank| {
-            let thread = Thread { rank, shared: shared.clone() };
-            scope.spawn(move || run(Arc::new(thread)))
+            let (thread, leaves) = (Thread { rank, shared: shared.clone() }, Leaves(shared.clone()));
+            scope.spawn(move || {
+                let _leaves = leaves;
+                run(Arc::new(thread))
+            })
         };
         let threads: Vec<_> = (0..ranks).map(of_rank).collect();
         threads.into_iter().map(|thread| thread.join().expect("a result")).collect()
@@ -38,9 +85,9 @@ impl Thread {
     fn exchange(&self, numbers: Vec<f64>) -> Vec<Vec<f64>> {
         let slot = |rank: usize| self.shared.sent[rank].lock().unwrap_or_else(PoisonError::into_inner);
         *slot(self.rank) = numbers;
-        self.shared.barrier.wait();
+        self.shared.wait();
         let all: Vec<Vec<f64>> = (0..self.ranks()).map(|rank| slot(rank).clone()).collect();
-        self.shared.barrier.wait();
+        self.shared.wait();
         assert!(all.iter().all(|sent| sent.len() == all[0].len()), "ranks send different numbers of numbers");
         all
     }

@@ -13,6 +13,16 @@ pub enum Numbers<'a> {
     F64(&'a mut [f64]),
 }
 
+impl Numbers<'_> {
+    /// How many bytes the numbers take.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Numbers::F32(numbers) => size_of_val(*numbers),
+            Numbers::F64(numbers) => size_of_val(*numbers),
+        }
+    }
+}
+
 /// The collective operations of the ranks of a distributed program, each a process with a shard of the vocabulary
 /// ([`VocabParallel`](crate::VocabParallel)). All ranks call the same operations with as many numbers in the same order;
 /// an operation returns when the others have called it.

@@ -1,0 +1,229 @@
+//! Saves a checkpoint together: each rank its own rows, the first rank also what all ranks have, and the index.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use candle_core::Tensor;
+
+use super::index::{Index, Names, RowsName};
+use super::load::ShardedCheckpoint;
+use super::tensor_file::{tensor_bytes, unwritten, Listed, Unplaced, BLOCK_BYTES};
+use crate::backend::collectives::Numbers;
+use crate::backend::shard::VocabShard;
+use crate::error::{Error, Result};
+
+/// Saves tensors of which each rank has its own rows, and `replicated` ones that all ranks have alike. Every rank calls
+/// it with the same names and the same path of an index, `{stem}.safetensors.index.json`, in a folder that all ranks
+/// see. [`ShardedCheckpoint`] reads it for any number of ranks.
+///
+/// Rank `r` of `P` writes its rows to `{stem}.{save}-{r + 1}-of-{P}.safetensors`, under the names
+/// `{tensor}.rows.{start}-{end}-of-{vocab}`, where `save` counts the saves with this index; rank 0 also writes the
+/// replicated tensors and the index. Until all files are complete on the disk, the index and the files of the save
+/// before remain; then the new index takes the place of the old one, and the old files are removed. A save that fails
+/// or is interrupted leaves the save before as it is. It may leave files that no index names, which the next save of as
+/// many ranks replaces.
+///
+/// # Shapes
+///
+/// - rows: `[rows of this rank, ..]` each
+/// - replicated: any
+///
+/// # Errors
+///
+/// On every rank: [`Error::Checkpoint`] if the tensors do not have the rank's rows, two tensors have one name, another
+/// program has written the index, or a file cannot be written; [`Error::Ranks`] if another rank has such an error, or
+/// other names, dtypes or columns.
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::collections::HashMap;
+/// use std::sync::Arc;
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{save_sharded, Collectives, ShardedCheckpoint, VocabShard};
+///
+/// fn resave(ranks: Arc<dyn Collectives>) -> mos_head::Result<()> {
+///     let whole = ShardedCheckpoint::open("model.safetensors")?;
+///     let shard = VocabShard::new(ranks, whole.shape("decoder.weight")?[0])?;
+///     let weight = whole.load_rows("decoder.weight", shard.range(), DType::F32, &Device::Cpu)?;
+///     let prior = whole.load("prior.weight", DType::F32, &Device::Cpu)?;
+///     let rows = HashMap::from([("decoder.weight".into(), weight)]);
+///     let replicated = HashMap::from([("prior.weight".into(), prior)]);
+///     save_sharded(&shard, "head.safetensors.index.json", &rows, &replicated)
+/// }
+/// ```
+pub fn save_sharded(
+    shard: &VocabShard,
+    index: impl AsRef<Path>,
+    rows: &HashMap<String, Tensor>,
+    replicated: &HashMap<String, Tensor>,
+) -> Result<()> {
+    let index = index.as_ref();
+    let save = Save { shard, index, rows: rows.iter().collect(), replicated: replicated.iter().collect() };
+    let alike = [("the call", SAVE), ("names, dtypes and columns of the tensors", save.number_of_tensors())];
+    let (names, earlier) = shard.agree(save.checked(), &alike)?;
+    let number = save.next_number(&earlier)?;
+    let written = save.together("files that can be written", save.write(&names, number))?;
+    save.place(written)?;
+    let indexed = if save.is_first() { save.write_index(&names, number) } else { Ok(()) };
+    save.together("an index that can be written", indexed)?;
+    if save.is_first() {
+        // A file that stays is in no one's way.
+        names.files(&earlier).for_each(|file| _ = std::fs::remove_file(names.path(file)));
+    }
+    Ok(())
+}
+
+/// The call that a rank makes, among those that exchange as many numbers first.
+const SAVE: f64 = 64.0;
+
+/// What one rank saves.
+struct Save<'a> {
+    shard: &'a VocabShard,
+    index: &'a Path,
+    rows: BTreeMap<&'a String, &'a Tensor>,
+    replicated: BTreeMap<&'a String, &'a Tensor>,
+}
+
+impl Save<'_> {
+    fn is_first(&self) -> bool {
+        self.shard.collectives().rank() == 0
+    }
+
+    /// The names of the files, and on the first rank the index of the save before.
+    fn checked(&self) -> Result<(Names, Index)> {
+        let names = Names::new(self.index)?;
+        for (&name, tensor) in &self.rows {
+            self.check_name(name)?;
+            let own = self.shard.range();
+            if tensor.dims().first() != Some(&own.len()) {
+                let expected = format!("{} rows of {name}, {own:?}", own.len());
+                return Err(Error::checkpoint(self.index, expected, format!("shape {:?}", tensor.dims())));
+            }
+        }
+        for &name in self.replicated.keys() {
+            self.check_name(name)?;
+            if self.rows.contains_key(name) {
+                return Err(Error::checkpoint(self.index, format!("{name} whole or in rows"), "both"));
+            }
+        }
+        let earlier = if self.is_first() { names.earlier()? } else { Index::default() };
+        Ok((names, earlier))
+    }
+
+    /// Checks that a file can hold a tensor of this name.
+    fn check_name(&self, name: &str) -> Result<()> {
+        match name == "__metadata__" || RowsName::parse(name).is_some() {
+            true => Err(Error::checkpoint(self.index, "names of whole tensors", name)),
+            false => Ok(()),
+        }
+    }
+
+    /// A number that stands for the names, and for the dtypes and dimensions that all ranks have alike.
+    fn number_of_tensors(&self) -> f64 {
+        let mut state = DefaultHasher::new();
+        Names::new(self.index).map_or(String::new(), |names| names.stem().to_owned()).hash(&mut state);
+        for (tensors, first) in [(&self.rows, 1), (&self.replicated, 0)] {
+            tensors.len().hash(&mut state);
+            for (name, tensor) in tensors {
+                (name, tensor.dtype().as_str(), tensor.dims().get(first..)).hash(&mut state);
+            }
+        }
+        // f64 has 52 bits exactly.
+        (state.finish() >> 12) as f64
+    }
+
+    /// The number of this save, which the first rank's index of the save before gives to all.
+    fn next_number(&self, earlier: &Index) -> Result<u64> {
+        let mut number = [earlier.save.unwrap_or_default() as f64 + 1.0];
+        self.shard.collectives().broadcast(Numbers::F64(&mut number), 0)?;
+        Ok(number[0] as u64)
+    }
+
+    /// A result that all ranks have, or an error on all of them.
+    fn together<T>(&self, what: &'static str, result: Result<T>) -> Result<T> {
+        self.shard.agree(result, &[]).map_err(|error| match error {
+            Error::Ranks { of_ranks, .. } => Error::Ranks { argument: what, of_ranks },
+            error => error,
+        })
+    }
+
+    /// Writes this rank's file.
+    fn write(&self, names: &Names, number: u64) -> Result<Unplaced> {
+        let ranks = self.shard.collectives();
+        let file = names.path(&names.file_name(number, ranks.rank(), ranks.ranks()));
+        let mut tensors: BTreeMap<String, &Tensor> = BTreeMap::new();
+        tensors.extend(self.rows.iter().map(|(&name, &tensor)| (self.rows_name(name, ranks.rank()), tensor)));
+        if self.is_first() {
+            tensors.extend(self.replicated.iter().map(|(&name, &tensor)| (name.clone(), tensor)));
+        }
+        let listed = |(name, tensor): (&String, &&Tensor)| Listed {
+            name: name.clone(),
+            dtype: tensor.dtype().into(),
+            shape: tensor.dims().to_vec(),
+        };
+        Unplaced::write_tensors(&file, tensors.iter().map(listed).collect(), |listed, writer| {
+            match tensors.get(&listed.name) {
+                Some(tensor) => write_values(tensor, writer).map_err(|error| unwritten(&file, error)),
+                None => Err(unwritten(&file, format!("no tensor {}", listed.name))),
+            }
+        })
+    }
+
+    /// The name of a rank's rows of a tensor.
+    fn rows_name(&self, tensor: &str, rank: usize) -> String {
+        let (rows, all) = (self.shard.range_of(rank), self.shard.vocab_size());
+        RowsName { tensor: tensor.to_owned(), rows, all }.to_string()
+    }
+
+    /// Gives the files of all ranks their names.
+    fn place(&self, written: Unplaced) -> Result<()> {
+        let file: PathBuf = written.destination().to_owned();
+        let placed = self.together("files that can be renamed", written.place());
+        if matches!(placed, Err(Error::Ranks { .. })) {
+            // All ranks know that there will be no index of these files.
+            let _ = std::fs::remove_file(file);
+        }
+        placed
+    }
+
+    /// Writes the index once it reads as a checkpoint. Nothing is removed after an error here, for the index may have
+    /// reached its place.
+    fn write_index(&self, names: &Names, number: u64) -> Result<()> {
+        let mut index = Index { save: Some(number), files: BTreeMap::new() };
+        let ranks = self.shard.collectives().ranks();
+        for rank in 0..ranks {
+            let file = names.file_name(number, rank, ranks);
+            index.files.extend(self.rows.keys().map(|name| (self.rows_name(name, rank), file.clone())));
+        }
+        let first = names.file_name(number, 0, ranks);
+        index.files.extend(self.replicated.keys().map(|&name| (name.clone(), first.clone())));
+        let json = index.to_json(self.total_bytes());
+        let unplaced = Unplaced::write(self.index, |writer| {
+            writer.write_all(json.as_bytes()).map_err(|error| unwritten(self.index, error))
+        })?;
+        ShardedCheckpoint::of_index(unplaced.temporary())?;
+        unplaced.place()
+    }
+
+    /// The bytes of all tensors.
+    fn total_bytes(&self) -> usize {
+        let of = |tensor: &Tensor| tensor_bytes(tensor.dtype().into(), tensor.dims()).unwrap_or_default();
+        let own = self.shard.range().len();
+        let rows: usize = self.rows.values().map(|tensor| of(tensor) / own * self.shard.vocab_size()).sum();
+        rows + self.replicated.values().map(|tensor| of(tensor)).sum::<usize>()
+    }
+}
+
+/// Writes the values of a tensor, some rows at a time.
+fn write_values(tensor: &Tensor, writer: &mut impl Write) -> candle_core::Result<()> {
+    let Some(&rows) = tensor.dims().first() else { return tensor.write_bytes(writer) };
+    let row_bytes = tensor.elem_count() / rows.max(1) * tensor.dtype().size_in_bytes();
+    let block = BLOCK_BYTES.checked_div(row_bytes).unwrap_or(rows).max(1);
+    for start in (0..rows).step_by(block) {
+        tensor.narrow(0, start, block.min(rows - start))?.write_bytes(writer)?;
+    }
+    Ok(())
+}

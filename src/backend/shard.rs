@@ -1,5 +1,6 @@
 //! The part of a vocabulary that a rank has, and what the ranks of a call must agree on.
 
+use std::hash::{DefaultHasher, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -135,6 +136,13 @@ impl VocabShard {
             false => Ok(plan.with_positions_per_chunk(least as usize)),
         }
     }
+}
+
+/// A number that stands for what is hashed, and that f64 has exactly, for [`VocabShard::agree`].
+pub(crate) fn number_of(hash: impl FnOnce(&mut DefaultHasher)) -> f64 {
+    let mut state = DefaultHasher::new();
+    hash(&mut state);
+    (state.finish() >> 12) as f64
 }
 
 /// The place of an id that another rank has.

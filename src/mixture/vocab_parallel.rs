@@ -1,13 +1,13 @@
 //! The loss of a mixture whose decoder is cut among the ranks of a distributed program.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{DefaultHasher, Hash};
 
 use candle_core::{DType, Tensor};
 
 use super::node::needs_grad;
 use super::Mixture;
 use crate::backend::contract::{accumulation_dtype, NeedsGrad, Operands, Sizes, TargetLoss};
-use crate::backend::shard::VocabShard;
+use crate::backend::shard::{number_of, VocabShard};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Request};
 
@@ -89,13 +89,6 @@ impl Mixture {
 
 /// The call that a rank makes, among those that exchange this many numbers first.
 const LOSS: f64 = 1.0;
-
-/// A number that stands for what is hashed, and that f64 has exactly.
-fn number_of(hash: impl FnOnce(&mut DefaultHasher)) -> f64 {
-    let mut state = DefaultHasher::new();
-    hash(&mut state);
-    (state.finish() >> 12) as f64
-}
 
 /// Values that cannot be read are an error of the request.
 fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {

@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::{json, Value};
 
-use super::tensor_file::folder;
+use super::tensor_file::{folder, PARTIAL};
 use crate::error::{Error, Result};
 
 /// How the name of an index ends.
@@ -95,24 +95,37 @@ impl Names {
         folder(&self.index).join(file_name)
     }
 
-    /// What the index of the save before holds: an empty one if there is none. That of another program is an error,
-    /// since its files are not this one's to replace.
-    pub(super) fn earlier(&self) -> Result<Index> {
+    /// The number of the save before: 0 if there is none. An index of another program is an error, since a save does not
+    /// replace its files.
+    pub(super) fn earlier(&self) -> Result<u64> {
         if !self.index.try_exists().map_err(|error| Error::checkpoint(&self.index, "an index, or none", error))? {
-            return Ok(Index { save: Some(0), ..Index::default() });
+            return Ok(0);
         }
-        let index = Index::read(&self.index)?;
         let expected = format!("no index, or one that save_sharded has written, with {SAVE} in its metadata");
-        index.save.is_some().then_some(index).ok_or_else(|| Error::checkpoint(&self.index, expected, "another index"))
+        let save = Index::read(&self.index)?.save;
+        save.ok_or_else(|| Error::checkpoint(&self.index, expected, "another index"))
     }
 
-    /// The files of an index of a save.
-    pub(super) fn files<'a>(&self, index: &'a Index) -> impl Iterator<Item = &'a str> + use<'a> {
-        let start = format!("{}.{}-", self.stem, index.save.unwrap_or_default());
-        let mut files: Vec<&str> = index.files.values().map(String::as_str).collect();
-        files.sort_unstable();
-        files.dedup();
-        files.into_iter().filter(move |file| file.starts_with(&start))
+    /// Removes the files of other saves, such as the one before, and what is left of interrupted ones. A file that cannot
+    /// be removed is in no one's way.
+    pub(super) fn remove_others(&self, save: u64, ranks: usize) {
+        for entry in std::fs::read_dir(folder(&self.index)).into_iter().flatten().flatten() {
+            let of_file = entry.file_name().to_str().and_then(|name| self.parse(name));
+            if of_file.is_some_and(|of_file| of_file != (save, ranks)) {
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    /// The save and the ranks of a name that [`Names::file_name`] gives, whether or not the file has been in its place.
+    fn parse(&self, name: &str) -> Option<(u64, usize)> {
+        let name = name.strip_suffix(PARTIAL).unwrap_or(name);
+        let numbers = name.strip_prefix(&self.stem)?.strip_prefix('.')?.strip_suffix(".safetensors")?;
+        let (save, of_ranks) = numbers.split_once('-')?;
+        let (rank, ranks) = of_ranks.split_once("-of-")?;
+        let (save, rank, ranks) = (save.parse().ok()?, rank.parse::<usize>().ok()?, ranks.parse().ok()?);
+        // Other spellings of the numbers are other names.
+        (self.file_name(save, rank.checked_sub(1)?, ranks) == name).then_some((save, ranks))
     }
 }
 

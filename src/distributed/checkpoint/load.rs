@@ -15,9 +15,27 @@ use crate::error::{Error, Result};
 
 /// A checkpoint of safetensors files, of which a rank reads its own rows: a plain file, the files of an index in
 /// Hugging Face's form, or what [`save_sharded`](crate::save_sharded) has written, for any number of ranks. The rows of
-/// a tensor that several files hold are one tensor again.
+/// a tensor that several files hold are one tensor again. No method waits for other ranks.
 ///
 /// # Examples
+///
+/// A rank's head, from its rows of a checkpoint of any of these kinds:
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use candle_core::{DType, Device};
+/// use mos_head::{Collectives, ShardedCheckpoint, SoftmaxConfig, SoftmaxHead, VocabParallel, VocabShard};
+///
+/// fn load(ranks: Arc<dyn Collectives>) -> mos_head::Result<VocabParallel<SoftmaxHead>> {
+///     let checkpoint = ShardedCheckpoint::open("model.safetensors.index.json")?;
+///     let shard = VocabShard::new(ranks, 128_256)?;
+///     let vb = checkpoint.var_builder(&shard, DType::F32, &Device::Cpu);
+///     let head = SoftmaxHead::new(&SoftmaxConfig::new(4096, shard.range().len()), vb)?;
+///     VocabParallel::new(head, shard)
+/// }
+/// ```
+///
+/// Some rows of a tensor:
 ///
 /// ```
 /// use std::collections::HashMap;
@@ -44,22 +62,33 @@ pub struct ShardedCheckpoint {
     tensors: BTreeMap<String, Stored>,
 }
 
-/// Where the rows of a tensor are.
+/// A tensor, and where its rows are.
 #[derive(Debug)]
 pub(super) struct Stored {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// In the order of the rows. A tensor that is whole is one.
+    /// In the order of the rows, without gaps.
     pieces: Vec<Piece>,
 }
 
-/// Consecutive rows of a tensor in one file.
+/// Consecutive rows of a tensor in one file: all of them if the tensor is whole.
 #[derive(Debug)]
 struct Piece {
     file: usize,
+    rows: Range<usize>,
     info: TensorInfo,
-    /// None of a tensor that is whole.
-    rows: Option<Range<usize>>,
+}
+
+impl Stored {
+    /// A scalar is one row.
+    pub(super) fn rows(&self) -> usize {
+        self.shape.first().copied().unwrap_or(1)
+    }
+
+    /// The first row that no piece has.
+    fn end(&self) -> usize {
+        self.pieces.last().map_or(0, |piece| piece.rows.end)
+    }
 }
 
 impl ShardedCheckpoint {
@@ -75,7 +104,7 @@ impl ShardedCheckpoint {
             return Self::of_index(path);
         }
         let file = TensorFile::open(path)?;
-        let named = file.names().into_iter().map(|name| (name, 0)).collect();
+        let named = file.header.offset_keys().into_iter().map(|name| (name, 0)).collect();
         Self::of_files(path, vec![file], named)
     }
 
@@ -100,21 +129,45 @@ impl ShardedCheckpoint {
 
     /// Joins the rows of tensors that files hold by these names.
     fn of_files(path: &Path, files: Vec<TensorFile>, named: Vec<(String, usize)>) -> Result<Self> {
-        let mut pieces: BTreeMap<String, Vec<(Piece, Option<usize>)>> = BTreeMap::new();
+        let mut pieces = Vec::with_capacity(named.len());
         for (name, file) in named {
-            let info = files[file].info(&name)?.clone();
-            let (tensor, rows, all) = match RowsName::parse(&name) {
-                Some(name) => (name.tensor, Some(name.rows), Some(name.all)),
-                None => (name, None, None),
-            };
-            pieces.entry(tensor).or_default().push((Piece { file, info, rows }, all));
+            let info = files[file].info(&name)?;
+            let all = info.shape.first().copied().unwrap_or(1);
+            let of_tensor = RowsName::parse(&name).filter(|_| !info.shape.is_empty());
+            let RowsName { tensor, rows, all } = of_tensor.unwrap_or(RowsName { tensor: name, rows: 0..all, all });
+            pieces.push((tensor, all, Piece { file, rows, info: info.clone() }));
         }
-        let mut tensors = BTreeMap::new();
-        for (name, pieces) in pieces {
-            let stored = joined(path, &files, &name, pieces)?;
-            tensors.insert(name, stored);
+        pieces.sort_by(|(a, _, of_a), (b, _, of_b)| {
+            (a, of_a.rows.start, of_a.rows.end).cmp(&(b, of_b.rows.start, of_b.rows.end))
+        });
+        let mut tensors: BTreeMap<String, Stored> = BTreeMap::new();
+        for (name, all, Piece { file, rows, info }) in pieces {
+            let place = &files[file].path;
+            let stored = tensors.entry(name.clone()).or_insert_with(|| {
+                let whole = info.shape.iter().enumerate().map(|(dim, &size)| if dim == 0 { all } else { size });
+                Stored { dtype: info.dtype, shape: whole.collect(), pieces: Vec::new() }
+            });
+            let end = stored.end();
+            if rows.start != end || rows.end < rows.start || all != stored.rows() {
+                let expected = format!("{name} from row {end} of {}", stored.rows());
+                return Err(Error::checkpoint(place, expected, format!("the rows {rows:?} of {all}")));
+            }
+            let columns = stored.shape.get(1..);
+            let fits = info.shape.first().is_none_or(|&own| own == rows.len());
+            if !fits || info.shape.get(1..) != columns || info.dtype != stored.dtype {
+                let (columns, dtype) = (columns.unwrap_or_default(), stored.dtype);
+                let expected = format!("the rows {rows:?} of {name}, with columns {columns:?}, in {dtype}");
+                return Err(Error::checkpoint(place, expected, format!("{:?} in {}", info.shape, info.dtype)));
+            }
+            stored.pieces.push(Piece { file, rows, info });
         }
-        Ok(ShardedCheckpoint { path: path.to_owned(), files, tensors })
+        match tensors.iter().find(|(_, stored)| stored.end() != stored.rows()) {
+            None => Ok(ShardedCheckpoint { path: path.to_owned(), files, tensors }),
+            Some((name, stored)) => {
+                let expected = format!("{} rows of {name}", stored.rows());
+                Err(Error::checkpoint(path, expected, format!("the first {}", stored.end())))
+            }
+        }
     }
 
     /// The names of all tensors, in alphabetical order.
@@ -140,17 +193,22 @@ impl ShardedCheckpoint {
     /// # Errors
     ///
     /// [`Error::Checkpoint`] if there is no such tensor, or it does not have such rows; if it cannot be read; if its
-    /// values are not floats and of another dtype, or of one that candle does not have.
+    /// values are not floats and of another dtype, or of one that candle does not compute with.
     pub fn load_rows(&self, name: &str, rows: Range<usize>, dtype: DType, device: &Device) -> Result<Tensor> {
         let stored = self.stored(name)?;
-        let Some((&all, columns)) = stored.shape.split_first() else {
+        let mut shape = stored.shape.clone();
+        let Some(first) = shape.first_mut() else {
             return Err(Error::checkpoint(&self.path, format!("{name} with rows"), "a scalar"));
         };
-        if rows.start > rows.end || rows.end > all {
-            return Err(Error::checkpoint(&self.path, format!("rows among the {all} of {name}"), format!("{rows:?}")));
+        if rows.start > rows.end || rows.end > *first {
+            return Err(Error::checkpoint(
+                &self.path,
+                format!("rows among the {first} of {name}"),
+                format!("{rows:?}"),
+            ));
         }
-        let shape: Vec<usize> = std::iter::once(rows.len()).chain(columns.iter().copied()).collect();
-        self.tensor(name, stored, Some(rows), &shape, dtype, device)
+        *first = rows.len();
+        self.tensor(name, stored, rows, &shape, dtype, device)
     }
 
     /// Reads a whole tensor, such as one that all ranks have. The values are converted if they have another dtype.
@@ -164,7 +222,7 @@ impl ShardedCheckpoint {
     /// As for [`load_rows`](Self::load_rows).
     pub fn load(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let stored = self.stored(name)?;
-        self.tensor(name, stored, None, &stored.shape, dtype, device)
+        self.tensor(name, stored, 0..stored.rows(), &stored.shape, dtype, device)
     }
 
     /// All tensors, by name.
@@ -172,98 +230,52 @@ impl ShardedCheckpoint {
         &self.tensors
     }
 
-    /// Hands over the bytes of some rows of a tensor, or of all, block by block.
+    /// Hands over the bytes of some rows of a tensor, block by block.
     pub(super) fn read(
         &self,
         stored: &Stored,
-        rows: Option<&Range<usize>>,
+        rows: Range<usize>,
         mut take: impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
-        for piece in &stored.pieces {
-            let bytes = match rows {
-                None => Some(0..piece.info.data_offsets.1 - piece.info.data_offsets.0),
-                Some(rows) => self.bytes_within(piece, rows)?,
-            };
-            if let Some(bytes) = bytes {
-                self.files[piece.file].read(&piece.info, bytes, &mut take)?;
+        for Piece { file, rows: own, info } in &stored.pieces {
+            let (start, end) = (rows.start.max(own.start), rows.end.min(own.end));
+            if start < end {
+                let bytes = info.data_offsets.1 - info.data_offsets.0;
+                // All bytes of a dtype whose rows are not whole bytes, of which only a merge reads, and all rows.
+                let up_to = |row: usize| if row == own.end { bytes } else { bytes / own.len() * (row - own.start) };
+                self.files[*file].read(info, up_to(start)..up_to(end), &mut take)?;
             }
         }
         Ok(())
-    }
-
-    /// The bytes of a piece that are among these rows of the tensor.
-    fn bytes_within(&self, piece: &Piece, rows: &Range<usize>) -> Result<Option<Range<usize>>> {
-        let TensorInfo { dtype, shape, .. } = &piece.info;
-        let own = piece.rows.clone().unwrap_or(0..shape.first().copied().unwrap_or(1));
-        let (start, end) = (rows.start.max(own.start), rows.end.min(own.end));
-        if start >= end {
-            return Ok(None);
-        }
-        let whole_bytes = || {
-            let file = &self.files[piece.file].path;
-            Error::checkpoint(file, "rows of whole bytes", format!("rows of {:?} in {dtype}", &shape[1..]))
-        };
-        let row = tensor_bytes(*dtype, &shape[1..]).ok_or_else(whole_bytes)?;
-        Ok(Some((start - own.start) * row..(end - own.start) * row))
     }
 
     fn tensor(
         &self,
         name: &str,
         stored: &Stored,
-        rows: Option<Range<usize>>,
+        rows: Range<usize>,
         shape: &[usize],
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
         let other = || Error::checkpoint(&self.path, format!("{name} in {}", dtype.as_str()), stored.dtype);
-        let of_file = DType::try_from(stored.dtype).map_err(|_| other())?;
+        // candle holds values of fewer than 8 bits, but does not compute with them.
+        let of_file = DType::try_from(stored.dtype).ok().filter(|of_file| of_file.size_in_bytes() > 0);
+        let of_file = of_file.ok_or_else(other)?;
         if of_file != dtype && !(of_file.is_float() && dtype.is_float()) {
             return Err(other());
         }
         let mut bytes = Vec::with_capacity(tensor_bytes(stored.dtype, shape).ok_or_else(other)?);
-        self.read(stored, rows.as_ref(), |block| {
+        self.read(stored, rows, |block| {
             bytes.extend_from_slice(block);
             Ok(())
         })?;
-        Ok(Tensor::from_raw_buffer(&bytes, of_file, shape, device)?.to_dtype(dtype)?)
+        let tensor = Tensor::from_raw_buffer(&bytes, of_file, shape, device)?;
+        drop(bytes);
+        Ok(tensor.to_dtype(dtype)?)
     }
 
     fn stored(&self, name: &str) -> Result<&Stored> {
         self.tensors.get(name).ok_or_else(|| Error::checkpoint(&self.path, format!("a tensor {name}"), "none"))
     }
-}
-
-/// A tensor of pieces, each with the number of rows that its name gives the tensor.
-fn joined(path: &Path, files: &[TensorFile], name: &str, mut pieces: Vec<(Piece, Option<usize>)>) -> Result<Stored> {
-    pieces.sort_by_key(|(piece, _)| piece.rows.as_ref().map_or((0, 0), |rows| (rows.start, rows.end)));
-    let Some((first, all)) = pieces.first().map(|(first, all)| (&first.info, *all)) else {
-        return Err(Error::checkpoint(path, format!("a tensor {name}"), "none"));
-    };
-    if pieces.len() > 1 && pieces.iter().any(|(piece, _)| piece.rows.is_none()) {
-        return Err(Error::checkpoint(path, format!("{name} whole or in rows"), "both"));
-    }
-    let (dtype, mut shape) = (first.dtype, first.shape.clone());
-    let mut end = 0;
-    for (piece, of_piece) in &pieces {
-        let file = &files[piece.file].path;
-        let Some(rows) = &piece.rows else { continue };
-        let TensorInfo { dtype: own_dtype, shape: own, .. } = &piece.info;
-        if rows.start != end || rows.end < rows.start || *of_piece != all {
-            let got = format!("the rows {rows:?} of {}", of_piece.unwrap_or_default());
-            return Err(Error::checkpoint(file, format!("{name} from row {end} of {}", all.unwrap_or_default()), got));
-        }
-        if own.first() != Some(&rows.len()) || own.get(1..) != shape.get(1..) || *own_dtype != dtype {
-            let columns = shape.get(1..).unwrap_or_default();
-            let expected = format!("the rows {rows:?} of {name}, with columns {columns:?}, in {dtype}");
-            return Err(Error::checkpoint(file, expected, format!("{own:?} in {own_dtype}")));
-        }
-        end = rows.end;
-    }
-    match all {
-        None => {}
-        Some(all) if end == all => shape[0] = all,
-        Some(all) => return Err(Error::checkpoint(path, format!("{all} rows of {name}"), format!("the first {end}"))),
-    }
-    Ok(Stored { dtype, shape, pieces: pieces.into_iter().map(|(piece, _)| piece).collect() })
 }

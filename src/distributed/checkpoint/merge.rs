@@ -3,9 +3,9 @@
 use std::io::Write;
 use std::path::Path;
 
-use super::load::{ShardedCheckpoint, Stored};
+use super::load::ShardedCheckpoint;
 use super::tensor_file::{unwritten, Listed, Unplaced};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 impl ShardedCheckpoint {
     /// Writes all tensors to one `.safetensors` file, whole and under their own names. The bytes are copied block by
@@ -13,7 +13,7 @@ impl ShardedCheckpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if the checkpoint cannot be read, or the file not written.
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the checkpoint cannot be read, or the file not written.
     ///
     /// # Examples
     ///
@@ -27,16 +27,14 @@ impl ShardedCheckpoint {
     /// ```
     pub fn merge(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let listed = |(name, stored): (&String, &Stored)| Listed {
+        let tensors = self.tensors().iter().map(|(name, stored)| Listed {
             name: name.clone(),
             dtype: stored.dtype,
             shape: stored.shape.clone(),
-        };
-        let tensors = self.tensors().iter().map(listed).collect();
-        let written = Unplaced::write_tensors(path, tensors, |tensor, writer| {
-            let stored = self.tensors().get(&tensor.name);
-            let stored = stored.ok_or_else(|| Error::checkpoint(path, format!("a tensor {}", tensor.name), "none"))?;
-            self.read(stored, None, |block| writer.write_all(block).map_err(|error| unwritten(path, error)))
+            values: stored,
+        });
+        let written = Unplaced::write_tensors(path, tensors.collect(), |&stored, writer| {
+            self.read(stored, 0..stored.rows(), |block| writer.write_all(block).map_err(|error| unwritten(path, error)))
         })?;
         written.place()
     }

@@ -1,7 +1,7 @@
 //! Saves a checkpoint together: each rank its own rows, the first rank also what all ranks have, and the index.
 
 use std::collections::{BTreeMap, HashMap};
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::Hash;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use super::index::{Index, Names, RowsName};
 use super::load::ShardedCheckpoint;
 use super::tensor_file::{tensor_bytes, unwritten, Listed, Unplaced, BLOCK_BYTES};
 use crate::backend::collectives::Numbers;
-use crate::backend::shard::VocabShard;
+use crate::backend::shard::{number_of, VocabShard};
 use crate::error::{Error, Result};
 
 /// Saves tensors of which each rank has its own rows, and `replicated` ones that all ranks have alike. Every rank calls
@@ -21,9 +21,9 @@ use crate::error::{Error, Result};
 /// Rank `r` of `P` writes its rows to `{stem}.{save}-{r + 1}-of-{P}.safetensors`, under the names
 /// `{tensor}.rows.{start}-{end}-of-{vocab}`, where `save` counts the saves with this index; rank 0 also writes the
 /// replicated tensors and the index. Until all files are complete on the disk, the index and the files of the save
-/// before remain; then the new index takes the place of the old one, and the old files are removed. A save that fails
-/// or is interrupted leaves the save before as it is. It may leave files that no index names, which the next save of as
-/// many ranks replaces.
+/// before remain; then the new index takes the place of the old one, and files of other saves are removed, with what
+/// interrupted ones have left. Whenever a save fails or is interrupted, the index is the old one or the new one, and its
+/// files are complete.
 ///
 /// # Shapes
 ///
@@ -39,19 +39,15 @@ use crate::error::{Error, Result};
 /// # Examples
 ///
 /// ```no_run
-/// use std::collections::HashMap;
-/// use std::sync::Arc;
-/// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{save_sharded, Collectives, ShardedCheckpoint, VocabShard};
+/// use candle_nn::VarMap;
+/// use mos_head::{save_sharded, VocabShard};
 ///
-/// fn resave(ranks: Arc<dyn Collectives>) -> mos_head::Result<()> {
-///     let whole = ShardedCheckpoint::open("model.safetensors")?;
-///     let shard = VocabShard::new(ranks, whole.shape("decoder.weight")?[0])?;
-///     let weight = whole.load_rows("decoder.weight", shard.range(), DType::F32, &Device::Cpu)?;
-///     let prior = whole.load("prior.weight", DType::F32, &Device::Cpu)?;
-///     let rows = HashMap::from([("decoder.weight".into(), weight)]);
-///     let replicated = HashMap::from([("prior.weight".into(), prior)]);
-///     save_sharded(&shard, "head.safetensors.index.json", &rows, &replicated)
+/// /// Saves the variables of a head, of which the decoder has the shard's rows.
+/// fn save(shard: &VocabShard, vars: &VarMap) -> mos_head::Result<()> {
+///     let vars = vars.data().lock().expect("the variables");
+///     let tensors = vars.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+///     let (rows, replicated) = tensors.partition(|(name, _)| name.starts_with("decoder."));
+///     save_sharded(shard, "head.safetensors.index.json", &rows, &replicated)
 /// }
 /// ```
 pub fn save_sharded(
@@ -64,20 +60,19 @@ pub fn save_sharded(
     let save = Save { shard, index, rows: rows.iter().collect(), replicated: replicated.iter().collect() };
     let alike = [("the call", SAVE), ("names, dtypes and columns of the tensors", save.number_of_tensors())];
     let (names, earlier) = shard.agree(save.checked(), &alike)?;
-    let number = save.next_number(&earlier)?;
+    let number = save.next_number(earlier)?;
     let written = save.together("files that can be written", save.write(&names, number))?;
     save.place(written)?;
     let indexed = if save.is_first() { save.write_index(&names, number) } else { Ok(()) };
     save.together("an index that can be written", indexed)?;
     if save.is_first() {
-        // A file that stays is in no one's way.
-        names.files(&earlier).for_each(|file| _ = std::fs::remove_file(names.path(file)));
+        names.remove_others(number, shard.collectives().ranks());
     }
     Ok(())
 }
 
 /// The call that a rank makes, among those that exchange as many numbers first.
-const SAVE: f64 = 64.0;
+const SAVE: f64 = 2.0;
 
 /// What one rank saves.
 struct Save<'a> {
@@ -87,13 +82,13 @@ struct Save<'a> {
     replicated: BTreeMap<&'a String, &'a Tensor>,
 }
 
-impl Save<'_> {
+impl<'a> Save<'a> {
     fn is_first(&self) -> bool {
         self.shard.collectives().rank() == 0
     }
 
-    /// The names of the files, and on the first rank the index of the save before.
-    fn checked(&self) -> Result<(Names, Index)> {
+    /// The names of the files, and on the first rank the number of the save before.
+    fn checked(&self) -> Result<(Names, u64)> {
         let names = Names::new(self.index)?;
         for (&name, tensor) in &self.rows {
             self.check_name(name)?;
@@ -109,7 +104,7 @@ impl Save<'_> {
                 return Err(Error::checkpoint(self.index, format!("{name} whole or in rows"), "both"));
             }
         }
-        let earlier = if self.is_first() { names.earlier()? } else { Index::default() };
+        let earlier = if self.is_first() { names.earlier()? } else { 0 };
         Ok((names, earlier))
     }
 
@@ -123,21 +118,20 @@ impl Save<'_> {
 
     /// A number that stands for the names, and for the dtypes and dimensions that all ranks have alike.
     fn number_of_tensors(&self) -> f64 {
-        let mut state = DefaultHasher::new();
-        Names::new(self.index).map_or(String::new(), |names| names.stem().to_owned()).hash(&mut state);
-        for (tensors, first) in [(&self.rows, 1), (&self.replicated, 0)] {
-            tensors.len().hash(&mut state);
-            for (name, tensor) in tensors {
-                (name, tensor.dtype().as_str(), tensor.dims().get(first..)).hash(&mut state);
+        number_of(|state| {
+            Names::new(self.index).map_or(String::new(), |names| names.stem().to_owned()).hash(state);
+            for (tensors, first) in [(&self.rows, 1), (&self.replicated, 0)] {
+                tensors.len().hash(state);
+                for (name, tensor) in tensors {
+                    (name, tensor.dtype().as_str(), tensor.dims().get(first..)).hash(state);
+                }
             }
-        }
-        // f64 has 52 bits exactly.
-        (state.finish() >> 12) as f64
+        })
     }
 
-    /// The number of this save, which the first rank's index of the save before gives to all.
-    fn next_number(&self, earlier: &Index) -> Result<u64> {
-        let mut number = [earlier.save.unwrap_or_default() as f64 + 1.0];
+    /// The number of this save, which the first rank gives to all.
+    fn next_number(&self, earlier: u64) -> Result<u64> {
+        let mut number = [earlier as f64 + 1.0];
         self.shard.collectives().broadcast(Numbers::F64(&mut number), 0)?;
         Ok(number[0] as u64)
     }
@@ -154,21 +148,17 @@ impl Save<'_> {
     fn write(&self, names: &Names, number: u64) -> Result<Unplaced> {
         let ranks = self.shard.collectives();
         let file = names.path(&names.file_name(number, ranks.rank(), ranks.ranks()));
-        let mut tensors: BTreeMap<String, &Tensor> = BTreeMap::new();
-        tensors.extend(self.rows.iter().map(|(&name, &tensor)| (self.rows_name(name, ranks.rank()), tensor)));
-        if self.is_first() {
-            tensors.extend(self.replicated.iter().map(|(&name, &tensor)| (name.clone(), tensor)));
-        }
-        let listed = |(name, tensor): (&String, &&Tensor)| Listed {
-            name: name.clone(),
-            dtype: tensor.dtype().into(),
-            shape: tensor.dims().to_vec(),
+        let listed = |name: String, &values: &&'a Tensor| Listed {
+            name,
+            dtype: values.dtype().into(),
+            shape: values.dims().to_vec(),
+            values,
         };
-        Unplaced::write_tensors(&file, tensors.iter().map(listed).collect(), |listed, writer| {
-            match tensors.get(&listed.name) {
-                Some(tensor) => write_values(tensor, writer).map_err(|error| unwritten(&file, error)),
-                None => Err(unwritten(&file, format!("no tensor {}", listed.name))),
-            }
+        let rows = self.rows.iter().map(|(name, tensor)| listed(self.rows_name(name, ranks.rank()), tensor));
+        let replicated = self.replicated.iter().filter(|_| self.is_first());
+        let tensors = rows.chain(replicated.map(|(&name, tensor)| listed(name.clone(), tensor)));
+        Unplaced::write_tensors(&file, tensors.collect(), |tensor, writer| {
+            write_values(tensor, writer).map_err(|error| unwritten(&file, error))
         })
     }
 

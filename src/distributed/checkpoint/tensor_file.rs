@@ -20,24 +20,18 @@ const LONGEST_HEADER: u64 = 100_000_000;
 
 /// A safetensors file that is open. Reads seek and copy: a memory map would be `unsafe`, which only `backend/` may use.
 #[derive(Debug)]
-pub(super) struct TensorFile<R = File> {
+pub(super) struct TensorFile {
     pub(super) path: PathBuf,
     pub(super) header: Metadata,
-    reader: Mutex<R>,
+    reader: Mutex<File>,
     /// The place of the first tensor.
     data_start: u64,
 }
 
 impl TensorFile {
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let reader = File::open(path).map_err(|error| Error::checkpoint(path, "a file that can be read", error))?;
-        Self::read_header(path, reader)
-    }
-}
-
-impl<R: Read + Seek> TensorFile<R> {
     /// Reads the header, and checks that the tensors that it lists fill the file.
-    pub(super) fn read_header(path: &Path, mut reader: R) -> Result<Self> {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let mut reader = File::open(path).map_err(|error| Error::checkpoint(path, "a file that can be read", error))?;
         let unreadable = |error| Error::checkpoint(path, "a header of safetensors", error);
         let file_bytes = reader.seek(SeekFrom::End(0)).map_err(unreadable)?;
         reader.rewind().map_err(unreadable)?;
@@ -63,11 +57,6 @@ impl<R: Read + Seek> TensorFile<R> {
                 Err(Error::checkpoint(path, expected, format!("{} bytes", file_bytes - data_start)))
             }
         }
-    }
-
-    /// The names of its tensors.
-    pub(super) fn names(&self) -> Vec<String> {
-        self.header.offset_keys()
     }
 
     /// What its header says of a tensor.
@@ -104,13 +93,17 @@ impl<R: Read + Seek> TensorFile<R> {
 /// The bytes that are copied at once.
 pub(super) const BLOCK_BYTES: usize = 4 << 20;
 
-/// A tensor that a file is to hold.
-#[derive(Clone, Debug)]
-pub(super) struct Listed {
+/// A tensor that a file is to hold, and where its values are.
+#[derive(Debug)]
+pub(super) struct Listed<T> {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
+    pub(super) values: T,
 }
+
+/// How the name of a file ends until the file is in its place.
+pub(super) const PARTIAL: &str = ".partial";
 
 /// A file that is not yet in its place: it disappears if it never gets there.
 #[derive(Debug)]
@@ -123,7 +116,7 @@ impl Unplaced {
     /// Writes and syncs a file beside the place that it is for.
     pub(super) fn write(place: &Path, write: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<Self> {
         let mut temporary = place.as_os_str().to_owned();
-        temporary.push(".partial");
+        temporary.push(PARTIAL);
         let unplaced = Unplaced { temporary: temporary.into(), place: place.to_owned() };
         let unwritable = |error| Error::checkpoint(place, "a file that can be written", error);
         let mut writer = BufWriter::with_capacity(1 << 20, File::create(&unplaced.temporary).map_err(unwritable)?);
@@ -134,10 +127,10 @@ impl Unplaced {
     }
 
     /// Writes a safetensors file of these tensors, whose bytes `write` writes one tensor after the other.
-    pub(super) fn write_tensors(
+    pub(super) fn write_tensors<T>(
         place: &Path,
-        mut tensors: Vec<Listed>,
-        mut write: impl FnMut(&Listed, &mut BufWriter<File>) -> Result<()>,
+        mut tensors: Vec<Listed<T>>,
+        mut write: impl FnMut(&T, &mut BufWriter<File>) -> Result<()>,
     ) -> Result<Self> {
         // The order of the format: the widest dtype first, so that all tensors are aligned.
         tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
@@ -145,7 +138,7 @@ impl Unplaced {
         Self::write(place, |writer| {
             let length = (header.len() as u64).to_le_bytes();
             writer.write_all(&length).and_then(|()| writer.write_all(&header)).map_err(|e| unwritten(place, e))?;
-            tensors.iter().try_for_each(|tensor| write(tensor, writer))
+            tensors.iter().try_for_each(|tensor| write(&tensor.values, writer))
         })
     }
 
@@ -180,11 +173,11 @@ pub(super) fn unwritten(file: &Path, error: impl ToString) -> Error {
 }
 
 /// The header of a file that holds these tensors in this order.
-fn header_of(place: &Path, tensors: &[Listed]) -> Result<Vec<u8>> {
+fn header_of<T>(place: &Path, tensors: &[Listed<T>]) -> Result<Vec<u8>> {
     let too_large = || Error::checkpoint(place, "tensors of fewer than 2^64 bytes", "more");
     let mut end = 0usize;
     let mut listed = Vec::with_capacity(tensors.len());
-    for Listed { name, dtype, shape } in tensors {
+    for Listed { name, dtype, shape, .. } in tensors {
         let start = end;
         end = tensor_bytes(*dtype, shape).and_then(|bytes| end.checked_add(bytes)).ok_or_else(too_large)?;
         listed.push((name.clone(), TensorInfo { dtype: *dtype, shape: shape.clone(), data_offsets: (start, end) }));
@@ -194,13 +187,19 @@ fn header_of(place: &Path, tensors: &[Listed]) -> Result<Vec<u8>> {
     let header = Metadata::new(Some(format), listed).map_err(|error| unwritten(place, error))?;
     let mut header = serde_json::to_vec(&header).map_err(|error| unwritten(place, error))?;
     header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
-    Ok(header)
+    match header.len() as u64 <= LONGEST_HEADER {
+        true => Ok(header),
+        false => {
+            let expected = format!("names and shapes in {LONGEST_HEADER} bytes");
+            Err(Error::checkpoint(place, expected, format!("{} bytes", header.len())))
+        }
+    }
 }
 
-/// The bytes of a tensor, if they are a number.
+/// The bytes of a tensor, if they are a number, as are its strides: sizes beside a size of 0 may be of any magnitude.
 pub(super) fn tensor_bytes(dtype: Dtype, shape: &[usize]) -> Option<usize> {
-    let elements = shape.iter().try_fold(1usize, |elements, &dim| elements.checked_mul(dim))?;
-    let bits = elements.checked_mul(dtype.bitsize())?;
+    let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &size| bits.checked_mul(size.max(1)))?;
+    let bits = if shape.contains(&0) { 0 } else { bits };
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
@@ -226,50 +225,16 @@ pub(super) fn folder(file: &Path) -> &Path {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
-    use std::io::Cursor;
-
     use super::*;
 
-    /// Counts the bytes that are read.
-    struct Counted<'a> {
-        bytes: Cursor<Vec<u8>>,
-        read: &'a Cell<usize>,
-    }
-
-    impl Read for Counted<'_> {
-        fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-            let read = self.bytes.read(into)?;
-            self.read.set(self.read.get() + read);
-            Ok(read)
-        }
-    }
-
-    impl Seek for Counted<'_> {
-        fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
-            self.bytes.seek(to)
-        }
-    }
-
-    /// The bytes of a file with this header.
-    fn file_of(header: &str, data: usize) -> Vec<u8> {
-        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![7; data]].concat()
-    }
-
     #[test]
-    fn the_header_and_the_asked_bytes_alone_are_read() {
-        let header = r#"{"a":{"dtype":"F32","shape":[1000,3],"data_offsets":[0,12000]}}"#;
-        let read = Cell::new(0);
-        let reader = Counted { bytes: Cursor::new(file_of(header, 12_000)), read: &read };
-        let file = TensorFile::read_header(Path::new("a.safetensors"), reader).unwrap();
-        assert_eq!(read.get(), 8 + header.len());
-        let info = file.info("a").unwrap().clone();
-        let mut taken = 0;
-        let take = |block: &[u8]| {
-            taken += block.len();
-            Ok(())
+    fn a_header_that_no_program_reads_is_an_error() {
+        let of_name = |bytes: usize| {
+            let listed = Listed { name: "a".repeat(bytes), dtype: Dtype::F32, shape: vec![2], values: () };
+            header_of(Path::new("a.safetensors"), &[listed])
         };
-        file.read(&info, 120..360, take).unwrap();
-        assert_eq!((taken, read.get()), (240, 8 + header.len() + 240));
+        assert!(of_name(1).is_ok());
+        let error = of_name(LONGEST_HEADER as usize).unwrap_err().to_string();
+        assert!(error.starts_with("a.safetensors: expected names and shapes in 100000000 bytes"), "{error}");
     }
 }

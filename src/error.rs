@@ -1,6 +1,7 @@
 //! The error type of the crate: each variant names the argument, the expected value and the actual one.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 
@@ -132,6 +133,16 @@ pub enum Error {
         /// A number for each rank that stands for it: a size, or one that is made from all values.
         of_ranks: Vec<f64>,
     },
+    /// A file of a checkpoint cannot be read or written, or does not hold what is asked of it.
+    #[error("{}: expected {expected}, got {got}", file.display())]
+    Checkpoint {
+        /// The file.
+        file: PathBuf,
+        /// What the file should be or hold.
+        expected: String,
+        /// What it is or holds.
+        got: String,
+    },
     /// candle reported an error.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -220,5 +231,9 @@ impl Error {
 
     pub(crate) fn config(argument: &'static str, expected: impl Into<String>, got: impl ToString) -> Self {
         Error::Config { argument, expected: expected.into(), got: got.to_string() }
+    }
+
+    pub(crate) fn checkpoint(file: &Path, expected: impl Into<String>, got: impl ToString) -> Self {
+        Error::Checkpoint { file: file.to_owned(), expected: expected.into(), got: got.to_string() }
     }
 }

@@ -219,7 +219,7 @@ pub use decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenReque
 pub use deprecated::Proposal;
 #[cfg(feature = "mpi")]
 pub use distributed::Mpi;
-pub use distributed::VocabParallel;
+pub use distributed::{save_sharded, ShardedCheckpoint, VocabParallel};
 pub use error::{Error, OptionName, Result};
 pub use head_config::HeadConfig;
 pub use heads::{

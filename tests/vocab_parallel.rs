@@ -5,12 +5,13 @@ mod ranks;
 #[path = "common/vocabulary.rs"]
 mod vocabulary;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use mos_head::{
-    Collectives, Error, LossOptions, LowRankAdapter, Mixture, NoiseDistribution, OptionName, OutputLayer, Result,
-    SoftmaxHead, VocabParallel, VocabShard,
+    Collectives, Error, LossOptions, LowRankAdapter, Mixture, NoiseDistribution, Numbers, OptionName, OutputLayer,
+    Result, SoftmaxHead, VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
 use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
@@ -61,6 +62,76 @@ fn a_head_has_the_whole_vocabulary_and_log_probs_of_ids() -> Result<()> {
     }) {
         for (found, expected) in found?.iter().zip(&expected) {
             assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+        }
+    }
+    Ok(())
+}
+
+/// Ranks that count the bytes that they send.
+#[derive(Debug)]
+struct Counted(Arc<dyn Collectives>, AtomicUsize);
+
+impl Counted {
+    fn count(&self, bytes: usize) {
+        self.1.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Collectives for Counted {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.0.ranks()
+    }
+
+    fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()> {
+        self.count(numbers.bytes());
+        self.0.all_reduce_sum(numbers)
+    }
+
+    fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>> {
+        self.count(size_of_val(numbers));
+        self.0.all_gather(numbers)
+    }
+
+    fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()> {
+        self.count(numbers.bytes());
+        self.0.broadcast(numbers, root)
+    }
+}
+
+/// The formula of docs/distributed.md.
+#[test]
+fn a_rank_sends_as_many_bytes_as_the_documentation_says() -> Result<()> {
+    const VOCAB: usize = 101;
+    for (components, dtype, accumulated) in [(1, DType::F32, 4), (3, DType::BF16, 4), (3, DType::F64, 8)] {
+        for (options, chunks) in [
+            (LossOptions::new(), 1),
+            (LossOptions::new().with_label_smoothing(0.1), 1),
+            (LossOptions::new().with_workspace_bytes(150_000), 2),
+            (LossOptions::evaluation().with_z_loss(0.1), 1),
+        ] {
+            let sent = |ranks: Arc<dyn Collectives>| -> Result<usize> {
+                let counted = Arc::new(Counted(ranks, AtomicUsize::new(0)));
+                let shard = VocabShard::new(counted.clone(), VOCAB)?;
+                let problem = Problem::new(VOCAB, components, dtype, VOCAB)?;
+                let mixture = mixture(&shard, &problem)?;
+                assert!(mixture.plan(&options)?.positions_per_chunk * chunks <= POSITIONS + 1);
+                counted.1.store(0, Ordering::Relaxed);
+                let loss = mixture.vocab_parallel_loss(&shard, &problem.targets, &options)?;
+                if options.train {
+                    loss.backward()?;
+                }
+                Ok(counted.1.load(Ordering::Relaxed))
+            };
+            let of_position = 16 * components
+                + if options.label_smoothing > 0.0 { 16 * components + 16 } else { 0 }
+                + if options.train { accumulated * components * D } else { 0 };
+            for bytes in on_ranks(3, sent) {
+                assert_eq!(bytes?, 136 + POSITIONS * of_position, "{components} {dtype:?} {options:?}");
+            }
         }
     }
     Ok(())

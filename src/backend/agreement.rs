@@ -1,5 +1,7 @@
 //! What ranks compare before they compute together, so that none waits for a rank that does something else.
 
+use std::hash::{DefaultHasher, Hasher};
+
 use crate::backend::collectives::Collectives;
 use crate::error::{Error, Result};
 
@@ -12,6 +14,7 @@ pub(crate) enum Call {
     /// The vocabulary is cut.
     Cut,
     Loss,
+    Save,
 }
 
 /// A number that stands for an argument.
@@ -27,6 +30,14 @@ impl Number {
     /// The same on every rank.
     pub(crate) fn equal(argument: &'static str, value: f64) -> Self {
         Number { argument, value, tolerance: 0.0 }
+    }
+
+    /// What is hashed, the same on every rank.
+    pub(crate) fn hashed(argument: &'static str, hash: impl FnOnce(&mut DefaultHasher)) -> Self {
+        let mut state = DefaultHasher::new();
+        hash(&mut state);
+        // f64 has these bits exactly.
+        Number::equal(argument, (state.finish() >> 12) as f64)
     }
 
     /// The same on every rank but for rounding.

@@ -1,9 +1,11 @@
 //! Distributed programs: ranks, and heads whose vocabulary is cut among them.
 
+mod checkpoint;
 mod head;
 #[cfg(feature = "mpi")]
 mod mpi;
 
+pub use checkpoint::{save_sharded, ShardedCheckpoint};
 pub use head::VocabParallel;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

@@ -1,6 +1,6 @@
 //! The loss of a mixture whose decoder is cut among the ranks of a distributed program.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{DefaultHasher, Hash};
 
 use candle_core::{DType, Tensor, D};
 
@@ -40,14 +40,13 @@ impl Mixture {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let request = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
-        let hashed = |hash: &dyn Fn(&mut DefaultHasher)| number_of(hash);
         let numbers = [
             Number::equal("positions", positions as f64),
             Number::equal("components", components as f64),
             Number::equal("context_dim", context_dim as f64),
-            Number::equal("dtype", hashed(&|state| self.operands.contexts.dtype().as_str().hash(state))),
-            Number::equal("targets", hashed(&|state| hash_values(targets, state))),
-            Number::equal("options", hashed(&|state| hash_options(options, state))),
+            Number::hashed("dtype", |state| self.operands.contexts.dtype().as_str().hash(state)),
+            Number::hashed("targets", |state| hash_values(targets, state)),
+            Number::hashed("options", |state| hash_options(options, state)),
             Number::equal("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
             Number::equal("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
             Number::close("contexts", projection(&self.operands.contexts).unwrap_or(f64::NAN), ROUNDING),
@@ -104,13 +103,6 @@ fn projection(contexts: &Tensor) -> Result<f64> {
     let sum: f64 = values.iter().enumerate().map(|(i, value)| sign(i) * value).sum();
     let norm = values.iter().map(|value| value * value).sum::<f64>().sqrt();
     Ok(if norm == 0.0 { 0.0 } else { sum / norm })
-}
-
-/// A number that stands for what is hashed, and that f64 has exactly.
-fn number_of(hash: impl FnOnce(&mut DefaultHasher)) -> f64 {
-    let mut state = DefaultHasher::new();
-    hash(&mut state);
-    (state.finish() >> 12) as f64
 }
 
 /// Values that cannot be read are an error of the request.

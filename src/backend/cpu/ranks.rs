@@ -12,8 +12,13 @@ use crate::error::Result;
 /// The ranks that have the rest of the vocabulary.
 pub(super) struct Ranks<'a, F> {
     pub(super) shard: &'a VocabShard,
-    /// The gradient of some contexts, which a thread adds up
-    adding: Option<(Range<usize>, JoinHandle<Result<Vec<F>>>)>,
+    adding: Option<Adding<F>>,
+}
+
+/// The gradient of some contexts, which a thread adds up.
+struct Adding<F> {
+    of: Range<usize>,
+    sum: JoinHandle<Result<Vec<F>>>,
 }
 
 /// A row of a shard, which becomes the whole vocabulary's.
@@ -53,14 +58,14 @@ impl<'a, F: Float + Real> Ranks<'a, F> {
     pub(super) fn start_sum(&mut self, gradient: &[F], of: Range<usize>) {
         let (shard, mut sum) = (self.shard.clone(), gradient[of.clone()].to_vec());
         let add_up = move || shard.collectives().all_reduce_sum(Real::numbers(&mut sum)).map(|()| sum);
-        self.adding = Some((of, std::thread::spawn(add_up)));
+        self.adding = Some(Adding { of, sum: std::thread::spawn(add_up) });
     }
 
     /// Waits for the sum that has been started, if there is one.
     pub(super) fn finish_sum(&mut self, gradient: &mut [F]) -> Result<()> {
-        if let Some((of, adding)) = self.adding.take() {
+        if let Some(Adding { of, sum }) = self.adding.take() {
             // As if this thread had called the engine.
-            let sum = adding.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            let sum = sum.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             gradient[of].copy_from_slice(&sum);
         }
         Ok(())

@@ -1,0 +1,240 @@
+//! One safetensors file: its header is read at once, the bytes of its tensors when they are asked for; and it is
+//! written under a temporary name first.
+
+use std::fs::File;
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::Dtype;
+
+use crate::error::{Error, Result};
+
+/// The bytes before the header, which say how long it is.
+const LENGTH_BYTES: usize = 8;
+
+/// The longest header that the format allows.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+/// A safetensors file that is open. Reads seek and copy: a memory map would be `unsafe`, which only `backend/` may use.
+#[derive(Debug)]
+pub(super) struct TensorFile {
+    pub(super) path: PathBuf,
+    pub(super) header: Metadata,
+    reader: Mutex<File>,
+    /// The place of the first tensor.
+    data_start: u64,
+}
+
+impl TensorFile {
+    /// Reads the header, and checks that the tensors that it lists fill the file.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let mut reader = File::open(path).map_err(|error| Error::checkpoint(path, "a file that can be read", error))?;
+        let unreadable = |error| Error::checkpoint(path, "a header of safetensors", error);
+        let file_bytes = reader.seek(SeekFrom::End(0)).map_err(unreadable)?;
+        reader.rewind().map_err(unreadable)?;
+        let mut length = [0; LENGTH_BYTES];
+        reader.read_exact(&mut length).map_err(unreadable)?;
+        let header_bytes = u64::from_le_bytes(length);
+        let longest = LONGEST_HEADER.min(file_bytes.saturating_sub(LENGTH_BYTES as u64));
+        if header_bytes > longest {
+            let got = format!("a header of {header_bytes} bytes");
+            return Err(Error::checkpoint(path, format!("a header of at most {longest} bytes"), got));
+        }
+        let mut header = vec![0; header_bytes as usize];
+        reader.read_exact(&mut header).map_err(unreadable)?;
+        let header: Metadata = serde_json::from_slice(&header)
+            .map_err(|error| Error::checkpoint(path, "a header of safetensors", error))?;
+        let data_start = LENGTH_BYTES as u64 + header_bytes;
+        match data_start.checked_add(header.data_len() as u64) {
+            Some(expected) if expected == file_bytes => {
+                Ok(TensorFile { path: path.to_owned(), header, reader: Mutex::new(reader), data_start })
+            }
+            _ => {
+                let expected = format!("{} bytes of tensors, as its header says", header.data_len());
+                Err(Error::checkpoint(path, expected, format!("{} bytes", file_bytes - data_start)))
+            }
+        }
+    }
+
+    /// What its header says of a tensor.
+    pub(super) fn info(&self, name: &str) -> Result<&TensorInfo> {
+        self.header.info(name).ok_or_else(|| Error::checkpoint(&self.path, format!("a tensor {name}"), "none"))
+    }
+
+    /// Hands over some bytes of a tensor, which lie within it, block by block.
+    pub(super) fn read(
+        &self,
+        tensor: &TensorInfo,
+        bytes: Range<usize>,
+        mut take: impl FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let start = self.data_start + (tensor.data_offsets.0 + bytes.start) as u64;
+        let unreadable = |error| {
+            let expected = format!("{} bytes from byte {start} on", bytes.len());
+            Error::checkpoint(&self.path, expected, error)
+        };
+        let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        reader.seek(SeekFrom::Start(start)).map_err(unreadable)?;
+        let mut block = vec![0; bytes.len().min(BLOCK_BYTES)];
+        let mut left = bytes.len();
+        while left > 0 {
+            let part = left.min(block.len());
+            reader.read_exact(&mut block[..part]).map_err(unreadable)?;
+            take(&block[..part])?;
+            left -= part;
+        }
+        Ok(())
+    }
+}
+
+/// The bytes that are copied at once.
+pub(super) const BLOCK_BYTES: usize = 4 << 20;
+
+/// A tensor that a file is to hold, and where its values are.
+#[derive(Debug)]
+pub(super) struct Listed<T> {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
+    pub(super) values: T,
+}
+
+/// How the name of a file ends until the file is in its place.
+pub(super) const PARTIAL: &str = ".partial";
+
+/// A file that is not yet in its place: it disappears if it never gets there.
+#[derive(Debug)]
+pub(super) struct Unplaced {
+    temporary: PathBuf,
+    place: PathBuf,
+}
+
+impl Unplaced {
+    /// Writes and syncs a file beside the place that it is for.
+    pub(super) fn write(place: &Path, write: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<Self> {
+        let mut temporary = place.as_os_str().to_owned();
+        temporary.push(PARTIAL);
+        let unplaced = Unplaced { temporary: temporary.into(), place: place.to_owned() };
+        let unwritable = |error| Error::checkpoint(place, "a file that can be written", error);
+        let mut writer = BufWriter::with_capacity(1 << 20, File::create(&unplaced.temporary).map_err(unwritable)?);
+        write(&mut writer)?;
+        let file = writer.into_inner().map_err(|error| unwritable(error.into_error()))?;
+        file.sync_all().map_err(unwritable)?;
+        Ok(unplaced)
+    }
+
+    /// Writes a safetensors file of these tensors, whose bytes `write` writes one tensor after the other.
+    pub(super) fn write_tensors<T>(
+        place: &Path,
+        mut tensors: Vec<Listed<T>>,
+        mut write: impl FnMut(&T, &mut BufWriter<File>) -> Result<()>,
+    ) -> Result<Self> {
+        // The order of the format: the widest dtype first, so that all tensors are aligned.
+        tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
+        let header = header_of(place, &tensors)?;
+        Self::write(place, |writer| {
+            let length = (header.len() as u64).to_le_bytes();
+            writer.write_all(&length).and_then(|()| writer.write_all(&header)).map_err(|e| unwritten(place, e))?;
+            tensors.iter().try_for_each(|tensor| write(&tensor.values, writer))
+        })
+    }
+
+    /// Where the file is until it is in its place.
+    pub(super) fn temporary(&self) -> &Path {
+        &self.temporary
+    }
+
+    /// The place that the file is for.
+    pub(super) fn destination(&self) -> &Path {
+        &self.place
+    }
+
+    /// Renames the file, which replaces one that has its name.
+    pub(super) fn place(self) -> Result<()> {
+        let unplaced = |error| Error::checkpoint(&self.place, "a place for a file", error);
+        std::fs::rename(&self.temporary, &self.place).map_err(unplaced)?;
+        sync_folder(&self.place).map_err(unplaced)
+    }
+}
+
+impl Drop for Unplaced {
+    fn drop(&mut self) {
+        // A file in its place has no temporary name any more.
+        let _ = std::fs::remove_file(&self.temporary);
+    }
+}
+
+/// Bytes of a file that could not be written.
+pub(super) fn unwritten(file: &Path, error: impl ToString) -> Error {
+    Error::checkpoint(file, "tensors that can be written", error)
+}
+
+/// The header of a file that holds these tensors in this order.
+fn header_of<T>(place: &Path, tensors: &[Listed<T>]) -> Result<Vec<u8>> {
+    let too_large = || Error::checkpoint(place, "tensors of fewer than 2^64 bytes", "more");
+    let mut end = 0usize;
+    let mut listed = Vec::with_capacity(tensors.len());
+    for Listed { name, dtype, shape, .. } in tensors {
+        let start = end;
+        end = tensor_bytes(*dtype, shape).and_then(|bytes| end.checked_add(bytes)).ok_or_else(too_large)?;
+        listed.push((name.clone(), TensorInfo { dtype: *dtype, shape: shape.clone(), data_offsets: (start, end) }));
+    }
+    // PyTorch's loaders ask for this entry.
+    let format = [("format".to_owned(), "pt".to_owned())].into();
+    let header = Metadata::new(Some(format), listed).map_err(|error| unwritten(place, error))?;
+    let mut header = serde_json::to_vec(&header).map_err(|error| unwritten(place, error))?;
+    header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
+    match header.len() as u64 <= LONGEST_HEADER {
+        true => Ok(header),
+        false => {
+            let expected = format!("names and shapes in {LONGEST_HEADER} bytes");
+            Err(Error::checkpoint(place, expected, format!("{} bytes", header.len())))
+        }
+    }
+}
+
+/// The bytes of a tensor, if they are a number, as are its strides: sizes beside a size of 0 may be of any magnitude.
+pub(super) fn tensor_bytes(dtype: Dtype, shape: &[usize]) -> Option<usize> {
+    let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &size| bits.checked_mul(size.max(1)))?;
+    let bits = if shape.contains(&0) { 0 } else { bits };
+    bits.is_multiple_of(8).then_some(bits / 8)
+}
+
+/// Makes the names of a folder outlast a crash, where a system can.
+fn sync_folder(file: &Path) -> std::io::Result<()> {
+    if cfg!(not(unix)) {
+        return Ok(());
+    }
+    use std::io::ErrorKind::{InvalidInput, Unsupported};
+    match File::open(folder(file))?.sync_all() {
+        Err(error) if matches!(error.kind(), InvalidInput | Unsupported) => Ok(()),
+        synced => synced,
+    }
+}
+
+/// The folder of a file.
+pub(super) fn folder(file: &Path) -> &Path {
+    match file.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_that_no_program_reads_is_an_error() {
+        let of_name = |bytes: usize| {
+            let listed = Listed { name: "a".repeat(bytes), dtype: Dtype::F32, shape: vec![2], values: () };
+            header_of(Path::new("a.safetensors"), &[listed])
+        };
+        assert!(of_name(1).is_ok());
+        let error = of_name(LONGEST_HEADER as usize).unwrap_err().to_string();
+        assert!(error.starts_with("a.safetensors: expected names and shapes in 100000000 bytes"), "{error}");
+    }
+}

@@ -1,12 +1,24 @@
 #!/usr/bin/env bash
-# Runs tests/mpi.rs with 1 to 4 processes. Needs an MPI and libclang, on Debian `apt-get install openmpi-bin libopenmpi-dev
-# libclang-dev`.
+# Runs tests/mpi.rs with 1 to 4 processes, and the example vocab_parallel, which two processes begin and three go on
+# with, against one. Needs an MPI and libclang, on Debian `apt-get install openmpi-bin libopenmpi-dev libclang-dev`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-build=(cargo test --locked --features mpi --test mpi --no-run --message-format json)
-test=$("${build[@]}" | grep -o '"executable":"[^"]*"' | tail -n 1 | cut -d '"' -f 4)
+executable() {
+    cargo "$@" --locked --features mpi --message-format json | grep -o '"executable":"[^"]*"' | tail -n 1 | cut -d '"' -f 4
+}
+test=$(executable test --test mpi --no-run)
+example=$(executable build --release --example vocab_parallel)
 # Of Open MPI: more processes than cores, and as root.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+run() { RAYON_NUM_THREADS=1 timeout 300 mpirun -n "$@"; }
 for processes in 1 2 3 4; do
-    RAYON_NUM_THREADS=1 timeout 300 mpirun -n "$processes" "$test"
+    run "$processes" "$test"
 done
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+epochs() { run "$1" "$example" --double --dir "$folder/$2" --epochs "${@:3}" | grep ^epoch; }
+one=$(epochs 1 one 2)
+several=$(epochs 2 several 1 && epochs 3 several 2 --resume)
+[[ $one == "$several" ]] || { printf 'One process:\n%s\nSeveral:\n%s\n' "$one" "$several"; exit 1; }
+echo "vocab_parallel: the perplexities of several processes equal those of one"

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 executable() {
     cargo "$@" --locked --features mpi --message-format json | grep -o '"executable":"[^"]*"' | tail -n 1 | cut -d '"' -f 4
 }
-test=$(executable test --test mpi --no-run)
+test=$(executable test --release --test mpi --no-run)
 example=$(executable build --release --example vocab_parallel)
 # Of Open MPI: more processes than cores, and as root.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1

@@ -103,15 +103,16 @@ fn main() -> Result<()> {
     let ids = shard.as_ref().map_or(0..vocab, VocabShard::range);
 
     let device = &Device::Cpu;
-    // The same on every rank, as are the contexts of a model.
-    let contexts =
-        (Tensor::arange(0u32, (positions * components * d) as u32, device)?.to_dtype(DType::F32)? * 1.7)?.sin()?;
-    let contexts = Var::from_tensor(&contexts.reshape((positions, components, d))?)?;
-    let log_priors =
-        (Tensor::arange(0u32, (positions * components) as u32, device)?.to_dtype(DType::F32)? * 0.9)?.cos()?;
-    let log_priors = log_softmax(&log_priors.reshape((positions, components))?, D::Minus1)?;
+    // The same whatever the ranks are.
+    let values = |of: std::ops::Range<usize>, scale: f64, factor: f64| {
+        (Tensor::arange(of.start as u32, of.end as u32, device)?.to_dtype(DType::F32)? * scale)?.sin()? * factor
+    };
+    let contexts = values(0..positions * components * d, 1.7, 1.0)?.reshape((positions, components, d))?;
+    let contexts = Var::from_tensor(&contexts)?;
+    let log_priors = values(0..positions * components, 0.9, 1.0)?.reshape((positions, components))?;
+    let log_priors = log_softmax(&log_priors, D::Minus1)?;
     let log_priors = (components > 1).then(|| Var::from_tensor(&log_priors)).transpose()?;
-    let weight = Var::from_tensor(&(Tensor::randn(0f32, 1.0, (ids.len(), d), device)? * 0.06)?)?;
+    let weight = Var::from_tensor(&values(ids.start * d..ids.end * d, 2.3, 0.06)?.reshape((ids.len(), d))?)?;
     let bias = Var::zeros(ids.len(), DType::F32, device)?;
     let targets = Tensor::from_iter((0..positions).map(|t| (t * 7919 % vocab) as u32), device)?;
     let options = LossOptions::new().with_label_smoothing(args.smoothing);

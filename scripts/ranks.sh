@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Times a vocabulary-parallel loss: two processes of one thread, and one process of two threads with the whole vocabulary,
+# in turn; then the memory of 1, 2 and 4 processes. Prints JSON lines. Needs what scripts/mpi.sh needs, and 8 GiB.
+#
+#   scripts/ranks.sh [ROUNDS]     ten minutes for 3 rounds on 2 cores, which should have nothing else to do
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cargo build --quiet --locked --release -p lab --features mpi --bin ranks
+program=${CARGO_TARGET_DIR:-target}/release/ranks
+# Of Open MPI: more processes than cores, and as root.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+ranks() { RAYON_NUM_THREADS=1 mpirun -n "$1" "$program" "${@:2}"; }
+for ((round = 0; round < ${1:-3}; round++)); do
+    for shape in ptb llm; do
+        ranks 2 --shape "$shape"
+        RAYON_NUM_THREADS=2 "$program" --shape "$shape" --whole
+    done
+    ranks 2 --shape ptb --smoothing 0.1
+    RAYON_NUM_THREADS=2 "$program" --shape ptb --smoothing 0.1 --whole
+done
+for processes in 1 2 4; do
+    ranks "$processes" --shape llm --reps 1
+done

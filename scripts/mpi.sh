@@ -10,13 +10,14 @@ test=$(executable test --release --test mpi --no-run)
 example=$(executable build --release --example vocab_parallel)
 # Of Open MPI: more processes than cores, and as root.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
-run() { RAYON_NUM_THREADS=1 timeout 300 mpirun -n "$@"; }
-for processes in 1 2 3 4; do
-    run "$processes" "$test"
-done
-
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
+run() { RAYON_NUM_THREADS=1 timeout 300 mpirun -n "$@"; }
+for processes in 1 2 3 4; do
+    run "$processes" "$test" | tee "$folder/first"
+    run "$processes" "$test" | diff "$folder/first" - # the same bits in every run
+done
+
 epochs() { run "$1" "$example" --double --dir "$folder/$2" --epochs "${@:3}" | grep ^epoch; }
 one=$(epochs 1 one 2)
 several=$(epochs 2 several 1 && epochs 3 several 2 --resume)

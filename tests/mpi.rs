@@ -9,6 +9,7 @@ mod checkpoint;
 #[path = "common/vocabulary.rs"]
 mod vocabulary;
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use mos_head::{Collectives, Error, Mpi, Numbers, Result, VocabShard};
@@ -26,12 +27,19 @@ fn main() -> Result<()> {
     assert!((0..count).all(|rank| (0..n).all(|i| all[rank * n + i] == of_rank(rank, i))));
     ranks.all_reduce_sum(Numbers::F64(&mut numbers))?;
     assert!((0..n).all(|i| numbers[i] == (0..count).map(|rank| of_rank(rank, i)).sum::<f64>()));
+    // Rounding depends on the order of a sum, which must be the same for every rank.
+    let mut numbers: Vec<f32> = (0..n).map(|i| ((i + 7 * rank) as f32).sin()).collect();
+    ranks.all_reduce_sum(Numbers::F32(&mut numbers))?;
+    let mut bits = DefaultHasher::new();
+    numbers.iter().for_each(|number| number.to_bits().hash(&mut bits));
+    let of_ranks = ranks.all_gather(&[(bits.finish() >> 12) as f64])?;
+    assert!(of_ranks.iter().all(|of_rank| *of_rank == of_ranks[0]), "{of_ranks:?}");
     let mut numbers: Vec<f32> = (0..n).map(|i| of_rank(rank, i) as f32).collect();
     ranks.broadcast(Numbers::F32(&mut numbers), count - 1)?;
     assert!((0..n).all(|i| numbers[i] == of_rank(count - 1, i) as f32));
     assert!(ranks.broadcast(Numbers::F32(&mut numbers), count).is_err());
 
-    vocabulary::equals_the_whole(&ranks)?;
+    let bits = vocabulary::equals_the_whole(&ranks)?;
     checkpoint::loads_with_another_cut(&ranks)?;
 
     // A rank that has ended does not let another wait.
@@ -42,7 +50,7 @@ fn main() -> Result<()> {
         drop(ranks);
     }
     if rank == 0 {
-        println!("{count} processes equal one");
+        println!("{count} processes equal one (bits of the first: {bits:016x})");
     }
     Ok(())
 }

@@ -57,7 +57,7 @@ fn a_head_has_the_whole_vocabulary_and_log_probs_of_ids() -> Result<()> {
         let rows = weight.narrow(0, shard.range().start, shard.range().len())?;
         let head = VocabParallel::new(SoftmaxHead::from_tensors(rows, None)?, shard)?;
         assert_eq!((head.hidden_size(), head.vocab_size()), (D, 50));
-        assert!(matches!(head.top_k(&hidden, 3), Err(Error::Unsupported { option: OptionName::LogProbs, .. })));
+        assert!(matches!(head.log_probs(&hidden), Err(Error::Unsupported { option: OptionName::LogProbs, .. })));
         numbers(&head.log_prob(&hidden, &token_ids)?)
     }) {
         for (found, expected) in found?.iter().zip(&expected) {

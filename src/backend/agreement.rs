@@ -15,6 +15,7 @@ pub(crate) enum Call {
     Cut,
     Loss,
     Save,
+    Decoding,
 }
 
 /// A number that stands for an argument.

@@ -481,6 +481,13 @@ pub(crate) trait Backend {
     /// Runs a query on each position's distribution.
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>>;
 
+    /// The same of a shard: a distribution is the part of its own ids, with their log-probabilities under the whole
+    /// vocabulary. Every rank calls it.
+    fn visit_shard<V: Visit>(&self, operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
+        let (_, _, got) = (shard, visit, format!("{:?}", operands.contexts.device().location()));
+        Err(Error::Device { argument: "contexts", expected: "Cpu".into(), got })
+    }
+
     /// The product of two matrices.
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
         Ok(left.matmul(right)?)

@@ -29,6 +29,7 @@ use contract::{
 };
 use divergence::DivergenceTerms;
 use plan::Plan;
+use shard::VocabShard;
 
 /// Evaluates `$call` with `$backend` bound to the backend of `$device`.
 macro_rules! on_device {
@@ -125,6 +126,10 @@ pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
 
 pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
     on_device!(operands.contexts.device(), backend => backend.visit(operands, visit))
+}
+
+pub(crate) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
+    on_device!(operands.contexts.device(), backend => backend.visit_shard(operands, shard, visit))
 }
 
 pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {

@@ -10,6 +10,7 @@ mod pruning;
 mod sampler;
 mod sampling;
 mod top_k;
+mod vocab_parallel;
 mod within;
 
 pub use next_token::{Constraints, NextToken, TokenRequest};

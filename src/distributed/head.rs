@@ -2,16 +2,20 @@
 
 use candle_core::{DType, Tensor};
 
+use crate::backend::agreement::Call;
 use crate::backend::shard::VocabShard;
+use crate::decoding::{NextToken, TokenRequest, TopK};
 use crate::error::{Error, OptionName, Result};
 use crate::heads::{MixtureLayer, OutputLayer};
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
+use crate::tensors::dropout::DropoutMasks;
 
 /// A head that is a [`MixtureLayer`], each of whose ranks has the decoder's rows of its [`VocabShard`]; the projection is
 /// the same on every rank. [`OutputLayer::loss`] is [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss):
 /// the loss of the whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection;
-/// the decoder's gradient has the rank's own rows.
+/// the decoder's gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are those of the whole
+/// vocabulary too; what needs the log-probabilities of all ids as a tensor is [`Error::Unsupported`].
 ///
 /// Every rank calls it with the same hidden states and targets. Dropout needs the same masks on every rank:
 /// [`DropoutMasks::Seeded`](crate::DropoutMasks::Seeded) with the same seed, or none.
@@ -69,6 +73,14 @@ impl<H: MixtureLayer> VocabParallel<H> {
     pub fn shard(&self) -> &VocabShard {
         &self.shard
     }
+
+    /// The mixture of this rank; if it has an error, the other ranks of the call know of it.
+    fn mixture(&self, call: Call, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
+        match self.head.mixture(hidden, dropout) {
+            Err(error) => self.shard.agree(call, Err(error), &[]),
+            mixture => mixture,
+        }
+    }
 }
 
 impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
@@ -82,8 +94,15 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let mixture = self.head.mixture(hidden, options.dropout);
-        Mixture::vocab_parallel_loss_of(mixture, &self.shard, targets, options)
+        self.mixture(Call::Loss, hidden, options.dropout)?.vocab_parallel_loss(&self.shard, targets, options)
+    }
+
+    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+        self.mixture(Call::Decoding, hidden, DropoutMasks::Off)?.vocab_parallel_top_k(&self.shard, k)
+    }
+
+    fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        self.mixture(Call::Decoding, hidden, DropoutMasks::Off)?.vocab_parallel_next_tokens(&self.shard, requests)
     }
 
     /// Not supported: no rank has room for them.

@@ -37,41 +37,42 @@ impl Mixture {
     /// makes another call. [`Error::Unsupported`]
     /// for a loss over a sample of the vocabulary; an error for tensors that are not on the CPU.
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let request = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let numbers = [
-            Number::equal("positions", positions as f64),
-            Number::equal("components", components as f64),
-            Number::equal("context_dim", context_dim as f64),
-            Number::hashed("dtype", |state| self.operands.contexts.dtype().as_str().hash(state)),
             Number::hashed("targets", |state| hash_values(targets, state)),
             Number::hashed("options", |state| hash_options(options, state)),
             Number::equal("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
             Number::equal("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
-            Number::close("contexts", projection(&self.operands.contexts).unwrap_or(f64::NAN), ROUNDING),
         ];
-        let request = shard.agree(Call::Loss, request, &numbers)?;
+        let request = self.agree(shard, Call::Loss, request, numbers)?;
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
         let objective = TargetLoss { shard: Some(shard.clone()), ..request.target_loss(dtype)? };
         self.fused_loss(objective, &request)
     }
 
-    /// [`Mixture::vocab_parallel_loss`] of a mixture that may have an error, of which the other ranks then know.
-    pub(crate) fn vocab_parallel_loss_of(
-        mixture: Result<Mixture>,
+    /// What this rank's check has found, if the mixtures of all ranks and these numbers agree.
+    pub(crate) fn agree<T, const N: usize>(
+        &self,
         shard: &VocabShard,
-        targets: &Tensor,
-        options: &LossOptions,
-    ) -> Result<Loss> {
-        match mixture {
-            Ok(mixture) => mixture.vocab_parallel_loss(shard, targets, options),
-            Err(error) => shard.agree(Call::Loss, Err(error), &[]),
-        }
+        call: Call,
+        checked: Result<T>,
+        numbers: [Number; N],
+    ) -> Result<T> {
+        let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
+        let contexts = &self.operands.contexts;
+        let of_mixture = [
+            Number::equal("positions", positions as f64),
+            Number::equal("components", components as f64),
+            Number::equal("context_dim", context_dim as f64),
+            Number::hashed("dtype", |state| contexts.dtype().as_str().hash(state)),
+            Number::close("contexts", projection(contexts).unwrap_or(f64::NAN), ROUNDING),
+        ];
+        shard.agree(call, checked, &[&of_mixture[..], &numbers[..]].concat())
     }
 
-    /// The request, if this rank's arguments have no errors.
-    fn checked<'a>(&self, shard: &VocabShard, targets: &'a Tensor, options: &'a LossOptions) -> Result<Request<'a>> {
+    /// Checks that this mixture has the rows of a shard, on the CPU.
+    pub(crate) fn check_shard(&self, shard: &VocabShard) -> Result<()> {
         let Operands { contexts, sizes, .. } = &self.operands;
         if !contexts.device().is_cpu() {
             let got = format!("{:?}", contexts.device().location());
@@ -81,6 +82,13 @@ impl Mixture {
             let expected = format!("{} rows, as the shard {:?}", shard.range().len(), shard.range());
             return Err(Error::config("decoder", expected, sizes.vocab));
         }
+        Ok(())
+    }
+
+    /// The request, if this rank's arguments have no errors.
+    fn checked<'a>(&self, shard: &VocabShard, targets: &'a Tensor, options: &'a LossOptions) -> Result<Request<'a>> {
+        self.check_shard(shard)?;
+        let contexts = &self.operands.contexts;
         let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
         use OptionName::{Correct, GradientFilter, LabelSmoothing, ZLoss};
         request.require("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, GradientFilter, Correct])?;

@@ -14,6 +14,7 @@ use crate::backend::cpu::dtype::Element;
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;
+use crate::backend::shard::VocabShard;
 use crate::error::Result;
 
 /// The `k` most probable ids and their log-probabilities, each `[positions, k]`.
@@ -34,20 +35,22 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
             }
             Ok(best)
         }),
-        Computation::TwoPasses => visit::<T, _, _>(products, operands, plan, &Best { k }),
+        Computation::TwoPasses => visit::<T, _, _>(products, operands, None, plan, &Best { k }),
     }?;
     tensors(&best, k, T::Acc::DTYPE, &Device::Cpu)
 }
 
-/// Runs a query on each position's distribution.
+/// Runs a query on each position's distribution, or on a shard's part of it.
 pub(super) fn visit<T: Element, X: Products<T>, V: Visit>(
     products: X,
     operands: &Operands,
+    shard: Option<&VocabShard>,
     plan: &Plan,
     visit: &V,
 ) -> Result<Vec<V::Output>> {
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(products, inputs, plan).with_independent_positions();
+        let passes = TwoPasses::new(products, inputs, plan).with_independent_positions();
+        let mut passes = passes.with_shard(shard);
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
             passes.logits(positions.clone())?;

@@ -44,6 +44,7 @@ use crate::backend::contract::{
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::schedule::Steps;
+use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 use crate::tensors::kept::IdLists;
@@ -151,7 +152,15 @@ impl Backend for Cpu {
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
         let plan = self.plan(operands, Task::decoding(), None)?;
         with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, &plan, products => decoding::visit::<T, _, V>(products, operands, &plan, visit))
+            with_products!(T, &plan, products => decoding::visit::<T, _, V>(products, operands, None, &plan, visit))
+        })
+    }
+
+    fn visit_shard<V: Visit>(&self, operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
+        let plan = shard.agreed(self.plan(operands, Task::decoding(), None))?;
+        let shard = Some(shard);
+        with_type!(operands.contexts.dtype(), T => {
+            with_products!(T, &plan, products => decoding::visit::<T, _, V>(products, operands, shard, &plan, visit))
         })
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use rayon::prelude::*;
@@ -207,6 +208,12 @@ impl History {
         let occurrence = self.occurrences.entry(id).or_default();
         occurrence.generated = occurrence.generated.saturating_add(1);
         self.generated += 1;
+    }
+
+    pub(super) fn hash(&self, state: &mut impl Hasher) {
+        let mut occurrences: Vec<_> = self.occurrences.iter().map(|(id, of)| (id, of.generated)).collect();
+        occurrences.sort_unstable();
+        (self.generated, occurrences).hash(state);
     }
 
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {

@@ -5,6 +5,7 @@ mod draw;
 mod kept;
 mod noise;
 mod request;
+mod vocab_parallel;
 
 use candle_core::Tensor;
 use rayon::prelude::*;
@@ -96,15 +97,21 @@ impl Visit for Next<'_> {
         if !distribution.is_valid() {
             return Err(Error::Distribution { position });
         }
+        let offset = distribution.logit_offset().map_or(0.0, Real::f64);
+        self.answer(position, &of_all_ids(distribution), offset)
+    }
+}
+
+impl Next<'_> {
+    /// The next token id of a position, from the log-probabilities of all ids and what their logits exceed these by.
+    fn answer(&self, position: usize, log_probs: &[f64], offset: f64) -> Result<NextToken> {
         let request = self.requests[position];
-        let log_probs = of_all_ids(distribution);
         let best = match request.best {
             0 => Vec::new(),
-            n => best(&Computed::of(&log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
+            n => best(&Computed::of(log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
         };
-        let offset = distribution.logit_offset().map_or(0.0, Real::f64);
-        let changed = request.constraints.changed(&log_probs, offset, &request.history);
-        let z = changed.as_deref().unwrap_or(&log_probs);
+        let changed = request.constraints.changed(log_probs, offset, &request.history);
+        let z = changed.as_deref().unwrap_or(log_probs);
         if changed.is_some() {
             check(z, position)?;
         }
@@ -115,7 +122,7 @@ impl Visit for Next<'_> {
             log_prob: log_probs[drawn.id as usize],
             sampled_log_prob: drawn.log_prob,
             best,
-            entropy: request.entropy.then(|| entropy(&log_probs)),
+            entropy: request.entropy.then(|| entropy(log_probs)),
         })
     }
 }

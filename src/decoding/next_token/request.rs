@@ -1,5 +1,7 @@
 //! What a position asks for: how its next token id is drawn, and what else is returned.
 
+use std::hash::{Hash, Hasher};
+
 use super::constraints::{Constraints, History};
 use super::noise::Noise;
 use crate::decoding::Sampling;
@@ -102,6 +104,13 @@ impl TokenRequest {
 
     pub(super) fn noise(&self) -> Noise {
         Noise::new(self.seed, self.history.generated)
+    }
+
+    /// Hashes everything but a processor.
+    pub(super) fn hash(&self, state: &mut impl Hasher) {
+        let TokenRequest { sampling, seed, constraints, history, best, entropy } = self;
+        (seed, best, entropy, format!("{sampling:?} {constraints:?}")).hash(state);
+        history.hash(state);
     }
 
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {

@@ -385,16 +385,16 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
 
     /// Makes the chunk's log-sum-exps, and the logits of its targets, the whole vocabulary's.
     fn join_ranks(&mut self, positions: Range<usize>) -> Result<()> {
-        let (Some(ranks), Some(targets)) = (&mut self.ranks, self.targets) else { return Ok(()) };
+        let Some(ranks) = &mut self.ranks else { return Ok(()) };
         ranks.finish_sum(&mut self.gradients.contexts)?;
-        let components = self.inputs.sizes.components;
+        let (components, targets) = (self.inputs.sizes.components, self.targets);
         let position = |i: usize| positions.start + i / components;
         self.target_logits.clear();
-        self.target_logits.extend((0..self.lse.len()).map(|i| match targets.row(position(i)) {
+        self.target_logits.extend((0..self.lse.len()).map(|i| match targets.and_then(|of| of.row(position(i))) {
             None | Some(ELSEWHERE) => num_traits::Float::neg_infinity(),
             Some(id) => self.logits[i * self.stride + id],
         }));
-        let owner = |i: usize| targets.id(position(i)).map(|id| ranks.shard.owner(id));
+        let owner = |i: usize| targets?.id(position(i)).map(|id| ranks.shard.owner(id));
         let rows = self.lse.iter_mut().zip(&mut self.target_logits).enumerate();
         ranks.join(rows.map(|(i, (lse, target_logit))| SharedRow { lse, target_logit, owner: owner(i) }))
     }

@@ -1,11 +1,13 @@
-//! Processes of an MPI program as ranks: losses and gradients of a vocabulary that they share are those of the whole one,
-//! and a checkpoint that they save loads with another cut.
+//! Processes of an MPI program as ranks: losses, gradients and what is decoded of a vocabulary that they share are those of
+//! the whole one, and a checkpoint that they save loads with another cut.
 //!
 //!     cargo build --features mpi --test mpi
 //!     mpirun -n 3 target/debug/deps/mpi-..    # scripts/mpi.sh finds the name, and runs 1 to 4 processes
 
 #[path = "common/checkpoint.rs"]
 mod checkpoint;
+#[path = "common/decoding.rs"]
+mod decoding;
 #[path = "common/vocabulary.rs"]
 mod vocabulary;
 
@@ -40,6 +42,7 @@ fn main() -> Result<()> {
     assert!(ranks.broadcast(Numbers::F32(&mut numbers), count).is_err());
 
     let bits = vocabulary::equals_the_whole(&ranks)?;
+    decoding::equals_the_whole(&ranks)?;
     checkpoint::loads_with_another_cut(&ranks)?;
 
     // A rank that has ended does not let another wait.

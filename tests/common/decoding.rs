@@ -1,0 +1,114 @@
+//! Decoding with a head whose vocabulary is cut among ranks, beside the whole head.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use mos_head::{
+    BeamSearch, Collectives, Constraints, Error, MixtureConfig, MixtureOfSoftmaxes, NextToken, OutputLayer, Result,
+    Sampling, TokenRequest, VocabParallel, VocabShard,
+};
+
+pub const VOCAB: usize = 1301;
+pub const HIDDEN: usize = 12;
+
+pub fn tensor(shape: &[usize], seed: usize) -> Result<Tensor> {
+    let values = (0..shape.iter().product()).map(|i| ((i * 7919 + seed * 104_729 + i / 13) % 201) as f32 / 50.0 - 2.0);
+    Ok(Tensor::from_iter(values, &Device::Cpu)?.reshape(shape)?)
+}
+
+/// A mixture of softmaxes over these ids. Ids that differ by 700 are equally probable.
+pub fn head(components: usize, ids: std::ops::Range<usize>) -> Result<MixtureOfSoftmaxes> {
+    let half = tensor(&[700, HIDDEN], 1)?;
+    let weight = Tensor::cat(&[&half, &half], 0)?.narrow(0, ids.start, ids.len())?;
+    let named = [
+        ("decoder.weight", weight),
+        ("decoder.bias", Tensor::zeros(ids.len(), DType::F32, &Device::Cpu)?),
+        ("prior.weight", tensor(&[components, HIDDEN], 2)?),
+        ("latent.weight", (tensor(&[components * HIDDEN, HIDDEN], 3)? * 0.3)?),
+        ("latent.bias", tensor(&[components * HIDDEN], 4)?),
+    ];
+    let named = named.map(|(name, tensor)| (name.to_owned(), tensor)).into_iter().collect();
+    let vb = candle_nn::VarBuilder::from_tensors(named, DType::F32, &Device::Cpu);
+    MixtureOfSoftmaxes::new(&MixtureConfig::new(HIDDEN, ids.len(), components), vb)
+}
+
+/// What a head that is cut among the ranks decodes is what the whole head does.
+pub fn equals_the_whole(ranks: &Arc<dyn Collectives>) -> Result<()> {
+    let last = ranks.rank() + 1 == ranks.ranks();
+    let shards = [
+        VocabShard::new(ranks.clone(), VOCAB)?,
+        // Fewer ids than are asked for.
+        VocabShard::with_rows(ranks.clone(), if last { VOCAB - 3 * (ranks.ranks() - 1) } else { 3 })?,
+    ];
+    for components in [1, 3] {
+        let whole = head(components, 0..VOCAB)?;
+        for shard in &shards {
+            let cut = VocabParallel::new(head(components, shard.range())?, shard.clone())?;
+            ranks_as(&cut, &whole)?;
+            draws_as(&cut, &whole)?;
+            assert_eq!(sequences(&cut)?, sequences(&whole)?);
+        }
+    }
+    Ok(())
+}
+
+fn ranks_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
+    let hidden = tensor(&[2, 3, HIDDEN], 5)?;
+    let (found, expected) = (cut.top_k(&hidden, 20)?, whole.top_k(&hidden, 20)?);
+    let ids = expected.token_ids.to_vec3::<u32>()?;
+    assert_eq!(found.token_ids.to_vec3::<u32>()?, ids);
+    // Some of equal probability are on several ranks.
+    assert!(ids.iter().flatten().any(|ids| ids.windows(2).any(|pair| pair[1] == pair[0] + 700)));
+    let difference = (found.log_probs - expected.log_probs)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
+    assert!(difference < 1e-5, "{difference}");
+    assert_eq!(cut.argmax(&hidden)?.to_vec2::<u32>()?, whole.argmax(&hidden)?.to_vec2::<u32>()?);
+    Ok(())
+}
+
+fn draws_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
+    for (found, expected) in drawn(cut)?.iter().zip(drawn(whole)?) {
+        assert_eq!(found.token_id, expected.token_id);
+        let close = |a: f64, b: f64| (a - b).abs() < 1e-4;
+        assert!(close(found.log_prob, expected.log_prob), "{found:?} {expected:?}");
+        assert!(close(found.sampled_log_prob, expected.sampled_log_prob), "{found:?} {expected:?}");
+        assert!(close(found.entropy.expect("asked for"), expected.entropy.expect("asked for")));
+        assert!(found.best.iter().zip(&expected.best).all(|(a, b)| a.0 == b.0 && close(a.1, b.1)));
+    }
+    Ok(())
+}
+
+/// Four token ids of each request.
+fn drawn(head: &dyn OutputLayer) -> Result<Vec<NextToken>> {
+    let samplings = [
+        Sampling::new(),
+        Sampling::greedy(),
+        Sampling::new().with_temperature(0.7).with_top_p(0.8),
+        Sampling::new().with_min_p(0.05),
+        Sampling::new().with_top_k(7).with_top_p(0.9),
+    ];
+    let constraints = Constraints::new().with_repetition_penalty(1.3).with_banned(&[0, 1300]);
+    let request = |(seed, sampling): (usize, Sampling)| {
+        let request = TokenRequest::new(sampling, seed as u64)?.with_best(6).with_entropy(true);
+        if seed % 2 == 0 {
+            return Ok(request);
+        }
+        request.with_constraints(constraints.clone())
+    };
+    let mut requests = samplings.into_iter().enumerate().map(request).collect::<Result<Vec<_>>>()?;
+    let mut drawn = Vec::new();
+    for step in 0..4 {
+        let hidden = tensor(&[requests.len(), HIDDEN], 6 + step)?;
+        let next = head.next_tokens(&hidden, &requests.iter().collect::<Vec<_>>())?;
+        requests.iter_mut().zip(&next).for_each(|(request, next)| request.push(next.token_id));
+        drawn.extend(next);
+    }
+    Ok(drawn)
+}
+
+/// The sequences that a beam search finds.
+fn sequences(head: &dyn OutputLayer) -> Result<Vec<Vec<u32>>> {
+    let (start, states) = (Tensor::new(&[3u32, 699], &Device::Cpu)?, tensor(&[VOCAB, HIDDEN], 9)?);
+    let search = BeamSearch::new(0).with_width(4).with_max_length(5).with_n_best(2);
+    let found = search.run(head, &start, |tokens, _| Ok::<_, Error>(states.index_select(tokens, 0)?))?;
+    Ok(found.into_iter().flatten().map(|hypothesis| hypothesis.token_ids).collect())
+}

@@ -209,21 +209,25 @@ fn train(args: &Args, ranks: Arc<dyn Collectives>) -> Result<()> {
     let evaluate = || Ok::<_, Box<dyn Error>>(model.read(&valid, &LossOptions::evaluation(), |_, _| Ok(()))?.exp());
 
     let done = if args.resume { model.load(&index)? } else { 0 };
+    let mut perplexity = evaluate()?;
     for epoch in done..args.epochs {
         let nll = model.read(&train, &LossOptions::new(), |window, loss| {
             model.step(&loss.backward()?, (epoch as usize * WINDOWS + window + 1) as f64)
         })?;
-        let valid = evaluate()?;
+        perplexity = evaluate()?;
         model.save(&index, epoch + 1)?;
         if is_first {
-            println!("epoch {}  perplexity: train {:.9}  valid {valid:.9}", epoch + 1, nll.exp());
+            println!("epoch {}  perplexity: train {:.9}  valid {perplexity:.9}", epoch + 1, nll.exp());
         }
     }
 
-    let valid = evaluate()?;
     if is_first {
         let rows = model.head.shard().range().len();
-        println!("{} processes: valid perplexity {valid:.9}, the language has {:.9}", ranks.ranks(), entropy.exp());
+        println!(
+            "{} processes: valid perplexity {perplexity:.9}, the language has {:.9}",
+            ranks.ranks(),
+            entropy.exp()
+        );
         println!("the decoder of the first: {rows} rows, {} bytes", rows * (CONTEXT + 1) * dtype.size_in_bytes());
     }
     Ok(())

@@ -6,7 +6,7 @@ use crate::backend::collectives::Collectives;
 use crate::error::{Error, Result};
 
 /// The calls that all ranks make together.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Call {
     /// A rank makes no other call.
     #[cfg_attr(not(feature = "mpi"), allow(dead_code))]
@@ -55,10 +55,13 @@ impl Number {
 /// The numbers of a first exchange: as many for each call, as engines expect.
 const NUMBERS: usize = 16;
 
-/// The numbers that all ranks send: which call they make, whether they have an error, and numbers of the call.
-fn exchange(collectives: &dyn Collectives, call: Call, failed: bool, numbers: &[Number]) -> Result<Vec<Vec<f64>>> {
+/// What [`Error::Ranks`] names where a rank has an error of its own.
+pub(crate) const WITHOUT_ERROR: &str = "arguments without an error";
+
+/// The numbers that all ranks send: which call they make, whether they have no error, and numbers of the call.
+fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[Number]) -> Result<Vec<Vec<f64>>> {
     debug_assert!(numbers.len() + 2 <= NUMBERS);
-    let mut sent = vec![call as u8 as f64, f64::from(u8::from(failed))];
+    let mut sent = vec![call as u8 as f64, f64::from(u8::from(is_ok))];
     sent.extend(numbers.iter().map(|number| number.value));
     sent.resize(NUMBERS, 0.0);
     let all = collectives.all_gather(&sent)?;
@@ -66,17 +69,18 @@ fn exchange(collectives: &dyn Collectives, call: Call, failed: bool, numbers: &[
 }
 
 /// What this rank's check has found, and the numbers of all ranks; an error on every rank if one of them has found one, if a
-/// number is not the same everywhere, or if a rank makes another call. Every rank calls it with the same numbers.
+/// number is not the same everywhere, or if a rank makes another call. Every rank calls it with the same names, unless it
+/// has an error.
 pub(crate) fn agree<T>(
     collectives: &dyn Collectives,
     call: Call,
     checked: Result<T>,
     numbers: &[Number],
 ) -> Result<(T, Vec<Vec<f64>>)> {
-    let mut of_ranks = exchange(collectives, call, checked.is_err(), numbers)?;
+    let mut of_ranks = exchange(collectives, call, checked.is_ok(), numbers)?;
     let checked = checked?;
-    let first = [Number::equal("the call (0 is the end)", 0.0), Number::equal("arguments without an error", 0.0)];
-    for (number, of_ranks) in first.iter().chain(numbers).zip(&of_ranks) {
+    let of_calls = [Number::equal("the call (0 is the end)", 0.0), Number::equal(WITHOUT_ERROR, 0.0)];
+    for (number, of_ranks) in of_calls.iter().chain(numbers).zip(&of_ranks) {
         let is_same = |of_rank: f64| match of_ranks[0] {
             first if first.is_nan() => of_rank.is_nan(),
             first => of_rank == first || (of_rank - first).abs() <= number.tolerance,
@@ -85,12 +89,12 @@ pub(crate) fn agree<T>(
             return Err(Error::Ranks { argument: number.argument, of_ranks: of_ranks.clone() });
         }
     }
-    Ok((checked, of_ranks.split_off(first.len())))
+    Ok((checked, of_ranks.split_off(of_calls.len())))
 }
 
 /// Waits until all ranks end. Another rank that makes a call gets an error instead of an answer.
 #[cfg_attr(not(feature = "mpi"), allow(dead_code))]
 pub(crate) fn end(collectives: &dyn Collectives) {
     let ends = |of_rank: &f64| *of_rank == Call::End as u8 as f64;
-    while exchange(collectives, Call::End, false, &[]).is_ok_and(|of_ranks| !of_ranks[0].iter().all(ends)) {}
+    while exchange(collectives, Call::End, true, &[]).is_ok_and(|of_ranks| !of_ranks[0].iter().all(ends)) {}
 }

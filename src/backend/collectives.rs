@@ -25,7 +25,8 @@ impl Numbers<'_> {
 
 /// The collective operations of the ranks of a distributed program, each a process with a shard of the vocabulary
 /// ([`VocabParallel`](crate::VocabParallel)). All ranks call the same operations with as many numbers in the same order;
-/// an operation returns when the others have called it.
+/// an operation returns when the others have called it. Operations follow one another, but not all are called by the same
+/// thread.
 ///
 /// With the feature `mpi`, `Mpi` is one, for MPI. Another engine implements this trait.
 pub trait Collectives: fmt::Debug + Send + Sync {

@@ -35,7 +35,8 @@ impl VocabShard {
     ///
     /// # Errors
     ///
-    /// If there are fewer token ids than ranks, or more than 2^32 - 1; [`Error::Ranks`] if the ranks give different sizes.
+    /// If there are fewer token ids than ranks, or more than 2^32 - 1; [`Error::Ranks`] if the ranks give different sizes, or
+    /// one calls [`VocabShard::with_rows`].
     pub fn new(collectives: Arc<dyn Collectives>, vocab_size: usize) -> Result<Self> {
         let ranks = collectives.ranks();
         let cut = |rank: usize| rank * vocab_size / ranks;
@@ -112,11 +113,11 @@ impl VocabShard {
 
     /// The plan with the smallest chunks of all ranks, which have rows and processors of their own.
     pub(crate) fn agreed(&self, plan: Result<Plan>) -> Result<Plan> {
-        let chunk = plan.as_ref().map_or(0, |plan| plan.positions_per_chunk);
-        let chunks = self.collectives.all_gather(&[chunk as f64])?;
+        let chunk = plan.as_ref().map_or(-1.0, |plan| plan.positions_per_chunk as f64);
+        let chunks = self.collectives.all_gather(&[chunk])?;
         let plan = plan?;
         let least = chunks.iter().copied().fold(f64::INFINITY, f64::min);
-        match least == 0.0 && plan.positions > 0 {
+        match least < 0.0 {
             // Another rank's budget does not suffice.
             true => Err(Error::Ranks { argument: "workspace_bytes for a position", of_ranks: chunks }),
             false => Ok(plan.with_positions_per_chunk(least as usize)),

@@ -89,9 +89,13 @@ impl Mpi {
     }
 }
 
-/// Ends when all ranks do; a rank that still makes a call gets [`Error::Ranks`].
+/// Ends when all ranks do; a rank that still makes a call gets [`Error::Ranks`]. A rank that panics, perhaps inside a call of
+/// all, ends the program.
 impl Drop for Mpi {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            SimpleCommunicator::world().abort(1);
+        }
         end(self);
     }
 }

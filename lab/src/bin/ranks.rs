@@ -5,7 +5,7 @@
 //!     RAYON_NUM_THREADS=2 target/release/ranks --whole
 //!     RAYON_NUM_THREADS=1 mpirun -n 2 target/release/ranks
 //!
-//! scripts/measure/ranks.sh runs both in turn.
+//! scripts/ranks.sh runs both in turn.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;

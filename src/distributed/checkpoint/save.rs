@@ -10,7 +10,7 @@ use candle_core::Tensor;
 use super::index::{Index, Names, RowsName};
 use super::load::ShardedCheckpoint;
 use super::tensor_file::{tensor_bytes, unwritten, Listed, Unplaced, BLOCK_BYTES};
-use crate::backend::agreement::{Call, Number};
+use crate::backend::agreement::{Call, Number, WITHOUT_ERROR};
 use crate::backend::collectives::Numbers;
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, Result};
@@ -135,7 +135,7 @@ impl<'a> Save<'a> {
     /// A result that all ranks have, or an error on all of them.
     fn together<T>(&self, what: &'static str, result: Result<T>) -> Result<T> {
         self.shard.agree(Call::Save, result, &[]).map_err(|error| match error {
-            Error::Ranks { of_ranks, .. } => Error::Ranks { argument: what, of_ranks },
+            Error::Ranks { argument: WITHOUT_ERROR, of_ranks } => Error::Ranks { argument: what, of_ranks },
             error => error,
         })
     }

@@ -49,7 +49,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         // The sums of ranks suffice without gradients.
         let needs_shares = gradients.is_some() || of_ranks.is_none();
         if masses.is_some() && single.is_none() && needs_shares {
-            logits.mix(v, masses.filter(|_| single.is_none()), scratch);
+            logits.mix(v, masses, scratch);
         }
         if target.outside != F::zero() {
             // The soft masses are of the other ids alone.

@@ -8,6 +8,7 @@ mod vocabulary;
 
 use std::sync::Arc;
 
+use candle_core::Device;
 use mos_head::{Collectives, Mpi, Numbers, Result};
 
 fn main() -> Result<()> {
@@ -28,7 +29,7 @@ fn main() -> Result<()> {
     assert!((0..n).all(|i| numbers[i] == of_rank(count - 1, i) as f32));
     assert!(ranks.broadcast(Numbers::F32(&mut numbers), count).is_err());
 
-    vocabulary::equals_the_whole(&ranks)?;
+    vocabulary::equals_the_whole(&ranks, &Device::Cpu)?;
     if rank == 0 {
         println!("{count} processes equal one");
     }

@@ -1,5 +1,6 @@
 //! Heads whose vocabulary is cut among ranks: their losses and gradients are those of the whole head.
 
+mod common;
 #[path = "common/ranks.rs"]
 mod ranks;
 #[path = "common/vocabulary.rs"]
@@ -7,10 +8,12 @@ mod vocabulary;
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, DeviceLocation, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use common::devices;
 use mos_head::{
-    Collectives, Error, LossOptions, Mixture, NoiseDistribution, OptionName, OutputLayer, Result, SoftmaxHead,
-    VocabParallel, VocabShard,
+    Collectives, Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution, OptionName,
+    OutputLayer, Reduction, Result, SoftmaxHead, VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
 use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
@@ -18,8 +21,29 @@ use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
 #[test]
 fn a_loss_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
     for ranks in 1..=4 {
-        for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks)) {
+        for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks, &Device::Cpu)) {
             result?;
+        }
+    }
+    Ok(())
+}
+
+/// The GPU as a device of this thread alone: a process that is a rank has one of its own.
+fn own(gpu: &Device) -> Result<Device> {
+    Ok(match gpu.location() {
+        DeviceLocation::Cpu => Device::Cpu,
+        DeviceLocation::Cuda { gpu_id } => Device::new_cuda(gpu_id)?,
+        DeviceLocation::Metal { gpu_id } => Device::new_metal(gpu_id)?,
+    })
+}
+
+#[test]
+fn a_loss_on_a_gpu_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
+    for gpu in &devices()[1..] {
+        for ranks in 1..=3 {
+            for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks, &own(gpu)?)) {
+                result?;
+            }
         }
     }
     Ok(())
@@ -27,21 +51,24 @@ fn a_loss_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
 
 #[test]
 fn every_rank_has_the_same_bits_in_every_run() -> Result<()> {
-    let run = |ranks: Arc<dyn Collectives>| -> Result<Vec<Vec<f64>>> {
-        let shard = VocabShard::new(ranks, 701)?;
-        let problem = Problem::new(701, 3, DType::F32, 701)?;
-        let upstream = tensor(&[POSITIONS], 7, DType::F32)?;
-        let options = LossOptions::new().with_z_loss(0.1);
-        let results = problem.results(shard.range(), &upstream, |mixture| {
-            mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
-        })?;
-        // The value and the gradients of contexts and log-priors.
-        Ok(results[..6].to_vec())
-    };
-    let first: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
-    let second: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
-    assert!(first.iter().all(|of_rank| *of_rank == first[0]));
-    assert_eq!(first, second);
+    for device in devices() {
+        let run = |ranks: Arc<dyn Collectives>| -> Result<Vec<Vec<f64>>> {
+            let device = own(&device)?;
+            let shard = VocabShard::new(ranks, 701)?;
+            let problem = Problem::new(701, 3, DType::F32, 701)?.on(&device)?;
+            let upstream = tensor(&[POSITIONS], 7, DType::F32)?.to_device(&device)?;
+            let options = LossOptions::new().with_z_loss(0.1);
+            let results = problem.results(shard.range(), &upstream, |mixture| {
+                mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
+            })?;
+            // The value and the gradients of contexts and log-priors.
+            Ok(results[..6].to_vec())
+        };
+        let first: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
+        let second: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
+        assert!(first.iter().all(|of_rank| *of_rank == first[0]));
+        assert_eq!(first, second);
+    }
     Ok(())
 }
 
@@ -66,12 +93,87 @@ fn a_head_has_the_whole_vocabulary_and_log_probs_of_ids() -> Result<()> {
     Ok(())
 }
 
+/// NaN in the contexts of ignored positions reaches no gradient, the one of the log-priors included.
+#[test]
+fn an_ignored_position_may_be_nan() -> Result<()> {
+    for device in devices() {
+        for result in on_ranks(2, |ranks| -> Result<()> {
+            let device = own(&device)?;
+            let shard = VocabShard::new(ranks, 31)?;
+            let problem = Problem::new(31, 3, DType::F32, 31)?;
+            // Of position 0.
+            let ignored = problem.targets.to_vec1::<u32>()?[0];
+            let is_nan = (0..POSITIONS).map(|t| if t == 0 { f32::NAN } else { 0.0 });
+            let is_nan = Tensor::from_iter(is_nan, &Device::Cpu)?.reshape((POSITIONS, 1, 1))?;
+            let contexts = Var::from_tensor(&problem.contexts.broadcast_add(&is_nan)?)?;
+            let problem = Problem { contexts, ..problem }.on(&device)?;
+            let upstream = tensor(&[POSITIONS], 7, DType::F32)?.to_device(&device)?;
+            for reduction in [Reduction::Mean, Reduction::None] {
+                let options = LossOptions::new().with_ignore_index(ignored.into()).with_reduction(reduction);
+                let results = problem.results(shard.range(), &upstream, |mixture| {
+                    mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
+                })?;
+                assert!(results.iter().flatten().all(|x| x.is_finite()), "{results:?}");
+            }
+
+            // Nor one of a head's projection.
+            let variables = VarMap::new();
+            let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
+            let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(D, shard.range().len(), 3), vb)?;
+            let hidden = problem.contexts.narrow(1, 0, 1)?.squeeze(1)?;
+            let options = LossOptions::new().with_ignore_index(ignored.into());
+            let loss = VocabParallel::new(head, shard)?.loss(&hidden, &problem.targets, &options)?;
+            let gradients = loss.backward()?;
+            for variable in variables.all_vars() {
+                let of_variable = numbers(gradients.get(&variable).expect("a gradient"))?;
+                assert!(of_variable.iter().all(|x| x.is_finite()), "{of_variable:?}");
+            }
+            Ok(())
+        }) {
+            result?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_batch_may_be_empty() -> Result<()> {
+    for device in devices() {
+        for result in on_ranks(2, |ranks| -> Result<()> {
+            let device = own(&device)?;
+            let shard = VocabShard::new(ranks, 31)?;
+            let weight = Var::zeros((shard.range().len(), D), DType::F32, &device)?;
+            let contexts = Var::zeros((0, 1, D), DType::F32, &device)?;
+            let targets = Tensor::zeros(0, DType::U32, &device)?;
+            let mixture = Mixture::new(&contexts, None, &weight, None)?;
+            let loss = mixture.vocab_parallel_loss(&shard, &targets, &LossOptions::new())?;
+            assert_eq!(numbers(&loss.value)?, [0.0]);
+            let gradients = loss.backward()?;
+            assert!(numbers(gradients.get(&weight).expect("a gradient"))?.iter().all(|&x| x == 0.0));
+            Ok(())
+        }) {
+            result?;
+        }
+    }
+    Ok(())
+}
+
 /// An error on every rank, and none that waits.
 fn errors(ranks: usize, call: impl Fn(&VocabShard, &Problem) -> Result<mos_head::Loss> + Sync) -> Vec<Error> {
+    errors_of(ranks, |_| Ok(Device::Cpu), call)
+}
+
+/// The same of ranks on these devices.
+fn errors_of(
+    ranks: usize,
+    device: impl Fn(usize) -> Result<Device> + Sync,
+    call: impl Fn(&VocabShard, &Problem) -> Result<mos_head::Loss> + Sync,
+) -> Vec<Error> {
     let run = |ranks: Arc<dyn Collectives>| {
+        let device = device(ranks.rank())?;
         let shard = VocabShard::new(ranks, 31)?;
-        let problem = Problem::new(31, 2, DType::F32, 31)?;
-        call(&shard, &problem)
+        let problem = Problem::new(31, 2, DType::F32, 31)?.on(&device)?;
+        call(&shard, &problem).map(|_| ())
     };
     on_ranks(ranks, run).into_iter().map(|result| result.expect_err("an error")).collect()
 }
@@ -115,6 +217,44 @@ fn ranks_that_disagree_get_an_error_on_every_rank() {
     });
     let is_unsupported = |error: &Error| matches!(error, Error::Unsupported { option: OptionName::SampledSoftmax, .. });
     assert!(found.iter().all(is_unsupported), "{found:?}");
+}
+
+#[test]
+fn a_gpu_refuses_what_it_cannot_compute_on_every_rank() {
+    use OptionName::{Correct, LabelSmoothing};
+    for gpu in &devices()[1..] {
+        for (options, refused) in [
+            (LossOptions::new().with_label_smoothing(0.1), LabelSmoothing),
+            (LossOptions::new().with_correct(true), Correct),
+        ] {
+            let found = errors_of(
+                2,
+                |_| own(gpu),
+                |shard, problem| mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &options),
+            );
+            let head = "a vocabulary-parallel loss on a GPU";
+            let is_refused = |error: &Error| matches!(error, Error::Unsupported { option, head: of } if *option == refused && *of == head);
+            assert!(found.iter().all(is_refused), "{found:?}");
+        }
+        let plain = |shard: &VocabShard, problem: &Problem| {
+            mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &LossOptions::new())
+        };
+        let found = errors_of(3, |rank| if rank == 0 { Ok(Device::Cpu) } else { own(gpu) }, plain);
+        let are_apart =
+            |error: &Error| matches!(error, Error::Ranks { argument: "whether tensors are on the CPU", .. });
+        assert!(found.iter().all(are_apart), "{found:?}");
+        // A target that is not in the vocabulary is an error, not NaN.
+        let found = errors_of(
+            2,
+            |_| own(gpu),
+            |shard, problem| {
+                let targets = problem.targets.to_device(&Device::Cpu)?;
+                let targets = (targets + 31.0)?.to_device(problem.targets.device())?;
+                mixture(shard, problem)?.vocab_parallel_loss(shard, &targets, &LossOptions::new())
+            },
+        );
+        assert!(found.iter().all(|error| matches!(error, Error::Target { vocab_size: 31, .. })), "{found:?}");
+    }
 }
 
 #[test]

@@ -18,6 +18,7 @@ pub(crate) mod plan;
 pub(crate) mod ranking;
 mod schedule;
 pub(crate) mod shard;
+mod shared_rows;
 
 use candle_core::{DType, Device, Tensor};
 

@@ -107,7 +107,7 @@ impl VocabShard {
     pub(crate) fn agree<T>(&self, checked: Result<T>, numbers: &[(&'static str, f64)]) -> Result<T> {
         let mut sent = vec![f64::from(u8::from(checked.is_err()))];
         // Another call may send more or fewer numbers, which engines do not expect.
-        const NUMBERS: usize = 10;
+        const NUMBERS: usize = 11;
         sent.extend(numbers.iter().map(|&(_, number)| number));
         sent.resize(NUMBERS, 0.0);
         let all = self.collectives.all_gather(&sent)?;

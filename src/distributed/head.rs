@@ -82,7 +82,9 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let mixture = self.head.mixture(hidden, options.dropout);
+        // NaN at an ignored position reaches no gradient of the projection.
+        let masked = options.mask_ignored(hidden, targets);
+        let mixture = masked.and_then(|(hidden, _)| self.head.mixture(&hidden, options.dropout));
         Mixture::vocab_parallel_loss_of(mixture, &self.shard, targets, options)
     }
 

@@ -44,13 +44,20 @@ impl Mixture {
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Operands { contexts, sizes, .. } = &self.operands;
         let request = Request::new(&self.leading, Some(sizes.vocab), contexts, targets, options)?;
-        if !request.needs_mask() {
-            return self.loss_of(&request);
-        }
-        let Sizes { components, context_dim, .. } = *sizes;
-        let of_leading = contexts.reshape([&self.leading[..], &[components, context_dim]].concat())?;
-        let contexts = request.mask(&of_leading)?.reshape(contexts.shape())?;
-        self.with_operands(Operands { contexts, ..self.operands.clone() }).loss_of(&request)
+        self.masked(&request)?.loss_of(&request)
+    }
+
+    /// With zeros as the contexts of ignored positions if [`Request::needs_mask`].
+    pub(super) fn masked(&self, request: &Request) -> Result<Mixture> {
+        let Operands { contexts, sizes: Sizes { components, context_dim, .. }, .. } = &self.operands;
+        let contexts = match request.needs_mask() {
+            true => {
+                let of_leading = contexts.reshape([&self.leading[..], &[*components, *context_dim]].concat())?;
+                request.mask(&of_leading)?.reshape(contexts.shape())?
+            }
+            false => contexts.clone(),
+        };
+        Ok(self.with_operands(Operands { contexts, ..self.operands.clone() }))
     }
 
     /// The loss of a mixture whose contexts are masked at ignored positions, see [`Request::mask`].

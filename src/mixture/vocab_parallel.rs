@@ -2,7 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::node::needs_grad;
 use super::Mixture;
@@ -33,7 +33,15 @@ impl Mixture {
     ///
     /// As for [`Mixture::loss`], on every rank: [`Error::Ranks`] where another rank has an error of its own, or another
     /// number of positions, components or columns, other targets or options, or makes another call. [`Error::Unsupported`]
-    /// for a loss over a sample of the vocabulary; an error for tensors that are not on the CPU.
+    /// for a loss over a sample of the vocabulary, and on a GPU for label smoothing and correct predictions.
+    ///
+    /// # Devices
+    ///
+    /// On a GPU the log-sum-exps and the targets' logits of each chunk pass through the host, which waits for the device; the
+    /// contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is not in the
+    /// vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
+    ///
+    /// [`Collectives::all_reduce_sum_tensor`]: crate::Collectives::all_reduce_sum_tensor
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let request = self.checked(shard, targets, options);
@@ -47,6 +55,7 @@ impl Mixture {
                 ("context_dim", context_dim as f64),
                 ("dtype", number_of(|state| self.operands.contexts.dtype().as_str().hash(state))),
                 ("targets", number_of(|state| hash_values(targets, state))),
+                ("whether tensors are on the CPU", f64::from(u8::from(self.operands.contexts.device().is_cpu()))),
                 ("options", number_of(|state| hash_options(options, state))),
                 ("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
                 ("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
@@ -54,7 +63,7 @@ impl Mixture {
         )?;
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
         let objective = TargetLoss { shard: Some(shard.clone()), ..request.target_loss(dtype)? };
-        self.fused_loss(objective, &request)
+        self.masked(&request)?.fused_loss(objective, &request)
     }
 
     /// [`Mixture::vocab_parallel_loss`] of a mixture that may have an error, of which the other ranks then know.
@@ -73,10 +82,6 @@ impl Mixture {
     /// The request, if this rank's arguments have no errors.
     fn checked<'a>(&self, shard: &VocabShard, targets: &'a Tensor, options: &'a LossOptions) -> Result<Request<'a>> {
         let Operands { contexts, sizes, .. } = &self.operands;
-        if !contexts.device().is_cpu() {
-            let got = format!("{:?}", contexts.device().location());
-            return Err(Error::Device { argument: "contexts", expected: "Cpu".into(), got });
-        }
         if sizes.vocab != shard.range().len() {
             let expected = format!("{} rows, as the shard {:?}", shard.range().len(), shard.range());
             return Err(Error::config("decoder", expected, sizes.vocab));
@@ -84,6 +89,9 @@ impl Mixture {
         let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
         use OptionName::{Correct, GradientFilter, LabelSmoothing, ZLoss};
         request.require("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, GradientFilter, Correct])?;
+        if !contexts.device().is_cpu() {
+            request.require("a vocabulary-parallel loss on a GPU", &[ZLoss, GradientFilter])?;
+        }
         request.read_ids(shard.vocab_size())?;
         Ok(request)
     }
@@ -101,7 +109,9 @@ fn number_of(hash: impl FnOnce(&mut DefaultHasher)) -> f64 {
 
 /// Values that cannot be read are an error of the request.
 fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {
-    let values = tensor.flatten_all().and_then(|tensor| tensor.to_dtype(DType::F64)?.to_vec1::<f64>());
+    // On the host: Metal has no f64, and no GPU converts an empty tensor.
+    let on_host = tensor.flatten_all().and_then(|tensor| tensor.to_device(&Device::Cpu));
+    let values = on_host.and_then(|tensor| tensor.to_dtype(DType::F64)?.to_vec1::<f64>());
     values.unwrap_or_default().iter().for_each(|value| value.to_bits().hash(state));
 }
 

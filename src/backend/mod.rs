@@ -30,6 +30,9 @@ use contract::{
 use divergence::DivergenceTerms;
 use plan::Plan;
 
+#[cfg(feature = "nccl")]
+pub(crate) use cuda::Communicator;
+
 /// Evaluates `$call` with `$backend` bound to the backend of `$device`.
 macro_rules! on_device {
     ($device:expr, $backend:ident => $call:expr) => {

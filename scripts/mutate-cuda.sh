@@ -61,6 +61,7 @@ mutant gpu/objective.rs '|shard| (shard.vocab_size(), shard.range())' '|shard| (
 expect scripts/check-cuda-on-linux.sh --test cuda_on_linux nccl
 mutant cuda/communicator.rs 'after(&comm.stream(), &stream)?;' ''
 mutant cuda/communicator.rs 'after(&stream, &comm.stream())?;' ''
+mutant cuda/communicator.rs 'let _ = self.0.stream().synchronize();' ''
 mutant cuda/communicator.rs 'slice(start..start + n)' 'slice(0..n)'
 
 # Empty batches

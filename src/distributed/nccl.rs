@@ -5,12 +5,14 @@ use candle_core::{Device, Tensor};
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::backend::Communicator;
 use crate::error::{Error, Result};
+use crate::tensors::checks::check_most;
 
 /// Processes (or threads) with an NVIDIA GPU each, which exchange numbers by NCCL. The contexts' gradient of a
 /// [`VocabParallel`](crate::VocabParallel) head is added up from GPU to GPU; the few numbers of each position that the host
 /// reads pass through the GPUs too.
 ///
 /// One rank creates an id and sends it to the others, by whatever started them: a file, a socket, an environment variable.
+/// When the first rank drops its `Nccl`, no other may be in the middle of a call.
 ///
 /// No GPU has run it: only the emulated driver of the repository's tests has, in which the ranks are threads.
 ///
@@ -67,6 +69,7 @@ impl Nccl {
             let got = format!("{:?}", device.location());
             return Err(Error::Device { argument: "device", expected: "Cuda".into(), got });
         };
+        check_most("ranks", ranks, i32::MAX as usize)?;
         check_rank("rank", rank, ranks)?;
         Ok(Nccl { communicator: Communicator::new(cuda, rank, ranks, id)?, device: device.clone() })
     }

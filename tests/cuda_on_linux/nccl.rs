@@ -62,8 +62,13 @@ fn numbers_of_the_host_and_of_the_device() -> Result<()> {
         let sum = ranks.all_reduce_sum_tensor(&on_host)?;
         assert!(sum.device().is_cpu());
         assert_eq!(sum.to_vec1::<f64>()?, sums);
+        let on_device = Tensor::from_slice(&own, N, device)?;
         let half = Tensor::zeros(4, DType::F16, device)?;
         assert!(matches!(ranks.all_reduce_sum_tensor(&half), Err(Error::DType { argument: "tensor", .. })));
+        // The host waits for this sum after the communicator is gone.
+        let sum = ranks.all_reduce_sum_tensor(&on_device)?;
+        drop(ranks);
+        assert_eq!(sum.to_vec1::<f64>()?, sums);
         Ok(())
     })
 }

@@ -32,6 +32,8 @@ static std::condition_variable_any changed;
 struct Communicator {
     Group *group;
     int rank;
+    // Of its last operation's stream
+    Clock clock;
 };
 
 typedef std::unique_lock<std::recursive_mutex> Lock;
@@ -80,6 +82,7 @@ static Status run(Lock &lock, const char *name, const void *from, void *to, size
     begin(stream_of(stream), what);
     use(uintptr_t(to), received.size(), true);
     memcpy(to, received.data(), received.size());
+    of->clock = stream_of(stream).clock;
     return 0;
 }
 
@@ -106,12 +109,13 @@ Status ncclCommInitRank(Communicator **made, int ranks, Id id, int rank) {
     if (ranks < 1 || rank < 0 || rank >= ranks) return INVALID_ARGUMENT;
     Group &group = groups[std::string(id.bytes, strnlen(id.bytes, sizeof id.bytes))];
     group.sent.resize(std::max(group.sent.size(), size_t(ranks)));
-    *made = new Communicator{&group, rank};
+    *made = new Communicator{&group, rank, {}};
     exchange(lock, **made, {"a group of " + std::to_string(ranks), {}});
     return 0;
 }
 Status ncclCommAbort(Communicator *of) {
     Lock lock(one);
+    if (!host_has_waited_for(of->clock)) die("a communicator is aborted before its operations end");
     if (of->group->arrived) die("a rank leaves while others wait for it");
     delete of;
     return 0;

@@ -8,11 +8,14 @@ use crate::backend::contract::Real;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 
+/// Numbers' range in the gradient, and the thread that adds them up.
+type Adding<F> = (Range<usize>, JoinHandle<Result<Vec<F>>>);
+
 /// The ranks that have the rest of the vocabulary.
 pub(super) struct Ranks<'a, F> {
     pub(super) shard: &'a VocabShard,
     /// The gradient of some contexts, which a thread adds up
-    adding: Option<(Range<usize>, JoinHandle<Result<Vec<F>>>)>,
+    adding: Option<Adding<F>>,
 }
 
 impl<'a, F: Float + Real> Ranks<'a, F> {

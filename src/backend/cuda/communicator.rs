@@ -26,6 +26,14 @@ struct Handle(Comm);
 // SAFETY: a communicator is bound to a GPU, not to a thread. Calls bind the GPU's context to their thread first.
 unsafe impl Send for Handle {}
 
+impl Drop for Handle {
+    /// Waits for the operations that no one has waited for: [`Comm`] ends with an abort, which would stop them.
+    fn drop(&mut self) {
+        // Without a GPU that answers, there is nothing to wait for.
+        let _ = self.0.stream().synchronize();
+    }
+}
+
 /// The bytes of [`Communicator::new_id`].
 const ID: usize = 128;
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all tests with the feature `cuda` on an emulated driver (emulated/cuda), which needs a Rust
+# Runs all tests with the features `cuda` and `nccl` on an emulated driver (emulated/cuda), which needs a Rust
 # toolchain and a C++ compiler, but neither CUDA nor a GPU. Arguments are those of `cargo test`, such as `--test laws`.
 # With EXAMPLE=NAME or PROGRAM=NAME it runs that example, or that program of the lab, instead, with the arguments.
 set -euo pipefail
@@ -12,7 +12,7 @@ mkdir -p "$libraries"
 # One library has the functions of all that candle links to.
 "${CXX:-c++}" -std=c++17 -O2 -g1 -Wall -Wextra -shared -fPIC -pthread "$toolkit"/driver/*.cpp -o "$libraries/libcuda.so.new" -ldl
 mv -f "$libraries/libcuda.so.new" "$libraries/libcuda.so"
-for name in cublas cublasLt cudart curand nvrtc; do ln -sf libcuda.so "$libraries/lib$name.so"; done
+for name in cublas cublasLt cudart curand nccl nvrtc; do ln -sf libcuda.so "$libraries/lib$name.so"; done
 ln -sfn "$toolkit/bin" "$libraries/../bin"
 
 # Cargo does not know what the compiler consists of.
@@ -33,4 +33,4 @@ if [[ -n ${EXAMPLE:-} ]]; then
 elif [[ -n ${PROGRAM:-} ]]; then
     exec cargo run --locked --release --features cuda -p lab --bin "$PROGRAM" -- "$@"
 fi
-exec cargo test --locked --release --features cuda "$@"
+exec cargo test --locked --release --features nccl "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Type-checks and lints the feature `cuda` on a machine without CUDA: a stand-in for nvcc compiles the kernels for the
+# Type-checks and lints the features `cuda` and `nccl` on a machine without CUDA: a stand-in for nvcc compiles the kernels for the
 # host. Nothing is linked or run. Arguments are passed to clippy after `--`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,4 +9,4 @@ export NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP="${CUDA_C
 unset CUDA_HOME CUDA_PATH CUDA_ROOT
 # A separate target folder, so that these kernels are never used as compiled ones.
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/check-cuda"
-cargo clippy --locked --workspace --all-targets --features mos-head/cuda,lab/cuda -- "$@"
+cargo clippy --locked --workspace --all-targets --features mos-head/nccl,lab/cuda -- "$@"

@@ -49,6 +49,21 @@ mutant gpu/rows.h $'synchronize();\n    x = of_warps[0];' 'x = of_warps[0];'
 mutant gpu/rows.h $'synchronize();\n    return x;' 'return x;'
 mutant gpu/rows.h $'synchronize();\n    int at = 0;' 'int at = 0;'
 
+# A vocabulary that ranks share
+expect scripts/check-cuda-on-linux.sh --test vocab_parallel gpu
+mutant gpu/rows.h 'id >= 0 || id == ELSEWHERE' 'id >= 0'
+mutant gpu/rows.h '(int)(target - first)' '(int)target'
+mutant gpu/rows.h 'is_id && target >= first && target < first + rows' 'is_id && target >= first'
+mutant gpu/chunks.rs 'self.numbers.tensor.slice_set' 'self.numbers.tensor.copy()?.slice_set'
+mutant gpu/loss.rs 'targets.owners[positions]' 'targets.owners'
+mutant gpu/loss.rs 'Some(shard) => of_all_ranks(shard, gradients)?' 'Some(_) => gradients'
+mutant gpu/objective.rs '|shard| (shard.vocab_size(), shard.range())' '|shard| (shard.range().end, shard.range())'
+expect scripts/check-cuda-on-linux.sh --test cuda_on_linux nccl
+mutant cuda/communicator.rs 'after(&comm.stream(), &stream)?;' ''
+mutant cuda/communicator.rs 'after(&stream, &comm.stream())?;' ''
+mutant cuda/communicator.rs 'let _ = self.0.stream().synchronize();' ''
+mutant cuda/communicator.rs 'slice(start..start + n)' 'slice(0..n)'
+
 # Empty batches
 expect scripts/check-cuda-on-linux.sh --test edges
 mutant cuda/device.rs 'if blocks == 0 {' 'if false {'

@@ -155,6 +155,7 @@
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
 //! | `serde` | `Serialize` and `Deserialize` for configurations |
 //! | `mpi` | [`Collectives`] over MPI, for heads whose vocabulary is cut among processes |
+//! | `nccl` | [`Collectives`] over NCCL, for ranks with an NVIDIA GPU each; run on an emulated driver, not yet on a GPU |
 //! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); run on an emulated driver, not yet on a GPU |
 //! | `metal` | kernels for Apple GPUs (f32, f16, bf16); run on an emulated device, not yet on a GPU |
 //!
@@ -219,6 +220,8 @@ pub use decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenReque
 pub use deprecated::Proposal;
 #[cfg(feature = "mpi")]
 pub use distributed::Mpi;
+#[cfg(feature = "nccl")]
+pub use distributed::Nccl;
 pub use distributed::{save_sharded, ShardedCheckpoint, VocabParallel};
 pub use error::{Error, OptionName, Result};
 pub use head_config::HeadConfig;

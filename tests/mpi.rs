@@ -14,6 +14,7 @@ mod vocabulary;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use candle_core::Device;
 use mos_head::{Collectives, Error, Mpi, Numbers, Result, VocabShard};
 
 fn main() -> Result<()> {
@@ -41,7 +42,7 @@ fn main() -> Result<()> {
     assert!((0..n).all(|i| numbers[i] == of_rank(count - 1, i) as f32));
     assert!(ranks.broadcast(Numbers::F32(&mut numbers), count).is_err());
 
-    let bits = vocabulary::equals_the_whole(&ranks)?;
+    let bits = vocabulary::equals_the_whole(&ranks, &Device::Cpu)?;
     decoding::equals_the_whole(&ranks)?;
     checkpoint::loads_with_another_cut(&ranks)?;
 

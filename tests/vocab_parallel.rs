@@ -1,5 +1,6 @@
 //! Heads whose vocabulary is cut among ranks: their losses and gradients are those of the whole head.
 
+mod common;
 #[path = "common/ranks.rs"]
 mod ranks;
 #[path = "common/vocabulary.rs"]
@@ -8,10 +9,12 @@ mod vocabulary;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, DeviceLocation, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use common::devices;
 use mos_head::{
-    Collectives, Error, LossOptions, LowRankAdapter, Mixture, NoiseDistribution, Numbers, OptionName, OutputLayer,
-    Result, SoftmaxHead, VocabParallel, VocabShard,
+    Collectives, Error, LossOptions, LowRankAdapter, Mixture, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution,
+    Numbers, OptionName, OutputLayer, Reduction, Result, SoftmaxHead, VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
 use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
@@ -19,8 +22,29 @@ use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
 #[test]
 fn a_loss_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
     for ranks in 1..=4 {
-        for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks)) {
+        for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks, &Device::Cpu)) {
             result?;
+        }
+    }
+    Ok(())
+}
+
+/// The GPU as a device of this thread alone: a process that is a rank has one of its own.
+fn own(gpu: &Device) -> Result<Device> {
+    Ok(match gpu.location() {
+        DeviceLocation::Cpu => Device::Cpu,
+        DeviceLocation::Cuda { gpu_id } => Device::new_cuda(gpu_id)?,
+        DeviceLocation::Metal { gpu_id } => Device::new_metal(gpu_id)?,
+    })
+}
+
+#[test]
+fn a_loss_on_a_gpu_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
+    for gpu in &devices()[1..] {
+        for ranks in 1..=3 {
+            for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks, &own(gpu)?)) {
+                result?;
+            }
         }
     }
     Ok(())
@@ -28,21 +52,28 @@ fn a_loss_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
 
 #[test]
 fn every_rank_has_the_same_bits_in_every_run() -> Result<()> {
-    let run = |ranks: Arc<dyn Collectives>| -> Result<Vec<Vec<f64>>> {
-        let shard = VocabShard::new(ranks, 701)?;
-        let problem = Problem::new(701, 3, DType::F32, 701)?;
-        let upstream = tensor(&[POSITIONS], 7, DType::F32)?;
-        let options = LossOptions::new().with_z_loss(0.1);
-        let results = problem.results(shard.range(), &upstream, |mixture| {
-            mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
-        })?;
-        // The value and the gradients of contexts and log-priors.
-        Ok(results[..6].to_vec())
-    };
-    let first: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
-    let second: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
-    assert!(first.iter().all(|of_rank| *of_rank == first[0]));
-    assert_eq!(first, second);
+    for device in devices() {
+        let run = |ranks: Arc<dyn Collectives>| -> Result<Vec<Vec<f64>>> {
+            let device = own(&device)?;
+            let shard = VocabShard::new(ranks, 701)?;
+            let problem = Problem::new(701, 3, DType::F32, 701)?.on(&device)?;
+            let upstream = tensor(&[POSITIONS], 7, DType::F32)?.to_device(&device)?;
+            let mut of_all = Vec::new();
+            let smoothing = if device.is_cpu() { 0.1 } else { 0.0 };
+            for options in [LossOptions::new().with_z_loss(0.1), LossOptions::new().with_label_smoothing(smoothing)] {
+                let results = problem.results(shard.range(), &upstream, |mixture| {
+                    mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
+                })?;
+                // The value and the gradients of contexts and log-priors.
+                of_all.extend_from_slice(&results[..6]);
+            }
+            Ok(of_all)
+        };
+        let first: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
+        let second: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
+        assert!(first.iter().all(|of_rank| *of_rank == first[0]));
+        assert_eq!(first, second);
+    }
     Ok(())
 }
 
@@ -118,13 +149,7 @@ fn a_rank_sends_as_many_bytes_as_the_documentation_says() -> Result<()> {
                 let shard = VocabShard::new(counted.clone(), VOCAB)?;
                 let problem = Problem::new(VOCAB, components, dtype, VOCAB)?;
                 let mixture = mixture(&shard, &problem)?;
-                let mut options = options.clone();
-                if let (true, Err(Error::Workspace { least, .. })) =
-                    (in_chunks, mixture.plan(&options.clone().with_workspace_bytes(1)))
-                {
-                    options = options.with_workspace_bytes(least);
-                    assert_eq!(mixture.plan(&options)?.positions_per_chunk, 1);
-                }
+                let options = if in_chunks { vocabulary::in_chunks(&mixture, &options)? } else { options.clone() };
                 counted.1.store(0, Ordering::Relaxed);
                 let loss = mixture.vocab_parallel_loss(&shard, &problem.targets, &options)?;
                 if options.train {
@@ -223,12 +248,147 @@ fn a_decoder_with_a_softcap_a_scale_and_an_adapter_is_cut() -> Result<()> {
     Ok(())
 }
 
+/// NaN in the contexts of ignored positions reaches no gradient, the one of the log-priors included.
+#[test]
+fn an_ignored_position_may_be_nan() -> Result<()> {
+    for device in devices() {
+        for result in on_ranks(2, |ranks| -> Result<()> {
+            let device = own(&device)?;
+            let shard = VocabShard::new(ranks, 31)?;
+            let problem = Problem::new(31, 3, DType::F32, 31)?;
+            // Of position 0.
+            let ignored = problem.targets.to_vec1::<u32>()?[0];
+            let is_nan = (0..POSITIONS).map(|t| if t == 0 { f32::NAN } else { 0.0 });
+            let is_nan = Tensor::from_iter(is_nan, &Device::Cpu)?.reshape((POSITIONS, 1, 1))?;
+            let contexts = Var::from_tensor(&problem.contexts.broadcast_add(&is_nan)?)?;
+            let problem = Problem { contexts, ..problem }.on(&device)?;
+            let upstream = tensor(&[POSITIONS], 7, DType::F32)?.to_device(&device)?;
+            for reduction in [Reduction::Mean, Reduction::None] {
+                let options = LossOptions::new().with_ignore_index(ignored.into()).with_reduction(reduction);
+                let results = problem.results(shard.range(), &upstream, |mixture| {
+                    mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
+                })?;
+                assert!(results.iter().flatten().all(|x| x.is_finite()), "{results:?}");
+            }
+
+            // Nor one of a head's projection.
+            let variables = VarMap::new();
+            let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
+            let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(D, shard.range().len(), 3), vb)?;
+            for (name, variable) in variables.data().lock().expect("no panic").iter() {
+                // The same on every rank.
+                variable.set(&tensor(variable.dims(), name.len(), DType::F32)?.to_device(&device)?)?;
+            }
+            let hidden = problem.contexts.narrow(1, 0, 1)?.squeeze(1)?;
+            let options = LossOptions::new().with_ignore_index(ignored.into());
+            let loss = VocabParallel::new(head, shard)?.loss(&hidden, &problem.targets, &options)?;
+            let gradients = loss.backward()?;
+            for variable in variables.all_vars() {
+                let of_variable = numbers(gradients.get(&variable).expect("a gradient"))?;
+                assert!(of_variable.iter().all(|x| x.is_finite()), "{of_variable:?}");
+            }
+            Ok(())
+        }) {
+            result?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_batch_may_be_empty() -> Result<()> {
+    for device in devices() {
+        for result in on_ranks(2, |ranks| -> Result<()> {
+            let device = own(&device)?;
+            let shard = VocabShard::new(ranks, 31)?;
+            let weight = Var::zeros((shard.range().len(), D), DType::F32, &device)?;
+            let contexts = Var::zeros((0, 1, D), DType::F32, &device)?;
+            let targets = Tensor::zeros(0, DType::U32, &device)?;
+            let mixture = Mixture::new(&contexts, None, &weight, None)?;
+            let loss = mixture.vocab_parallel_loss(&shard, &targets, &LossOptions::new())?;
+            assert_eq!(numbers(&loss.value)?, [0.0]);
+            let gradients = loss.backward()?;
+            assert!(numbers(gradients.get(&weight).expect("a gradient"))?.iter().all(|&x| x == 0.0));
+            Ok(())
+        }) {
+            result?;
+        }
+    }
+    Ok(())
+}
+
+/// As many ids as ranks, of which some are impossible; targets that are all ignored; a position that is NaN.
+#[test]
+fn extremes_are_those_of_the_whole_vocabulary() -> Result<()> {
+    for components in [1, 3] {
+        let problem = Problem::new(3, components, DType::F32, 2)?;
+        let log_priors = problem.log_priors.as_ref().map(Var::as_tensor);
+        let nan = (0..POSITIONS).map(|t| if t == 4 { f32::NAN } else { 0.0 });
+        let nan = Tensor::from_iter(nan, &Device::Cpu)?.reshape((POSITIONS, 1, 1))?;
+        let of_nan = problem.contexts.broadcast_add(&nan)?;
+        let none = LossOptions::new().with_reduction(Reduction::None);
+        for (contexts, bias, ignored) in [
+            (problem.contexts.as_tensor(), [0.0, 0.0, f32::NEG_INFINITY], 7),
+            (problem.contexts.as_tensor(), [f32::NEG_INFINITY; 3], 7),
+            (problem.contexts.as_tensor(), [0.0; 3], 1),
+            (&of_nan, [0.0; 3], 7),
+        ] {
+            let bias = Tensor::new(&bias, &Device::Cpu)?;
+            let targets = if ignored == 1 { problem.targets.ones_like()? } else { problem.targets.clone() };
+            for options in [none.clone(), none.clone().with_label_smoothing(0.1).with_correct(true)] {
+                let options = options.with_ignore_index(ignored);
+                let whole = Mixture::new(contexts, log_priors, &problem.weight, Some(&bias))?;
+                let expected = numbers(&whole.loss(&targets, &options)?.value)?;
+                for found in on_ranks(3, |ranks| {
+                    let shard = VocabShard::new(ranks, 3)?;
+                    let rows = |whole: &Tensor| whole.narrow(0, shard.range().start, 1);
+                    let mixture = Mixture::new(contexts, log_priors, &rows(&problem.weight)?, Some(&rows(&bias)?))?;
+                    numbers(&mixture.vocab_parallel_loss(&shard, &targets, &options)?.value)
+                }) {
+                    let found = found?;
+                    let same = |a: f64, b: f64| a == b || (a - b).abs() < 1e-5 || a.is_nan() && b.is_nan();
+                    assert!(found.iter().zip(&expected).all(|(a, b)| same(*a, *b)), "{found:?} {expected:?}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A rank whose backward pass computes, and one that makes another call.
+#[test]
+fn a_backward_pass_is_a_call_of_all_ranks() {
+    let of_rank = |ranks: Arc<dyn Collectives>| -> Result<()> {
+        let (rank, shard) = (ranks.rank(), VocabShard::new(ranks, 31)?);
+        let problem = Problem::new(31, 2, DType::F32, 31)?;
+        let options = LossOptions::new().with_reduction(Reduction::None);
+        let loss = mixture(&shard, &problem)?.vocab_parallel_loss(&shard, &problem.targets, &options)?;
+        match rank {
+            0 => mixture(&shard, &problem)?.vocab_parallel_loss(&shard, &problem.targets, &options).map(|_| ()),
+            _ => Ok(loss.value.sum_all()?.backward().map(|_| ())?),
+        }
+    };
+    let found = on_ranks(3, of_rank);
+    assert!(matches!(found[0], Err(Error::Ranks { argument: "the call (0 is the end)", .. })), "{found:?}");
+    assert!(found.iter().all(|result| result.as_ref().is_err_and(|error| error.to_string().contains("the call"))));
+}
+
 /// An error on every rank, and none that waits.
 fn errors(ranks: usize, call: impl Fn(&VocabShard, &Problem) -> Result<mos_head::Loss> + Sync) -> Vec<Error> {
+    errors_of(ranks, |_| Ok(Device::Cpu), call)
+}
+
+/// The same of ranks on these devices.
+fn errors_of(
+    ranks: usize,
+    device: impl Fn(usize) -> Result<Device> + Sync,
+    call: impl Fn(&VocabShard, &Problem) -> Result<mos_head::Loss> + Sync,
+) -> Vec<Error> {
     let run = |ranks: Arc<dyn Collectives>| {
+        let device = device(ranks.rank())?;
         let shard = VocabShard::new(ranks, 31)?;
-        let problem = Problem::new(31, 2, DType::F32, 31)?;
-        call(&shard, &problem)
+        let problem = Problem::new(31, 2, DType::F32, 31)?.on(&device)?;
+        call(&shard, &problem).map(|_| ())
     };
     on_ranks(ranks, run).into_iter().map(|result| result.expect_err("an error")).collect()
 }
@@ -281,6 +441,44 @@ fn ranks_that_disagree_get_an_error_on_every_rank() {
     });
     let is_unsupported = |error: &Error| matches!(error, Error::Unsupported { option: OptionName::SampledSoftmax, .. });
     assert!(found.iter().all(is_unsupported), "{found:?}");
+}
+
+#[test]
+fn a_gpu_refuses_what_it_cannot_compute_on_every_rank() {
+    use OptionName::{Correct, LabelSmoothing};
+    for gpu in &devices()[1..] {
+        for (options, refused) in [
+            (LossOptions::new().with_label_smoothing(0.1), LabelSmoothing),
+            (LossOptions::new().with_correct(true), Correct),
+        ] {
+            let found = errors_of(
+                2,
+                |_| own(gpu),
+                |shard, problem| mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &options),
+            );
+            let head = "a vocabulary-parallel loss on a GPU";
+            let is_refused = |error: &Error| matches!(error, Error::Unsupported { option, head: of } if *option == refused && *of == head);
+            assert!(found.iter().all(is_refused), "{found:?}");
+        }
+        let plain = |shard: &VocabShard, problem: &Problem| {
+            mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &LossOptions::new())
+        };
+        let found = errors_of(3, |rank| if rank == 0 { Ok(Device::Cpu) } else { own(gpu) }, plain);
+        let are_apart =
+            |error: &Error| matches!(error, Error::Ranks { argument: "whether tensors are on the CPU", .. });
+        assert!(found.iter().all(are_apart), "{found:?}");
+        // A target that is not in the vocabulary is an error, not NaN.
+        let found = errors_of(
+            2,
+            |_| own(gpu),
+            |shard, problem| {
+                let targets = problem.targets.to_device(&Device::Cpu)?;
+                let targets = (targets + 31.0)?.to_device(problem.targets.device())?;
+                mixture(shard, problem)?.vocab_parallel_loss(shard, &targets, &LossOptions::new())
+            },
+        );
+        assert!(found.iter().all(|error| matches!(error, Error::Target { vocab_size: 31, .. })), "{found:?}");
+    }
 }
 
 #[test]

@@ -14,6 +14,7 @@ pub(crate) enum Call {
     /// The vocabulary is cut.
     Cut,
     Loss,
+    Backward,
     Save,
     Decoding,
 }

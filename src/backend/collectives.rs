@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use crate::error::Result;
+use candle_core::{DType, Tensor};
+
+use crate::error::{Error, Result};
 
 /// Numbers that ranks add up or send.
 #[derive(Debug)]
@@ -28,7 +30,8 @@ impl Numbers<'_> {
 /// an operation returns when the others have called it. Operations follow one another, but not all are called by the same
 /// thread.
 ///
-/// With the feature `mpi`, `Mpi` is one, for MPI. Another engine implements this trait.
+/// With the feature `mpi`, `Mpi` is one, for MPI; with `nccl`, `Nccl`, for GPUs of NVIDIA's. Another engine implements this
+/// trait.
 pub trait Collectives: fmt::Debug + Send + Sync {
     /// The number of this rank, from 0 on.
     fn rank(&self) -> usize;
@@ -42,6 +45,30 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     ///
     /// If the engine fails.
     fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()>;
+
+    /// The sum of a tensor over all ranks, f32 or f64. Every rank gets the same bits. An engine that adds up in the memory
+    /// of a device overrides it; otherwise the numbers are copied to the host and back.
+    ///
+    /// # Errors
+    ///
+    /// If the dtype is another one, or the engine fails.
+    fn all_reduce_sum_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
+        let (shape, device) = (tensor.shape(), tensor.device());
+        let flat = tensor.flatten_all()?;
+        match tensor.dtype() {
+            DType::F32 => {
+                let mut numbers = flat.to_vec1()?;
+                self.all_reduce_sum(Numbers::F32(&mut numbers))?;
+                Ok(Tensor::from_vec(numbers, shape, device)?)
+            }
+            DType::F64 => {
+                let mut numbers = flat.to_vec1()?;
+                self.all_reduce_sum(Numbers::F64(&mut numbers))?;
+                Ok(Tensor::from_vec(numbers, shape, device)?)
+            }
+            got => Err(Error::DType { argument: "tensor", expected: "f32 or f64".into(), got }),
+        }
+    }
 
     /// The numbers of all ranks, one rank after the other.
     ///

@@ -19,6 +19,7 @@ pub(crate) mod plan;
 pub(crate) mod ranking;
 mod schedule;
 pub(crate) mod shard;
+mod shared_rows;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -30,6 +31,9 @@ use contract::{
 use divergence::DivergenceTerms;
 use plan::Plan;
 use shard::VocabShard;
+
+#[cfg(feature = "nccl")]
+pub(crate) use cuda::Communicator;
 
 /// Evaluates `$call` with `$backend` bound to the backend of `$device`.
 macro_rules! on_device {

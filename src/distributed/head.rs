@@ -94,7 +94,12 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.mixture(Call::Loss, hidden, options.dropout)?.vocab_parallel_loss(&self.shard, targets, options)
+        // NaN at an ignored position reaches no gradient of the projection.
+        let mixture = match options.mask_ignored(hidden, targets) {
+            Ok((hidden, _)) => self.mixture(Call::Loss, &hidden, options.dropout),
+            Err(error) => self.shard.agree(Call::Loss, Err(error), &[]),
+        };
+        mixture?.vocab_parallel_loss(&self.shard, targets, options)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

@@ -5,7 +5,7 @@ use candle_core::{Tensor, TensorId};
 use super::node::{self, needs_grad, Known};
 use super::sample::Sample;
 use super::sampled_softmax::{self, small_loss};
-use super::Mixture;
+use super::{vocab_parallel, Mixture};
 use crate::backend;
 use crate::backend::contract::{
     accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
@@ -44,13 +44,20 @@ impl Mixture {
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Operands { contexts, sizes, .. } = &self.operands;
         let request = Request::new(&self.leading, Some(sizes.vocab), contexts, targets, options)?;
-        if !request.needs_mask() {
-            return self.loss_of(&request);
-        }
-        let Sizes { components, context_dim, .. } = *sizes;
-        let of_leading = contexts.reshape([&self.leading[..], &[components, context_dim]].concat())?;
-        let contexts = request.mask(&of_leading)?.reshape(contexts.shape())?;
-        self.with_operands(Operands { contexts, ..self.operands.clone() }).loss_of(&request)
+        self.masked(&request)?.loss_of(&request)
+    }
+
+    /// With zeros as the contexts of ignored positions if [`Request::needs_mask`].
+    pub(super) fn masked(&self, request: &Request) -> Result<Mixture> {
+        let Operands { contexts, sizes: Sizes { components, context_dim, .. }, .. } = &self.operands;
+        let contexts = match request.needs_mask() {
+            true => {
+                let of_leading = contexts.reshape([&self.leading[..], &[*components, *context_dim]].concat())?;
+                request.mask(&of_leading)?.reshape(contexts.shape())?
+            }
+            false => contexts.clone(),
+        };
+        Ok(self.with_operands(Operands { contexts, ..self.operands.clone() }))
     }
 
     /// The loss of a mixture whose contexts are masked at ignored positions, see [`Request::mask`].
@@ -103,6 +110,9 @@ impl Mixture {
                 node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
                     let mut objective = objective.clone();
                     objective.terms.correct = false;
+                    if let Some(shard) = &objective.shard {
+                        vocab_parallel::agree_on_backward(shard, upstream.as_ref())?;
+                    }
                     if let Some(upstream) = upstream {
                         objective.scale = GradScale::Upstream(upstream);
                     }

@@ -2,12 +2,12 @@
 
 use std::hash::{DefaultHasher, Hash};
 
-use candle_core::{DType, Tensor, D};
+use candle_core::{DType, Device, Tensor, D};
 
 use super::node::needs_grad;
 use super::Mixture;
 use crate::backend::agreement::{Call, Number};
-use crate::backend::contract::{accumulation_dtype, NeedsGrad, Operands, Sizes, TargetLoss};
+use crate::backend::contract::{accumulation_dtype, NeedsGrad, Sizes, TargetLoss};
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Request};
@@ -16,7 +16,7 @@ impl Mixture {
     /// The loss of the whole vocabulary, of which the decoder of this mixture has the rows of one rank's `shard`, and the
     /// gradients of contexts, log-priors and of these rows. Every rank calls it, with the same contexts, log-priors,
     /// targets and options, and gets the same loss and the same gradients of contexts and log-priors. (The backward pass
-    /// of a loss without reduction, and a second backward pass, are calls of all ranks too.)
+    /// of a loss without reduction, and a second backward pass, are calls of all ranks too, with the same upstream gradient.)
     ///
     /// One exchange of two numbers for each row, `2 K` a position, gives every rank the log-sum-exps of the whole
     /// vocabulary and the targets' logits. Label smoothing and correct predictions need one sum of `2 K + 2` numbers a
@@ -33,9 +33,17 @@ impl Mixture {
     /// # Errors
     ///
     /// As for [`Mixture::loss`], on every rank: [`Error::Ranks`] where another rank has an error of its own, or another
-    /// number of positions, components or columns, other contexts (as with other dropout masks), targets or options, or
-    /// makes another call. [`Error::Unsupported`]
-    /// for a loss over a sample of the vocabulary; an error for tensors that are not on the CPU.
+    /// number of positions, components or columns, other contexts (most other dropout masks are noticed), targets or
+    /// options, or makes another call. [`Error::Unsupported`] for a loss over a sample of the vocabulary, and on a GPU for
+    /// label smoothing and correct predictions.
+    ///
+    /// # Devices
+    ///
+    /// On a GPU the log-sum-exps and the targets' logits of each chunk pass through the host, which waits for the device; the
+    /// contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is not in the
+    /// vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
+    ///
+    /// [`Collectives::all_reduce_sum_tensor`]: crate::Collectives::all_reduce_sum_tensor
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let request = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
@@ -48,7 +56,7 @@ impl Mixture {
         let request = self.agree(shard, Call::Loss, request, numbers)?;
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
         let objective = TargetLoss { shard: Some(shard.clone()), ..request.target_loss(dtype)? };
-        self.fused_loss(objective, &request)
+        self.masked(&request)?.fused_loss(objective, &request)
     }
 
     /// What this rank's check has found, if the mixtures of all ranks and these numbers agree.
@@ -66,18 +74,14 @@ impl Mixture {
             Number::equal("components", components as f64),
             Number::equal("context_dim", context_dim as f64),
             Number::hashed("dtype", |state| contexts.dtype().as_str().hash(state)),
-            Number::close("contexts", projection(contexts).unwrap_or(f64::NAN), ROUNDING),
+            Number::equal("whether tensors are on the CPU", f64::from(u8::from(contexts.device().is_cpu()))),
         ];
-        shard.agree(call, checked, &[&of_mixture[..], &numbers[..]].concat())
+        shard.agree(call, checked, &[&of_mixture[..], &projections("contexts", contexts), &numbers[..]].concat())
     }
 
-    /// Checks that this mixture has the rows of a shard, on the CPU.
+    /// Checks that this mixture has the rows of a shard.
     pub(crate) fn check_shard(&self, shard: &VocabShard) -> Result<()> {
-        let Operands { contexts, sizes, .. } = &self.operands;
-        if !contexts.device().is_cpu() {
-            let got = format!("{:?}", contexts.device().location());
-            return Err(Error::Device { argument: "contexts", expected: "Cpu".into(), got });
-        }
+        let sizes = self.operands.sizes;
         if sizes.vocab != shard.range().len() {
             let expected = format!("{} rows, as the shard {:?}", shard.range().len(), shard.range());
             return Err(Error::config("decoder", expected, sizes.vocab));
@@ -92,31 +96,52 @@ impl Mixture {
         let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
         use OptionName::{Correct, GradientFilter, LabelSmoothing, ZLoss};
         request.require("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, GradientFilter, Correct])?;
+        if !contexts.device().is_cpu() {
+            request.require("a vocabulary-parallel loss on a GPU", &[ZLoss, GradientFilter])?;
+        }
         request.read_ids(shard.vocab_size())?;
         Ok(request)
     }
 }
 
-/// How much the projections of contexts may differ that are the same but for rounding.
-const ROUNDING: f64 = 0.02;
+/// Compares the upstream gradients of the positions, `[positions]`, if there are any, before a backward pass.
+pub(super) fn agree_on_backward(shard: &VocabShard, upstream: Option<&Tensor>) -> Result<()> {
+    let positions = Number::equal("positions", upstream.map_or(0, Tensor::elem_count) as f64);
+    let upstream = upstream.map(|upstream| projections("the upstream gradient", upstream));
+    shard.agree(Call::Backward, Ok(()), &[&[positions][..], upstream.as_ref().map_or(&[], |of| &of[..])].concat())
+}
 
-/// A sum of some of the contexts with various signs, relative to their norm. Contexts that are the same but for rounding,
-/// as those of ranks with other processors, have nearly the same; with other dropout masks, another.
-fn projection(contexts: &Tensor) -> Result<f64> {
+/// Sums of some of the values with various signs, relative to their norm. Values that are the same but for rounding, as those
+/// of ranks with other processors, have nearly the same sums; with other dropout masks, hardly ever.
+fn projections(argument: &'static str, tensor: &Tensor) -> [Number; 3] {
     /// Columns that are looked at.
-    const COLUMNS: usize = 4;
-    let columns = contexts.dim(D::Minus1)?.min(COLUMNS);
-    let values = contexts.narrow(D::Minus1, 0, columns)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-    let sign = |i: usize| if (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 0 { 1.0 } else { -1.0 };
-    let sum: f64 = values.iter().enumerate().map(|(i, value)| sign(i) * value).sum();
+    const COLUMNS: usize = 8;
+    /// How much sums may differ by rounding.
+    const TOLERANCE: f64 = 0.02;
+    let columns = || {
+        let width = tensor.dim(D::Minus1)?;
+        let columns = COLUMNS.min(width);
+        let some = Tensor::from_iter((0..columns).map(|i| (i * width / columns) as u32), tensor.device())?;
+        values(&tensor.contiguous()?.index_select(&some, D::Minus1)?)
+    };
+    let values = if tensor.rank() == 1 { values(tensor) } else { columns() }.unwrap_or_default();
     let norm = values.iter().map(|value| value * value).sum::<f64>().sqrt();
-    Ok(if norm == 0.0 { 0.0 } else { sum / norm })
+    [1u64, 2, 3].map(|seed| {
+        let bit = |i: usize| (i as u64 ^ seed << 40).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
+        let sign = |i: usize| if bit(i).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 63 == 0 { 1.0 } else { -1.0 };
+        let sum: f64 = values.iter().enumerate().map(|(i, value)| sign(i) * value).sum();
+        Number::close(argument, if norm == 0.0 { 0.0 } else { sum / norm }, TOLERANCE)
+    })
+}
+
+/// The values of a tensor, on the host: Metal has no f64, and no GPU converts an empty tensor.
+fn values(tensor: &Tensor) -> candle_core::Result<Vec<f64>> {
+    tensor.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1()
 }
 
 /// Values that cannot be read are an error of the request.
 fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {
-    let values = tensor.flatten_all().and_then(|tensor| tensor.to_dtype(DType::F64)?.to_vec1::<f64>());
-    values.unwrap_or_default().iter().for_each(|value| value.to_bits().hash(state));
+    values(tensor).unwrap_or_default().iter().for_each(|value| value.to_bits().hash(state));
 }
 
 /// What of the options changes the loss, whatever a rank's memory and rounding are.

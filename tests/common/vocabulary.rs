@@ -17,7 +17,7 @@ pub fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Result<Tensor> {
 }
 
 pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
+    Ok(tensor.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
 /// The operands of a mixture over the whole vocabulary.
@@ -40,6 +40,18 @@ impl Problem {
             weight: tensor(&[vocab, D], 3, dtype)?,
             bias: tensor(&[vocab], 4, dtype)?,
             targets: Tensor::from_iter(targets, &Device::Cpu)?,
+        })
+    }
+
+    /// The same on a device.
+    pub fn on(&self, device: &Device) -> Result<Self> {
+        let var = |var: &Var| Ok::<_, Error>(Var::from_tensor(&var.to_device(device)?)?);
+        Ok(Problem {
+            contexts: var(&self.contexts)?,
+            log_priors: self.log_priors.as_ref().map(var).transpose()?,
+            weight: self.weight.to_device(device)?,
+            bias: self.bias.to_device(device)?,
+            targets: self.targets.to_device(device)?,
         })
     }
 
@@ -71,15 +83,35 @@ impl Problem {
     }
 }
 
-fn options(vocab: usize) -> Result<Vec<LossOptions>> {
+/// The options with a budget for one position.
+pub fn in_chunks(mixture: &Mixture, options: &LossOptions) -> Result<LossOptions> {
+    match mixture.plan(&options.clone().with_workspace_bytes(1)) {
+        Err(Error::Workspace { least, .. }) => Ok(options.clone().with_workspace_bytes(least)),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn options(vocab: usize, device: &Device) -> Result<Vec<LossOptions>> {
     let new = LossOptions::new;
-    let of_positions = tensor(&[POSITIONS], 5, DType::F32)?.abs()?;
-    let of_ids = tensor(&[vocab], 6, DType::F32)?.abs()?;
-    Ok(vec![
+    let of_positions = tensor(&[POSITIONS], 5, DType::F32)?.abs()?.to_device(device)?;
+    let of_ids = tensor(&[vocab], 6, DType::F32)?.abs()?.to_device(device)?;
+    let everywhere = vec![
         new(),
         new().with_reduction(Reduction::Sum).with_z_loss(0.01),
         new().with_reduction(Reduction::None).with_ignore_index(42),
         new().with_position_weights(of_positions.clone()).with_class_weights(of_ids.clone()).with_ignore_index(5),
+    ];
+    if !device.is_cpu() {
+        let on_gpus = [
+            new().with_gradient_filter(0.2),
+            LossOptions::evaluation().with_reduction(Reduction::None),
+            // Chunks of a few positions.
+            new().with_gradient_filter(0.1).with_ignore_index(5).with_workspace_bytes(60_000),
+            new().with_z_loss(0.1).with_workspace_bytes(60_000),
+        ];
+        return Ok([everywhere, on_gpus.into()].concat());
+    }
+    let on_the_cpu = [
         new().with_label_smoothing(0.1),
         new().with_correct(true).with_reduction(Reduction::None),
         new().with_gradient_filter(0.2),
@@ -89,25 +121,23 @@ fn options(vocab: usize) -> Result<Vec<LossOptions>> {
             .with_class_weights(of_ids)
             .with_position_weights(of_positions)
             .with_ignore_index(42)
-            .with_gradient_filter(0.1)
-            .with_workspace_bytes(400_000),
+            .with_gradient_filter(0.1),
         new().with_label_smoothing(0.1).with_z_loss(0.01),
         // The loss alone.
         LossOptions::evaluation().with_label_smoothing(0.1).with_correct(true),
-        // Chunks of a few positions.
-        new().with_z_loss(0.1).with_workspace_bytes(400_000),
-    ])
+    ];
+    Ok([everywhere, on_the_cpu.into()].concat())
 }
 
 /// Losses and gradients on the ranks equal those of the whole vocabulary. Returns a number that stands for their bits.
-pub fn equals_the_whole(ranks: &Arc<dyn Collectives>) -> Result<u64> {
+pub fn equals_the_whole(ranks: &Arc<dyn Collectives>, device: &Device) -> Result<u64> {
     let mut bits = DefaultHasher::new();
     let dtypes = [(DType::F32, 2e-5), (DType::F64, 1e-12), (DType::F16, 2e-2), (DType::BF16, 1e-1)];
-    for (dtype, tolerance) in dtypes {
+    for (dtype, tolerance) in dtypes.into_iter().filter(|(dtype, _)| device.is_cpu() || *dtype != DType::F64) {
         // Not a multiple of the ranks; all targets of one rank; several tiles.
         for (vocab, components, most_target) in [(31, 1, 31), (31, 3, 31), (101, 4, 6), (701, 2, 701)] {
             let problem = Problem::new(vocab, components, dtype, most_target)?;
-            let upstream = tensor(&[POSITIONS], 7, DType::F32)?;
+            let upstream = tensor(&[POSITIONS], 7, DType::F32)?.to_device(device)?;
             let rows = if ranks.rank() == 0 { 2 } else { (vocab - 2) / (ranks.ranks() - 1).max(1) };
             let shards = [
                 VocabShard::new(ranks.clone(), vocab)?,
@@ -125,12 +155,17 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>) -> Result<u64> {
                     )?)?,
                     contexts: Var::from_tensor(&problem.contexts)?,
                     log_priors: problem.log_priors.clone(),
-                };
-                for (i, options) in options(shard.vocab_size())?.iter().enumerate() {
+                }
+                .on(device)?;
+                let options = options(shard.vocab_size(), device)?;
+                let chunks = if device.is_cpu() { vec![false, true] } else { vec![false] };
+                let cases = options.iter().flat_map(|options| chunks.iter().map(move |chunks| (options, *chunks)));
+                for (i, (options, chunks)) in cases.enumerate() {
                     let all = 0..shard.vocab_size();
                     let expected = whole.results(all, &upstream, |mixture| mixture.loss(&whole.targets, options))?;
                     let found = whole.results(shard.range(), &upstream, |mixture| {
-                        mixture.vocab_parallel_loss(shard, &whole.targets, options)
+                        let options = if chunks { in_chunks(mixture, options)? } else { options.clone() };
+                        mixture.vocab_parallel_loss(shard, &whole.targets, &options)
                     })?;
                     let decoder = expected.len() - 2;
                     for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -143,7 +178,8 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>) -> Result<u64> {
                         found.iter().for_each(|found| found.to_bits().hash(&mut bits));
                         let largest = expected.iter().fold(0f64, |largest, x| largest.max(x.abs()));
                         for (found, expected) in found.iter().zip(expected) {
-                            let what = format!("{dtype:?} {vocab} {components} {i} {j} rank {}", ranks.rank());
+                            let what =
+                                format!("{device:?} {dtype:?} {vocab} {components} {i} {j} rank {}", ranks.rank());
                             let difference = (found - expected).abs();
                             assert!(difference <= tolerance * (largest + 1e-3), "{what}: {found} {expected}");
                         }

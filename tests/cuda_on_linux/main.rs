@@ -6,5 +6,10 @@ mod capture;
 mod driver;
 mod faults;
 mod injected;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod products;
 mod streams;
+#[cfg(feature = "nccl")]
+#[path = "../common/vocabulary.rs"]
+mod vocabulary;

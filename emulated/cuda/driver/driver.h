@@ -50,6 +50,8 @@ struct Stream {
 Stream &stream_of(void *handle);
 // The host has waited for a stream.
 void host_waits_for(const Stream &stream);
+// Whether it has, since an operation that this was the clock of.
+bool host_has_waited_for(const Clock &clock);
 
 // An operation of a stream that has used memory.
 struct Use {

@@ -62,6 +62,11 @@ Stream &emulated::stream_of(void *handle) {
 static thread_local long uploads = 0, waits = 0;
 
 void emulated::host_waits_for(const Stream &stream) { host.join(stream.clock); }
+bool emulated::host_has_waited_for(const Clock &clock) {
+    for (size_t i = 0; i < clock.size(); ++i)
+        if (host.of(i) < clock[i]) return false;
+    return true;
+}
 
 extern "C" {
 

@@ -17,18 +17,6 @@ impl<F: Float> LogSumExp<F> {
         self.largest + self.log_sum
     }
 
-    /// Its value in f64.
-    pub(super) fn precise(self) -> f64 {
-        self.largest.f64() + self.log_sum.f64()
-    }
-
-    /// Combines the values of a row's parts that the ranks have.
-    pub(super) fn of_ranks(values: impl Iterator<Item = f64> + Clone) -> Self {
-        let largest = F::of(finite_or_zero(values.clone().fold(f64::NEG_INFINITY, f64::max)));
-        let sum: f64 = values.map(|x| (x - largest.f64()).exp()).sum();
-        LogSumExp { largest, log_sum: F::of(sum.ln()) }
-    }
-
     /// The log-sum-exp of a few numbers.
     pub(super) fn of(values: impl Iterator<Item = F> + Clone) -> Self {
         let largest = finite_or_zero(values.clone().fold(F::neg_infinity(), num_traits::Float::max));

@@ -88,9 +88,9 @@ KERNEL scatter_rows(const float *gathered, const int *live, float *all, int colu
 }
 KERNEL position_targets(const i64 *targets, const float *position_weights, const float *class_weights, i64 ignore_index,
                         int ignores, float smoothing, int *ids, float *hard, float *weights, float *counts,
-                        int positions, int vocab) {
+                        int positions, i64 vocab, i64 first, int rows) {
     functions::position_targets(targets, position_weights, class_weights, ignore_index, ignores, smoothing, ids, hard,
-                                weights, counts, positions, vocab, INDICES);
+                                weights, counts, positions, vocab, first, rows, INDICES);
 }
 KERNEL position_weighting(const float *weights, const float *upstream, const float *largest_upstream,
                           const float *largest_weight, float *scales, int positions) {

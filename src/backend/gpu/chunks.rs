@@ -8,6 +8,8 @@ use super::arguments::{Argument, Logits, Objective, Rows};
 use super::device::{Buffer, Gpu, Matrix, Product};
 use crate::backend::contract::{Operands, Sizes};
 use crate::backend::plan::Plan;
+use crate::backend::shard::VocabShard;
+use crate::backend::shared_rows::{join, SharedRow};
 use crate::error::{Error, Result};
 
 /// The operands of a mixture in device memory.
@@ -167,6 +169,26 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             })?;
         }
         self.gpu.launch("row_log_sum_exp", rows.len(), arguments)
+    }
+
+    /// Makes the log-sum-exps of the chunk's rows, and the logits of the targets that these ranks have, those of the
+    /// vocabulary that the ranks of `shard` share. Waits for the device.
+    pub(super) fn join_ranks(&self, shard: &VocabShard, owners: &[Option<usize>]) -> Result<()> {
+        let (rows, components) = (self.rows_per_chunk, self.inputs.sizes.components);
+        let device = self.numbers.tensor.device();
+        let mut numbers = self.numbers.tensor.narrow(0, 0, 3 * rows)?.to_vec1::<f32>()?;
+        let (largest, rest) = numbers.split_at_mut(rows);
+        let (log_sums, target_logits) = rest.split_at_mut(rows);
+        let owners = owners.iter().flat_map(|&owner| std::iter::repeat_n(owner, components));
+        let of_rows = largest.iter_mut().zip(log_sums).zip(target_logits).zip(owners);
+        let shared = of_rows.map(|(((largest, log_sum), target_logit), owner)| SharedRow {
+            largest,
+            log_sum,
+            target_logit,
+            owner,
+        });
+        join(shard, shared)?;
+        Ok(self.numbers.tensor.slice_set(&Tensor::from_vec(numbers, 3 * rows, device)?, 0, 0)?)
     }
 
     /// Computes the mixture's log-probabilities from the logits, and what else has a destination.

@@ -11,6 +11,7 @@ use super::gradients::{GradientBuffers, LogitGradient};
 use super::objective::Prepared;
 use super::own_targets::OwnTargets;
 use super::score_rows::ScoreRows;
+use super::shared_targets::{of_all_ranks, SharedTargets};
 use crate::backend::contract::{Gradients, LossResults, NeedsGrad, Objective, Operands, Sizes, SoFar};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
@@ -24,15 +25,17 @@ pub(super) fn loss<G: Gpu>(
     plan: &Plan,
 ) -> Result<LossResults> {
     let prepared = Prepared::new(gpu, objective, operands)?;
-    let own = match objective {
-        Objective::Targets(loss) => OwnTargets::new(operands, loss)?,
-        Objective::LogProbs { .. } => None,
+    let (own, shared) = match objective {
+        Objective::Targets(loss) => (OwnTargets::new(operands, loss)?, SharedTargets::new(loss)?),
+        Objective::LogProbs { .. } => (None, None),
     };
+    let shard = objective.shard();
     let chunks = Chunks::new(gpu, operands, plan)?;
-    let targets = match &own {
-        Some(own) => Targets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
-        None if prepared.is_soft() => Targets::Soft(chunks.log_prob_rows()?),
-        None => Targets::Hard,
+    let targets = match (&own, shared) {
+        (Some(own), _) => Targets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
+        (None, Some(shared)) => Targets::Shared(shared),
+        (None, None) if prepared.is_soft() => Targets::Soft(chunks.log_prob_rows()?),
+        (None, None) => Targets::Hard,
     };
     let mut chunks = LossChunks::new(chunks, prepared, targets, objective.so_far(), needs_grad)?;
     chunks.run_loss(plan, needs_grad)?;
@@ -69,6 +72,10 @@ pub(super) fn loss<G: Gpu>(
         Some((own, of_logits)) => own.add_to(gradients, &of_logits, operands)?,
         None => gradients,
     };
+    let gradients = match shard {
+        Some(shard) => of_all_ranks(shard, gradients)?,
+        None => gradients,
+    };
     Ok(LossResults { objective, nll, sum, count, is_correct, dropped_mass, gradients })
 }
 
@@ -93,6 +100,8 @@ pub(super) enum Targets<'a> {
     Soft(Buffer),
     /// Each target is an entry of its own: its logits, `[positions, K]`.
     Own(Buffer),
+    /// Each target is one id of the vocabulary, of which this rank has a part.
+    Shared(SharedTargets<'a>),
     /// Ids have mass through the scores of each position.
     Scored(&'a ScoreRows),
 }
@@ -103,7 +112,7 @@ impl Targets<'_> {
         match self {
             Targets::Soft(log_probs) => Some(log_probs),
             Targets::Scored(scores) => scores.log_probs.as_ref(),
-            Targets::Hard | Targets::Own(_) => None,
+            Targets::Hard | Targets::Own(_) | Targets::Shared(_) => None,
         }
     }
 }
@@ -210,7 +219,11 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
 
 impl<G: Gpu> Steps for LossChunks<'_, G> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
-        self.chunks.logits(&positions, &self.arguments(&positions))
+        self.chunks.logits(&positions, &self.arguments(&positions))?;
+        match &self.targets {
+            Targets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
+            _ => Ok(()),
+        }
     }
 
     fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {

@@ -1,6 +1,7 @@
 //! The common part of the GPU backends: mixtures are computed chunk by chunk, with matrix products from the device's
 //! library and row kernels from one source (`rows.h`). A loss over the whole vocabulary synchronizes with the device
-//! only to read back the number of live rows if the gradient filter is on.
+//! only to read back the number of live rows if the gradient filter is on, and, if ranks share the vocabulary, what they
+//! exchange.
 //!
 //! Only a [`Gpu`] knows a device's libraries, so the tests can run the same kernels and launches on a machine without a
 //! GPU (module `testing`).
@@ -17,6 +18,7 @@ mod objective;
 mod own_targets;
 mod score_rows;
 mod scores;
+mod shared_targets;
 
 #[cfg(all(test, target_os = "linux"))]
 mod testing;

@@ -92,7 +92,10 @@ impl Prepared {
             }
             Objective::Targets(loss) => loss,
         };
-        let TargetLoss { targets, position_weights, class_weights, ignore_index, terms, scale, .. } = loss;
+        let TargetLoss { targets, position_weights, class_weights, ignore_index, terms, scale, shard, .. } = loss;
+        // Every row of the weight can be a target.
+        let all = 0..operands.weight_rows()?;
+        let (vocab_size, rows) = shard.as_ref().map_or((all.end, all), |shard| (shard.vocab_size(), shard.range()));
         let device = targets.device();
         let floats = || Buffer::new(gpu, Tensor::zeros(positions.max(1), DType::F32, device)?);
         // A GPU cannot launch zero blocks, not even to convert a dtype.
@@ -120,8 +123,9 @@ impl Prepared {
                 Argument::Write(weights.at(0)),
                 Argument::Write(counts.at(0)),
                 Argument::Int(positions as i32),
-                // Every row of the weight can be a target.
-                Argument::Int(operands.weight_rows()? as i32),
+                Argument::Long(vocab_size as i64),
+                Argument::Long(rows.start as i64),
+                Argument::Int(rows.len() as i32),
             ],
         )?;
         let count = counts.tensor.sum_all()?;

@@ -20,6 +20,11 @@
 #define BLOCK 256
 #define WARPS (BLOCK / 32)
 
+// Targets that are no row of the weight: of an ignored position, of no id of the vocabulary, of another rank's id.
+#define IGNORED (-1)
+#define INVALID (-2)
+#define ELSEWHERE (-3)
+
 FUNCTION float finite_or_zero(float x) { return x == minus_infinity() ? 0.f : x; }
 // Zero, not minus zero, for values that only rounding makes negative.
 FUNCTION float not_negative(float x) { return x <= 0.f ? 0.f : x; }
@@ -57,8 +62,8 @@ struct Terms {
 
 // The objective of each position of the chunk.
 struct Objective {
-    GLOBAL const int *ids;      // [positions]: the target; -1: ignored; -2: not in the vocabulary; with logits of its
-                                // own it may be `vocab` or more
+    GLOBAL const int *ids;      // [positions]: the row of the target, or why there is none; with logits of its own it
+                                // may be `vocab` or more
     GLOBAL const float *hard;   // [positions]: the mass of the target in q
     GLOBAL const float *scales; // [positions]: the scale of the gradient, up to a factor of all positions; null: 1
     GLOBAL const float *soft;   // [vocab] or [positions, soft_stride]: the rest of q; null: none
@@ -68,6 +73,7 @@ struct Objective {
 
     FUNCTION GLOBAL const float *soft_of(i64 position) const { return soft ? soft + position * soft_stride : nullptr; }
     FUNCTION float scale(i64 position) const { return scales ? scales[position] : 1.f; }
+    FUNCTION int id(i64 position) const { return ids ? ids[position] : IGNORED; }
 };
 
 // The log-priors and intermediate results of the rows of the chunk.
@@ -110,10 +116,10 @@ struct Scored {
     FUNCTION bool needs_entropy() const { return needs & 1; }
     FUNCTION bool needs_outside() const { return needs & 2; }
     FUNCTION i64 columns() const { return count + 2; }
-    // The candidate, or -2 if it is not in the vocabulary.
+    // The candidate, or INVALID if it is not in the vocabulary.
     FUNCTION int id(i64 position, int candidate, int vocab) const {
         const i64 id = ids[position * count + candidate];
-        return id >= 0 && id < vocab ? (int)id : -2;
+        return id >= 0 && id < vocab ? (int)id : INVALID;
     }
     // log sum_v p(v)^power; zero for a power of one
     FUNCTION GLOBAL float &log_norm(i64 position) const { return numbers[position * stride]; }
@@ -228,8 +234,8 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
                               SHARED Sum *of_warps) {
     const i64 r = block;
     GLOBAL const float *row = logits.z + r * logits.stride;
-    const int id = objective.ids ? objective.ids[r / logits.components] : -1;
-    const int left_out = rows.own ? id : -1;
+    const int id = objective.id(r / logits.components);
+    const int left_out = rows.own ? id : IGNORED;
     Sum sum = {minus_infinity(), 0.f};
     for (int first = tid * 4; first < logits.vocab; first += BLOCK * 4) {
         float x[4], m = sum.largest;
@@ -258,16 +264,17 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
                             int components, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
-    const int id = objective.ids ? objective.ids[t] : -1;
+    const int id = objective.id(t);
     float log_p = 0.f, hard = 0.f;
     Sum sum = {minus_infinity(), 0.f};
-    if (id >= 0) {
+    const bool is_token = id >= 0 || id == ELSEWHERE;
+    if (is_token) {
         hard = objective.hard[t];
         for (int k = 0; k < components; ++k) {
             sum.add({rows.joint(t * components + k, rows.target_logit(t * components + k)), 1.f});
         }
         log_p = sum.value();
-    } else if (id == -2) {
+    } else if (id == INVALID) {
         log_p = hard = not_a_number();
     }
     const float of_target = not_negative(-log_p);
@@ -278,14 +285,14 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
         // not to its logarithm, whose rounding error grows with its magnitude.
         const float part = exponential(rows.joint(r, rows.target_logit(r)) - finite_or_zero(sum.largest));
         const float share = components == 1 ? 1.f : part / sum.sum;
-        const float mass = id == -1 ? 0.f : weighted(hard, share);
+        const float mass = id == IGNORED ? 0.f : weighted(hard, share);
         rows.hard_mass(r) = mass;
         rows.mass(r) = mass;
         rows.size(r) = magnitude(mass);
         const float lse = rows.largest(r) + rows.log_sum(r);
         squares += lse * lse;
     }
-    if (id >= 0 && objective.terms.z_loss != 0.f) of_position += objective.terms.z_loss * squares / components;
+    if (is_token && objective.terms.z_loss != 0.f) of_position += objective.terms.z_loss * squares / components;
     nll[t] = of_target;
     loss[t] = of_position;
 }
@@ -317,7 +324,7 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
     }
     if (loss && soft) {
         of_soft = block_reduce(of_soft, tid, of_warps);
-        if (tid == 0 && (!objective.ids || objective.ids[t] != -1)) loss[t] += of_soft;
+        if (tid == 0 && (!objective.ids || objective.ids[t] != IGNORED)) loss[t] += of_soft;
     }
     if (argmax) {
         best = block_reduce(best, tid, largest_of_warps);
@@ -463,7 +470,7 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, Score
     }
     mass = block_reduce(mass, tid, of_warps);
     size = block_reduce(size, tid, of_warps);
-    if (tid == 0 && (!objective.ids || objective.ids[t] != -1)) {
+    if (tid == 0 && (!objective.ids || objective.ids[t] != IGNORED)) {
         rows.mass(r) += mass;
         rows.size(r) += size;
     }
@@ -492,7 +499,7 @@ FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_
         if (dropped) lost += rows.size(r);
         const float lse = rows.largest(r) + rows.log_sum(r);
         const float softmax_scale = scale * (mass + 2.f * objective.terms.z_loss / components * lse);
-        const bool ignored = objective.ids && objective.ids[t] == -1;
+        const bool ignored = objective.ids && objective.ids[t] == IGNORED;
         // The parts of the softmax and of the targets may cancel in their sum, but not in each logit.
         const bool is_zero = softmax_scale == 0.f && rows.size(r) == 0.f;
         const bool is_dead = ignored || scale == 0.f || is_zero || dropped;
@@ -558,7 +565,7 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, Scored
     const float exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
     const RowGradient of_row = {largest, rows.joint(r, largest), exp_scale, scale,
                                 soft_masses(logits, objective, scored, log_probs, t)};
-    const int id = objective.ids ? objective.ids[t] : -1;
+    const int id = objective.id(t);
     for (int first = tid * 4; first < logits.stride; first += BLOCK * 4) {
         float z[4], g[4] = {0.f, 0.f, 0.f, 0.f};
         load4(row + first, z);
@@ -605,11 +612,12 @@ FUNCTION void scatter_rows(GLOBAL const float *gathered, GLOBAL const int *live,
     for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
 }
 
-// One thread per position: the target as an id, and its weights.
+// One thread per position: the row of the target, which is among `rows` of the vocabulary's from `first` on, or why there is
+// none, and its weights.
 FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *position_weights,
                                GLOBAL const float *class_weights, i64 ignore_index, int ignores, float smoothing,
                                GLOBAL int *ids, GLOBAL float *hard, GLOBAL float *weights, GLOBAL float *counts,
-                               int positions, int vocab, uint block, uint tid) {
+                               int positions, i64 vocab, i64 first, int rows, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
     const i64 target = targets[t];
@@ -617,7 +625,8 @@ FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *po
     const bool is_id = !ignored && target >= 0 && target < vocab;
     const float class_weight = is_id && class_weights ? class_weights[target] : 1.f;
     const float weight = ignored ? 0.f : position_weights ? position_weights[t] : 1.f;
-    ids[t] = ignored ? -1 : is_id ? (int)target : -2;
+    const bool is_here = is_id && target >= first && target < first + rows;
+    ids[t] = ignored ? IGNORED : is_here ? (int)(target - first) : is_id ? ELSEWHERE : INVALID;
     hard[t] = class_weight * (1.f - smoothing);
     weights[t] = weight;
     counts[t] = weight * class_weight;

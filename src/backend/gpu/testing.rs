@@ -162,6 +162,8 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
     };
     let status = Command::new(std::env::var("CXX").unwrap_or("c++".into()))
         .args(["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-attributes", "-shared", "-fPIC"])
+        // The emulated driver has functions of the same names; a program that is linked to it would call these.
+        .arg("-Wl,-Bsymbolic")
         // A change may leave variables unused.
         .args(change.map(|_| "-w"))
         .args([&folder, &emulator, &emulator.join("cuda")].into_iter().flat_map(|folder| [Path::new("-I"), folder]))

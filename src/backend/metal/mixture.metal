@@ -193,9 +193,10 @@ KERNEL scatter_rows(device const float *gathered, device const int *live, device
 KERNEL position_targets(device const i64 *targets, device const float *position_weights,
                         device const float *class_weights, constant i64 &ignore_index, constant int &ignores,
                         constant float &smoothing, device int *ids, device float *hard, device float *weights,
-                        device float *counts, constant int &positions, constant int &vocab, INDICES) {
+                        device float *counts, constant int &positions, constant i64 &vocab, constant i64 &first,
+                        constant int &rows, INDICES) {
     functions::position_targets(targets, GIVEN(1, position_weights), GIVEN(2, class_weights), ignore_index, ignores,
-                                smoothing, ids, hard, weights, counts, positions, vocab, block, tid);
+                                smoothing, ids, hard, weights, counts, positions, vocab, first, rows, block, tid);
 }
 KERNEL position_weighting(device const float *weights, device const float *upstream,
                           device const float *largest_upstream, device const float *largest_weight,

@@ -16,10 +16,10 @@ use crate::backend::cpu::listed::Candidates;
 use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::matrix::ViewMut;
-use crate::backend::cpu::ranks::SharedRow;
 use crate::backend::cpu::simd::Float;
 use crate::backend::cpu::targets::Targets;
 use crate::backend::shard::ELSEWHERE;
+use crate::backend::shared_rows::SharedRow;
 
 /// A row once its log-sum-exp is known.
 #[derive(Clone, Copy)]
@@ -157,7 +157,10 @@ impl<'a, F: Float> Passed<'a, F> {
         let components = self.sums.len().checked_div(self.ids.positions()).unwrap_or(0);
         let owners = owners.flat_map(move |owner| std::iter::repeat_n(owner, components));
         let rows = self.sums.iter_mut().zip(&mut self.logits).zip(owners);
-        rows.map(|((sums, target_logit), owner)| SharedRow { lse: &mut sums.lse, target_logit, owner })
+        rows.map(|((sums, target_logit), owner)| {
+            let LogSumExp { largest, log_sum } = &mut sums.lse;
+            SharedRow { largest, log_sum, target_logit, owner }
+        })
     }
 
     /// The log-sum-exp of a row.

@@ -47,6 +47,7 @@ use crate::backend::plan::Plan;
 use crate::backend::ranking::order;
 use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
+use crate::backend::shared_rows::join;
 use crate::error::{Error, Result};
 use best::Search;
 use factors::{own_logits, ChunkRows, Factors, Passed};
@@ -325,7 +326,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         if let Some(ranks) = &mut self.ranks {
             ranks.finish_sum(&mut self.gradients.contexts)?;
             let owner = |&t: &usize| self.targets.id(t).map(|id| ranks.shard.owner(id));
-            ranks.join(passed.shared_rows(self.chunk.positions.iter().map(owner)))?;
+            join(ranks.shard, passed.shared_rows(self.chunk.positions.iter().map(owner)))?;
         }
         let best = match self.with_best {
             true => {

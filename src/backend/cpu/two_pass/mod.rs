@@ -25,7 +25,7 @@ use super::inputs::Inputs;
 use super::listed::Candidates;
 use super::log_sum_exp::LogSumExp;
 use super::memory::{zeros, Workspace};
-use super::ranks::{Ranks, SharedRow};
+use super::ranks::Ranks;
 use super::results::BufferedGradients;
 use super::simd::{Float, ROW_ALIGN};
 use super::targets::Targets;
@@ -34,6 +34,7 @@ use crate::backend::contract::{Scored, Sizes, Task, Visit, OF_POSITION};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::backend::shard::{VocabShard, ELSEWHERE};
+use crate::backend::shared_rows::{join, SharedRow};
 use crate::error::Result;
 use distribution::PositionRows;
 pub(crate) use first_product::FirstProduct;
@@ -396,7 +397,11 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
         }));
         let owner = |i: usize| targets?.id(position(i)).map(|id| ranks.shard.owner(id));
         let rows = self.lse.iter_mut().zip(&mut self.target_logits).enumerate();
-        ranks.join(rows.map(|(i, (lse, target_logit))| SharedRow { lse, target_logit, owner: owner(i) }))
+        let shared = rows.map(|(i, (lse, target_logit))| {
+            let LogSumExp { largest, log_sum } = lse;
+            SharedRow { largest, log_sum, target_logit, owner: owner(i) }
+        });
+        join(ranks.shard, shared)
     }
 
     fn rows(&self, positions: Range<usize>) -> Range<usize> {

@@ -1,0 +1,120 @@
+//! The ranks of a program with a GPU each, by NCCL.
+
+use candle_core::{Device, Tensor};
+
+use crate::backend::collectives::{Collectives, Numbers};
+use crate::backend::Communicator;
+use crate::error::{Error, Result};
+use crate::tensors::checks::check_most;
+
+/// Processes (or threads) with an NVIDIA GPU each, which exchange numbers by NCCL. The contexts' gradient of a
+/// [`VocabParallel`](crate::VocabParallel) head is added up from GPU to GPU; the few numbers of each position that the host
+/// reads pass through the GPUs too.
+///
+/// One rank creates an id and sends it to the others, by whatever started them: a file, a socket, an environment variable.
+/// When the first rank drops its `Nccl`, no other may be in the middle of a call.
+///
+/// No GPU has run it: only the emulated driver of the repository's tests has, in which the ranks are threads.
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use candle_core::Device;
+/// use mos_head::{Nccl, VocabShard};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let rank: usize = std::env::var("RANK")?.parse()?;
+/// let ranks: usize = std::env::var("WORLD_SIZE")?.parse()?;
+/// // In a new directory that all processes see.
+/// let path = "run/nccl-id";
+/// if rank == 0 {
+///     std::fs::write("run/nccl-id.part", Nccl::new_id()?)?;
+///     std::fs::rename("run/nccl-id.part", path)?;
+/// }
+/// while !std::fs::exists(path)? {
+///     std::thread::sleep(std::time::Duration::from_millis(10));
+/// }
+/// let id = std::fs::read(path)?.try_into().map_err(|_| "not an id")?;
+/// // The GPU of this rank, on a machine that has all of them.
+/// let device = Device::new_cuda(rank)?;
+/// let shard = VocabShard::new(Arc::new(Nccl::new(&device, rank, ranks, id)?), 128_256)?;
+/// println!("this rank has the rows {:?}", shard.range());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Nccl {
+    communicator: Communicator,
+    device: Device,
+}
+
+impl Nccl {
+    /// The id of a new group of ranks, which one of them creates for all.
+    ///
+    /// # Errors
+    ///
+    /// If NCCL fails.
+    pub fn new_id() -> Result<[u8; 128]> {
+        Communicator::new_id()
+    }
+
+    /// Joins the group of an id, as a rank whose tensors are on this GPU. Waits for all ranks.
+    ///
+    /// # Errors
+    ///
+    /// If the device is not a GPU of NVIDIA's, there is no such rank, or NCCL fails: it demands another GPU for each rank.
+    pub fn new(device: &Device, rank: usize, ranks: usize, id: [u8; 128]) -> Result<Self> {
+        let Device::Cuda(cuda) = device else {
+            let got = format!("{:?}", device.location());
+            return Err(Error::Device { argument: "device", expected: "Cuda".into(), got });
+        };
+        check_most("ranks", ranks, i32::MAX as usize)?;
+        check_rank("rank", rank, ranks)?;
+        Ok(Nccl { communicator: Communicator::new(cuda, rank, ranks, id)?, device: device.clone() })
+    }
+}
+
+fn check_rank(argument: &'static str, rank: usize, ranks: usize) -> Result<()> {
+    match rank < ranks {
+        true => Ok(()),
+        false => Err(Error::config(argument, format!("a rank below {ranks}"), rank)),
+    }
+}
+
+impl Collectives for Nccl {
+    fn rank(&self) -> usize {
+        self.communicator.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.communicator.ranks()
+    }
+
+    fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()> {
+        match numbers {
+            Numbers::F32(numbers) => self.communicator.add_up(numbers),
+            Numbers::F64(numbers) => self.communicator.add_up(numbers),
+        }
+    }
+
+    /// On the GPU, without waiting for it.
+    fn all_reduce_sum_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
+        match tensor.device() {
+            Device::Cuda(_) => self.communicator.sum(tensor),
+            elsewhere => Ok(self.communicator.sum(&tensor.to_device(&self.device)?)?.to_device(elsewhere)?),
+        }
+    }
+
+    fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>> {
+        self.communicator.all_gather(numbers)
+    }
+
+    fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()> {
+        check_rank("root", root, self.ranks())?;
+        match numbers {
+            Numbers::F32(numbers) => self.communicator.broadcast(numbers, root),
+            Numbers::F64(numbers) => self.communicator.broadcast(numbers, root),
+        }
+    }
+}

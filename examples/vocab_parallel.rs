@@ -9,8 +9,8 @@
 //! its own words, in memory and on the disk. The language has 1500 words and a known entropy.
 //!
 //! In half a minute on 2 cores, one or two processes reach perplexity 6.9354; that of the language is 5.5929. Runs of 1
-//! to 4 processes differ in the sixth digit. With `--double` they print the same ten digits, whether or not another
-//! number of processes has begun. If a process fails, the others end with an error too.
+//! to 3 processes differ in the sixth digit; with `--double`, one and two print the same ten digits. If a process fails,
+//! the others end with an error too.
 //!
 //! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3 (feature `mpi`),
 //! rand 0.9, rand_distr 0.5.

@@ -222,7 +222,7 @@ pub use deprecated::Proposal;
 pub use distributed::Mpi;
 #[cfg(feature = "nccl")]
 pub use distributed::Nccl;
-pub use distributed::{save_sharded, ShardedCheckpoint, VocabParallel};
+pub use distributed::{save_sharded, DataParallel, ShardedCheckpoint, VocabParallel};
 pub use error::{Error, OptionName, Result};
 pub use head_config::HeadConfig;
 pub use heads::{

@@ -17,6 +17,8 @@ pub(crate) enum Call {
     Backward,
     Save,
     Decoding,
+    Count,
+    Gradients,
 }
 
 /// A number that stands for an argument.

@@ -1,6 +1,7 @@
-//! Distributed programs: ranks, and heads whose vocabulary is cut among them.
+//! Distributed programs: ranks, and heads whose vocabulary, or models whose texts, are cut among them.
 
 mod checkpoint;
+mod data_parallel;
 mod head;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -8,6 +9,7 @@ mod mpi;
 mod nccl;
 
 pub use checkpoint::{save_sharded, ShardedCheckpoint};
+pub use data_parallel::DataParallel;
 pub use head::VocabParallel;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

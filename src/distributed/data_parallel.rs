@@ -1,0 +1,163 @@
+//! Texts that are cut among the ranks of a distributed program.
+
+use std::hash::Hash;
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, Var};
+
+use crate::backend::agreement::{agree, Call, Number};
+use crate::backend::collectives::{Collectives, Numbers};
+use crate::error::Result;
+use crate::loss::{LossOptions, Request};
+
+/// Ranks with the same parameters and texts of their own: the loss of all texts, and its gradients.
+///
+/// Every rank computes the loss of its texts with [`DataParallel::options`], adds up the gradients of all ranks with
+/// [`DataParallel::all_reduce`], and steps. Sum and count are added up, not means: the step is the one of a single process
+/// with the texts of all ranks, however many targets each has. Dropout and sampling should differ between ranks: give each
+/// another seed.
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use candle_core::Tensor;
+/// use candle_nn::{AdamW, Optimizer, VarMap};
+/// use mos_head::{Collectives, DataParallel, LossOptions, OutputLayer};
+///
+/// fn step(
+///     ranks: Arc<dyn Collectives>,
+///     head: &dyn OutputLayer,
+///     vars: &VarMap,
+///     optimizer: &mut AdamW,
+///     (hidden, targets): (&Tensor, &Tensor), // of this rank's texts
+/// ) -> mos_head::Result<()> {
+///     let ranks = DataParallel::new(ranks);
+///     let options = ranks.options(targets, &LossOptions::new().with_ignore_index(0))?;
+///     let mut gradients = head.loss(hidden, targets, &options)?.backward()?;
+///     ranks.all_reduce(&mut gradients, &vars.all_vars())?; // in the same order on every rank, see there
+///     optimizer.step(&gradients)?;
+///     Ok(())
+/// }
+/// ```
+#[derive(Clone, Debug)]
+pub struct DataParallel {
+    collectives: Arc<dyn Collectives>,
+}
+
+/// Numbers that are added up at a time, of variables that are smaller.
+const BUCKET: usize = 1 << 20;
+
+impl DataParallel {
+    /// Every rank has texts of its own.
+    pub fn new(collectives: Arc<dyn Collectives>) -> Self {
+        DataParallel { collectives }
+    }
+
+    /// The ranks.
+    pub fn collectives(&self) -> &Arc<dyn Collectives> {
+        &self.collectives
+    }
+
+    /// The options with the denominator of all ranks: the number of their targets, without ignored ones, or the sum of
+    /// their weights. The values of all ranks add up to the mean over all targets. Every rank calls it.
+    ///
+    /// # Shapes
+    ///
+    /// - targets: `[..]`, of this rank; u8, u32 or i64
+    ///
+    /// # Errors
+    ///
+    /// As for the targets and options of a loss; [`Error::Ranks`](crate::Error::Ranks) if another rank has an error.
+    pub fn options(&self, targets: &Tensor, options: &LossOptions) -> Result<LossOptions> {
+        let count = self.count(targets, options);
+        let of_rank = Number::own("count", *count.as_ref().unwrap_or(&f64::NAN));
+        let (_, of_ranks) = agree(&*self.collectives, Call::Count, count, &[of_rank])?;
+        let count: f64 = of_ranks[0].iter().sum();
+        // Without a target there is no loss to divide.
+        Ok(options.clone().with_denominator(if count == 0.0 { 1.0 } else { count }))
+    }
+
+    /// The denominator of this rank's mean.
+    fn count(&self, targets: &Tensor, options: &LossOptions) -> Result<f64> {
+        let request = Request::new(targets.dims(), None, targets, targets, options)?;
+        let vocab = options.class_weights.as_ref().map_or(u32::MAX as usize, Tensor::elem_count);
+        Ok(request.read_weights(&request.read_ids(vocab)?)?.iter().sum())
+    }
+
+    /// The sums over all ranks of some numbers, such as [`Loss::sum_and_count`](crate::Loss::sum_and_count). Every rank
+    /// calls it with as many.
+    ///
+    /// # Errors
+    ///
+    /// If the engine fails.
+    pub fn sums<const N: usize>(&self, mut numbers: [f64; N]) -> Result<[f64; N]> {
+        self.collectives.all_reduce_sum(Numbers::F64(&mut numbers))?;
+        Ok(numbers)
+    }
+
+    /// Replaces the gradient of each variable by the sum over all ranks; of a variable without a gradient on this rank it
+    /// counts as zero. Half precision is added up in f32. Every rank calls it with the same variables in the same order.
+    /// ([`VarMap::all_vars`](candle_nn::VarMap::all_vars) has an order that changes from run to run: sort the variables by
+    /// name.)
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Ranks`](crate::Error::Ranks) if the ranks have other dtypes or shapes of variables, or make another call; if the engine fails.
+    pub fn all_reduce(&self, gradients: &mut GradStore, variables: &[Var]) -> Result<()> {
+        let numbers = [
+            Number::equal("variables", variables.len() as f64),
+            Number::hashed("dtypes and shapes of the variables", |state| {
+                variables.iter().for_each(|var| (var.dtype().as_str(), var.dims()).hash(state));
+            }),
+        ];
+        agree(&*self.collectives, Call::Gradients, Ok(()), &numbers)?;
+        // A variable without a gradient on any rank remains without one.
+        let mut with_gradient: Vec<f64> =
+            variables.iter().map(|var| f64::from(u8::from(gradients.get(var).is_some()))).collect();
+        self.collectives.all_reduce_sum(Numbers::F64(&mut with_gradient))?;
+        let variables = variables.iter().zip(with_gradient).filter(|(_, ranks)| *ranks > 0.0).map(|(var, _)| var);
+
+        let mut bucket: Vec<&Var> = Vec::new();
+        for var in variables {
+            let size: usize = bucket.iter().map(|var| var.elem_count()).sum();
+            let is_other = bucket.first().is_some_and(|first| accumulation(first) != accumulation(var));
+            if !bucket.is_empty() && (is_other || size + var.elem_count() > BUCKET) {
+                self.all_reduce_bucket(gradients, &std::mem::take(&mut bucket))?;
+            }
+            bucket.push(var);
+        }
+        self.all_reduce_bucket(gradients, &bucket)
+    }
+
+    /// Adds up the gradients of some variables, with one accumulation dtype, in one operation.
+    fn all_reduce_bucket(&self, gradients: &mut GradStore, variables: &[&Var]) -> Result<()> {
+        let Some(first) = variables.first() else { return Ok(()) };
+        let dtype = accumulation(first);
+        let flat = |var: &&Var| match gradients.remove(var) {
+            Some(gradient) => gradient.detach().flatten_all()?.to_dtype(dtype),
+            None => Tensor::zeros(var.elem_count(), dtype, var.device()),
+        };
+        let flat = variables.iter().map(flat).collect::<candle_core::Result<Vec<_>>>()?;
+        let sums = match &flat[..] {
+            [one] => self.collectives.all_reduce_sum_tensor(one)?,
+            several => self.collectives.all_reduce_sum_tensor(&Tensor::cat(several, 0)?)?,
+        };
+        let mut start = 0;
+        for var in variables {
+            let sum = sums.narrow(0, start, var.elem_count())?.reshape(var.shape())?.to_dtype(var.dtype())?;
+            gradients.insert(var, sum);
+            start += var.elem_count();
+        }
+        Ok(())
+    }
+}
+
+/// The dtype that gradients of a variable are added up in.
+fn accumulation(var: &Var) -> DType {
+    match var.dtype() {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}

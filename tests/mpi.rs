@@ -43,6 +43,8 @@ fn main() -> Result<()> {
     assert!(ranks.broadcast(Numbers::F32(&mut numbers), count).is_err());
 
     let bits = vocabulary::equals_the_whole(&ranks, &Device::Cpu)?;
+    vocabulary::correct_targets_are_those_of_the_whole(&ranks)?;
+    vocabulary::adapted_decoders_equal_the_whole(&ranks)?;
     decoding::equals_the_whole(&ranks)?;
     checkpoint::loads_with_another_cut(&ranks)?;
 

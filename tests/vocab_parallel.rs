@@ -13,11 +13,14 @@ use candle_core::{DType, Device, DeviceLocation, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::devices;
 use mos_head::{
-    Collectives, Error, LossOptions, LowRankAdapter, Mixture, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution,
-    Numbers, OptionName, OutputLayer, Reduction, Result, SoftmaxHead, VocabParallel, VocabShard,
+    Collectives, Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution, Numbers,
+    OptionName, OutputLayer, Reduction, Result, SoftmaxHead, VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
-use vocabulary::{equals_the_whole, numbers, tensor, Problem, D, POSITIONS};
+use vocabulary::{
+    adapted_decoders_equal_the_whole, correct_targets_are_those_of_the_whole, equals_the_whole, numbers, tensor,
+    Problem, D, POSITIONS,
+};
 
 #[test]
 fn a_loss_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
@@ -171,79 +174,18 @@ fn a_rank_sends_as_many_bytes_as_the_documentation_says() -> Result<()> {
 /// Among ids of equal probability on several ranks, the lowest is the most probable.
 #[test]
 fn a_target_is_correct_if_no_rank_has_a_better_id() -> Result<()> {
-    const VOCAB: usize = 40;
-    for components in [1, 3] {
-        let problem = Problem::new(VOCAB, components, DType::F32, VOCAB)?;
-        // The second half repeats the first.
-        let half = |whole: &Tensor| Tensor::cat(&[whole.narrow(0, 0, VOCAB / 2)?, whole.narrow(0, 0, VOCAB / 2)?], 0);
-        let (weight, bias) = (half(&problem.weight)?, half(&problem.bias)?);
-        let log_priors = problem.log_priors.as_ref().map(Var::as_tensor);
-        let whole = Mixture::new(&problem.contexts, log_priors, &weight, Some(&bias))?;
-        let best = whole.top_k(1)?.token_ids.flatten_all()?.to_vec1::<u32>()?;
-        let targets = best.iter().zip([0, 20, 0, 7].into_iter().cycle()).map(|(best, shift)| (best + shift) % 40);
-        let targets = Tensor::from_iter(targets, &Device::Cpu)?;
-        let options = LossOptions::evaluation().with_correct(true);
-        let expected = numbers(&whole.loss(&targets, &options)?.is_correct.expect("asked for"))?;
-        assert!(expected.contains(&0.0) && expected.iter().filter(|&&is_correct| is_correct == 1.0).count() > 10);
-        for ranks in 1..=4 {
-            let of_rank = |ranks: Arc<dyn Collectives>| -> Result<Vec<f64>> {
-                let shard = VocabShard::new(ranks, VOCAB)?;
-                let rows = |whole: &Tensor| whole.narrow(0, shard.range().start, shard.range().len());
-                let mixture = Mixture::new(&problem.contexts, log_priors, &rows(&weight)?, Some(&rows(&bias)?))?;
-                numbers(&mixture.vocab_parallel_loss(&shard, &targets, &options)?.is_correct.expect("asked for"))
-            };
-            for found in on_ranks(ranks, of_rank) {
-                assert_eq!(found?, expected, "{components} {ranks}");
-            }
-        }
-    }
-    Ok(())
+    on_one_to_four(correct_targets_are_those_of_the_whole)
 }
 
 #[test]
 fn a_decoder_with_a_softcap_a_scale_and_an_adapter_is_cut() -> Result<()> {
-    const VOCAB: usize = 31;
-    // Two positions without gradients take another path than many with them.
-    for (positions, train) in [(POSITIONS, true), (2, false)] {
-        let hidden = Var::from_tensor(&tensor(&[positions, D], 2, DType::F32)?)?;
-        let targets = Tensor::from_iter((0..positions).map(|t| (t * 11 % VOCAB) as u32), &Device::Cpu)?;
-        // The loss, and the gradients of the hidden states and of both factors of the adapter.
-        let results = |shard: Option<&VocabShard>| -> Result<Vec<Vec<f64>>> {
-            let range = shard.map_or(0..VOCAB, VocabShard::range);
-            let rows = |whole: Tensor| whole.narrow(0, range.start, range.len());
-            let weight = rows(tensor(&[VOCAB, D], 1, DType::F32)?)?;
-            let (down, up) = (tensor(&[2, D], 3, DType::F32)?, rows(tensor(&[VOCAB, 2], 4, DType::F32)?)?);
-            let (down, up) = (Var::from_tensor(&down)?, Var::from_tensor(&up)?);
-            let adapter = LowRankAdapter::from_tensors(down.as_tensor().clone(), up.as_tensor().clone(), 0.5)?;
-            let head = SoftmaxHead::from_tensors(weight, None)?;
-            let head = head.with_softcap(3.0)?.with_logit_scale(0.7)?.with_adapter(adapter)?;
-            let options = if train { LossOptions::new() } else { LossOptions::evaluation() };
-            let loss = match shard {
-                None => head.loss(&hidden, &targets, &options)?,
-                Some(shard) => VocabParallel::new(head, shard.clone())?.loss(&hidden, &targets, &options)?,
-            };
-            let mut results = vec![numbers(&loss.value)?, numbers(&loss.nll)?];
-            if train {
-                let gradients = loss.backward()?;
-                let of = |var: &Var| numbers(gradients.get(var).expect("a gradient"));
-                results.extend([of(&hidden)?, of(&down)?, of(&up)?]);
-            }
-            Ok(results)
-        };
-        let expected = results(None)?;
-        for found in on_ranks(3, |ranks| -> Result<_> {
-            let shard = VocabShard::new(ranks, VOCAB)?;
-            Ok((shard.range(), results(Some(&shard))?))
-        }) {
-            let (range, found) = found?;
-            for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                let expected = if i == 4 { &expected[range.start * 2..range.end * 2] } else { expected };
-                assert_eq!(found.len(), expected.len());
-                for (found, expected) in found.iter().zip(expected) {
-                    assert!((found - expected).abs() < 1e-5, "{i}: {found} {expected}");
-                }
-            }
-        }
+    on_one_to_four(adapted_decoders_equal_the_whole)
+}
+
+/// Calls a comparison on as many threads as ranks.
+fn on_one_to_four(compare: fn(&Arc<dyn Collectives>) -> Result<()>) -> Result<()> {
+    for ranks in 1..=4 {
+        on_ranks(ranks, |ranks| compare(&ranks)).into_iter().collect::<Result<()>>()?;
     }
     Ok(())
 }

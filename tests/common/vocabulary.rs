@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::ops::log_softmax;
-use mos_head::{Collectives, Error, LossOptions, Mixture, Reduction, Result, VocabShard};
+use mos_head::{
+    Collectives, Error, LossOptions, LowRankAdapter, Mixture, OutputLayer, Reduction, Result, SoftmaxHead,
+    VocabParallel, VocabShard,
+};
 
 pub const POSITIONS: usize = 23;
 pub const D: usize = 7;
@@ -189,4 +192,73 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>, device: &Device) -> Result
         }
     }
     Ok(bits.finish())
+}
+
+/// Which targets are the most probable ids; among ids of equal probability on several ranks it is the lowest.
+pub fn correct_targets_are_those_of_the_whole(ranks: &Arc<dyn Collectives>) -> Result<()> {
+    const VOCAB: usize = 40;
+    for components in [1, 3] {
+        let problem = Problem::new(VOCAB, components, DType::F32, VOCAB)?;
+        // The second half repeats the first.
+        let half = |whole: &Tensor| Tensor::cat(&[whole.narrow(0, 0, VOCAB / 2)?, whole.narrow(0, 0, VOCAB / 2)?], 0);
+        let (weight, bias) = (half(&problem.weight)?, half(&problem.bias)?);
+        let log_priors = problem.log_priors.as_ref().map(Var::as_tensor);
+        let whole = Mixture::new(&problem.contexts, log_priors, &weight, Some(&bias))?;
+        let best = whole.top_k(1)?.token_ids.flatten_all()?.to_vec1::<u32>()?;
+        let targets = best.iter().zip([0, 20, 0, 7].into_iter().cycle()).map(|(best, shift)| (best + shift) % 40);
+        let targets = Tensor::from_iter(targets, &Device::Cpu)?;
+        let options = LossOptions::evaluation().with_correct(true);
+        let expected = numbers(&whole.loss(&targets, &options)?.is_correct.expect("asked for"))?;
+        assert!(expected.contains(&0.0) && expected.iter().filter(|&&is_correct| is_correct == 1.0).count() > 10);
+        let shard = VocabShard::new(ranks.clone(), VOCAB)?;
+        let rows = |whole: &Tensor| whole.narrow(0, shard.range().start, shard.range().len());
+        let mixture = Mixture::new(&problem.contexts, log_priors, &rows(&weight)?, Some(&rows(&bias)?))?;
+        let found = mixture.vocab_parallel_loss(&shard, &targets, &options)?.is_correct.expect("asked for");
+        assert_eq!(numbers(&found)?, expected, "{components}");
+    }
+    Ok(())
+}
+
+/// Decoders with a softcap, a scale and a low-rank adapter, all of whose rows are cut.
+pub fn adapted_decoders_equal_the_whole(ranks: &Arc<dyn Collectives>) -> Result<()> {
+    const VOCAB: usize = 31;
+    // Two positions without gradients take another path than many with them.
+    for (positions, train) in [(POSITIONS, true), (2, false)] {
+        let hidden = Var::from_tensor(&tensor(&[positions, D], 2, DType::F32)?)?;
+        let targets = Tensor::from_iter((0..positions).map(|t| (t * 11 % VOCAB) as u32), &Device::Cpu)?;
+        // The loss, and the gradients of the hidden states and of both factors of the adapter.
+        let results = |shard: Option<&VocabShard>| -> Result<Vec<Vec<f64>>> {
+            let range = shard.map_or(0..VOCAB, VocabShard::range);
+            let rows = |whole: Tensor| whole.narrow(0, range.start, range.len());
+            let weight = rows(tensor(&[VOCAB, D], 1, DType::F32)?)?;
+            let (down, up) = (tensor(&[2, D], 3, DType::F32)?, rows(tensor(&[VOCAB, 2], 4, DType::F32)?)?);
+            let (down, up) = (Var::from_tensor(&down)?, Var::from_tensor(&up)?);
+            let adapter = LowRankAdapter::from_tensors(down.as_tensor().clone(), up.as_tensor().clone(), 0.5)?;
+            let head = SoftmaxHead::from_tensors(weight, None)?;
+            let head = head.with_softcap(3.0)?.with_logit_scale(0.7)?.with_adapter(adapter)?;
+            let options = if train { LossOptions::new() } else { LossOptions::evaluation() };
+            let loss = match shard {
+                None => head.loss(&hidden, &targets, &options)?,
+                Some(shard) => VocabParallel::new(head, shard.clone())?.loss(&hidden, &targets, &options)?,
+            };
+            let mut results = vec![numbers(&loss.value)?, numbers(&loss.nll)?];
+            if train {
+                let gradients = loss.backward()?;
+                let of = |var: &Var| numbers(gradients.get(var).expect("a gradient"));
+                results.extend([of(&hidden)?, of(&down)?, of(&up)?]);
+            }
+            Ok(results)
+        };
+        let expected = results(None)?;
+        let shard = VocabShard::new(ranks.clone(), VOCAB)?;
+        let (range, found) = (shard.range(), results(Some(&shard))?);
+        for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            let expected = if i == 4 { &expected[range.start * 2..range.end * 2] } else { expected };
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(expected) {
+                assert!((found - expected).abs() < 1e-5, "{i}: {found} {expected}");
+            }
+        }
+    }
+    Ok(())
 }

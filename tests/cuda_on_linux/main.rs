@@ -11,5 +11,7 @@ mod nccl;
 mod products;
 mod streams;
 #[cfg(feature = "nccl")]
+// Not all of its comparisons.
+#[allow(dead_code)]
 #[path = "../common/vocabulary.rs"]
 mod vocabulary;

@@ -441,7 +441,7 @@ fn a_malformed_index_is_an_error() {
     name(open("weight_map", "weights"), INDEX, "a weight_map");
     name(open("head.1-00002-of-00002", "head.2-00002-of-00002"), "head.2-00002-of-00002.safetensors", "can be read");
     name(open("\"head.1-00002-of-00002", "\"../head.1-00002-of-00002"), INDEX, "a file in its folder");
-    name(open("\"head.1-00002-of-00002", "\"/tmp/head.1-00002-of-00002"), INDEX, "a file in its folder");
+    name(open("\"head.1-00002-of-00002", "\"/head.1-00002-of-00002"), INDEX, "a file in its folder");
     name(open("\"head.1-00002-of-00002.safetensors\"", "3"), INDEX, "a file in its folder");
     name(open("\"scale\"", "\"scales\""), "head.1-00001-of-00002.safetensors", "a tensor scales, got none");
     name(

@@ -2,6 +2,8 @@
 
 #[path = "common/ranks.rs"]
 mod ranks;
+#[path = "common/values.rs"]
+mod values;
 
 use std::sync::Arc;
 
@@ -12,15 +14,11 @@ use mos_head::{
     Collectives, DataParallel, Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
 };
 use ranks::on_ranks;
+use values::tensor;
 
 const POSITIONS: usize = 29;
 const HIDDEN: usize = 6;
 const VOCAB: usize = 40;
-
-fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Result<Tensor> {
-    let values = (0..shape.iter().product()).map(|i| ((i * 7919 + seed * 104_729 + i / 13) % 201) as f32 / 90.0 - 1.0);
-    Ok(Tensor::from_iter(values, &Device::Cpu)?.reshape(shape)?.to_dtype(dtype)?)
-}
 
 /// A head, and its variables by name, which are the same on every rank.
 fn head(dtype: DType) -> Result<(MixtureOfSoftmaxes, Vec<Var>)> {

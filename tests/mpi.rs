@@ -8,6 +8,8 @@
 mod checkpoint;
 #[path = "common/decoding.rs"]
 mod decoding;
+#[path = "common/values.rs"]
+mod values;
 #[path = "common/vocabulary.rs"]
 mod vocabulary;
 

@@ -3,6 +3,8 @@
 mod common;
 #[path = "common/ranks.rs"]
 mod ranks;
+#[path = "common/values.rs"]
+mod values;
 #[path = "common/vocabulary.rs"]
 mod vocabulary;
 
@@ -17,9 +19,10 @@ use mos_head::{
     OptionName, OutputLayer, Reduction, Result, SoftmaxHead, VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
+use values::tensor;
 use vocabulary::{
-    adapted_decoders_equal_the_whole, correct_targets_are_those_of_the_whole, equals_the_whole, numbers, tensor,
-    Problem, D, POSITIONS,
+    adapted_decoders_equal_the_whole, correct_targets_are_those_of_the_whole, equals_the_whole, numbers, Problem, D,
+    POSITIONS,
 };
 
 #[test]

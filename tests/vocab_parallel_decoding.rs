@@ -4,12 +4,16 @@
 mod decoding;
 #[path = "common/ranks.rs"]
 mod ranks;
+#[path = "common/values.rs"]
+mod values;
 
 use std::sync::Arc;
 
-use decoding::{equals_the_whole, head, tensor, HIDDEN, VOCAB};
+use candle_core::DType;
+use decoding::{equals_the_whole, head, HIDDEN, VOCAB};
 use mos_head::{Collectives, Error, OutputLayer, Result, Sampling, TokenRequest, VocabParallel, VocabShard};
 use ranks::on_ranks;
+use values::tensor;
 
 #[test]
 fn what_is_decoded_does_not_depend_on_the_number_of_ranks() -> Result<()> {
@@ -26,7 +30,7 @@ fn ranks_that_disagree_about_a_query_get_an_error_on_every_rank() {
     let of_rank = |k: fn(usize) -> usize| {
         on_ranks(3, move |ranks: Arc<dyn Collectives>| -> Result<_> {
             let (rank, shard) = (ranks.rank(), VocabShard::new(ranks, VOCAB)?);
-            VocabParallel::new(head(2, shard.range())?, shard)?.top_k(&tensor(&[2, HIDDEN], 5)?, k(rank))
+            VocabParallel::new(head(2, shard.range())?, shard)?.top_k(&tensor(&[2, HIDDEN], 5, DType::F32)?, k(rank))
         })
     };
     for result in of_rank(|rank| 3 + rank) {
@@ -41,7 +45,8 @@ fn ranks_that_disagree_about_a_query_get_an_error_on_every_rank() {
     let seeds = on_ranks(2, |ranks: Arc<dyn Collectives>| -> Result<_> {
         let (rank, shard) = (ranks.rank(), VocabShard::new(ranks, VOCAB)?);
         let request = TokenRequest::new(Sampling::new(), rank as u64)?;
-        VocabParallel::new(head(2, shard.range())?, shard)?.next_tokens(&tensor(&[1, HIDDEN], 5)?, &[&request])
+        VocabParallel::new(head(2, shard.range())?, shard)?
+            .next_tokens(&tensor(&[1, HIDDEN], 5, DType::F32)?, &[&request])
     });
     assert!(seeds.iter().all(|result| matches!(result, Err(Error::Ranks { argument: "requests", .. }))), "{seeds:?}");
 }

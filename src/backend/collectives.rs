@@ -84,3 +84,12 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// If the engine fails, or there is no such rank.
     fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()>;
 }
+
+/// Checks the number of a rank.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+pub(crate) fn check_rank(argument: &'static str, rank: usize, ranks: usize) -> Result<()> {
+    match rank < ranks {
+        true => Ok(()),
+        false => Err(Error::config(argument, format!("a rank below {ranks}"), rank)),
+    }
+}

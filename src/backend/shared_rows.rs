@@ -12,14 +12,18 @@ pub(super) struct SharedRow<'r, F> {
     pub(super) log_sum: &'r mut F,
     /// Any number if another rank has the target.
     pub(super) target_logit: &'r mut F,
-    /// The rank that has the target, if there is one.
-    pub(super) owner: Option<usize>,
 }
 
-/// Replaces the log-sum-exps of a shard's rows, and the logits of their targets, by those of the whole vocabulary. Every
-/// rank calls it.
-pub(super) fn join<'r, F: Real + 'r>(shard: &VocabShard, rows: impl Iterator<Item = SharedRow<'r, F>>) -> Result<()> {
+/// Replaces the log-sum-exps of a shard's rows, as many for each position, and the logits of their targets by what the
+/// whole vocabulary has. `owners` are the ranks that have the targets, `None` of a position without one. Every rank calls
+/// it.
+pub(super) fn join<'r, F: Real + 'r>(
+    shard: &VocabShard,
+    owners: &[Option<usize>],
+    rows: impl Iterator<Item = SharedRow<'r, F>>,
+) -> Result<()> {
     let rows: Vec<_> = rows.collect();
+    let components = rows.len() / owners.len().max(1);
     let numbers = |row: &SharedRow<F>| [row.largest.f64() + row.log_sum.f64(), row.target_logit.f64()];
     let sent: Vec<f64> = rows.iter().flat_map(numbers).collect();
     let received = shard.collectives().all_gather(&sent)?;
@@ -32,7 +36,7 @@ pub(super) fn join<'r, F: Real + 'r>(shard: &VocabShard, rows: impl Iterator<Ite
         };
         let sum: f64 = log_sums().map(|x| (x - largest.f64()).exp()).sum();
         (*row.largest, *row.log_sum) = (largest, F::from_f64(sum.ln()));
-        if let Some(owner) = row.owner {
+        if let Some(owner) = owners.get(i / components).copied().flatten() {
             *row.target_logit = F::from_f64(of_ranks[owner][2 * i + 1]);
         }
     }

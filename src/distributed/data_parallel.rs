@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor, Var};
 
 use crate::backend::agreement::{agree, Call, Number};
 use crate::backend::collectives::{Collectives, Numbers};
+use crate::backend::contract::accumulation_dtype;
 use crate::error::Result;
 use crate::loss::{LossOptions, Request};
 
@@ -122,7 +123,10 @@ impl DataParallel {
         let mut bucket: Vec<&Var> = Vec::new();
         for var in variables {
             let size: usize = bucket.iter().map(|var| var.elem_count()).sum();
-            let is_other = bucket.first().is_some_and(|first| accumulation(first) != accumulation(var));
+            let is_other = match bucket.first() {
+                Some(first) => accumulation(first)? != accumulation(var)?,
+                None => false,
+            };
             if !bucket.is_empty() && (is_other || size + var.elem_count() > BUCKET) {
                 self.all_reduce_bucket(gradients, &std::mem::take(&mut bucket))?;
             }
@@ -134,7 +138,7 @@ impl DataParallel {
     /// Adds up the gradients of some variables, with one accumulation dtype, in one operation.
     fn all_reduce_bucket(&self, gradients: &mut GradStore, variables: &[&Var]) -> Result<()> {
         let Some(first) = variables.first() else { return Ok(()) };
-        let dtype = accumulation(first);
+        let dtype = accumulation(first)?;
         let flat = |var: &&Var| match gradients.remove(var) {
             Some(gradient) => gradient.detach().flatten_all()?.to_dtype(dtype),
             None => Tensor::zeros(var.elem_count(), dtype, var.device()),
@@ -155,9 +159,6 @@ impl DataParallel {
 }
 
 /// The dtype that gradients of a variable are added up in.
-fn accumulation(var: &Var) -> DType {
-    match var.dtype() {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    }
+fn accumulation(var: &Var) -> Result<DType> {
+    accumulation_dtype("variables", var.dtype())
 }

@@ -7,8 +7,9 @@ use crate::backend::shard::VocabShard;
 use crate::decoding::{NextToken, TokenRequest, TopK};
 use crate::error::{Error, OptionName, Result};
 use crate::heads::{MixtureLayer, OutputLayer};
-use crate::loss::{Loss, LossOptions};
+use crate::loss::{Loss, LossOptions, Request};
 use crate::mixture::Mixture;
+use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
 /// A head that is a [`MixtureLayer`], each of whose ranks has the decoder's rows of its [`VocabShard`]; the projection is
@@ -95,8 +96,9 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         // NaN at an ignored position reaches no gradient of the projection.
-        let mixture = match options.mask_ignored(hidden, targets) {
-            Ok((hidden, _)) => self.mixture(Call::Loss, &hidden, options.dropout),
+        let masked = || Request::new(leading(hidden)?, None, hidden, targets, options)?.mask(hidden);
+        let mixture = match masked() {
+            Ok(hidden) => self.mixture(Call::Loss, &hidden, options.dropout),
             Err(error) => self.shard.agree(Call::Loss, Err(error), &[]),
         };
         mixture?.vocab_parallel_loss(&self.shard, targets, options)

@@ -10,7 +10,7 @@ use mpi::traits::{Communicator, CommunicatorCollectives, Equivalence, Root};
 use mpi::Threading;
 
 use crate::backend::agreement::end;
-use crate::backend::collectives::{Collectives, Numbers};
+use crate::backend::collectives::{check_rank, Collectives, Numbers};
 use crate::error::{Error, Result};
 
 /// The ranks of a program that `mpirun` has started, over MPI's world communicator.
@@ -133,9 +133,7 @@ impl Collectives for Mpi {
     }
 
     fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()> {
-        if root >= self.ranks {
-            return Err(Error::config("root", format!("a rank below {}", self.ranks), root));
-        }
+        check_rank("root", root, self.ranks)?;
         match numbers {
             Numbers::F32(numbers) => self.send(numbers, root),
             Numbers::F64(numbers) => self.send(numbers, root),

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::backend::collectives::{Collectives, Numbers};
+use crate::backend::collectives::{check_rank, Collectives, Numbers};
 use crate::backend::Communicator;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_most;
@@ -72,13 +72,6 @@ impl Nccl {
         check_most("ranks", ranks, i32::MAX as usize)?;
         check_rank("rank", rank, ranks)?;
         Ok(Nccl { communicator: Communicator::new(cuda, rank, ranks, id)?, device: device.clone() })
-    }
-}
-
-fn check_rank(argument: &'static str, rank: usize, ranks: usize) -> Result<()> {
-    match rank < ranks {
-        true => Ok(()),
-        false => Err(Error::config(argument, format!("a rank below {ranks}"), rank)),
     }
 }
 

@@ -45,28 +45,22 @@ impl Mixture {
     ///
     /// [`Collectives::all_reduce_sum_tensor`]: crate::Collectives::all_reduce_sum_tensor
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let request = self.checked(shard, targets, options);
+        let checked = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let numbers = [
-            Number::hashed("targets", |state| hash_values(targets, state)),
+            Number::hashed("targets", |state| checked.iter().for_each(|(_, ids)| ids.hash(state))),
             Number::hashed("options", |state| hash_options(options, state)),
             Number::equal("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
             Number::equal("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
         ];
-        let request = self.agree(shard, Call::Loss, request, numbers)?;
+        let (request, _) = self.agree(shard, Call::Loss, checked, &numbers)?;
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
         let objective = TargetLoss { shard: Some(shard.clone()), ..request.target_loss(dtype)? };
         self.masked(&request)?.fused_loss(objective, &request)
     }
 
     /// What this rank's check has found, if the mixtures of all ranks and these numbers agree.
-    pub(crate) fn agree<T, const N: usize>(
-        &self,
-        shard: &VocabShard,
-        call: Call,
-        checked: Result<T>,
-        numbers: [Number; N],
-    ) -> Result<T> {
+    pub(crate) fn agree<T>(&self, shard: &VocabShard, call: Call, checked: Result<T>, numbers: &[Number]) -> Result<T> {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let contexts = &self.operands.contexts;
         let of_mixture = [
@@ -76,7 +70,7 @@ impl Mixture {
             Number::hashed("dtype", |state| contexts.dtype().as_str().hash(state)),
             Number::equal("whether tensors are on the CPU", f64::from(u8::from(contexts.device().is_cpu()))),
         ];
-        shard.agree(call, checked, &[&of_mixture[..], &projections("contexts", contexts), &numbers[..]].concat())
+        shard.agree(call, checked, &[&of_mixture[..], &projections("contexts", contexts), numbers].concat())
     }
 
     /// Checks that this mixture has the rows of a shard.
@@ -89,8 +83,13 @@ impl Mixture {
         Ok(())
     }
 
-    /// The request, if this rank's arguments have no errors.
-    fn checked<'a>(&self, shard: &VocabShard, targets: &'a Tensor, options: &'a LossOptions) -> Result<Request<'a>> {
+    /// The request and the target ids, if this rank's arguments have no errors.
+    fn checked<'a>(
+        &self,
+        shard: &VocabShard,
+        targets: &'a Tensor,
+        options: &'a LossOptions,
+    ) -> Result<(Request<'a>, Vec<Option<usize>>)> {
         self.check_shard(shard)?;
         let contexts = &self.operands.contexts;
         let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
@@ -99,8 +98,8 @@ impl Mixture {
         if !contexts.device().is_cpu() {
             request.require("a vocabulary-parallel loss on a GPU", &[ZLoss, GradientFilter])?;
         }
-        request.read_ids(shard.vocab_size())?;
-        Ok(request)
+        let ids = request.read_ids(shard.vocab_size())?;
+        Ok((request, ids))
     }
 }
 
@@ -139,7 +138,7 @@ fn values(tensor: &Tensor) -> candle_core::Result<Vec<f64>> {
     tensor.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1()
 }
 
-/// Values that cannot be read are an error of the request.
+/// Values that cannot be read are an error of the loss.
 fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {
     values(tensor).unwrap_or_default().iter().for_each(|value| value.to_bits().hash(state));
 }

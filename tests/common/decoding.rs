@@ -8,24 +8,21 @@ use mos_head::{
     Sampling, TokenRequest, VocabParallel, VocabShard,
 };
 
+use crate::values::tensor;
+
 pub const VOCAB: usize = 1301;
 pub const HIDDEN: usize = 12;
 
-pub fn tensor(shape: &[usize], seed: usize) -> Result<Tensor> {
-    let values = (0..shape.iter().product()).map(|i| ((i * 7919 + seed * 104_729 + i / 13) % 201) as f32 / 50.0 - 2.0);
-    Ok(Tensor::from_iter(values, &Device::Cpu)?.reshape(shape)?)
-}
-
 /// A mixture of softmaxes over these ids. Ids that differ by 700 are equally probable.
 pub fn head(components: usize, ids: std::ops::Range<usize>) -> Result<MixtureOfSoftmaxes> {
-    let half = tensor(&[700, HIDDEN], 1)?;
+    let half = tensor(&[700, HIDDEN], 1, DType::F32)?;
     let weight = Tensor::cat(&[&half, &half], 0)?.narrow(0, ids.start, ids.len())?;
     let named = [
         ("decoder.weight", weight),
         ("decoder.bias", Tensor::zeros(ids.len(), DType::F32, &Device::Cpu)?),
-        ("prior.weight", tensor(&[components, HIDDEN], 2)?),
-        ("latent.weight", (tensor(&[components * HIDDEN, HIDDEN], 3)? * 0.3)?),
-        ("latent.bias", tensor(&[components * HIDDEN], 4)?),
+        ("prior.weight", tensor(&[components, HIDDEN], 2, DType::F32)?),
+        ("latent.weight", (tensor(&[components * HIDDEN, HIDDEN], 3, DType::F32)? * 0.3)?),
+        ("latent.bias", tensor(&[components * HIDDEN], 4, DType::F32)?),
     ];
     let named = named.map(|(name, tensor)| (name.to_owned(), tensor)).into_iter().collect();
     let vb = candle_nn::VarBuilder::from_tensors(named, DType::F32, &Device::Cpu);
@@ -53,7 +50,7 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>) -> Result<()> {
 }
 
 fn ranks_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
-    let hidden = tensor(&[2, 3, HIDDEN], 5)?;
+    let hidden = tensor(&[2, 3, HIDDEN], 5, DType::F32)?;
     let (found, expected) = (cut.top_k(&hidden, 20)?, whole.top_k(&hidden, 20)?);
     let ids = expected.token_ids.to_vec3::<u32>()?;
     assert_eq!(found.token_ids.to_vec3::<u32>()?, ids);
@@ -97,7 +94,7 @@ fn drawn(head: &dyn OutputLayer) -> Result<Vec<NextToken>> {
     let mut requests = samplings.into_iter().enumerate().map(request).collect::<Result<Vec<_>>>()?;
     let mut drawn = Vec::new();
     for step in 0..4 {
-        let hidden = tensor(&[requests.len(), HIDDEN], 6 + step)?;
+        let hidden = tensor(&[requests.len(), HIDDEN], 6 + step, DType::F32)?;
         let next = head.next_tokens(&hidden, &requests.iter().collect::<Vec<_>>())?;
         requests.iter_mut().zip(&next).for_each(|(request, next)| request.push(next.token_id));
         drawn.extend(next);
@@ -107,7 +104,7 @@ fn drawn(head: &dyn OutputLayer) -> Result<Vec<NextToken>> {
 
 /// The sequences that a beam search finds.
 fn sequences(head: &dyn OutputLayer) -> Result<Vec<Vec<u32>>> {
-    let (start, states) = (Tensor::new(&[3u32, 699], &Device::Cpu)?, tensor(&[VOCAB, HIDDEN], 9)?);
+    let (start, states) = (Tensor::new(&[3u32, 699], &Device::Cpu)?, tensor(&[VOCAB, HIDDEN], 9, DType::F32)?);
     let search = BeamSearch::new(0).with_width(4).with_max_length(5).with_n_best(2);
     let found = search.run(head, &start, |tokens, _| Ok::<_, Error>(states.index_select(tokens, 0)?))?;
     Ok(found.into_iter().flatten().map(|hypothesis| hypothesis.token_ids).collect())

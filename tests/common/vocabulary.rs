@@ -10,14 +10,10 @@ use mos_head::{
     VocabParallel, VocabShard,
 };
 
+use crate::values::tensor;
+
 pub const POSITIONS: usize = 23;
 pub const D: usize = 7;
-
-pub fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Result<Tensor> {
-    let n = shape.iter().product();
-    let values: Vec<f32> = (0..n).map(|i| ((i * 7919 + seed * 104_729 + i / 13) % 201) as f32 / 50.0 - 2.0).collect();
-    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?)
-}
 
 pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(tensor.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1()?)

@@ -11,6 +11,9 @@ mod nccl;
 mod products;
 mod streams;
 #[cfg(feature = "nccl")]
+#[path = "../common/values.rs"]
+mod values;
+#[cfg(feature = "nccl")]
 // Not all of its comparisons.
 #[allow(dead_code)]
 #[path = "../common/vocabulary.rs"]

@@ -174,20 +174,15 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     /// Makes the log-sum-exps of the chunk's rows, and the logits of the targets that these ranks have, those of the
     /// vocabulary that the ranks of `shard` share. Waits for the device.
     pub(super) fn join_ranks(&self, shard: &VocabShard, owners: &[Option<usize>]) -> Result<()> {
-        let (rows, components) = (self.rows_per_chunk, self.inputs.sizes.components);
+        let rows = self.rows_per_chunk;
         let device = self.numbers.tensor.device();
         let mut numbers = self.numbers.tensor.narrow(0, 0, 3 * rows)?.to_vec1::<f32>()?;
         let (largest, rest) = numbers.split_at_mut(rows);
         let (log_sums, target_logits) = rest.split_at_mut(rows);
-        let owners = owners.iter().flat_map(|&owner| std::iter::repeat_n(owner, components));
-        let of_rows = largest.iter_mut().zip(log_sums).zip(target_logits).zip(owners);
-        let shared = of_rows.map(|(((largest, log_sum), target_logit), owner)| SharedRow {
-            largest,
-            log_sum,
-            target_logit,
-            owner,
-        });
-        join(shard, shared)?;
+        let of_rows =
+            largest.iter_mut().zip(log_sums).zip(target_logits).take(owners.len() * self.inputs.sizes.components);
+        let shared = of_rows.map(|((largest, log_sum), target_logit)| SharedRow { largest, log_sum, target_logit });
+        join(shard, owners, shared)?;
         Ok(self.numbers.tensor.slice_set(&Tensor::from_vec(numbers, 3 * rows, device)?, 0, 0)?)
     }
 

@@ -94,11 +94,26 @@ impl Visit for Next<'_> {
     }
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<NextToken> {
-        if !distribution.is_valid() {
-            return Err(Error::Distribution { position });
+        let (log_probs, offset) = AllIds.visit(position, distribution)?;
+        self.answer(position, &log_probs, offset)
+    }
+}
+
+/// A query for the log-probabilities of all ids, and what their logits exceed these by.
+struct AllIds;
+
+impl Visit for AllIds {
+    type Output = (Vec<f64>, f64);
+
+    fn needs_logits(&self) -> bool {
+        true
+    }
+
+    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
+        match distribution.is_valid() {
+            true => Ok((of_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64))),
+            false => Err(Error::Distribution { position }),
         }
-        let offset = distribution.logit_offset().map_or(0.0, Real::f64);
-        self.answer(position, &of_all_ids(distribution), offset)
     }
 }
 

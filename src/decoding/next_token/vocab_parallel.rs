@@ -1,11 +1,10 @@
 //! The next token ids of a vocabulary that ranks share.
 
-use super::{of_all_ids, Next, NextToken, TokenRequest};
+use super::{AllIds, Next, NextToken, TokenRequest};
 use crate::backend;
 use crate::backend::agreement::{Call, Number};
-use crate::backend::contract::{Distribution, Real, Visit};
 use crate::backend::shard::VocabShard;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::mixture::Mixture;
 
 impl Mixture {
@@ -26,8 +25,8 @@ impl Mixture {
         let checked = self.check_shard(shard);
         let checked = checked.and_then(|()| Next::new(requests, operands.sizes.positions, shard.vocab_size()));
         let of_requests = Number::hashed("requests", |state| requests.iter().for_each(|request| request.hash(state)));
-        let next = self.agree(shard, Call::Decoding, checked, [of_requests])?;
-        let own = backend::visit_shard(operands, shard, &Own)?;
+        let next = self.agree(shard, Call::Decoding, checked, &[of_requests])?;
+        let own = backend::visit_shard(operands, shard, &AllIds)?;
 
         let ranks = 0..shard.collectives().ranks();
         let most = ranks.clone().map(|rank| shard.range_of(rank).len()).max().unwrap_or(0);
@@ -41,23 +40,5 @@ impl Mixture {
             next.answer(position, &all, offset)
         };
         own.into_iter().enumerate().map(answer).collect()
-    }
-}
-
-/// A query for the log-probabilities of this rank's ids, and what their logits exceed these by.
-struct Own;
-
-impl Visit for Own {
-    type Output = (Vec<f64>, f64);
-
-    fn needs_logits(&self) -> bool {
-        true
-    }
-
-    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
-        match distribution.is_valid() {
-            true => Ok((of_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64))),
-            false => Err(Error::Distribution { position }),
-        }
     }
 }

@@ -61,7 +61,7 @@ fn is_within(path: &Path) -> bool {
     path.file_name().is_some() && path.components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// Whether a path is that of an index, by its name.
+/// Whether a path names an index.
 pub(super) fn is_index(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "json")
 }

@@ -11,11 +11,11 @@ use crate::backend::shard::VocabShard;
 
 impl ShardedCheckpoint {
     /// A builder for a rank's layers. A tensor that is asked for with as many rows as the shard has, and is stored with
-    /// those of the whole vocabulary, is the shard's rows, and no other bytes of it are read; any other tensor is whole.
+    /// one for each id of the vocabulary, is the shard's rows, and no other bytes of it are read; any other tensor is whole.
     ///
     /// # Examples
     ///
-    /// Variables that are to be trained get their values from it too:
+    /// It also fills the variables of a training run that is resumed:
     ///
     /// ```no_run
     /// # use std::sync::Arc;

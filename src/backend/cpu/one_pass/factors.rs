@@ -149,17 +149,11 @@ impl<'a, F: Float> Passed<'a, F> {
         Passed { ids, parts, logits, sums }
     }
 
-    /// The rows of a shard, whose targets these ranks have: one for each position.
-    pub(super) fn shared_rows(
-        &mut self,
-        owners: impl Iterator<Item = Option<usize>>,
-    ) -> impl Iterator<Item = SharedRow<'_, F>> {
-        let components = self.sums.len().checked_div(self.ids.positions()).unwrap_or(0);
-        let owners = owners.flat_map(move |owner| std::iter::repeat_n(owner, components));
-        let rows = self.sums.iter_mut().zip(&mut self.logits).zip(owners);
-        rows.map(|((sums, target_logit), owner)| {
+    /// The rows, whose listed ids are targets.
+    pub(super) fn shared_rows(&mut self) -> impl Iterator<Item = SharedRow<'_, F>> {
+        self.sums.iter_mut().zip(&mut self.logits).map(|(sums, target_logit)| {
             let LogSumExp { largest, log_sum } = &mut sums.lse;
-            SharedRow { largest, log_sum, target_logit, owner }
+            SharedRow { largest, log_sum, target_logit }
         })
     }
 

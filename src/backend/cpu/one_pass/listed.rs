@@ -33,11 +33,6 @@ impl<'a> ChunkIds<'a> {
         ChunkIds { components, ids, starts }
     }
 
-    /// The number of positions.
-    pub(super) fn positions(&self) -> usize {
-        self.ids.len()
-    }
-
     /// The number of entries.
     pub(super) fn entries(&self) -> usize {
         self.starts.last().copied().unwrap_or(0)

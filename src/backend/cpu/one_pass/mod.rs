@@ -326,7 +326,8 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         if let Some(ranks) = &mut self.ranks {
             ranks.finish_sum(&mut self.gradients.contexts)?;
             let owner = |&t: &usize| self.targets.id(t).map(|id| ranks.shard.owner(id));
-            join(ranks.shard, passed.shared_rows(self.chunk.positions.iter().map(owner)))?;
+            let owners: Vec<_> = self.chunk.positions.iter().map(owner).collect();
+            join(ranks.shard, &owners, passed.shared_rows())?;
         }
         let best = match self.with_best {
             true => {

@@ -395,13 +395,12 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             None | Some(ELSEWHERE) => num_traits::Float::neg_infinity(),
             Some(id) => self.logits[i * self.stride + id],
         }));
-        let owner = |i: usize| targets?.id(position(i)).map(|id| ranks.shard.owner(id));
-        let rows = self.lse.iter_mut().zip(&mut self.target_logits).enumerate();
-        let shared = rows.map(|(i, (lse, target_logit))| {
-            let LogSumExp { largest, log_sum } = lse;
-            SharedRow { largest, log_sum, target_logit, owner: owner(i) }
-        });
-        join(ranks.shard, shared)
+        let owner = |t: usize| targets?.id(t).map(|id| ranks.shard.owner(id));
+        let owners: Vec<_> = positions.map(owner).collect();
+        let rows = self.lse.iter_mut().zip(&mut self.target_logits);
+        let shared =
+            rows.map(|(LogSumExp { largest, log_sum }, target_logit)| SharedRow { largest, log_sum, target_logit });
+        join(ranks.shard, &owners, shared)
     }
 
     fn rows(&self, positions: Range<usize>) -> Range<usize> {

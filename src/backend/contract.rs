@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
+use rayon::prelude::*;
 
 use crate::backend::collectives::Numbers;
 use crate::backend::divergence::{self, DivergenceTerms};
@@ -583,6 +584,12 @@ pub(crate) trait Visit: Sync {
     }
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
+
+    /// The answers of positions that are visited in parallel. Of several errors it returns the first position's, in
+    /// whatever order the threads find them.
+    fn answers(answers: impl ParallelIterator<Item = Result<Self::Output>>) -> Result<Vec<Self::Output>> {
+        answers.collect::<Vec<_>>().into_iter().collect()
+    }
 }
 
 /// A distribution whose log-probabilities are already computed.

@@ -163,4 +163,16 @@ mod tests {
         let ids: Vec<u32> = best(&Computed::of(&values), 9).iter().map(|&(_, id)| id).collect();
         assert_eq!(ids, [3, 1, 0, 2]);
     }
+
+    #[test]
+    fn the_first_position_with_an_error_is_named_whichever_thread_finds_one_first() {
+        let of_position = |position: usize| {
+            if position == 0 {
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+            Err(Error::Distribution { position })
+        };
+        let answers = Best::answers((0..64usize).into_par_iter().map(of_position));
+        assert!(matches!(answers, Err(Error::Distribution { position: 0 })), "{answers:?}");
+    }
 }

@@ -11,7 +11,8 @@ use crate::tensors::checks::{check_elements, check_float};
 pub(super) fn visit<V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
     fn rows<F: Real, V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
         let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
-        rows.par_iter().enumerate().map(|(position, row)| visit.visit(position, &Computed::of(row))).collect()
+        let of_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::of(row));
+        V::answers(rows.par_iter().enumerate().map(of_position))
     }
     check_float("log_probs", log_probs)?;
     check_elements("log_probs", log_probs.dims())?;

@@ -124,7 +124,7 @@ impl<G: Gpu> Backend for On<G> {
         let of_position = |(position, row): (usize, &Vec<f32>)| {
             visit.visit(position, &Computed::of(row).with_logit_offset(offsets.get(position).copied()))
         };
-        log_probs.par_iter().enumerate().map(of_position).collect()
+        V::answers(log_probs.par_iter().enumerate().map(of_position))
     }
 
     fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {

@@ -173,7 +173,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
                 &PositionRows::new(logits, self.stride, vocab, &self.lse[rows], log_priors, self.inputs.isa),
             )
         };
-        positions.into_par_iter().map(visit_position).collect()
+        V::answers(positions.into_par_iter().map(visit_position))
     }
 
     /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use candle_core::DType;
 
@@ -132,6 +133,14 @@ pub enum Error {
         argument: &'static str,
         /// A number for each rank that stands for it: a size, or one that is made from all values.
         of_ranks: Vec<f64>,
+    },
+    /// Ranks of a distributed program have not come to an operation of all in time. The others can go on with none.
+    #[error("ranks {ranks:?}: expected an answer within {limit:?}, got none")]
+    Timeout {
+        /// The ranks that have not come, by their numbers in the whole program.
+        ranks: Vec<usize>,
+        /// How long the others have waited.
+        limit: Duration,
     },
     /// A file of a checkpoint cannot be read or written, or does not hold what is asked of it.
     #[error("{}: expected {expected}, got {got}", file.display())]

@@ -53,7 +53,7 @@ fn main() -> Result<()> {
     // A rank that has ended does not let another wait.
     if rank + 1 == count && count > 1 {
         let waits = VocabShard::new(ranks, 1000);
-        assert!(matches!(waits, Err(Error::Ranks { argument: "the call (0 is the end)", .. })), "{waits:?}");
+        assert!(matches!(waits, Err(Error::Ranks { argument: "the operation (0 is the end)", .. })), "{waits:?}");
     } else {
         drop(ranks);
     }

@@ -8,9 +8,6 @@ use crate::error::{Error, Result};
 /// The calls that all ranks make together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Call {
-    /// A rank makes no other call.
-    #[cfg_attr(not(feature = "mpi"), allow(dead_code))]
-    End,
     /// The vocabulary is cut.
     Cut,
     Loss,
@@ -82,7 +79,7 @@ pub(crate) fn agree<T>(
 ) -> Result<(T, Vec<Vec<f64>>)> {
     let mut of_ranks = exchange(collectives, call, checked.is_ok(), numbers)?;
     let checked = checked?;
-    let of_calls = [Number::equal("the call (0 is the end)", 0.0), Number::equal(WITHOUT_ERROR, 0.0)];
+    let of_calls = [Number::equal("the call", 0.0), Number::equal(WITHOUT_ERROR, 0.0)];
     for (number, of_ranks) in of_calls.iter().chain(numbers).zip(&of_ranks) {
         let is_same = |of_rank: f64| match of_ranks[0] {
             first if first.is_nan() => of_rank.is_nan(),
@@ -93,11 +90,4 @@ pub(crate) fn agree<T>(
         }
     }
     Ok((checked, of_ranks.split_off(of_calls.len())))
-}
-
-/// Waits until all ranks end. Another rank that makes a call gets an error instead of an answer.
-#[cfg_attr(not(feature = "mpi"), allow(dead_code))]
-pub(crate) fn end(collectives: &dyn Collectives) {
-    let ends = |of_rank: &f64| *of_rank == Call::End as u8 as f64;
-    while exchange(collectives, Call::End, true, &[]).is_ok_and(|of_ranks| !of_ranks[0].iter().all(ends)) {}
 }

@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{backprop::GradStore, DType, Device, Module, Tensor, Var};
 use candle_nn::rnn::{LSTMState, LSTM, RNN};
@@ -47,6 +48,9 @@ struct Args {
     /// Computes in double precision
     #[arg(long)]
     double: bool,
+    /// Seconds that processes wait for each other
+    #[arg(long, default_value_t = 300)]
+    time_limit: u64,
 }
 
 const VOCAB: usize = 1500;
@@ -237,5 +241,6 @@ fn main() -> Result<()> {
     // Between operations candle's threads spin, which keeps other processes from working.
     // SAFETY: no other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
-    train(&Args::parse(), Arc::new(Mpi::new()?))
+    let args = Args::parse();
+    train(&args, Arc::new(Mpi::with_time_limit(Duration::from_secs(args.time_limit))?))
 }

@@ -8,6 +8,8 @@
 mod checkpoint;
 #[path = "common/decoding.rs"]
 mod decoding;
+#[path = "common/texts.rs"]
+mod texts;
 #[path = "common/values.rs"]
 mod values;
 #[path = "common/vocabulary.rs"]
@@ -20,7 +22,18 @@ use candle_core::Device;
 use mos_head::{Collectives, Error, Mpi, Numbers, Result, VocabShard};
 
 fn main() -> Result<()> {
-    let ranks: Arc<dyn Collectives> = Arc::new(Mpi::new()?);
+    let world = Mpi::new()?;
+    // One that each has for itself, a grid, and one of all in which a rank ends before the others.
+    let (alone, together) = (world.split(world.rank())?, world.split(0)?);
+    assert_eq!((alone.rank(), alone.ranks(), together.rank(), together.ranks()), (0, 1, world.rank(), world.ranks()));
+    for shards in 1..=world.ranks() {
+        if world.ranks() % shards == 0 {
+            let vocabulary: Arc<dyn Collectives> = Arc::new(world.split(world.rank() / shards)?);
+            let texts: Arc<dyn Collectives> = Arc::new(world.split(world.rank() % shards)?);
+            texts::equal_one_process(&texts, (shards > 1).then_some(&vocabulary))?;
+        }
+    }
+    let ranks: Arc<dyn Collectives> = Arc::new(world);
     let (rank, count) = (ranks.rank(), ranks.ranks());
     assert!(Mpi::new().is_err());
 
@@ -50,12 +63,26 @@ fn main() -> Result<()> {
     decoding::equals_the_whole(&ranks)?;
     checkpoint::loads_with_another_cut(&ranks)?;
 
+    // Other operations, other numbers of numbers, and other roots are errors on every rank.
+    if count > 1 {
+        let result = match rank {
+            0 => ranks.all_reduce_sum(Numbers::F64(&mut [1.0])),
+            _ => ranks.all_gather(&[1.0]).map(|_| ()),
+        };
+        assert!(matches!(result, Err(Error::Ranks { argument: "the operation", .. })), "{result:?}");
+        let result = ranks.all_gather(&vec![1.0; 2 + rank / 2]);
+        assert!(result.is_ok() == (count == 2), "{result:?}");
+        let result = ranks.broadcast(Numbers::F64(&mut [1.0]), rank);
+        assert!(matches!(result, Err(Error::Ranks { argument: "root", .. })), "{result:?}");
+    }
+
     // A rank that has ended does not let another wait.
     if rank + 1 == count && count > 1 {
-        let waits = VocabShard::new(ranks, 1000);
-        assert!(matches!(waits, Err(Error::Ranks { argument: "the operation (0 is the end)", .. })), "{waits:?}");
-    } else {
         drop(ranks);
+        let waits = VocabShard::new(Arc::new(together), 1000);
+        assert!(matches!(waits, Err(Error::Ranks { argument: "whether a rank goes on", .. })), "{waits:?}");
+    } else {
+        drop((together, alone, ranks));
     }
     if rank == 0 {
         println!("{count} processes equal one (bits of the first: {bits:016x})");

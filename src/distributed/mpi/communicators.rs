@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use std::{mem, thread};
 
 use mpi::environment::Universe;
-use mpi::request::Request;
 use mpi::topology::{Color, SimpleCommunicator};
 use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Source};
 use mpi::Threading;
@@ -18,8 +17,6 @@ use crate::error::{Error, Result};
 /// An operation of all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Operation {
-    /// A rank makes no other.
-    End,
     SumF32,
     SumF64,
     Gather,
@@ -33,7 +30,7 @@ pub(super) enum Operation {
 pub(super) struct Announcement([u64; ARGUMENTS.len()]);
 
 /// What ranks announce.
-const ARGUMENTS: [&str; 3] = ["the operation (0 is the end)", "numbers", "root"];
+const ARGUMENTS: [&str; 3] = ["the operation", "numbers", "root"];
 
 impl Announcement {
     pub(super) fn new(operation: Operation, count: usize) -> Self {
@@ -75,6 +72,8 @@ impl Members {
 /// All communicators of this process: the whole program first, then its splits.
 pub(super) struct Communicators {
     groups: Vec<(SimpleCommunicator, Members)>,
+    /// Of each rank of the whole program, 1 until it ends.
+    goes_on: Vec<f64>,
     limit: Duration,
     /// The ranks that have not come in time: MPI can do nothing more.
     timeout: Option<Vec<usize>>,
@@ -83,12 +82,13 @@ pub(super) struct Communicators {
     _universe: Universe,
 }
 
-/// The tags of a question whether a rank waits too, and of the answer.
+/// The tags of a question whether a rank waits too, of its answer, and of a rank's end.
 const QUESTION: i32 = 1;
 const ANSWER: i32 = 2;
+const END: i32 = 3;
 
-/// The answer of a rank that waits for others to end, with all of its communicators.
-const IN_ALL: u64 = 0;
+/// The answer of a rank that waits for others to end.
+const ENDED: u64 = 0;
 
 /// How long a rank that waits for others looks for them all the time, and how long it sleeps between two looks later.
 const EAGER: Duration = Duration::from_millis(1);
@@ -108,7 +108,8 @@ impl Communicators {
         }
         let world = universe.world();
         let members = Members { group: 0, rank: world.rank() as usize, ranks: (0..world.size() as usize).collect() };
-        Ok(Communicators { groups: vec![(world, members)], limit, timeout: None, state, _universe: universe })
+        let (goes_on, groups) = (vec![1.0; members.ranks.len()], vec![(world, members)]);
+        Ok(Communicators { groups, goes_on, limit, timeout: None, state, _universe: universe })
     }
 
     /// The ranks of the whole program.
@@ -160,56 +161,75 @@ impl Communicators {
             return Err(Error::Timeout { ranks: ranks.clone(), limit: self.limit });
         }
         let (communicator, members) = &self.groups[group];
-        let (mut request, start) = (communicator.immediate_barrier(), Instant::now());
+        let (mut request, members) = (communicator.immediate_barrier(), members.clone());
+        let start = Instant::now();
         while let Err(unfinished) = request.test() {
             request = unfinished;
-            if start.elapsed() > self.limit {
-                let ranks = self.absent(members);
-                // MPI has it for ever: it can be neither finished nor cancelled.
-                mem::forget(request);
-                self.timeout = Some(ranks.clone());
-                return Err(Error::Timeout { ranks, limit: self.limit });
-            }
-            self.pause(start, members.hash());
+            let error = match start.elapsed() {
+                waited if waited > self.limit => {
+                    let ranks = self.absent(&members);
+                    self.timeout = Some(ranks.clone());
+                    Error::Timeout { ranks, limit: self.limit }
+                }
+                _ => {
+                    self.pause(start, members.hash());
+                    let of_ranks: Vec<f64> = members.ranks.iter().map(|&rank| self.goes_on[rank]).collect();
+                    if of_ranks.iter().all(|goes_on| *goes_on == 1.0) {
+                        continue;
+                    }
+                    Error::Ranks { argument: "whether a rank goes on", of_ranks }
+                }
+            };
+            // A rank will never come: MPI can neither finish the request nor cancel it.
+            mem::forget(request);
+            return Err(error);
         }
         Ok(())
     }
 
-    /// What a rank does between two looks for others, having waited for them since `start`: it answers questions.
-    fn pause(&self, start: Instant, answer: u64) {
+    /// What a rank does between two looks for others, for which it waits since `start`: it listens to them.
+    fn pause(&mut self, start: Instant, answer: u64) {
         if start.elapsed() < EAGER {
             return thread::yield_now();
         }
         if self.state.has_failed() {
             self.groups[0].0.abort(1);
         }
-        self.answer(answer);
+        self.listen(answer);
         thread::sleep(NAP);
     }
 
-    /// Tells those who ask what this rank waits for.
-    fn answer(&self, answer: u64) {
+    /// Notes who has ended, and tells those who ask what this rank waits for.
+    fn listen(&mut self, answer: u64) {
         let (world, _) = &self.groups[0];
         while let Some(status) = world.any_process().immediate_probe_with_tag(QUESTION) {
             let asks = world.process_at_rank(status.source_rank());
             let _: (u64, _) = asks.receive_with_tag(QUESTION);
             asks.send_with_tag(&answer, ANSWER);
         }
+        while let Some(status) = world.any_process().immediate_probe_with_tag(END) {
+            let rank = status.source_rank();
+            let _: (u64, _) = world.process_at_rank(rank).receive_with_tag(END);
+            self.goes_on[rank as usize] = 0.0;
+        }
     }
 
-    /// The members that have not come: those that do not answer, or else those that wait for another communicator.
-    fn absent(&self, members: &Members) -> Vec<usize> {
-        let ((world, _), own, start) = (&self.groups[0], members.hash(), Instant::now());
+    /// Those of some ranks that do not answer, or else those that wait for another communicator than this one.
+    fn absent(&mut self, members: &Members) -> Vec<usize> {
+        let (own, start) = (members.hash(), Instant::now());
         let mut silent = BTreeSet::from_iter(members.others());
         let mut elsewhere = Vec::new();
-        silent.iter().for_each(|&rank| world.process_at_rank(rank as i32).send_with_tag(&own, QUESTION));
+        for &rank in &silent {
+            self.groups[0].0.process_at_rank(rank as i32).send_with_tag(&own, QUESTION);
+        }
         while !silent.is_empty() && start.elapsed() < GRACE {
-            self.answer(own);
+            self.listen(own);
+            let (world, _) = &self.groups[0];
             while let Some(status) = world.any_process().immediate_probe_with_tag(ANSWER) {
                 let rank = status.source_rank();
                 let (answer, _): (u64, _) = world.process_at_rank(rank).receive_with_tag(ANSWER);
                 silent.remove(&(rank as usize));
-                if ![own, IN_ALL].contains(&answer) {
+                if ![own, ENDED].contains(&answer) {
                     elsewhere.push(rank as usize);
                 }
             }
@@ -223,53 +243,30 @@ impl Communicators {
         }
     }
 
-    /// Waits until the ranks of all communicators end. Another rank that comes with an operation gets an error instead of a
-    /// result. The whole program ends at once if MPI can do nothing more, or a thread of this process has panicked.
+    /// Waits until all ranks of the program end. One that still comes with an operation gets an error instead of a result.
+    /// The whole program ends at once if MPI can do nothing more, or a thread of this process has panicked.
     pub(super) fn end(mut self) {
-        if let (None, false) = (&self.timeout, self.state.has_failed()) {
-            self.timeout = self.absent_at_the_end();
+        let world = self.world();
+        if self.timeout.is_none() && !self.state.has_failed() {
+            for rank in world.others() {
+                self.groups[0].0.process_at_rank(rank as i32).send_with_tag(&ENDED, END);
+            }
+            self.goes_on[world.rank] = 0.0;
+            let start = Instant::now();
+            while self.goes_on.contains(&1.0) && self.timeout.is_none() {
+                self.pause(start, ENDED);
+                if start.elapsed() > self.limit {
+                    let goes_on = |rank: &usize| self.goes_on[*rank] == 1.0;
+                    self.timeout = Some(world.others().into_iter().filter(goes_on).collect());
+                }
+            }
         }
         if let Some(ranks) = &self.timeout {
-            let error = Error::Timeout { ranks: ranks.clone(), limit: self.limit };
-            eprintln!("rank {}: {error}", self.groups[0].1.rank);
+            eprintln!("rank {}: {}", world.rank, Error::Timeout { ranks: ranks.clone(), limit: self.limit });
         }
         if self.timeout.is_some() || self.state.has_failed() {
             self.groups[0].0.abort(1);
         }
-        self.groups.clear();
-    }
-
-    /// Waits until all ranks end; returns those that have not come in time.
-    fn absent_at_the_end(&self) -> Option<Vec<usize>> {
-        let barrier = |group: usize| (group, self.groups[group].0.immediate_barrier());
-        let mut open: Vec<(usize, Request<'static, ()>)> = (0..self.groups.len()).map(barrier).collect();
-        let mut start = Instant::now();
-        while !open.is_empty() {
-            let mut still_open = Vec::new();
-            for (group, request) in open {
-                let (communicator, _) = &self.groups[group];
-                match request.test() {
-                    Err(unfinished) => still_open.push((group, unfinished)),
-                    Ok(_) => {
-                        let announcement = Announcement::new(Operation::End, 0);
-                        let of_ranks = self.state.inside(|| announcements(communicator, announcement));
-                        if of_ranks[0].iter().any(|operation| *operation != Operation::End as u64) {
-                            still_open.push(barrier(group));
-                        }
-                        start = Instant::now();
-                    }
-                }
-            }
-            open = still_open;
-            if start.elapsed() > self.limit {
-                let (first, _) = &open[0];
-                let ranks = self.absent(&self.groups[*first].1);
-                open.into_iter().for_each(|(_, request)| mem::forget(request));
-                return Some(ranks);
-            }
-            self.pause(start, IN_ALL);
-        }
-        None
     }
 }
 

@@ -77,10 +77,7 @@ impl Engine {
         self.state.fail();
     }
 
-    fn run<T: Send + 'static>(
-        &self,
-        call: impl FnOnce(&mut Communicators) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
+    fn run<T: Send + 'static>(&self, call: impl FnOnce(&mut Communicators) -> Result<T> + Send + 'static) -> Result<T> {
         let (answer, answers) = channel();
         // Whoever calls waits for the answer, unless MPI is stuck.
         let call: Call = Box::new(move |communicators| drop(answer.send(call(communicators))));

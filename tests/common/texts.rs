@@ -1,0 +1,112 @@
+//! Texts that are cut among ranks, and a vocabulary among others, and the comparison with one process.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use mos_head::{
+    Collectives, DataParallel, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, VocabParallel,
+    VocabShard,
+};
+
+use crate::values::tensor;
+
+const POSITIONS: usize = 29;
+pub const HIDDEN: usize = 6;
+const VOCAB: usize = 40;
+
+/// A head with these rows of the decoder, and its variables by name.
+fn rows_of_head(dtype: DType, rows: Range<usize>) -> Result<(MixtureOfSoftmaxes, Vec<Var>)> {
+    let map = VarMap::new();
+    let vb = VarBuilder::from_varmap(&map, dtype, &Device::Cpu);
+    let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(HIDDEN, rows.len(), 3), vb)?;
+    let mut named: Vec<_> = map.data().lock().expect("no panic").clone().into_iter().collect();
+    named.sort_by(|a, b| a.0.cmp(&b.0));
+    for (i, (name, var)) in named.iter().enumerate() {
+        let values = match name.starts_with("decoder.") {
+            true => tensor(&[&[VOCAB], &var.dims()[1..]].concat(), i, dtype)?.narrow(0, rows.start, rows.len())?,
+            false => tensor(var.dims(), i, dtype)?,
+        };
+        var.set(&values)?;
+    }
+    Ok((head, named.into_iter().map(|(_, var)| var).collect()))
+}
+
+/// A head, and its variables by name, which are the same on every rank.
+pub fn head(dtype: DType) -> Result<(MixtureOfSoftmaxes, Vec<Var>)> {
+    rows_of_head(dtype, 0..VOCAB)
+}
+
+/// The gradients of all variables; of those with a row for each id, these rows.
+fn numbers(gradients: &GradStore, vars: &[Var], rows: Range<usize>) -> Result<Vec<f64>> {
+    let of = |var: &Var| {
+        let gradient = gradients.get(var).expect("a gradient");
+        let gradient = match gradient.dim(0)? {
+            VOCAB => gradient.narrow(0, rows.start, rows.len())?,
+            _ => gradient.clone(),
+        };
+        gradient.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()
+    };
+    Ok(vars.iter().map(of).collect::<candle_core::Result<Vec<_>>>()?.concat())
+}
+
+/// Loss and gradients of one process with all texts equal what the ranks with some of the texts, and perhaps with some of
+/// the vocabulary, add up to. Ranks with the same rows get the same bits.
+pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<dyn Collectives>>) -> Result<()> {
+    let of_ids = tensor(&[VOCAB], 4, DType::F32)?.abs()?;
+    let of_positions = tensor(&[POSITIONS], 5, DType::F32)?.abs()?;
+    let ids = (0..POSITIONS).map(|t| (t * 11 % VOCAB) as u32);
+    let targets = Tensor::from_iter(ids, &Device::Cpu)?;
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 3e-2)] {
+        let hidden = tensor(&[POSITIONS, HIDDEN], 9, dtype)?;
+        for (ignored, weighted) in [(99, false), (33, true), (0, false)] {
+            let options = |of_rank: &Tensor| {
+                let options = LossOptions::new().with_ignore_index(ignored);
+                match weighted {
+                    true => options.with_class_weights(of_ids.clone()).with_position_weights(of_rank.clone()),
+                    false => options,
+                }
+            };
+            let (whole, vars) = head(dtype)?;
+            let expected = whole.loss(&hidden, &targets, &options(&of_positions))?;
+            let shard = vocabulary.map(|ranks| VocabShard::new(ranks.clone(), VOCAB)).transpose()?;
+            let rows = shard.as_ref().map_or(0..VOCAB, VocabShard::range);
+            let expected_gradients = numbers(&expected.backward()?, &vars, rows.clone())?;
+            let expected = expected.value.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+
+            // The last has most targets.
+            let (start, end) = match (texts.rank() * 3, texts.rank() + 1 == texts.ranks()) {
+                (start, true) => (start, POSITIONS),
+                (start, false) => (start, start + 3),
+            };
+            let of_rank = |whole: &Tensor| whole.narrow(0, start, end - start);
+            let (head, vars) = rows_of_head(dtype, rows.clone())?;
+            let head: Box<dyn OutputLayer> = match shard {
+                Some(shard) => Box::new(VocabParallel::new(head, shard)?),
+                None => Box::new(head),
+            };
+            let ranks = DataParallel::new(texts.clone());
+            let options = ranks.options(&of_rank(&targets)?, &options(&of_rank(&of_positions)?))?;
+            let loss = head.loss(&of_rank(&hidden)?, &of_rank(&targets)?, &options)?;
+            let mut gradients = loss.backward()?;
+            ranks.all_reduce(&mut gradients, &vars)?;
+            let [value] = ranks.sums([loss.value.to_dtype(DType::F64)?.to_scalar::<f64>()?])?;
+            let gradients = numbers(&gradients, &vars, 0..VOCAB)?;
+
+            let mut bits = DefaultHasher::new();
+            gradients.iter().chain([&value]).for_each(|number| number.to_bits().hash(&mut bits));
+            let of_ranks = texts.all_gather(&[(bits.finish() >> 12) as f64])?;
+            assert!(of_ranks.iter().all(|of_rank| *of_rank == of_ranks[0]), "{of_ranks:?}");
+            assert!((value - expected).abs() <= tolerance * expected.abs(), "{value} {expected}");
+            let largest = expected_gradients.iter().fold(0f64, |largest, x| largest.max(x.abs()));
+            assert_eq!(gradients.len(), expected_gradients.len());
+            for (found, expected) in gradients.iter().zip(&expected_gradients) {
+                assert!((found - expected).abs() <= tolerance * largest, "{dtype:?} {found} {expected}");
+            }
+        }
+    }
+    Ok(())
+}

@@ -17,7 +17,7 @@ use crate::loss::{LossOptions, Request};
 /// Every rank computes the loss of its texts with [`DataParallel::options`], adds up the gradients of all ranks with
 /// [`DataParallel::all_reduce`], and steps. Sum and count are added up, not means: the step is the one of a single process
 /// with the texts of all ranks, however many targets each has. Dropout and sampling should differ between ranks: give each
-/// another seed.
+/// another seed. If other ranks share the vocabulary, these are the ranks with the same rows (`Mpi::split`).
 ///
 /// # Examples
 ///

@@ -86,16 +86,18 @@ impl Engine {
         self.wait(&answers)?
     }
 
+    /// The error of an operation to which all ranks have come, but which does not return: any of them may hang.
+    fn stuck(&self) -> Error {
+        Error::Timeout { ranks: self.world.others(), limit: self.limit }
+    }
+
     /// Waits for the thread's answer, as long as MPI is not stuck.
     fn wait<T>(&self, answers: &Receiver<T>) -> Result<T> {
         loop {
             match answers.recv_timeout(LOOK) {
                 Ok(answer) => return Ok(answer),
                 Err(RecvTimeoutError::Disconnected) => return Err(ended()),
-                Err(RecvTimeoutError::Timeout) if self.state.is_stuck(self.limit) => {
-                    let ranks = self.world.others();
-                    return Err(Error::Timeout { ranks, limit: self.limit });
-                }
+                Err(RecvTimeoutError::Timeout) if self.state.is_stuck(self.limit) => return Err(self.stuck()),
                 Err(RecvTimeoutError::Timeout) => {}
             }
         }
@@ -119,7 +121,7 @@ impl Drop for Engine {
         let Some(thread) = self.thread.take() else { return };
         while !thread.is_finished() {
             if self.state.is_stuck(self.limit) {
-                eprintln!("rank {}: MPI does not return from an operation", self.world.rank);
+                eprintln!("rank {}: {}", self.world.rank, self.stuck());
                 std::process::exit(1);
             }
             thread::sleep(Duration::from_millis(1));

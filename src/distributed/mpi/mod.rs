@@ -60,7 +60,7 @@ impl Mpi {
     }
 
     /// As [`Mpi::new`]; ranks wait this long for each other. It should be above what the slowest rank computes or saves
-    /// between two operations.
+    /// between two operations, and from the last one to its end.
     ///
     /// # Errors
     ///

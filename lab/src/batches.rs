@@ -46,9 +46,9 @@ impl Streams {
         Self { targets, count, length: targets.div_ceil(count) }
     }
 
-    /// Windows of `bptt` steps with all streams.
-    pub fn windows(self, bptt: usize) -> Vec<Window> {
-        self.split(self.count, || (bptt, 1.0))
+    /// Windows of `bptt` steps, each in parts of at most `part` streams.
+    pub(crate) fn windows(self, bptt: usize, part: usize) -> Vec<Window> {
+        self.split(part, || (bptt, 1.0))
     }
 
     /// The windows of an epoch of training: each in parts of at most `small_batch` streams, and with random lengths,
@@ -56,7 +56,7 @@ impl Streams {
     pub(crate) fn training_windows(self, recipe: &Recipe, rng: &mut StdRng) -> Vec<Window> {
         let part = recipe.awd.part(self.count);
         match recipe.awd.random_bptt {
-            None => self.split(part, || (recipe.bptt, 1.0)),
+            None => self.windows(recipe.bptt, part),
             Some(most) => self.split(part, || {
                 let steps = random_length(recipe.bptt, most, rng);
                 (steps, steps as f64 / recipe.bptt as f64)
@@ -161,7 +161,7 @@ mod tests {
     fn a_stream_continues_in_the_next_window() {
         let text: Vec<u32> = (0..41).collect();
         let streams = Streams::new(&text, 2);
-        let windows = streams.windows(7);
+        let windows = streams.windows(7, streams.count);
         let read = |window| {
             let (inputs, targets) = streams.tensors(&text, window, &Device::Cpu).unwrap();
             (inputs.to_vec2::<u32>().unwrap(), targets.to_vec2::<i64>().unwrap())

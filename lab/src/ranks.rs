@@ -105,3 +105,6 @@ impl Ranks {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

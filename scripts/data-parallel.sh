@@ -30,15 +30,25 @@ check() {
         train "$processes" "${flags[@]}" --epochs 1 --results "$folder/$processes.jsonl"
     done
     same "$folder"/{0,1,2,3,4}.jsonl
-    # A leg ends after some part of the first epoch, or of the second.
+    # The time of a leg is up after one step.
     train 0 "${flags[@]}" --epochs 2 --results "$folder/whole.jsonl"
     for processes in 2 3 4 1 4; do
-        train "$processes" "${flags[@]}" --epochs 2 --results "$folder/legs.jsonl" --save "$folder/legs" --minutes 0.015
+        train "$processes" "${flags[@]}" --epochs 2 --results "$folder/legs.jsonl" --save "$folder/legs" --minutes 1e-9 |
+            tee -a "$folder/legs.txt"
     done
     train 2 "${flags[@]}" --epochs 2 --results "$folder/legs.jsonl" --save "$folder/legs" --minutes 10
+    [[ $(grep -c "paused after 1 steps" "$folder/legs.txt") == 5 ]]
     same "$folder"/{whole,legs}.jsonl
-    if train 3 --batch 128 --small-batch 64 --epochs 1 2>"$folder/error"; then exit 1; fi
-    grep -e '--small-batch 64' "$folder/error"
+    fails "2 parts of --small-batch 64" --batch 128 --small-batch 64
+    # The first process alone writes files: the others end too.
+    fails "cannot write" --results /dev/full
+}
+
+# Whether three processes end with this error.
+fails() {
+    local status=0
+    train 3 --epochs 1 "${@:2}" 2>"$folder/error" || status=$?
+    [[ $status == 1 ]] && grep -m 1 -e "$1" "$folder/error"
 }
 
 # Whether files of --results have the same epochs, steps and NLLs but for rounding.

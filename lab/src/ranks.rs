@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// The ranks of a distributed program, all with the same model and the same data: each computes the gradients of its parts
 /// of a step, and takes the step with the gradients of all. By default a single process.
 ///
-/// Every rank makes the same calls of `sums`, `all_reduce` and `share`; if one of them ends with an error, the others get
+/// Every rank makes the same calls of `sums`, `wait`, `all_reduce` and `share`; if one of them ends with an error, the others get
 /// an error at their next call.
 #[derive(Clone, Debug, Default)]
 pub struct Ranks {
@@ -45,12 +45,7 @@ impl Ranks {
         }
     }
 
-    /// The recipe with batches of at least as many parts as there are ranks, all of the same number of streams but for
-    /// the last.
-    ///
-    /// # Errors
-    ///
-    /// If the recipe has fewer parts.
+    /// The recipe, with a part of every batch for each rank if it has no parts of its own. Fails if it has fewer parts.
     pub fn divide(&self, recipe: &Recipe) -> Result<Recipe> {
         let (mut recipe, ranks) = (*recipe, self.count());
         if ranks > 1 {
@@ -82,6 +77,11 @@ impl Ranks {
         Ok(several.sums(numbers)?)
     }
 
+    /// Waits until every rank calls it.
+    pub(crate) fn wait(&self) -> Result<()> {
+        self.sums([]).map(|[]| ())
+    }
+
     /// Replaces the gradients by their sums over all ranks. The variables are in the same order on every rank.
     pub(crate) fn all_reduce(&self, gradients: &mut GradStore, variables: &[Var]) -> Result<()> {
         match &self.several {
@@ -93,7 +93,7 @@ impl Ranks {
     /// Gives every rank the tensors, of f32, that the owner of a part has for it.
     pub(crate) fn share(&self, parts: &mut [Vec<&mut Tensor>]) -> Result<()> {
         let Some(collectives) = self.collectives() else { return Ok(()) };
-        self.sums([])?;
+        self.wait()?;
         for rank in 0..collectives.ranks() {
             let own = self.parts_of(rank, parts.len());
             for tensor in parts[own].iter_mut().flatten() {

@@ -293,12 +293,12 @@ impl<M: Model> Session<M> {
         Ok(checkpoint)
     }
 
-    /// Writes the checkpoint, once.
+    /// Writes the checkpoint, once; every rank finds the file afterwards.
     pub(crate) fn save(&self, path: &Path) -> Result<()> {
         if self.ranks.is_first() {
             self.checkpoint()?.save(path)?;
         }
-        Ok(())
+        self.ranks.wait()
     }
 
     /// Restores the state of the checkpoint, which must have the same corpus, head, sizes and optimizer, and evaluates

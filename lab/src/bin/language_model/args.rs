@@ -363,6 +363,17 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "mpi")]
+    #[test]
+    fn processes_train_models_of_words() {
+        let args = |flags: &str| Args::try_parse_from(format!("language_model --mpi {flags}").split_whitespace());
+        for flags in ["--evaluate F", "--spell F"] {
+            assert!(args(flags).is_err(), "{flags}");
+        }
+        let error = args("--output bpe").expect("valid flags").ranks().err().expect("codes").to_string();
+        assert!(error.contains("--mpi"), "{error}");
+    }
+
     #[test]
     fn sizes_that_contradict_a_tied_decoder_are_errors() {
         assert_eq!(recipe(&["--preset", "ptb-mos", "--embedding", "300"]).context, Some(300));

@@ -46,8 +46,13 @@ impl Streams {
         Self { targets, count, length: targets.div_ceil(count) }
     }
 
+    /// Windows of `bptt` steps with all streams.
+    pub fn windows(self, bptt: usize) -> Vec<Window> {
+        self.windows_in_parts(bptt, self.count)
+    }
+
     /// Windows of `bptt` steps, each in parts of at most `part` streams.
-    pub(crate) fn windows(self, bptt: usize, part: usize) -> Vec<Window> {
+    pub(crate) fn windows_in_parts(self, bptt: usize, part: usize) -> Vec<Window> {
         self.split(part, || (bptt, 1.0))
     }
 
@@ -56,7 +61,7 @@ impl Streams {
     pub(crate) fn training_windows(self, recipe: &Recipe, rng: &mut StdRng) -> Vec<Window> {
         let part = recipe.awd.part(self.count);
         match recipe.awd.random_bptt {
-            None => self.windows(recipe.bptt, part),
+            None => self.windows_in_parts(recipe.bptt, part),
             Some(most) => self.split(part, || {
                 let steps = random_length(recipe.bptt, most, rng);
                 (steps, steps as f64 / recipe.bptt as f64)
@@ -161,7 +166,7 @@ mod tests {
     fn a_stream_continues_in_the_next_window() {
         let text: Vec<u32> = (0..41).collect();
         let streams = Streams::new(&text, 2);
-        let windows = streams.windows(7, streams.count);
+        let windows = streams.windows(7);
         let read = |window| {
             let (inputs, targets) = streams.tensors(&text, window, &Device::Cpu).unwrap();
             (inputs.to_vec2::<u32>().unwrap(), targets.to_vec2::<i64>().unwrap())

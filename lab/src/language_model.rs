@@ -243,7 +243,7 @@ impl Model for LanguageModel {
             }
             Pass::Evaluation { parts } => {
                 let streams = Streams::new(text, STREAMS);
-                (streams, streams.windows(recipe.bptt, STREAMS.div_ceil(parts)))
+                (streams, streams.windows_in_parts(recipe.bptt, STREAMS.div_ceil(parts)))
             }
         };
         windows.into_iter().map(|window| TextBatch { streams, window }).collect()

@@ -10,8 +10,8 @@ use std::sync::Arc;
 /// The ranks of a distributed program, all with the same model and the same data: each computes the gradients of its parts
 /// of a step, and takes the step with the gradients of all. By default a single process.
 ///
-/// Every rank makes the same calls of `sums`, `wait`, `all_reduce` and `share`; if one of them ends with an error, the others get
-/// an error at their next call.
+/// Every rank makes the same calls of `sums`, `wait`, `all_reduce` and `share`. If one of them ends with an error, the
+/// others get an error at their next call.
 #[derive(Clone, Debug, Default)]
 pub struct Ranks {
     /// `None` for a single process.

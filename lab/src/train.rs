@@ -1,6 +1,6 @@
 //! One epoch of training, and the evaluation that counts every target once.
 
-use super::model::{Model, Part, Pass};
+use super::model::{Model, Pass};
 use super::{optimizer::Optimizer, ranks::Ranks, recipe::Recipe, Result};
 use indicatif::ProgressBar;
 use mos_head::{DropoutMasks, LossOptions, Precision};
@@ -58,10 +58,9 @@ pub(crate) fn train_epoch<M: Model>(
         let first = progress.batches;
         // What is added up so far counts once.
         let [mut sum, mut count] = if ranks.is_first() { [progress.sum, progress.count] } else { [0.0; 2] };
-        let (mut gradients, mut factor) = (None, 1.0);
+        let mut gradients = None;
         for part in ranks.own(step.len()) {
             let batch = &step[part];
-            let Part { share, lr_factor, .. } = model.part(batch);
             let mut rng = masks(recipe.seed, epoch, first + part);
             let forward = model.forward(items, batch, &mut progress.state, Some(&mut rng))?;
             let options = options.clone().with_dropout(DropoutMasks::Seeded(rng.random()));
@@ -80,8 +79,7 @@ pub(crate) fn train_epoch<M: Model>(
                 Some(penalty) => loss.backward_with(penalty)?,
                 None => loss.backward()?,
             };
-            gradients = Some(optimizer.accumulate(gradients, of_batch, share)?);
-            factor = lr_factor;
+            gradients = Some(optimizer.accumulate(gradients, of_batch, model.part(batch).share)?);
             bar.set_position((first + part + 1) as u64);
         }
         let is_time_up = ranks.is_first() && until.is_some_and(|until| Instant::now() >= until);
@@ -93,7 +91,8 @@ pub(crate) fn train_epoch<M: Model>(
         let mut gradients = gradients.ok_or("a step has fewer parts than there are processes")?;
         optimizer.all_reduce(&mut gradients, ranks)?;
         progress.batches = first + step.len();
-        let lr = recipe.lr_at(optimizer.steps(), epoch as f64 + first as f64 / batches.len() as f64) * factor;
+        let lr = recipe.lr_at(optimizer.steps(), epoch as f64 + first as f64 / batches.len() as f64);
+        let lr = lr * model.part(&step[0]).lr_factor;
         if !optimizer.step(&gradients, lr, recipe.clip)? {
             return Ok(End::Diverged);
         }

@@ -370,7 +370,7 @@ mod tests {
         for flags in ["--evaluate F", "--spell F"] {
             assert!(args(flags).is_err(), "{flags}");
         }
-        let error = args("--output bpe").expect("valid flags").ranks().err().expect("codes").to_string();
+        let error = args("--output bpe").expect("valid flags").ranks().expect_err("codes").to_string();
         assert!(error.contains("--mpi"), "{error}");
     }
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Data-parallel training of the lab's language model under MPI. Needs what scripts/mpi.sh needs.
 #
-#   scripts/data-parallel.sh check               any number of processes trains as one, also in legs: two minutes
+#   scripts/data-parallel.sh check               any number of processes trains as one, also in legs: half a minute
 #   scripts/data-parallel.sh time DIR [ROUNDS]   words per second on the text of DIR, of two processes of one thread and of
-#                                                one process of two threads in turn: three minutes a round, on 2 cores
+#                                                one process of two threads in turn: two minutes a round, on 2 cores
 #                                                which should have nothing else to do. Prints JSON lines
 set -euo pipefail
 cd "$(dirname "$0")/.."

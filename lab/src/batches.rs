@@ -48,7 +48,12 @@ impl Streams {
 
     /// Windows of `bptt` steps with all streams.
     pub fn windows(self, bptt: usize) -> Vec<Window> {
-        self.split(self.count, || (bptt, 1.0))
+        self.windows_in_parts(bptt, self.count)
+    }
+
+    /// Windows of `bptt` steps, each in parts of at most `part` streams.
+    pub(crate) fn windows_in_parts(self, bptt: usize, part: usize) -> Vec<Window> {
+        self.split(part, || (bptt, 1.0))
     }
 
     /// The windows of an epoch of training: each in parts of at most `small_batch` streams, and with random lengths,
@@ -56,7 +61,7 @@ impl Streams {
     pub(crate) fn training_windows(self, recipe: &Recipe, rng: &mut StdRng) -> Vec<Window> {
         let part = recipe.awd.part(self.count);
         match recipe.awd.random_bptt {
-            None => self.split(part, || (recipe.bptt, 1.0)),
+            None => self.windows_in_parts(recipe.bptt, part),
             Some(most) => self.split(part, || {
                 let steps = random_length(recipe.bptt, most, rng);
                 (steps, steps as f64 / recipe.bptt as f64)

@@ -2,6 +2,7 @@
 
 use super::device::DeviceKind;
 use super::head::HeadKind;
+use super::ranks::Ranks;
 use super::session::Leg;
 use super::values::{above_zero, positive};
 use super::Result;
@@ -46,6 +47,9 @@ pub struct TrainingFlags {
     /// Heads that are not trained, and why.
     #[arg(skip)]
     pub left_out: Vec<(HeadKind, &'static str)>,
+    /// The processes that train.
+    #[arg(skip)]
+    pub ranks: Ranks,
     /// When the flags were read.
     #[arg(skip = Instant::now())]
     start: Instant,
@@ -114,8 +118,11 @@ impl TrainingFlags {
         Ok(Some(Leg { path: save.with_extension("leg.safetensors"), until }))
     }
 
-    /// Fails if a file that the flags name cannot be written.
+    /// Fails if a file that the flags name cannot be written by the rank that writes it.
     pub(crate) fn check_outputs(&self) -> Result<()> {
+        if !self.ranks.is_first() {
+            return Ok(());
+        }
         for kind in self.heads() {
             if let Some(path) = self.save_path(kind)? {
                 if let Some(folder) = path.parent() {

@@ -65,10 +65,10 @@ pub fn train<M: Model, T>(
         // The resumed model is the best so far, but a leg has its best model in the file of --save already.
         let is_leg = leg.as_ref().is_some_and(|leg| Some(&leg.path) == resume.as_ref());
         if let Some(path) = save.as_ref().filter(|_| resume.is_some() && resume != save && !is_leg) {
-            session.checkpoint()?.save(path)?;
+            session.save(path)?;
         }
         if !session.run(save.as_deref(), flags.results.as_deref(), leg.as_ref())? {
-            println!("The time is up: the same command continues.");
+            flags.ranks.print("The time is up: the same command continues.");
             return Ok(None);
         }
         outcomes.push(Outcome {
@@ -99,7 +99,7 @@ pub fn search<M: Model>(
         for trial in 0..trials {
             let recipe = recipe.trial(trial);
             let settings = recipe.tried(kind);
-            println!("{} trial {}: {settings}", kind.name(), trial + 1);
+            flags.ranks.print(format_args!("{} trial {}: {settings}", kind.name(), trial + 1));
             let mut session = build(kind, &recipe)?;
             session.run(None, flags.results.as_deref(), None)?;
             let nll = session.valid_nll()?;
@@ -111,9 +111,10 @@ pub fn search<M: Model>(
             }
         }
     }
-    println!("\n{}\n", report::table(&["head", "flags", &format!("valid {}", recipe.measure)], &rows));
+    let table = report::table(&["head", "flags", &format!("valid {}", recipe.measure)], &rows);
+    flags.ranks.print(format_args!("\n{table}\n"));
     for (kind, settings) in best {
-        println!("best: --head {} {settings}", kind.name());
+        flags.ranks.print(format_args!("best: --head {} {settings}", kind.name()));
     }
     Ok(())
 }
@@ -133,9 +134,9 @@ pub fn finish<T>(
             line["diverged"] = json!(outcome.diverged);
             line
         };
-        println!("{}", outcomes.iter().map(line).collect::<Value>());
+        flags.ranks.print(outcomes.iter().map(line).collect::<Value>());
     }
-    if let Some(path) = &flags.plot {
+    if let Some(path) = flags.plot.as_ref().filter(|_| flags.ranks.is_first()) {
         let curve = |outcome: &Outcome<T>| {
             let points = outcome.history.iter().enumerate();
             let points = points.map(|(i, [_, valid])| (i as i32 + 1, value(*valid))).collect();

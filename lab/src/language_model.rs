@@ -8,7 +8,7 @@ use super::model::{Forward, Model, Part, Pass};
 use super::output::{Entries, Output};
 use super::recurrent::{self, Lstm, LstmDropout, Outputs};
 use super::sizes::{InitialValues, Sizes};
-use super::{checkpoint::Checkpoint, init, recipe::Recipe, Result};
+use super::{checkpoint::Checkpoint, init, ranks::Ranks, recipe::Recipe, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
@@ -241,9 +241,9 @@ impl Model for LanguageModel {
                 let mut rng = StdRng::seed_from_u64(recipe.seed ^ (epoch as u64) << 32);
                 (streams, streams.training_windows(recipe, &mut rng))
             }
-            Pass::Evaluation => {
+            Pass::Evaluation { parts } => {
                 let streams = Streams::new(text, STREAMS);
-                (streams, streams.windows(recipe.bptt))
+                (streams, streams.windows_in_parts(recipe.bptt, STREAMS.div_ceil(parts)))
             }
         };
         windows.into_iter().map(|window| TextBatch { streams, window }).collect()
@@ -257,7 +257,7 @@ impl Model for LanguageModel {
     fn start(&self, recipe: &Recipe, pass: Pass) -> Result<Vec<Vec<LSTMState>>> {
         let (streams, part) = match pass {
             Pass::Training { .. } => (recipe.batch, recipe.awd.part(recipe.batch)),
-            Pass::Evaluation => (STREAMS, STREAMS),
+            Pass::Evaluation { parts } => (STREAMS, STREAMS.div_ceil(parts)),
         };
         (0..streams).step_by(part).map(|first| self.lstm.start(part.min(streams - first))).collect()
     }
@@ -285,6 +285,14 @@ impl Model for LanguageModel {
             })
         });
         names.collect()
+    }
+
+    fn share_state(&self, states: &mut Vec<Vec<LSTMState>>, ranks: &Ranks) -> Result<()> {
+        let mut parts: Vec<Vec<&mut Tensor>> = vec![];
+        for layers in states {
+            parts.push(layers.iter_mut().flat_map(|state| [&mut state.h, &mut state.c]).collect());
+        }
+        ranks.share(&mut parts)
     }
 
     fn load_state(&self, states: &mut Vec<Vec<LSTMState>>, tensors: &HashMap<String, Tensor>) -> Result<()> {

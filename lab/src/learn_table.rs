@@ -114,8 +114,8 @@ fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) 
     let codes = coding.encode(text);
     // A word and the place of its code, as one number.
     let labels = coding.of_targets(text, |word, _, place| 2 * word + place as u32);
-    let mut state = model.start(recipe, Pass::Evaluation)?;
-    let batches = model.batches(&codes, recipe, Pass::Evaluation);
+    let mut state = model.start(recipe, Pass::Evaluation { parts: 1 })?;
+    let batches = model.batches(&codes, recipe, Pass::Evaluation { parts: 1 });
     let bar = progress::bar(batches.len(), "costs of the table".into());
     for batch in &batches {
         let hidden = model.forward(&codes, batch, &mut state, None)?.hidden;

@@ -26,6 +26,7 @@ pub mod optimizer;
 pub mod output;
 pub mod plot;
 pub mod progress;
+pub mod ranks;
 pub mod recipe;
 mod recurrence;
 mod recurrence_cpu;

@@ -1,6 +1,6 @@
 //! What the training loop needs of a model and of its data.
 
-use super::{checkpoint::Checkpoint, digest::Digest, recipe::Recipe, Result};
+use super::{checkpoint::Checkpoint, digest::Digest, ranks::Ranks, recipe::Recipe, Result};
 use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use mos_head::{LossOptions, OutputLayer};
@@ -37,7 +37,10 @@ pub enum Pass {
         epoch: usize,
     },
     /// Evaluation has no dropout, and keeps the order of the data.
-    Evaluation,
+    Evaluation {
+        /// In how many parts ranks evaluate, as many as there are.
+        parts: usize,
+    },
 }
 
 /// A model that ends in an output layer.
@@ -105,6 +108,11 @@ pub trait Model {
 
     /// Sets the tensors of a state from tensors by name.
     fn load_state(&self, _: &mut Self::State, _: &HashMap<String, Tensor>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Gives every rank the state of all parts of a step.
+    fn share_state(&self, _: &mut Self::State, _: &Ranks) -> Result<()> {
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //! that can be saved.
 
 use super::inplace::{self, Decay, Descend};
-use super::{checkpoint::Checkpoint, init::sorted, Result};
+use super::{checkpoint::Checkpoint, init::sorted, ranks::Ranks, Result};
 use candle_core::{backprop::GradStore, DType, Tensor, Var};
 use candle_nn::VarMap;
 use clap::ValueEnum;
@@ -142,6 +142,12 @@ impl Optimizer {
             }
         }
         Ok(gradients)
+    }
+
+    /// Replaces the gradients by their sums over all ranks.
+    pub(crate) fn all_reduce(&self, gradients: &mut GradStore, ranks: &Ranks) -> Result<()> {
+        let vars: Vec<Var> = self.vars.iter().map(|(_, var)| var.clone()).collect();
+        ranks.all_reduce(gradients, &vars)
     }
 
     /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns

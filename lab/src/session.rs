@@ -2,8 +2,9 @@
 
 use super::model::{Data, Model, Pass};
 use super::optimizer::{Optimizer, OptimizerKind};
-use super::train::{evaluate, train_epoch, End, Progress};
-use super::{checkpoint::Checkpoint, head::HeadKind, progress, recipe::Recipe, results, Result};
+use super::train::{evaluate_on, train_epoch, End, Progress};
+use super::{checkpoint::Checkpoint, head::HeadKind, progress, ranks::Ranks, recipe::Recipe, results, Result};
+use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -20,6 +21,7 @@ pub struct Session<M: Model> {
     /// The epoch in which training diverged: the perplexity or a gradient was not finite.
     pub diverged: Option<usize>,
     recipe: Recipe,
+    ranks: Ranks,
     optimizer: Optimizer,
     /// An epoch that is not over.
     progress: Option<Progress<M::State>>,
@@ -75,6 +77,7 @@ impl<M: Model> Session<M> {
             history: vec![],
             diverged: None,
             recipe: *recipe,
+            ranks: Ranks::default(),
             optimizer,
             progress: None,
             valid_nll: None,
@@ -84,6 +87,11 @@ impl<M: Model> Session<M> {
             seconds: 0.0,
             leg_seconds: 0.0,
         })
+    }
+
+    /// Training by several processes, of which the first writes the files.
+    pub fn with_ranks(self, ranks: &Ranks) -> Self {
+        Self { ranks: ranks.clone(), ..self }
     }
 
     /// Trains the remaining epochs; prints a line for each and appends it to `results`. The file `save` has the epoch
@@ -100,31 +108,33 @@ impl<M: Model> Session<M> {
             let epoch = self.history.len() + 1;
             let (name, measure) = (self.kind.name(), self.recipe.measure);
             let Some(Epoch { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until), results)? else {
-                self.checkpoint()?.save(&leg.ok_or("a pause without a leg")?.path)?;
+                self.save(&leg.ok_or("a pause without a leg")?.path)?;
                 let steps = self.optimizer.steps() - first;
                 let each = self.leg_seconds / steps.max(1) as f64;
-                println!("{name:<7}  epoch {epoch:>2}  paused after {steps} steps of {each:.4} s");
+                self.ranks
+                    .print(format_args!("{name:<7}  epoch {epoch:>2}  paused after {steps} steps of {each:.4} s"));
                 return Ok(false);
             };
             self.append(results, epoch as f64, [train_nll, valid_nll], seconds)?;
             if self.diverged.is_some() {
-                println!("{name:<7}  epoch {epoch:>2}  diverged: the perplexity or a gradient is not finite");
+                let why = "the perplexity or a gradient is not finite";
+                self.ranks.print(format_args!("{name:<7}  epoch {epoch:>2}  diverged: {why}"));
                 return Ok(true);
             }
-            println!(
+            self.ranks.print(format_args!(
                 "{name:<7}  epoch {epoch:>2}  {measure}: train {:8.3}  valid {:8.3}  ({seconds:.1} s)",
                 measure.of(train_nll),
                 measure.of(valid_nll),
-            );
+            ));
             if valid_nll < best {
                 best = valid_nll;
                 if let Some(path) = save {
-                    self.checkpoint()?.save(path)?;
+                    self.save(path)?;
                 }
             }
             // After all else that belongs to the epoch.
             if let Some(leg) = leg {
-                self.checkpoint()?.save(&leg.path)?;
+                self.save(&leg.path)?;
             }
         }
         let is_best = self.diverged.is_some() || self.valid_nll()? <= best;
@@ -145,7 +155,7 @@ impl<M: Model> Session<M> {
 
     /// Appends the line of an evaluation to the file of `--results`.
     fn append(&self, path: Option<&Path>, epochs: f64, nlls: [f64; 2], seconds: f64) -> Result<()> {
-        let Some(path) = path else { return Ok(()) };
+        let Some(path) = path.filter(|_| self.ranks.is_first()) else { return Ok(()) };
         let at = results::At { epochs, steps: self.optimizer.steps(), seconds };
         results::append(path, self.kind.name(), at, nlls, self.model.parameters(), &self.recipe)
     }
@@ -154,7 +164,10 @@ impl<M: Model> Session<M> {
     /// `results`.
     fn epoch(&mut self, until: Option<Instant>, results: Option<&Path>) -> Result<Option<Epoch>> {
         let epoch = self.history.len();
-        let bar = progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1));
+        let bar = match self.ranks.is_first() {
+            true => progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1)),
+            false => ProgressBar::hidden(),
+        };
         let mut progress = match self.progress.take() {
             Some(progress) => progress,
             None => self.begin(epoch)?,
@@ -163,7 +176,7 @@ impl<M: Model> Session<M> {
             let start = Instant::now();
             let (model, recipe) = (&self.model, &self.recipe);
             self.optimizer.swap()?;
-            let (items, of_epoch) = (&self.data.train, (epoch, recipe));
+            let (items, of_epoch) = ((&self.data.train[..], &self.ranks), (epoch, recipe));
             let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
             self.optimizer.swap()?;
             let seconds = start.elapsed().as_secs_f64();
@@ -177,6 +190,7 @@ impl<M: Model> Session<M> {
         };
         bar.finish_and_clear();
         if end == End::Paused {
+            self.model.share_state(&mut progress.state, &self.ranks)?;
             self.progress = Some(progress);
             return Ok(None);
         }
@@ -196,7 +210,8 @@ impl<M: Model> Session<M> {
                 self.is_finetuned = true;
             } else if !self.optimizer.is_averaging() {
                 self.optimizer.start_averaging()?;
-                println!("{:<7}  the parameters are averaged from epoch {} on", self.kind.name(), epoch + 2);
+                let (name, next) = (self.kind.name(), epoch + 2);
+                self.ranks.print(format_args!("{name:<7}  the parameters are averaged from epoch {next} on"));
             }
         }
         let train_nll = per_word * sum / count;
@@ -230,7 +245,7 @@ impl<M: Model> Session<M> {
 
     /// Mean NLL of the targets of any data with the current variables.
     pub fn evaluate(&self, items: &[M::Item]) -> Result<f64> {
-        evaluate(&self.model, items, &self.recipe)
+        evaluate_on(&self.ranks, &self.model, items, &self.recipe)
     }
 
     /// Words per second of training, also before it was resumed; `None` if there was none.
@@ -278,6 +293,14 @@ impl<M: Model> Session<M> {
         Ok(checkpoint)
     }
 
+    /// Writes the checkpoint, once; every rank finds the file afterwards.
+    pub(crate) fn save(&self, path: &Path) -> Result<()> {
+        if self.ranks.is_first() {
+            self.checkpoint()?.save(path)?;
+        }
+        self.ranks.wait()
+    }
+
     /// Restores the state of the checkpoint, which must have the same corpus, head, sizes and optimizer, and evaluates
     /// it.
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
@@ -317,7 +340,8 @@ impl<M: Model> Session<M> {
         self.valid_nll = Some(valid_nll);
         let (name, measure) = (self.kind.name(), self.recipe.measure);
         let within = if self.progress.is_some() { format!(", in epoch {}", epoch + 1) } else { String::new() };
-        println!("{name:<7}  resumed after epoch {epoch}{within}  {measure}: valid {:8.3}", measure.of(valid_nll));
+        let valid = measure.of(valid_nll);
+        self.ranks.print(format_args!("{name:<7}  resumed after epoch {epoch}{within}  {measure}: valid {valid:8.3}"));
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! One epoch of training, and the evaluation that counts every target once.
 
-use super::model::{Model, Part, Pass};
-use super::{optimizer::Optimizer, recipe::Recipe, Result};
+use super::model::{Model, Pass};
+use super::{optimizer::Optimizer, ranks::Ranks, recipe::Recipe, Result};
 use indicatif::ProgressBar;
 use mos_head::{DropoutMasks, LossOptions, Precision};
 use rand::{rngs::StdRng, Rng, SeedableRng};
@@ -37,12 +37,13 @@ pub(crate) enum End {
     Diverged,
 }
 
-/// Trains on the batches of `items` that are left, or to the next evaluation, or until the time is up. `progress` sums
-/// the NLL during the epoch, without label smoothing.
+/// Trains on the batches of `items` that are left, or to the next evaluation, or until the time of the first rank is up;
+/// of each step a rank computes its own parts. `progress` sums the NLL during the epoch, without label smoothing; its state
+/// is the one of the rank's own parts.
 pub(crate) fn train_epoch<M: Model>(
     model: &M,
     optimizer: &mut Optimizer,
-    items: &[M::Item],
+    (items, ranks): (&[M::Item], &Ranks),
     (epoch, recipe): (usize, &Recipe),
     progress: &mut Progress<M::State>,
     until: Option<Instant>,
@@ -53,44 +54,55 @@ pub(crate) fn train_epoch<M: Model>(
     let options = options.with_precision(precision);
     let batches = model.batches(items, recipe, Pass::Training { epoch });
     bar.set_length(batches.len() as u64);
-    let (mut gradients, mut first) = (None, progress.batches);
-    for (i, batch) in batches.iter().enumerate().skip(progress.batches) {
-        let Part { share, is_last, lr_factor } = model.part(batch);
-        let mut rng = masks(recipe.seed, epoch, i);
-        let forward = model.forward(items, batch, &mut progress.state, Some(&mut rng))?;
-        let options = options.clone().with_dropout(DropoutMasks::Seeded(rng.random()));
-        let options = model.options(options, &mut rng)?;
-        let loss = model.head().loss(&forward.hidden, &forward.targets, &options)?;
-        let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
-        progress.sum += match recipe.label_smoothing > 0.0 {
-            true => f64::from(loss.nll.sum_all()?.to_scalar::<f32>()?),
-            false => sum_of_batch,
-        };
-        progress.count += count_of_batch;
+    for step in batches[progress.batches..].split_inclusive(|batch| model.part(batch).is_last) {
+        let first = progress.batches;
+        // What is added up so far counts once.
+        let [mut sum, mut count] = if ranks.is_first() { [progress.sum, progress.count] } else { [0.0; 2] };
+        let mut gradients = None;
+        for part in ranks.own(step.len()) {
+            let batch = &step[part];
+            let mut rng = masks(recipe.seed, epoch, first + part);
+            let forward = model.forward(items, batch, &mut progress.state, Some(&mut rng))?;
+            let options = options.clone().with_dropout(DropoutMasks::Seeded(rng.random()));
+            let options = model.options(options, &mut rng)?;
+            let loss = model.head().loss(&forward.hidden, &forward.targets, &options)?;
+            let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
+            sum += match recipe.label_smoothing > 0.0 {
+                true => f64::from(loss.nll.sum_all()?.to_scalar::<f32>()?),
+                false => sum_of_batch,
+            };
+            count += count_of_batch;
+            if !sum.is_finite() {
+                break;
+            }
+            let of_batch = match &forward.penalty {
+                Some(penalty) => loss.backward_with(penalty)?,
+                None => loss.backward()?,
+            };
+            gradients = Some(optimizer.accumulate(gradients, of_batch, model.part(batch).share)?);
+            bar.set_position((first + part + 1) as u64);
+        }
+        let is_time_up = ranks.is_first() && until.is_some_and(|until| Instant::now() >= until);
+        let of_ranks = ranks.sums([sum, count, f64::from(u8::from(is_time_up))])?;
+        (progress.sum, progress.count) = (of_ranks[0], of_ranks[1]);
         if !progress.sum.is_finite() {
             return Ok(End::Diverged);
         }
-        let of_batch = match &forward.penalty {
-            Some(penalty) => loss.backward_with(penalty)?,
-            None => loss.backward()?,
-        };
-        gradients = Some(optimizer.accumulate(gradients, of_batch, share)?);
-        progress.batches = i + 1;
-        bar.set_position(progress.batches as u64);
-        let Some(of_step) = gradients.take_if(|_| is_last) else { continue };
-        let lr = recipe.lr_at(optimizer.steps(), epoch as f64 + first as f64 / batches.len() as f64) * lr_factor;
-        let part = |batches_done: usize| batches_done * recipe.evaluations / batches.len();
-        let is_part = progress.batches < batches.len() && part(progress.batches) > part(first);
-        first = progress.batches;
-        if !optimizer.step(&of_step, lr, recipe.clip)? {
+        let mut gradients = gradients.ok_or("a step has fewer parts than there are processes")?;
+        optimizer.all_reduce(&mut gradients, ranks)?;
+        progress.batches = first + step.len();
+        let lr = recipe.lr_at(optimizer.steps(), epoch as f64 + first as f64 / batches.len() as f64);
+        let lr = lr * model.part(&step[0]).lr_factor;
+        if !optimizer.step(&gradients, lr, recipe.clip)? {
             return Ok(End::Diverged);
         }
         let mean = recipe.measure.of(progress.sum / progress.count);
         bar.set_message(format!("{} {mean:.2}", recipe.measure));
-        if is_part {
+        let part = |batches_done: usize| batches_done * recipe.evaluations / batches.len();
+        if progress.batches < batches.len() && part(progress.batches) > part(first) {
             return Ok(End::Part { of: batches.len() });
         }
-        if progress.batches < batches.len() && until.is_some_and(|until| Instant::now() >= until) {
+        if progress.batches < batches.len() && of_ranks[2] > 0.0 {
             return Ok(End::Paused);
         }
     }
@@ -108,16 +120,25 @@ fn masks(seed: u64, epoch: usize, batch: usize) -> StdRng {
 
 /// Mean NLL of all targets of `items`, in nats.
 pub fn evaluate<M: Model>(model: &M, items: &[M::Item], recipe: &Recipe) -> Result<f64> {
+    evaluate_on(&Ranks::default(), model, items, recipe)
+}
+
+/// As `evaluate`, of which each rank computes its own parts.
+pub(crate) fn evaluate_on<M: Model>(ranks: &Ranks, model: &M, items: &[M::Item], recipe: &Recipe) -> Result<f64> {
     let options = LossOptions::evaluation().with_ignore_index(M::IGNORED);
     let head = model.head().frozen()?;
     let (mut sum, mut count) = (0.0, 0.0);
-    let mut state = model.start(recipe, Pass::Evaluation)?;
-    for batch in model.batches(items, recipe, Pass::Evaluation) {
-        let forward = model.forward(items, &batch, &mut state, None)?;
-        let loss = head.loss(&forward.hidden, &forward.targets, &options)?;
-        let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
-        sum += sum_of_batch;
-        count += count_of_batch;
+    let pass = Pass::Evaluation { parts: ranks.count() };
+    let mut state = model.start(recipe, pass)?;
+    for parts in model.batches(items, recipe, pass).split_inclusive(|batch| model.part(batch).is_last) {
+        for batch in &parts[ranks.own(parts.len())] {
+            let forward = model.forward(items, batch, &mut state, None)?;
+            let loss = head.loss(&forward.hidden, &forward.targets, &options)?;
+            let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
+            sum += sum_of_batch;
+            count += count_of_batch;
+        }
     }
+    let [sum, count] = ranks.sums([sum, count])?;
     Ok(sum / count)
 }

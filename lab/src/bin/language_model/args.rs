@@ -12,12 +12,17 @@ use lab::generate::SamplingFlags;
 use lab::head::HeadKind;
 use lab::optimizer::OptimizerKind;
 use lab::output::{Output, OutputKind};
+use lab::ranks::Ranks;
 use lab::recipe::{describe, Recipe, RecipeFlags};
 use lab::table::TableFlags;
 use lab::values::{above_zero, below_one, not_negative, positive};
 use lab::Result;
 use mos_head::ContextActivation;
+#[cfg(feature = "mpi")]
+use mos_head::Mpi;
 use std::path::PathBuf;
+#[cfg(feature = "mpi")]
+use std::sync::Arc;
 
 const BUILT_IN: Recipe = Recipe {
     components: 8,
@@ -81,6 +86,10 @@ pub(crate) struct Args {
     pub(crate) generate: usize,
     #[command(flatten)]
     pub(crate) sampling: SamplingFlags,
+    /// Train one model with all the processes that mpirun has started, each with its part of every batch
+    #[cfg(feature = "mpi")]
+    #[arg(long, conflicts_with_all = ["evaluate", "spell"])]
+    mpi: bool,
     #[command(flatten)]
     recipe: RecipeFlags,
     #[command(flatten)]
@@ -171,6 +180,24 @@ impl Args {
             None => self.common.or_head(self.preset.map_or("all", Preset::head)),
         };
         flags.without(|kind| self.output.reason_against(kind))
+    }
+
+    /// The processes that train: one without --mpi.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn ranks(&self) -> Result<Ranks> {
+        if !self.mpi {
+            return Ok(Ranks::default());
+        }
+        if self.output.is_coded() {
+            return Err("--mpi is for models of words, not of codes".into());
+        }
+        Ok(Ranks::new(Arc::new(Mpi::new()?)))
+    }
+
+    /// The process that trains: without the feature `mpi` there is no other.
+    #[cfg(not(feature = "mpi"))]
+    pub(crate) fn ranks(&self) -> Result<Ranks> {
+        Ok(Ranks::default())
     }
 
     /// Fails if the preset is for another head.
@@ -334,6 +361,17 @@ mod tests {
         {
             assert!(args(flags).is_err(), "{flags}");
         }
+    }
+
+    #[cfg(feature = "mpi")]
+    #[test]
+    fn processes_train_models_of_words() {
+        let args = |flags: &str| Args::try_parse_from(format!("language_model --mpi {flags}").split_whitespace());
+        for flags in ["--evaluate F", "--spell F"] {
+            assert!(args(flags).is_err(), "{flags}");
+        }
+        let error = args("--output bpe").expect("valid flags").ranks().expect_err("codes").to_string();
+        assert!(error.contains("--mpi"), "{error}");
     }
 
     #[test]

@@ -21,6 +21,11 @@
 //!
 //! A character LSTM that spells the next word from the hidden states of a trained model (`spell`).
 //!
+//!     cargo build --release -p lab --features mpi --bin language_model
+//!     RAYON_NUM_THREADS=1 mpirun -n 2 target/release/language_model --mpi --data DIR
+//!
+//! Two processes train one model, each with half of every batch (`ranks`).
+//!
 //! To read from here to the head: `heads::train` trains the heads one by one, `session` one head epoch by epoch,
 //! `train` one epoch batch by batch; `language_model` is the LSTM, and `head` builds the output layer of this crate.
 
@@ -51,13 +56,15 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     args.check_head()?;
-    let flags = args.training();
+    let ranks = &args.ranks()?;
+    let mut flags = args.training();
+    flags.ranks = ranks.clone();
+    let recipe = ranks.divide(&args.recipe()?)?;
     let device = flags.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder, args.words)?,
         None => Teacher::default().built_in(flags.seed),
     };
-    let recipe = args.recipe()?;
     let corpus = if recipe.output.kind == OutputKind::Adaptive { corpus.by_frequency() } else { corpus };
     if let Some(evaluation) = args.evaluation() {
         return evaluate::run(&evaluation, &corpus, &device);
@@ -65,14 +72,14 @@ fn run(args: &Args) -> Result<()> {
     if let Some(file) = args.spelling.word() {
         return spell::run(file, args, &corpus, &recipe, &device);
     }
-    println!(
+    ranks.print(format_args!(
         "Training on {}: {} tokens, vocabulary {}, validation {} tokens.",
         corpus.data.name,
         corpus.data.train.len() - 1,
         corpus.words.len(),
         corpus.data.valid.len() - 1
-    );
-    for (kind, reason) in &flags.left_out {
+    ));
+    for (kind, reason) in flags.left_out.iter().filter(|_| ranks.is_first()) {
         eprintln!("{} is left out: {reason}", kind.name());
     }
     let coding = codes::coding(args, &corpus, &recipe, &device)?;
@@ -97,14 +104,14 @@ fn run(args: &Args) -> Result<()> {
         if let Some(start) = &start {
             model.restore(start)?;
         }
-        Session::new(kind, model, data.clone(), recipe)
+        Ok(Session::new(kind, model, data.clone(), recipe)?.with_ranks(ranks))
     };
     if let Some(trials) = flags.search {
         return heads::search(&flags, trials, &recipe, build);
     }
     let build = |kind, _: Option<&_>| build(kind, &recipe);
     let Some(rows) = heads::train(&flags, &device, build, |session| {
-        if args.generate > 0 {
+        if args.generate > 0 && ranks.is_first() {
             let mut sampler = args.sampling.sampler(flags.seed)?;
             let book = coding.as_ref().and_then(Coding::table).map(CodeTable::codebook);
             let text = generate(&session.model, data.train[0], args.generate, &mut sampler, book)?;
@@ -124,9 +131,9 @@ fn run(args: &Args) -> Result<()> {
         return Ok(());
     };
 
-    println!("\n{}", report::table(&rows, corpus.entropy));
+    ranks.print(format_args!("\n{}", report::table(&rows, corpus.entropy)));
     if let Some(summary) = report::summary(&rows, corpus.entropy) {
-        println!("{summary}");
+        ranks.print(summary);
     }
     let floor = corpus.entropy.map(|entropy| ("entropy", entropy));
     let axes = Axes { title: &format!("Learning {}", data.name), x: "epoch", y: "validation NLL (nats)", floor };

@@ -167,7 +167,7 @@ impl Model for Seq2Seq {
                     Task::Toy | Task::Translation => shuffled(pairs, recipe.batch, seed),
                 }
             }
-            Pass::Evaluation => sorted(pairs, EVALUATION_BATCH),
+            Pass::Evaluation { .. } => sorted(pairs, EVALUATION_BATCH),
         }
     }
 

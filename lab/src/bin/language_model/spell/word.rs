@@ -86,8 +86,8 @@ impl Word {
         chosen.sort_unstable();
         let mut chosen = chosen.into_iter().peekable();
         let (mut hidden, mut words, mut seen) = (vec![], vec![], 0);
-        let mut states = self.model.start(recipe, Pass::Evaluation)?;
-        for batch in self.model.batches(text, recipe, Pass::Evaluation) {
+        let mut states = self.model.start(recipe, Pass::Evaluation { parts: 1 })?;
+        for batch in self.model.batches(text, recipe, Pass::Evaluation { parts: 1 }) {
             let (of_batch, targets) = self.hidden(text, &batch, &mut states)?;
             let mut rows = vec![];
             while let Some(position) = chosen.next_if(|position| *position < seen + targets.len()) {

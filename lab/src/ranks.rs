@@ -1,0 +1,110 @@
+//! The processes that train one model together, each with its parts of every batch.
+
+use super::{recipe::Recipe, Result};
+use candle_core::{backprop::GradStore, DType, Device, Tensor, Var};
+use mos_head::{Collectives, DataParallel, LossOptions, Numbers};
+use std::fmt::Display;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The ranks of a distributed program, all with the same model and the same data: each computes the gradients of its parts
+/// of a step, and takes the step with the gradients of all. By default a single process.
+///
+/// Every rank makes the same calls of `sums`, `wait`, `all_reduce` and `share`. If one of them ends with an error, the
+/// others get an error at their next call.
+#[derive(Clone, Debug, Default)]
+pub struct Ranks {
+    /// `None` for a single process.
+    several: Option<DataParallel>,
+}
+
+impl Ranks {
+    /// Ranks that exchange what they compute by this engine.
+    pub fn new(collectives: Arc<dyn Collectives>) -> Self {
+        Self { several: Some(DataParallel::new(collectives)) }
+    }
+
+    fn collectives(&self) -> Option<&dyn Collectives> {
+        self.several.as_ref().map(|several| &**several.collectives())
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.collectives().map_or(1, Collectives::ranks)
+    }
+
+    /// Whether this is the rank that prints and writes files.
+    pub fn is_first(&self) -> bool {
+        self.collectives().is_none_or(|collectives| collectives.rank() == 0)
+    }
+
+    /// Prints a line, once.
+    pub fn print(&self, line: impl Display) {
+        if self.is_first() {
+            println!("{line}");
+        }
+    }
+
+    /// The recipe, with a part of every batch for each rank if it has no parts of its own. Fails if it has fewer parts.
+    pub fn divide(&self, recipe: &Recipe) -> Result<Recipe> {
+        let (mut recipe, ranks) = (*recipe, self.count());
+        if ranks > 1 {
+            let batch = recipe.batch;
+            let small_batch = *recipe.awd.small_batch.get_or_insert(batch.div_ceil(ranks));
+            let parts = batch.div_ceil(small_batch);
+            if parts < ranks {
+                let cut = format!("--batch {batch} is {parts} parts of --small-batch {small_batch}");
+                return Err(format!("{cut}, but there are {ranks} processes: they need a part each").into());
+            }
+        }
+        Ok(recipe)
+    }
+
+    /// The parts of this rank, one after the other.
+    pub(crate) fn own(&self, parts: usize) -> Range<usize> {
+        self.parts_of(self.collectives().map_or(0, Collectives::rank), parts)
+    }
+
+    fn parts_of(&self, rank: usize, parts: usize) -> Range<usize> {
+        rank * parts / self.count()..(rank + 1) * parts / self.count()
+    }
+
+    /// The sums over all ranks.
+    pub(crate) fn sums<const N: usize>(&self, numbers: [f64; N]) -> Result<[f64; N]> {
+        let Some(several) = &self.several else { return Ok(numbers) };
+        // Unlike `DataParallel::sums`, this is an error if another rank has ended.
+        several.options(&Tensor::zeros(1, DType::U32, &Device::Cpu)?, &LossOptions::new())?;
+        Ok(several.sums(numbers)?)
+    }
+
+    /// Waits until every rank calls it.
+    pub(crate) fn wait(&self) -> Result<()> {
+        self.sums([]).map(|[]| ())
+    }
+
+    /// Replaces the gradients by their sums over all ranks. The variables are in the same order on every rank.
+    pub(crate) fn all_reduce(&self, gradients: &mut GradStore, variables: &[Var]) -> Result<()> {
+        match &self.several {
+            None => Ok(()),
+            Some(several) => Ok(several.all_reduce(gradients, variables)?),
+        }
+    }
+
+    /// Gives every rank the tensors, of f32, that the owner of a part has for it.
+    pub(crate) fn share(&self, parts: &mut [Vec<&mut Tensor>]) -> Result<()> {
+        let Some(collectives) = self.collectives() else { return Ok(()) };
+        self.wait()?;
+        for rank in 0..collectives.ranks() {
+            let own = self.parts_of(rank, parts.len());
+            for tensor in parts[own].iter_mut().flatten() {
+                let mut numbers = tensor.flatten_all()?.to_vec1::<f32>()?;
+                collectives.broadcast(Numbers::F32(&mut numbers), rank)?;
+                **tensor = Tensor::from_vec(numbers, tensor.shape(), tensor.device())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

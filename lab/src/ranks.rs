@@ -1,8 +1,8 @@
 //! The processes that train one model together, each with its parts of every batch.
 
 use super::{recipe::Recipe, Result};
-use candle_core::{backprop::GradStore, DType, Device, Tensor, Var};
-use mos_head::{Collectives, DataParallel, LossOptions, Numbers};
+use candle_core::{backprop::GradStore, Tensor, Var};
+use mos_head::{Collectives, DataParallel, Numbers};
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,15 +71,15 @@ impl Ranks {
 
     /// The sums over all ranks.
     pub(crate) fn sums<const N: usize>(&self, numbers: [f64; N]) -> Result<[f64; N]> {
-        let Some(several) = &self.several else { return Ok(numbers) };
-        // Unlike `DataParallel::sums`, this is an error if another rank has ended.
-        several.options(&Tensor::zeros(1, DType::U32, &Device::Cpu)?, &LossOptions::new())?;
-        Ok(several.sums(numbers)?)
+        match &self.several {
+            None => Ok(numbers),
+            Some(several) => Ok(several.sums(numbers)?),
+        }
     }
 
     /// Waits until every rank calls it.
     pub(crate) fn wait(&self) -> Result<()> {
-        self.sums([]).map(|[]| ())
+        self.sums([0.0]).map(|_| ())
     }
 
     /// Replaces the gradients by their sums over all ranks. The variables are in the same order on every rank.
@@ -93,7 +93,6 @@ impl Ranks {
     /// Gives every rank the tensors, of f32, that the owner of a part has for it.
     pub(crate) fn share(&self, parts: &mut [Vec<&mut Tensor>]) -> Result<()> {
         let Some(collectives) = self.collectives() else { return Ok(()) };
-        self.wait()?;
         for rank in 0..collectives.ranks() {
             let own = self.parts_of(rank, parts.len());
             for tensor in parts[own].iter_mut().flatten() {

@@ -7,6 +7,7 @@ use super::super::optimizer::OptimizerKind;
 use super::super::session::{Leg, Session};
 use super::super::sizes::{InitialValues, Sizes};
 use super::*;
+use candle_core::Device;
 use std::time::Instant;
 
 #[path = "../../../tests/common/ranks.rs"]

@@ -69,7 +69,7 @@ fn main() -> Result<()> {
             0 => ranks.all_reduce_sum(Numbers::F64(&mut [1.0])),
             _ => ranks.all_gather(&[1.0]).map(|_| ()),
         };
-        assert!(matches!(result, Err(Error::Ranks { argument: "the operation", .. })), "{result:?}");
+        assert!(matches!(result, Err(Error::Ranks { argument: "the operation (0 is the end)", .. })), "{result:?}");
         let result = ranks.all_gather(&vec![1.0; 2 + rank / 2]);
         assert!(result.is_ok() == (count == 2), "{result:?}");
         let result = ranks.broadcast(Numbers::F64(&mut [1.0]), rank);
@@ -80,7 +80,7 @@ fn main() -> Result<()> {
     if rank + 1 == count && count > 1 {
         drop(ranks);
         let waits = VocabShard::new(Arc::new(together), 1000);
-        assert!(matches!(waits, Err(Error::Ranks { argument: "whether a rank goes on", .. })), "{waits:?}");
+        assert!(matches!(waits, Err(Error::Ranks { argument: "the operation (0 is the end)", .. })), "{waits:?}");
     } else {
         drop((together, alone, ranks));
     }

@@ -1,10 +1,8 @@
 //! MPI's communicators, in the one thread that calls MPI, and how their ranks wait for each other.
 
-use std::collections::BTreeSet;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
-use std::{mem, thread};
 
 use mpi::environment::Universe;
 use mpi::topology::{Color, SimpleCommunicator};
@@ -14,9 +12,11 @@ use mpi::Threading;
 use super::state::State;
 use crate::error::{Error, Result};
 
-/// An operation of all ranks.
+/// What a rank does next.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Operation {
+    /// Nothing more.
+    End,
     SumF32,
     SumF64,
     Gather,
@@ -25,12 +25,13 @@ pub(super) enum Operation {
     Split,
 }
 
-/// What a rank is about to do.
-#[derive(Clone, Copy, Debug)]
+/// What a rank tells the others before an operation, which must be the same on every rank: a number for each of
+/// [`ARGUMENTS`].
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Announcement([u64; ARGUMENTS.len()]);
 
-/// What ranks announce.
-const ARGUMENTS: [&str; 3] = ["the operation", "numbers", "root"];
+const ARGUMENTS: [&str; 3] = ["the operation (0 is the end)", "numbers", "root"];
+const END: Announcement = Announcement([Operation::End as u64, 0, 0]);
 
 impl Announcement {
     pub(super) fn new(operation: Operation, count: usize) -> Self {
@@ -55,47 +56,34 @@ pub(super) struct Members {
 }
 
 impl Members {
-    /// The other ranks.
-    pub(super) fn others(&self) -> Vec<usize> {
-        let own = self.ranks[self.rank];
-        self.ranks.iter().copied().filter(|&rank| rank != own).collect()
+    /// The other ranks, by their numbers among the members and in the whole program.
+    pub(super) fn others(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        self.ranks.iter().copied().enumerate().filter(|(member, _)| *member != self.rank)
     }
+}
 
-    /// A number that other members hardly have.
-    fn hash(&self) -> u64 {
-        let mut state = DefaultHasher::new();
-        self.ranks.hash(&mut state);
-        state.finish() | 1
-    }
+/// A communicator.
+struct Group {
+    communicator: SimpleCommunicator,
+    members: Members,
+    /// The members that make no more operations.
+    have_ended: Vec<bool>,
 }
 
 /// All communicators of this process: the whole program first, then its splits.
 pub(super) struct Communicators {
-    groups: Vec<(SimpleCommunicator, Members)>,
-    /// Of each rank of the whole program, 1 until it ends.
-    goes_on: Vec<f64>,
+    groups: Vec<Group>,
     limit: Duration,
-    /// The ranks that have not come in time: MPI can do nothing more.
+    /// The ranks that have not come in time: the others can do nothing more.
     timeout: Option<Vec<usize>>,
     state: Arc<State>,
     /// Ends MPI when it is dropped, after the communicators.
     _universe: Universe,
 }
 
-/// The tags of a question whether a rank waits too, of its answer, and of a rank's end.
-const QUESTION: i32 = 1;
-const ANSWER: i32 = 2;
-const END: i32 = 3;
-
-/// The answer of a rank that waits for others to end.
-const ENDED: u64 = 0;
-
-/// How long a rank that waits for others looks for them all the time, and how long it sleeps between two looks later.
-const EAGER: Duration = Duration::from_millis(1);
+/// How long a rank that waits for others sleeps between two looks for them: another thread of the process, or another
+/// process, can compute meanwhile.
 const NAP: Duration = Duration::from_micros(50);
-
-/// How long ranks have to answer a question.
-const GRACE: Duration = Duration::from_secs(2);
 
 impl Communicators {
     /// Starts MPI in this thread.
@@ -107,14 +95,14 @@ impl Communicators {
             return Err(Error::config("MPI", "other threads that do not call it", format!("{threading:?}")));
         }
         let world = universe.world();
-        let members = Members { group: 0, rank: world.rank() as usize, ranks: (0..world.size() as usize).collect() };
-        let (goes_on, groups) = (vec![1.0; members.ranks.len()], vec![(world, members)]);
-        Ok(Communicators { groups, goes_on, limit, timeout: None, state, _universe: universe })
+        let ranks = (0..world.size() as usize).collect();
+        let groups = vec![Group::new(world, 0, ranks)];
+        Ok(Communicators { groups, limit, timeout: None, state, _universe: universe })
     }
 
     /// The ranks of the whole program.
     pub(super) fn world(&self) -> Members {
-        self.groups[0].1.clone()
+        self.groups[0].members.clone()
     }
 
     /// Runs an operation once all ranks of a communicator have come to the same one.
@@ -124,23 +112,19 @@ impl Communicators {
         announcement: Announcement,
         operation: impl FnOnce(&SimpleCommunicator) -> T,
     ) -> Result<T> {
-        self.meet(group)?;
-        let (communicator, _) = &self.groups[group];
-        self.state.inside(|| {
-            let of_ranks = announcements(communicator, announcement);
-            for (argument, of_ranks) in ARGUMENTS.into_iter().zip(of_ranks) {
-                if of_ranks.iter().any(|of_rank| *of_rank != of_ranks[0]) {
-                    let of_ranks = of_ranks.into_iter().map(|of_rank| of_rank as f64).collect();
-                    return Err(Error::Ranks { argument, of_ranks });
-                }
+        let of_ranks = self.meet(group, announcement)?;
+        for (i, argument) in ARGUMENTS.into_iter().enumerate() {
+            let of_ranks: Vec<f64> = of_ranks.iter().map(|Announcement(numbers)| numbers[i] as f64).collect();
+            if of_ranks.iter().any(|of_rank| *of_rank != of_ranks[0]) {
+                return Err(Error::Ranks { argument, of_ranks });
             }
-            Ok(operation(communicator))
-        })
+        }
+        Ok(self.state.inside(|| operation(&self.groups[group].communicator)))
     }
 
     /// The ranks of a communicator that come with the same color, which are a communicator from then on.
     pub(super) fn split(&mut self, group: usize, color: i32) -> Result<Members> {
-        let own = self.groups[0].1.rank as u64;
+        let own = self.groups[0].members.rank as u64;
         let split = |ranks: &SimpleCommunicator| {
             let split = ranks.split_by_color_with_key(Color::with_value(color), ranks.rank())?;
             let mut of_ranks = vec![0u64; split.size() as usize];
@@ -150,129 +134,97 @@ impl Communicators {
         let split = self.together(group, Announcement::new(Operation::Split, 0), split)?;
         let (split, of_ranks) = split.ok_or_else(|| Error::config("group", "one that MPI takes", color))?;
         let ranks = of_ranks.into_iter().map(|rank| rank as usize).collect();
-        let members = Members { group: self.groups.len(), rank: split.rank() as usize, ranks };
-        self.groups.push((split, members.clone()));
-        Ok(members)
+        self.groups.push(Group::new(split, self.groups.len(), ranks));
+        Ok(self.groups[self.groups.len() - 1].members.clone())
     }
 
-    /// Waits until all ranks of a communicator have come.
-    fn meet(&mut self, group: usize) -> Result<()> {
+    /// Waits until all ranks of a communicator have come; returns what each is about to do.
+    fn meet(&mut self, group: usize, own: Announcement) -> Result<Vec<Announcement>> {
         if let Some(ranks) = &self.timeout {
             return Err(Error::Timeout { ranks: ranks.clone(), limit: self.limit });
         }
-        let (communicator, members) = &self.groups[group];
-        let (mut request, members) = (communicator.immediate_barrier(), members.clone());
-        let start = Instant::now();
-        while let Err(unfinished) = request.test() {
-            request = unfinished;
-            let error = match start.elapsed() {
-                waited if waited > self.limit => {
-                    let ranks = self.absent(&members);
-                    self.timeout = Some(ranks.clone());
-                    Error::Timeout { ranks, limit: self.limit }
-                }
-                _ => {
-                    self.pause(start, members.hash());
-                    let of_ranks: Vec<f64> = members.ranks.iter().map(|&rank| self.goes_on[rank]).collect();
-                    if of_ranks.iter().all(|goes_on| *goes_on == 1.0) {
-                        continue;
-                    }
-                    Error::Ranks { argument: "whether a rank goes on", of_ranks }
-                }
-            };
-            // A rank will never come: MPI can neither finish the request nor cancel it.
-            mem::forget(request);
-            return Err(error);
-        }
-        Ok(())
-    }
-
-    /// What a rank does between two looks for others, for which it waits since `start`: it listens to them.
-    fn pause(&mut self, start: Instant, answer: u64) {
-        if start.elapsed() < EAGER {
-            return thread::yield_now();
-        }
-        if self.state.has_failed() {
-            self.groups[0].0.abort(1);
-        }
-        self.listen(answer);
-        thread::sleep(NAP);
-    }
-
-    /// Notes who has ended, and tells those who ask what this rank waits for.
-    fn listen(&mut self, answer: u64) {
-        let (world, _) = &self.groups[0];
-        while let Some(status) = world.any_process().immediate_probe_with_tag(QUESTION) {
-            let asks = world.process_at_rank(status.source_rank());
-            let _: (u64, _) = asks.receive_with_tag(QUESTION);
-            asks.send_with_tag(&answer, ANSWER);
-        }
-        while let Some(status) = world.any_process().immediate_probe_with_tag(END) {
-            let rank = status.source_rank();
-            let _: (u64, _) = world.process_at_rank(rank).receive_with_tag(END);
-            self.goes_on[rank as usize] = 0.0;
-        }
-    }
-
-    /// Those of some ranks that do not answer, or else those that wait for another communicator than this one.
-    fn absent(&mut self, members: &Members) -> Vec<usize> {
-        let (own, start) = (members.hash(), Instant::now());
-        let mut silent = BTreeSet::from_iter(members.others());
-        let mut elsewhere = Vec::new();
-        for &rank in &silent {
-            self.groups[0].0.process_at_rank(rank as i32).send_with_tag(&own, QUESTION);
-        }
-        while !silent.is_empty() && start.elapsed() < GRACE {
-            self.listen(own);
-            let (world, _) = &self.groups[0];
-            while let Some(status) = world.any_process().immediate_probe_with_tag(ANSWER) {
-                let rank = status.source_rank();
-                let (answer, _): (u64, _) = world.process_at_rank(rank).receive_with_tag(ANSWER);
-                silent.remove(&(rank as usize));
-                if ![own, ENDED].contains(&answer) {
-                    elsewhere.push(rank as usize);
-                }
+        let group = &mut self.groups[group];
+        group.announce(own);
+        let (mut of_ranks, start) = (vec![None; group.members.ranks.len()], Instant::now());
+        of_ranks[group.members.rank] = Some(own);
+        loop {
+            group.receive(&mut of_ranks);
+            if let Some(of_ranks) = of_ranks.iter().copied().collect() {
+                return Ok(of_ranks);
             }
-            thread::sleep(NAP);
-        }
-        match (silent.is_empty(), elsewhere.is_empty()) {
-            (false, _) => silent.into_iter().collect(),
-            (true, false) => elsewhere,
-            // One has come since.
-            (true, true) => members.others(),
+            if start.elapsed() > self.limit {
+                let is_absent = |(member, _): &(usize, usize)| of_ranks[*member].is_none();
+                let ranks: Vec<usize> = group.members.others().filter(is_absent).map(|(_, rank)| rank).collect();
+                self.timeout = Some(ranks.clone());
+                return Err(Error::Timeout { ranks, limit: self.limit });
+            }
+            pause(&self.state, &group.communicator);
         }
     }
 
     /// Waits until all ranks of the program end. One that still comes with an operation gets an error instead of a result.
-    /// The whole program ends at once if MPI can do nothing more, or a thread of this process has panicked.
+    /// The whole program ends at once if a rank has not come in time, or a thread of this process has panicked.
     pub(super) fn end(mut self) {
-        let world = self.world();
-        if self.timeout.is_none() && !self.state.has_failed() {
-            for rank in world.others() {
-                self.groups[0].0.process_at_rank(rank as i32).send_with_tag(&ENDED, END);
+        if self.timeout.is_none() {
+            self.groups.iter().for_each(|group| group.announce(END));
+            let (group, start) = (&mut self.groups[0], Instant::now());
+            let goes_on =
+                |group: &Group| group.members.others().filter(|(member, _)| !group.have_ended[*member]).count();
+            while goes_on(group) > 0 && start.elapsed() <= self.limit {
+                group.receive(&mut vec![None; group.members.ranks.len()]);
+                pause(&self.state, &group.communicator);
             }
-            self.goes_on[world.rank] = 0.0;
-            let start = Instant::now();
-            while self.goes_on.contains(&1.0) && self.timeout.is_none() {
-                self.pause(start, ENDED);
-                if start.elapsed() > self.limit {
-                    let goes_on = |rank: &usize| self.goes_on[*rank] == 1.0;
-                    self.timeout = Some(world.others().into_iter().filter(goes_on).collect());
-                }
+            if goes_on(group) > 0 {
+                let ranks = group.members.others().filter(|(member, _)| !group.have_ended[*member]);
+                self.timeout = Some(ranks.map(|(_, rank)| rank).collect());
             }
         }
+        let Group { communicator, members, .. } = &self.groups[0];
         if let Some(ranks) = &self.timeout {
-            eprintln!("rank {}: {}", world.rank, Error::Timeout { ranks: ranks.clone(), limit: self.limit });
+            eprintln!("rank {}: {}", members.rank, Error::Timeout { ranks: ranks.clone(), limit: self.limit });
+            communicator.abort(1);
         }
-        if self.timeout.is_some() || self.state.has_failed() {
-            self.groups[0].0.abort(1);
+        if self.state.has_failed() {
+            communicator.abort(1);
         }
     }
 }
 
-/// What all ranks of a communicator announce, of each argument in the order of the ranks.
-fn announcements(communicator: &SimpleCommunicator, Announcement(own): Announcement) -> Vec<Vec<u64>> {
-    let mut all = vec![0; own.len() * communicator.size() as usize];
-    communicator.all_gather_into(&own[..], &mut all[..]);
-    (0..own.len()).map(|i| all.iter().copied().skip(i).step_by(own.len()).collect()).collect()
+impl Group {
+    fn new(communicator: SimpleCommunicator, group: usize, ranks: Vec<usize>) -> Self {
+        let have_ended = vec![false; ranks.len()];
+        let members = Members { group, rank: communicator.rank() as usize, ranks };
+        Group { communicator, members, have_ended }
+    }
+
+    /// Tells the other members what this rank is about to do. MPI keeps so short a message until they receive it.
+    fn announce(&self, Announcement(numbers): Announcement) {
+        for (member, _) in self.members.others() {
+            self.communicator.process_at_rank(member as i32).send(&numbers[..]);
+        }
+    }
+
+    /// Receives what the members are about to do from which it is not there yet, as far as it has come. A member that has
+    /// ended announces this once, and is about to end for ever.
+    fn receive(&mut self, of_ranks: &mut [Option<Announcement>]) {
+        for (member, of_rank) in of_ranks.iter_mut().enumerate().filter(|(_, of_rank)| of_rank.is_none()) {
+            let process = self.communicator.process_at_rank(member as i32);
+            if self.have_ended[member] {
+                *of_rank = Some(END);
+            } else if process.immediate_probe().is_some() {
+                let mut numbers = [0; ARGUMENTS.len()];
+                process.receive_into(&mut numbers[..]);
+                *of_rank = Some(Announcement(numbers));
+                self.have_ended[member] = *of_rank == Some(END);
+            }
+        }
+    }
+}
+
+/// What a rank does between two looks for others.
+fn pause(state: &State, ranks: &SimpleCommunicator) {
+    if state.has_failed() {
+        ranks.abort(1);
+    }
+    thread::sleep(NAP);
 }

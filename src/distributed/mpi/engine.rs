@@ -88,7 +88,7 @@ impl Engine {
 
     /// The error of an operation to which all ranks have come, but which does not return: any of them may hang.
     fn stuck(&self) -> Error {
-        Error::Timeout { ranks: self.world.others(), limit: self.limit }
+        Error::Timeout { ranks: self.world.others().map(|(_, rank)| rank).collect(), limit: self.limit }
     }
 
     /// Waits for the thread's answer, as long as MPI is not stuck.

@@ -46,7 +46,7 @@ pub struct Mpi {
 /// How long ranks wait for each other.
 const TIME_LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// Numbers that a call sends at most: their copies stay small, and MPI counts them in 32 bits.
+/// Numbers that MPI is given at most at a time: it counts them in 32 bits, and does not let a sum replace them.
 const MOST: usize = 1 << 20;
 
 impl Mpi {
@@ -106,20 +106,18 @@ impl Mpi {
         self.engine.call(&self.members, announcement, operation)
     }
 
-    fn add_up<T: Equivalence + Copy + Default + Send + 'static>(
-        &self,
-        operation: Operation,
-        numbers: &mut [T],
-    ) -> Result<()> {
-        for numbers in numbers.chunks_mut(MOST) {
-            let sent = numbers.to_vec();
-            let sum = self.call(Announcement::new(operation, sent.len()), move |ranks| {
-                let mut sum = vec![T::default(); sent.len()];
-                ranks.all_reduce_into(&sent[..], &mut sum[..], SystemOperation::sum());
-                sum
-            })?;
-            numbers.copy_from_slice(&sum);
-        }
+    fn add_up<T: Equivalence + Copy + Send + 'static>(&self, operation: Operation, numbers: &mut [T]) -> Result<()> {
+        let mut sum = numbers.to_vec();
+        let sum = self.call(Announcement::new(operation, sum.len()), move |ranks| {
+            let mut sent = Vec::new();
+            for sum in sum.chunks_mut(MOST) {
+                sent.clear();
+                sent.extend_from_slice(sum);
+                ranks.all_reduce_into(&sent[..], sum, SystemOperation::sum());
+            }
+            sum
+        })?;
+        numbers.copy_from_slice(&sum);
         Ok(())
     }
 
@@ -129,14 +127,12 @@ impl Mpi {
         numbers: &mut [T],
         root: usize,
     ) -> Result<()> {
-        for numbers in numbers.chunks_mut(MOST) {
-            let mut sent = numbers.to_vec();
-            let received = self.call(Announcement::new(operation, sent.len()).with_root(root), move |ranks| {
-                ranks.process_at_rank(root as i32).broadcast_into(&mut sent[..]);
-                sent
-            })?;
-            numbers.copy_from_slice(&received);
-        }
+        let mut sent = numbers.to_vec();
+        let received = self.call(Announcement::new(operation, sent.len()).with_root(root), move |ranks| {
+            sent.chunks_mut(MOST).for_each(|sent| ranks.process_at_rank(root as i32).broadcast_into(sent));
+            sent
+        })?;
+        numbers.copy_from_slice(&received);
         Ok(())
     }
 }
@@ -167,20 +163,19 @@ impl Collectives for Mpi {
     }
 
     fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>> {
-        let mut all = vec![0.0; numbers.len() * self.ranks()];
-        for (piece, sent) in numbers.chunks(MOST).enumerate() {
-            let (sent, count) = (sent.to_vec(), sent.len());
-            let received = vec![0.0; count * self.ranks()];
-            let received = self.call(Announcement::new(Operation::Gather, count), move |ranks| {
-                let mut received = received;
-                ranks.all_gather_into(&sent[..], &mut received[..]);
-                received
-            })?;
-            for (to, from) in all.chunks_exact_mut(numbers.len()).zip(received.chunks_exact(count)) {
-                to[piece * MOST..][..count].copy_from_slice(from);
+        let (own, count) = (numbers.to_vec(), numbers.len());
+        let mut all = vec![0.0; count * self.ranks()];
+        self.call(Announcement::new(Operation::Gather, count), move |ranks| {
+            let mut received = Vec::new();
+            for (piece, sent) in own.chunks(MOST).enumerate() {
+                received.resize(sent.len() * ranks.size() as usize, 0.0);
+                ranks.all_gather_into(sent, &mut received[..]);
+                for (to, from) in all.chunks_exact_mut(count).zip(received.chunks_exact(sent.len())) {
+                    to[piece * MOST..][..from.len()].copy_from_slice(from);
+                }
             }
-        }
-        Ok(all)
+            all
+        })
     }
 
     fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()> {

@@ -18,6 +18,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -227,20 +228,21 @@ fn train(args: &Args, ranks: Arc<dyn Collectives>) -> Result<()> {
 
     if is_first {
         let rows = model.head.shard().range().len();
-        println!(
-            "{} processes: valid perplexity {perplexity:.9}, the language has {:.9}",
-            ranks.ranks(),
-            entropy.exp()
-        );
+        let (ranks, entropy) = (ranks.ranks(), entropy.exp());
+        println!("{ranks} processes: valid perplexity {perplexity:.9}, the language has {entropy:.9}");
         println!("the decoder of the first: {rows} rows, {} bytes", rows * (CONTEXT + 1) * dtype.size_in_bytes());
     }
     Ok(())
 }
 
-fn main() -> Result<()> {
+fn main() -> Result<ExitCode> {
     // Between operations candle's threads spin, which keeps other processes from working.
     // SAFETY: no other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let args = Args::parse();
-    train(&args, Arc::new(Mpi::with_time_limit(Duration::from_secs(args.time_limit))?))
+    let ranks = Arc::new(Mpi::with_time_limit(Duration::from_secs(args.time_limit))?);
+    let Err(error) = train(&args, ranks.clone()) else { return Ok(ExitCode::SUCCESS) };
+    // Before `ranks` waits for the others to end: one of them may end this process.
+    eprintln!("rank {}: {error}", ranks.rank());
+    Ok(ExitCode::FAILURE)
 }

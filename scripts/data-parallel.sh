@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Data-parallel training of the lab's language model under MPI. Needs what scripts/mpi.sh needs.
+# Data-parallel training of the lab's language model under MPI. Needs what scripts/mpi.sh needs, and jq.
 #
 #   scripts/data-parallel.sh check               any number of processes trains as one, also in legs: half a minute
 #   scripts/data-parallel.sh time DIR [ROUNDS]   words per second on the text of DIR, of two processes of one thread and of

@@ -134,10 +134,11 @@ pub enum Error {
         /// A number for each rank that stands for it: a size, or one that is made from all values.
         of_ranks: Vec<f64>,
     },
-    /// Ranks of a distributed program have not come to an operation of all in time. The others can go on with none.
+    /// Ranks of a distributed program have not come to an operation of all in time, or the operation has not ended in time.
+    /// The others can do nothing more together.
     #[error("ranks {ranks:?}: expected an answer within {limit:?}, got none")]
     Timeout {
-        /// The ranks that have not come, by their numbers in the whole program.
+        /// The ranks that have not come, or, if all have, all other ranks; by their numbers in the whole program.
         ranks: Vec<usize>,
         /// How long the others have waited.
         limit: Duration,

@@ -3,6 +3,7 @@
 //!
 //!     cargo build --features mpi --test mpi
 //!     mpirun -n 3 target/debug/deps/mpi-..    # scripts/mpi.sh finds the name, and runs 1 to 4 processes
+//!     mpirun -n 3 target/debug/deps/mpi-.. absent    # scripts/mpi-faults.sh
 
 #[path = "common/checkpoint.rs"]
 mod checkpoint;
@@ -16,12 +17,63 @@ mod values;
 mod vocabulary;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::process::Command;
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::Device;
 use mos_head::{Collectives, Error, Mpi, Numbers, Result, VocabShard};
 
+/// What befalls a rank when the others wait for it: each of those that say so ends with an error.
+fn befall(fault: &str, world: Mpi) -> Result<()> {
+    let (rank, last) = (world.rank(), world.ranks() - 1);
+    let is_absent = rank == last;
+    match fault {
+        // In a group of every second rank.
+        "absent" => {
+            let group = world.split(rank % 2)?;
+            if is_absent {
+                std::thread::sleep(Duration::from_secs(60));
+            }
+            let result = group.all_gather(&[1.0]);
+            let is_in_group = rank % 2 == last % 2;
+            assert!(
+                !is_in_group || matches!(&result, Err(Error::Timeout { ranks, .. }) if *ranks == [last]),
+                "{result:?}"
+            );
+            assert!(is_in_group || result.is_ok(), "{result:?}");
+            let again = world.all_gather(&[1.0]);
+            assert!(matches!(&again, Err(Error::Timeout { .. })), "{again:?}");
+        }
+        "at the end" if is_absent => std::thread::sleep(Duration::from_secs(60)),
+        "at the end" => {}
+        "panics" if is_absent => panic!("as it should"),
+        "panics" => world.all_gather(&[1.0]).map(|_| ())?,
+        // While MPI moves numbers.
+        "stops" => {
+            if is_absent {
+                std::thread::spawn(|| {
+                    std::thread::sleep(Duration::from_secs(1));
+                    Command::new("kill").args(["-STOP", &std::process::id().to_string()]).status()
+                });
+            }
+            let mut numbers = vec![1f32; 1 << 24];
+            let error = loop {
+                if let Err(error) = world.all_reduce_sum(Numbers::F32(&mut numbers)) {
+                    break error;
+                }
+            };
+            assert!(matches!(error, Error::Timeout { .. }), "{error:?}");
+        }
+        _ => panic!("no such fault: {fault}"),
+    }
+    Ok(())
+}
+
 fn main() -> Result<()> {
+    if let Some(fault) = std::env::args().nth(1) {
+        return befall(&fault, Mpi::with_time_limit(Duration::from_secs(2))?);
+    }
     let world = Mpi::new()?;
     // One that each has for itself, a grid, and one of all in which a rank ends before the others.
     let (alone, together) = (world.split(world.rank())?, world.split(0)?);

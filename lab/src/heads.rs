@@ -45,7 +45,8 @@ pub fn train<M: Model, T>(
     let mut sessions = vec![];
     for kind in flags.heads() {
         let (resume, save, leg) = (flags.resume_path(kind)?, flags.save_path(kind)?, flags.leg(kind)?);
-        let resume = match leg.as_ref().filter(|leg| leg.path.exists()) {
+        let has_leg = flags.ranks.first_finds(leg.as_ref().is_some_and(|leg| leg.path.exists()))?;
+        let resume = match leg.as_ref().filter(|_| has_leg) {
             None => resume,
             Some(leg) if resume.as_ref().is_some_and(|path| Some(path) != save.as_ref()) => {
                 let path = leg.path.display();

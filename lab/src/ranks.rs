@@ -45,12 +45,29 @@ impl Ranks {
         }
     }
 
-    /// The recipe, with a part of every batch for each rank if it has no parts of its own. Fails if it has fewer parts.
+    /// Prints an error, if others may have another one.
+    pub fn report(&self, error: &dyn std::error::Error) {
+        if let Some(collectives) = self.collectives() {
+            eprintln!("process {}: {error}", collectives.rank());
+        }
+    }
+
+    /// Whether it is so for the first rank.
+    pub(crate) fn first_finds(&self, is_so: bool) -> Result<bool> {
+        let [of_first] = self.sums([f64::from(u8::from(is_so && self.is_first()))])?;
+        Ok(of_first > 0.0)
+    }
+
+    /// The recipe, with about a part of every batch for each rank if it has no parts of its own. Fails if it has fewer
+    /// parts.
     pub fn divide(&self, recipe: &Recipe) -> Result<Recipe> {
         let (mut recipe, ranks) = (*recipe, self.count());
         if ranks > 1 {
             let batch = recipe.batch;
-            let small_batch = *recipe.awd.small_batch.get_or_insert(batch.div_ceil(ranks));
+            // Of the largest parts that are not too few.
+            let smaller = (batch / ranks).max(1);
+            let largest = if batch.div_ceil(batch.div_ceil(ranks)) < ranks { smaller } else { batch.div_ceil(ranks) };
+            let small_batch = *recipe.awd.small_batch.get_or_insert(largest);
             let parts = batch.div_ceil(small_batch);
             if parts < ranks {
                 let cut = format!("--batch {batch} is {parts} parts of --small-batch {small_batch}");
@@ -60,7 +77,7 @@ impl Ranks {
         Ok(recipe)
     }
 
-    /// The parts of this rank, one after the other.
+    /// The places of this rank's parts, one after the other.
     pub(crate) fn own(&self, parts: usize) -> Range<usize> {
         self.parts_of(self.collectives().map_or(0, Collectives::rank), parts)
     }

@@ -138,7 +138,8 @@ impl<M: Model> Session<M> {
             }
         }
         let is_best = self.diverged.is_some() || self.valid_nll()? <= best;
-        if let Some(path) = save.filter(|path| !is_best && path.exists()) {
+        let is_saved = self.ranks.first_finds(save.is_some_and(Path::exists))?;
+        if let Some(path) = save.filter(|_| !is_best && is_saved) {
             Checkpoint::load(path, self.model.device())?.restore_variables(self.model.varmap())?;
             self.valid_nll = None;
         }

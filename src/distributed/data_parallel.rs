@@ -105,7 +105,8 @@ impl DataParallel {
     ///
     /// # Errors
     ///
-    /// [`Error::Ranks`](crate::Error::Ranks) if the ranks have other dtypes or shapes of variables, or make another call; if the engine fails.
+    /// [`Error::Ranks`](crate::Error::Ranks) if the ranks have other dtypes or shapes of variables, or make another call;
+    /// if the engine fails.
     pub fn all_reduce(&self, gradients: &mut GradStore, variables: &[Var]) -> Result<()> {
         let numbers = [
             Number::equal("variables", variables.len() as f64),

@@ -123,7 +123,8 @@ fn a_batch_has_a_part_for_every_rank() {
     assert_eq!(divided(20, None, 1), Ok(None));
     assert_eq!(divided(20, None, 3), Ok(Some(7)));
     assert_eq!(divided(20, Some(4), 5), Ok(Some(4)));
-    for (batch, small_batch, count, parts) in [(20, Some(5), 5, "4 parts of --small-batch 5"), (5, None, 4, "3 parts")]
+    assert_eq!(divided(5, None, 4), Ok(Some(1)));
+    for (batch, small_batch, count, parts) in [(20, Some(5), 5, "4 parts of --small-batch 5"), (3, None, 4, "3 parts")]
     {
         let error = divided(batch, small_batch, count).unwrap_err();
         assert!(error.contains(parts) && error.contains(&format!("{count} processes")), "{error}");

@@ -1,29 +1,18 @@
 //! MPI's communicators, in the one thread that calls MPI, and how their ranks wait for each other.
 
+use std::io::Write;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use mpi::environment::Universe;
 use mpi::topology::{Color, SimpleCommunicator};
-use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Source};
+use mpi::traits::{Communicator, Destination, Source};
 use mpi::Threading;
 
+use super::operations::{Buffers, Operation, Together};
 use super::state::State;
 use crate::error::{Error, Result};
-
-/// What a rank does next.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Operation {
-    /// Nothing more.
-    End,
-    SumF32,
-    SumF64,
-    Gather,
-    BroadcastF32,
-    BroadcastF64,
-    Split,
-}
 
 /// What a rank tells the others before an operation, which must be the same on every rank: a number for each of
 /// [`ARGUMENTS`].
@@ -76,6 +65,7 @@ pub(super) struct Communicators {
     limit: Duration,
     /// The ranks that have not come in time: the others can do nothing more.
     timeout: Option<Vec<usize>>,
+    buffers: Buffers,
     state: Arc<State>,
     /// Ends MPI when it is dropped, after the communicators.
     _universe: Universe,
@@ -97,7 +87,7 @@ impl Communicators {
         let world = universe.world();
         let ranks = (0..world.size() as usize).collect();
         let groups = vec![Group::new(world, 0, ranks)];
-        Ok(Communicators { groups, limit, timeout: None, state, _universe: universe })
+        Ok(Communicators { groups, limit, timeout: None, buffers: Buffers::default(), state, _universe: universe })
     }
 
     /// The ranks of the whole program.
@@ -110,7 +100,7 @@ impl Communicators {
         &mut self,
         group: usize,
         announcement: Announcement,
-        operation: impl FnOnce(&SimpleCommunicator) -> T,
+        operation: impl FnOnce(&mut Together) -> T,
     ) -> Result<T> {
         let of_ranks = self.meet(group, announcement)?;
         for (i, argument) in ARGUMENTS.into_iter().enumerate() {
@@ -119,32 +109,36 @@ impl Communicators {
                 return Err(Error::Ranks { argument, of_ranks });
             }
         }
-        Ok(self.state.inside(|| operation(&self.groups[group].communicator)))
+        let Communicators { groups, state, buffers, .. } = self;
+        Ok(operation(&mut Together { ranks: &groups[group].communicator, state, buffers }))
     }
 
     /// The ranks of a communicator that come with the same color, which are a communicator from then on.
     pub(super) fn split(&mut self, group: usize, color: i32) -> Result<Members> {
-        let own = self.groups[0].members.rank as u64;
-        let split = |ranks: &SimpleCommunicator| {
-            let split = ranks.split_by_color_with_key(Color::with_value(color), ranks.rank())?;
-            let mut of_ranks = vec![0u64; split.size() as usize];
-            split.all_gather_into(&own, &mut of_ranks[..]);
-            Some((split, of_ranks))
-        };
-        let split = self.together(group, Announcement::new(Operation::Split, 0), split)?;
-        let (split, of_ranks) = split.ok_or_else(|| Error::config("group", "one that MPI takes", color))?;
-        let ranks = of_ranks.into_iter().map(|rank| rank as usize).collect();
+        let own = self.groups[0].members.rank as f64;
+        let (split, ranks) = self
+            .together(group, Announcement::new(Operation::Split, 0), |Together { ranks, state, .. }| {
+                let key = ranks.rank();
+                let split = state.inside(|| ranks.split_by_color_with_key(Color::with_value(color), key))?;
+                let of_ranks = Together { ranks: &split, state, buffers: &mut Buffers::default() }.gather(&[own]);
+                Some((split, of_ranks))
+            })?
+            .ok_or_else(|| Error::config("group", "one that MPI takes", color))?;
+        let ranks = ranks.into_iter().map(|rank| rank as usize).collect();
         self.groups.push(Group::new(split, self.groups.len(), ranks));
         Ok(self.groups[self.groups.len() - 1].members.clone())
     }
 
     /// Waits until all ranks of a communicator have come; returns what each is about to do.
     fn meet(&mut self, group: usize, own: Announcement) -> Result<Vec<Announcement>> {
+        if self.timeout.is_none() && self.state.was_stuck() {
+            self.timeout = Some(self.groups[0].members.others().map(|(_, rank)| rank).collect());
+        }
         if let Some(ranks) = &self.timeout {
             return Err(Error::Timeout { ranks: ranks.clone(), limit: self.limit });
         }
         let group = &mut self.groups[group];
-        group.announce(own);
+        self.state.inside(|| group.announce(own));
         let (mut of_ranks, start) = (vec![None; group.members.ranks.len()], Instant::now());
         of_ranks[group.members.rank] = Some(own);
         loop {
@@ -165,28 +159,27 @@ impl Communicators {
     /// Waits until all ranks of the program end. One that still comes with an operation gets an error instead of a result.
     /// The whole program ends at once if a rank has not come in time, or a thread of this process has panicked.
     pub(super) fn end(mut self) {
-        if self.timeout.is_none() {
-            self.groups.iter().for_each(|group| group.announce(END));
-            let (group, start) = (&mut self.groups[0], Instant::now());
-            let goes_on =
-                |group: &Group| group.members.others().filter(|(member, _)| !group.have_ended[*member]).count();
-            while goes_on(group) > 0 && start.elapsed() <= self.limit {
-                group.receive(&mut vec![None; group.members.ranks.len()]);
-                pause(&self.state, &group.communicator);
+        if self.timeout.is_none() && !self.state.was_stuck() {
+            self.state.inside(|| self.groups.iter().for_each(|group| group.announce(END)));
+            let start = Instant::now();
+            while self.groups.iter().any(|group| group.that_go_on().next().is_some()) && start.elapsed() <= self.limit {
+                for group in &mut self.groups {
+                    group.receive(&mut vec![None; group.members.ranks.len()]);
+                }
+                pause(&self.state, &self.groups[0].communicator);
             }
-            if goes_on(group) > 0 {
-                let ranks = group.members.others().filter(|(member, _)| !group.have_ended[*member]);
-                self.timeout = Some(ranks.map(|(_, rank)| rank).collect());
-            }
+            let absent: Vec<usize> = self.groups[0].that_go_on().collect();
+            self.timeout = (!absent.is_empty()).then_some(absent);
         }
         let Group { communicator, members, .. } = &self.groups[0];
         if let Some(ranks) = &self.timeout {
-            eprintln!("rank {}: {}", members.rank, Error::Timeout { ranks: ranks.clone(), limit: self.limit });
+            print(members, &Error::Timeout { ranks: ranks.clone(), limit: self.limit });
+        }
+        if self.timeout.is_some() || self.state.was_stuck() || self.state.has_failed() {
             communicator.abort(1);
         }
-        if self.state.has_failed() {
-            communicator.abort(1);
-        }
+        let Communicators { groups, state, _universe, .. } = self;
+        state.inside(|| drop((groups, _universe)));
     }
 }
 
@@ -197,15 +190,21 @@ impl Group {
         Group { communicator, members, have_ended }
     }
 
-    /// Tells the other members what this rank is about to do. MPI keeps so short a message until they receive it.
+    /// The other members that have not ended, by their ranks in the whole program.
+    fn that_go_on(&self) -> impl Iterator<Item = usize> + '_ {
+        self.members.others().filter(|(member, _)| !self.have_ended[*member]).map(|(_, rank)| rank)
+    }
+
+    /// Tells the other members what this rank is about to do. Open MPI and MPICH send so short a message without waiting for
+    /// its receiver.
     fn announce(&self, Announcement(numbers): Announcement) {
         for (member, _) in self.members.others() {
             self.communicator.process_at_rank(member as i32).send(&numbers[..]);
         }
     }
 
-    /// Receives what the members are about to do from which it is not there yet, as far as it has come. A member that has
-    /// ended announces this once, and is about to end for ever.
+    /// Receives the announcements that have come, of the members whose announcement is missing. A member announces its end
+    /// once, which then stands for all that it does not announce.
     fn receive(&mut self, of_ranks: &mut [Option<Announcement>]) {
         for (member, of_rank) in of_ranks.iter_mut().enumerate().filter(|(_, of_rank)| of_rank.is_none()) {
             let process = self.communicator.process_at_rank(member as i32);
@@ -219,6 +218,12 @@ impl Group {
             }
         }
     }
+}
+
+/// Prints an error of a rank of the whole program, in one piece, whatever the other processes print.
+pub(super) fn print(members: &Members, error: &Error) {
+    // Without stderr there is nobody to tell.
+    let _ = std::io::stderr().write_all(format!("rank {}: {error}\n", members.rank).as_bytes());
 }
 
 /// What a rank does between two looks for others.

@@ -6,14 +6,13 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use mpi::topology::SimpleCommunicator;
-
-use super::communicators::{Announcement, Communicators, Members};
+use super::communicators::{print, Announcement, Communicators, Members};
+use super::operations::Together;
 use super::state::State;
 use crate::error::{Error, Result};
 
 /// MPI, which serves one operation at a time, in a thread of its own: it needs no more of MPI than that one thread calls
-/// it, and other threads can stop to wait for an operation that does not return.
+/// it, and other threads can give up an operation that does not return.
 pub(super) struct Engine {
     /// `None` once MPI ends.
     operations: Option<Sender<Call>>,
@@ -60,7 +59,7 @@ impl Engine {
         &self,
         members: &Members,
         announcement: Announcement,
-        operation: impl FnOnce(&SimpleCommunicator) -> T + Send + 'static,
+        operation: impl FnOnce(&mut Together) -> T + Send + 'static,
     ) -> Result<T> {
         let group = members.group;
         self.run(move |communicators| communicators.together(group, announcement, operation))
@@ -86,7 +85,7 @@ impl Engine {
         self.wait(&answers)?
     }
 
-    /// The error of an operation to which all ranks have come, but which does not return: any of them may hang.
+    /// The error of an operation from which MPI does not return: any other rank may hang.
     fn stuck(&self) -> Error {
         Error::Timeout { ranks: self.world.others().map(|(_, rank)| rank).collect(), limit: self.limit }
     }
@@ -121,8 +120,9 @@ impl Drop for Engine {
         let Some(thread) = self.thread.take() else { return };
         while !thread.is_finished() {
             if self.state.is_stuck(self.limit) {
-                eprintln!("rank {}: {}", self.world.rank, self.stuck());
-                std::process::exit(1);
+                print(&self.world, &self.stuck());
+                // The thread is inside MPI, which could hold up an orderly exit. mpirun ends the other processes.
+                std::process::abort();
             }
             thread::sleep(Duration::from_millis(1));
         }

@@ -2,19 +2,19 @@
 
 mod communicators;
 mod engine;
+mod operations;
 mod state;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpi::collective::SystemOperation;
-use mpi::topology::SimpleCommunicator;
-use mpi::traits::{Communicator, CommunicatorCollectives, Equivalence, Root};
+use candle_core::{DType, Tensor};
 
 use crate::backend::collectives::{check_rank, Collectives, Numbers};
 use crate::error::{Error, Result};
-use communicators::{Announcement, Members, Operation};
+use communicators::{Announcement, Members};
 use engine::Engine;
+use operations::{Number, Operation};
 
 /// The ranks of a program that `mpirun` has started, or some of them ([`Mpi::split`]).
 ///
@@ -22,8 +22,9 @@ use engine::Engine;
 /// many numbers it has: if these differ, or a rank has ended, each gets [`Error::Ranks`]. If a rank does not come in time,
 /// the others get [`Error::Timeout`], which names it.
 ///
-/// When the last handle is dropped, the rank waits until the others end too. After a timeout it ends the whole program
-/// instead, as it does if it panics; it prints the error first.
+/// When the last handle is dropped, the rank waits until the others end too. After a timeout, or if the thread that drops a
+/// handle panics, the rank prints the error and ends the whole program instead. A program should print an error of its own
+/// before it drops the last handle: another rank that ends with an error may end the program.
 ///
 /// # Examples
 ///
@@ -46,9 +47,6 @@ pub struct Mpi {
 /// How long ranks wait for each other.
 const TIME_LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// Numbers that MPI is given at most at a time: it counts them in 32 bits, and does not let a sum replace them.
-const MOST: usize = 1 << 20;
-
 impl Mpi {
     /// Starts MPI, which a process can do once. Ranks wait half an hour for each other.
     ///
@@ -60,7 +58,7 @@ impl Mpi {
     }
 
     /// As [`Mpi::new`]; ranks wait this long for each other. It should be above what the slowest rank computes or saves
-    /// between two operations, and from the last one to its end.
+    /// between two operations, and from the last one to its end. MPI has as long to move a million numbers.
     ///
     /// # Errors
     ///
@@ -70,7 +68,9 @@ impl Mpi {
         Ok(Mpi { members, engine: Arc::new(engine) })
     }
 
-    /// The ranks that call this with the same `group`, in their order; all ranks call it. In a grid of ranks that share a
+    /// The ranks that call this with the same `group`, in their order; all ranks call it. The groups last as long as the
+    /// program. Ranks call the operations of all their groups in the same order: one waits until it is over before the next.
+    /// In a grid of ranks that share a
     /// vocabulary and of ranks with texts of their own, one of each is a split of the same ranks:
     ///
     /// ```no_run
@@ -97,43 +97,21 @@ impl Mpi {
         Ok(Mpi { members, engine: self.engine.clone() })
     }
 
-    /// The result of an operation of all ranks.
-    fn call<T: Send + 'static>(
-        &self,
-        announcement: Announcement,
-        operation: impl FnOnce(&SimpleCommunicator) -> T + Send + 'static,
-    ) -> Result<T> {
-        self.engine.call(&self.members, announcement, operation)
+    /// The sums of numbers over all ranks.
+    fn sums<T: Number>(&self, mut numbers: Vec<T>) -> Result<Vec<T>> {
+        self.engine.call(&self.members, Announcement::new(T::SUM, numbers.len()), move |ranks| {
+            ranks.add_up(&mut numbers);
+            numbers
+        })
     }
 
-    fn add_up<T: Equivalence + Copy + Send + 'static>(&self, operation: Operation, numbers: &mut [T]) -> Result<()> {
-        let mut sum = numbers.to_vec();
-        let sum = self.call(Announcement::new(operation, sum.len()), move |ranks| {
-            let mut sent = Vec::new();
-            for sum in sum.chunks_mut(MOST) {
-                sent.clear();
-                sent.extend_from_slice(sum);
-                ranks.all_reduce_into(&sent[..], sum, SystemOperation::sum());
-            }
-            sum
-        })?;
-        numbers.copy_from_slice(&sum);
-        Ok(())
-    }
-
-    fn send<T: Equivalence + Copy + Send + 'static>(
-        &self,
-        operation: Operation,
-        numbers: &mut [T],
-        root: usize,
-    ) -> Result<()> {
-        let mut sent = numbers.to_vec();
-        let received = self.call(Announcement::new(operation, sent.len()).with_root(root), move |ranks| {
-            sent.chunks_mut(MOST).for_each(|sent| ranks.process_at_rank(root as i32).broadcast_into(sent));
-            sent
-        })?;
-        numbers.copy_from_slice(&received);
-        Ok(())
+    /// The numbers of the rank `root`.
+    fn sent<T: Number>(&self, mut numbers: Vec<T>, root: usize) -> Result<Vec<T>> {
+        let announcement = Announcement::new(T::BROADCAST, numbers.len()).with_root(root);
+        self.engine.call(&self.members, announcement, move |ranks| {
+            ranks.broadcast(&mut numbers, root);
+            numbers
+        })
     }
 }
 
@@ -157,32 +135,34 @@ impl Collectives for Mpi {
 
     fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()> {
         match numbers {
-            Numbers::F32(numbers) => self.add_up(Operation::SumF32, numbers),
-            Numbers::F64(numbers) => self.add_up(Operation::SumF64, numbers),
+            Numbers::F32(numbers) => numbers.copy_from_slice(&self.sums(numbers.to_vec())?),
+            Numbers::F64(numbers) => numbers.copy_from_slice(&self.sums(numbers.to_vec())?),
+        }
+        Ok(())
+    }
+
+    fn all_reduce_sum_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
+        let (shape, device) = (tensor.shape(), tensor.device());
+        let flat = tensor.flatten_all()?;
+        match tensor.dtype() {
+            DType::F32 => Ok(Tensor::from_vec(self.sums(flat.to_vec1::<f32>()?)?, shape, device)?),
+            DType::F64 => Ok(Tensor::from_vec(self.sums(flat.to_vec1::<f64>()?)?, shape, device)?),
+            got => Err(Error::DType { argument: "tensor", expected: "f32 or f64".into(), got }),
         }
     }
 
     fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>> {
-        let (own, count) = (numbers.to_vec(), numbers.len());
-        let mut all = vec![0.0; count * self.ranks()];
-        self.call(Announcement::new(Operation::Gather, count), move |ranks| {
-            let mut received = Vec::new();
-            for (piece, sent) in own.chunks(MOST).enumerate() {
-                received.resize(sent.len() * ranks.size() as usize, 0.0);
-                ranks.all_gather_into(sent, &mut received[..]);
-                for (to, from) in all.chunks_exact_mut(count).zip(received.chunks_exact(sent.len())) {
-                    to[piece * MOST..][..from.len()].copy_from_slice(from);
-                }
-            }
-            all
-        })
+        let own = numbers.to_vec();
+        let announcement = Announcement::new(Operation::Gather, own.len());
+        self.engine.call(&self.members, announcement, move |ranks| ranks.gather(&own))
     }
 
     fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()> {
         check_rank("root", root, self.ranks())?;
         match numbers {
-            Numbers::F32(numbers) => self.send(Operation::BroadcastF32, numbers, root),
-            Numbers::F64(numbers) => self.send(Operation::BroadcastF64, numbers, root),
+            Numbers::F32(numbers) => numbers.copy_from_slice(&self.sent(numbers.to_vec(), root)?),
+            Numbers::F64(numbers) => numbers.copy_from_slice(&self.sent(numbers.to_vec(), root)?),
         }
+        Ok(())
     }
 }

@@ -44,6 +44,7 @@ use lab::codes::Coding;
 use lab::generate::generate;
 use lab::language::Teacher;
 use lab::output::{Entries, OutputKind};
+use lab::ranks::Ranks;
 use lab::sizes::{InitialValues, Sizes};
 use lab::text::Corpus;
 use lab::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
@@ -56,7 +57,12 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     args.check_head()?;
-    let ranks = &args.ranks()?;
+    let ranks = args.ranks()?;
+    // Before the process waits for the others to end: one of them may end this process.
+    train(args, &ranks).inspect_err(|error| ranks.report(error.as_ref()))
+}
+
+fn train(args: &Args, ranks: &Ranks) -> Result<()> {
     let mut flags = args.training();
     flags.ranks = ranks.clone();
     let recipe = ranks.divide(&args.recipe()?)?;

@@ -10,8 +10,7 @@ cd "$(dirname "$0")/.."
 usage() { sed -n 's/^# \? \?//; 4,7p' "$0" >&2; exit 2; }
 cargo build --quiet --locked --release -p lab --features mpi --bin language_model
 program=$(realpath "${CARGO_TARGET_DIR:-target}")/release/language_model
-# Of Open MPI: more processes than cores, and as root.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+source scripts/mpi-env
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 # The model of so many processes of one thread; of one without MPI, if it is 0.

@@ -8,8 +8,8 @@ cargo build --quiet --locked --release --features mpi --example vocab_parallel
 example=$(realpath "${CARGO_TARGET_DIR:-target}/release/examples/vocab_parallel")
 test=$(cargo test --locked --release --features mpi --test mpi --no-run --message-format json |
     grep -o '"executable":"[^"]*"' | tail -n 1 | cut -d '"' -f 4)
-# Of Open MPI: more processes than cores, and as root.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 RAYON_NUM_THREADS=1
+source scripts/mpi-env
+export RAYON_NUM_THREADS=1
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 

@@ -8,8 +8,7 @@ executable() {
 }
 test=$(executable test --release --test mpi --no-run)
 example=$(executable build --release --example vocab_parallel)
-# Of Open MPI: more processes than cores, and as root.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+source scripts/mpi-env
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 run() { RAYON_NUM_THREADS=1 timeout 300 mpirun -n "$@"; }

@@ -7,8 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --quiet --locked --release -p lab --features mpi --bin ranks
 program=${CARGO_TARGET_DIR:-target}/release/ranks
-# Of Open MPI: more processes than cores, and as root.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+source scripts/mpi-env
 ranks() { RAYON_NUM_THREADS=1 mpirun -n "$1" "$program" "${@:2}"; }
 for ((round = 0; round < ${1:-3}; round++)); do
     for shape in ptb llm; do

@@ -9,9 +9,11 @@ mod values;
 
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use decoding::{equals_the_whole, head, HIDDEN, VOCAB};
-use mos_head::{Collectives, Error, OutputLayer, Result, Sampling, TokenRequest, VocabParallel, VocabShard};
+use mos_head::{
+    Collectives, Error, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest, VocabParallel, VocabShard,
+};
 use ranks::on_ranks;
 use values::tensor;
 
@@ -21,6 +23,31 @@ fn what_is_decoded_does_not_depend_on_the_number_of_ranks() -> Result<()> {
         for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks)) {
             result?;
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn ids_above_two_to_the_24_are_exact() -> Result<()> {
+    const VOCAB: usize = (1 << 24) + 9;
+    // f32 has none of the odd ones.
+    const BEST: [u32; 3] = [(1 << 24) + 5, (1 << 24) + 3, 7];
+    for found in on_ranks(2, |ranks: Arc<dyn Collectives>| -> Result<_> {
+        let shard = VocabShard::new(ranks, VOCAB)?;
+        let mut weight = vec![0f32; shard.range().len()];
+        for (id, logit) in BEST.into_iter().zip([30.0, 29.0, 28.0]) {
+            if shard.range().contains(&(id as usize)) {
+                weight[id as usize - shard.range().start] = logit;
+            }
+        }
+        let weight = Tensor::from_vec(weight, (shard.range().len(), 1), &Device::Cpu)?;
+        let head = VocabParallel::new(SoftmaxHead::from_tensors(weight, None)?, shard)?;
+        let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+        let request = TokenRequest::new(Sampling::greedy(), 1)?;
+        let next = head.next_tokens(&hidden, &[&request])?;
+        Ok((head.top_k(&hidden, 3)?.token_ids.to_vec2::<u32>()?, next[0].token_id))
+    }) {
+        assert_eq!(found?, (vec![BEST.to_vec()], BEST[0]));
     }
     Ok(())
 }

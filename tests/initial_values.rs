@@ -3,6 +3,8 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::{Error, MixtureConfig, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Result};
+use rand::{rngs::StdRng, Rng, SeedableRng};
+use rand_distr::StandardNormal;
 
 const HIDDEN: usize = 60;
 const CONTEXT: usize = 50;
@@ -13,7 +15,9 @@ fn config() -> MixtureConfig {
 }
 
 fn latent_weight() -> Result<Tensor> {
-    Ok(Tensor::randn(0f32, 1.0, (COMPONENTS * CONTEXT, HIDDEN), &Device::Cpu)?)
+    let mut rng = StdRng::seed_from_u64(1);
+    let values: Vec<f32> = (0..COMPONENTS * CONTEXT * HIDDEN).map(|_| rng.sample(StandardNormal)).collect();
+    Ok(Tensor::from_vec(values, (COMPONENTS * CONTEXT, HIDDEN), &Device::Cpu)?)
 }
 
 /// The mean product of the values of two components.

@@ -69,6 +69,25 @@ impl Awd {
         nonmono: None,
     };
 
+    /// All that is random, and regularisers of its results.
+    #[cfg(test)]
+    pub(crate) const RANDOM: Awd = {
+        let rate = Some(0.2);
+        Awd {
+            tied: Some(true),
+            embedding_dropout: rate,
+            input_dropout: rate,
+            hidden_dropout: rate,
+            output_dropout: rate,
+            context_dropout: rate,
+            weight_dropout: rate,
+            ar: Some(2.0),
+            tar: Some(1.0),
+            random_bptt: Some(2),
+            ..Awd::NONE
+        }
+    };
+
     /// These settings; a setting that is not given comes from `defaults`.
     pub fn over(self, defaults: Awd) -> Awd {
         Awd {

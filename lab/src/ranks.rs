@@ -64,10 +64,12 @@ impl Ranks {
         let (mut recipe, ranks) = (*recipe, self.count());
         if ranks > 1 {
             let batch = recipe.batch;
-            // Of the largest parts that are not too few.
-            let smaller = (batch / ranks).max(1);
-            let largest = if batch.div_ceil(batch.div_ceil(ranks)) < ranks { smaller } else { batch.div_ceil(ranks) };
-            let small_batch = *recipe.awd.small_batch.get_or_insert(largest);
+            let even = match batch.div_ceil(ranks) {
+                // These parts are too few.
+                even if batch.div_ceil(even) < ranks => (batch / ranks).max(1),
+                even => even,
+            };
+            let small_batch = *recipe.awd.small_batch.get_or_insert(even);
             let parts = batch.div_ceil(small_batch);
             if parts < ranks {
                 let cut = format!("--batch {batch} is {parts} parts of --small-batch {small_batch}");
@@ -100,10 +102,14 @@ impl Ranks {
     }
 
     /// Replaces the gradients by their sums over all ranks. The variables are in the same order on every rank.
-    pub(crate) fn all_reduce(&self, gradients: &mut GradStore, variables: &[Var]) -> Result<()> {
+    pub(crate) fn all_reduce<'a>(
+        &self,
+        gradients: &mut GradStore,
+        variables: impl Iterator<Item = &'a Var>,
+    ) -> Result<()> {
         match &self.several {
             None => Ok(()),
-            Some(several) => Ok(several.all_reduce(gradients, variables)?),
+            Some(several) => Ok(several.all_reduce(gradients, &variables.cloned().collect::<Vec<_>>())?),
         }
     }
 

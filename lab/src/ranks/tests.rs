@@ -15,21 +15,7 @@ mod threads;
 
 /// Everything that is random, in four parts of seven streams, the last one smaller.
 fn recipe() -> Recipe {
-    let rate = Some(0.2);
-    let awd = Awd {
-        tied: Some(true),
-        embedding_dropout: rate,
-        input_dropout: rate,
-        hidden_dropout: rate,
-        output_dropout: rate,
-        context_dropout: rate,
-        weight_dropout: rate,
-        ar: Some(2.0),
-        tar: Some(1.0),
-        random_bptt: Some(2),
-        small_batch: Some(2),
-        ..Awd::NONE
-    };
+    let awd = Awd { small_batch: Some(2), ..Awd::RANDOM };
     let optimizer = OptimizerKind::Sgd;
     let (hidden, context, batch, bptt, layers, lr) = (6, Some(5), 7, 8, 2, 0.5);
     Recipe { awd, epochs: 2, optimizer, hidden, context, batch, bptt, layers, lr, seed: 3, ..Recipe::BASE }

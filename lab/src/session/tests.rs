@@ -132,23 +132,8 @@ fn training_lowers_the_loss() {
 
 /// Everything that is random, in parts, averaged.
 fn regularized(epochs: usize) -> Recipe {
-    let rate = Some(0.2);
-    let awd = Awd {
-        inner: Some(7),
-        tied: Some(true),
-        embedding_dropout: rate,
-        input_dropout: rate,
-        hidden_dropout: rate,
-        output_dropout: rate,
-        context_dropout: rate,
-        weight_dropout: rate,
-        ar: Some(2.0),
-        tar: Some(1.0),
-        weight_decay: Some(1e-4),
-        random_bptt: Some(2),
-        small_batch: Some(3),
-        nonmono: Some(1),
-    };
+    let (inner, weight_decay, small_batch, nonmono) = (Some(7), Some(1e-4), Some(3), Some(1));
+    let awd = Awd { inner, weight_decay, small_batch, nonmono, ..Awd::RANDOM };
     let optimizer = OptimizerKind::Sgd;
     let (hidden, context, batch, bptt, layers) = (6, Some(5), 4, 8, 2);
     Recipe { awd, epochs, optimizer, hidden, context, batch, bptt, layers, lr: 1.0, seed: 3, ..Recipe::BASE }

@@ -46,8 +46,13 @@ pub(super) struct Members {
 
 impl Members {
     /// The other ranks, by their numbers among the members and in the whole program.
-    pub(super) fn others(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+    fn others(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         self.ranks.iter().copied().enumerate().filter(|(member, _)| *member != self.rank)
+    }
+
+    /// The other ranks, by their numbers in the whole program.
+    pub(super) fn other_ranks(&self) -> Vec<usize> {
+        self.others().map(|(_, rank)| rank).collect()
     }
 }
 
@@ -132,7 +137,7 @@ impl Communicators {
     /// Waits until all ranks of a communicator have come; returns what each is about to do.
     fn meet(&mut self, group: usize, own: Announcement) -> Result<Vec<Announcement>> {
         if self.timeout.is_none() && self.state.was_stuck() {
-            self.timeout = Some(self.groups[0].members.others().map(|(_, rank)| rank).collect());
+            self.timeout = Some(self.groups[0].members.other_ranks());
         }
         if let Some(ranks) = &self.timeout {
             return Err(Error::Timeout { ranks: ranks.clone(), limit: self.limit });

@@ -87,7 +87,7 @@ impl Engine {
 
     /// The error of an operation from which MPI does not return: any other rank may hang.
     fn stuck(&self) -> Error {
-        Error::Timeout { ranks: self.world.others().map(|(_, rank)| rank).collect(), limit: self.limit }
+        Error::Timeout { ranks: self.world.other_ranks(), limit: self.limit }
     }
 
     /// Waits for the thread's answer, as long as MPI is not stuck.

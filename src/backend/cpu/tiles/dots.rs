@@ -1,14 +1,8 @@
 //! AVX512-BF16: vectors of 16 lanes, each of which multiplies two pairs of bf16 and adds both products to an f32.
 
-use std::arch::x86_64::{
-    __m512, __m512bh, _mm512_add_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_reduce_add_ps, _mm512_set1_epi32,
-    _mm512_set1_ps, _mm512_setzero_ps,
-};
-use std::hint::black_box;
+use std::arch::x86_64::{__cpuid, __m512, __m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
 use std::marker::PhantomData;
 use std::mem::transmute;
-use std::sync::OnceLock;
-use std::time::Instant;
 
 use half::bf16;
 
@@ -19,8 +13,8 @@ use super::rounding::{pair, Pair};
 const LANES: usize = 16;
 /// Rows whose sums stay in registers.
 const ROWS: usize = 8;
-/// How many times as many products as with FMA make it worthwhile to round the operands.
-const LEAST_GAIN: f64 = 1.3;
+/// The family of AMD's Zen 5 and, as a sum of base and extended family, of what follows it.
+const ZEN_5: u32 = 0x1a;
 
 /// The proof that this machine has AVX512-BF16.
 #[derive(Clone, Copy, Debug)]
@@ -32,18 +26,27 @@ impl Dots {
         is_there.then_some(Dots(PhantomData))
     }
 
-    /// Whether this processor multiplies pairs of bf16 so much faster than numbers in f32; measured once. Intel's
-    /// Sapphire Rapids multiplies them more slowly.
+    /// Whether this processor multiplies pairs of bf16 so much faster than numbers in f32 that rounding the operands is
+    /// worthwhile. AMD's Zen 5 does, Intel's Sapphire Rapids does not, others have not been measured. The processor's
+    /// family decides, not a measurement at run time: the results of a program are the same in every run, and its
+    /// processes use the same kernels.
     pub(super) fn beats_fma(self) -> bool {
-        static GAIN: OnceLock<f64> = OnceLock::new();
-        // SAFETY: `self` proves that the machine has the instructions.
-        *GAIN.get_or_init(|| unsafe { gain() }) >= LEAST_GAIN
+        let vendor = __cpuid(0);
+        let is_amd = (vendor.ebx, vendor.edx, vendor.ecx) == (word(b"Auth"), word(b"enti"), word(b"cAMD"));
+        let signature = __cpuid(1).eax;
+        let (base, extended) = (signature >> 8 & 0xf, signature >> 20 & 0xff);
+        is_amd && base + extended >= ZEN_5
     }
 
     pub(super) fn multiply(self, product: Product<'_>) {
         // SAFETY: `self` proves that the machine has the instructions.
         unsafe { multiply(product) }
     }
+}
+
+/// Four letters in a register.
+fn word(letters: &[u8; 4]) -> u32 {
+    u32::from_le_bytes(*letters)
 }
 
 #[target_feature(enable = "avx512f,avx512bf16")]
@@ -113,46 +116,4 @@ fn of_pairs(pairs: [Pair; LANES]) -> __m512bh {
 fn of_pair(pair: Pair) -> __m512bh {
     // SAFETY: both are 512 bits, and every pattern of them is valid.
     unsafe { transmute(_mm512_set1_epi32(pair as i32)) }
-}
-
-/// How many times as many products in bf16 as in f32 this processor does in a second, in registers.
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn gain() -> f64 {
-    const SUMS: usize = 12;
-    const TIMES: usize = 500;
-    const RUNS: usize = 5;
-    let mut least = [f64::INFINITY; 2];
-    let (x, pairs) = (black_box(_mm512_set1_ps(1e-3)), black_box(of_pair(0)));
-    for _ in 0..RUNS {
-        let mut sums = [black_box(_mm512_setzero_ps()); SUMS];
-        let start = Instant::now();
-        for _ in 0..TIMES {
-            for sum in &mut sums {
-                *sum = _mm512_fmadd_ps(x, x, *sum);
-            }
-        }
-        total(sums);
-        least[0] = least[0].min(start.elapsed().as_secs_f64());
-        let mut sums = [black_box(_mm512_setzero_ps()); SUMS];
-        let start = Instant::now();
-        for _ in 0..TIMES {
-            for sum in &mut sums {
-                *sum = _mm512_dpbf16_ps(*sum, pairs, pairs);
-            }
-        }
-        total(sums);
-        least[1] = least[1].min(start.elapsed().as_secs_f64());
-    }
-    // Each does twice as many.
-    2.0 * least[0] / least[1]
-}
-
-/// Adds sums up, so that the compiler keeps them.
-#[target_feature(enable = "avx512f")]
-fn total(sums: impl IntoIterator<Item = __m512>) {
-    let mut total = _mm512_setzero_ps();
-    for sum in sums {
-        total = _mm512_add_ps(total, sum);
-    }
-    black_box(_mm512_reduce_add_ps(total));
 }

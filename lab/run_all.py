@@ -46,6 +46,16 @@ TRIED = [*HEADS, "sampled"]
 # Minutes of equal time; each system has these on one core, at the seconds of a step on a quiet machine.
 MINUTES = 40
 
+# Multi30k over words, byte pairs and codes (Kong et al., 2019): as many pieces as codes, contexts as wide as the model.
+VOCABULARIES = {
+    "words": "",
+    "byte pairs": "--vocab bpe --vocab-size 1200",
+    "codes": "--vocab hybrid --codes 1200 --table-file {RUNS}/multi30k-table.safetensors",
+}
+ARCHITECTURES = {
+    "lstm": "--lr 0.0037 --dropout 0.16 --epochs 4 --context 256",
+}
+
 # Multi30k: Adam's learning rate and the dropout, with linear contexts.
 MULTI30K_TRIALS = ["--lr 0.002 --dropout 0.16", "--lr 0.0037 --dropout 0.16", "--lr 0.002 --dropout 0.3", "--lr 0.0037 --dropout 0.3"]
 
@@ -177,11 +187,27 @@ def translation(task, data, shape, settings, epochs, part=("", "")):
     return runs
 
 
+def vocabularies():
+    """One softmax and nine, over words, byte pairs and codes. The table of codes is learned by the first run over codes."""
+    runs = []
+    for architecture, recipe in ARCHITECTURES.items():
+        for vocabulary, tokens in VOCABULARIES.items():
+            for head in ("softmax", "mos"):
+                for seed in SEEDS:
+                    name = f"multi30k-{architecture}-{vocabulary}-{head}-seed-{seed}".replace(" ", "-")
+                    flags = f"--head {head} --components 9 {recipe} {tokens} --beam 4 --evaluations 2 --seed {seed}"
+                    learns = [run for run in runs if run.key["vocabulary"] == "codes"][:1] if vocabulary == "codes" else []
+                    runs.append(Run(name, "multi30k-vocabularies", "Multi30k, German to English", "translation", "multi30k",
+                                    flags, learns, architecture=architecture, vocabulary=vocabulary, head=head, seed=seed))  # fmt: skip
+    return runs
+
+
 def all_runs():
     """Trials come first, then one seed of each task, then the other."""
     runs = penn_treebank()
     quarter = (", a quarter of the pairs", " --part 0.25")
     runs += translation("multi30k", "multi30k", "Multi30k, German to English", MULTI30K_TRIALS, 4, quarter)
+    runs += vocabularies()
     runs += translation("switchboard", "dialogues.jsonl", "60 Switchboard dialogues", SWITCHBOARD_TRIALS, SWITCHBOARD_EPOCHS)
     return sorted(runs, key=lambda run: (run.key.get("trial") is None, run.key.get("seed", 0)))
 
@@ -249,10 +275,11 @@ def line_of(run, flags, output, commit):
     result = json.loads(next(line for line in reversed(output) if line.startswith("[{")))[0]
     curve, seconds = evaluations(run)
     line = {"figure": run.figure, "shape": run.shape, "implementation": "mos-head", **run.key, "head": result["head"]}
-    line |= {"output": value(flags, "--output") or "full", "components": 1 if result["head"] == "softmax" else 5}
+    components = int(value(flags, "--components") or 5)
+    line |= {"output": value(flags, "--output") or "full", "components": 1 if result["head"] == "softmax" else components}
     setting = next((setting for setting in run.settings if f" {setting} " in f" {flags} "), None)
     line |= {"setting": setting} if setting else {}
-    line["parameters"] = result["parameters"]
+    line |= {key: rounded(key, result[key]) for key in ["parameters", "vocab_size", "peak_mib"] if result.get(key) is not None}
     result["word_perplexity"] = result.get("word_model", {}).get("valid_perplexity")
     for key in ["valid_perplexity", "test_perplexity", "renormalised_perplexity", "word_perplexity", "scores_of"]:
         if result.get(key) is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
@@ -47,14 +48,9 @@ TRIED = [*HEADS, "sampled"]
 MINUTES = 40
 
 # Multi30k over words, byte pairs and codes (Kong et al., 2019): as many pieces as codes, contexts as wide as the model.
-VOCABULARIES = {
-    "words": "",
-    "byte pairs": "--vocab bpe --vocab-size 1200",
-    "codes": "--vocab hybrid --codes 1200 --table-file {RUNS}/multi30k-table.safetensors",
-}
-ARCHITECTURES = {
-    "lstm": "--lr 0.0037 --dropout 0.16 --epochs 4 --context 256",
-}
+MODELS = {"LSTM": "--lr 0.0037 --dropout 0.16 --epochs 4 --context 256"}
+VOCABULARIES = {"words": "", "byte pairs": " --vocab bpe --vocab-size 1200", "codes": " --vocab hybrid --codes 1200"}
+TABLE = " --table-file {RUNS}/multi30k-table.safetensors"
 
 # Multi30k: Adam's learning rate and the dropout, with linear contexts.
 MULTI30K_TRIALS = ["--lr 0.002 --dropout 0.16", "--lr 0.0037 --dropout 0.16", "--lr 0.002 --dropout 0.3", "--lr 0.0037 --dropout 0.3"]
@@ -189,16 +185,19 @@ def translation(task, data, shape, settings, epochs, part=("", "")):
 
 def vocabularies():
     """One softmax and nine, over words, byte pairs and codes. The table of codes is learned by the first run over codes."""
-    runs = []
-    for architecture, recipe in ARCHITECTURES.items():
-        for vocabulary, tokens in VOCABULARIES.items():
-            for head in ("softmax", "mos"):
-                for seed in SEEDS:
-                    name = f"multi30k-{architecture}-{vocabulary}-{head}-seed-{seed}".replace(" ", "-")
-                    flags = f"--head {head} --components 9 {recipe} {tokens} --beam 4 --evaluations 2 --seed {seed}"
-                    learns = [run for run in runs if run.key["vocabulary"] == "codes"][:1] if vocabulary == "codes" else []
-                    runs.append(Run(name, "multi30k-vocabularies", "Multi30k, German to English", "translation", "multi30k",
-                                    flags, learns, architecture=architecture, vocabulary=vocabulary, head=head, seed=seed))  # fmt: skip
+    runs, of = [], ("Multi30k, German to English", "translation", "multi30k")
+    for (model, recipe), (tokens, vocabulary) in itertools.product(MODELS.items(), VOCABULARIES.items()):
+        is_coded = tokens == "codes"
+        for head in ("softmax", "mos"):
+            key = {"system": f"{model}, {tokens}", "head": head}
+            name = f"multi30k-{model}-{tokens}-{head}".lower().replace(" ", "-")
+            flags = f"--head {head} --components 9 {recipe}{vocabulary}"
+            table = " --table random" if is_coded else ""
+            runs.append(StepSeconds(f"{name}-seconds", "vocabulary-seconds", *of, flags + table, **key))
+            for seed in SEEDS:
+                learned = [run for run in runs if TABLE in run.flags][:1] if is_coded else []
+                trained = f"{flags}{TABLE if is_coded else ''} --beam 4 --evaluations 2 --seed {seed}"
+                runs.append(Run(f"{name}-seed-{seed}", "multi30k-vocabularies", *of, trained, learned, **key, seed=seed))
     return runs
 
 
@@ -333,19 +332,19 @@ def random_text(words):
     return folder
 
 
-def measure_seconds(runs, commit):
-    """The seconds of a step of every preset on all cores, and of the systems of equal time on one."""
+def measure_seconds(runs, presets, commit):
+    """The seconds of a step of presets on all cores, and of the systems of equal time on one."""
     results = load()
     one_thread = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     lines = []
-    for preset, (words, positions) in PRESETS.items():
+    for preset, (words, positions) in presets.items():
         found = paused("language_model", random_text(words), f"--preset {preset}", {"CANDLE_BARRIER_POOL_SPIN_LIMIT": "100"}, 1)
         command = f"lab/run_all.sh --seconds: language_model --preset {preset} for a minute, {words} words"
         lines.append({"figure": "preset-seconds", "preset": preset, "positions": positions, "command": command} | found)
     for run in runs:
         if isinstance(run, StepSeconds) and os.path.isdir(os.path.join(RUNS, run.data)):
             found = paused(run.program, os.path.join(RUNS, run.data), run.resolved(results), ENVIRONMENT, 0.7)
-            lines.append({"figure": run.figure, **run.key, "command": f"{one_thread} {shown(run, run.flags)}"} | found)
+            lines.append({"figure": run.figure, "shape": run.shape, **run.key, "command": f"{one_thread} {shown(run, run.flags)}"} | found)
     add([{"shape": "Penn Treebank", "implementation": "mos-head"} | line | origin(commit) for line in lines])
 
 
@@ -437,7 +436,7 @@ def main():
     prepare(arguments)
     commit = git("rev-parse", "--short", "HEAD").strip()
     if arguments.seconds:
-        return measure_seconds(runs, commit)
+        return measure_seconds(runs, {} if arguments.names else PRESETS, commit)
     runner = Runner(runs, time.time() + 60 * arguments.minutes, commit)
     workers = [threading.Thread(target=runner.work) for _ in range(arguments.jobs)]
     for worker in workers:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The small runs of lab/README.md: every head with its own best of four trials, then two seeds of the best; all heads for
-# equal time; words spelled letter by letter. Two runs at a time, each with one thread. Appends a JSON line for each run to
+# equal time; translation over words, byte pairs and codes; words spelled letter by letter. Two runs at a time, each with one thread. Appends a JSON line for each run to
 # benches/results/runs.jsonl; `cargo run --release -p lab --bin figures` makes the tables and the picture of them.
 #
 #   lab/run_all.sh [--ptb DIR] [--multi30k DIR] [--switchboard FILE.jsonl] [--minutes N] [NAME..]
@@ -11,7 +11,8 @@
 #   --minutes N         stops after N minutes; the same command continues where it stopped
 #   --list              prints the runs, those that are done with their results
 #   --seconds           only measures the seconds of a step, of the presets on all cores and of the runs of equal time on
-#                       one, which need them; ten minutes in which the machine should have nothing else to do
+#                       one, which need them; ten minutes in which the machine should have nothing else to do. With
+#                       names, only of these runs
 #   NAME..              only these runs, and what they need
 #
 # A run whose line is in the results is not repeated. What a run writes until then is in RUNS (target/runs).

@@ -19,6 +19,7 @@ mod runs;
 mod tables;
 #[cfg(test)]
 mod tests;
+mod vocabularies;
 
 use std::path::Path;
 use std::process::ExitCode;

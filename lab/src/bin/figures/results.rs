@@ -13,7 +13,7 @@ pub(crate) const FILES: [&str; 10] =
 /// Where a measurement comes from.
 const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
 /// Figures of time and memory, of which tables show one processor: the one that was measured last.
-const OF_ONE_PROCESSOR: [&str; 14] = [
+const OF_ONE_PROCESSOR: [&str; 15] = [
     "step",
     "without-gradients",
     "dtypes",
@@ -28,6 +28,7 @@ const OF_ONE_PROCESSOR: [&str; 14] = [
     "assignment",
     "preset-seconds",
     "step-seconds",
+    "vocabulary-seconds",
 ];
 /// What a measurement is of: a later line with the same values replaces an earlier one.
 const IDENTITY: [&str; 21] = [

@@ -6,7 +6,7 @@ use crate::codes;
 use crate::papers::papers;
 use crate::quality;
 use crate::results::{Line, Result, Results};
-use crate::{root, runs};
+use crate::{root, runs, vocabularies};
 
 type Generator = fn(&Results) -> Result<String>;
 
@@ -27,7 +27,7 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 43] = [
+pub(crate) const TABLES: [(&str, Generator); 45] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -67,6 +67,8 @@ pub(crate) const TABLES: [(&str, Generator); 43] = [
     ("switchboard-trials", |results| runs::trials(results, "switchboard-trials")),
     ("switchboard", |results| runs::finals(results, "switchboard", &SWITCHBOARD)),
     ("equal-time", runs::equal_time_table),
+    ("multi30k-vocabularies", vocabularies::vocabularies),
+    ("multi30k-equal-time", vocabularies::equal_time),
     ("preset-seconds", runs::preset_seconds),
     ("papers-mos", |results| papers(root(), results, "mos")),
     ("papers-fast", |results| papers(root(), results, "fast")),

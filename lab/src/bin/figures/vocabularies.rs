@@ -1,0 +1,89 @@
+//! Translation over words, byte pairs and codes with one softmax and nine (`lab/run_all.sh`): cost, quality, equal time.
+
+use crate::quality::{mean_and_deviation, perplexity};
+use crate::results::{Line, Result, Results};
+use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
+
+/// The models and target tokens, in the order of the tables.
+const SYSTEMS: [&str; 6] = [
+    "LSTM, words",
+    "LSTM, byte pairs",
+    "LSTM, codes",
+    "Transformer, words",
+    "Transformer, byte pairs",
+    "Transformer, codes",
+];
+const HEADS: [&str; 2] = ["softmax", "mos"];
+/// Minutes of equal time.
+const MINUTES: [f64; 3] = [4.0, 8.0, 12.0];
+
+/// One system with one head: its seeds, and the seconds of a step on a machine that does nothing else.
+struct Row<'a> {
+    system: &'static str,
+    seeds: Vec<&'a Line>,
+    step: Option<&'a Line>,
+}
+
+fn rows(results: &Results) -> Vec<Row<'_>> {
+    let (trained, timed) = (results.of("multi30k-vocabularies"), results.of("vocabulary-seconds"));
+    let pairs = SYSTEMS.into_iter().flat_map(|system| HEADS.map(|head| (system, head)));
+    let row = |(system, head): (&'static str, &str)| {
+        let is_of = |line: &&&Line| line.is("system", system) && line.is("head", head);
+        Row { system, seeds: trained.iter().filter(is_of).copied().collect(), step: timed.iter().find(is_of).copied() }
+    };
+    pairs.map(row).filter(|row| !row.seeds.is_empty()).collect()
+}
+
+/// What a row is called: the model, what a target token is, and the number of softmaxes.
+fn names(row: &Row) -> Result<Vec<String>> {
+    let (model, tokens) = row.system.split_once(", ").ok_or("a system has a model and its tokens")?;
+    Ok(vec![model.into(), tokens.into(), count(need(row.seeds[0], "components")?)])
+}
+
+/// Sizes, time, memory, perplexity and BLEU of every system.
+pub(crate) fn vocabularies(results: &Results) -> Result<String> {
+    let rows = rows(results);
+    if rows.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let cells = |row: &Row| {
+        let values = |key: &str| row.seeds.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>();
+        let first = |key: &str| need(row.seeds[0], key);
+        let mut cells = names(row)?;
+        cells.extend([count(first("vocab_size")?), count(first("parameters")?)]);
+        cells.push(row.step.map_or(Ok(String::new()), |line| need(line, "seconds").map(digits))?);
+        cells.push(count(first("peak_mib")?.round()));
+        cells.push(row.seeds.len().to_string());
+        for key in ["valid_perplexity", "test_perplexity"] {
+            cells.push(mean_and_deviation(&values(key)?, 2));
+        }
+        let bleu = row.seeds.iter().map(|line| line.score("bleu").ok_or("a translation without BLEU".into()));
+        cells.push(mean_and_deviation(&bleu.collect::<Result<Vec<_>>>()?, 1));
+        Ok(cells)
+    };
+    let header =
+        "| model | target tokens | K | ids | parameters | s/batch | peak MiB | seeds | validation perplexity | \
+                  test perplexity | test BLEU |";
+    let used: Vec<_> = rows.iter().flat_map(|row| row.seeds.iter().copied().chain(row.step)).collect();
+    Ok(markdown(header, rows.iter().map(cells).collect::<Result<_>>()?) + &source(&used, true))
+}
+
+/// The validation perplexity after some minutes of one core, of the first seed.
+pub(crate) fn equal_time(results: &Results) -> Result<String> {
+    let timed: Vec<_> = rows(results).into_iter().filter(|row| row.step.is_some()).collect();
+    if timed.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let cells = |row: &Row| {
+        let each = row.step.map_or(Ok(f64::NAN), |line| need(line, "seconds"))?;
+        let points = row.seeds[0].triples("evaluations");
+        let within = |minutes: f64| points.iter().rfind(|[_, steps, _]| steps * each <= 60.0 * minutes);
+        let mut cells = names(row)?;
+        cells.extend(MINUTES.map(|minutes| within(minutes).map_or(String::new(), |[_, _, value]| perplexity(*value))));
+        Ok(cells)
+    };
+    let minutes: String = MINUTES.iter().map(|minutes| format!(" {minutes:.0} minutes |")).collect();
+    let used: Vec<_> = timed.iter().flat_map(|row| [Some(row.seeds[0]), row.step]).flatten().collect();
+    let header = format!("| model | target tokens | K |{minutes}");
+    Ok(markdown(&header, timed.iter().map(cells).collect::<Result<_>>()?) + &source(&used, true))
+}

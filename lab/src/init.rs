@@ -17,6 +17,14 @@ pub fn uniform(varmap: &VarMap, seed: u64, bound: impl Fn(&str) -> f64) -> Resul
     Ok(())
 }
 
+/// Sets the variables of these names to ones.
+pub fn ones(varmap: &VarMap, is_one: impl Fn(&str) -> bool) -> Result<()> {
+    for (_, var) in sorted(varmap).into_iter().filter(|(name, _)| is_one(name)) {
+        var.set(&var.ones_like()?)?;
+    }
+    Ok(())
+}
+
 /// The variables in the order of their names, so that nothing depends on a hash map's order.
 pub fn sorted(varmap: &VarMap) -> Vec<(String, candle_core::Var)> {
     let data = varmap.data().lock().expect("no thread panicked while it held the variables");

@@ -8,7 +8,7 @@ use super::model::{Forward, Model, Part, Pass};
 use super::output::{Entries, Output};
 use super::recurrent::{self, Lstm, LstmDropout, Outputs};
 use super::sizes::{InitialValues, Sizes};
-use super::{checkpoint::Checkpoint, init, ranks::Ranks, recipe::Recipe, Result};
+use super::{checkpoint::Checkpoint, dropout, init, ranks::Ranks, recipe::Recipe, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
@@ -158,7 +158,7 @@ impl LanguageModel {
         let mut inputs = self.embedding.forward(ids)?;
         // The mask of the vocabulary's rows, at the rows that occur.
         let vocab = self.sizes.head.vocab;
-        if let Some(mask) = recurrent::mask(&[vocab], self.embedding_dropout, &self.device, rng.as_deref_mut())? {
+        if let Some(mask) = dropout::mask(&[vocab], self.embedding_dropout, &self.device, rng.as_deref_mut())? {
             let mask = mask.index_select(&ids.flatten_all()?, 0)?;
             inputs = inputs.broadcast_mul(&mask.reshape((ids.dim(0)?, ids.dim(1)?, 1))?)?;
         }

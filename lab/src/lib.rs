@@ -10,6 +10,7 @@ pub mod checkpoint;
 pub mod codes;
 pub mod device;
 pub mod digest;
+pub mod dropout;
 pub mod flags;
 pub mod generate;
 pub mod head;
@@ -39,6 +40,7 @@ pub mod table;
 mod table_picture;
 pub mod text;
 pub mod train;
+pub mod transformer;
 pub mod values;
 
 use std::process::ExitCode;

@@ -98,13 +98,13 @@ recipe! {
     /// Mixture components K
     #[arg(long, value_parser = positive)]
     components: usize = 3,
-    /// LSTM units per layer
+    /// LSTM units per layer, or the width of a Transformer
     #[arg(long, value_parser = positive)]
     hidden: usize = 256,
     /// Activation of the contexts
     #[arg(long, value_parser = activation())]
     activation: ContextActivation = ContextActivation::Tanh,
-    /// Number of LSTM layers
+    /// Number of LSTM layers, or of a Transformer's encoder and of its decoder
     #[arg(long, value_parser = positive)]
     layers: usize = 1,
     /// Parallel streams of a text, or pairs of sentences per batch
@@ -134,7 +134,7 @@ recipe! {
     /// Largest global gradient norm, 0 for no clipping
     #[arg(long, value_parser = not_negative)]
     clip: f64 = 1.0,
-    /// Locked dropout of LSTM inputs, hidden states and contexts; replaces those of a preset
+    /// Locked dropout of LSTM inputs, hidden states and contexts, or a Transformer's; replaces those of a preset
     #[arg(long, value_parser = below_one)]
     dropout: f64 = 0.0,
     /// Share of the target distribution that is spread over the vocabulary

@@ -1,11 +1,12 @@
 //! Stacked LSTM layers with locked dropout.
 
+use super::dropout::{locked_dropout, mask};
 use super::recurrence::recurrence;
 use super::Result;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use candle_nn::rnn::LSTMState;
 use candle_nn::VarBuilder;
-use rand::{rngs::StdRng, Rng};
+use rand::rngs::StdRng;
 
 /// The dropout of stacked LSTM layers.
 #[derive(Clone, Copy, Debug, Default)]
@@ -128,25 +129,6 @@ impl Layer {
     }
 }
 
-/// Drops values by one mask per sequence, which its time steps share. Without a generator nothing is dropped.
-pub fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdRng>) -> Result<Tensor> {
-    let (batch, _, width) = values.dims3()?;
-    match mask(&[batch, 1, width], dropout, values.device(), rng)? {
-        Some(mask) => Ok(values.broadcast_mul(&mask)?),
-        None => Ok(values),
-    }
-}
-
-/// A mask of zeros with probability `dropout`, else of the number that keeps the mean; `None` without dropout or a generator.
-pub(crate) fn mask(dims: &[usize], dropout: f64, device: &Device, rng: Option<&mut StdRng>) -> Result<Option<Tensor>> {
-    let Some(rng) = rng.filter(|_| dropout > 0.0) else { return Ok(None) };
-    let keep = 1.0 - dropout;
-    let (limit, kept) = ((keep * f64::from(u32::MAX)) as u32, (1.0 / keep) as f32);
-    let count: usize = dims.iter().product();
-    let mask: Vec<f32> = (0..count).map(|_| if rng.random::<u32>() < limit { kept } else { 0.0 }).collect();
-    Ok(Some(Tensor::from_vec(mask, dims, device)?))
-}
-
 /// Detaches the states from the graph.
 pub fn detach(states: &mut [LSTMState]) {
     for state in states {
@@ -158,10 +140,10 @@ pub fn detach(states: &mut [LSTMState]) {
 mod tests {
     use super::*;
     use crate::{device::DeviceKind, init};
-    use candle_core::DType;
+    use candle_core::{DType, Device};
     use candle_nn::rnn::{LSTMConfig, RNN};
     use candle_nn::VarMap;
-    use rand::SeedableRng;
+    use rand::{Rng, SeedableRng};
 
     #[test]
     fn values_and_gradients_equal_those_of_candles_lstm() {
@@ -235,22 +217,6 @@ mod tests {
 
     fn numbers(tensor: &Tensor) -> Vec<f32> {
         tensor.flatten_all().unwrap().to_vec1().unwrap()
-    }
-
-    #[test]
-    fn a_locked_mask_is_shared_over_time_and_keeps_the_mean() {
-        let ones = Tensor::ones((60, 4, 40), DType::F32, &Device::Cpu).unwrap();
-        let dropped = locked_dropout(ones.clone(), 0.3, Some(&mut StdRng::seed_from_u64(1))).unwrap();
-        for step in 1..4 {
-            assert_eq!(numbers(&dropped.narrow(1, step, 1).unwrap()), numbers(&dropped.narrow(1, 0, 1).unwrap()));
-        }
-        let values = numbers(&dropped.narrow(1, 0, 1).unwrap());
-        assert!(values.iter().all(|&value| value == 0.0 || (value - 1.0 / 0.7).abs() < 1e-6));
-        // Six standard deviations of the mean of 2400 elements.
-        let mean = values.iter().sum::<f32>() / 2400.0;
-        assert!((mean - 1.0).abs() < 6.0 * (0.3f32 / 0.7 / 2400.0).sqrt(), "{mean}");
-        assert_ne!(values[..40], values[40..80], "every sequence has its own mask");
-        assert_eq!(numbers(&locked_dropout(ones, 0.3, None).unwrap()), vec![1.0; 60 * 4 * 40]);
     }
 
     #[test]

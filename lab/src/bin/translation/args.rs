@@ -1,12 +1,15 @@
 //! The flags, with one set of defaults for the built-in task and one for real text.
 
+use crate::setting::Architecture;
 use crate::task::{Task, VocabularyKind};
-use clap::Parser;
+use crate::transformer::Shape;
+use clap::{Parser, ValueEnum};
 use lab::awd::Awd;
 use lab::flags::TrainingFlags;
 use lab::recipe::{describe, Recipe, RecipeFlags};
 use lab::table::TableFlags;
 use lab::values::{below_one, not_negative, positive, share};
+use lab::Result;
 use mos_head::ContextActivation;
 use std::path::PathBuf;
 
@@ -21,13 +24,42 @@ const TOY: Recipe = Recipe {
     ..Recipe::BASE
 };
 const TRANSLATION: Recipe = Recipe { components: 5, hidden: 256, batch: 64, lr: 0.0037, dropout: 0.16, ..TOY };
+const TOY_TRANSFORMER: Recipe = Recipe { layers: 2, lr: 0.003, warmup: 100, ..TOY };
+const TRANSFORMER: Recipe = Recipe {
+    hidden: 192,
+    layers: 2,
+    epochs: 8,
+    lr: 0.003,
+    warmup: 400,
+    decay: 0.75,
+    dropout: 0.1,
+    label_smoothing: 0.1,
+    ..TRANSLATION
+};
+/// Attention heads of a Transformer.
+const ATTENTION_HEADS: usize = 4;
+
 const DIALOGUE: Recipe = Recipe { epochs: 6, lr: 0.008, dropout: 0.3, ..TRANSLATION };
 
-/// Trains an LSTM encoder-decoder with attention for translation or dialogue, with any of the output layers.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ArchitectureName {
+    /// A bidirectional LSTM and an LSTM with attention over its outputs
+    Lstm,
+    /// An encoder and a decoder of attention and feed-forward networks
+    Transformer,
+}
+
+/// Trains an encoder-decoder with attention for translation or dialogue, with any of the output layers.
 ///
-/// Each direction of the encoder has half of the LSTM units.
+/// Each direction of a recurrent encoder has half of the LSTM units.
 #[derive(Debug, Parser)]
-#[command(after_help = describe(&[("Built-in task", TOY), ("--data", TRANSLATION), ("--dialogue", DIALOGUE)]))]
+#[command(after_help = describe(&[
+    ("Built-in task", TOY),
+    ("--data", TRANSLATION),
+    ("--dialogue", DIALOGUE),
+    ("--architecture transformer", TOY_TRANSFORMER),
+    ("--architecture transformer with --data or --dialogue", TRANSFORMER),
+]))]
 pub(crate) struct Args {
     /// Translate: folder with train.SOURCE, train.TARGET, valid.SOURCE, valid.TARGET (one sentence per line); the scores
     /// are those of test.SOURCE and test.TARGET if both exist, otherwise of the validation pairs
@@ -49,6 +81,15 @@ pub(crate) struct Args {
     /// Number of utterances in a context
     #[arg(long, default_value_t = 2, value_parser = positive)]
     pub(crate) turns: usize,
+    /// The model below the output layer
+    #[arg(long, value_enum, default_value = "lstm")]
+    architecture: ArchitectureName,
+    /// Attention heads of a Transformer [default: 4]
+    #[arg(long, value_parser = positive)]
+    attention_heads: Option<usize>,
+    /// Width within a Transformer's feed-forward networks [default: four times --hidden]
+    #[arg(long, value_parser = positive)]
+    inner: Option<usize>,
     /// What a token is
     #[arg(long, value_enum, default_value = "word")]
     pub(crate) vocab: VocabularyKind,
@@ -98,11 +139,27 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// The model below the output layer.
+    pub(crate) fn architecture(&self, recipe: &Recipe) -> Result<Architecture> {
+        match self.architecture {
+            ArchitectureName::Transformer => Ok(Architecture::Transformer(Shape {
+                heads: self.attention_heads.unwrap_or(ATTENTION_HEADS),
+                inner: self.inner.unwrap_or(4 * recipe.hidden),
+            })),
+            ArchitectureName::Lstm if self.attention_heads.is_some() || self.inner.is_some() => {
+                Err("--attention-heads and --inner need --architecture transformer".into())
+            }
+            ArchitectureName::Lstm => Ok(Architecture::Lstm),
+        }
+    }
+
     pub(crate) fn recipe(&self) -> Recipe {
-        let defaults = match Task::new(self) {
-            Task::Toy => TOY,
-            Task::Translation => TRANSLATION,
-            Task::Dialogue => DIALOGUE,
+        let defaults = match (Task::new(self), self.architecture) {
+            (Task::Toy, ArchitectureName::Lstm) => TOY,
+            (Task::Translation, ArchitectureName::Lstm) => TRANSLATION,
+            (Task::Dialogue, ArchitectureName::Lstm) => DIALOGUE,
+            (Task::Toy, ArchitectureName::Transformer) => TOY_TRANSFORMER,
+            (Task::Translation | Task::Dialogue, ArchitectureName::Transformer) => TRANSFORMER,
         };
         let recipe = self.recipe.over(defaults, self.common.seed);
         Recipe { awd: Awd { context_dropout: self.context_dropout, ..recipe.awd }, ..recipe }

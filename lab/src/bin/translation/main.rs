@@ -1,4 +1,4 @@
-//! Trains an LSTM encoder-decoder with attention with each of the three output layers at equal size.
+//! Trains an encoder-decoder with attention, recurrent or a Transformer, with each of the three output layers at equal size.
 //!
 //!     cargo run --release -p lab --bin translation
 //!
@@ -8,7 +8,8 @@
 //!     cargo run --release -p lab --bin translation -- --translate --resume mos.safetensors < lines
 //!
 //! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/test.de, or over
-//! DIR/valid.de if there is no test. With `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a mixture is cheap.
+//! DIR/valid.de if there is no test. With `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a
+//! mixture is cheap. With `--architecture transformer` the model is a Transformer.
 //!
 //!     cargo run --release -p lab --bin translation -- --dialogue FILE.jsonl --head mos --save mos.safetensors
 //!     cargo run --release -p lab --bin translation -- --chat --resume mos.safetensors --temperature 0.7
@@ -24,6 +25,7 @@ mod corpus;
 mod dialogue;
 mod interactive;
 mod model;
+mod recurrent;
 mod report;
 mod score;
 mod search;
@@ -31,6 +33,7 @@ mod setting;
 mod table;
 mod task;
 mod toy;
+mod transformer;
 mod vocabulary;
 
 use args::Args;
@@ -58,6 +61,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let task = Task::new(args);
     let recipe = args.recipe();
+    let architecture = args.architecture(&recipe)?;
     let corpus = task::corpus(args)?;
     let (train, valid) = (corpus.train.len(), corpus.valid.len());
     let (scores_of, scored) = corpus.scored();
@@ -71,10 +75,13 @@ fn run(args: &Args) -> Result<()> {
             return Ok(Setting::clone(setting));
         }
         let [source, target] = task::vocabularies(args, &corpus.train, &device)?;
-        Ok(first.get_or_init(|| Setting { task, source, target, turns: args.turns }).clone())
+        Ok(first.get_or_init(|| Setting { task, architecture, source, target, turns: args.turns }).clone())
     };
     let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
-        let setting = checkpoint.map_or_else(setting, Setting::from_checkpoint)?;
+        let setting = match checkpoint {
+            Some(checkpoint) => Setting::from_checkpoint(checkpoint)?.of(architecture)?,
+            None => setting()?,
+        };
         let (source, target) = (&setting.source, &setting.target);
         println!("{} with vocabularies of {} and {}", kind.name(), source.len(), target.len());
         let data = corpus::encode(&corpus, source, target)?;

@@ -1,17 +1,17 @@
-//! The encoder-decoder: a bidirectional LSTM over the source, an LSTM over the target, attention, and an output layer.
+//! An encoder-decoder, recurrent or a Transformer, and an output layer.
 
-use crate::attention::{Attention, Memory};
 use crate::batches::{shuffled, shuffled_evenly, sorted, Batch, Sources};
 use crate::corpus::Encoded;
-use crate::setting::Setting;
+use crate::recurrent::{self, Recurrent};
+use crate::setting::{Architecture, Setting};
 use crate::task::Task;
+use crate::transformer::Transformer;
 use crate::vocabulary::PAD;
-use candle_core::{DType, Device, Module, Tensor, D};
-use candle_nn::rnn::LSTMState;
-use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{VarBuilder, VarMap};
 use lab::head::{HeadKind, HeadSizes};
 use lab::model::{Forward, Model, Pass};
-use lab::recurrent::{locked_dropout, Lstm, LstmDropout};
+use lab::transformer::DecoderState;
 use lab::{init, recipe::Recipe, Result};
 use mos_head::OutputLayer;
 use rand::rngs::StdRng;
@@ -20,103 +20,76 @@ pub(crate) struct Seq2Seq {
     pub(crate) setting: Setting,
     kind: HeadKind,
     sizes: HeadSizes,
-    source_embedding: Embedding,
-    forwards: Lstm,
-    backwards: Lstm,
-    bridge: Linear,
-    target_embedding: Embedding,
-    decoder: Lstm,
-    attention: Attention,
+    embedding: usize,
+    layers: usize,
+    body: Body,
     head: Box<dyn OutputLayer>,
-    dropout: f64,
     varmap: VarMap,
     device: Device,
 }
 
+/// The model below the output layer.
+enum Body {
+    Recurrent(Recurrent),
+    Transformer(Transformer),
+}
+
 /// The state of a decoder; its rows are sentences, or hypotheses of a beam.
-pub(crate) struct State {
-    memory: Memory,
-    lstm: Vec<LSTMState>,
+pub(crate) enum State {
+    Recurrent(recurrent::State),
+    Transformer(DecoderState),
 }
 
 impl State {
     /// The states of these rows.
     pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
-        let select =
-            |state: &LSTMState| Ok(LSTMState::new(state.h.index_select(rows, 0)?, state.c.index_select(rows, 0)?));
-        Ok(Self { memory: self.memory.select(rows)?, lstm: self.lstm.iter().map(select).collect::<Result<_>>()? })
+        Ok(match self {
+            State::Recurrent(state) => State::Recurrent(state.select(rows)?),
+            State::Transformer(state) => State::Transformer(state.select(rows)?),
+        })
     }
 }
 
 impl Seq2Seq {
     pub(crate) fn new(kind: HeadKind, setting: Setting, recipe: &Recipe, device: &Device) -> Result<Self> {
         let sizes = recipe.head(setting.target.len());
-        let (HeadSizes { vocab, hidden, .. }, embedding) = (sizes, recipe.embedding());
         let Recipe { layers, dropout, seed, .. } = *recipe;
-        if hidden % 2 != 0 {
-            return Err(format!("--hidden is {hidden}, expected an even number: half for each direction").into());
-        }
         let context_dropout = recipe.awd.context_dropout.unwrap_or(setting.task.context_dropout(dropout));
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        let lstm = |units, name| Lstm::new(embedding, &vec![units; layers], LstmDropout::locked(dropout), vb.pp(name));
-        let encoder = |name| lstm(hidden / 2, name);
-        let (forwards, backwards) = (encoder("forwards")?, encoder("backwards")?);
-        let model = Self {
-            kind,
-            sizes,
-            source_embedding: candle_nn::embedding(setting.source.len(), embedding, vb.pp("source"))?,
-            forwards,
-            backwards,
-            bridge: candle_nn::linear(hidden, layers * hidden, vb.pp("bridge"))?,
-            target_embedding: candle_nn::embedding(vocab, embedding, vb.pp("target"))?,
-            decoder: lstm(hidden, "decoder")?,
-            attention: Attention::new(hidden, vb.pp("attention"))?,
-            head: sizes.build(kind, context_dropout, None, vb.pp("head"))?,
-            dropout,
-            device: device.clone(),
-            varmap,
-            setting,
+        let body = match setting.architecture {
+            Architecture::Lstm => Body::Recurrent(Recurrent::new(&setting, recipe, vb.clone())?),
+            Architecture::Transformer(shape) => {
+                Body::Transformer(Transformer::new(&setting, shape, recipe, vb.clone())?)
+            }
         };
-        // Values keep their scale from the embeddings to the logits. With smaller initial values all positions of the
-        // source look alike, and attention takes epochs to form, more of them the smaller the contexts are.
-        let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
-        let linear = 1.0 / (hidden as f64).sqrt();
-        init::uniform(&model.varmap, seed, |name| match name {
-            "source.weight" | "target.weight" => 1.0,
-            "attention.score.weight" | "attention.combine.weight" | "head.latent.weight" => 3.0 * linear,
-            "head.decoder.weight" => (3.0 / width as f64).sqrt(),
-            "head.decoder.bias" => 0.0,
-            _ => linear,
+        let head = sizes.build(kind, context_dropout, None, vb.pp("head"))?;
+        init::uniform(&varmap, seed, |name| match setting.architecture {
+            Architecture::Lstm => Recurrent::bound(kind, sizes, name),
+            Architecture::Transformer(shape) => Transformer::bound(shape, kind, sizes, name),
         })?;
-        sizes.start_alike(&model.varmap, recipe.spread)?;
-        Ok(model)
+        init::ones(&varmap, |name| name.ends_with("norm.weight"))?;
+        sizes.start_alike(&varmap, recipe.spread)?;
+        let (embedding, device) = (recipe.embedding(), device.clone());
+        Ok(Self { setting, kind, sizes, embedding, layers, body, head, varmap, device })
     }
 
-    /// The decoder's initial state, from the mean of the encoder's outputs without the padding.
-    pub(crate) fn encode(&self, sources: &Sources, mut rng: Option<&mut StdRng>) -> Result<State> {
-        let mut read = |lstm: &Lstm, ids: &Tensor| {
-            let inputs = self.source_embedding.forward(ids)?;
-            lstm.forward(&inputs, &mut lstm.start(ids.dim(0)?)?, rng.as_deref_mut())
-        };
-        let forwards = read(&self.forwards, &sources.tokens)?;
-        let backwards = read(&self.backwards, &sources.reversed)?;
-        let backwards = backwards.flatten_to(1)?.index_select(&sources.back, 0)?.reshape(forwards.shape())?;
-        let outputs = Tensor::cat(&[forwards, backwards], D::Minus1)?;
-
-        let mean = sources.average.matmul(&outputs)?.squeeze(1)?;
-        let hidden = self.bridge.forward(&mean)?.tanh()?.chunk(self.decoder.layers(), 1)?;
-        let start = |hidden: Tensor| Ok(LSTMState::new(hidden.contiguous()?, hidden.zeros_like()?));
-        let lstm = hidden.into_iter().map(start).collect::<Result<_>>()?;
-        Ok(State { memory: self.attention.memory(outputs, sources.mask.clone())?, lstm })
+    /// The decoder's initial state.
+    pub(crate) fn encode(&self, sources: &Sources, rng: Option<&mut StdRng>) -> Result<State> {
+        Ok(match &self.body {
+            Body::Recurrent(body) => State::Recurrent(body.encode(sources, rng)?),
+            Body::Transformer(body) => State::Transformer(body.encode(sources, rng)?),
+        })
     }
 
     /// Token ids [batch, steps] -> the head's hidden states for the next ids, [batch, steps, hidden]; advances `state`.
     /// Dropout is applied if a generator for its masks is given.
-    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
-        let inputs = self.target_embedding.forward(ids)?;
-        let hidden = self.decoder.forward(&inputs, &mut state.lstm, rng.as_deref_mut())?;
-        locked_dropout(self.attention.forward(&hidden, &state.memory)?, self.dropout, rng)
+    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
+        match (&self.body, state) {
+            (Body::Recurrent(body), State::Recurrent(state)) => body.decode(ids, state, rng),
+            (Body::Transformer(body), State::Transformer(state)) => body.decode(ids, state, rng),
+            _ => Err("the state is another model's".into()),
+        }
     }
 
     /// Hidden states for all targets of a batch.
@@ -149,8 +122,8 @@ impl Model for Seq2Seq {
 
     fn settings(&self) -> Vec<(&'static str, String)> {
         let mut settings = self.sizes.settings(self.kind);
-        settings.push(("embedding", self.target_embedding.hidden_size().to_string()));
-        settings.push(("layers", self.decoder.layers().to_string()));
+        settings.push(("embedding", self.embedding.to_string()));
+        settings.push(("layers", self.layers.to_string()));
         settings
     }
 
@@ -184,24 +157,32 @@ impl Model for Seq2Seq {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transformer::Shape;
     use crate::vocabulary::Vocabulary;
 
-    fn model(kind: HeadKind) -> Seq2Seq {
-        model_of(Task::Toy, kind)
+    const ARCHITECTURES: [Architecture; 2] =
+        [Architecture::Lstm, Architecture::Transformer(Shape { heads: 2, inner: 24 })];
+
+    fn model(architecture: Architecture, kind: HeadKind) -> Seq2Seq {
+        model_of(Task::Toy, architecture, kind)
     }
 
-    fn model_of(task: Task, kind: HeadKind) -> Seq2Seq {
-        let (embedding, context) = (Some(8), Some(12));
+    fn model_of(task: Task, architecture: Architecture, kind: HeadKind) -> Seq2Seq {
+        let (embedding, context) = (if architecture == Architecture::Lstm { Some(8) } else { None }, Some(12));
         let recipe = Recipe { hidden: 16, embedding, context, layers: 2, dropout: 0.3, ..Recipe::BASE };
         let words: String = (0..46).map(|i| format!("word{i} ")).collect();
         let vocabulary = Vocabulary::words([words.as_str()].into_iter(), 1, &[]);
-        let setting = Setting { task, source: vocabulary.clone(), target: vocabulary, turns: 1 };
+        let setting = Setting { task, architecture, source: vocabulary.clone(), target: vocabulary, turns: 1 };
         Seq2Seq::new(kind, setting, &recipe, &Device::Cpu).unwrap()
     }
 
     #[test]
     fn padding_changes_nothing() {
-        let model = model(HeadKind::Mos);
+        ARCHITECTURES.into_iter().for_each(padding_changes_nothing_of);
+    }
+
+    fn padding_changes_nothing_of(architecture: Architecture) {
+        let model = model(architecture, HeadKind::Mos);
         let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
         let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
         let hidden = |positions| {
@@ -211,12 +192,16 @@ mod tests {
         };
         let (tight, wide) = (hidden(0), hidden(11));
         let difference = (tight - wide).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-        assert!(difference < 1e-6, "{difference}");
+        assert!(difference < 2e-6, "{architecture:?} {difference}");
     }
 
     #[test]
     fn step_by_step_equals_all_at_once() {
-        let model = model(HeadKind::Softmax);
+        ARCHITECTURES.into_iter().for_each(step_by_step_equals_all_at_once_of);
+    }
+
+    fn step_by_step_equals_all_at_once_of(architecture: Architecture) {
+        let model = model(architecture, HeadKind::Softmax);
         let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
         let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
         let all = model.decode(&ids, &mut model.encode(&sources, None).unwrap(), None).unwrap();
@@ -230,7 +215,7 @@ mod tests {
             let one = model.decode(&column.contiguous().unwrap(), &mut state, None).unwrap();
             let one = if step % 2 == 0 { one } else { one.contiguous().unwrap().index_select(&swap, 0).unwrap() };
             let difference = (one - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap().max_all().unwrap();
-            assert!(difference.to_scalar::<f32>().unwrap() < 1e-5);
+            assert!(difference.to_scalar::<f32>().unwrap() < 1e-5, "{architecture:?} {step}");
             state = state.select(&swap).unwrap();
         }
     }
@@ -241,7 +226,7 @@ mod tests {
         let hidden = Tensor::ones((2, 3, 16), DType::F32, &Device::Cpu).unwrap();
         let targets = Tensor::new(&[[4u32, 5, 6], [7, 8, 9]], &Device::Cpu).unwrap();
         for (task, has_dropout) in [(Task::Dialogue, true), (Task::Translation, false), (Task::Toy, false)] {
-            let model = model_of(task, HeadKind::Mos);
+            let model = model_of(task, Architecture::Lstm, HeadKind::Mos);
             let sum = |seed| {
                 let options = LossOptions::new().with_dropout(DropoutMasks::Seeded(seed));
                 model.head().loss(&hidden, &targets, &options).unwrap().sum_and_count().unwrap().0
@@ -253,8 +238,8 @@ mod tests {
     #[test]
     fn every_variable_gets_a_gradient() {
         use mos_head::LossOptions;
-        for kind in HeadKind::ALL {
-            let model = model(kind);
+        for (architecture, kind) in ARCHITECTURES.into_iter().flat_map(|of| HeadKind::ALL.map(|kind| (of, kind))) {
+            let model = model(architecture, kind);
             let pairs =
                 [Encoded { source: vec![5, 6, 7], target: vec![8, 9] }, Encoded { source: vec![9], target: vec![4] }];
             let batch = Batch::new(&pairs, &[0, 1], &Device::Cpu).unwrap();
@@ -262,9 +247,10 @@ mod tests {
             let options = LossOptions::new().with_ignore_index(0);
             let gradients = model.head().loss(&hidden, &batch.targets, &options).unwrap().backward().unwrap();
             for (name, var) in init::sorted(model.varmap()) {
-                let gradient = gradients.get(&var).unwrap_or_else(|| panic!("{kind:?} {name} has no gradient"));
+                let gradient =
+                    gradients.get(&var).unwrap_or_else(|| panic!("{architecture:?} {kind:?} {name} has no gradient"));
                 let sum = gradient.abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
-                assert!(sum > 0.0, "{kind:?} {name}");
+                assert!(sum > 0.0, "{architecture:?} {kind:?} {name}");
             }
         }
     }

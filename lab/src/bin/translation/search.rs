@@ -147,7 +147,7 @@ pub(crate) fn draw(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::setting::Setting;
+    use crate::setting::{Architecture, Setting};
     use crate::table::tests::{by_frequency, random, vocabularies};
     use crate::table::Shape;
     use crate::task::Task;
@@ -160,7 +160,8 @@ mod tests {
     fn diversity_finds_no_empty_targets() {
         let recipe = Recipe { hidden: 8, context: Some(8), ..Recipe::BASE };
         let words = Vocabulary::words(["a b c d e f"].into_iter(), 1, &[]);
-        let setting = Setting { task: Task::Dialogue, source: words.clone(), target: words, turns: 1 };
+        let (task, architecture) = (Task::Dialogue, Architecture::Lstm);
+        let setting = Setting { task, architecture, source: words.clone(), target: words, turns: 1 };
         let model = Seq2Seq::new(HeadKind::Mos, setting, &recipe, &Device::Cpu).unwrap();
         let found = |diversity| {
             // As wide as the vocabulary: all first tokens are kept.
@@ -179,7 +180,8 @@ mod tests {
         for (shape, flags) in [(Shape::Light, by_frequency()), (Shape::Light, random()), (Shape::Hybrid, random())] {
             let [source, target] = vocabularies(shape, &flags).unwrap();
             for kind in [HeadKind::Softmax, HeadKind::Mos] {
-                let setting = Setting { task: Task::Toy, source: source.clone(), target: target.clone(), turns: 1 };
+                let (task, architecture) = (Task::Toy, Architecture::Lstm);
+                let setting = Setting { task, architecture, source: source.clone(), target: target.clone(), turns: 1 };
                 let model = Seq2Seq::new(kind, setting, &recipe, &Device::Cpu).unwrap();
                 let sources: [&[u32]; 3] = [&[5, 6, 7], &[8], &[]];
                 let mut found = vec![];

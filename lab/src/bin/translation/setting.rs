@@ -2,14 +2,53 @@
 
 use crate::model::Seq2Seq;
 use crate::task::Task;
+use crate::transformer::Shape;
 use crate::vocabulary::Vocabulary;
 use candle_core::Device;
 use lab::head::HeadKind;
 use lab::{checkpoint::Checkpoint, model::Model, recipe::Recipe, Result};
 
+/// What lies below the output layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Architecture {
+    Lstm,
+    Transformer(Shape),
+}
+
+impl Architecture {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Architecture::Lstm => "lstm",
+            Architecture::Transformer(_) => "transformer",
+        }
+    }
+
+    /// That of a checkpoint; one without a name is recurrent.
+    fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+        match checkpoint.optional::<String>("architecture")?.as_deref() {
+            None | Some("lstm") => Ok(Architecture::Lstm),
+            Some("transformer") => {
+                let (heads, inner) = (checkpoint.get("attention-heads")?, checkpoint.get("inner")?);
+                Ok(Architecture::Transformer(Shape { heads, inner }))
+            }
+            Some(name) => Err(format!("the checkpoint's architecture {name:?} is unknown").into()),
+        }
+    }
+
+    /// Its settings, by the names of their flags.
+    fn settings(self) -> Vec<(&'static str, String)> {
+        let mut settings = vec![("architecture", self.name().to_owned())];
+        if let Architecture::Transformer(Shape { heads, inner }) = self {
+            settings.extend([("attention-heads", heads.to_string()), ("inner", inner.to_string())]);
+        }
+        settings
+    }
+}
+
 #[derive(Clone)]
 pub(crate) struct Setting {
     pub(crate) task: Task,
+    pub(crate) architecture: Architecture,
     pub(crate) source: Vocabulary,
     pub(crate) target: Vocabulary,
     /// Number of utterances in a context.
@@ -21,20 +60,36 @@ impl Setting {
         let vocabulary = |key| Vocabulary::from_json(&checkpoint.get::<String>(key)?);
         Ok(Self {
             task: Task::from_name(&checkpoint.get::<String>("task")?)?,
+            architecture: Architecture::from_checkpoint(checkpoint)?,
             source: vocabulary("source_vocabulary")?,
             target: vocabulary("target_vocabulary")?,
             turns: checkpoint.get("turns")?,
         })
     }
 
+    /// Fails unless the model below the output layer is of this kind and shape.
+    pub(crate) fn of(self, architecture: Architecture) -> Result<Self> {
+        let flags = |of: Architecture| {
+            let settings = of.settings().into_iter().map(|(flag, value)| format!("--{flag} {value}"));
+            settings.collect::<Vec<_>>().join(" ")
+        };
+        let (stored, wanted) = (flags(self.architecture), flags(architecture));
+        match stored == wanted {
+            true => Ok(self),
+            false => Err(format!("the checkpoint has {stored}, but this run has {wanted}").into()),
+        }
+    }
+
     /// The metadata of a checkpoint.
     pub(crate) fn notes(&self) -> Result<Vec<(&'static str, String)>> {
-        Ok(vec![
+        let mut notes = self.architecture.settings();
+        notes.extend([
             ("task", self.task.name()),
             ("source_vocabulary", self.source.to_json()?),
             ("target_vocabulary", self.target.to_json()?),
             ("turns", self.turns.to_string()),
-        ])
+        ]);
+        Ok(notes)
     }
 }
 
@@ -63,7 +118,7 @@ mod tests {
     fn setting(corpus: &Corpus) -> Setting {
         let source = Vocabulary::words(corpus.train.iter().map(|pair| pair.source.as_str()), 1, &[]);
         let target = Vocabulary::words(corpus.train.iter().map(|pair| pair.target.as_str()), 1, &[]);
-        Setting { task: Task::Toy, source, target, turns: 1 }
+        Setting { task: Task::Toy, architecture: Architecture::Lstm, source, target, turns: 1 }
     }
 
     fn data(corpus: &Corpus, setting: &Setting) -> Data<Encoded> {
@@ -148,18 +203,51 @@ mod tests {
         assert!(error.contains("a built-in language") && error.contains("--seed"), "{error}");
     }
 
+    const TRANSFORMER: Architecture = Architecture::Transformer(crate::transformer::Shape { heads: 4, inner: 96 });
+
     #[test]
-    fn every_head_learns_the_built_in_task() {
+    fn a_checkpoint_has_the_architecture() {
+        let corpus = toy::corpus(300, 40, 7);
+        let setting = Setting { architecture: TRANSFORMER, ..setting(&corpus) };
+        let mut session = session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.1));
+        session.run(None, None, None).unwrap();
+        let mut checkpoint = session.checkpoint().unwrap();
+        let again = Setting::from_checkpoint(&checkpoint).unwrap();
+        assert_eq!(again.architecture, TRANSFORMER);
+        let alone = Session::new(
+            HeadKind::Mos,
+            load_model(&checkpoint, &Device::Cpu).unwrap(),
+            data(&corpus, &setting),
+            &Recipe::BASE,
+        );
+        assert!((alone.unwrap().valid_nll().unwrap() - session.history[0][1]).abs() < 1e-6);
+
+        assert!(again.clone().of(TRANSFORMER).is_ok());
+        let error = again.of(Architecture::Lstm).err().unwrap().to_string();
+        assert!(error.contains("--architecture transformer --attention-heads 4 --inner 96"), "{error}");
+        assert!(error.ends_with("this run has --architecture lstm"), "{error}");
+        // As before there were others.
+        checkpoint.metadata.remove("architecture");
+        assert_eq!(Setting::from_checkpoint(&checkpoint).unwrap().architecture, Architecture::Lstm);
+        checkpoint.metadata.insert("architecture".into(), "rnn".into());
+        assert!(Setting::from_checkpoint(&checkpoint).err().unwrap().to_string().contains("rnn"));
+    }
+
+    #[test]
+    fn every_model_learns_the_built_in_task() {
         let corpus = toy::corpus(3000, 50, 7);
         let setting = setting(&corpus);
-        for kind in HeadKind::ALL {
+        let recurrent = HeadKind::ALL.map(|kind| (Architecture::Lstm, kind));
+        let models = recurrent.into_iter().chain([(TRANSFORMER, HeadKind::Softmax), (TRANSFORMER, HeadKind::Mos)]);
+        for (architecture, kind) in models {
+            let setting = Setting { architecture, ..setting.clone() };
             let mut session = session(kind, &corpus, &setting, (4, 48, 0.0));
             session.run(None, None, None).unwrap();
             let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0, diversity: 0.0 };
             let valid = &session.data.valid;
             let scores = score(Task::Toy, &session.model, &corpus.valid, valid, beam).unwrap();
             let (name, exact) = scores.measures[0];
-            assert!(name == "exact match" && exact > 60.0, "{kind:?}: {exact}");
+            assert!(name == "exact match" && exact > 60.0, "{architecture:?} {kind:?}: {exact}");
         }
     }
 }

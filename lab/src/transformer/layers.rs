@@ -1,0 +1,189 @@
+//! The stacks of an encoder and of a decoder.
+
+use super::attention::{causal_mask, Attended, Attention};
+use crate::dropout::dropout;
+use crate::Result;
+use candle_core::Tensor;
+use candle_nn::{layer_norm_no_bias, linear_no_bias, LayerNorm, Linear, Module, VarBuilder};
+use rand::rngs::StdRng;
+
+/// The sizes of a stack, and its dropout.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TransformerSizes {
+    /// The number of layers.
+    pub layers: usize,
+    /// The width of the residual stream.
+    pub width: usize,
+    /// The number of attention heads, of which `width` must be a multiple.
+    pub heads: usize,
+    /// The width within the feed-forward networks.
+    pub inner: usize,
+    /// The dropout of what each sublayer adds.
+    pub dropout: f64,
+}
+
+/// Adds a small number to the variance of what is normalised.
+const EPSILON: f64 = 1e-5;
+
+/// Without a bias, candle's `LayerNorm` is composed of operations that have gradients; with one it is a fused operation
+/// that has none.
+fn norm(width: usize, vb: VarBuilder) -> Result<LayerNorm> {
+    Ok(layer_norm_no_bias(width, EPSILON, vb)?)
+}
+
+/// A feed-forward network with a rectifier (section 3.3).
+struct FeedForward {
+    norm: LayerNorm,
+    inner: Linear,
+    outer: Linear,
+}
+
+impl FeedForward {
+    fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
+        let TransformerSizes { width, inner, .. } = sizes;
+        Ok(Self {
+            norm: norm(width, vb.pp("norm"))?,
+            inner: linear_no_bias(width, inner, vb.pp("inner"))?,
+            outer: linear_no_bias(inner, width, vb.pp("outer"))?,
+        })
+    }
+
+    fn forward(&self, inputs: &Tensor) -> Result<Tensor> {
+        Ok(self.outer.forward(&self.inner.forward(&self.norm.forward(inputs)?)?.relu()?)?)
+    }
+}
+
+/// Attention over the normalised inputs of a sublayer.
+struct Attending {
+    norm: LayerNorm,
+    attention: Attention,
+}
+
+impl Attending {
+    fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
+        let TransformerSizes { width, heads, .. } = sizes;
+        Ok(Self { norm: norm(width, vb.pp("norm"))?, attention: Attention::new(width, heads, vb)? })
+    }
+}
+
+/// `values` and what a sublayer adds to them, with dropout if a generator for its masks is given.
+fn add(values: &Tensor, sublayer: Tensor, rate: f64, rng: Option<&mut StdRng>) -> Result<Tensor> {
+    Ok((values + dropout(sublayer, rate, rng)?)?)
+}
+
+/// The layers of an encoder, and the normalisation of their outputs.
+pub struct Encoder {
+    layers: Vec<(Attending, FeedForward)>,
+    norm: LayerNorm,
+    dropout: f64,
+}
+
+impl Encoder {
+    /// Variables `0.attention.query.weight`, ..
+    pub fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
+        let layer = |i: usize| {
+            let attention = Attending::new(sizes, vb.pp(i).pp("attention"))?;
+            Ok((attention, FeedForward::new(sizes, vb.pp(i).pp("feed_forward"))?))
+        };
+        let layers = (0..sizes.layers).map(layer).collect::<Result<_>>()?;
+        Ok(Self { layers, norm: norm(sizes.width, vb.pp("norm"))?, dropout: sizes.dropout })
+    }
+
+    /// Inputs -> outputs `[batch, positions, width]`; the mask is added to the scores `[batch, heads, positions,
+    /// positions]`. Dropout is applied if a generator for its masks is given.
+    pub fn forward(&self, inputs: &Tensor, mask: Option<&Tensor>, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
+        let mut values = inputs.clone();
+        for (Attending { norm, attention }, feed_forward) in &self.layers {
+            let normed = norm.forward(&values)?;
+            let attended = attention.forward(&normed, &attention.attended(&normed)?, mask)?;
+            values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
+            values = add(&values, feed_forward.forward(&values)?, self.dropout, rng.as_deref_mut())?;
+        }
+        Ok(self.norm.forward(&values)?)
+    }
+}
+
+struct DecoderLayer {
+    itself: Attending,
+    source: Attending,
+    feed_forward: FeedForward,
+}
+
+/// The layers of a decoder, and the normalisation of their outputs.
+pub struct Decoder {
+    layers: Vec<DecoderLayer>,
+    norm: LayerNorm,
+    dropout: f64,
+}
+
+/// What a decoder has read: the keys and values of each layer.
+#[derive(Clone)]
+pub struct DecoderState {
+    /// Of the positions so far; `None` before the first.
+    past: Vec<Option<Attended>>,
+    /// Of the encoder's outputs.
+    source: Vec<Attended>,
+    /// Hides positions of the source, as in [`Attention::forward`].
+    mask: Tensor,
+}
+
+impl DecoderState {
+    /// The number of positions so far.
+    pub fn positions(&self) -> Result<usize> {
+        self.past.first().and_then(Option::as_ref).map_or(Ok(0), Attended::positions)
+    }
+
+    /// The states of these rows of the batch.
+    pub fn select(&self, rows: &Tensor) -> Result<Self> {
+        let past = self.past.iter().map(|past| past.as_ref().map(|past| past.select(rows)).transpose());
+        Ok(Self {
+            past: past.collect::<Result<_>>()?,
+            source: self.source.iter().map(|source| source.select(rows)).collect::<Result<_>>()?,
+            mask: self.mask.index_select(rows, 0)?,
+        })
+    }
+}
+
+impl Decoder {
+    /// Variables `0.itself.query.weight`, `0.source.query.weight`, ..
+    pub fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
+        let layer = |i: usize| {
+            Ok(DecoderLayer {
+                itself: Attending::new(sizes, vb.pp(i).pp("itself"))?,
+                source: Attending::new(sizes, vb.pp(i).pp("source"))?,
+                feed_forward: FeedForward::new(sizes, vb.pp(i).pp("feed_forward"))?,
+            })
+        };
+        let layers = (0..sizes.layers).map(layer).collect::<Result<_>>()?;
+        Ok(Self { layers, norm: norm(sizes.width, vb.pp("norm"))?, dropout: sizes.dropout })
+    }
+
+    /// The state before the first position, after the encoder's outputs `[batch, positions, width]`; the mask hides those
+    /// of padding, `[batch, 1, 1, positions]`.
+    pub fn start(&self, source: &Tensor, mask: Tensor) -> Result<DecoderState> {
+        let source = self.layers.iter().map(|layer| layer.source.attention.attended(source)).collect::<Result<_>>()?;
+        Ok(DecoderState { past: vec![None; self.layers.len()], source, mask })
+    }
+
+    /// The next inputs -> outputs `[batch, steps, width]`, each from the inputs up to its own; advances `state`. Dropout is
+    /// applied if a generator for its masks is given.
+    pub fn forward(&self, inputs: &Tensor, state: &mut DecoderState, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
+        let steps = inputs.dim(1)?;
+        let causal = if steps > 1 { Some(causal_mask(steps, state.positions()?, inputs)?) } else { None };
+        let mut values = inputs.clone();
+        for (layer, (past, source)) in self.layers.iter().zip(state.past.iter_mut().zip(&state.source)) {
+            let DecoderLayer { itself, source: of_source, feed_forward } = layer;
+            let normed = itself.norm.forward(&values)?;
+            let here = itself.attention.attended(&normed)?;
+            let so_far = past.take().map_or(Ok(here.clone()), |past| past.extended(&here))?;
+            let attended = itself.attention.forward(&normed, &so_far, causal.as_ref())?;
+            *past = Some(so_far);
+            values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
+            let normed = of_source.norm.forward(&values)?;
+            let attended = of_source.attention.forward(&normed, source, Some(&state.mask))?;
+            values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
+            values = add(&values, feed_forward.forward(&values)?, self.dropout, rng.as_deref_mut())?;
+        }
+        Ok(self.norm.forward(&values)?)
+    }
+}

@@ -1,0 +1,13 @@
+//! Layers of a Transformer (Vaswani et al., 2017, "Attention Is All You Need", arXiv:1706.03762) that normalise the input
+//! of each sublayer, not its output, and that have no biases: candle sums up the gradient of a bias
+//! more slowly than it multiplies.
+
+mod attention;
+mod layers;
+mod positions;
+#[cfg(test)]
+mod tests;
+
+pub use attention::{causal_mask, Attended, Attention};
+pub use layers::{Decoder, DecoderState, Encoder, TransformerSizes};
+pub use positions::Positions;

@@ -1,6 +1,5 @@
 //! The encoder-decoder: a bidirectional LSTM over the source, an LSTM over the target, attention, and an output layer.
 
-use crate::attention::{Attention, Memory};
 use crate::batches::{shuffled, shuffled_evenly, sorted, Batch, Sources};
 use crate::corpus::Encoded;
 use crate::setting::Setting;
@@ -9,6 +8,7 @@ use crate::vocabulary::PAD;
 use candle_core::{DType, Device, Module, Tensor, D};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
+use lab::attention::{Attention, Memory};
 use lab::head::{HeadKind, HeadSizes};
 use lab::model::{Forward, Model, Pass};
 use lab::recurrent::{locked_dropout, Lstm, LstmDropout};

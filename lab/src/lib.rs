@@ -3,10 +3,13 @@
 //! `heads` is the loop over the output layers, `session` the training of one of them, `train` one epoch of it, for any
 //! `model`; `language_model` is the LSTM of the programs `language_model` and `characters`.
 
+pub mod attention;
 pub mod awd;
 pub mod batches;
+pub mod bleu;
 pub mod bpe;
 pub mod checkpoint;
+pub mod cider;
 pub mod codes;
 pub mod device;
 pub mod digest;
@@ -34,6 +37,7 @@ mod recurrence_cpu;
 pub mod recurrent;
 pub mod report;
 mod results;
+pub mod sequences;
 pub mod session;
 pub mod sizes;
 pub mod table;
@@ -42,6 +46,7 @@ pub mod text;
 pub mod train;
 pub mod transformer;
 pub mod values;
+pub mod words;
 
 use std::process::ExitCode;
 

@@ -1,9 +1,9 @@
 //! Batches of pairs of similar length, padded to tensors.
 
 use crate::corpus::{targets, Encoded};
-use crate::vocabulary::{END, PAD, START};
+use crate::vocabulary::{END, PAD};
 use candle_core::{Device, Tensor};
-use lab::Result;
+use lab::{sequences, Result};
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 
@@ -63,28 +63,15 @@ pub(crate) struct Batch {
 impl Batch {
     pub(crate) fn new(pairs: &[Encoded], chosen: &[usize], device: &Device) -> Result<Self> {
         let sources: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].source.as_slice()).collect();
-        let steps = chosen.iter().map(|&i| pairs[i].target.len() + 1).max().unwrap_or(1);
-        let (mut inputs, mut targets) = (vec![], vec![]);
-        for &i in chosen {
-            let target = &pairs[i].target;
-            let padding = || std::iter::repeat_n(PAD, steps - target.len() - 1);
-            inputs.extend([START].into_iter().chain(target.iter().copied()).chain(padding()));
-            targets.extend(target.iter().copied().chain([END]).chain(padding()));
-        }
-        let shape = (chosen.len(), steps);
-        let (inputs, targets) = (Tensor::from_vec(inputs, shape, device)?, Tensor::from_vec(targets, shape, device)?);
+        let targets: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].target.as_slice()).collect();
+        let (inputs, targets) = sequences::inputs_and_targets(&targets, device)?;
         Ok(Self { sources: Sources::new(&sources, 0, device)?, inputs, targets })
     }
 }
 
 /// The pairs in random batches of similar length, in random order.
 pub(crate) fn shuffled(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<usize>> {
-    let mut rng = StdRng::seed_from_u64(seed);
-    let mut order: Vec<usize> = (0..pairs.len()).collect();
-    order.shuffle(&mut rng);
-    let mut batches = by_length(order, batch, |i| (pairs[i].target.len(), pairs[i].source.len()));
-    batches.shuffle(&mut rng);
-    batches
+    sequences::shuffled(pairs.len(), batch, seed, |i| (pairs[i].target.len(), pairs[i].source.len()))
 }
 
 /// The pairs in random batches of similar length, in random order, each with about as many targets as `batch` pairs have
@@ -114,18 +101,13 @@ pub(crate) fn shuffled_evenly(pairs: &[Encoded], batch: usize, seed: u64) -> Vec
 
 /// The pairs in batches of similar length, in their order.
 pub(crate) fn sorted(pairs: &[Encoded], batch: usize) -> Vec<Vec<usize>> {
-    by_length((0..pairs.len()).collect(), batch, |i| (pairs[i].target.len(), pairs[i].source.len()))
-}
-
-/// `order` split into batches of similar `length`; the sort is stable.
-pub(crate) fn by_length<K: Ord>(mut order: Vec<usize>, batch: usize, length: impl Fn(usize) -> K) -> Vec<Vec<usize>> {
-    order.sort_by_key(|&i| length(i));
-    order.chunks(batch).map(<[usize]>::to_vec).collect()
+    sequences::by_length((0..pairs.len()).collect(), batch, |i| (pairs[i].target.len(), pairs[i].source.len()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vocabulary::START;
 
     fn pairs(count: usize) -> Vec<Encoded> {
         let text = |i: usize| (0..i % 7).map(|id| 4 + id as u32).collect();

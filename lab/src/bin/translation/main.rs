@@ -17,9 +17,7 @@
 //! Responds to the utterances before, and ends with precision and recall of five responses to each context of the test.
 
 mod args;
-mod attention;
 mod batches;
-mod bleu;
 mod codes;
 mod corpus;
 mod dialogue;

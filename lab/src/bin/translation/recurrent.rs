@@ -1,11 +1,11 @@
 //! The recurrent encoder-decoder: a bidirectional LSTM over the source, an LSTM over the target, and attention.
 
-use crate::attention::{Attention, Memory};
 use crate::batches::Sources;
 use crate::setting::Setting;
 use candle_core::{Module, Tensor, D};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, Linear, VarBuilder};
+use lab::attention::{Attention, Memory};
 use lab::dropout::locked_dropout;
 use lab::head::{HeadKind, HeadSizes};
 use lab::recurrent::{Lstm, LstmDropout};

@@ -1,10 +1,10 @@
 //! The final scores of a task on the test pairs, or on the validation pairs if there are no others.
 
-use crate::bleu::{corpus_bleu, sentence_bleu};
 use crate::corpus::{targets_per_word, Encoded, Pair};
 use crate::model::Seq2Seq;
 use crate::search::{search, Beam};
 use crate::task::Task;
+use lab::bleu::{corpus_bleu, sentence_bleu};
 use lab::{session::Session, Result};
 use std::collections::HashSet;
 
@@ -50,7 +50,7 @@ fn exact_match(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
 }
 
 fn bleu(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
-    corpus_bleu(found.iter().zip(pairs).map(|(texts, pair)| (best(texts), pair.target.as_str())))
+    corpus_bleu(found.iter().zip(pairs).map(|(texts, pair)| (best(texts), [pair.target.as_str()])))
 }
 
 /// Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the mean over the references

@@ -1,10 +1,11 @@
 //! Beam search for many sentences, in batches of similar length; and sampling for one.
 
-use crate::batches::{by_length, Sources};
+use crate::batches::Sources;
 use crate::codes::LONGEST;
 use crate::model::{Seq2Seq, State};
 use crate::vocabulary::{END, START};
 use candle_core::Tensor;
+use lab::sequences::by_length;
 use lab::{model::Model, progress, Result};
 use mos_head::{BeamSearch, Hypothesis, Sampler, TopK};
 

@@ -3,19 +3,15 @@
 
 use crate::codes::Codes;
 use lab::codes::{table_json, table_of_json};
+use lab::words::UNKNOWN;
 use lab::{bpe, Result};
 use mos_codes::CodeTable;
 use serde_json::{json, Value};
-use std::collections::HashMap;
 use tokenizers::decoders::bpe::BPEDecoder;
 use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
 use tokenizers::{AddedToken, Tokenizer};
 
-pub(crate) const PAD: u32 = 0;
-pub(crate) const START: u32 = 1;
-pub(crate) const END: u32 = 2;
-const UNKNOWN: u32 = 3;
-pub(crate) const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
+pub(crate) use lab::words::{Words, END, PAD, SPECIAL, START};
 
 #[derive(Clone)]
 pub(crate) enum Vocabulary {
@@ -24,50 +20,10 @@ pub(crate) enum Vocabulary {
     Codes(Box<Codes>),
 }
 
-#[derive(Clone)]
-pub(crate) struct Words {
-    words: Vec<String>,
-    ids: HashMap<String, u32>,
-}
-
-impl Words {
-    fn new(words: Vec<String>) -> Self {
-        let ids = words.iter().enumerate().map(|(id, word)| (word.clone(), id as u32)).collect();
-        Self { words, ids }
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.words.len()
-    }
-
-    /// The words, by token id.
-    pub(crate) fn all(&self) -> &[String] {
-        &self.words
-    }
-
-    pub(crate) fn encode(&self, text: &str) -> Vec<u32> {
-        text.split_whitespace().map(|word| self.ids.get(word).copied().unwrap_or(UNKNOWN)).collect()
-    }
-
-    pub(crate) fn decode(&self, ids: &[u32]) -> Result<String> {
-        let word = |&id: &u32| self.words.get(id as usize).map(String::as_str);
-        let text: Option<Vec<&str>> = ids.iter().map(word).collect();
-        Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
-    }
-}
-
 impl Vocabulary {
     /// The `marks`, and the whitespace-separated words that occur at least `min_count` times, the most frequent first.
     pub(crate) fn words<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
-        let mut counts = HashMap::<&str, usize>::new();
-        for word in texts.flat_map(str::split_whitespace) {
-            *counts.entry(word).or_default() += 1;
-        }
-        let mut counts: Vec<_> = counts.into_iter().filter(|&(_, count)| count >= min_count).collect();
-        counts.sort_by(|(a, m), (b, n)| n.cmp(m).then(a.cmp(b)));
-        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
-        let known = counts.into_iter().map(|(word, _)| word).filter(|word| !special.contains(word));
-        Self::Words(Words::new(special.iter().copied().chain(known).map(str::to_owned).collect()))
+        Self::Words(Words::of_texts(texts, min_count, marks))
     }
 
     /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
@@ -143,11 +99,11 @@ impl Vocabulary {
 
     pub(crate) fn to_json(&self) -> Result<String> {
         Ok(match self {
-            Self::Words(words) => json!({ "words": words.words }),
+            Self::Words(words) => json!({ "words": words.all() }),
             Self::Bpe(tokenizer) => {
                 json!({ "bpe": serde_json::from_str::<Value>(&tokenizer.to_string(false).map_err(failed)?)? })
             }
-            Self::Codes(codes) => json!({ "words": codes.words().words, "table": table_json(codes.table())? }),
+            Self::Codes(codes) => json!({ "words": codes.words().all(), "table": table_json(codes.table())? }),
         }
         .to_string())
     }

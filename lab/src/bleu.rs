@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 const ORDERS: usize = 4;
 
-/// The n-gram counts of a hypothesis and its reference, or the sums over a corpus.
+/// The n-gram counts of a hypothesis and its references, or the sums over a corpus.
 #[derive(Clone, Copy, Default)]
 struct Counts {
     matches: [usize; ORDERS],
@@ -14,12 +14,22 @@ struct Counts {
 }
 
 impl Counts {
-    fn new(hypothesis: &[&str], reference: &[&str]) -> Self {
-        let mut counts = Counts { hypothesis: hypothesis.len(), reference: reference.len(), ..Counts::default() };
+    /// An n-gram matches as often as it occurs in the reference that has it most often. The length of the references is
+    /// the one closest to the hypothesis's, the shorter of two that are equally close.
+    fn new(hypothesis: &[&str], references: &[Vec<&str>]) -> Self {
+        let length = hypothesis.len();
+        let closest = references.iter().map(Vec::len).min_by_key(|&other| (other.abs_diff(length), other));
+        let mut counts = Counts { hypothesis: length, reference: closest.unwrap_or(0), ..Counts::default() };
         for order in 1..=ORDERS {
             let mut left = HashMap::<&[&str], usize>::new();
-            for gram in reference.windows(order) {
-                *left.entry(gram).or_default() += 1;
+            for reference in references {
+                let mut of_reference = HashMap::<&[&str], usize>::new();
+                for gram in reference.windows(order) {
+                    let count = of_reference.entry(gram).or_default();
+                    *count += 1;
+                    let most = left.entry(gram).or_default();
+                    *most = (*most).max(*count);
+                }
             }
             for gram in hypothesis.windows(order) {
                 counts.totals[order - 1] += 1;
@@ -50,12 +60,16 @@ impl Counts {
     }
 }
 
-/// BLEU-4 in percent of pairs of a hypothesis and its reference, tokens separated by whitespace. Without smoothing: it
-/// is 0 if the corpus has no matching 4-gram.
-pub(crate) fn corpus_bleu<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> f64 {
+/// BLEU-4 in percent of hypotheses, each with its references, tokens separated by whitespace. Without smoothing: it is 0
+/// if the corpus has no matching 4-gram.
+pub fn corpus_bleu<'a, R>(pairs: impl Iterator<Item = (&'a str, R)>) -> f64
+where
+    R: IntoIterator<Item = &'a str>,
+{
     let mut counts = Counts::default();
-    for (hypothesis, reference) in pairs {
-        counts.add(&Counts::new(&words(hypothesis), &words(reference)));
+    for (hypothesis, references) in pairs {
+        let references: Vec<Vec<&str>> = references.into_iter().map(words).collect();
+        counts.add(&Counts::new(&words(hypothesis), &references));
     }
     if counts.matches.contains(&0) {
         return 0.0;
@@ -66,8 +80,8 @@ pub(crate) fn corpus_bleu<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -
 
 /// BLEU-1 to BLEU-4 of one sentence, from 0 to 1, smoothed by adding one to matches and totals for n of at least 2: Lin
 /// and Och (2004), method 2 of Chen and Cherry (2014) and of NLTK.
-pub(crate) fn sentence_bleu(hypothesis: &str, reference: &str) -> [f64; ORDERS] {
-    let counts = Counts::new(&words(hypothesis), &words(reference));
+pub fn sentence_bleu(hypothesis: &str, reference: &str) -> [f64; ORDERS] {
+    let counts = Counts::new(&words(hypothesis), &[words(reference)]);
     let mut logs = 0.0;
     std::array::from_fn(|i| {
         let (matches, total) = (counts.matches[i] as f64, counts.totals[i].max(1) as f64);
@@ -83,6 +97,7 @@ fn words(text: &str) -> Vec<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cider::tests::captions;
 
     const HYPOTHESES: [&str; 5] = [
         "a man in a blue shirt is standing on a ladder cleaning a window .",
@@ -106,14 +121,34 @@ mod tests {
     /// The values of sacrebleu 2.6.0: `corpus_bleu(hypotheses, [references], tokenize="none", force=True).score`.
     #[test]
     fn corpus_bleu_equals_sacrebleu() {
-        let bleu = |range: std::ops::Range<usize>| {
-            corpus_bleu(HYPOTHESES[range.clone()].iter().copied().zip(REFERENCES[range].iter().copied()))
-        };
+        let bleu = |range: std::ops::Range<usize>| corpus_bleu(range.map(|i| (HYPOTHESES[i], [REFERENCES[i]])));
         close(bleu(0..5), CORPUS[0]);
         close(bleu(0..1), CORPUS[1]);
         close(bleu(0..2), CORPUS[2]);
-        close(corpus_bleu(REFERENCES.into_iter().zip(REFERENCES)), 100.0);
+        close(corpus_bleu(REFERENCES.into_iter().map(|text| (text, [text]))), 100.0);
         close(bleu(4..5), 0.0);
+    }
+
+    /// The values of sacrebleu 2.6.0, as above, with `[[references[0], ..], [references[1], ..], [references[2], ..]]`.
+    #[test]
+    fn corpus_bleu_of_several_references_equals_sacrebleu() {
+        let bleu = |range| corpus_bleu(captions(range).into_iter());
+        close(bleu(0..1), 75.10499815709778);
+        close(bleu(0..2), 70.39848207052137);
+        close(bleu(0..3), 61.604926348104726);
+        close(bleu(0..4), 54.22596206835203);
+    }
+
+    #[test]
+    fn of_two_references_that_are_equally_close_the_shorter_counts() {
+        let length = |references: &[&str]| {
+            let references: Vec<_> = references.iter().map(|text| words(text)).collect();
+            Counts::new(&words("a b c d"), &references).reference
+        };
+        assert_eq!(
+            [length(&["a b c d e", "a b c"]), length(&["a b c", "a b c d e"]), length(&["a", "a b c d e"])],
+            [3, 3, 5]
+        );
     }
 
     /// The values of NLTK 3.10.4: `sentence_bleu([reference], hypothesis, [1/n] * n, SmoothingFunction().method2)`.

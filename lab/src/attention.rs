@@ -1,34 +1,37 @@
 //! Attention of Luong et al. (2015): "general" scores, and the attentional state tanh(W [context; hidden]).
 
+use super::Result;
 use candle_core::{Module, Tensor, D};
 use candle_nn::{linear_no_bias, ops::softmax, Linear, VarBuilder};
-use lab::Result;
 
-pub(crate) struct Attention {
+/// Attention over a sequence.
+pub struct Attention {
     score: Linear,
     combine: Linear,
 }
 
 /// The attended sequence: the encoder's outputs and their keys, each [batch, positions, hidden], and its mask.
 #[derive(Clone)]
-pub(crate) struct Memory {
+pub struct Memory {
     values: Tensor,
     keys: Tensor,
     mask: Tensor,
 }
 
 impl Attention {
-    pub(crate) fn new(hidden: usize, vb: VarBuilder) -> Result<Self> {
+    /// Attention of states of `hidden` elements, with variables `score.weight` and `combine.weight`.
+    pub fn new(hidden: usize, vb: VarBuilder) -> Result<Self> {
         let score = linear_no_bias(hidden, hidden, vb.pp("score"))?;
         Ok(Self { score, combine: linear_no_bias(2 * hidden, hidden, vb.pp("combine"))? })
     }
 
-    pub(crate) fn memory(&self, values: Tensor, mask: Tensor) -> Result<Memory> {
+    /// The memory of `values`; the mask is added to the scores, so that minus a large number hides a position.
+    pub fn memory(&self, values: Tensor, mask: Tensor) -> Result<Memory> {
         Ok(Memory { keys: self.score.forward(&values)?, values, mask })
     }
 
     /// Hidden states [batch, steps, hidden] -> attentional states of the same shape.
-    pub(crate) fn forward(&self, hidden: &Tensor, memory: &Memory) -> Result<Tensor> {
+    pub fn forward(&self, hidden: &Tensor, memory: &Memory) -> Result<Tensor> {
         let scores = hidden.matmul(&memory.keys.transpose(1, 2)?)?.broadcast_add(&memory.mask)?;
         let context = softmax(&scores, D::Minus1)?.matmul(&memory.values)?;
         Ok(self.combine.forward(&Tensor::cat(&[&context, hidden], D::Minus1)?)?.tanh()?)
@@ -37,7 +40,7 @@ impl Attention {
 
 impl Memory {
     /// The memories of these rows.
-    pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
+    pub fn select(&self, rows: &Tensor) -> Result<Self> {
         let select = |tensor: &Tensor| tensor.index_select(rows, 0);
         Ok(Self { values: select(&self.values)?, keys: select(&self.keys)?, mask: select(&self.mask)? })
     }

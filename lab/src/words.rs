@@ -1,0 +1,67 @@
+//! Words and their token ids, for models that begin and end a text with tokens of their own.
+
+use super::Result;
+use std::collections::HashMap;
+
+/// The id after the end of a text in a batch of longer ones.
+pub const PAD: u32 = 0;
+/// The first input of a decoder.
+pub const START: u32 = 1;
+/// The end of a text.
+pub const END: u32 = 2;
+/// The id of all words that are not in the vocabulary.
+pub const UNKNOWN: u32 = 3;
+/// The names of these ids.
+pub const SPECIAL: [&str; 4] = ["<pad>", "<s>", "</s>", "<unk>"];
+
+/// A vocabulary of words.
+#[derive(Clone)]
+pub struct Words {
+    words: Vec<String>,
+    ids: HashMap<String, u32>,
+}
+
+impl Words {
+    /// The words, by token id.
+    pub fn new(words: Vec<String>) -> Self {
+        let ids = words.iter().enumerate().map(|(id, word)| (word.clone(), id as u32)).collect();
+        Self { words, ids }
+    }
+
+    /// The special tokens, the `marks`, and the whitespace-separated words that occur at least `min_count` times, the most
+    /// frequent first.
+    pub fn of_texts<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
+        let mut counts = HashMap::<&str, usize>::new();
+        for word in texts.flat_map(str::split_whitespace) {
+            *counts.entry(word).or_default() += 1;
+        }
+        let mut counts: Vec<_> = counts.into_iter().filter(|&(_, count)| count >= min_count).collect();
+        counts.sort_by(|(a, m), (b, n)| n.cmp(m).then(a.cmp(b)));
+        let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
+        let known = counts.into_iter().map(|(word, _)| word).filter(|word| !special.contains(word));
+        Self::new(special.iter().copied().chain(known).map(str::to_owned).collect())
+    }
+
+    /// The number of words.
+    #[allow(clippy::len_without_is_empty)] // no vocabulary is empty
+    pub fn len(&self) -> usize {
+        self.words.len()
+    }
+
+    /// The words, by token id.
+    pub fn all(&self) -> &[String] {
+        &self.words
+    }
+
+    /// The ids of the whitespace-separated words.
+    pub fn encode(&self, text: &str) -> Vec<u32> {
+        text.split_whitespace().map(|word| self.ids.get(word).copied().unwrap_or(UNKNOWN)).collect()
+    }
+
+    /// The words of these ids.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        let word = |&id: &u32| self.words.get(id as usize).map(String::as_str);
+        let text: Option<Vec<&str>> = ids.iter().map(word).collect();
+        Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
+    }
+}

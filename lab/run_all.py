@@ -48,7 +48,10 @@ TRIED = [*HEADS, "sampled"]
 MINUTES = 40
 
 # Multi30k over words, byte pairs and codes (Kong et al., 2019): as many pieces as codes, contexts as wide as the model.
-MODELS = {"LSTM": "--lr 0.0037 --dropout 0.16 --epochs 4 --context 256"}
+MODELS = {
+    "LSTM": "--lr 0.0037 --dropout 0.16 --epochs 4 --context 256",
+    "Transformer": "--architecture transformer --context 192",
+}
 VOCABULARIES = {"words": "", "byte pairs": " --vocab bpe --vocab-size 1200", "codes": " --vocab hybrid --codes 1200"}
 TABLE = " --table-file {RUNS}/multi30k-table.safetensors"
 

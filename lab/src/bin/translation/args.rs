@@ -28,10 +28,10 @@ const TOY_TRANSFORMER: Recipe = Recipe { layers: 2, lr: 0.003, warmup: 100, ..TO
 const TRANSFORMER: Recipe = Recipe {
     hidden: 192,
     layers: 2,
-    epochs: 8,
+    epochs: 6,
     lr: 0.003,
     warmup: 400,
-    decay: 0.75,
+    decay: 0.65,
     dropout: 0.1,
     label_smoothing: 0.1,
     ..TRANSLATION

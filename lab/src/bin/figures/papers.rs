@@ -7,6 +7,7 @@ use std::path::Path;
 use crate::quality::mean_and_deviation;
 use crate::results::{read, Line, Result, Results};
 use crate::tables::{digits, markdown, need};
+use crate::vocabularies;
 
 const INDEX: &str = "lab/papers.jsonl";
 
@@ -73,6 +74,8 @@ fn expand(text: &str, results: &Results) -> Result<String> {
     let value = match name {
         "spell" => spelled(results)?,
         "slowdowns" => slowdowns(results)?,
+        "lstm-bleu" => vocabularies::summary(results, "LSTM")?,
+        "transformer-bleu" => vocabularies::summary(results, "Transformer")?,
         figure => heads(results, figure)?,
     };
     Ok(format!("{before}{value}{}", expand(after, results)?))

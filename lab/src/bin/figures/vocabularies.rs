@@ -34,10 +34,25 @@ fn rows(results: &Results) -> Vec<Row<'_>> {
     pairs.map(row).filter(|row| !row.seeds.is_empty()).collect()
 }
 
+/// The test BLEU of a model's rows.
+pub(crate) fn summary(results: &Results, model: &str) -> Result<String> {
+    let mut parts: Vec<String> = vec![];
+    for row in rows(results).iter().filter(|row| row.system.starts_with(model)) {
+        let [_, tokens, components] = names(row)?;
+        parts.push(format!("{tokens}, K = {components} {}", bleu(row)?));
+    }
+    Ok(if parts.is_empty() { "not run yet".into() } else { parts.join("; ") })
+}
+
+fn bleu(row: &Row) -> Result<String> {
+    let scores = row.seeds.iter().map(|line| line.score("bleu").ok_or("a translation without BLEU".into()));
+    Ok(mean_and_deviation(&scores.collect::<Result<Vec<_>>>()?, 1))
+}
+
 /// What a row is called: the model, what a target token is, and the number of softmaxes.
-fn names(row: &Row) -> Result<Vec<String>> {
+fn names(row: &Row) -> Result<[String; 3]> {
     let (model, tokens) = row.system.split_once(", ").ok_or("a system has a model and its tokens")?;
-    Ok(vec![model.into(), tokens.into(), count(need(row.seeds[0], "components")?)])
+    Ok([model.into(), tokens.into(), count(need(row.seeds[0], "components")?)])
 }
 
 /// Sizes, time, memory, perplexity and BLEU of every system.
@@ -49,7 +64,7 @@ pub(crate) fn vocabularies(results: &Results) -> Result<String> {
     let cells = |row: &Row| {
         let values = |key: &str| row.seeds.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>();
         let first = |key: &str| need(row.seeds[0], key);
-        let mut cells = names(row)?;
+        let mut cells = names(row)?.to_vec();
         cells.extend([count(first("vocab_size")?), count(first("parameters")?)]);
         cells.push(row.step.map_or(Ok(String::new()), |line| need(line, "seconds").map(digits))?);
         cells.push(count(first("peak_mib")?.round()));
@@ -57,8 +72,7 @@ pub(crate) fn vocabularies(results: &Results) -> Result<String> {
         for key in ["valid_perplexity", "test_perplexity"] {
             cells.push(mean_and_deviation(&values(key)?, 2));
         }
-        let bleu = row.seeds.iter().map(|line| line.score("bleu").ok_or("a translation without BLEU".into()));
-        cells.push(mean_and_deviation(&bleu.collect::<Result<Vec<_>>>()?, 1));
+        cells.push(bleu(row)?);
         Ok(cells)
     };
     let header =
@@ -78,7 +92,7 @@ pub(crate) fn equal_time(results: &Results) -> Result<String> {
         let each = row.step.map_or(Ok(f64::NAN), |line| need(line, "seconds"))?;
         let points = row.seeds[0].triples("evaluations");
         let within = |minutes: f64| points.iter().rfind(|[_, steps, _]| steps * each <= 60.0 * minutes);
-        let mut cells = names(row)?;
+        let mut cells = names(row)?.to_vec();
         cells.extend(MINUTES.map(|minutes| within(minutes).map_or(String::new(), |[_, _, value]| perplexity(*value))));
         Ok(cells)
     };

@@ -1,0 +1,222 @@
+//! Fine-tunes a language model with `Linear` and `cross_entropy`, and with the output layer of this crate: the seconds, the
+//! peak memory and the losses of a step. The model has the shape of llama2.c's with 15 million parameters.
+//!
+//!     cargo run --release -p lab --bin fine_tune
+//!     cargo run --release -p lab --bin fine_tune -- --text FILE --output head --steps 200 --save tuned.safetensors
+//!
+//! Each output layer is trained by a process of its own, so that its peak of memory is its own. All start with the same
+//! values and read the same batches: the losses with the logits and with the head must be the same but for rounding.
+
+mod model;
+mod output;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use candle_core::Device;
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use clap::{Parser, ValueEnum};
+use lab::memory::Peak;
+use lab::report::{self, number};
+use lab::values::{above_zero, positive};
+use lab::Result;
+use model::Config;
+use output::{FineTuned, Output};
+use serde_json::{json, Value};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
+use text::Text;
+
+/// Fine-tunes a language model with each of the output layers
+#[derive(Clone, Debug, Parser)]
+pub(crate) struct Args {
+    /// Words to train on, in pieces of a byte-pair encoding [default: a built-in language]
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// The output layer [default: all, each in a process of its own]
+    #[arg(long, value_enum)]
+    output: Option<Output>,
+    /// Steps of training
+    #[arg(long, value_parser = positive, default_value_t = 6)]
+    steps: usize,
+    /// Number of token ids
+    #[arg(long, value_parser = positive, default_value_t = 32_000)]
+    vocab_size: usize,
+    /// Size of a hidden state
+    #[arg(long, value_parser = positive, default_value_t = 288)]
+    hidden: usize,
+    /// Number of layers
+    #[arg(long, value_parser = positive, default_value_t = 6)]
+    layers: usize,
+    /// Attention heads
+    #[arg(long, value_parser = positive, default_value_t = 6)]
+    attention_heads: usize,
+    /// Width within the feed-forward networks
+    #[arg(long, value_parser = positive, default_value_t = 768)]
+    inner: usize,
+    /// Windows of text per step
+    #[arg(long, value_parser = positive, default_value_t = 8)]
+    batch: usize,
+    /// Positions of a window
+    #[arg(long, value_parser = positive, default_value_t = 128)]
+    positions: usize,
+    /// Rank of the adapter
+    #[arg(long, value_parser = positive, default_value_t = 8)]
+    rank: usize,
+    /// Learning rate of AdamW
+    #[arg(long, value_parser = above_zero, default_value_t = 3e-4)]
+    lr: f64,
+    /// Start from these weights, which are named as in Hugging Face's Llama [default: random ones]
+    #[arg(long, value_name = "FILE.safetensors")]
+    weights: Option<PathBuf>,
+    /// Write the weights, an adapter's apart from the decoder's
+    #[arg(long, value_name = "FILE.safetensors", requires = "output")]
+    save: Option<PathBuf>,
+    /// The seed of initial values and batches
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print a JSON line for each output layer
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> ExitCode {
+    lab::start(run)
+}
+
+fn run(args: &Args) -> Result<()> {
+    let Args { hidden, attention_heads: heads, .. } = *args;
+    if hidden % (2 * heads) != 0 {
+        return Err(
+            format!("--hidden is {hidden}, expected a multiple of twice the {heads} of --attention-heads").into()
+        );
+    }
+    if let Some(output) = args.output {
+        let line = train(args, output, |step, loss| eprintln!("step {step:>4}  loss {loss:.5}"))?;
+        println!("{line}");
+        return Ok(());
+    }
+    let lines = Output::value_variants().iter().map(|output| in_a_process(*output)).collect::<Result<Vec<_>>>()?;
+    if args.json {
+        lines.iter().for_each(|line| println!("{line}"));
+    } else {
+        println!("{}", table(&lines));
+    }
+    let difference = largest_difference(&lines[0], &lines[1]);
+    println!(
+        "The losses with the logits and with the head differ by at most {difference:.1e} nats in {} steps.",
+        args.steps
+    );
+    match difference < MOST_DIFFERENCE {
+        true => Ok(()),
+        false => Err(format!("a difference of {difference:.1e} nats is more than rounding").into()),
+    }
+}
+
+/// Losses of f32 that differ by more than this are not those of the same training.
+const MOST_DIFFERENCE: f64 = 1e-3;
+
+/// The line of this program, called with the same flags for one output layer.
+fn in_a_process(output: Output) -> Result<Value> {
+    let name = output.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+    eprintln!("{name}");
+    let found = Command::new(std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .args(["--output", &name])
+        .stderr(Stdio::inherit())
+        .output()?;
+    if !found.status.success() {
+        return Err(format!("--output {name} failed").into());
+    }
+    Ok(serde_json::from_slice(&found.stdout)?)
+}
+
+/// Trains with one output layer; `show` is called with the number and the loss of each step.
+fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value> {
+    let Args { vocab_size: vocab, hidden, layers, attention_heads: heads, inner, batch, positions, .. } = *args;
+    let text = match &args.text {
+        Some(path) => Text::from_file(path, vocab)?,
+        None => Text::built_in(vocab, args.seed)?,
+    };
+    let tuned =
+        FineTuned::new(Config { vocab, hidden, layers, heads, inner, positions }, output, args.rank, args.seed)?;
+    if let Some(path) = &args.weights {
+        tuned.load(path)?;
+    }
+    let trained = tuned.trained.all_vars();
+    let mut optimizer = AdamW::new(trained.clone(), ParamsAdamW { lr: args.lr, ..ParamsAdamW::default() })?;
+    let (mut losses, mut seconds) = (vec![], vec![]);
+    let memory = Peak::watch(&Device::Cpu);
+    for step in 0..args.steps {
+        let [tokens, targets] = text.batch(batch, positions, args.seed.wrapping_add(step as u64))?;
+        let start = Instant::now();
+        let (loss, gradients) = tuned.step(&tokens, &targets)?;
+        let without = trained.iter().filter(|var| gradients.get(var).is_none()).count();
+        if without > 0 {
+            return Err(format!("{without} of {} variables have no gradient", trained.len()).into());
+        }
+        optimizer.step(&gradients)?;
+        seconds.push(start.elapsed().as_secs_f64());
+        losses.push(loss);
+        show(step + 1, loss);
+    }
+    let peak_mib = memory.mib();
+    if let Some(path) = &args.save {
+        tuned.save(path)?;
+    }
+    let count = |vars: &mut dyn Iterator<Item = usize>| vars.sum::<usize>();
+    Ok(json!({
+        "output": output.to_possible_value().map(|value| value.get_name().to_owned()),
+        "text": text.name,
+        "pieces": text.pieces,
+        "parameters": count(&mut tuned.variables().iter().map(|(_, var)| var.elem_count())),
+        "trained": count(&mut trained.iter().map(|var| var.elem_count())),
+        "positions": batch * positions,
+        "seconds": median(seconds),
+        "peak_mib": peak_mib,
+        "losses": losses,
+    }))
+}
+
+/// The median of the steps after the first, which also waits for memory.
+fn median(mut seconds: Vec<f64>) -> Option<f64> {
+    if seconds.len() > 1 {
+        seconds.remove(0);
+    }
+    seconds.sort_by(f64::total_cmp);
+    seconds.get(seconds.len() / 2).copied()
+}
+
+fn numbers(line: &Value, key: &str) -> Vec<f64> {
+    line[key].as_array().map_or(vec![], |all| all.iter().filter_map(Value::as_f64).collect())
+}
+
+/// NaN if a loss is not finite.
+fn largest_difference(a: &Value, b: &Value) -> f64 {
+    let (a, b) = (numbers(a, "losses"), numbers(b, "losses"));
+    let differences = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
+    if a.len() == b.len() {
+        differences.fold(0.0, f64::max)
+    } else {
+        f64::NAN
+    }
+}
+
+fn table(lines: &[Value]) -> String {
+    let row = |line: &Value| {
+        let losses = numbers(line, "losses");
+        let whole = |key: &str| number(line[key].as_f64(), 0);
+        vec![
+            line["output"].as_str().unwrap_or("").to_owned(),
+            whole("parameters"),
+            whole("trained"),
+            number(line["seconds"].as_f64(), 2),
+            whole("peak_mib"),
+            number(losses.first().copied(), 4),
+            number(losses.last().copied(), 4),
+        ]
+    };
+    let columns = ["output", "parameters", "trained", "s/step", "peak MiB", "first loss", "last loss"];
+    report::table(&columns, &lines.iter().map(row).collect::<Vec<_>>())
+}

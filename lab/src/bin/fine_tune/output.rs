@@ -1,0 +1,131 @@
+//! The ways to train the output layer that the program compares.
+
+use crate::model::{Config, Llama};
+use candle_core::{backprop::GradStore, DType, Device, Tensor, Var};
+use candle_nn::loss::cross_entropy;
+use candle_nn::{Linear, Module, VarBuilder, VarMap};
+use clap::ValueEnum;
+use lab::checkpoint::Checkpoint;
+use lab::{init, Result};
+use mos_head::{LossOptions, LowRankAdapter, LowRankConfig, OutputLayer, SoftmaxHead};
+use std::collections::HashMap;
+use std::path::Path;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// `Linear` and `cross_entropy`: the logits of all positions are in memory
+    Logits,
+    /// `SoftmaxHead`
+    Head,
+    /// `SoftmaxHead`, and the embedding that is also its decoder is not trained
+    Frozen,
+    /// As `frozen`, with a low-rank adapter of the decoder
+    Adapter,
+}
+
+enum Layer {
+    Logits(Linear),
+    Head(SoftmaxHead),
+}
+
+/// A model and its output layer.
+pub(crate) struct FineTuned {
+    model: Llama,
+    output: Layer,
+    /// The variables that are trained.
+    pub(crate) trained: VarMap,
+    /// The variables that are not.
+    frozen: VarMap,
+}
+
+impl FineTuned {
+    /// With random initial values of this seed; those of an adapter are without effect.
+    pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64) -> Result<Self> {
+        let Config { vocab, hidden, .. } = config;
+        let (trained, frozen) = (VarMap::new(), VarMap::new());
+        let builder = |of: &VarMap| VarBuilder::from_varmap(of, DType::F32, &Device::Cpu);
+        let is_frozen = matches!(output, Output::Frozen | Output::Adapter);
+        let of_embedding = builder(if is_frozen { &frozen } else { &trained });
+        let mut embedding = of_embedding.get((vocab, hidden), "model.embed_tokens.weight")?;
+        if is_frozen {
+            // No gradient goes to a tensor that is no variable.
+            embedding = embedding.detach();
+        }
+        let model = Llama::new(config, embedding.clone(), builder(&trained).pp("model"))?;
+        let head = || SoftmaxHead::from_tensors(embedding.clone(), None);
+        let output = match output {
+            Output::Logits => Layer::Logits(Linear::new(embedding.clone(), None)),
+            Output::Head | Output::Frozen => Layer::Head(head()?),
+            Output::Adapter => {
+                let sizes = LowRankConfig::new(vocab, hidden, rank);
+                Layer::Head(head()?.with_adapter(LowRankAdapter::new(&sizes, builder(&trained).pp("lm_head"))?)?)
+            }
+        };
+        let tuned = Self { model, output, trained, frozen };
+        tuned.initialise(config, seed)?;
+        Ok(tuned)
+    }
+
+    /// A variable starts with the same values whatever the output layer is.
+    fn initialise(&self, config: Config, seed: u64) -> Result<()> {
+        // Numbers of standard deviation 0.02, as Llama's.
+        let scale = 0.02 * 3f64.sqrt();
+        for (name, var) in self.variables() {
+            let ones = name.ends_with("norm.weight");
+            if ones || name.ends_with("lora_B.weight") {
+                var.set(&if ones { var.ones_like()? } else { var.zeros_like()? })?;
+                continue;
+            }
+            let scale = if name.ends_with("lora_A.weight") { 1.0 / (config.hidden as f64).sqrt() } else { scale };
+            init::uniform_of(&var, seed, &name, scale)?;
+        }
+        Ok(())
+    }
+
+    /// All variables, by name.
+    pub(crate) fn variables(&self) -> Vec<(String, Var)> {
+        [&self.trained, &self.frozen].into_iter().flat_map(init::sorted).collect()
+    }
+
+    /// Sets the variables from a checkpoint, which need not have an adapter.
+    pub(crate) fn load(&self, path: &Path) -> Result<()> {
+        let checkpoint = Checkpoint::load(path, &Device::Cpu)?;
+        for (name, var) in self.variables() {
+            match checkpoint.tensors.get(&name) {
+                Some(saved) if saved.dims() == var.dims() => var.set(&saved.to_dtype(DType::F32)?)?,
+                Some(saved) => {
+                    let (path, found, expected) = (path.display(), saved.dims(), var.dims());
+                    return Err(format!("{path}: {name} is {found:?}, expected {expected:?}").into());
+                }
+                None if name.starts_with("lm_head.lora_") => {}
+                None => return Err(format!("{} has no tensor {name}", path.display()).into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the variables.
+    pub(crate) fn save(&self, path: &Path) -> Result<()> {
+        let tensors: HashMap<_, _> =
+            self.variables().into_iter().map(|(name, var)| (name, var.as_tensor().clone())).collect();
+        Checkpoint { tensors, metadata: HashMap::new() }.save(path)
+    }
+
+    /// The mean loss of the targets in nats, and the gradients; both `[batch, positions]`.
+    pub(crate) fn step(&self, tokens: &Tensor, targets: &Tensor) -> Result<(f64, GradStore)> {
+        let hidden = self.model.forward(tokens)?;
+        match &self.output {
+            Layer::Logits(linear) => {
+                let logits = linear.forward(&hidden.flatten_to(1)?)?;
+                let loss = cross_entropy(&logits, &targets.flatten_all()?)?;
+                let gradients = loss.backward()?;
+                Ok((f64::from(loss.to_scalar::<f32>()?), gradients))
+            }
+            Layer::Head(head) => {
+                let loss = head.loss(&hidden, targets, &LossOptions::default())?;
+                let gradients = loss.backward()?;
+                Ok((f64::from(loss.value.to_scalar::<f32>()?), gradients))
+            }
+        }
+    }
+}

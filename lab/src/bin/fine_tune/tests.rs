@@ -1,0 +1,114 @@
+//! Every output layer trains all of its variables, and the logits and the head compute the same.
+
+use super::*;
+use crate::model::Llama;
+use candle_core::{DType, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+
+const CONFIG: Config = Config { vocab: 50, hidden: 24, layers: 2, heads: 3, inner: 32, positions: 9 };
+
+fn ids(shape: (usize, usize), factor: u32) -> Tensor {
+    let ids = (0..(shape.0 * shape.1) as u32).map(|i| (i * factor + 3) % 50);
+    Tensor::from_iter(ids, &Device::Cpu).unwrap().reshape(shape).unwrap()
+}
+
+fn args(flags: &[&str]) -> Args {
+    let small =
+        "fine_tune --vocab-size 600 --hidden 16 --layers 1 --attention-heads 2 --inner 24 --batch 2 --positions 10";
+    Args::try_parse_from(small.split(' ').chain(flags.iter().copied())).unwrap()
+}
+
+#[test]
+fn the_head_has_the_loss_and_the_gradients_of_the_logits() {
+    let [logits, head] = [Output::Logits, Output::Head].map(|output| FineTuned::new(CONFIG, output, 4, 7).unwrap());
+    let (tokens, targets) = (ids((2, 9), 7), ids((2, 9), 11));
+    let ((expected, of_logits), (found, of_head)) =
+        (logits.step(&tokens, &targets).unwrap(), head.step(&tokens, &targets).unwrap());
+    assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    for ((name, a), (_, b)) in logits.variables().into_iter().zip(head.variables()) {
+        let (a, b) = (of_logits.get(&a).expect(&name), of_head.get(&b).expect(&name));
+        let largest = a.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        let difference = (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(largest > 0.0 && difference < 1e-4 * largest, "{name}: {difference} of {largest}");
+    }
+}
+
+#[test]
+fn what_is_frozen_has_no_gradient_and_all_else_has() {
+    for output in [Output::Frozen, Output::Adapter] {
+        let tuned = FineTuned::new(CONFIG, output, 4, 7).unwrap();
+        let (_, gradients) = tuned.step(&ids((2, 9), 7), &ids((2, 9), 11)).unwrap();
+        for (name, var) in tuned.variables() {
+            assert_eq!(gradients.get(&var).is_none(), name == "model.embed_tokens.weight", "{output:?} {name}");
+        }
+    }
+    let parameters = |output| FineTuned::new(CONFIG, output, 4, 7).unwrap().variables().len();
+    assert_eq!(parameters(Output::Adapter), parameters(Output::Frozen) + 2);
+}
+
+#[test]
+fn hidden_states_depend_on_no_later_token_and_on_the_order_of_earlier_ones() {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+    let embedding = vb.get((50, 24), "embedding").unwrap();
+    let model = Llama::new(CONFIG, embedding, vb).unwrap();
+    lab::init::uniform(&varmap, 3, |_| 0.5).unwrap();
+    let hidden = |tokens: [u32; 5]| {
+        model.forward(&Tensor::new(&[tokens], &Device::Cpu).unwrap()).unwrap().to_vec3::<f32>().unwrap()[0].clone()
+    };
+    let before = hidden([1, 2, 3, 4, 5]);
+    let after = hidden([1, 2, 3, 9, 5]);
+    assert!(before[..3] == after[..3] && before[3] != after[3] && before[4] != after[4]);
+    assert_ne!(hidden([2, 1, 3, 4, 5])[4], before[4]);
+}
+
+#[test]
+fn training_lowers_the_loss_and_saved_weights_continue_it() {
+    let path = std::env::temp_dir().join(format!("fine_tune_{}.safetensors", std::process::id()));
+    let file = path.to_str().unwrap();
+    let first =
+        train(&args(&["--output", "head", "--steps", "12", "--lr", "0.01", "--save", file]), Output::Head, |_, _| {});
+    let losses = numbers(&first.unwrap(), "losses");
+    assert!(losses[11] < losses[0] - 0.2, "{losses:?}");
+    // The same weights, whatever is trained next; an adapter starts without effect.
+    let next = |output| {
+        let line = train(&args(&["--steps", "1", "--weights", file]), output, |_, _| {}).unwrap();
+        numbers(&line, "losses")[0]
+    };
+    let expected = next(Output::Logits);
+    assert!(expected < losses[0] - 0.2);
+    for output in [Output::Head, Output::Frozen, Output::Adapter] {
+        assert!((next(output) - expected).abs() < 1e-5, "{output:?}");
+    }
+    // Of other sizes.
+    let larger = Args { vocab_size: 700, ..args(&["--weights", file]) };
+    let error = train(&larger, Output::Head, |_, _| {}).err().unwrap();
+    assert!(error.to_string().contains("model.embed_tokens.weight is [600, 16], expected [700, 16]"), "{error}");
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn wrong_flags_and_texts_are_errors_that_say_so() {
+    let error = run(&Args { hidden: 18, attention_heads: 4, ..args(&[]) }).err().unwrap().to_string();
+    assert!(error.contains("--hidden is 18") && error.contains("twice the 4"), "{error}");
+    let error = run(&Args { vocab_size: 100, ..args(&["--output", "head"]) }).err().unwrap().to_string();
+    assert!(error.contains("--vocab-size is 100"), "{error}");
+    let path = std::env::temp_dir().join(format!("fine_tune_{}.txt", std::process::id()));
+    std::fs::write(&path, "a few words").unwrap();
+    let long = Args { positions: 40, ..args(&["--output", "head", "--text", path.to_str().unwrap()]) };
+    let error = run(&long).err().unwrap();
+    assert!(error.to_string().contains("fewer than the 41 of a window"), "{error}");
+    std::fs::write(&path, "the cat and the dog and the bird ".repeat(20)).unwrap();
+    let line = train(&args(&["--text", path.to_str().unwrap(), "--steps", "2"]), Output::Head, |_, _| {}).unwrap();
+    assert!(line["pieces"].as_u64().unwrap() > 5, "{line}");
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn losses_that_are_not_alike_are_found() {
+    let line = |losses: &[f64]| json!({ "losses": losses });
+    assert!(largest_difference(&line(&[1.0, 2.0]), &line(&[1.0, 2.5])) > 0.4);
+    assert!(largest_difference(&line(&[1.0]), &line(&[1.0, 2.5])).is_nan());
+    // JSON has no NaN.
+    assert!(largest_difference(&line(&[f64::NAN, 1.0]), &line(&[1.0, 1.0])).is_nan());
+}

@@ -1,0 +1,141 @@
+//! What can be said of a scene, with synonyms, omissions and different orders.
+
+use crate::phrase::Phrase::{self, All, One, Words};
+use crate::scene::{Color, Group, Relation, Scene, Shape};
+
+/// All captions of a scene, with their probabilities.
+pub(crate) fn captions(scene: &Scene) -> Phrase {
+    let first = || noun_phrase(scene.first);
+    let is = Words(if scene.first.count == 1 { "is" } else { "are" });
+    let Some((relation, second)) = scene.other else {
+        return One(vec![
+            (2.0, first()),
+            (2.0, All(vec![first(), Phrase::any("alone|and nothing else|on a grey background|in the picture")])),
+            (2.0, All(vec![Phrase::any("there"), is, Phrase::any("|only|just"), first()])),
+            (2.0, All(vec![showing(), first()])),
+        ]);
+    };
+    let other = || noun_phrase(second);
+    let other_is = Words(if second.count == 1 { "is" } else { "are" });
+    let its = Words(if second.count == 1 { "its" } else { "their" });
+    let of_first = Words(if scene.first.count == 1 { "its" } else { "their" });
+    let Places { before, after, at_first, at_second, both } = Places::of(relation);
+    let mut ways = vec![
+        (3.0, All(vec![first(), One(vec![(1.0, is.clone()), (1.0, Words(""))]), before.clone(), other()])),
+        (2.0, All(vec![other(), One(vec![(1.0, other_is), (1.0, Words(""))]), after, first()])),
+        (1.0, All(vec![Words("there"), is.clone(), first(), before.clone(), other()])),
+        (1.0, All(vec![showing(), first(), before, other()])),
+    ];
+    match relation {
+        Relation::Inside => ways.push((2.0, All(vec![other(), Words("with"), first(), at_first]))),
+        _ => {
+            ways.push((1.5, All(vec![other(), Words("with"), first(), Words("on"), its, at_first.clone()])));
+            ways.push((1.0, All(vec![first(), Words("with"), other(), Words("on"), of_first, at_second.clone()])));
+            ways.push((1.0, All(vec![first(), Words("and"), other(), both])));
+            let second_part = vec![Phrase::any("and|while"), Words("on the"), at_second];
+            let part = vec![Words("on the"), at_first, is, first(), All(second_part)];
+            ways.push((1.0, All(part.into_iter().chain([other()]).collect())));
+        }
+    }
+    One(ways)
+}
+
+fn showing() -> Phrase {
+    Phrase::any("we see|you can see|the picture shows|a picture of|this shows")
+}
+
+/// How a relation is expressed.
+struct Places {
+    /// Between the first group and the second.
+    before: Phrase,
+    /// Between the second group and the first.
+    after: Phrase,
+    /// Where the first group is.
+    at_first: Phrase,
+    /// Where the second group is.
+    at_second: Phrase,
+    /// After both groups.
+    both: Phrase,
+}
+
+impl Places {
+    fn of(relation: Relation) -> Self {
+        let any = Phrase::any;
+        match relation {
+            Relation::LeftOf => Places {
+                before: any("to the left of|left of|on the left side of"),
+                after: any("to the right of|right of|on the right side of"),
+                at_first: any("left|left side"),
+                at_second: any("right|right side"),
+                both: any("next to each other|side by side|in a row"),
+            },
+            Relation::Above => Places {
+                before: any("above|over|higher than"),
+                after: any("below|under|beneath|lower than"),
+                at_first: any("top|upper side"),
+                at_second: any("bottom|lower side"),
+                both: any("one above the other|from top to bottom"),
+            },
+            Relation::Inside => Places {
+                before: any("inside|within|in the middle of|in"),
+                after: any("around|surrounding|behind"),
+                at_first: any("inside|in the middle|within"),
+                at_second: Words(""),
+                both: Words(""),
+            },
+        }
+    }
+}
+
+/// A group: number, size and colour before the noun, or the colour after it; or without a size or a colour.
+fn noun_phrase(group: Group) -> Phrase {
+    let number = match group.count {
+        1 => One(vec![(4.0, Words("a")), (1.0, Words("one")), (1.0, Words("a single"))]),
+        2 => One(vec![(3.0, Words("two")), (1.0, Words("a pair of"))]),
+        _ => One(vec![(3.0, Words("three")), (1.0, Words("a group of three")), (1.0, Words("some"))]),
+    };
+    let size = Phrase::any(if group.is_big { "big|large|huge" } else { "small|little|tiny" });
+    let size = One(vec![(3.0, size), (2.0, Words(""))]);
+    let (color, noun) = (color(group.color), noun(group.shape, group.count > 1));
+    let which = Words(if group.count > 1 { "that are" } else { "that is" });
+    let after = All(vec![noun.clone(), One(vec![(1.0, which), (1.0, Words("in"))]), color.clone()]);
+    One(vec![
+        (6.0, All(vec![number.clone(), size.clone(), color, noun.clone()])),
+        (2.0, All(vec![number.clone(), size.clone(), after])),
+        (1.0, All(vec![number, size, noun])),
+    ])
+}
+
+/// The usual word twice as often as the others.
+fn words(usual: &'static str, others: &'static str) -> Phrase {
+    let others: Vec<_> = others.split('|').map(|word| (1.0, Words(word))).collect();
+    One([(2.0, Words(usual))].into_iter().chain(others).collect())
+}
+
+fn color(color: Color) -> Phrase {
+    match color {
+        Color::Red => words("red", "crimson|scarlet"),
+        Color::Green => words("green", "jade"),
+        Color::Blue => words("blue", "navy|cobalt"),
+        Color::Yellow => words("yellow", "golden"),
+        Color::Purple => words("purple", "violet|plum"),
+        Color::Pink => words("pink", "rose"),
+        Color::Black => words("black", "dark|jet-black"),
+        Color::White => words("white", "pale"),
+    }
+}
+
+fn noun(shape: Shape, is_plural: bool) -> Phrase {
+    match (shape, is_plural) {
+        (Shape::Circle, false) => words("circle", "disc|dot|ball"),
+        (Shape::Circle, true) => words("circles", "discs|dots|balls"),
+        (Shape::Square, false) => words("square", "box|block"),
+        (Shape::Square, true) => words("squares", "boxes|blocks"),
+        (Shape::Triangle, false) => words("triangle", "wedge|pyramid"),
+        (Shape::Triangle, true) => words("triangles", "wedges|pyramids"),
+        (Shape::Cross, false) => words("cross", "plus|plus sign"),
+        (Shape::Cross, true) => words("crosses", "pluses|plus signs"),
+        (Shape::Ring, false) => words("ring", "hoop|loop"),
+        (Shape::Ring, true) => words("rings", "hoops|loops"),
+    }
+}

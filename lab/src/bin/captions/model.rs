@@ -1,0 +1,172 @@
+//! The caption model: features of the image, an LSTM with attention over them, and an output layer.
+
+use crate::data::Pair;
+use crate::encoder::Encoder;
+use candle_core::{DType, Device, Module, Tensor};
+use candle_nn::rnn::LSTMState;
+use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
+use lab::attention::{Attention, Memory};
+use lab::head::{HeadKind, HeadSizes};
+use lab::model::{Forward, Model, Pass};
+use lab::recurrent::{locked_dropout, Lstm, LstmDropout};
+use lab::sequences::{by_length, inputs_and_targets, shuffled};
+use lab::words::{Words, PAD};
+use lab::{init, recipe::Recipe, Result};
+use mos_head::OutputLayer;
+use rand::rngs::StdRng;
+
+/// What the captions of all parts are about, and in which words.
+#[derive(Clone)]
+pub(crate) struct Setting {
+    pub(crate) images: Tensor,
+    pub(crate) words: Words,
+    /// Whether the model sees no image.
+    pub(crate) blind: bool,
+}
+
+pub(crate) struct Captioner {
+    pub(crate) setting: Setting,
+    kind: HeadKind,
+    sizes: HeadSizes,
+    encoder: Encoder,
+    bridge: Linear,
+    embedding: Embedding,
+    decoder: Lstm,
+    attention: Attention,
+    head: Box<dyn OutputLayer>,
+    dropout: f64,
+    varmap: VarMap,
+    device: Device,
+}
+
+/// The state of a decoder; its rows are images, or hypotheses of a beam.
+pub(crate) struct State {
+    memory: Memory,
+    lstm: Vec<LSTMState>,
+}
+
+impl State {
+    /// The states of these rows.
+    pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
+        let select =
+            |state: &LSTMState| Ok(LSTMState::new(state.h.index_select(rows, 0)?, state.c.index_select(rows, 0)?));
+        Ok(Self { memory: self.memory.select(rows)?, lstm: self.lstm.iter().map(select).collect::<Result<_>>()? })
+    }
+}
+
+impl Captioner {
+    pub(crate) fn new(kind: HeadKind, setting: Setting, recipe: &Recipe, device: &Device) -> Result<Self> {
+        let sizes = recipe.head(setting.words.len());
+        let (HeadSizes { vocab, hidden, .. }, width) = (sizes, recipe.embedding());
+        let Recipe { layers, dropout, seed, .. } = *recipe;
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
+        let model = Self {
+            kind,
+            sizes,
+            encoder: Encoder::new(&setting.images.dims()[1..], hidden, vb.pp("encoder"))?,
+            bridge: candle_nn::linear(hidden, layers * hidden, vb.pp("bridge"))?,
+            embedding: candle_nn::embedding(vocab, width, vb.pp("embedding"))?,
+            decoder: Lstm::new(width, &vec![hidden; layers], LstmDropout::locked(dropout), vb.pp("decoder"))?,
+            attention: Attention::new(hidden, vb.pp("attention"))?,
+            head: sizes.build(kind, 0.0, None, vb.pp("head"))?,
+            dropout,
+            device: device.clone(),
+            varmap,
+            setting,
+        };
+        // Values keep their scale from layer to layer, also through the rectifiers, which halve the variance.
+        let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        let context = if kind == HeadKind::Softmax { hidden } else { sizes.context };
+        let shapes: std::collections::HashMap<String, Vec<usize>> =
+            init::sorted(&model.varmap).into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect();
+        init::uniform(&model.varmap, seed, |name| match name {
+            "embedding.weight" | "encoder.positions" => 1.0,
+            "head.decoder.weight" => of(context),
+            "head.decoder.bias" => 0.0,
+            name if name.starts_with("encoder.") => match shapes[name][..] {
+                [_, inputs] => (6.0 / inputs as f64).sqrt(),
+                _ => 0.0,
+            },
+            name if name.starts_with("attention.") || name == "head.latent.weight" => of(hidden),
+            _ => 1.0 / (hidden as f64).sqrt(),
+        })?;
+        sizes.start_alike(&model.varmap, recipe.spread)?;
+        Ok(model)
+    }
+
+    /// The decoder's initial state for these images: from the mean of their features.
+    pub(crate) fn encode(&self, images: &[usize]) -> Result<State> {
+        let rows: Vec<u32> = images.iter().map(|&image| image as u32).collect();
+        let images = self.setting.images.index_select(&Tensor::new(rows, &self.device)?, 0)?;
+        let features = self.encoder.forward(&images, self.setting.blind)?;
+        let hidden = self.bridge.forward(&features.mean(1)?)?.tanh()?.chunk(self.decoder.layers(), 1)?;
+        let start = |hidden: Tensor| Ok(LSTMState::new(hidden.contiguous()?, hidden.zeros_like()?));
+        let lstm = hidden.into_iter().map(start).collect::<Result<_>>()?;
+        let (batch, positions, _) = features.dims3()?;
+        let mask = Tensor::zeros((batch, 1, positions), features.dtype(), &self.device)?;
+        Ok(State { memory: self.attention.memory(features, mask)?, lstm })
+    }
+
+    /// Token ids `[batch, steps]` -> the head's hidden states for the next ids, `[batch, steps, hidden]`; advances
+    /// `state`. Dropout is applied if a generator for its masks is given.
+    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
+        let inputs = self.embedding.forward(ids)?;
+        let hidden = self.decoder.forward(&inputs, &mut state.lstm, rng.as_deref_mut())?;
+        locked_dropout(self.attention.forward(&hidden, &state.memory)?, self.dropout, rng)
+    }
+}
+
+/// Captions per batch of an evaluation.
+const EVALUATION_BATCH: usize = 64;
+
+impl Model for Captioner {
+    type Item = Pair;
+    type Batch = Vec<usize>;
+    type State = ();
+    const IGNORED: i64 = PAD as i64;
+
+    fn head(&self) -> &dyn OutputLayer {
+        self.head.as_ref()
+    }
+
+    fn varmap(&self) -> &VarMap {
+        &self.varmap
+    }
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        let mut settings = self.sizes.settings(self.kind);
+        settings.push(("embedding", self.embedding.hidden_size().to_string()));
+        settings.push(("layers", self.decoder.layers().to_string()));
+        settings.push(("blind", self.setting.blind.to_string()));
+        settings
+    }
+
+    fn notes(&self) -> Result<Vec<(&'static str, String)>> {
+        Ok(vec![("vocabulary", serde_json::to_string(self.setting.words.all())?)])
+    }
+
+    fn batches(&self, pairs: &[Pair], recipe: &Recipe, pass: Pass) -> Vec<Vec<usize>> {
+        let length = |i: usize| pairs[i].caption.len();
+        match pass {
+            Pass::Training { epoch } => shuffled(pairs.len(), recipe.batch, recipe.seed ^ (epoch as u64) << 32, length),
+            Pass::Evaluation { .. } => by_length((0..pairs.len()).collect(), EVALUATION_BATCH, length),
+        }
+    }
+
+    fn start(&self, _: &Recipe, _: Pass) -> Result<()> {
+        Ok(())
+    }
+
+    fn forward(&self, pairs: &[Pair], chosen: &Vec<usize>, _: &mut (), rng: Option<&mut StdRng>) -> Result<Forward> {
+        let captions: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].caption.as_slice()).collect();
+        let images: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
+        let (inputs, targets) = inputs_and_targets(&captions, &self.device)?;
+        let hidden = self.decode(&inputs, &mut self.encode(&images)?, rng)?;
+        Ok(Forward { hidden, targets, penalty: None })
+    }
+}

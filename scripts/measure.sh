@@ -7,8 +7,8 @@
 #   scripts/measure.sh --check              lists the tables that are older than the code that they measure; fails if
 #                                           README.md shows one
 #
-# Legs: steps, without-gradients, dtypes, instruction-sets, positions, outputs, decoding, language-model, confident,
-# assignment, budget.
+# Legs: steps, without-gradients, dtypes, instruction-sets, positions, memory, outputs, decoding, language-model,
+# fine-tune, confident, assignment, budget.
 #
 #   --data DIR    Penn Treebank (train.txt, valid.txt) for language-model, which is left out without it (MOS_HEAD_DATA)
 #   --quick       small sizes and one repetition, to try the script: writes to target/measure/quick instead

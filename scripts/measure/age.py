@@ -15,6 +15,7 @@ CODE = dict.fromkeys(["step-ptb", "step-llm", "steps", "without-gradients", "dty
 CODE |= dict.fromkeys(["positions", "confident", "budget", "docs/step.svg"], ENGINE)
 CODE |= {"decoding": DECODING, "decoding-all": DECODING, "decoding-heads": DECODING}
 CODE |= {"output-steps": VOCABULARIES, "outputs": [*VOCABULARIES, *TRAINING], "language-model": TRAINING}
+CODE |= {"fine-tune": [*ENGINE, "src/decoder", "lab/src/bin/fine_tune"], "docs/memory.svg": ENGINE}
 CODE |= {"penn-treebank": TRAINING, "assignment": ["codes/src/assignment"]}
 CODE |= {"fast-mos": [*ENGINE, "codes/src", "lab/src/bin/translation"]}
 CODE |= {"translation": [*ENGINE, "lab/src/bin/translation"], "characters": [*ENGINE, "lab/src/bin/characters"]}

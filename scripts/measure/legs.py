@@ -18,10 +18,10 @@ from machine import git, physical_cores, processor, program
 RESULTS = "benches/results"
 WORK = "target/measure"
 FILES = {
-    "steps": ["step", "without-gradients", "dtypes", "instruction-sets", "positions", "confident", "budget"],
+    "steps": ["step", "without-gradients", "dtypes", "instruction-sets", "positions", "memory", "confident", "budget"],
     "decoding": ["decoding", "decoding-heads"],
     "outputs": ["output-step"],
-    "examples": ["language-model"],
+    "examples": ["language-model", "fine-tune"],
     "codes": ["assignment"],
 }
 # What must be committed, so that a commit says what was measured.
@@ -236,6 +236,43 @@ class Legs:
             flags = f"--shape {shape} --tokens {positions} --step-only"
             self.in_turn([self.step_time("positions", flags, convert)], rounds=1)
 
+    def memory(self):
+        """Memory of one softmax over a large vocabulary as the number of positions grows, beside PyTorch's."""
+        shape, numbers = ("small", (60, 240)) if self.quick else ("llm", (512, 1024, 2048, 4096, 8192))
+
+        def convert(line):
+            return sizes(line) | {"extra_mib": line["peak_extra_mib"]}
+
+        for positions in numbers:
+            runs = [self.step_time("memory", f"--shape {shape} --tokens {positions} --step-only", convert)]
+            for implementation in ("eager", "linear-cross-entropy --chunk auto"):
+                flags = f"--shape {shape} --positions {positions} --implementation {implementation} --reps 1"
+                runs += self.peer("step", flags, figure="memory")
+            self.in_turn(runs, rounds=1)
+
+    def fine_tune(self):
+        """A whole model with logits, with the head, with a frozen decoder and with an adapter."""
+        small = "--vocab-size 600 --hidden 24 --layers 1 --inner 32 --batch 2 --positions 10"
+        flags = f"--steps {2 if self.quick else 10} --json" + (f" {small}" if self.quick else "")
+        command = [program("fine_tune"), *flags.split()]
+        print("  " + " ".join(command), file=sys.stderr)
+        found = {}
+        try:
+            for _ in range(1 if self.quick else 3):
+                output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+                for line in output.splitlines():
+                    if line.startswith("{"):
+                        line = json.loads(line)
+                        found.setdefault(line["output"], []).append(line)
+        except subprocess.CalledProcessError as error:
+            return self.fail(f"fine-tune: {error}")
+        for name, lines in found.items():
+            run = Run([], f"cargo run --release -p lab --bin fine_tune -- {flags}", None)
+            kept = ["output", "parameters", "trained", "positions", "seconds", "peak_mib"]
+            shape = {"figure": "fine-tune", "shape": "a model of llama2.c's shape", "implementation": "mos-head"}
+            run.lines = [shape | {key: line[key] for key in kept} for line in lines]
+            self.record([run.line()])
+
     def outputs(self):
         """Cheaper vocabularies."""
         sampled = "--sampled 1024"
@@ -377,8 +414,8 @@ class Legs:
 
 
 def main():
-    legs = ["steps", "without-gradients", "dtypes", "instruction-sets", "positions", "outputs", "decoding"]
-    legs += ["language-model", "confident", "assignment", "budget"]
+    legs = ["steps", "without-gradients", "dtypes", "instruction-sets", "positions", "memory", "outputs", "decoding"]
+    legs += ["language-model", "fine-tune", "confident", "assignment", "budget"]
     parser = argparse.ArgumentParser(prog="scripts/measure.sh")
     parser.add_argument("legs", nargs="*", metavar="LEG", help=", ".join(legs))
     parser.add_argument("--check", action="store_true")
@@ -399,7 +436,8 @@ def main():
         return 0
     if os.getloadavg()[0] > 0.5 and not args.quick:
         print(f"This machine does something else: its load is {os.getloadavg()[0]:.1f}.", file=sys.stderr)
-    build = ["cargo", "build", "--release", "--locked", "-p", "lab", "--bin", "step_time", "--bin", "language_model"]
+    build = ["cargo", "build", "--release", "--locked", "-p", "lab"]
+    build += [word for name in ("step_time", "language_model", "fine_tune") for word in ("--bin", name)]
     subprocess.run(build, check=True)
     measure = Legs(args)
     for leg in args.legs or legs:

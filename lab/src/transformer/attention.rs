@@ -41,7 +41,7 @@ impl Attended {
 impl Attention {
     /// Attention of `heads` heads, which `width` must be a multiple of; variables `query.weight`, ..
     pub fn new(width: usize, heads: usize, vb: VarBuilder) -> Result<Self> {
-        if heads == 0 || width % heads != 0 {
+        if !width.is_multiple_of(heads) {
             return Err(format!("a width of {width} is no multiple of {heads} attention heads").into());
         }
         let linear = |name| linear_no_bias(width, width, vb.pp(name));

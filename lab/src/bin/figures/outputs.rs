@@ -21,6 +21,7 @@ pub(crate) fn outputs(root: &Path) -> Result<Vec<(String, String)>> {
     let pictures = [("step", pictures::step(&results)?), ("curves", pictures::curves(&results)?)];
     let pictures = pictures.into_iter().chain([("rank", pictures::rank(&results)?)]);
     let mut outputs: Vec<_> = pictures.map(|(name, picture)| (format!("docs/{name}.svg"), picture)).collect();
+    outputs.extend(pictures::memory(&results)?.map(|picture| ("docs/memory.svg".to_owned(), picture)));
     outputs.extend(pictures::equal_time(&results)?.map(|picture| ("docs/equal-time.svg".to_owned(), picture)));
     for (path, text) in documents(root)? {
         let text = tables::rewrite(&text, &results).map_err(|error| format!("{path}, {error}"))?;

@@ -242,6 +242,76 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
     })
 }
 
+/// The memory of a training step against the number of positions, mos-head beside the others; `None` if it was not
+/// measured.
+pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
+    const HEIGHT: i32 = 430;
+    const LEFT: i32 = 70;
+    const RIGHT: i32 = WIDTH - 270;
+    const TOP: i32 = 102;
+    const BOTTOM: i32 = HEIGHT - 76;
+    let lines = results.of("memory");
+    let Some(first) = lines.first() else { return Ok(None) };
+    let mut curves: Vec<(String, Vec<(f64, f64)>)> = vec![];
+    for line in &lines {
+        let (name, point) = (implementation(line), (need(line, "positions")?, need(line, "extra_mib")? / 1024.0));
+        match curves.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, points)) => points.push(point),
+            None => curves.push((name, vec![point])),
+        }
+    }
+    let all = || curves.iter().flat_map(|(_, points)| points.iter().copied());
+    let most = all().map(|(positions, _)| positions).fold(1.0, f64::max);
+    let highest = all().map(|(_, gib)| gib).fold(1.0, f64::max).ceil();
+    let x = |positions: f64| LEFT + (f64::from(RIGHT - LEFT) * positions / most).round() as i32;
+    let y = |gib: f64| BOTTOM - (f64::from(BOTTOM - TOP) * gib / highest).round() as i32;
+    let picture = svg(HEIGHT, |area| {
+        text(area, "Memory of a training step of the output layer, f32", (20, 26), TITLE, INK)?;
+        let sizes =
+            format!("{} over {} ids, d = {}", softmaxes(first)?, count(need(first, "vocab")?), need(first, "context")?);
+        text(
+            area,
+            &format!("{sizes}; beyond parameters and inputs, with the decoder's gradient"),
+            (20, 50),
+            TEXT,
+            GREY,
+        )?;
+        text(area, "GiB", (20, TOP - 20), SMALL, GREY)?;
+        let [right, center] = [HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side));
+        let step = (highest / 6.0).ceil().max(1.0);
+        for tick in (0..).map(|i| f64::from(i) * step).take_while(|gib| *gib <= highest) {
+            area.draw(&PathElement::new([(LEFT, y(tick)), (RIGHT, y(tick))], PALE))?;
+            text(area, &format!("{tick}"), (LEFT - 8, y(tick)), right, GREY)?;
+        }
+        for (positions, _) in &curves[0].1 {
+            text(area, &count(*positions), (x(*positions), BOTTOM + 16), center, GREY)?;
+        }
+        text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        let mut ends = vec![];
+        for (i, (name, points)) in curves.iter().enumerate() {
+            let color = if i == 0 { BLUE } else { OTHERS };
+            let pixels: Vec<_> = points.iter().map(|&(positions, gib)| (x(positions), y(gib))).collect();
+            area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
+            for at in pixels {
+                area.draw(&Circle::new(at, 4, color.filled()))?;
+            }
+            let (_, last) = points[points.len() - 1];
+            ends.push((last, format!("{name}: {last:.1} GiB"), if i == 0 { BLUE } else { GREY }));
+        }
+        ends.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let mut above = i32::MIN;
+        for (gib, label, color) in ends {
+            // Labels stand at least a line apart.
+            let place = y(gib).max(above.saturating_add(18));
+            above = place;
+            text(area, &label, (RIGHT + 12, place), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
+        }
+        text(area, source(&lines, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
+        Ok(())
+    })?;
+    Ok(Some(picture))
+}
+
 /// Perplexity against minutes of equal time, of every system that was trained so; `None` if none was.
 pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     const HEIGHT: i32 = 460;

@@ -13,18 +13,20 @@ pub(crate) const FILES: [&str; 10] =
 /// Where a measurement comes from.
 const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
 /// Figures of time and memory, of which tables show one processor: the one that was measured last.
-const OF_ONE_PROCESSOR: [&str; 15] = [
+const OF_ONE_PROCESSOR: [&str; 17] = [
     "step",
     "without-gradients",
     "dtypes",
     "instruction-sets",
     "positions",
+    "memory",
     "confident",
     "budget",
     "decoding",
     "decoding-heads",
     "output-step",
     "language-model",
+    "fine-tune",
     "assignment",
     "preset-seconds",
     "step-seconds",

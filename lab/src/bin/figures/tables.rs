@@ -27,7 +27,7 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 45] = [
+pub(crate) const TABLES: [(&str, Generator); 46] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -41,6 +41,7 @@ pub(crate) const TABLES: [(&str, Generator); 45] = [
     ("confident", confident),
     ("budget", budget),
     ("language-model", language_model),
+    ("fine-tune", fine_tune),
     ("decoding-all", decoding_all),
     ("decoding-heads", decoding_heads),
     ("penn-treebank-trials", |results| quality::trials(results, "penn-treebank-trials")),
@@ -338,6 +339,24 @@ fn positions(results: &Results) -> Result<String> {
     };
     let rows = lines.iter().map(row).collect::<Result<_>>()?;
     Ok(markdown("| ptb with | workspace | extra |", rows) + &source(&lines, true))
+}
+
+/// A whole model with each output layer.
+fn fine_tune(results: &Results) -> Result<String> {
+    let lines = results.of("fine-tune");
+    if lines.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let row = |line: &&Line| {
+        Ok(vec![
+            format!("`{}`", line.text("output")),
+            count(need(line, "trained")?),
+            digits(need(line, "seconds")?) + " s",
+            format!("{:.0} MiB", need(line, "peak_mib")?),
+        ])
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown("| `--output` | parameters that are trained | a step | peak memory |", rows) + &source(&lines, true))
 }
 
 /// The ten most probable ids after one position.

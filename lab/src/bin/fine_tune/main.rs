@@ -87,7 +87,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let Args { hidden, attention_heads: heads, .. } = *args;
-    if hidden % (2 * heads) != 0 {
+    if !hidden.is_multiple_of(2 * heads) {
         return Err(
             format!("--hidden is {hidden}, expected a multiple of twice the {heads} of --attention-heads").into()
         );

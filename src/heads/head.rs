@@ -26,7 +26,7 @@ use crate::tensors::dropout::DropoutMasks;
 ///
 /// # Examples
 ///
-/// The parts of a head, and another head of the same parameters:
+/// The parts of a head, and another head with the same parameters:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

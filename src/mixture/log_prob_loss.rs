@@ -20,6 +20,11 @@ impl Mixture {
     /// held. `workspace_bytes` is the budget of the workspace, as of
     /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
     ///
+    /// # Shapes
+    ///
+    /// - `terms`: from log-probabilities `[positions, vocab]` of a chunk to values `[positions]` and derivatives
+    ///   `[positions, vocab]`
+    ///
     /// # Errors
     ///
     /// If there are no kernels for the device, the budget cannot hold one position, or `terms` fails or returns other

@@ -24,6 +24,7 @@ impl Mixture {
     ///
     /// - `terms`: from log-probabilities `[positions, vocab]` of a chunk to values `[positions]` and derivatives
     ///   `[positions, vocab]`
+    /// - [`Loss::nll`]: `[..]`, the leading dimensions of the contexts: the values
     ///
     /// # Errors
     ///

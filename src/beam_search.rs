@@ -171,8 +171,8 @@ impl BeamSearch {
     /// best first. It searches like [`BeamSearch::run`], but for a model without an output layer of this crate, or with
     /// constraints on the next token.
     ///
-    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, or fewer if fewer are allowed;
-    /// an id of log-probability minus infinity is never chosen.
+    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, or fewer if fewer are
+    /// allowed; an id of log-probability minus infinity is never chosen.
     ///
     /// # Shapes
     ///

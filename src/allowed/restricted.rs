@@ -23,9 +23,9 @@ use crate::tensors::transfer;
 ///
 /// A single softmax reads the decoder's rows of the sets alone, and its decoder's gradient is computed for these alone.
 /// A mixture of several softmaxes needs all ids for its log-sum-exps; where it has more than 256 ids in a set, the
-/// log-probabilities of all ids, `[positions, vocab]`, are held. A single softmax with long lists for each position holds
-/// the log-probabilities of the ids that are in any list, `[positions, ids]`; with short lists, on a GPU, their rows of
-/// the decoder, `[positions, ids, d]`. Sets and targets are read on the host, which waits for a GPU.
+/// log-probabilities of all ids, `[positions, vocab]`, are held. A single softmax with long lists for each position
+/// holds the log-probabilities of the ids that are in any list, `[positions, ids]`; with short lists, on a GPU, their
+/// rows of the decoder, `[positions, ids, d]`. Sets and targets are read on the host, which waits for a GPU.
 ///
 /// # Examples
 ///
@@ -175,15 +175,15 @@ impl RestrictedMixture {
         }
     }
 
-    /// The log-probability of given token ids under the renormalised distribution, and its entropy, the mass outside these
-    /// ids and whether an id is the most probable of its set if the options ask for them, as [`Mixture::score`].
+    /// The log-probability of given token ids under the renormalised distribution, and its entropy, the mass outside
+    /// these ids and whether an id is the most probable of its set if the options ask for them, as [`Mixture::score`].
     /// Differentiable.
     ///
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]`; u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the
-    ///   mass outside `[..]`, in nats
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    ///   the mass outside `[..]`, in nats
     ///
     /// # Errors
     ///

@@ -101,8 +101,8 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// If the engine fails.
     fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()>;
 
-    /// The sum of a tensor over all ranks. Every rank gets the same bits. An engine that adds up in the memory of a device
-    /// overrides it; otherwise the numbers are copied to the host and back.
+    /// The sum of a tensor over all ranks. Every rank gets the same bits. An engine that adds up in the memory of a
+    /// device overrides it; otherwise the numbers are copied to the host and back.
     ///
     /// # Shapes
     ///

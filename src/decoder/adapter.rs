@@ -1,5 +1,5 @@
-//! A low-rank adapter of the decoder: its weight becomes `W + s B A`, a sum that is never formed (Hu et al., 2021, arXiv
-//! 2106.09685).
+//! A low-rank adapter of the decoder: its weight becomes `W + s B A`, a sum that is never formed (Hu et al., 2021,
+//! arXiv 2106.09685).
 //!
 //! ```text
 //! z = c W^T + (s c A^T) B^T + b

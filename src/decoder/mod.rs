@@ -68,8 +68,8 @@ impl DecoderConfig {
         DecoderConfig { logit_scale, ..self }
     }
 
-    /// Sets the softcap of the logits, `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at a
-    /// Practical Size. 2024, arXiv 2408.00118).
+    /// Sets the softcap of the logits, `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at
+    /// a Practical Size. 2024, arXiv 2408.00118).
     pub fn with_softcap(self, softcap: Option<f64>) -> Self {
         DecoderConfig { softcap, ..self }
     }

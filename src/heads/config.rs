@@ -27,8 +27,8 @@ use crate::tensors::checks::{check_dropout, check_logits, check_number, check_pr
 ///
 /// # References
 ///
-/// "The paper" is Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR
-/// 2018, arXiv 1711.03953.
+/// "The paper" is Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model.
+/// ICLR 2018, arXiv 1711.03953.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -56,8 +56,8 @@ pub enum ContextActivation {
 ///
 /// # References
 ///
-/// - "The paper" is Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR
-///   2018, arXiv 1711.03953.
+/// - "The paper" is Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model.
+///   ICLR 2018, arXiv 1711.03953.
 /// - Variational dropout, here locked dropout: Gal, Ghahramani: A Theoretically Grounded Application of Dropout in
 ///   Recurrent Neural Networks. NeurIPS 2016, arXiv 1512.05287.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,5 +1,5 @@
-//! The output layer of Yang et al. (2018, arXiv 1711.03953), section 2.3: K contexts and their priors by linear maps, and
-//! a mixture of K softmaxes.
+//! The output layer of Yang et al. (2018, arXiv 1711.03953), section 2.3: K contexts and their priors by linear maps,
+//! and a mixture of K softmaxes.
 
 use candle_core::{Tensor, D};
 use candle_nn::VarBuilder;

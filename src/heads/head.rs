@@ -130,9 +130,9 @@ impl<P: Projection> Head<P> {
         self.decoder.bias()
     }
 
-    /// The head with a low-rank adapter (Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models. ICLR 2022, arXiv
-    /// 2106.09685), in place of another one: the decoder's weight acts as `W + s B A`, a sum that is never formed. A and B
-    /// get their gradients; the weight gets one only if it is a variable.
+    /// The head with a low-rank adapter (Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models. ICLR 2022,
+    /// arXiv 2106.09685), in place of another one: the decoder's weight acts as `W + s B A`, a sum that is never
+    /// formed. A and B get their gradients; the weight gets one only if it is a variable.
     ///
     /// # Errors
     ///
@@ -162,8 +162,8 @@ impl<P: Projection> Head<P> {
         Ok(Head { projection: self.projection, decoder: self.decoder.with_logit_scale(logit_scale)? })
     }
 
-    /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models
-    /// at a Practical Size. 2024, arXiv 2408.00118).
+    /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language
+    /// Models at a Practical Size. 2024, arXiv 2408.00118).
     ///
     /// # Errors
     ///

@@ -162,16 +162,16 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 
     /// The log-probability of given token ids after hidden states `[.., hidden]`, and the entropy, the mass outside the
-    /// ids and whether an id is the most probable of all if the options ask for them. Differentiable. Heads that are one
-    /// mixture compute them without a tensor of the vocabulary's size, see [`Mixture::score`]; by default they are composed
-    /// from [`OutputLayer::log_probs`].
+    /// ids and whether an id is the most probable of all if the options ask for them. Differentiable. Heads that are
+    /// one mixture compute them without a tensor of the vocabulary's size, see [`Mixture::score`]; by default they are
+    /// composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
     /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the
-    ///   mass outside `[..]`, in nats
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    ///   the mass outside `[..]`, in nats
     ///
     /// # Errors
     ///
@@ -221,8 +221,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// - PPO: Schulman, Wolski, Dhariwal, Radford, Klimov: Proximal Policy Optimization Algorithms. 2017, arXiv
     ///   1707.06347.
-    /// - GRPO: Shao et al.: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models. 2024, arXiv
-    ///   2402.03300.
+    /// - GRPO: Shao et al.: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models. 2024,
+    ///   arXiv 2402.03300.
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         loss_of_scores(&terms, self.score(&rows, &terms.token_ids, &options.scores())?)

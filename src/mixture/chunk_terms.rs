@@ -55,8 +55,8 @@ pub struct ChunkScores {
 ///
 /// # Examples
 ///
-/// The entropy `-sum_v P(v) log P(v)`, with the derivatives `-P(v) (log P(v) + 1)` by the log-probabilities, as the terms
-/// of [`Mixture::log_prob_loss`](crate::Mixture::log_prob_loss):
+/// The entropy `-sum_v P(v) log P(v)`, with the derivatives `-P(v) (log P(v) + 1)` by the log-probabilities, as the
+/// terms of [`Mixture::log_prob_loss`](crate::Mixture::log_prob_loss):
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -16,9 +16,9 @@ use crate::scores::{candidates, ScoreOptions};
 
 impl Mixture {
     /// The sum of values that depend on the log-probabilities of token ids, on the entropy and on the mass outside the ids
-    /// at each position, with gradients from three products: `terms` gets the scores of a chunk of positions and returns
-    /// the values and their derivatives, before the gradient of the chunk's logits replaces them. (A function of scores
-    /// from [`Mixture::score`] costs a fourth product.)
+    /// at each position, with gradients from three products: `terms` gets the scores of a chunk of positions and
+    /// returns the values and their derivatives, before the gradient of the chunk's logits replaces them. (A function
+    /// of scores from [`Mixture::score`] costs a fourth product.)
     ///
     /// # Shapes
     ///

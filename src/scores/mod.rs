@@ -187,8 +187,8 @@ impl Scores {
     ///
     /// - log_probs: `[.., vocab]`, a float type
     /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the
-    ///   mass outside `[..]`
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    ///   the mass outside `[..]`
     ///
     /// # Errors
     ///

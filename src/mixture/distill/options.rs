@@ -118,8 +118,8 @@ pub enum MissingIds {
 /// ```
 ///
 /// with teacher T and student Q both at the temperature, and the student P at temperature 1. It is not multiplied by the
-/// square of the temperature (Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network. 2015, arXiv 1503.02531,
-/// section 2).
+/// square of the temperature (Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network. 2015, arXiv
+/// 1503.02531, section 2).
 ///
 /// # Examples
 ///

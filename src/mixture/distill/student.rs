@@ -153,8 +153,8 @@ impl Mixture {
     ///
     /// # Shapes
     ///
-    /// - teacher: a mixture of contexts `[.., K, d]`, log-probabilities `[.., vocab]`, or a list `[.., n]`, with the leading
-    ///   dimensions of this mixture
+    /// - teacher: a mixture of contexts `[.., K, d]`, log-probabilities `[.., vocab]`, or a list `[.., n]`, with the
+    ///   leading dimensions of this mixture
     /// - [`Loss::nll`]: `[positions]`, of those that count
     ///
     /// # Errors

@@ -62,6 +62,29 @@ pub struct BeamSearch {
 }
 
 /// A sequence found by [`BeamSearch`].
+///
+/// # Examples
+///
+/// The two most probable sequences after a start token:
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{BeamSearch, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let cpu = &Device::Cpu;
+/// // The logarithms of the next token's probabilities after the tokens 0 (the end), 1 and 2.
+/// let rows = Tensor::new(&[[1f32, 0., 0.], [0.1, 0.3, 0.6], [0.8, 0.1, 0.1]], cpu)?.log()?;
+/// let head = SoftmaxHead::from_tensors(Tensor::eye(3, candle_core::DType::F32, cpu)?, None)?;
+/// let search = BeamSearch::new(0).with_n_best(2).with_max_length(3);
+/// let found = search.run(&head, &Tensor::new(&[1u32], cpu)?, |tokens, _parents| rows.index_select(tokens, 0))?;
+/// let (best, second) = (&found[0][0], &found[0][1]);
+/// assert_eq!((best.token_ids.as_slice(), second.token_ids.as_slice()), (&[2][..], &[1, 2][..]));
+/// assert!((best.log_prob.exp() - 0.6 * 0.8).abs() < 1e-6); // the end token included
+/// assert!(best.finished && best.score == best.log_prob); // there is no length penalty
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Hypothesis {
@@ -148,14 +171,14 @@ impl BeamSearch {
     /// best first. It searches like [`BeamSearch::run`], but for a model without an output layer of this crate, or with
     /// constraints on the next token.
     ///
-    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, `[rows, k]`, or fewer if
-    /// fewer are allowed; an id of log-probability minus infinity is never chosen.
+    /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, or fewer if fewer are
+    /// allowed; an id of log-probability minus infinity is never chosen.
     ///
     /// # Shapes
     ///
     /// - start: `[batch]`; u8, u32 or i64
     /// - tokens, parents: `[rows]`, u32
-    /// - the result of `next`: `[rows, k]`
+    /// - the result of `next`: ids, u32, and log-probabilities, a float type, `[rows, n]` each; n need not be `k`
     ///
     /// # Errors
     ///

@@ -159,6 +159,25 @@ pub enum Error {
 }
 
 /// An option that not every head or loss supports, as [`Error::Unsupported`] names it.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// use mos_head::{AdaptiveConfig, AdaptiveSoftmax, Error, LossOptions, OptionName, OutputLayer};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let head = AdaptiveSoftmax::new(&AdaptiveConfig::new(8, 100, vec![20]), vb)?;
+/// let hidden = Tensor::zeros((1, 8), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[7u32], &Device::Cpu)?;
+/// let options = LossOptions::new().with_label_smoothing(0.1);
+/// let error = head.loss(&hidden, &targets, &options).unwrap_err();
+/// assert!(matches!(error, Error::Unsupported { option: OptionName::LabelSmoothing, .. }));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OptionName {

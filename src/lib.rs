@@ -8,7 +8,7 @@
 //! ```
 //!
 //! One softmax over a linear map forms log-probability matrices of rank at most H + 2 (H + 1 without a bias), the
-//! *softmax bottleneck*; the width does not bound the rank of a mixture of softmaxes (Yang et al., ICLR 2018). Three
+//! *softmax bottleneck*; the width does not bound the rank of a mixture of softmaxes (Yang et al., 2018). Three
 //! heads differ only in the arguments that they pass to the mixture:
 //!
 //! | head | contexts and priors | cost |
@@ -177,8 +177,12 @@
 //!
 //! # References
 //!
-//! Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN
-//! Language Model*. ICLR 2018, arXiv 1711.03953.
+//! - Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN
+//!   Language Model*. ICLR 2018, arXiv 1711.03953.
+//! - PPO: Schulman, Wolski, Dhariwal, Radford, Klimov: *Proximal Policy Optimization Algorithms*. 2017, arXiv
+//!   1707.06347.
+//! - GRPO: Shao et al.: *DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models*. 2024,
+//!   arXiv 2402.03300.
 
 #![warn(unreachable_pub)]
 

@@ -17,7 +17,7 @@ impl RestrictedMixture {
     ///
     /// # Shapes
     ///
-    /// - returns ids and log-probabilities `[.., min(k, ids of the largest set)]`
+    /// - returns ids, u32, and log-probabilities, `[.., min(k, ids of the largest set)]` each
     ///
     /// # Errors
     ///

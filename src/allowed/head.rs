@@ -14,7 +14,7 @@ use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
 /// A head whose distributions are renormalised over the allowed ids: losses, log-probabilities, entropies, the most
-/// probable ids and samples are those of `P(v) / P(S)`. With one set for all positions it goes wherever an
+/// probable ids and samples are computed from `P(v) / P(S)`. With one set for all positions it goes wherever an
 /// [`OutputLayer`] goes, such as [`BeamSearch`](crate::BeamSearch); with a list for each position, the hidden states of
 /// each call have as many positions as there are lists. See [`RestrictedMixture`] for what each result costs, and which
 /// options of a loss are supported.

@@ -23,8 +23,9 @@ use crate::tensors::transfer;
 ///
 /// A single softmax reads the decoder's rows of the sets alone, and its decoder's gradient is computed for these alone.
 /// A mixture of several softmaxes needs all ids for its log-sum-exps; where it has more than 256 ids in a set, the
-/// log-probabilities of all ids, `[positions, vocab]`, are held. So are those of the ids in any list, `[positions, ids]`,
-/// if a single softmax has long lists for each position; on a GPU the rows of short lists, `[positions, ids, d]`. Sets and targets are read on the host, which waits for a GPU.
+/// log-probabilities of all ids, `[positions, vocab]`, are held. A single softmax with long lists for each position
+/// holds the log-probabilities of the ids that are in any list, `[positions, ids]`; with short lists, on a GPU, their
+/// rows of the decoder, `[positions, ids, d]`. Sets and targets are read on the host, which waits for a GPU.
 ///
 /// # Examples
 ///
@@ -70,8 +71,8 @@ impl RestrictedMixture {
     ///
     /// Label smoothing spreads its mass over the set; with z-loss and gradient filter it is supported for one set for all
     /// positions, if targets are not added to it and there is a single softmax. Whether a target is correct is told among
-    /// the ids of its set. The budget
-    /// of the workspace is that of the passes over all ids; what is computed of the sets is held beside it.
+    /// the ids of its set. The budget of the workspace is for the passes over all ids; what is computed of the sets is
+    /// held beside it.
     ///
     /// # Shapes
     ///
@@ -174,13 +175,15 @@ impl RestrictedMixture {
         }
     }
 
-    /// The log-probability of given token ids under the renormalised distribution, its entropy, and whether an id is the
-    /// most probable of its set if the options ask for them, as [`Mixture::score`]. Differentiable.
+    /// The log-probability of given token ids under the renormalised distribution, and its entropy, the mass outside
+    /// these ids and whether an id is the most probable of its set if the options ask for them, as [`Mixture::score`].
+    /// Differentiable.
     ///
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]`; u8, u32 or i64
-    /// - returns log-probabilities of the shape of `token_ids`, and the entropy `[..]`, in nats
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    ///   the mass outside `[..]`, in nats
     ///
     /// # Errors
     ///

@@ -13,8 +13,8 @@ use crate::tensors::autograd::Leaf;
 use crate::tensors::kept::{IdLists, Kept};
 use crate::tensors::transfer;
 
-/// The most candidates of a position whose log-probabilities under a mixture of several softmaxes are computed by
-/// themselves, not among those of all ids.
+/// The most candidates of a position whose log-probabilities under a mixture of several softmaxes are computed without
+/// the log-probabilities of all ids.
 const MOST_CANDIDATES: usize = 256;
 
 /// A logit whose row of the decoder is read for it alone takes longer than one of a matrix product: by this factor where

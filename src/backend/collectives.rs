@@ -7,6 +7,14 @@ use candle_core::{DType, Tensor};
 use crate::error::{Error, Result};
 
 /// Numbers that ranks add up or send.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::Numbers;
+///
+/// assert_eq!(Numbers::F32(&mut [1.0, 2.0, 3.0]).bytes(), 12);
+/// ```
 #[derive(Debug)]
 pub enum Numbers<'a> {
     /// In single precision.
@@ -32,6 +40,53 @@ impl Numbers<'_> {
 ///
 /// With the feature `mpi`, `Mpi` is one, for MPI; with `nccl`, `Nccl`, for GPUs of NVIDIA's. Another engine implements this
 /// trait.
+///
+/// # Examples
+///
+/// A single rank, with which a program for several also runs as one process:
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{Collectives, LossOptions, Numbers, OutputLayer, Result, SoftmaxHead, VocabParallel, VocabShard};
+///
+/// #[derive(Debug)]
+/// struct Alone;
+///
+/// impl Collectives for Alone {
+///     fn rank(&self) -> usize {
+///         0
+///     }
+///
+///     fn ranks(&self) -> usize {
+///         1
+///     }
+///
+///     fn all_reduce_sum(&self, _: Numbers<'_>) -> Result<()> {
+///         Ok(()) // the sum over one rank
+///     }
+///
+///     fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>> {
+///         Ok(numbers.to_vec())
+///     }
+///
+///     fn broadcast(&self, _: Numbers<'_>, _root: usize) -> Result<()> {
+///         Ok(())
+///     }
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+/// let parallel = VocabParallel::new(head.clone(), VocabShard::new(Arc::new(Alone), 100)?)?;
+/// let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+/// let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
+/// let loss = |head: &dyn OutputLayer| head.loss(&hidden, &targets, &LossOptions::evaluation())?.sum_and_count();
+/// let ((sum, count), (expected, _)) = (loss(&parallel)?, loss(&head)?);
+/// assert!(count == 3.0 && (sum - expected).abs() < 1e-4);
+/// # Ok(())
+/// # }
+/// ```
 pub trait Collectives: fmt::Debug + Send + Sync {
     /// The number of this rank, from 0 on.
     fn rank(&self) -> usize;
@@ -46,8 +101,13 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// If the engine fails.
     fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()>;
 
-    /// The sum of a tensor over all ranks, f32 or f64. Every rank gets the same bits. An engine that adds up in the memory
-    /// of a device overrides it; otherwise the numbers are copied to the host and back.
+    /// The sum of a tensor over all ranks. Every rank gets the same bits. An engine that adds up in the memory of a
+    /// device overrides it; otherwise the numbers are copied to the host and back.
+    ///
+    /// # Shapes
+    ///
+    /// - tensor: any shape, the same on every rank; f32 or f64
+    /// - returns the shape and the dtype of `tensor`, on its device
     ///
     /// # Errors
     ///

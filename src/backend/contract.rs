@@ -290,7 +290,7 @@ pub(crate) struct Task {
     /// Whether the products of the backward pass skip rows. (The CPU needs no workspace for this.)
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) filters: bool,
-    /// What is scored of each position. (The CPU's workspace is that of log-probabilities, or of a loss.)
+    /// What is scored of each position. (The CPU's workspace is as for log-probabilities, or for a loss.)
     pub(crate) scores: Option<ScoreTask>,
     /// Whether chunks of a few rows suffice.
     pub(crate) few_rows: bool,
@@ -317,8 +317,8 @@ pub(crate) struct ScoreTask {
     pub(crate) candidates: usize,
     /// Whether they depend on the log-probability of every id
     pub(crate) all_ids: bool,
-    /// Whether the logits of a few ids and sums over the others suffice: gradients are then those of a loss over hard
-    /// targets, of which each position has several.
+    /// Whether the logits of a few ids and sums over the others suffice: gradients are then computed as for a loss over
+    /// hard targets, of which each position has several.
     pub(crate) of_listed: bool,
 }
 
@@ -373,8 +373,8 @@ impl Task {
         Task { few_rows: true, all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
     }
 
-    /// Finds the `k` most probable ids of each position. Products of large chunks serve many rows; unlike those of a draw, the results may
-    /// depend on the other positions by rounding.
+    /// Finds the `k` most probable ids of each position. Products of large chunks serve many rows; unlike a draw, the
+    /// results may depend on the other positions by rounding.
     pub(crate) fn ranking(sizes: Sizes, k: usize) -> Self {
         /// Maximum rows for which chunks of a few rows are faster.
         const FEW_ROWS: usize = 64;

@@ -54,6 +54,23 @@ pub(super) enum Computation {
 }
 
 /// The kernels of an instruction set of the CPU, or of a kind of GPU. `Display` prints the name in lower case.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{Kernels, LossOptions, MixtureLayer, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((1000, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?;
+/// let kernels = head.plan(&hidden, &LossOptions::default())?.kernels;
+/// assert!(!matches!(kernels, Kernels::Cuda | Kernels::Metal)); // the tensors are on a CPU
+/// println!("{kernels}"); // such as "avx2"
+/// assert_eq!(Kernels::Avx2.to_string(), "avx2");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kernels {

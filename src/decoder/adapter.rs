@@ -1,4 +1,5 @@
-//! A low-rank adapter of the decoder: its weight becomes `W + s B A`, a sum that is never formed (Hu et al., 2021).
+//! A low-rank adapter of the decoder: its weight becomes `W + s B A`, a sum that is never formed (Hu et al., 2021,
+//! arXiv 2106.09685).
 //!
 //! ```text
 //! z = c W^T + (s c A^T) B^T + b
@@ -17,6 +18,22 @@ use crate::tensors::checks::{check_alike, check_float, check_number, check_produ
 use crate::tensors::linear::layer;
 
 /// The sizes and the scale of a [`LowRankAdapter`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_nn::VarBuilder;
+/// use mos_head::{LowRankAdapter, LowRankConfig};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let config = LowRankConfig::new(1000, 64, 8).with_alpha(16.0);
+/// let adapter = LowRankAdapter::new(&config, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+/// assert_eq!((adapter.a().dims(), adapter.b().dims()), (&[8, 64][..], &[1000, 8][..]));
+/// assert_eq!(adapter.scale(), 2.0); // alpha / rank
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LowRankConfig {
@@ -111,8 +128,8 @@ impl LowRankAdapter {
     ///
     /// # Shapes
     ///
-    /// - a: `[r, d]`
-    /// - b: `[vocab, r]`
+    /// - a: `[r, d]`; f16, bf16, f32 or f64
+    /// - b: `[vocab, r]`, of the same dtype
     ///
     /// # Errors
     ///

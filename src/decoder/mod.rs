@@ -19,6 +19,24 @@ pub use adapter::{LowRankAdapter, LowRankConfig};
 pub use char_cnn::{CharCnn, CharCnnConfig};
 
 /// The sizes and options of a [`Decoder`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{Decoder, DecoderConfig};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let config = DecoderConfig::new(1000, 16).with_bias(false).with_softcap(Some(30.0));
+/// let decoder = Decoder::new(&config, vb)?;
+/// assert_eq!(decoder.weight()?.dims(), [1000, 16]);
+/// assert_eq!(vars.all_vars().len(), 1); // there is no bias
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct DecoderConfig {
@@ -50,7 +68,8 @@ impl DecoderConfig {
         DecoderConfig { logit_scale, ..self }
     }
 
-    /// Sets the softcap of the logits, `z = cap tanh(z / cap)` (Gemma Team: Gemma 2, arXiv 2408.00118).
+    /// Sets the softcap of the logits, `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at
+    /// a Practical Size. 2024, arXiv 2408.00118).
     pub fn with_softcap(self, softcap: Option<f64>) -> Self {
         DecoderConfig { softcap, ..self }
     }
@@ -70,6 +89,32 @@ impl DecoderConfig {
 /// ```
 ///
 /// A [`Head`](crate::Head) is a projection and a decoder.
+///
+/// # Examples
+///
+/// The distribution of a model that has contexts and log-priors of its own:
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::Decoder;
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?; // 100 token ids
+/// let decoder = Decoder::from_tensors(weight, None)?.with_softcap(Some(30.0))?;
+/// let contexts = Tensor::randn(0f32, 1., (2, 5, 3, 8), &Device::Cpu)?; // [batch, seq, K, d]
+/// let log_priors = Tensor::full(-3f32.ln(), (2, 5, 3), &Device::Cpu)?; // [batch, seq, K]
+/// let log_probs = decoder.mixture(&contexts, Some(&log_priors))?.log_probs()?;
+/// assert_eq!(log_probs.dims(), [2, 5, 100]);
+/// let sums = log_probs.exp()?.sum(2)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(sums.iter().all(|sum| (sum - 1.0).abs() < 1e-5));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, arXiv
+/// 1711.03953.
 #[derive(Clone, Debug)]
 pub struct Decoder {
     rows: Rows,

@@ -9,6 +9,26 @@ use crate::tensors::checks::check_number;
 use crate::tensors::transfer;
 
 /// A mixture without its least probable components, from [`Mixture::prune`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::Mixture;
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let contexts = Tensor::randn(0f32, 1., (2, 3, 8), &Device::Cpu)?; // 2 positions, K = 3, d = 8
+/// let log_priors = Tensor::new(&[[0.7f32, 0.2, 0.1], [0.05, 0.05, 0.9]], &Device::Cpu)?.log()?;
+/// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?; // 100 token ids
+/// let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+/// let pruned = mixture.prune(0.15)?;
+/// // The first position needs two components, so that the second one keeps two as well.
+/// assert_eq!(pruned.mixture.contexts()?.dims(), [2, 2, 8]);
+/// let bounds = pruned.total_variation.to_vec1::<f32>()?;
+/// assert!((bounds[0] - 0.1).abs() < 1e-6 && (bounds[1] - 0.05).abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Pruned {

@@ -9,6 +9,26 @@ use crate::tensors::checks::check_number;
 /// [`top_p`](Sampling::with_top_p) keeps their nucleus, and [`min_p`](Sampling::with_min_p) drops ids whose probability
 /// is below that fraction of the largest. The probabilities that remain are renormalised.
 ///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{Sampler, Sampling};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let log_probs = Tensor::new(&[0.5f32, 0.3, 0.15, 0.05], &Device::Cpu)?.log()?;
+/// let log_probs = log_probs.broadcast_as((1000, 4))?; // 1000 positions
+/// // The nucleus has the ids 0 and 1: the first one alone has less than 0.7 of the probability.
+/// let mut sampler = Sampler::new(Sampling::new().with_top_p(0.7), 42)?;
+/// let drawn = sampler.sample(&log_probs)?.to_vec1::<u32>()?;
+/// assert!(drawn.iter().all(|id| *id < 2));
+/// // Their probabilities are renormalised to 5/8 and 3/8.
+/// let zeros = drawn.iter().filter(|id| **id == 0).count();
+/// assert!((575..675).contains(&zeros));
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # References
 ///
 /// - top-k: Fan, Lewis, Dauphin: Hierarchical Neural Story Generation. ACL 2018, arXiv 1805.04833.

@@ -41,7 +41,7 @@ impl TopK {
     /// # Shapes
     ///
     /// - log_probs: `[.., vocab]`, a float type
-    /// - returns ids and log-probabilities `[.., k]`
+    /// - returns ids, u32, and log-probabilities, `[.., k]` each
     ///
     /// # Errors
     ///
@@ -96,7 +96,7 @@ impl Mixture {
     ///
     /// # Shapes
     ///
-    /// - returns ids and log-probabilities `[.., k]`
+    /// - returns ids, u32, and log-probabilities, `[.., k]` each
     ///
     /// # Errors
     ///

@@ -16,7 +16,7 @@ impl Mixture {
     ///
     /// # Shapes
     ///
-    /// - returns ids and log-probabilities `[.., k]`
+    /// - returns ids, u32, and log-probabilities, `[.., k]` each
     ///
     /// # Errors
     ///

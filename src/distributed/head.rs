@@ -15,7 +15,7 @@ use crate::tensors::dropout::DropoutMasks;
 /// A head that is a [`MixtureLayer`], each of whose ranks has the decoder's rows of its [`VocabShard`]; the projection is
 /// the same on every rank. [`OutputLayer::loss`] is [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss):
 /// the loss of the whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection;
-/// the decoder's gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are those of the whole
+/// the decoder's gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole
 /// vocabulary too; what needs the log-probabilities of all ids as a tensor is [`Error::Unsupported`].
 ///
 /// Every rank calls it with the same hidden states and targets. Dropout needs the same masks on every rank:

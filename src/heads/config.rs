@@ -24,6 +24,11 @@ use crate::tensors::checks::{check_dropout, check_logits, check_number, check_pr
 /// let config = MixtureConfig::new(64, 1000, 5).with_activation(ContextActivation::Identity);
 /// assert_ne!(config.activation, ContextActivation::default());
 /// ```
+///
+/// # References
+///
+/// "The paper" is Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model.
+/// ICLR 2018, arXiv 1711.03953.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -48,6 +53,13 @@ pub enum ContextActivation {
 /// let config = MixtureConfig::new(620, 10_000, 15).with_context_dim(280).with_dropout(0.29);
 /// assert_eq!(config.activation, ContextActivation::Tanh);
 /// ```
+///
+/// # References
+///
+/// - "The paper" is Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model.
+///   ICLR 2018, arXiv 1711.03953.
+/// - Variational dropout, here locked dropout: Gal, Ghahramani: A Theoretically Grounded Application of Dropout in
+///   Recurrent Neural Networks. NeurIPS 2016, arXiv 1512.05287.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(from = "Read"))]
@@ -125,7 +137,8 @@ impl MixtureConfig {
         MixtureConfig { logit_scale, ..self }
     }
 
-    /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2, arXiv 2408.00118).
+    /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at a
+    /// Practical Size. 2024, arXiv 2408.00118).
     pub fn with_softcap(self, cap: f64) -> Self {
         MixtureConfig { softcap: Some(cap), ..self }
     }

@@ -1,5 +1,5 @@
-//! The output layer of Yang et al. (2018), section 2.3: K contexts and their priors by linear maps, and a mixture of K
-//! softmaxes.
+//! The output layer of Yang et al. (2018, arXiv 1711.03953), section 2.3: K contexts and their priors by linear maps,
+//! and a mixture of K softmaxes.
 
 use candle_core::{Tensor, D};
 use candle_nn::VarBuilder;
@@ -58,6 +58,33 @@ pub type MixtureOfSoftmaxes = Head<Contexts>;
 /// ```text
 /// pi = softmax(W_prior h),    c_k = tanh(W_k h + b_k)
 /// ```
+///
+/// # Examples
+///
+/// Contexts and priors without a decoder:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{Configured, Contexts, DropoutMasks, MixtureConfig, Projection};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let projection = Contexts::new(&MixtureConfig::new(64, 1000, 5).with_context_dim(32), &vb)?;
+/// let hidden = Tensor::randn(0f32, 1., (2, 7, 64), &Device::Cpu)?; // [batch, seq, hidden]
+/// let (contexts, log_priors) = projection.forward(&hidden, DropoutMasks::Off)?;
+/// assert_eq!(contexts.dims(), [2, 7, 5, 32]);
+/// let sums = log_priors.expect("5 components").exp()?.sum(2)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(sums.iter().all(|sum| (sum - 1.0).abs() < 1e-5));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, arXiv
+/// 1711.03953, section 2.3, and the code that was released with it.
 #[derive(Clone, Debug)]
 pub struct Contexts {
     /// `[K, hidden]`
@@ -240,6 +267,10 @@ impl Contexts {
 impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
     /// A head from its parameters.
     ///
+    /// # Shapes
+    ///
+    /// As the fields of [`MixtureTensors`] say.
+    ///
     /// # Errors
     ///
     /// If the shapes do not match, or a dtype is not a float type.
@@ -250,6 +281,10 @@ impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
 
     /// The parameters, to export, freeze, tie or watch: tensors that share their storage with the head, except computed
     /// rows.
+    ///
+    /// # Shapes
+    ///
+    /// As the fields of [`MixtureTensors`] say.
     ///
     /// # Errors
     ///

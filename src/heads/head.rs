@@ -23,6 +23,31 @@ use crate::tensors::dropout::DropoutMasks;
 ///
 /// [`SoftmaxHead`](crate::SoftmaxHead), [`MixtureOfContexts`](crate::MixtureOfContexts) and
 /// [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) are heads; a [`Projection`] of your own makes another.
+///
+/// # Examples
+///
+/// The parts of a head, and another head with the same parameters:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{Head, MixedContexts, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Projection};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let softmaxes = MixtureOfSoftmaxes::new(&MixtureConfig::new(64, 1000, 5).with_context_dim(32), vb)?;
+/// let (projection, decoder) = (softmaxes.projection(), softmaxes.decoder());
+/// assert_eq!((projection.context_dim(), decoder.vocab_size()), (32, 1000));
+///
+/// // A single softmax, whose context is the mean of the five.
+/// let contexts = Head::from_parts(MixedContexts(projection), decoder.clone())?;
+/// assert_eq!((softmaxes.components(), contexts.components()), (5, 1));
+/// let hidden = Tensor::randn(0f32, 1., (2, 7, 64), &Device::Cpu)?; // [batch, seq, hidden]
+/// assert_eq!(contexts.log_probs(&hidden)?.dims(), [2, 7, 1000]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Head<P> {
     projection: P,
@@ -105,8 +130,9 @@ impl<P: Projection> Head<P> {
         self.decoder.bias()
     }
 
-    /// The head with a low-rank adapter (LoRA), in place of another one: the decoder's weight acts as `W + s B A`, a sum
-    /// that is never formed. A and B get their gradients; the weight gets one only if it is a variable.
+    /// The head with a low-rank adapter (Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models. ICLR 2022,
+    /// arXiv 2106.09685), in place of another one: the decoder's weight acts as `W + s B A`, a sum that is never
+    /// formed. A and B get their gradients; the weight gets one only if it is a variable.
     ///
     /// # Errors
     ///
@@ -136,7 +162,8 @@ impl<P: Projection> Head<P> {
         Ok(Head { projection: self.projection, decoder: self.decoder.with_logit_scale(logit_scale)? })
     }
 
-    /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2, arXiv 2408.00118).
+    /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language
+    /// Models at a Practical Size. 2024, arXiv 2408.00118).
     ///
     /// # Errors
     ///

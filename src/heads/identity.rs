@@ -68,7 +68,8 @@ impl SoftmaxConfig {
         SoftmaxConfig { logit_scale, ..self }
     }
 
-    /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2, arXiv 2408.00118).
+    /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at a
+    /// Practical Size. 2024, arXiv 2408.00118).
     pub fn with_softcap(self, cap: f64) -> Self {
         SoftmaxConfig { softcap: Some(cap), ..self }
     }
@@ -148,6 +149,22 @@ impl SoftmaxConfig {
 pub type SoftmaxHead = Head<Identity>;
 
 /// The projection of a [`SoftmaxHead`]: the hidden state itself is the one context.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{DropoutMasks, Projection, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
+/// let (contexts, log_priors) = head.projection().forward(&hidden, DropoutMasks::Off)?;
+/// assert_eq!(contexts.dims(), [2, 3, 1, 8]);
+/// assert!(log_priors.is_none());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Identity {
     hidden_size: usize,
@@ -209,7 +226,8 @@ impl Head<Identity> {
 impl TryFrom<Linear> for Head<Identity> {
     type Error = Error;
 
-    /// The head with the parameters of a linear layer; an error as for [`Head::from_tensors`].
+    /// The head with the parameters of a linear layer, `[vocab, hidden]` and `[vocab]`; an error as for
+    /// [`Head::from_tensors`].
     fn try_from(linear: Linear) -> Result<Self> {
         Self::from_tensors(linear.weight().clone(), linear.bias().cloned())
     }

@@ -52,6 +52,24 @@ pub type MixtureOfContexts = Head<MixedContexts<Contexts>>;
 /// ```text
 /// c = sum_k pi_k c_k
 /// ```
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// use mos_head::{Configured, Contexts, DropoutMasks, MixedContexts, MixtureConfig, Projection};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let contexts = Contexts::new(&MixtureConfig::new(64, 1000, 5).with_context_dim(32), &vb)?;
+/// let hidden = Tensor::zeros((2, 7, 64), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
+/// let (mean, log_priors) = MixedContexts(contexts).forward(&hidden, DropoutMasks::Off)?;
+/// assert_eq!(mean.dims(), [2, 7, 1, 32]);
+/// assert!(log_priors.is_none());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct MixedContexts<P>(pub P);
 

@@ -126,8 +126,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
     /// The samplers of other crates take them in place of logits. Only a penalty of repetition, which depends on the sign
-    /// of a logit, is not the same: [`Mixture::logits`] are those of one softmax. The sampler of candle-transformers takes
-    /// `[vocab]` (here from `hidden` `[1, hidden]`):
+    /// of a logit, is not the same: for one softmax, [`Mixture::logits`] are what it needs. The sampler of
+    /// candle-transformers takes `[vocab]` (here from `hidden` `[1, hidden]`):
     ///
     /// ```ignore
     /// use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -161,15 +161,17 @@ pub trait OutputLayer: Debug + Send + Sync {
         Ok(self.log_probs(hidden)?.to_dtype(dtype)?)
     }
 
-    /// The log-probability of given token ids after hidden states `[.., hidden]`, the entropy, and whether an id is the
-    /// most probable of all if the options ask for them. Differentiable. Heads that are one mixture compute them without a tensor of the vocabulary's size, see
-    /// [`Mixture::score`]; by default they are composed from [`OutputLayer::log_probs`].
+    /// The log-probability of given token ids after hidden states `[.., hidden]`, and the entropy, the mass outside the
+    /// ids and whether an id is the most probable of all if the options ask for them. Differentiable. Heads that are
+    /// one mixture compute them without a tensor of the vocabulary's size, see [`Mixture::score`]; by default they are
+    /// composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
     /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, and the entropy `[..]`, in nats
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    ///   the mass outside `[..]`, in nats
     ///
     /// # Errors
     ///
@@ -186,7 +188,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Shapes
     ///
-    /// - hidden: `[.., hidden]`, each position before its token; the batch has the leading dimensions, `[.., seq]`
+    /// - hidden: `[.., hidden]`, each position before its token
+    /// - batch: every tensor `[..]`, the leading dimensions; the last of them is the sequence
     ///
     /// # Errors
     ///
@@ -213,6 +216,13 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # References
+    ///
+    /// - PPO: Schulman, Wolski, Dhariwal, Radford, Klimov: Proximal Policy Optimization Algorithms. 2017, arXiv
+    ///   1707.06347.
+    /// - GRPO: Shao et al.: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models. 2024,
+    ///   arXiv 2402.03300.
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         loss_of_scores(&terms, self.score(&rows, &terms.token_ids, &options.scores())?)
@@ -224,7 +234,9 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Shapes
     ///
-    /// - hidden: `[.., hidden]`; the teacher has the leading dimensions
+    /// - hidden: `[.., hidden]`
+    /// - teacher: a mixture of contexts `[.., K, d]`, log-probabilities `[.., vocab]`, or a list `[.., n]`
+    /// - [`Loss::nll`]: `[positions]`, of those that count
     ///
     /// # Errors
     ///
@@ -283,7 +295,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
-    /// - returns ids and log-probabilities `[.., k]`
+    /// - returns ids, u32, and log-probabilities, `[.., k]` each
     ///
     /// # Errors
     ///

@@ -90,6 +90,11 @@ pub trait Projection: Debug + Send + Sync {
     /// For ancestral sampling: the contexts `[.., 1, d]` of one component at each position, which `sampler` draws from
     /// the priors. `None`, the default, if drawing first saves nothing: then all contexts are computed.
     ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - returns `[.., 1, d]`
+    ///
     /// # Errors
     ///
     /// Your own, or [`Error::Distribution`](crate::Error::Distribution) if the priors of a position are NaN.
@@ -100,6 +105,64 @@ pub trait Projection: Debug + Send + Sync {
 }
 
 /// A projection that is made from a configuration: what [`Head::new`](crate::Head::new) needs.
+///
+/// # Examples
+///
+/// A single context that is narrower than the hidden state:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{linear_no_bias, Linear, Module, VarBuilder, VarMap};
+/// use mos_head::{Configured, DecoderConfig, DropoutMasks, Head, OutputLayer, Projection, Result};
+///
+/// struct Sizes {
+///     hidden: usize,
+///     context: usize,
+///     vocab: usize,
+/// }
+///
+/// #[derive(Debug)]
+/// struct Narrow(Linear); // hidden -> context
+///
+/// impl Projection for Narrow {
+///     fn hidden_size(&self) -> usize {
+///         self.0.weight().dims()[1]
+///     }
+///
+///     fn context_dim(&self) -> usize {
+///         self.0.weight().dims()[0]
+///     }
+///
+///     fn components(&self) -> usize {
+///         1
+///     }
+///
+///     fn forward(&self, hidden: &Tensor, _: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
+///         Ok((self.0.forward(hidden)?.unsqueeze(hidden.rank() - 1)?, None)) // [.., 1, d]
+///     }
+/// }
+///
+/// impl Configured for Narrow {
+///     type Config = Sizes;
+///
+///     fn new(config: &Sizes, vb: &VarBuilder) -> Result<Self> {
+///         Ok(Narrow(linear_no_bias(config.hidden, config.context, vb.pp("narrow"))?))
+///     }
+///
+///     fn decoder(config: &Sizes) -> DecoderConfig {
+///         DecoderConfig::new(config.vocab, config.context)
+///     }
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let head = Head::<Narrow>::new(&Sizes { hidden: 64, context: 16, vocab: 1000 }, vb)?;
+/// let hidden = Tensor::randn(0f32, 1., (2, 7, 64), &Device::Cpu)?; // [batch, seq, hidden]
+/// assert_eq!(head.log_probs(&hidden)?.dims(), [2, 7, 1000]);
+/// # Ok(())
+/// # }
+/// ```
 pub trait Configured: Projection + Sized {
     /// The sizes and options of a head with this projection.
     type Config;

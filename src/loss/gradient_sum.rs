@@ -70,6 +70,10 @@ impl GradientSum {
 
     /// Adds the gradients of a loss and a penalty, as [`Loss::backward_with`] returns them.
     ///
+    /// # Shapes
+    ///
+    /// - penalty: a scalar, of the dtype of the value
+    ///
     /// # Errors
     ///
     /// As for [`Loss::backward_with`].

@@ -113,6 +113,20 @@ pub struct LossOptions {
 }
 
 /// A loss that looks at a sample of the vocabulary in a training step.
+///
+/// # Examples
+///
+/// ```
+/// use mos_head::{LossOptions, NoiseDistribution, SampledLoss};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let negatives = NoiseDistribution::log_uniform(1000)?.draw(64, 42)?;
+/// let options = LossOptions::new().with_sampled_softmax(negatives);
+/// let Some(SampledLoss::Softmax(negatives)) = &options.sampled else { panic!("a sampled softmax") };
+/// assert_eq!(negatives.token_ids().len(), 64);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum SampledLoss {
@@ -250,6 +264,25 @@ impl LossOptions {
 
     /// Also tells at which positions the target is the most probable token id,
     /// [`Loss::is_correct`](crate::Loss::is_correct), and counts them, [`Loss::correct`](crate::Loss::correct).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Tensor::new(&[[0f32], [3.], [1.]], &Device::Cpu)?; // id 1 is the most probable
+    /// let head = SoftmaxHead::from_tensors(weight, None)?;
+    /// let hidden = Tensor::ones((4, 1), DType::F32, &Device::Cpu)?;
+    /// let targets = Tensor::new(&[1u32, 2, 1, 0], &Device::Cpu)?;
+    /// let loss = head.loss(&hidden, &targets, &LossOptions::evaluation().with_correct(true))?;
+    /// assert_eq!(loss.is_correct.expect("asked for").to_vec1::<u8>()?, [1, 0, 1, 0]);
+    /// let accuracy = (loss.correct.expect("asked for") / loss.count)?.to_scalar::<f32>()?;
+    /// assert_eq!(accuracy, 0.5);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn with_correct(self, correct: bool) -> Self {
         LossOptions { correct, ..self }
     }
@@ -303,6 +336,25 @@ impl LossOptions {
     /// exact: its probabilities are normalised. [`Loss::nll`](crate::Loss::nll) of a training step is this loss. It
     /// cannot be combined with label smoothing, z-loss, a gradient filter or counted predictions. The targets are read
     /// on the host: on a GPU this waits for the device. Memory: a few tensors of `[positions, negatives]`.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{LossOptions, NoiseDistribution, OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Var::randn(0f32, 0.1, (5, 8), &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    /// let noise = NoiseDistribution::unigram(&[50.0, 20.0, 15.0, 10.0, 5.0])?; // counts of the token ids
+    /// let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+    /// let targets = Tensor::new(&[1u32, 0, 3], &Device::Cpu)?;
+    /// let options = LossOptions::new().with_nce(noise.draw_with_replacement(16, 42)?);
+    /// let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
+    /// assert_eq!(gradients.get(&weight).expect("a gradient").dims(), [5, 8]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn with_nce(self, negatives: Negatives) -> Self {
         LossOptions { sampled: Some(SampledLoss::Nce(negatives)), ..self }
     }

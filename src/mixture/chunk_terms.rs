@@ -11,6 +11,33 @@ use crate::error::Result;
 use crate::loss::{Loss, Reduction};
 
 /// The scores of some positions, on the device of the contexts, in f32 (f64 for f64).
+///
+/// # Examples
+///
+/// The negative log-likelihood with a weight for each position, as the terms of
+/// [`Mixture::score_loss`](crate::Mixture::score_loss):
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{ChunkScores, ChunkTerms, LossOptions, Mixture, Reduction, ScoreOptions};
+///
+/// fn weighted(scores: ChunkScores, weights: &Tensor) -> mos_head::Result<ChunkTerms> {
+///     let by_log_prob = weights.narrow(0, scores.positions.start, scores.positions.len())?.neg()?;
+///     Ok(ChunkTerms::new((&scores.log_prob * &by_log_prob)?, by_log_prob))
+/// }
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let contexts = Tensor::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8
+/// let mixture = Mixture::new(&contexts, None, &Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+/// let targets = Tensor::new(&[3u32, 14, 15], &Device::Cpu)?;
+/// let weights = Tensor::new(&[1f32, 0.5, 2.], &Device::Cpu)?;
+/// let options = LossOptions::new().with_reduction(Reduction::Sum).with_position_weights(weights.clone());
+/// let expected = mixture.loss(&targets, &options)?.value.to_scalar::<f32>()?;
+/// let loss = mixture.score_loss(&targets, &ScoreOptions::new(), move |scores| weighted(scores, &weights))?;
+/// assert!((loss.value.to_scalar::<f32>()? / expected - 1.0).abs() < 1e-5);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ChunkScores {
@@ -25,6 +52,31 @@ pub struct ChunkScores {
 }
 
 /// The log-probabilities of some positions, on the device of the contexts, in f32 (f64 for f64).
+///
+/// # Examples
+///
+/// The entropy `-sum_v P(v) log P(v)`, with the derivatives `-P(v) (log P(v) + 1)` by the log-probabilities, as the
+/// terms of [`Mixture::log_prob_loss`](crate::Mixture::log_prob_loss):
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{ChunkLogProbs, ChunkTerms, Mixture};
+///
+/// fn entropy(chunk: ChunkLogProbs) -> mos_head::Result<ChunkTerms> {
+///     let probs = chunk.log_probs.exp()?;
+///     let values = (&probs * &chunk.log_probs)?.sum(1)?.neg()?;
+///     Ok(ChunkTerms::new(values, (probs * (chunk.log_probs + 1.0)?)?.neg()?))
+/// }
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let contexts = Tensor::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8
+/// let mixture = Mixture::new(&contexts, None, &Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+/// let sum = mixture.log_prob_loss(None, entropy)?.value.to_scalar::<f32>()?;
+/// let expected = mixture.entropy()?.sum_all()?.to_scalar::<f32>()?;
+/// assert!((sum - expected).abs() < 1e-4);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ChunkLogProbs {
@@ -35,6 +87,32 @@ pub struct ChunkLogProbs {
 }
 
 /// The terms of some positions, in the dtype of the scores or log-probabilities.
+///
+/// # Examples
+///
+/// The loss `-log(1 - P(a) - P(b))` of two ids a and b that a text should not have:
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use mos_head::{ChunkTerms, Mixture, ScoreOptions};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let contexts = Var::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8
+/// let mixture = Mixture::new(&contexts, None, &Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+/// let unwanted = Tensor::new(&[[3u32, 5], [8, 2], [0, 99]], &Device::Cpu)?;
+/// let options = ScoreOptions::new().with_outside(true);
+/// let loss = mixture.score_loss(&unwanted, &options, |scores| {
+///     let values = scores.log_outside.neg()?;
+///     let by_outside = values.ones_like()?.neg()?;
+///     Ok(ChunkTerms::new(values, scores.log_prob.zeros_like()?).with_by_outside(by_outside))
+/// })?;
+/// let log_probs = mixture.log_prob(&unwanted)?;
+/// let expected = log_probs.exp()?.sum(1)?.affine(-1.0, 1.0)?.log()?.sum_all()?.neg()?.to_scalar::<f32>()?;
+/// assert!((loss.value.to_scalar::<f32>()? - expected).abs() < 1e-4);
+/// assert_eq!(loss.backward()?.get(&contexts).expect("a gradient").dims(), [3, 1, 8]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ChunkTerms {

@@ -20,6 +20,12 @@ impl Mixture {
     /// held. `workspace_bytes` is the budget of the workspace, as of
     /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
     ///
+    /// # Shapes
+    ///
+    /// - `terms`: from log-probabilities `[positions, vocab]` of a chunk to values `[positions]` and derivatives
+    ///   `[positions, vocab]`
+    /// - [`Loss::nll`]: `[..]`, the leading dimensions of the contexts: the values
+    ///
     /// # Errors
     ///
     /// If there are no kernels for the device, the budget cannot hold one position, or `terms` fails or returns other

@@ -1,7 +1,7 @@
 //! The fused mixture: from contexts and log-priors to a loss or log-probabilities.
 //!
 //! ```text
-//! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b    (Yang et al., 2018, eq. 3)
+//! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b    (Yang et al., 2018, equation 3)
 //! ```
 
 mod chunk_terms;
@@ -68,7 +68,8 @@ use node::needs_grad;
 ///
 /// # References
 ///
-/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck. ICLR 2018, arXiv 1711.03953, equation 3.
+/// Yang, Dai, Salakhutdinov, Cohen: Breaking the Softmax Bottleneck: A High-Rank RNN Language Model. ICLR 2018, arXiv
+/// 1711.03953, equation 3.
 #[derive(Clone, Debug)]
 pub struct Mixture {
     operands: Operands,
@@ -82,11 +83,11 @@ impl Mixture {
     /// # Shapes
     ///
     /// - contexts: `[.., K, d]`, f16, bf16, f32 or f64
-    /// - log_priors: `[.., K]`, log-probabilities, whose exponentials sum to one over K (this is not checked); `None`
-    ///   is accepted if K = 1
+    /// - log_priors: `[.., K]`, log-probabilities, whose exponentials sum to one over K (this is not checked); any of
+    ///   these dtypes; `None` is accepted if K = 1
     /// - weight: `[vocab, d]`, of the contexts' dtype; the transpose of a contiguous `[d, vocab]` is read in place (on
     ///   Metal it is copied)
-    /// - bias: `[vocab]`
+    /// - bias: `[vocab]`, any of these dtypes
     ///
     /// # Errors
     ///
@@ -156,8 +157,8 @@ impl Mixture {
         })
     }
 
-    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma 2, 2024). It applies to every result of this
-    /// mixture.
+    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma Team: Gemma 2: Improving Open Language Models
+    /// at a Practical Size. 2024, arXiv 2408.00118). It applies to every result of this mixture.
     ///
     /// # Errors
     ///

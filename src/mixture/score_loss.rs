@@ -16,14 +16,15 @@ use crate::scores::{candidates, ScoreOptions};
 
 impl Mixture {
     /// The sum of values that depend on the log-probabilities of token ids, on the entropy and on the mass outside the ids
-    /// at each position, with gradients from three products: `terms` gets the scores of a chunk of positions and returns the values and their
-    /// derivatives, before the gradient of the chunk's logits replaces them. (A function of scores from
-    /// [`Mixture::score`] costs a fourth product.)
+    /// at each position, with gradients from three products: `terms` gets the scores of a chunk of positions and
+    /// returns the values and their derivatives, before the gradient of the chunk's logits replaces them. (A function
+    /// of scores from [`Mixture::score`] costs a fourth product.)
     ///
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position; u8,
-    ///   u32 or i64. [`Loss::nll`] is the first one's.
+    ///   u32 or i64. [`Loss::nll`], `[..]`, is the first one's.
+    /// - `terms`: as the fields of [`ChunkScores`] and [`ChunkTerms`] say
     ///
     /// # Errors
     ///
@@ -32,7 +33,8 @@ impl Mixture {
     ///
     /// # Examples
     ///
-    /// The policy gradient of REINFORCE with an entropy bonus:
+    /// The policy gradient of REINFORCE (Williams: Simple Statistical Gradient-Following Algorithms for Connectionist
+    /// Reinforcement Learning. Machine Learning 8, 1992) with an entropy bonus:
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};

@@ -14,11 +14,35 @@ use crate::tensors::checks::{check_number, check_targets};
 pub(crate) use composed::{are_best, composed};
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{OutputLayer, ScoreOptions, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Tensor::new(&[[0f32], [3.], [1.], [2.]], &Device::Cpu)?;
+/// let head = SoftmaxHead::from_tensors(weight, None)?;
+/// let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+/// let token_ids = Tensor::new(&[[1u32, 2]], &Device::Cpu)?; // two candidates
+/// let options = ScoreOptions::new().with_temperature(0.5).with_outside(true).with_is_best(true);
+/// let scores = head.score(&hidden, &token_ids, &options)?;
+/// // The logits 6 and 2, of the four logits 0, 6, 2 and 4 at this temperature.
+/// let log_prob = scores.log_prob.to_vec2::<f32>()?;
+/// assert!((log_prob[0][0] - log_prob[0][1] - 4.0).abs() < 1e-5);
+/// // The candidates and all other ids together have probability one.
+/// let outside = scores.log_outside.expect("asked for").to_vec1::<f32>()?[0];
+/// assert!((log_prob[0][0].exp() + log_prob[0][1].exp() + outside.exp() - 1.0).abs() < 1e-6);
+/// assert_eq!(scores.is_best.expect("asked for").to_vec2::<u8>()?, [[1, 0]]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ScoreOptions {
-    /// The temperature of the distribution, after scale and softcap: its log-probabilities are those of the mixture
-    /// divided by it, and normalised. The default is 1.
+    /// The temperature of the distribution, after scale and softcap: the mixture's log-probabilities are divided by it
+    /// and normalised again. The default is 1.
     pub temperature: f64,
     /// Whether the entropy is computed. The default is false.
     pub entropy: bool,
@@ -128,6 +152,28 @@ impl Scores {
     /// # Errors
     ///
     /// If the value is not a scalar, the backward pass of another operation fails, or memory runs out.
+    ///
+    /// # Examples
+    ///
+    /// A loss of the difference of two candidates, as in preference learning:
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{OutputLayer, ScoreOptions, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    /// let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?;
+    /// let token_ids = Tensor::new(&[[3u32, 5], [1, 0], [8, 9], [2, 7]], &Device::Cpu)?; // preferred, rejected
+    /// let scores = head.score(&hidden, &token_ids, &ScoreOptions::new())?;
+    /// let difference = (scores.log_prob.narrow(1, 0, 1)? - scores.log_prob.narrow(1, 1, 1)?)?;
+    /// let loss = candle_nn::ops::sigmoid(&difference)?.log()?.mean_all()?.neg()?;
+    /// let gradients = scores.backward(&loss)?;
+    /// assert_eq!(gradients.get(&weight).expect("a gradient").dims(), [100, 8]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn backward(&self, value: &Tensor) -> Result<GradStore> {
         match value.rank() {
             0 => autograd::backward(value, None, self.leaves.clone()),
@@ -139,8 +185,10 @@ impl Scores {
     ///
     /// # Shapes
     ///
-    /// - log_probs: `[.., vocab]`
+    /// - log_probs: `[.., vocab]`, a float type
     /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
+    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    ///   the mass outside `[..]`
     ///
     /// # Errors
     ///

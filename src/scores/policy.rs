@@ -13,16 +13,52 @@ use crate::tensors::checks::{check_device, check_float, check_number, check_targ
 const MOST_LOG_RATIO: f64 = 20.0;
 
 /// How the losses of tokens are averaged.
+///
+/// # Examples
+///
+/// Three tokens with advantage 1 in one sequence, and one with advantage -1 in the other:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{OutputLayer, PolicyBatch, PolicyNormalization, PolicyOptions, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
+/// let token_ids = Tensor::new(&[[3u32, 5, 7], [1, 0, 0]], &Device::Cpu)?;
+/// let advantages = Tensor::new(&[[1f32, 1., 1.], [-1., 0., 0.]], &Device::Cpu)?;
+/// let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], &Device::Cpu)?;
+/// let batch = PolicyBatch::new(token_ids, advantages).with_mask(mask);
+/// // The ratio of the present policy to itself is 1: the loss of a token is the negative advantage.
+/// for (normalization, expected) in [
+///     (PolicyNormalization::Tokens, -2.0 / 4.0),
+///     (PolicyNormalization::Sequences, (-1.0 + 1.0) / 2.0),
+///     (PolicyNormalization::Constant(6.0), -2.0 / 6.0),
+/// ] {
+///     let options = PolicyOptions::new().with_normalization(normalization);
+///     let loss = head.policy_loss(&hidden, &batch, &options)?.value.to_scalar::<f32>()?;
+///     assert!((loss - expected).abs() < 1e-6);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// - DAPO: Yu et al.: DAPO: An Open-Source LLM Reinforcement Learning System at Scale. 2025, arXiv 2503.14476.
+/// - GRPO: Shao et al.: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models. 2024, arXiv
+///   2402.03300.
+/// - Dr. GRPO: Liu et al.: Understanding R1-Zero-Like Training: A Critical Perspective. 2025, arXiv 2503.20783.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum PolicyNormalization {
-    /// The mean over all tokens (DAPO, Yu et al., 2025, arXiv 2503.14476).
+    /// The mean over all tokens (DAPO).
     #[default]
     Tokens,
     /// The mean over each sequence, the last of the leading dimensions, and then over the sequences that have a token
-    /// (GRPO, Shao et al., 2024, arXiv 2402.03300, equation 3).
+    /// (GRPO, equation 3).
     Sequences,
-    /// The sum divided by a constant (Dr. GRPO, Liu et al., 2025, arXiv 2503.20783).
+    /// The sum divided by a constant (Dr. GRPO).
     Constant(f64),
 }
 
@@ -33,10 +69,47 @@ pub enum PolicyNormalization {
 /// r = exp(log p - old)        x = reference - log p        m = min(exp(old - sampler), importance_cap)
 /// ```
 ///
-/// (PPO, Schulman et al., 2017, arXiv 1707.06347, equation 7; the estimate k3 of the divergence from the reference is
-/// GRPO's, equation 4.) Exponentials of log-ratios above 20 are continued linearly. Ratios of whole sequences (GSPO)
-/// need all tokens of a sequence at once: compute them from [`OutputLayer::score`](crate::OutputLayer::score), which
-/// costs a fourth product.
+/// The first term is PPO's, equation 7; the estimate of the divergence from the reference is GRPO's, equation 4.
+/// Exponentials of log-ratios above 20 are continued linearly. Ratios of whole sequences (GSPO) need all tokens of a
+/// sequence at once: compute them from [`OutputLayer::score`](crate::OutputLayer::score), which costs a fourth product.
+///
+/// # Examples
+///
+/// A step of GRPO with DAPO's larger upper clip, on tokens that an earlier policy has sampled:
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use mos_head::{OutputLayer, PolicyBatch, PolicyNormalization, PolicyOptions, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+/// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+/// let hidden = Tensor::randn(0f32, 1., (2, 3, 8), &Device::Cpu)?; // [batch, seq, hidden]
+/// let token_ids = Tensor::new(&[[3u32, 5, 7], [1, 0, 99]], &Device::Cpu)?;
+/// let old = head.log_prob(&hidden, &token_ids)?.detach();
+/// let advantages = Tensor::new(&[[1f32, 1., 1.], [-1., -1., -1.]], &Device::Cpu)?;
+/// let batch = PolicyBatch::new(token_ids, advantages)
+///     .with_old_log_probs(old.clone())
+///     .with_reference_log_probs(old);
+/// let options = PolicyOptions::new()
+///     .with_clip(0.2, 0.28)
+///     .with_kl(0.04)
+///     .with_normalization(PolicyNormalization::Sequences);
+/// let loss = head.policy_loss(&hidden, &batch, &options)?;
+/// // While the policy equals the old one and the reference, the loss is the mean of the negative advantages.
+/// assert!(loss.value.to_scalar::<f32>()?.abs() < 1e-5);
+/// assert_eq!(loss.backward()?.get(&weight).expect("a gradient").dims(), [100, 8]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # References
+///
+/// - PPO: Schulman, Wolski, Dhariwal, Radford, Klimov: Proximal Policy Optimization Algorithms. 2017, arXiv 1707.06347.
+/// - GRPO: Shao et al.: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models. 2024, arXiv
+///   2402.03300.
+/// - DAPO: Yu et al.: DAPO: An Open-Source LLM Reinforcement Learning System at Scale. 2025, arXiv 2503.14476.
+/// - GSPO: Zheng et al.: Group Sequence Policy Optimization. 2025, arXiv 2507.18071.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PolicyOptions {
@@ -137,6 +210,32 @@ impl PolicyOptions {
 
 /// Sampled tokens and what is known of them, each `[..]` as the leading dimensions of the hidden states. Numbers are
 /// constants: no gradient passes through them.
+///
+/// # Examples
+///
+/// A prompt of two tokens, which does not count, and two tokens that an engine of lower precision has sampled:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{OutputLayer, PolicyBatch, PolicyOptions, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((1, 4, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
+/// let token_ids = Tensor::new(&[[9u32, 8, 3, 5]], &Device::Cpu)?;
+/// let advantages = Tensor::new(&[[0f32, 0., 1., 1.]], &Device::Cpu)?;
+/// let old = head.log_prob(&hidden, &token_ids)?;
+/// let sampler = (&old + 0.5)?; // it gave every token a larger probability
+/// let batch = PolicyBatch::new(token_ids, advantages)
+///     .with_mask(Tensor::new(&[[0u8, 0, 1, 1]], &Device::Cpu)?)
+///     .with_old_log_probs(old)
+///     .with_sampler_log_probs(sampler);
+/// let loss = head.policy_loss(&hidden, &batch, &PolicyOptions::new())?;
+/// // Each token that counts has the importance weight exp(-0.5).
+/// assert!((loss.value.to_scalar::<f32>()? + (-0.5f32).exp()).abs() < 1e-5);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PolicyBatch {

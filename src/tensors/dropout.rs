@@ -33,7 +33,8 @@ pub enum DropoutMasks {
 
 impl DropoutMasks {
     /// One Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for contexts `[.., seq, K, d]`, the
-    /// same at all steps (Gal & Ghahramani, 2016, arXiv 1512.05287). `None` without dropout.
+    /// same at all steps (Gal & Ghahramani: A Theoretically Grounded Application of Dropout in Recurrent Neural
+    /// Networks. NeurIPS 2016, arXiv 1512.05287). `None` without dropout.
     pub(crate) fn locked_mask(self, contexts: &Tensor, probability: f64) -> Result<Option<Tensor>> {
         if probability == 0.0 {
             return Ok(None);

@@ -15,6 +15,29 @@ use crate::tensors::initial_values;
 const MOST_CLASSES: usize = 1 << 20;
 
 /// The classes of a [`HierarchicalSoftmax`].
+///
+/// # Examples
+///
+/// Five token ids in two classes, by their parts of speech:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// use mos_head::{Classes, HierarchicalConfig, HierarchicalSoftmax, OutputLayer};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let words = ["the", "cat", "a", "mat", "dog"];
+/// let classes = Classes::Given(vec![0, 1, 0, 1, 1]); // articles, nouns
+/// let config = HierarchicalConfig::new(8, words.len()).with_classes(classes);
+/// assert_eq!(config.class_count()?, 2);
+/// let head = HierarchicalSoftmax::new(&config, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+/// let probs = head.log_probs(&Tensor::zeros((1, 8), DType::F32, &Device::Cpu)?)?.exp()?.squeeze(0)?;
+/// // With weights of zero a class has probability 1/2: "the" half of it, "cat" a third.
+/// let probs = probs.to_vec1::<f32>()?;
+/// assert!((probs[0] - 1.0 / 4.0).abs() < 1e-6 && (probs[1] - 1.0 / 6.0).abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
@@ -27,7 +50,8 @@ pub enum Classes {
 
 impl Classes {
     /// At most so many classes of about equal probability mass: ids in descending order of frequency fill one class
-    /// after the other (Mikolov et al., 2011). There are fewer if single ids have more than the mass of a class.
+    /// after the other (Mikolov, Kombrink, Burget, Černocký, Khudanpur: Extensions of Recurrent Neural Network Language
+    /// Model. ICASSP 2011). There are fewer if single ids have more than the mass of a class.
     ///
     /// # Errors
     ///
@@ -269,6 +293,27 @@ impl TwoLevel<Hierarchical> {
     ///
     /// As for [`HierarchicalSoftmax::new`], or if the layer's vocabulary is not the classes or its hidden states are of
     /// another size.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use candle_core::{DType, Device};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use mos_head::{HierarchicalConfig, HierarchicalSoftmax, MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let config = HierarchicalConfig::new(64, 10_000);
+    /// let classes = MixtureConfig::new(64, config.class_count()?, 5).with_context_dim(32);
+    /// let classes = MixtureOfSoftmaxes::new(&classes, vb.pp("classes"))?;
+    /// let head = HierarchicalSoftmax::with_class_layer(&config, Arc::new(classes), vb)?;
+    /// assert_eq!((head.class_layer().components(), head.vocab_size()), (5, 10_000));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn with_class_layer(
         config: &HierarchicalConfig,
         class_layer: Arc<dyn MixtureLayer>,

@@ -145,7 +145,7 @@ impl Case {
         }
     }
 
-    /// The products of a tile unit, or of its emulation, agree with those of vectors for operands that bf16 can
+    /// The products of a tile unit, or of its emulation, agree with products of vectors for operands that bf16 can
     /// represent.
     fn check_tiles<T: Served<Acc = f32, Tiles = Tiles>>(&self) -> Result<()> {
         let (mut operands, objective) = self.operands()?;

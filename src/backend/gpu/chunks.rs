@@ -171,8 +171,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         self.gpu.launch("row_log_sum_exp", rows.len(), arguments)
     }
 
-    /// Makes the log-sum-exps of the chunk's rows, and the logits of the targets that these ranks have, those of the
-    /// vocabulary that the ranks of `shard` share. Waits for the device.
+    /// Turns the log-sum-exps of the chunk's rows over this rank's ids, and the logits of the targets that it has, into
+    /// the ones over the vocabulary that the ranks of `shard` share. Waits for the device.
     pub(super) fn join_ranks(&self, shard: &VocabShard, owners: &[Option<usize>]) -> Result<()> {
         let rows = self.rows_per_chunk;
         let device = self.numbers.tensor.device();

@@ -48,7 +48,7 @@ pub(super) fn log_prob_loss(
     Ok(LossResults { objective, nll, sum, count, is_correct: None, dropped_mass: None, gradients })
 }
 
-/// The gradients of all positions: those of contexts and log-priors side by side, and the decoder's summed.
+/// The gradients of all positions: for contexts and log-priors side by side, for the decoder summed.
 fn joined(of_chunks: Vec<Gradients>) -> Result<Gradients> {
     let side_by_side = |of: &dyn Fn(&Gradients) -> Option<Tensor>| {
         let of_chunks: Vec<Tensor> = of_chunks.iter().filter_map(of).collect();

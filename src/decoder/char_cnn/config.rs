@@ -15,6 +15,11 @@ const MOST_LAYERS: usize = 1024;
 ///
 /// let config = CharCnnConfig::new(280).with_filters(&[(1, 32), (2, 32), (3, 64), (4, 128)]).with_correction(128);
 /// ```
+///
+/// # References
+///
+/// - Kim, Jernite, Sontag, Rush: Character-Aware Neural Language Models. AAAI 2016, arXiv 1508.06615.
+/// - Jozefowicz, Vinyals, Schuster, Shazeer, Wu: Exploring the Limits of Language Modeling. 2016, arXiv 1602.02410.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(from = "Read"))]
@@ -25,7 +30,7 @@ pub struct CharCnnConfig {
     /// Size of a character's embedding. The default is 16.
     pub embedding: usize,
     /// The convolutions, (width, channels) each. The default is (1, 32), (2, 64), (3, 96), (4, 128), (5, 160): in
-    /// proportion to the width, as in Kim et al. (2016, arXiv 1508.06615).
+    /// proportion to the width, as in Kim et al. (2016).
     pub filters: Vec<(usize, usize)>,
     /// Number of highway layers. The default is 2.
     pub highway: usize,
@@ -68,7 +73,7 @@ impl CharCnnConfig {
     }
 
     /// Adds a vector of this size for each entry, times a matrix, to its row: it tells apart entries that are spelled
-    /// alike. Jozefowicz et al. (2016, arXiv 1602.02410) have 128.
+    /// alike. Jozefowicz et al. (2016) have 128.
     pub fn with_correction(self, correction: usize) -> Self {
         CharCnnConfig { correction, ..self }
     }

@@ -178,6 +178,24 @@ impl CharCnn {
     /// # Errors
     ///
     /// If a character is not in the alphabet.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use mos_head::{CharCnn, CharCnnConfig};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let config = CharCnnConfig::new(16).with_filters(&[(2, 8)]).with_alphabet("abcdefghijklmnopqrstuvwxyz");
+    /// let cnn = CharCnn::new(&config, &["cat", "mat"], vb)?;
+    /// assert_eq!(cnn.rows_of_spellings(&["dog", "cats", "hat"])?.dims(), [3, 16]);
+    /// assert!(cnn.rows_of_spellings(&["Dog"]).is_err()); // there is no capital letter in the alphabet
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn rows_of_spellings(&self, spellings: &[impl AsRef<str>]) -> Result<Tensor> {
         let spellings = spellings.iter().map(|spelling| self.alphabet.encode(spelling.as_ref()));
         self.computed(Arc::new(spellings.collect::<Result<_>>()?))

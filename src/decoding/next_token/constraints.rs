@@ -27,11 +27,37 @@ use crate::tensors::checks::check_number;
 /// never positive, and for processors that look at the values themselves. So do log-probabilities that are given to
 /// [`NextToken::of_log_probs`](crate::NextToken::of_log_probs), and heads without a mixture.
 ///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{Constraints, OutputLayer, Sampling, SoftmaxHead, TokenRequest};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// // Logits 4, 3, 2, 1 and 0 at every position.
+/// let weight = Tensor::new(&[[4f32], [3.], [2.], [1.], [0.]], &Device::Cpu)?;
+/// let head = SoftmaxHead::from_tensors(weight, None)?;
+/// let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+/// let next = |constraints| {
+///     let request = TokenRequest::new(Sampling::greedy(), 42)?.with_constraints(constraints)?.with_prompt(&[0]);
+///     Ok::<_, mos_head::Error>(head.next_tokens(&hidden, &[&request])?[0].token_id)
+/// };
+/// assert_eq!(next(Constraints::new())?, 0);
+/// assert_eq!(next(Constraints::new().with_banned(&[0, 1]))?, 2);
+/// assert_eq!(next(Constraints::new().with_repetition_penalty(1.5))?, 1); // 4 / 1.5 is below 3
+/// assert_eq!(next(Constraints::new().with_bias(&[(4, 5.0)]))?, 4);
+/// // Logits above 2.5 become minus infinity.
+/// let capped = |_first: u32, z: &mut [f64]| z.iter_mut().filter(|z| **z > 2.5).for_each(|z| *z = f64::NEG_INFINITY);
+/// assert_eq!(next(Constraints::new().with_processor(capped))?, 2);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # References
 ///
 /// - repetition penalty: Keskar et al.: CTRL: A Conditional Transformer Language Model for Controllable Generation. 2019,
 ///   arXiv 1909.05858, section 4.1, without its mistake for negative logits.
-/// - frequency and presence penalty: OpenAI's API.
+/// - frequency and presence penalty: the parameters of these names of OpenAI's API.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Constraints {

@@ -22,6 +22,27 @@ pub use request::TokenRequest;
 
 /// The next token id of a text, and what its request asks for, from
 /// [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens). Log-probabilities and entropy are in nats.
+///
+/// # Examples
+///
+/// From the log-probabilities of another model:
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use mos_head::{NextToken, Sampling, TokenRequest};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let log_probs = Tensor::new(&[[0.1f32, 0.6, 0.3]], &Device::Cpu)?.log()?; // one position
+/// let request = TokenRequest::new(Sampling::new().with_top_k(2), 42)?.with_best(2).with_entropy(true);
+/// let next = &NextToken::of_log_probs(&log_probs, &[&request])?[0];
+/// assert_eq!([next.best[0].0, next.best[1].0], [1, 2]);
+/// // It was drawn from two ids, whose probabilities sum to 0.9.
+/// assert!((next.log_prob - next.sampled_log_prob - 0.9f64.ln()).abs() < 1e-6);
+/// let entropy = -[0.1f64, 0.6, 0.3].map(|p| p * p.ln()).iter().sum::<f64>();
+/// assert!((next.entropy.expect("asked for") - entropy).abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NextToken {

@@ -68,6 +68,33 @@ impl Teacher {
 }
 
 /// The probability of the ids that are missing in a teacher's list.
+///
+/// # Examples
+///
+/// A list of two of four ids, and a student that gives each of the four the same probability:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{DistillOptions, Divergence, MissingIds, OutputLayer, SoftmaxHead, Teacher};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let student = SoftmaxHead::from_tensors(Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((1, 8), DType::F32, &Device::Cpu)?;
+/// let token_ids = Tensor::new(&[[2u32, 0]], &Device::Cpu)?;
+/// let log_probs = Tensor::new(&[[0.5f32, 0.25]], &Device::Cpu)?.log()?;
+/// let term = |teacher: f32, student: f32| teacher * (teacher / student).ln();
+/// for (missing, expected) in [
+///     (MissingIds::Zero, term(0.5, 0.25) + term(0.25, 0.25)),
+///     (MissingIds::Renormalized, term(2.0 / 3.0, 0.25) + term(1.0 / 3.0, 0.25)),
+///     (MissingIds::Tail, term(0.5, 0.25) + term(0.25, 0.25) + term(0.25, 0.5)),
+/// ] {
+///     let teacher = Teacher::of_top_k(&token_ids, &log_probs, missing);
+///     let loss = student.distill(&hidden, &teacher, &DistillOptions::new(Divergence::ForwardKl))?;
+///     assert!((loss.value.to_scalar::<f32>()? - expected).abs() < 1e-5);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MissingIds {
@@ -91,7 +118,8 @@ pub enum MissingIds {
 /// ```
 ///
 /// with teacher T and student Q both at the temperature, and the student P at temperature 1. It is not multiplied by the
-/// square of the temperature (Hinton et al., 2015, arXiv 1503.02531, section 2.1).
+/// square of the temperature (Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network. 2015, arXiv
+/// 1503.02531, section 2).
 ///
 /// # Examples
 ///

@@ -151,6 +151,12 @@ impl Mixture {
     ///
     /// [`Loss::nll`] has the objective of each position that counts, in their order, without weights.
     ///
+    /// # Shapes
+    ///
+    /// - teacher: a mixture of contexts `[.., K, d]`, log-probabilities `[.., vocab]`, or a list `[.., n]`, with the
+    ///   leading dimensions of this mixture
+    /// - [`Loss::nll`]: `[positions]`, of those that count
+    ///
     /// # Errors
     ///
     /// If the shapes, the vocabulary or the devices of teacher and student differ, an id is not in the vocabulary, an option

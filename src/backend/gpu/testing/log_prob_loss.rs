@@ -1,4 +1,4 @@
-//! Losses of the log-probabilities of all ids equal those of the CPU in f64.
+//! Losses of the log-probabilities of all ids equal the CPU's in f64.
 
 use candle_core::{DType, Device, Tensor};
 

@@ -59,7 +59,7 @@ impl Encoder {
 
 /// Maps `[batch, height, width, channels]` -> maps of half the height and width.
 fn convolve(maps: &Tensor, layer: &Linear) -> Result<Tensor> {
-    let (_, height, width, _) = maps.dims4()?;
+    let (batch, height, width, _) = maps.dims4()?;
     let (down, right) = (height.div_ceil(2), width.div_ceil(2));
     // Padded so that pixel 2 i + d, d from 0 to 2, is at 2 i + d.
     let maps = maps.pad_with_zeros(1, 1, 2 * down + 1 - height)?.pad_with_zeros(2, 1, 2 * right + 1 - width)?;
@@ -76,7 +76,9 @@ fn convolve(maps: &Tensor, layer: &Linear) -> Result<Tensor> {
             pixels.push(every_second(&rows, 2, dx, right)?);
         }
     }
-    Ok(layer.forward(&Tensor::cat(&pixels, D::Minus1)?)?.relu()?)
+    // One matrix product for all places.
+    let pixels = Tensor::cat(&pixels, D::Minus1)?.contiguous()?.flatten_to(2)?;
+    Ok(layer.forward(&pixels)?.relu()?.reshape((batch, down, right, ()))?)
 }
 
 #[cfg(test)]

@@ -100,3 +100,6 @@ fn run(args: &Args) -> Result<()> {
     let axes = Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor: floor_line };
     heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows, part, floor))
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,11 +9,12 @@ use lab::attention::{Attention, Memory};
 use lab::head::{HeadKind, HeadSizes};
 use lab::model::{Forward, Model, Pass};
 use lab::recurrent::{locked_dropout, Lstm, LstmDropout};
-use lab::sequences::{by_length, inputs_and_targets, shuffled};
+use lab::sequences::inputs_and_targets;
 use lab::words::{Words, PAD};
 use lab::{init, recipe::Recipe, Result};
 use mos_head::OutputLayer;
-use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{rngs::StdRng, SeedableRng};
 
 /// What the captions of all parts are about, and in which words.
 #[derive(Clone)]
@@ -117,8 +118,8 @@ impl Captioner {
     }
 }
 
-/// Captions per batch of an evaluation.
-const EVALUATION_BATCH: usize = 64;
+/// Images per batch of an evaluation.
+const EVALUATION_BATCH: usize = 32;
 
 impl Model for Captioner {
     type Item = Pair;
@@ -151,11 +152,17 @@ impl Model for Captioner {
     }
 
     fn batches(&self, pairs: &[Pair], recipe: &Recipe, pass: Pass) -> Vec<Vec<usize>> {
-        let length = |i: usize| pairs[i].caption.len();
-        match pass {
-            Pass::Training { epoch } => shuffled(pairs.len(), recipe.batch, recipe.seed ^ (epoch as u64) << 32, length),
-            Pass::Evaluation { .. } => by_length((0..pairs.len()).collect(), EVALUATION_BATCH, length),
-        }
+        // The captions of an image are in one batch, which computes the image's features once.
+        let all: Vec<usize> = (0..pairs.len()).collect();
+        let mut images: Vec<&[usize]> = all.chunk_by(|&a, &b| pairs[a].image == pairs[b].image).collect();
+        let batch = match pass {
+            Pass::Training { epoch } => {
+                images.shuffle(&mut StdRng::seed_from_u64(recipe.seed ^ (epoch as u64) << 32));
+                recipe.batch
+            }
+            Pass::Evaluation { .. } => EVALUATION_BATCH,
+        };
+        images.chunks(batch).map(<[&[usize]]>::concat).collect()
     }
 
     fn start(&self, _: &Recipe, _: Pass) -> Result<()> {
@@ -164,9 +171,13 @@ impl Model for Captioner {
 
     fn forward(&self, pairs: &[Pair], chosen: &Vec<usize>, _: &mut (), rng: Option<&mut StdRng>) -> Result<Forward> {
         let captions: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].caption.as_slice()).collect();
-        let images: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
+        let of_captions: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
+        let mut images = of_captions.clone();
+        images.dedup();
+        let row = |image: &usize| images.iter().position(|other| other == image).map_or(0, |row| row as u32);
+        let rows = Tensor::new(of_captions.iter().map(row).collect::<Vec<_>>(), &self.device)?;
         let (inputs, targets) = inputs_and_targets(&captions, &self.device)?;
-        let hidden = self.decode(&inputs, &mut self.encode(&images)?, rng)?;
+        let hidden = self.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
         Ok(Forward { hidden, targets, penalty: None })
     }
 }

@@ -5,7 +5,7 @@ use crate::model::Captioner;
 use crate::score::Scores;
 use lab::head::HeadKind;
 use lab::heads::{slowdown, Outcome};
-use lab::model::Model;
+use lab::model::{Model, Pass};
 use lab::recipe::Recipe;
 use lab::report::{self, number};
 use lab::session::Session;
@@ -29,7 +29,8 @@ pub(crate) struct Trained {
 impl Trained {
     pub(crate) fn new(session: &Session<Captioner>, recipe: &Recipe, scores: Scores, peak_mib: Option<f64>) -> Self {
         let (train, setting) = (&session.data.train, &session.model.setting);
-        let per_batch = targets(train) as f64 / train.len().div_ceil(recipe.batch) as f64;
+        let batches = session.model.batches(train, recipe, Pass::Training { epoch: 0 }).len();
+        let per_batch = targets(train) as f64 / batches as f64;
         Self {
             scores,
             seconds_per_batch: session.tokens_per_second().map(|rate| per_batch / rate),

@@ -96,6 +96,36 @@ impl Captioner {
         Ok(model)
     }
 
+    /// The recipe of a head's model with as many parameters as the softmax's: a mixture has fewer LSTM units, and contexts
+    /// of half the softmax's units. (With all units, nine contexts would have a dozen dimensions.)
+    pub(crate) fn equal(kind: HeadKind, setting: &Setting, recipe: &Recipe, device: &Device) -> Result<Recipe> {
+        if kind == HeadKind::Softmax {
+            return Ok(*recipe);
+        }
+        let context = recipe.context.unwrap_or(recipe.hidden.div_ceil(2));
+        let with = |hidden| Recipe { hidden, embedding: Some(recipe.embedding()), context: Some(context), ..*recipe };
+        let parameters = |kind, recipe: &Recipe| -> Result<usize> {
+            Ok(Self::new(kind, setting.clone(), recipe, device)?.parameters())
+        };
+        let wanted = parameters(HeadKind::Softmax, recipe)?;
+        let (mut low, mut high) = (1, recipe.hidden);
+        while low < high {
+            let middle = (low + high) / 2;
+            match parameters(kind, &with(middle))? < wanted {
+                true => low = middle + 1,
+                false => high = middle,
+            }
+        }
+        let (above, below) = (with(low), with((low - 1).max(1)));
+        let distance = |recipe| Ok::<_, Box<dyn std::error::Error>>(parameters(kind, recipe)?.abs_diff(wanted));
+        Ok(if distance(&below)? < distance(&above)? { below } else { above })
+    }
+
+    /// The number of units of an LSTM layer.
+    pub(crate) fn units(&self) -> usize {
+        self.sizes.hidden
+    }
+
     /// The decoder's initial state for these images: from the mean of their features.
     pub(crate) fn encode(&self, images: &[usize]) -> Result<State> {
         let rows: Vec<u32> = images.iter().map(|&image| image as u32).collect();

@@ -10,7 +10,7 @@ use lab::words::{Words, PAD};
 use lab::{checkpoint::Checkpoint, init, recipe::Recipe, session::Session};
 use mos_head::{BeamSearch, LossOptions};
 
-const RECIPE: Recipe = Recipe { components: 2, hidden: 24, batch: 32, lr: 0.01, decay: 0.8, seed: 3, ..Recipe::BASE };
+const RECIPE: Recipe = Recipe { components: 2, hidden: 24, batch: 12, lr: 0.01, decay: 0.8, seed: 3, ..Recipe::BASE };
 
 fn session(kind: HeadKind, dataset: &Dataset, blind: bool, recipe: &Recipe) -> Session<Captioner> {
     let texts = dataset.train.iter().flat_map(|example| example.captions.iter().map(String::as_str));
@@ -81,6 +81,21 @@ fn every_variable_gets_a_gradient_and_a_blind_model_has_as_many() {
         assert_eq!(parameters, of_blind);
         let without: Vec<&str> = blind.iter().filter(|(_, sum)| sum.is_none()).map(|(name, _)| name.as_str()).collect();
         assert!(without.len() == 6 && without.iter().all(|name| name.starts_with("encoder.conv")), "{without:?}");
+    }
+}
+
+#[test]
+fn models_of_all_heads_have_as_many_parameters() {
+    let dataset = Dataset::drawn(300, 1, &Device::Cpu).unwrap();
+    let setting = session(HeadKind::Softmax, &dataset, false, &RECIPE).model.setting;
+    for recipe in [Recipe { components: 9, hidden: 96, ..RECIPE }, Recipe { layers: 2, hidden: 64, ..RECIPE }] {
+        let [softmax, moc, mos] = HeadKind::ALL.map(|kind| {
+            let recipe = Captioner::equal(kind, &setting, &recipe, &Device::Cpu).unwrap();
+            let model = Captioner::new(kind, setting.clone(), &recipe, &Device::Cpu).unwrap();
+            model.parameters()
+        });
+        assert_eq!(moc, mos);
+        assert!((mos as f64 / softmax as f64 - 1.0).abs() < 0.015, "{softmax} {mos}");
     }
 }
 

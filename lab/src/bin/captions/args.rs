@@ -29,7 +29,7 @@ const FEATURES: Recipe = Recipe { hidden: 512, batch: 16, lr: 0.001, dropout: 0.
 #[derive(Debug, Parser)]
 #[command(after_help = describe(&[("Drawn images", DRAWN), ("--features", FEATURES)]))]
 pub(crate) struct Args {
-    /// Features of images: the tensors `features` [images, positions, width] and `ids` [images], of int64
+    /// Features of images: the tensors `features` `[images, positions, width]` and `ids` `[images]`, of int64
     #[arg(long, value_name = "FILE.safetensors", requires = "captions")]
     pub(crate) features: Option<PathBuf>,
     /// Captions of these images, a JSON line each: {"image_id": 9, "caption": "A dog.", "split": "train"}; the split is

@@ -10,7 +10,7 @@ pub struct Attention {
     combine: Linear,
 }
 
-/// The attended sequence: the encoder's outputs and their keys, each [batch, positions, hidden], and its mask.
+/// The attended sequence: the encoder's outputs and their keys, each `[batch, positions, hidden]`, and its mask.
 #[derive(Clone)]
 pub struct Memory {
     values: Tensor,
@@ -30,7 +30,7 @@ impl Attention {
         Ok(Memory { keys: self.score.forward(&values)?, values, mask })
     }
 
-    /// Hidden states [batch, steps, hidden] -> attentional states of the same shape.
+    /// Hidden states `[batch, steps, hidden]` -> attentional states of the same shape.
     pub fn forward(&self, hidden: &Tensor, memory: &Memory) -> Result<Tensor> {
         let scores = hidden.matmul(&memory.keys.transpose(1, 2)?)?.broadcast_add(&memory.mask)?;
         let context = softmax(&scores, D::Minus1)?.matmul(&memory.values)?;

@@ -8,23 +8,28 @@ use mos_head::{BeamSearch, ContextActivation};
 use std::path::PathBuf;
 
 const DRAWN: Recipe = Recipe {
+    components: 9,
     hidden: 96,
     activation: ContextActivation::Identity,
     spread: 0.3,
-    epochs: 6,
-    batch: 64,
+    epochs: 3,
+    batch: 8,
     lr: 0.004,
     warmup: 50,
-    decay: 0.7,
+    decay: 0.5,
+    dropout: 0.1,
     ..Recipe::BASE
 };
-const FEATURES: Recipe = Recipe { hidden: 512, lr: 0.001, dropout: 0.3, epochs: 20, decay: 0.9, ..DRAWN };
+const FEATURES: Recipe = Recipe { hidden: 512, batch: 16, lr: 0.001, dropout: 0.3, epochs: 20, decay: 0.9, ..DRAWN };
 
 /// Trains a caption model with attention over the features of an image, with any of the output layers.
+///
+/// A batch has --batch images with all their captions. The mixtures have contexts of half the softmax's LSTM units
+/// and fewer units, so that all models have equally many parameters.
 #[derive(Debug, Parser)]
 #[command(after_help = describe(&[("Drawn images", DRAWN), ("--features", FEATURES)]))]
 pub(crate) struct Args {
-    /// Features of images: the tensors `features` [images, positions, width] and `ids` [images], of int64
+    /// Features of images: the tensors `features` `[images, positions, width]` and `ids` `[images]`, of int64
     #[arg(long, value_name = "FILE.safetensors", requires = "captions")]
     pub(crate) features: Option<PathBuf>,
     /// Captions of these images, a JSON line each: {"image_id": 9, "caption": "A dog.", "split": "train"}; the split is
@@ -35,7 +40,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 1, value_parser = positive)]
     pub(crate) min_count: usize,
     /// Number of images to draw for training, without --features
-    #[arg(long, value_name = "N", default_value_t = 2000, value_parser = positive)]
+    #[arg(long, value_name = "N", default_value_t = 8000, value_parser = positive)]
     pub(crate) images: usize,
     /// Show the model no image: its features are zeros, with all its parameters kept
     #[arg(long)]

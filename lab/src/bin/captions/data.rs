@@ -128,7 +128,7 @@ mod tests {
         let digest = |dataset: &Dataset| dataset.encode(&words).unwrap().digest;
         assert_eq!(digest(&one), digest(&again));
         assert_ne!(digest(&one), digest(&other));
-        let is_new = |example: &Example| one.scenes.as_ref().unwrap()[example.image].groups().any(|g| g.is_held_out());
+        let is_new = |example: &Example| one.scenes.as_ref().unwrap()[example.image].is_new();
         assert_eq!(
             [&one.train, &one.valid, &one.test].map(|part| part.iter().filter(|x| is_new(x)).count()),
             [0, 50, 50]

@@ -1,6 +1,6 @@
 //! From images to features at several positions: convolutions of pictures, or a linear map of features from a file.
 
-use candle_core::{Module, Tensor, D};
+use candle_core::{Module, Tensor};
 use candle_nn::{linear, Init, Linear, VarBuilder};
 use lab::Result;
 
@@ -14,8 +14,7 @@ pub(crate) struct Encoder {
 }
 
 enum Layers {
-    /// Convolutions of 3x3 with a stride of 2, as linear maps of the 9 pixels.
-    Convolutions(Vec<Linear>),
+    Convolutions(Vec<Convolution>),
     Projection(Linear),
 }
 
@@ -24,11 +23,12 @@ impl Encoder {
     pub(crate) fn new(image: &[usize], hidden: usize, vb: VarBuilder) -> Result<Self> {
         let (layers, positions) = match *image {
             [height, width, channels] => {
-                let widths = [channels, CHANNELS[0], CHANNELS[1], hidden];
-                let layer = |i: usize| linear(9 * widths[i], widths[i + 1], vb.pp("convolution").pp(i));
-                let positions = (0..3).fold([height, width], |sides, _| sides.map(|side| side.div_ceil(2)));
-                let layers = (0..3).map(layer).collect::<candle_core::Result<_>>()?;
-                (Layers::Convolutions(layers), positions.iter().product())
+                let (mut sides, mut channels, mut layers) = ([height, width], channels, vec![]);
+                for (i, outputs) in CHANNELS.into_iter().chain([hidden]).enumerate() {
+                    layers.push(Convolution::new(sides, [channels, outputs], vb.pp("convolution").pp(i))?);
+                    (sides, channels) = (sides.map(half), outputs);
+                }
+                (Layers::Convolutions(layers), sides[0] * sides[1])
             }
             [positions, width] => (Layers::Projection(linear(width, hidden, vb.pp("projection"))?), positions),
             _ => return Err(format!("expected images of 2 or 3 dimensions, got {image:?}").into()),
@@ -40,43 +40,54 @@ impl Encoder {
     /// Images `[batch, ..]` -> features `[batch, positions, hidden]`; with `blind`, as if all features were zero before
     /// their positions are added.
     pub(crate) fn forward(&self, images: &Tensor, blind: bool) -> Result<Tensor> {
-        let batch = images.dim(0)?;
         if blind {
-            return Ok(self.positions.broadcast_left(batch)?.contiguous()?);
+            return Ok(self.positions.broadcast_left(images.dim(0)?)?.contiguous()?);
         }
-        let dtype = self.positions.dtype();
+        let values = images.to_dtype(self.positions.dtype())?;
         let features = match &self.layers {
             Layers::Convolutions(layers) => {
-                let scaled = ((images.to_dtype(dtype)? / 64.0)? - 2.0)?;
-                let maps = layers.iter().try_fold(scaled, |maps, layer| convolve(&maps, layer))?;
-                maps.flatten(1, 2)?
+                let pixels = ((values / 64.0)? - 2.0)?.flatten(1, 2)?;
+                layers.iter().try_fold(pixels, |maps, layer| layer.forward(&maps))?
             }
-            Layers::Projection(layer) => layer.forward(&images.to_dtype(dtype)?)?.relu()?,
+            Layers::Projection(layer) => layer.forward(&values)?.relu()?,
         };
         Ok(features.broadcast_add(&self.positions)?)
     }
 }
 
-/// Maps `[batch, height, width, channels]` -> maps of half the height and width.
-fn convolve(maps: &Tensor, layer: &Linear) -> Result<Tensor> {
-    let (_, height, width, _) = maps.dims4()?;
-    let (down, right) = (height.div_ceil(2), width.div_ceil(2));
-    // Padded so that pixel 2 i + d, d from 0 to 2, is at 2 i + d.
-    let maps = maps.pad_with_zeros(1, 1, 2 * down + 1 - height)?.pad_with_zeros(2, 1, 2 * right + 1 - width)?;
-    let every_second = |maps: &Tensor, axis: usize, first: usize, count: usize| -> Result<Tensor> {
-        let mut shape = maps.dims().to_vec();
-        shape.splice(axis..=axis, [maps.dim(axis)? / 2, 2]);
-        let pairs = maps.reshape(shape)?.narrow(axis, first / 2, count)?;
-        Ok(pairs.narrow(axis + 1, first % 2, 1)?.squeeze(axis + 1)?)
-    };
-    let mut pixels = vec![];
-    for dy in 0..3 {
-        let rows = every_second(&maps, 1, dy, down)?.contiguous()?;
-        for dx in 0..3 {
-            pixels.push(every_second(&rows, 2, dx, right)?);
+/// A convolution of 3x3 pixels with a stride of 2 and a rectifier, as a linear map of the 9 pixels. (candle's conv2d
+/// computes the gradient of the pixels by a slow path.)
+struct Convolution {
+    layer: Linear,
+    /// The places of the 9 pixels of each output; the place after the last pixel is outside.
+    places: Tensor,
+}
+
+impl Convolution {
+    fn new([height, width]: [usize; 2], [inputs, outputs]: [usize; 2], vb: VarBuilder) -> Result<Self> {
+        let mut places = vec![];
+        for (y, x) in (0..half(height)).flat_map(|y| (0..half(width)).map(move |x| (2 * y, 2 * x))) {
+            for (down, right) in (y..y + 3).flat_map(|down| (x..x + 3).map(move |right| (down, right))) {
+                // From the pixel before this one in each direction on.
+                let is_inside = (1..=height).contains(&down) && (1..=width).contains(&right);
+                places.push(if is_inside { (down - 1) * width + right - 1 } else { height * width } as u32);
+            }
         }
+        let places = Tensor::new(places, vb.device())?;
+        Ok(Self { layer: linear(9 * inputs, outputs, vb)?, places })
     }
-    Ok(layer.forward(&Tensor::cat(&pixels, D::Minus1)?)?.relu()?)
+
+    /// Maps `[batch, height * width, inputs]` -> maps of half the height and width, `[batch, .., outputs]`.
+    fn forward(&self, maps: &Tensor) -> Result<Tensor> {
+        let (batch, _, inputs) = maps.dims3()?;
+        let pixels = maps.pad_with_zeros(1, 0, 1)?.index_select(&self.places, 1)?;
+        let maps = self.layer.forward(&pixels.reshape(((), 9 * inputs))?)?.relu()?;
+        Ok(maps.reshape((batch, (), maps.dim(1)?))?)
+    }
+}
+
+fn half(side: usize) -> usize {
+    side.div_ceil(2)
 }
 
 #[cfg(test)]
@@ -96,15 +107,20 @@ mod tests {
 
     #[test]
     fn convolutions_equal_those_of_candle() {
-        for sides in [(8, 6), (7, 5), (40, 40)] {
-            let maps = random(&[2, sides.0, sides.1, 3], 1);
+        for sides in [[8, 6], [7, 5], [40, 40]] {
+            let [height, width] = sides;
+            let maps = random(&[2, height, width, 3], 1);
             let (weight, bias) = (random(&[4, 27], 2), random(&[4], 3));
-            let found = convolve(&maps, &Linear::new(weight.clone(), Some(bias.clone()))).unwrap();
+            let varmap = VarMap::new();
+            let vb = VarBuilder::from_varmap(&varmap, DType::F64, &Device::Cpu);
+            let mut convolution = Convolution::new(sides, [3, 4], vb).unwrap();
+            convolution.layer = Linear::new(weight.clone(), Some(bias.clone()));
+            let found = convolution.forward(&maps.flatten(1, 2).unwrap()).unwrap();
             // [out, 3, 3, in] -> [out, in, 3, 3]
             let kernel = weight.reshape((4, 3, 3, 3)).unwrap().permute((0, 3, 1, 2)).unwrap().contiguous().unwrap();
             let planes = maps.permute((0, 3, 1, 2)).unwrap().contiguous().unwrap();
             let expected = planes.conv2d(&kernel, 1, 2, 1, 1).unwrap().permute((0, 2, 3, 1)).unwrap();
-            let expected = expected.broadcast_add(&bias).unwrap().relu().unwrap();
+            let expected = expected.flatten(1, 2).unwrap().broadcast_add(&bias).unwrap().relu().unwrap();
             assert_eq!(found.dims(), expected.dims());
             let difference = (found - expected).unwrap().abs().unwrap().max_all().unwrap();
             assert!(difference.to_scalar::<f64>().unwrap() < 1e-12);

@@ -139,3 +139,77 @@ fn noun(shape: Shape, is_plural: bool) -> Phrase {
         (Shape::Ring, true) => words("rings", "hoops|loops"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::{rngs::StdRng, SeedableRng};
+
+    const COLORS: [&str; 8] = [
+        "red crimson scarlet",
+        "green jade",
+        "blue navy cobalt",
+        "yellow golden",
+        "purple violet plum",
+        "pink rose",
+        "black dark jet-black",
+        "white pale",
+    ];
+    const SHAPES: [&str; 5] = [
+        "circle circles disc discs dot dots ball balls",
+        "square squares box boxes block blocks",
+        "triangle triangles wedge wedges pyramid pyramids",
+        "cross crosses plus pluses",
+        "ring rings hoop hoops loop loops",
+    ];
+    /// Words that turn a relation round, whatever the order of the groups.
+    const TURNED: [&str; 3] = ["right", "below under beneath lower bottom", "around surrounding behind"];
+
+    fn index(lists: &[&str], word: &str) -> Option<usize> {
+        lists.iter().position(|list| list.split_whitespace().any(|other| other == word))
+    }
+
+    /// Words alone show which groups a caption has, in which order, and how they lie.
+    #[test]
+    fn every_caption_is_true_of_its_scene() {
+        let mut rng = StdRng::seed_from_u64(1);
+        let mut orders = [0; 2];
+        for _ in 0..3000 {
+            let scene = Scene::draw(false, &mut rng);
+            if scene.other.is_some_and(|(_, second)| second.shape == scene.first.shape) {
+                continue; // the shapes do not show the order
+            }
+            let caption = captions(&scene).write(&mut rng);
+            let caption = caption.replace("one above the other", "other"); // no number
+            let words: Vec<&str> = caption.split_whitespace().collect();
+            let shapes: Vec<usize> = words.iter().filter_map(|word| index(&SHAPES, word)).collect();
+            let colors: Vec<usize> = words.iter().filter_map(|word| index(&COLORS, word)).collect();
+            let groups: Vec<Group> = scene.groups().collect();
+            let expected: Vec<usize> = groups.iter().map(|group| group.shape as usize).collect();
+            let is_turned = shapes != expected;
+            let groups: Vec<Group> = if is_turned { groups.into_iter().rev().collect() } else { groups };
+            assert_eq!(shapes, groups.iter().map(|group| group.shape as usize).collect::<Vec<_>>(), "{caption}");
+            let of_groups: Vec<usize> = groups.iter().map(|group| group.color as usize).collect();
+            assert!(colors.iter().all(|color| of_groups.contains(color)), "{caption}");
+            if colors.len() == groups.len() {
+                assert_eq!(colors, of_groups, "{caption}");
+            }
+            let has = |text: &str| words.iter().any(|word| text.split_whitespace().any(|other| other == *word));
+            for (text, count) in [("one single", 1), ("two pair", 2), ("three some", 3)] {
+                assert!(!has(text) || groups.iter().any(|group| group.count == count), "{caption}");
+            }
+            for (text, is_big) in [("big large huge", true), ("small little tiny", false)] {
+                assert!(!has(text) || groups.iter().any(|group| group.is_big == is_big), "{caption}");
+            }
+            // "X right of Y" has the second group first; "X with Y on its right" and "on the left X" have the first.
+            let Some((relation, _)) = scene.other else { continue };
+            let is_direct =
+                !["with", "other", "top"].iter().any(|word| words.contains(word)) && words[..2] != ["on", "the"];
+            if is_direct {
+                assert_eq!(has(TURNED[relation as usize]), is_turned, "{caption}");
+                orders[usize::from(is_turned)] += 1;
+            }
+        }
+        assert!(orders.iter().all(|&count| count > 200), "{orders:?}");
+    }
+}

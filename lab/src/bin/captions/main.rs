@@ -64,7 +64,8 @@ fn run(args: &Args) -> Result<()> {
     );
     let setting = Setting { images: dataset.images.clone(), words, blind: args.blind };
     let build = |kind: HeadKind, recipe: &Recipe| {
-        Session::new(kind, Captioner::new(kind, setting.clone(), recipe, &device)?, data.clone(), recipe)
+        let recipe = Captioner::equal(kind, &setting, recipe, &device)?;
+        Session::new(kind, Captioner::new(kind, setting.clone(), &recipe, &device)?, data.clone(), &recipe)
     };
     if let Some(trials) = args.common.search {
         return heads::search(&args.common, trials, &recipe, build);
@@ -100,3 +101,6 @@ fn run(args: &Args) -> Result<()> {
     let axes = Axes { title: &title, x: "epoch", y: "validation NLL (nats)", floor: floor_line };
     heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows, part, floor))
 }
+
+#[cfg(test)]
+mod tests;

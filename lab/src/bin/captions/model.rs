@@ -10,11 +10,12 @@ use lab::dropout::locked_dropout;
 use lab::head::{HeadKind, HeadSizes};
 use lab::model::{Forward, Model, Pass};
 use lab::recurrent::{Lstm, LstmDropout};
-use lab::sequences::{by_length, inputs_and_targets, shuffled};
+use lab::sequences::inputs_and_targets;
 use lab::words::{Words, PAD};
 use lab::{init, recipe::Recipe, Result};
 use mos_head::OutputLayer;
-use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{rngs::StdRng, SeedableRng};
 
 /// What the captions of all parts are about, and in which words.
 #[derive(Clone)]
@@ -96,6 +97,36 @@ impl Captioner {
         Ok(model)
     }
 
+    /// The recipe of a head's model with as many parameters as the softmax's: a mixture has fewer LSTM units, and contexts
+    /// of half the softmax's units. (With all units, nine contexts would have a dozen dimensions.)
+    pub(crate) fn equal(kind: HeadKind, setting: &Setting, recipe: &Recipe, device: &Device) -> Result<Recipe> {
+        if kind == HeadKind::Softmax {
+            return Ok(*recipe);
+        }
+        let context = recipe.context.unwrap_or(recipe.hidden.div_ceil(2));
+        let with = |hidden| Recipe { hidden, embedding: Some(recipe.embedding()), context: Some(context), ..*recipe };
+        let parameters = |kind, recipe: &Recipe| -> Result<usize> {
+            Ok(Self::new(kind, setting.clone(), recipe, device)?.parameters())
+        };
+        let wanted = parameters(HeadKind::Softmax, recipe)?;
+        let (mut low, mut high) = (1, recipe.hidden);
+        while low < high {
+            let middle = (low + high) / 2;
+            match parameters(kind, &with(middle))? < wanted {
+                true => low = middle + 1,
+                false => high = middle,
+            }
+        }
+        let (above, below) = (with(low), with((low - 1).max(1)));
+        let distance = |recipe| Ok::<_, Box<dyn std::error::Error>>(parameters(kind, recipe)?.abs_diff(wanted));
+        Ok(if distance(&below)? < distance(&above)? { below } else { above })
+    }
+
+    /// The number of units of an LSTM layer.
+    pub(crate) fn units(&self) -> usize {
+        self.sizes.hidden
+    }
+
     /// The decoder's initial state for these images: from the mean of their features.
     pub(crate) fn encode(&self, images: &[usize]) -> Result<State> {
         let rows: Vec<u32> = images.iter().map(|&image| image as u32).collect();
@@ -118,8 +149,8 @@ impl Captioner {
     }
 }
 
-/// Captions per batch of an evaluation.
-const EVALUATION_BATCH: usize = 64;
+/// Images per batch of an evaluation.
+const EVALUATION_BATCH: usize = 32;
 
 impl Model for Captioner {
     type Item = Pair;
@@ -152,11 +183,17 @@ impl Model for Captioner {
     }
 
     fn batches(&self, pairs: &[Pair], recipe: &Recipe, pass: Pass) -> Vec<Vec<usize>> {
-        let length = |i: usize| pairs[i].caption.len();
-        match pass {
-            Pass::Training { epoch } => shuffled(pairs.len(), recipe.batch, recipe.seed ^ (epoch as u64) << 32, length),
-            Pass::Evaluation { .. } => by_length((0..pairs.len()).collect(), EVALUATION_BATCH, length),
-        }
+        // The captions of an image are in one batch, which computes the image's features once.
+        let all: Vec<usize> = (0..pairs.len()).collect();
+        let mut images: Vec<&[usize]> = all.chunk_by(|&a, &b| pairs[a].image == pairs[b].image).collect();
+        let batch = match pass {
+            Pass::Training { epoch } => {
+                images.shuffle(&mut StdRng::seed_from_u64(recipe.seed ^ (epoch as u64) << 32));
+                recipe.batch
+            }
+            Pass::Evaluation { .. } => EVALUATION_BATCH,
+        };
+        images.chunks(batch).map(<[&[usize]]>::concat).collect()
     }
 
     fn start(&self, _: &Recipe, _: Pass) -> Result<()> {
@@ -165,9 +202,13 @@ impl Model for Captioner {
 
     fn forward(&self, pairs: &[Pair], chosen: &Vec<usize>, _: &mut (), rng: Option<&mut StdRng>) -> Result<Forward> {
         let captions: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].caption.as_slice()).collect();
-        let images: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
+        let of_captions: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
+        let mut images = of_captions.clone();
+        images.dedup();
+        let row = |image: &usize| images.iter().position(|other| other == image).map_or(0, |row| row as u32);
+        let rows = Tensor::new(of_captions.iter().map(row).collect::<Vec<_>>(), &self.device)?;
         let (inputs, targets) = inputs_and_targets(&captions, &self.device)?;
-        let hidden = self.decode(&inputs, &mut self.encode(&images)?, rng)?;
+        let hidden = self.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
         Ok(Forward { hidden, targets, penalty: None })
     }
 }

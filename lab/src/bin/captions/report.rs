@@ -5,7 +5,7 @@ use crate::model::Captioner;
 use crate::score::Scores;
 use lab::head::HeadKind;
 use lab::heads::{slowdown, Outcome};
-use lab::model::Model;
+use lab::model::{Model, Pass};
 use lab::recipe::Recipe;
 use lab::report::{self, number};
 use lab::session::Session;
@@ -21,6 +21,8 @@ pub(crate) struct Trained {
     /// The peak of the memory in use until the end of training, without the search.
     peak_mib: Option<f64>,
     blind: bool,
+    /// The number of units of an LSTM layer.
+    units: usize,
     vocab_size: usize,
     /// The number of softmaxes or contexts; one for a softmax.
     components: usize,
@@ -29,12 +31,14 @@ pub(crate) struct Trained {
 impl Trained {
     pub(crate) fn new(session: &Session<Captioner>, recipe: &Recipe, scores: Scores, peak_mib: Option<f64>) -> Self {
         let (train, setting) = (&session.data.train, &session.model.setting);
-        let per_batch = targets(train) as f64 / train.len().div_ceil(recipe.batch) as f64;
+        let batches = session.model.batches(train, recipe, Pass::Training { epoch: 0 }).len();
+        let per_batch = targets(train) as f64 / batches as f64;
         Self {
             scores,
             seconds_per_batch: session.tokens_per_second().map(|rate| per_batch / rate),
             peak_mib,
             blind: setting.blind,
+            units: session.model.units(),
             vocab_size: session.model.head().vocab_size(),
             components: if session.kind == HeadKind::Softmax { 1 } else { recipe.components },
         }
@@ -59,14 +63,14 @@ pub(crate) fn samples(examples: &[Example], scores: &Scores, count: usize) -> St
 }
 
 pub(crate) fn table(rows: &[Row], scored: &str) -> String {
-    let of_part = |name: &str| format!("{scored} {name}");
-    let (nll, ppl) = (of_part("NLL"), of_part("ppl"));
+    let nll = format!("{scored} NLL");
     let columns = [
         "head",
+        "units",
         "parameters",
         "valid NLL",
         &nll,
-        &ppl,
+        "new NLL",
         "BLEU-4",
         "CIDEr",
         "right %",
@@ -78,10 +82,11 @@ pub(crate) fn table(rows: &[Row], scored: &str) -> String {
         let value = |of: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(of);
         vec![
             row.kind.name().to_owned(),
+            number(value(|trained| Some(trained.units as f64)), 0),
             row.parameters.to_string(),
             number(row.valid_nll, 4),
             number(value(|trained| Some(trained.scores.nll)), 4),
-            number(value(|trained| Some(trained.scores.nll.exp())), 3),
+            number(value(|trained| trained.scores.new_nll), 4),
             number(value(|trained| Some(trained.scores.bleu)), 2),
             number(value(|trained| Some(trained.scores.cider)), 1),
             number(value(|trained| trained.scores.right), 1),
@@ -99,6 +104,7 @@ pub(crate) fn json(row: &Row, rows: &[Row], scored: &str, floor: Option<f64>) ->
     json!({
         "head": row.kind.name(),
         "name": row.kind.name(),
+        "units": trained.map(|trained| trained.units),
         "blind": trained.map(|trained| trained.blind),
         "vocab_size": trained.map(|trained| trained.vocab_size),
         "components": trained.map(|trained| trained.components),
@@ -114,6 +120,7 @@ pub(crate) fn json(row: &Row, rows: &[Row], scored: &str, floor: Option<f64>) ->
         "scores_of": scored,
         "scores": scores.map(|scores| json!({
             "nll": scores.nll,
+            "new_nll": scores.new_nll,
             "bleu_4": scores.bleu,
             "cider": scores.cider,
             "right": scores.right,

@@ -84,7 +84,7 @@ impl Group {
     }
 
     /// Whether no picture for training has this shape in this colour.
-    pub(crate) fn is_held_out(self) -> bool {
+    fn is_held_out(self) -> bool {
         self.color as usize == self.shape as usize + 1
     }
 }
@@ -106,12 +106,16 @@ impl Scene {
                 _ => Some(Relation::Above),
             };
             let scene = Self { first, other: relation.map(|relation| (relation, second)) };
-            let is_new = scene.groups().any(Group::is_held_out);
             let is_clear = scene.other.is_none_or(|(_, second)| second.color != first.color);
-            if is_new == held_out && is_clear {
+            if scene.is_new() == held_out && is_clear {
                 return scene;
             }
         }
+    }
+
+    /// Whether it shows a shape in a colour that no picture for training has.
+    pub(crate) fn is_new(&self) -> bool {
+        self.groups().any(Group::is_held_out)
     }
 
     pub(crate) fn groups(&self) -> impl Iterator<Item = Group> {
@@ -234,9 +238,9 @@ mod tests {
         assert_ne!(drawn(5).1, drawn(6).1);
         let mut rng = StdRng::seed_from_u64(1);
         let scene = Scene::draw(true, &mut rng);
-        assert!(scene.groups().any(Group::is_held_out));
+        assert!(scene.is_new());
         assert_ne!(scene.picture(&mut rng), scene.picture(&mut rng), "pictures of a scene differ");
-        assert!((0..500).all(|_| !Scene::draw(false, &mut rng).groups().any(Group::is_held_out)));
+        assert!((0..500).all(|_| !Scene::draw(false, &mut rng).is_new()));
     }
 
     /// The mean place of the pixels that are closer to this colour than to grey or to any other, and their number.

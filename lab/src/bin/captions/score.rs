@@ -11,6 +11,8 @@ use mos_head::BeamSearch;
 pub(crate) struct Scores {
     /// Mean NLL per word, in nats.
     pub(crate) nll: f64,
+    /// The same of the images that show a shape in a colour that no image for training has.
+    pub(crate) new_nll: Option<f64>,
     pub(crate) bleu: f64,
     pub(crate) cider: f64,
     /// The share of captions that the grammar has for their image, in percent; `None` if the images are not drawn.
@@ -38,8 +40,12 @@ pub(crate) fn score(
     let right: Option<Vec<bool>> = captions().map(is_right).collect();
     let percent =
         |right: Vec<bool>| 100.0 * right.iter().filter(|&&is_right| is_right).count() as f64 / right.len() as f64;
+    let is_new = |example: &&Example| dataset.scenes.as_ref().is_some_and(|scenes| scenes[example.image].is_new());
+    let new: Vec<Example> = examples.iter().filter(is_new).cloned().collect();
+    let words = &session.model.setting.words;
     Ok(Scores {
-        nll: session.evaluate(&pairs(examples, &session.model.setting.words))?,
+        new_nll: (!new.is_empty()).then(|| session.evaluate(&pairs(&new, words))).transpose()?,
+        nll: session.evaluate(&pairs(examples, words))?,
         cider: 100.0 * cider::cider_d(&with_references),
         bleu: bleu::corpus_bleu(with_references.iter().map(|(text, references)| (*text, references.iter().copied()))),
         right: right.map(percent),

@@ -123,6 +123,24 @@ fn outputs_depend_on_no_later_position_and_on_no_padding() {
 }
 
 #[test]
+fn hidden_positions_get_no_gradient() {
+    let (attention, _) = build(|vb| Attention::new(6, 3, vb));
+    let (queries, attended) = (values(&[2, 4, 6], 1), Var::from_tensor(&values(&[2, 4, 6], 2)).unwrap());
+    // Of these outputs, the positions of each row that get a gradient.
+    let reached = |mask: &Tensor, step: usize| {
+        let outputs = attention.forward(&queries, &attention.attended(&attended).unwrap(), Some(mask)).unwrap();
+        let sum = (outputs.narrow(1, step, 1).unwrap() * values(&[2, 1, 6], 9)).unwrap().sum_all().unwrap();
+        let gradients = sum.backward().unwrap().get(&attended).unwrap().to_vec3::<f64>().unwrap();
+        gradients.into_iter().map(|row| row.iter().map(|of| of.iter().any(|&x| x != 0.0)).collect()).collect()
+    };
+    for step in 0..4 {
+        let both: Vec<Vec<bool>> = reached(&causal_mask(4, 0, &queries).unwrap(), step);
+        assert_eq!(both, vec![(0..4).map(|position| position <= step).collect::<Vec<_>>(); 2], "{step}");
+        assert_eq!(reached(&padding(4), step), [[true; 4], [true, true, true, false]], "{step}");
+    }
+}
+
+#[test]
 fn decoding_step_by_step_equals_all_at_once() {
     let (decoder, _) = build(|vb| Decoder::new(SIZES, vb));
     let (inputs, source) = (values(&[2, 5, 6], 1), values(&[2, 3, 6], 2));

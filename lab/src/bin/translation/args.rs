@@ -142,10 +142,14 @@ impl Args {
     /// The model below the output layer.
     pub(crate) fn architecture(&self, recipe: &Recipe) -> Result<Architecture> {
         match self.architecture {
-            ArchitectureName::Transformer => Ok(Architecture::Transformer(Shape {
-                heads: self.attention_heads.unwrap_or(ATTENTION_HEADS),
-                inner: self.inner.unwrap_or(4 * recipe.hidden),
-            })),
+            ArchitectureName::Transformer => {
+                let (hidden, heads) = (recipe.hidden, self.attention_heads.unwrap_or(ATTENTION_HEADS));
+                if hidden % heads != 0 {
+                    let expected = format!("expected a multiple of --attention-heads {heads}");
+                    return Err(format!("--hidden is {hidden}, {expected}").into());
+                }
+                Ok(Architecture::Transformer(Shape { heads, inner: self.inner.unwrap_or(4 * hidden) }))
+            }
             ArchitectureName::Lstm if self.attention_heads.is_some() || self.inner.is_some() => {
                 Err("--attention-heads and --inner need --architecture transformer".into())
             }
@@ -163,5 +167,31 @@ impl Args {
         };
         let recipe = self.recipe.over(defaults, self.common.seed);
         Recipe { awd: Awd { context_dropout: self.context_dropout, ..recipe.awd }, ..recipe }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The architecture of these flags, separated by spaces, or the error.
+    fn architecture(flags: &str) -> std::result::Result<Architecture, String> {
+        let args = Args::try_parse_from(["translation"].into_iter().chain(flags.split_whitespace())).unwrap();
+        args.architecture(&args.recipe()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_shape_of_a_transformer_has_defaults_and_limits() {
+        assert_eq!(architecture(""), Ok(Architecture::Lstm));
+        let transformer = |heads, inner| Ok(Architecture::Transformer(Shape { heads, inner }));
+        assert_eq!(architecture("--architecture transformer"), transformer(4, 256));
+        assert_eq!(architecture("--architecture transformer --data DIR"), transformer(4, 768));
+        let flags = "--architecture transformer --hidden 66 --attention-heads 3 --inner 50";
+        assert_eq!(architecture(flags), transformer(3, 50));
+        let error = architecture("--architecture transformer --hidden 66").unwrap_err();
+        assert_eq!(error, "--hidden is 66, expected a multiple of --attention-heads 4");
+        for flags in ["--attention-heads 4", "--inner 64 --architecture lstm"] {
+            assert!(architecture(flags).unwrap_err().contains("need --architecture transformer"), "{flags}");
+        }
     }
 }

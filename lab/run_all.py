@@ -277,8 +277,8 @@ def line_of(run, flags, output, commit):
     result = json.loads(next(line for line in reversed(output) if line.startswith("[{")))[0]
     curve, seconds = evaluations(run)
     line = {"figure": run.figure, "shape": run.shape, "implementation": "mos-head", **run.key, "head": result["head"]}
-    components = int(value(flags, "--components") or 5)
-    line |= {"output": value(flags, "--output") or "full", "components": 1 if result["head"] == "softmax" else components}
+    components = 1 if result["head"] == "softmax" else int(value(flags, "--components") or 5)
+    line |= {"output": value(flags, "--output") or "full", "components": result.get("components") or components}
     setting = next((setting for setting in run.settings if f" {setting} " in f" {flags} "), None)
     line |= {"setting": setting} if setting else {}
     line |= {key: rounded(key, result[key]) for key in ["parameters", "vocab_size", "peak_mib"] if result.get(key) is not None}

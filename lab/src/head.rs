@@ -74,6 +74,14 @@ impl HeadSizes {
         (left / each).round().max(1.0) as usize
     }
 
+    /// The width of a head's decoder.
+    pub fn decoder_width(self, kind: HeadKind) -> usize {
+        match kind {
+            HeadKind::Softmax => self.hidden,
+            HeadKind::Moc | HeadKind::Mos => self.context,
+        }
+    }
+
     /// The number of parameters of a head with these sizes.
     pub(crate) fn parameters(self, kind: HeadKind) -> usize {
         let HeadSizes { vocab, hidden, context, components, .. } = self;

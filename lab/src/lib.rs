@@ -35,6 +35,7 @@ pub mod recipe;
 mod recurrence;
 mod recurrence_cpu;
 pub mod recurrent;
+pub mod recurrent_decoder;
 pub mod report;
 mod results;
 pub mod sequences;

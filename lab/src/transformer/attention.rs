@@ -15,19 +15,19 @@ pub struct Attention {
 
 /// The keys and values of the positions that are attended to, each `[batch, heads, positions, width / heads]`.
 #[derive(Clone)]
-pub struct Attended {
+pub struct KeysValues {
     keys: Tensor,
     values: Tensor,
 }
 
-impl Attended {
+impl KeysValues {
     /// The number of positions.
     pub fn positions(&self) -> Result<usize> {
         Ok(self.keys.dim(2)?)
     }
 
     /// These positions and `later` ones.
-    pub fn extended(&self, later: &Attended) -> Result<Self> {
+    pub fn extended(&self, later: &KeysValues) -> Result<Self> {
         let both = |earlier: &Tensor, later: &Tensor| Tensor::cat(&[earlier, later], 2);
         Ok(Self { keys: both(&self.keys, &later.keys)?, values: both(&self.values, &later.values)? })
     }
@@ -55,15 +55,15 @@ impl Attention {
     }
 
     /// The keys and values of inputs `[batch, positions, width]`.
-    pub fn attended(&self, inputs: &Tensor) -> Result<Attended> {
+    pub fn attended(&self, inputs: &Tensor) -> Result<KeysValues> {
         let of = |linear: &Linear| self.split(&linear.forward(inputs)?);
-        Ok(Attended { keys: of(&self.key)?, values: of(&self.value)? })
+        Ok(KeysValues { keys: of(&self.key)?, values: of(&self.value)? })
     }
 
     /// Inputs `[batch, steps, width]` and what they attend to -> outputs of the inputs' shape. The mask is added to the
     /// scores `[batch, heads, steps, positions]`: minus infinity hides a position, or a number so low that its weight
     /// vanishes.
-    pub fn forward(&self, inputs: &Tensor, attended: &Attended, mask: Option<&Tensor>) -> Result<Tensor> {
+    pub fn forward(&self, inputs: &Tensor, attended: &KeysValues, mask: Option<&Tensor>) -> Result<Tensor> {
         let (batch, steps, width) = inputs.dims3()?;
         let scale = ((width / self.heads) as f64).sqrt().recip();
         let queries = (self.split(&self.query.forward(inputs)?)? * scale)?;

@@ -1,6 +1,6 @@
 //! The stacks of an encoder and of a decoder.
 
-use super::attention::{causal_mask, Attended, Attention};
+use super::attention::{causal_mask, Attention, KeysValues};
 use crate::dropout::dropout;
 use crate::Result;
 use candle_core::Tensor;
@@ -54,12 +54,12 @@ impl FeedForward {
 }
 
 /// Attention over the normalised inputs of a sublayer.
-struct Attending {
+struct NormedAttention {
     norm: LayerNorm,
     attention: Attention,
 }
 
-impl Attending {
+impl NormedAttention {
     fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
         let TransformerSizes { width, heads, .. } = sizes;
         Ok(Self { norm: norm(width, vb.pp("norm"))?, attention: Attention::new(width, heads, vb)? })
@@ -73,7 +73,7 @@ fn add(values: &Tensor, sublayer: Tensor, rate: f64, rng: Option<&mut StdRng>) -
 
 /// The layers of an encoder, and the normalisation of their outputs.
 pub struct Encoder {
-    layers: Vec<(Attending, FeedForward)>,
+    layers: Vec<(NormedAttention, FeedForward)>,
     norm: LayerNorm,
     dropout: f64,
 }
@@ -82,7 +82,7 @@ impl Encoder {
     /// Variables `0.attention.query.weight`, ..
     pub fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
         let layer = |i: usize| {
-            let attention = Attending::new(sizes, vb.pp(i).pp("attention"))?;
+            let attention = NormedAttention::new(sizes, vb.pp(i).pp("attention"))?;
             Ok((attention, FeedForward::new(sizes, vb.pp(i).pp("feed_forward"))?))
         };
         let layers = (0..sizes.layers).map(layer).collect::<Result<_>>()?;
@@ -93,7 +93,7 @@ impl Encoder {
     /// positions]`. Dropout is applied if a generator for its masks is given.
     pub fn forward(&self, inputs: &Tensor, mask: Option<&Tensor>, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
         let mut values = inputs.clone();
-        for (Attending { norm, attention }, feed_forward) in &self.layers {
+        for (NormedAttention { norm, attention }, feed_forward) in &self.layers {
             let normed = norm.forward(&values)?;
             let attended = attention.forward(&normed, &attention.attended(&normed)?, mask)?;
             values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
@@ -104,8 +104,8 @@ impl Encoder {
 }
 
 struct DecoderLayer {
-    itself: Attending,
-    source: Attending,
+    itself: NormedAttention,
+    source: NormedAttention,
     feed_forward: FeedForward,
 }
 
@@ -120,9 +120,9 @@ pub struct Decoder {
 #[derive(Clone)]
 pub struct DecoderState {
     /// Of the positions so far; `None` before the first.
-    past: Vec<Option<Attended>>,
+    past: Vec<Option<KeysValues>>,
     /// Of the encoder's outputs.
-    source: Vec<Attended>,
+    source: Vec<KeysValues>,
     /// Hides positions of the source, as in [`Attention::forward`].
     mask: Tensor,
 }
@@ -130,15 +130,15 @@ pub struct DecoderState {
 impl DecoderState {
     /// The number of positions so far.
     pub fn positions(&self) -> Result<usize> {
-        self.past.first().and_then(Option::as_ref).map_or(Ok(0), Attended::positions)
+        self.past.first().and_then(Option::as_ref).map_or(Ok(0), KeysValues::positions)
     }
 
     /// The states of these rows of the batch.
     pub fn select(&self, rows: &Tensor) -> Result<Self> {
-        let past = self.past.iter().map(|past| past.as_ref().map(|past| past.select(rows)).transpose());
+        let select = |of_layer: &KeysValues| of_layer.select(rows);
         Ok(Self {
-            past: past.collect::<Result<_>>()?,
-            source: self.source.iter().map(|source| source.select(rows)).collect::<Result<_>>()?,
+            past: self.past.iter().map(|past| past.as_ref().map(select).transpose()).collect::<Result<_>>()?,
+            source: self.source.iter().map(select).collect::<Result<_>>()?,
             mask: self.mask.index_select(rows, 0)?,
         })
     }
@@ -149,8 +149,8 @@ impl Decoder {
     pub fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
         let layer = |i: usize| {
             Ok(DecoderLayer {
-                itself: Attending::new(sizes, vb.pp(i).pp("itself"))?,
-                source: Attending::new(sizes, vb.pp(i).pp("source"))?,
+                itself: NormedAttention::new(sizes, vb.pp(i).pp("itself"))?,
+                source: NormedAttention::new(sizes, vb.pp(i).pp("source"))?,
                 feed_forward: FeedForward::new(sizes, vb.pp(i).pp("feed_forward"))?,
             })
         };

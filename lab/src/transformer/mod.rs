@@ -8,6 +8,6 @@ mod positions;
 #[cfg(test)]
 mod tests;
 
-pub use attention::{causal_mask, Attended, Attention};
+pub use attention::{causal_mask, Attention, KeysValues};
 pub use layers::{Decoder, DecoderState, Encoder, TransformerSizes};
 pub use positions::Positions;

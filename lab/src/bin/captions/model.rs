@@ -2,20 +2,18 @@
 
 use crate::data::Pair;
 use crate::encoder::Encoder;
-use candle_core::{DType, Device, Module, Tensor};
-use candle_nn::rnn::LSTMState;
-use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
-use lab::attention::{Attention, Memory};
-use lab::dropout::locked_dropout;
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{VarBuilder, VarMap};
 use lab::head::{HeadKind, HeadSizes};
 use lab::model::{Forward, Model, Pass};
-use lab::recurrent::{Lstm, LstmDropout};
+use lab::recurrent_decoder::{RecurrentDecoder, State};
 use lab::sequences::inputs_and_targets;
 use lab::words::{Words, PAD};
 use lab::{init, recipe::Recipe, Result};
 use mos_head::OutputLayer;
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
+use std::collections::HashMap;
 
 /// What the captions of all parts are about, and in which words.
 #[derive(Clone)]
@@ -31,60 +29,39 @@ pub(crate) struct Captioner {
     kind: HeadKind,
     sizes: HeadSizes,
     encoder: Encoder,
-    bridge: Linear,
-    embedding: Embedding,
-    decoder: Lstm,
-    attention: Attention,
+    embedding: usize,
+    layers: usize,
+    decoder: RecurrentDecoder,
     head: Box<dyn OutputLayer>,
-    dropout: f64,
     varmap: VarMap,
     device: Device,
-}
-
-/// The state of a decoder; its rows are images, or hypotheses of a beam.
-pub(crate) struct State {
-    memory: Memory,
-    lstm: Vec<LSTMState>,
-}
-
-impl State {
-    /// The states of these rows.
-    pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
-        let select =
-            |state: &LSTMState| Ok(LSTMState::new(state.h.index_select(rows, 0)?, state.c.index_select(rows, 0)?));
-        Ok(Self { memory: self.memory.select(rows)?, lstm: self.lstm.iter().map(select).collect::<Result<_>>()? })
-    }
 }
 
 impl Captioner {
     pub(crate) fn new(kind: HeadKind, setting: Setting, recipe: &Recipe, device: &Device) -> Result<Self> {
         let sizes = recipe.head(setting.words.len());
-        let (HeadSizes { vocab, hidden, .. }, width) = (sizes, recipe.embedding());
-        let Recipe { layers, dropout, seed, .. } = *recipe;
+        let HeadSizes { vocab, hidden, .. } = sizes;
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
         let model = Self {
             kind,
             sizes,
             encoder: Encoder::new(&setting.images.dims()[1..], hidden, vb.pp("encoder"))?,
-            bridge: candle_nn::linear(hidden, layers * hidden, vb.pp("bridge"))?,
-            embedding: candle_nn::embedding(vocab, width, vb.pp("embedding"))?,
-            decoder: Lstm::new(width, &vec![hidden; layers], LstmDropout::locked(dropout), vb.pp("decoder"))?,
-            attention: Attention::new(hidden, vb.pp("attention"))?,
+            embedding: recipe.embedding(),
+            layers: recipe.layers,
+            decoder: RecurrentDecoder::new(vocab, recipe, "embedding", vb.clone())?,
             head: sizes.build(kind, 0.0, None, vb.pp("head"))?,
-            dropout,
             device: device.clone(),
             varmap,
             setting,
         };
         // Values keep their scale from layer to layer, also through the rectifiers, which halve the variance.
         let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
-        let context = if kind == HeadKind::Softmax { hidden } else { sizes.context };
-        let shapes: std::collections::HashMap<String, Vec<usize>> =
+        let shapes: HashMap<String, Vec<usize>> =
             init::sorted(&model.varmap).into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect();
-        init::uniform(&model.varmap, seed, |name| match name {
+        init::uniform(&model.varmap, recipe.seed, |name| match name {
             "embedding.weight" | "encoder.positions" => 1.0,
-            "head.decoder.weight" => of(context),
+            "head.decoder.weight" => of(sizes.decoder_width(kind)),
             "head.decoder.bias" => 0.0,
             name if name.starts_with("encoder.") => match shapes[name][..] {
                 [_, inputs] => (6.0 / inputs as f64).sqrt(),
@@ -132,20 +109,15 @@ impl Captioner {
         let rows: Vec<u32> = images.iter().map(|&image| image as u32).collect();
         let images = self.setting.images.index_select(&Tensor::new(rows, &self.device)?, 0)?;
         let features = self.encoder.forward(&images, self.setting.blind)?;
-        let hidden = self.bridge.forward(&features.mean(1)?)?.tanh()?.chunk(self.decoder.layers(), 1)?;
-        let start = |hidden: Tensor| Ok(LSTMState::new(hidden.contiguous()?, hidden.zeros_like()?));
-        let lstm = hidden.into_iter().map(start).collect::<Result<_>>()?;
         let (batch, positions, _) = features.dims3()?;
         let mask = Tensor::zeros((batch, 1, positions), features.dtype(), &self.device)?;
-        Ok(State { memory: self.attention.memory(features, mask)?, lstm })
+        let mean = features.mean(1)?;
+        self.decoder.start(features, &mean, mask)
     }
 
-    /// Token ids `[batch, steps]` -> the head's hidden states for the next ids, `[batch, steps, hidden]`; advances
-    /// `state`. Dropout is applied if a generator for its masks is given.
-    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
-        let inputs = self.embedding.forward(ids)?;
-        let hidden = self.decoder.forward(&inputs, &mut state.lstm, rng.as_deref_mut())?;
-        locked_dropout(self.attention.forward(&hidden, &state.memory)?, self.dropout, rng)
+    /// As [`RecurrentDecoder::decode`].
+    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
+        self.decoder.decode(ids, state, rng)
     }
 }
 
@@ -172,8 +144,8 @@ impl Model for Captioner {
 
     fn settings(&self) -> Vec<(&'static str, String)> {
         let mut settings = self.sizes.settings(self.kind);
-        settings.push(("embedding", self.embedding.hidden_size().to_string()));
-        settings.push(("layers", self.decoder.layers().to_string()));
+        settings.push(("embedding", self.embedding.to_string()));
+        settings.push(("layers", self.layers.to_string()));
         settings.push(("blind", self.setting.blind.to_string()));
         settings
     }

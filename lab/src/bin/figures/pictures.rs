@@ -242,6 +242,17 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
     })
 }
 
+/// Names of curves beside the values at their ends, from the highest on and at least a line apart.
+fn end_labels(area: &Area, x: i32, y: impl Fn(f64) -> i32, mut ends: Vec<(f64, String, RGBColor)>) -> Result<()> {
+    ends.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let mut above = i32::MIN;
+    for (value, label, color) in ends {
+        above = y(value).max(above.saturating_add(18));
+        text(area, &label, (x, above), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
+    }
+    Ok(())
+}
+
 /// The memory of a training step against the number of positions, mos-head beside the others; `None` if it was not
 /// measured.
 pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
@@ -298,14 +309,7 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
             let (_, last) = points[points.len() - 1];
             ends.push((last, format!("{name}: {last:.1} GiB"), if i == 0 { BLUE } else { GREY }));
         }
-        ends.sort_by(|a, b| b.0.total_cmp(&a.0));
-        let mut above = i32::MIN;
-        for (gib, label, color) in ends {
-            // Labels stand at least a line apart.
-            let place = y(gib).max(above.saturating_add(18));
-            above = place;
-            text(area, &label, (RIGHT + 12, place), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
-        }
+        end_labels(area, RIGHT + 12, y, ends)?;
         text(area, source(&lines, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
         Ok(())
     })?;
@@ -359,17 +363,10 @@ pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
             for &at in &pixels {
                 area.draw(&Circle::new(at, 3, color.filled()))?;
             }
-            ends.extend(points.last().map(|(_, value)| (*value, system.system, color)));
+            let name = runs::system_name(system.system);
+            ends.extend(points.last().map(|(_, value)| (*value, format!("{value:.0} {name}"), color)));
         }
-        ends.sort_by(|a, b| b.0.total_cmp(&a.0));
-        let mut above = i32::MIN;
-        for (value, system, color) in ends {
-            // Labels stand at least a line apart.
-            let label = y(value).max(above.saturating_add(18));
-            above = label;
-            let font = Font(13.0, FontStyle::Bold, HPos::Left);
-            text(area, &format!("{value:.0} {}", runs::system_name(system)), (RIGHT + 12, label), font, color)?;
-        }
+        end_labels(area, RIGHT + 12, y, ends)?;
         text(area, source(&used, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
         Ok(())
     })?;

@@ -113,7 +113,7 @@ pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line
 }
 
 /// The perplexity at the last evaluation within these minutes.
-fn within(points: &[(f64, f64)], minutes: f64) -> String {
+pub(crate) fn within(points: &[(f64, f64)], minutes: f64) -> String {
     let last = points.iter().rfind(|(at, _)| *at <= minutes);
     last.map_or(String::new(), |(_, value)| perplexity(*value))
 }

@@ -1,7 +1,8 @@
 //! Translation over words, byte pairs and codes with one softmax and nine (`lab/run_all.sh`): cost, quality, equal time.
 
-use crate::quality::{mean_and_deviation, perplexity};
+use crate::quality::mean_and_deviation;
 use crate::results::{Line, Result, Results};
+use crate::runs::within;
 use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
 
 /// The models and target tokens, in the order of the tables.
@@ -84,20 +85,20 @@ pub(crate) fn vocabularies(results: &Results) -> Result<String> {
 
 /// The validation perplexity after some minutes of one core, of the first seed.
 pub(crate) fn equal_time(results: &Results) -> Result<String> {
-    let timed: Vec<_> = rows(results).into_iter().filter(|row| row.step.is_some()).collect();
+    let timed: Vec<_> = rows(results).into_iter().filter_map(|row| row.step.map(|step| (row, step))).collect();
     if timed.is_empty() {
         return Ok(UNMEASURED.into());
     }
-    let cells = |row: &Row| {
-        let each = row.step.map_or(Ok(f64::NAN), |line| need(line, "seconds"))?;
-        let points = row.seeds[0].triples("evaluations");
-        let within = |minutes: f64| points.iter().rfind(|[_, steps, _]| steps * each <= 60.0 * minutes);
+    let cells = |(row, step): &(Row, &Line)| {
+        let each = need(step, "seconds")?;
+        let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
+        let points: Vec<_> = row.seeds[0].triples("evaluations").into_iter().map(point).collect();
         let mut cells = names(row)?.to_vec();
-        cells.extend(MINUTES.map(|minutes| within(minutes).map_or(String::new(), |[_, _, value]| perplexity(*value))));
+        cells.extend(MINUTES.map(|minutes| within(&points, minutes)));
         Ok(cells)
     };
     let minutes: String = MINUTES.iter().map(|minutes| format!(" {minutes:.0} minutes |")).collect();
-    let used: Vec<_> = timed.iter().flat_map(|row| [Some(row.seeds[0]), row.step]).flatten().collect();
+    let used: Vec<_> = timed.iter().flat_map(|(row, step)| [row.seeds[0], *step]).collect();
     let header = format!("| model | target tokens | K |{minutes}");
     Ok(markdown(&header, timed.iter().map(cells).collect::<Result<_>>()?) + &source(&used, true))
 }

@@ -119,11 +119,11 @@ const MOST_DIFFERENCE: f64 = 1e-3;
 
 /// The line of this program, called with the same flags for one output layer.
 fn in_a_process(output: Output) -> Result<Value> {
-    let name = output.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+    let name = output.name();
     eprintln!("{name}");
     let found = Command::new(std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
-        .args(["--output", &name])
+        .args(["--output", name])
         .stderr(Stdio::inherit())
         .output()?;
     if !found.status.success() {
@@ -165,13 +165,12 @@ fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value
     if let Some(path) = &args.save {
         tuned.save(path)?;
     }
-    let count = |vars: &mut dyn Iterator<Item = usize>| vars.sum::<usize>();
     Ok(json!({
-        "output": output.to_possible_value().map(|value| value.get_name().to_owned()),
+        "output": output.name(),
         "text": text.name,
         "pieces": text.pieces,
-        "parameters": count(&mut tuned.variables().iter().map(|(_, var)| var.elem_count())),
-        "trained": count(&mut trained.iter().map(|var| var.elem_count())),
+        "parameters": tuned.variables().iter().map(|(_, var)| var.elem_count()).sum::<usize>(),
+        "trained": trained.iter().map(|var| var.elem_count()).sum::<usize>(),
         "positions": batch * positions,
         "seconds": median(seconds),
         "peak_mib": peak_mib,

@@ -77,7 +77,7 @@ fn run(args: &Args) -> Result<()> {
     };
     let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
         let setting = match checkpoint {
-            Some(checkpoint) => Setting::from_checkpoint(checkpoint)?.of(architecture)?,
+            Some(checkpoint) => Setting::from_checkpoint(checkpoint)?.require_architecture(architecture)?,
             None => setting()?,
         };
         let (source, target) = (&setting.source, &setting.target);

@@ -2,7 +2,7 @@
 
 use crate::batches::{shuffled, shuffled_evenly, sorted, Batch, Sources};
 use crate::corpus::Encoded;
-use crate::recurrent::{self, Recurrent};
+use crate::recurrent::Recurrent;
 use crate::setting::{Architecture, Setting};
 use crate::task::Task;
 use crate::transformer::Transformer;
@@ -12,7 +12,7 @@ use candle_nn::{VarBuilder, VarMap};
 use lab::head::{HeadKind, HeadSizes};
 use lab::model::{Forward, Model, Pass};
 use lab::transformer::DecoderState;
-use lab::{init, recipe::Recipe, Result};
+use lab::{init, recipe::Recipe, recurrent_decoder, Result};
 use mos_head::OutputLayer;
 use rand::rngs::StdRng;
 
@@ -36,7 +36,7 @@ enum Body {
 
 /// The state of a decoder; its rows are sentences, or hypotheses of a beam.
 pub(crate) enum State {
-    Recurrent(recurrent::State),
+    Recurrent(recurrent_decoder::State),
     Transformer(DecoderState),
 }
 

@@ -68,7 +68,7 @@ impl Setting {
     }
 
     /// Fails unless the model below the output layer is of this kind and shape.
-    pub(crate) fn of(self, architecture: Architecture) -> Result<Self> {
+    pub(crate) fn require_architecture(self, architecture: Architecture) -> Result<Self> {
         let flags = |of: Architecture| {
             let settings = of.settings().into_iter().map(|(flag, value)| format!("--{flag} {value}"));
             settings.collect::<Vec<_>>().join(" ")
@@ -222,8 +222,8 @@ mod tests {
         );
         assert!((alone.unwrap().valid_nll().unwrap() - session.history[0][1]).abs() < 1e-6);
 
-        assert!(again.clone().of(TRANSFORMER).is_ok());
-        let error = again.of(Architecture::Lstm).err().unwrap().to_string();
+        assert!(again.clone().require_architecture(TRANSFORMER).is_ok());
+        let error = again.require_architecture(Architecture::Lstm).err().unwrap().to_string();
         assert!(error.contains("--architecture transformer --attention-heads 4 --inner 96"), "{error}");
         assert!(error.ends_with("this run has --architecture lstm"), "{error}");
         // As before there were others.

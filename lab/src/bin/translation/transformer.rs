@@ -51,10 +51,9 @@ impl Transformer {
     /// The bound of a variable's initial values; scales of normalisations are ones. Embeddings times the root of their
     /// width, and all that follows up to the logits, start with numbers of about one.
     pub(crate) fn bound(shape: Shape, kind: HeadKind, sizes: HeadSizes, name: &str) -> f64 {
-        let context = if kind == HeadKind::Softmax { sizes.hidden } else { sizes.context };
         let keeps_scale = |inputs: usize| (3.0 / inputs as f64).sqrt();
         match name {
-            "head.decoder.weight" => keeps_scale(context),
+            "head.decoder.weight" => keeps_scale(sizes.decoder_width(kind)),
             "head.latent.weight" | "source.weight" | "target.weight" => keeps_scale(sizes.hidden),
             name if name.ends_with("bias") => 0.0,
             // Glorot and Bengio (2010): between the scales of the forward and of the backward pass.

@@ -134,7 +134,7 @@ recipe! {
     /// Largest global gradient norm, 0 for no clipping
     #[arg(long, value_parser = not_negative)]
     clip: f64 = 1.0,
-    /// Locked dropout of LSTM inputs, hidden states and contexts, or a Transformer's; replaces those of a preset
+    /// Dropout: locked, of LSTM inputs, hidden states and contexts; or of a Transformer's embeddings and sublayers
     #[arg(long, value_parser = below_one)]
     dropout: f64 = 0.0,
     /// Share of the target distribution that is spread over the vocabulary

@@ -44,7 +44,8 @@ fn array<'a>(entry: &'a Value, key: &str) -> &'a [Value] {
 
 /// A command as code; a remark as it is.
 fn command(text: &str) -> String {
-    let programs = ["language_model ", "translation ", "characters ", "bottleneck ", "step_time ", "scripts/"];
+    let programs =
+        ["language_model ", "translation ", "captions ", "characters ", "bottleneck ", "step_time ", "scripts/"];
     match programs.iter().any(|start| text.starts_with(start)) {
         true => format!("`{}`", text.replacen(" --", " -- --", usize::from(!text.starts_with("scripts/")))),
         false => text.to_owned(),

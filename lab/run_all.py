@@ -50,10 +50,12 @@ MINUTES = 40
 # Multi30k over words, byte pairs and codes (Kong et al., 2019): as many pieces as codes, contexts as wide as the model.
 MODELS = {
     "LSTM": "--lr 0.0037 --dropout 0.16 --epochs 4 --context 256",
-    "Transformer": "--architecture transformer --context 192",
+    "Transformer": "--architecture transformer --hidden 192 --layers 2 --attention-heads 4 --inner 768 --context 192"
+    " --lr 0.003 --warmup 400 --decay 0.65 --label-smoothing 0.1 --epochs 6",
 }
 VOCABULARIES = {"words": "", "byte pairs": " --vocab bpe --vocab-size 1200", "codes": " --vocab hybrid --codes 1200"}
-TABLE = " --table-file {RUNS}/multi30k-table.safetensors"
+# The Transformer, over byte pairs: its dropout. The LSTM has the best setting of the mixture of softmaxes over words.
+TRANSFORMER_TRIALS = ["--dropout 0.1", "--dropout 0.2", "--dropout 0.3"]
 
 # Multi30k: Adam's learning rate and the dropout, with linear contexts.
 MULTI30K_TRIALS = ["--lr 0.002 --dropout 0.16", "--lr 0.0037 --dropout 0.16", "--lr 0.002 --dropout 0.3", "--lr 0.0037 --dropout 0.3"]
@@ -73,6 +75,11 @@ PRESETS = {
     "1b-mos": (100_000, 60 * 35),
     "1b-softmax": (100_000, 60 * 35),
 }
+
+# Captions of drawn images: Adam's learning rate. Without the image there is less to learn.
+CAPTION_TRIALS = ["--lr 0.002", "--lr 0.004", "--lr 0.008"]
+CAPTIONS = "--images 16000 --batch 8 --decay 0.75 --dropout 0.1"
+CAPTION_EPOCHS = {"the image": 10, "blind": 3}
 
 # Switchboard: Adam's learning rate, the dropout and the activation of the contexts, which a softmax does not have.
 SWITCHBOARD_TRIALS = [
@@ -187,20 +194,60 @@ def translation(task, data, shape, settings, epochs, part=("", "")):
 
 
 def vocabularies():
-    """One softmax and nine, over words, byte pairs and codes. The table of codes is learned by the first run over codes."""
-    runs, of = [], ("Multi30k, German to English", "translation", "multi30k")
+    """One softmax and nine, over words, byte pairs and codes. The first run of a seed over codes learns its table."""
+    runs, learned, of = [], {}, ("Multi30k, German to English", "translation", "multi30k")
+    end = "--beam 4 --evaluations 2 --seed"
+    trials = {
+        head: [
+            Run(f"multi30k-transformer-{head}-trial-{i}", "multi30k-transformer-trials", *of,
+                f"--head {head} --components 9 {MODELS['Transformer']}{VOCABULARIES['byte pairs']} {dropout} {end} 1",
+                settings=TRANSFORMER_TRIALS, system=head, trial=i, seed=1)
+            for i, dropout in enumerate(TRANSFORMER_TRIALS, 1)
+        ]
+        for head in ("softmax", "mos")
+    }  # fmt: skip
+    runs += itertools.chain(*trials.values())
     for (model, recipe), (tokens, vocabulary) in itertools.product(MODELS.items(), VOCABULARIES.items()):
-        is_coded = tokens == "codes"
-        for head in ("softmax", "mos"):
+        for head in trials:
             key = {"system": f"{model}, {tokens}", "head": head}
             name = f"multi30k-{model}-{tokens}-{head}".lower().replace(" ", "-")
             flags = f"--head {head} --components 9 {recipe}{vocabulary}"
-            table = " --table random" if is_coded else ""
-            runs.append(StepSeconds(f"{name}-seconds", "vocabulary-seconds", *of, flags + table, **key))
+            tried = trials[head] if model == "Transformer" else []
+
+            def chosen(results, flags=flags, tried=tried):
+                return f"{flags} {best(tried, results)}" if tried else flags
+
+            random_table = lambda results, chosen=chosen: f"{chosen(results)} --table random"
+            seconds = random_table if tokens == "codes" else chosen
+            runs.append(StepSeconds(f"{name}-seconds", "vocabulary-seconds", *of, seconds, tried, **key))
             for seed in SEEDS:
-                learned = [run for run in runs if TABLE in run.flags][:1] if is_coded else []
-                trained = f"{flags}{TABLE if is_coded else ''} --beam 4 --evaluations 2 --seed {seed}"
-                runs.append(Run(f"{name}-seed-{seed}", "multi30k-vocabularies", *of, trained, learned, **key, seed=seed))
+                table = f" --table-file {{RUNS}}/multi30k-table-{seed}.safetensors" if tokens == "codes" else ""
+                trained = lambda results, chosen=chosen, table=table, seed=seed: f"{chosen(results)}{table} {end} {seed}"
+                needs = [*tried, learned[seed]] if table and seed in learned else tried
+                run = Run(f"{name}-seed-{seed}", "multi30k-vocabularies", *of, trained, needs,
+                          settings=TRANSFORMER_TRIALS, **key, seed=seed)  # fmt: skip
+                runs.append(run)
+                if table:
+                    learned.setdefault(seed, run)
+    return runs
+
+
+def captions():
+    """Captions of drawn images by a softmax and by a mixture, and by the same decoders without the image."""
+    runs, of = [], ("drawn images", "captions", None)
+    for head in ("softmax", "mos"):
+        common = f"--head {head} {CAPTIONS}"
+        trials = [
+            Run(f"captions-{head}-trial-{i}", "captions-trials", *of, f"{common} {lr} --epochs {CAPTION_EPOCHS['the image']}",
+                settings=CAPTION_TRIALS, system=head, trial=i, seed=1)
+            for i, lr in enumerate(CAPTION_TRIALS, 1)
+        ]  # fmt: skip
+        runs += trials
+        for (shown, epochs), seed in itertools.product(CAPTION_EPOCHS.items(), SEEDS):
+            ending = f"--epochs {epochs} --seed {seed}" + (" --blind" if shown == "blind" else "")
+            flags = lambda results, common=common, trials=trials, ending=ending: f"{common} {best(trials, results)} {ending}"
+            name = f"captions-{head}-{'blind-' if shown == 'blind' else ''}seed-{seed}"
+            runs.append(Run(name, "captions", *of, flags, trials, settings=CAPTION_TRIALS, system=head, shown=shown, seed=seed))
     return runs
 
 
@@ -210,6 +257,7 @@ def all_runs():
     quarter = (", a quarter of the pairs", " --part 0.25")
     runs += translation("multi30k", "multi30k", "Multi30k, German to English", MULTI30K_TRIALS, 4, quarter)
     runs += vocabularies()
+    runs += captions()
     runs += translation("switchboard", "dialogues.jsonl", "60 Switchboard dialogues", SWITCHBOARD_TRIALS, SWITCHBOARD_EPOCHS)
     return sorted(runs, key=lambda run: (run.key.get("trial") is None, run.key.get("seed", 0)))
 
@@ -283,7 +331,7 @@ def line_of(run, flags, output, commit):
     line |= {"setting": setting} if setting else {}
     line |= {key: rounded(key, result[key]) for key in ["parameters", "vocab_size", "peak_mib"] if result.get(key) is not None}
     result["word_perplexity"] = result.get("word_model", {}).get("valid_perplexity")
-    for key in ["valid_perplexity", "test_perplexity", "renormalised_perplexity", "word_perplexity", "scores_of"]:
+    for key in ["floor_nll", "valid_perplexity", "test_perplexity", "renormalised_perplexity", "word_perplexity", "scores_of"]:
         if result.get(key) is not None:
             line[key] = rounded(key, result[key])
     if "scores" in result:
@@ -295,12 +343,13 @@ def line_of(run, flags, output, commit):
 
 def shown(run, flags):
     """The command as a reader types it."""
-    data = f"{data_flag(run)} {'FILE.jsonl' if run.data.endswith('.jsonl') else 'QUARTER' if run.data.endswith('-quarter') else 'DIR'}"
-    return f"cargo run --release -p lab --bin {run.program} -- {data} {flags.replace('{RUNS}/', '')}"
+    data = "FILE.jsonl" if (run.data or "").endswith(".jsonl") else "QUARTER" if (run.data or "").endswith("-quarter") else "DIR"
+    return " ".join([f"cargo run --release -p lab --bin {run.program} --", *data_flags(run, data), flags.replace("{RUNS}/", "")])
 
 
-def data_flag(run):
-    return "--dialogue" if run.data.endswith(".jsonl") else "--data"
+def data_flags(run, data):
+    """The flags for this path of the data, which a program that makes its own data does not have."""
+    return [] if run.data is None else ["--dialogue" if run.data.endswith(".jsonl") else "--data", data]
 
 
 def origin(commit):
@@ -347,7 +396,8 @@ def measure_seconds(runs, presets, commit):
     for run in runs:
         if isinstance(run, StepSeconds) and os.path.isdir(os.path.join(RUNS, run.data)):
             found = paused(run.program, os.path.join(RUNS, run.data), run.resolved(results), ENVIRONMENT, 0.7)
-            lines.append({"figure": run.figure, "shape": run.shape, **run.key, "command": f"{one_thread} {shown(run, run.flags)}"} | found)
+            command = f"{one_thread} {shown(run, run.resolved(results))}"
+            lines.append({"figure": run.figure, "shape": run.shape, **run.key, "command": command} | found)
     add([{"shape": "Penn Treebank", "implementation": "mos-head"} | line | origin(commit) for line in lines])
 
 
@@ -391,7 +441,7 @@ class Runner:
 
     def train(self, run, flags):
         minutes = (self.deadline - time.time()) / 60
-        command = [program(run.program), data_flag(run), os.path.join(RUNS, run.data), *flags.replace("{RUNS}", RUNS).split()]
+        command = [program(run.program), *data_flags(run, os.path.join(RUNS, run.data or "")), *flags.replace("{RUNS}", RUNS).split()]
         command += ["--save", run.path(".safetensors"), "--minutes", f"{max(minutes, 0.1):.2f}"]
         command += ["--results", run.path(".jsonl"), "--json"]
         print(f"{time.strftime('%H:%M')} {run.name}: {flags}", file=sys.stderr, flush=True)
@@ -428,7 +478,7 @@ def main():
             line = run.result(results)
             print(f"{run.name:28} {line.get('valid_perplexity', line.get('seconds')) if line else '-':>8}")
         return
-    runs = [run for run in runs if run.name.split("-")[0] in given]
+    runs = [run for run in runs if run.data is None or run.name.split("-")[0] in given]
     if arguments.names:
         wanted = [run for run in runs if any(run.name.startswith(name) for name in arguments.names)]
         runs = [run for run in runs if run in wanted or any(run in other.needs for other in wanted)]

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The small runs of lab/README.md: every head with its own best of four trials, then two seeds of the best; all heads for
-# equal time; translation over words, byte pairs and codes; words spelled letter by letter. Two runs at a time, each with one thread. Appends a JSON line for each run to
-# benches/results/runs.jsonl; `cargo run --release -p lab --bin figures` makes the tables and the picture of them.
+# equal time; translation over words, byte pairs and codes; captions of drawn images; words spelled letter by letter. Two
+# runs at a time, each with one thread. Appends a JSON line for each run to benches/results/runs.jsonl;
+# `cargo run --release -p lab --bin figures` makes the tables and the picture of them.
 #
 #   lab/run_all.sh [--ptb DIR] [--multi30k DIR] [--switchboard FILE.jsonl] [--minutes N] [NAME..]
 #
@@ -29,5 +30,5 @@ while (($#)); do
 done
 [[ -z ${RUNS:-} ]] || export RUNS=$(realpath -m "$RUNS")
 cd "$(dirname "$0")/.."
-cargo build --locked --release -p lab --bin language_model --bin translation
+cargo build --locked --release -p lab --bin language_model --bin translation --bin captions
 exec python3 lab/run_all.py "${arguments[@]}"

@@ -55,7 +55,7 @@ MODELS = {
 }
 VOCABULARIES = {"words": "", "byte pairs": " --vocab bpe --vocab-size 1200", "codes": " --vocab hybrid --codes 1200"}
 # The Transformer, over byte pairs: its dropout. The LSTM has the best setting of the mixture of softmaxes over words.
-TRANSFORMER_TRIALS = ["--dropout 0.1", "--dropout 0.2", "--dropout 0.3"]
+TRANSFORMER_TRIALS = ["--dropout 0.05", "--dropout 0.1", "--dropout 0.2"]
 
 # Multi30k: Adam's learning rate and the dropout, with linear contexts.
 MULTI30K_TRIALS = ["--lr 0.002 --dropout 0.16", "--lr 0.0037 --dropout 0.16", "--lr 0.002 --dropout 0.3", "--lr 0.0037 --dropout 0.3"]
@@ -79,7 +79,7 @@ PRESETS = {
 # Captions of drawn images: Adam's learning rate. Without the image there is less to learn.
 CAPTION_TRIALS = ["--lr 0.002", "--lr 0.004", "--lr 0.008"]
 CAPTIONS = "--images 16000 --batch 8 --decay 0.75 --dropout 0.1"
-CAPTION_EPOCHS = {"the image": 10, "blind": 3}
+CAPTION_EPOCHS = {"the image": 10, "nothing": 3}
 
 # Switchboard: Adam's learning rate, the dropout and the activation of the contexts, which a softmax does not have.
 SWITCHBOARD_TRIALS = [
@@ -238,16 +238,17 @@ def captions():
     for head in ("softmax", "mos"):
         common = f"--head {head} {CAPTIONS}"
         trials = [
-            Run(f"captions-{head}-trial-{i}", "captions-trials", *of, f"{common} {lr} --epochs {CAPTION_EPOCHS['the image']}",
+            Run(f"captions-{head}-trial-{i}", "captions-trials", *of, f"{common} {lr} --epochs {CAPTION_EPOCHS['the image']} --seed 1",
                 settings=CAPTION_TRIALS, system=head, trial=i, seed=1)
             for i, lr in enumerate(CAPTION_TRIALS, 1)
         ]  # fmt: skip
         runs += trials
-        for (shown, epochs), seed in itertools.product(CAPTION_EPOCHS.items(), SEEDS):
-            ending = f"--epochs {epochs} --seed {seed}" + (" --blind" if shown == "blind" else "")
+        for (sees, epochs), seed in itertools.product(CAPTION_EPOCHS.items(), SEEDS):
+            ending = f"--epochs {epochs} --seed {seed}" + (" --blind" if sees == "nothing" else "")
             flags = lambda results, common=common, trials=trials, ending=ending: f"{common} {best(trials, results)} {ending}"
-            name = f"captions-{head}-{'blind-' if shown == 'blind' else ''}seed-{seed}"
-            runs.append(Run(name, "captions", *of, flags, trials, settings=CAPTION_TRIALS, system=head, shown=shown, seed=seed))
+            name = f"captions-{head}-{'blind-' if sees == 'nothing' else ''}seed-{seed}"
+            key = {"system": f"{head}, {sees}", "sees": sees, "head": head}
+            runs.append(Run(name, "captions", *of, flags, trials, settings=CAPTION_TRIALS, **key, seed=seed))
     return runs
 
 

@@ -9,6 +9,7 @@
 //!
 //! `tests.rs` fails if a picture or a table is not what this command makes.
 
+mod captions;
 mod codes;
 mod outputs;
 mod papers;

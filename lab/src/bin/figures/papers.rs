@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::quality::mean_and_deviation;
 use crate::results::{read, Line, Result, Results};
 use crate::tables::{digits, markdown, need};
-use crate::vocabularies;
+use crate::{captions, vocabularies};
 
 const INDEX: &str = "lab/papers.jsonl";
 
@@ -76,6 +76,7 @@ fn expand(text: &str, results: &Results) -> Result<String> {
         "spell" => spelled(results)?,
         "slowdowns" => slowdowns(results)?,
         "lstm-bleu" => vocabularies::summary(results, "LSTM")?,
+        "captions" => captions::summary(results)?,
         "transformer-bleu" => vocabularies::summary(results, "Transformer")?,
         figure => heads(results, figure)?,
     };

@@ -6,7 +6,7 @@ use crate::codes;
 use crate::papers::papers;
 use crate::quality;
 use crate::results::{Line, Result, Results};
-use crate::{root, runs, vocabularies};
+use crate::{captions, root, runs, vocabularies};
 
 type Generator = fn(&Results) -> Result<String>;
 
@@ -27,7 +27,7 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 46] = [
+pub(crate) const TABLES: [(&str, Generator); 49] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -68,6 +68,9 @@ pub(crate) const TABLES: [(&str, Generator); 46] = [
     ("switchboard-trials", |results| runs::trials(results, "switchboard-trials")),
     ("switchboard", |results| runs::finals(results, "switchboard", &SWITCHBOARD)),
     ("equal-time", runs::equal_time_table),
+    ("multi30k-transformer-trials", |results| runs::trials(results, "multi30k-transformer-trials")),
+    ("captions-trials", |results| runs::trials(results, "captions-trials")),
+    ("captions", captions::captions),
     ("multi30k-vocabularies", vocabularies::vocabularies),
     ("multi30k-equal-time", vocabularies::equal_time),
     ("preset-seconds", runs::preset_seconds),

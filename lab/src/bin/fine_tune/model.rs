@@ -7,9 +7,6 @@ use candle_nn::ops::{silu, softmax};
 use candle_nn::rotary_emb::rope_slow;
 use candle_nn::{linear_no_bias, rms_norm, Embedding, Linear, Module, RmsNorm, VarBuilder};
 
-const EPSILON: f64 = 1e-5;
-const ROPE_THETA: f64 = 10_000.0;
-
 /// The sizes of a model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Config {
@@ -20,6 +17,10 @@ pub(crate) struct Config {
     pub(crate) inner: usize,
     /// The most positions of a text.
     pub(crate) positions: usize,
+    /// Added to mean squares in the norms.
+    pub(crate) rms_epsilon: f64,
+    /// Base of the wavelengths of rotary positions.
+    pub(crate) rope_theta: f64,
 }
 
 struct Layer {
@@ -36,15 +37,15 @@ struct Layer {
 
 impl Layer {
     fn new(config: Config, vb: VarBuilder) -> Result<Self> {
-        let Config { hidden, inner, .. } = config;
+        let Config { hidden, inner, rms_epsilon, .. } = config;
         let (attention, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
         Ok(Self {
-            input_norm: rms_norm(hidden, EPSILON, vb.pp("input_layernorm"))?,
+            input_norm: rms_norm(hidden, rms_epsilon, vb.pp("input_layernorm"))?,
             query: linear_no_bias(hidden, hidden, attention.pp("q_proj"))?,
             key: linear_no_bias(hidden, hidden, attention.pp("k_proj"))?,
             value: linear_no_bias(hidden, hidden, attention.pp("v_proj"))?,
             output: linear_no_bias(hidden, hidden, attention.pp("o_proj"))?,
-            inner_norm: rms_norm(hidden, EPSILON, vb.pp("post_attention_layernorm"))?,
+            inner_norm: rms_norm(hidden, rms_epsilon, vb.pp("post_attention_layernorm"))?,
             gate: linear_no_bias(hidden, inner, mlp.pp("gate_proj"))?,
             up: linear_no_bias(hidden, inner, mlp.pp("up_proj"))?,
             down: linear_no_bias(inner, hidden, mlp.pp("down_proj"))?,
@@ -70,7 +71,7 @@ impl Llama {
         let Config { hidden, layers, heads, positions, .. } = config;
         let layers = (0..layers).map(|i| Layer::new(config, vb.pp("layers").pp(i))).collect::<Result<_>>()?;
         let half = hidden / heads / 2;
-        let angle = |t: usize, i: usize| t as f64 / ROPE_THETA.powf(i as f64 / half as f64);
+        let angle = |t: usize, i: usize| t as f64 / config.rope_theta.powf(i as f64 / half as f64);
         let table = |of: fn(f64) -> f64| {
             let values = (0..positions).flat_map(|t| (0..half).map(move |i| of(angle(t, i)) as f32));
             Tensor::from_iter(values, vb.device())?.reshape((positions, half))
@@ -80,7 +81,7 @@ impl Llama {
         Ok(Self {
             embedding: Embedding::new(embedding, hidden),
             layers,
-            norm: rms_norm(hidden, EPSILON, vb.pp("norm"))?,
+            norm: rms_norm(hidden, config.rms_epsilon, vb.pp("norm"))?,
             heads,
             rotations: (table(f64::cos)?, table(f64::sin)?),
             mask: Tensor::from_iter(mask, vb.device())?.reshape((positions, positions))?,

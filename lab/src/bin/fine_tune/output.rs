@@ -42,7 +42,7 @@ enum Layer {
 
 /// A model and its output layer.
 pub(crate) struct FineTuned {
-    model: Llama,
+    pub(crate) model: Llama,
     output: Layer,
     /// The variables that are trained.
     pub(crate) trained: VarMap,
@@ -99,10 +99,26 @@ impl FineTuned {
         [&self.trained, &self.frozen].into_iter().flat_map(init::sorted).collect()
     }
 
-    /// Sets the variables from a checkpoint, which need not have an adapter.
+    /// The names of the variables that are trained but get no gradient.
+    pub(crate) fn without_gradient(&self, gradients: &GradStore) -> Vec<String> {
+        let trained = init::sorted(&self.trained).into_iter();
+        trained.filter(|(_, var)| gradients.get(var).is_none()).map(|(name, _)| name).collect()
+    }
+
+    /// Sets the variables from a checkpoint, which need not have an adapter, but has no tensor that is not used.
     pub(crate) fn load(&self, path: &Path) -> Result<()> {
         let checkpoint = Checkpoint::load(path, &Device::Cpu)?;
-        for (name, var) in self.variables() {
+        let variables = self.variables();
+        let is_known = |name: &String| variables.iter().any(|(known, _)| known == name);
+        if let Some(name) = checkpoint.tensors.keys().filter(|name| !is_known(name)).min() {
+            let why = match name.as_str() {
+                "lm_head.weight" => "the decoder of this model is its embedding",
+                name if name.starts_with("lm_head.lora_") => "use --output adapter",
+                _ => "this model has no such tensor",
+            };
+            return Err(format!("{} has {name}: {why}", path.display()).into());
+        }
+        for (name, var) in variables {
             match checkpoint.tensors.get(&name) {
                 Some(saved) if saved.dims() == var.dims() => var.set(&saved.to_dtype(DType::F32)?)?,
                 Some(saved) => {

@@ -5,7 +5,16 @@ use crate::model::Llama;
 use candle_core::{DType, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
-const CONFIG: Config = Config { vocab: 50, hidden: 24, layers: 2, heads: 3, inner: 32, positions: 9 };
+const CONFIG: Config = Config {
+    vocab: 50,
+    hidden: 24,
+    layers: 2,
+    heads: 3,
+    inner: 32,
+    positions: 9,
+    rms_epsilon: 1e-5,
+    rope_theta: 100.0,
+};
 
 fn ids(shape: (usize, usize), factor: u32) -> Tensor {
     let ids = (0..(shape.0 * shape.1) as u32).map(|i| (i * factor + 3) % 50);
@@ -99,16 +108,92 @@ fn wrong_flags_and_texts_are_errors_that_say_so() {
     let error = run(&long).err().unwrap();
     assert!(error.to_string().contains("fewer than the 41 of a window"), "{error}");
     std::fs::write(&path, "the cat and the dog and the bird ".repeat(20)).unwrap();
-    let line = train(&args(&["--text", path.to_str().unwrap(), "--steps", "2"]), Output::Head, |_, _| {}).unwrap();
-    assert!(line["pieces"].as_u64().unwrap() > 5, "{line}");
+    let diverging = args(&["--lr", "1e30", "--steps", "9"]);
+    let error = train(&diverging, Output::Head, |_, _| {}).err().unwrap().to_string();
+    assert!(error.contains("the loss of step") && error.contains("--lr"), "{error}");
     std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn weights_come_with_their_tokenizer() {
+    let folder = std::env::temp_dir().join(format!("fine_tune_tokenizer_{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let [text, weights, tokenizer] = ["text.txt", "weights.safetensors", "weights.tokenizer.json"]
+        .map(|name| folder.join(name).to_str().unwrap().to_owned());
+    std::fs::write(&text, "the cat and the dog and the bird ".repeat(20)).unwrap();
+    let line = |flags: &[&str]| train(&args(flags), Output::Adapter, |_, _| {});
+    let first = line(&["--text", &text, "--steps", "2", "--save", &weights, "--output", "adapter"]).unwrap();
+    assert!(first["pieces"].as_u64().unwrap() > 5, "{first}");
+    let again = ["--text", &text, "--weights", &weights, "--steps", "1"];
+    let with_tokenizer = [&again[..], &["--tokenizer", &tokenizer]].concat();
+    let next = line(&with_tokenizer).unwrap();
+    assert_eq!(next["pieces"], first["pieces"]);
+    assert!(numbers(&next, "losses")[0] < numbers(&first, "losses")[0]);
+    let error = run(&args(&again)).err().unwrap().to_string();
+    assert!(error.contains("needs the --tokenizer"), "{error}");
+    // Other output layers would lose the adapter.
+    let error = train(&args(&with_tokenizer), Output::Head, |_, _| {}).err().unwrap().to_string();
+    assert!(error.contains("lm_head.lora_A.weight") && error.contains("--output adapter"), "{error}");
+    let small = Args { vocab_size: 5, ..args(&with_tokenizer) };
+    let error = train(&small, Output::Adapter, |_, _| {}).err().unwrap().to_string();
+    assert!(error.contains("--vocab-size is 5, but the tokenizer has"), "{error}");
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn the_names_of_variables_without_a_gradient_are_told() {
+    let tuned = FineTuned::new(CONFIG, Output::Head, 4, 7).unwrap();
+    let nothing = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap().backward().unwrap();
+    let names = tuned.without_gradient(&nothing);
+    assert!(names.contains(&"model.embed_tokens.weight".to_owned()) && names.len() == tuned.variables().len());
+}
+
+/// candle's Llama computes the logits of the last position, from the same variables.
+#[cfg(feature = "candle-transformers")]
+#[test]
+fn hidden_states_are_those_of_candle_transformers() {
+    use candle_nn::Module;
+    use candle_transformers::models::llama;
+    let Config { vocab, hidden, layers, heads, inner, positions, rms_epsilon, rope_theta } = CONFIG;
+    let config = llama::Config {
+        hidden_size: hidden,
+        intermediate_size: inner,
+        vocab_size: vocab,
+        num_hidden_layers: layers,
+        num_attention_heads: heads,
+        num_key_value_heads: heads,
+        use_flash_attn: false,
+        rms_norm_eps: rms_epsilon,
+        rope_theta: rope_theta as f32,
+        bos_token_id: None,
+        eos_token_id: None,
+        rope_scaling: None,
+        max_position_embeddings: positions,
+        tie_word_embeddings: true,
+    };
+    let tuned = FineTuned::new(CONFIG, Output::Logits, 4, 7).unwrap();
+    for (name, var) in tuned.variables() {
+        // Norms that are not all one.
+        lab::init::uniform_of(&var, 5, &name, 0.5).unwrap();
+    }
+    let vb = VarBuilder::from_varmap(&tuned.trained, DType::F32, &Device::Cpu);
+    let theirs = llama::Llama::load(vb, &config).unwrap();
+    let mut cache = llama::Cache::new(false, DType::F32, &config, &Device::Cpu).unwrap();
+    let tokens = ids((2, 9), 7);
+    let expected = theirs.forward(&tokens, 0, &mut cache).unwrap();
+    let last = tuned.model.forward(&tokens).unwrap().narrow(1, 8, 1).unwrap().squeeze(1).unwrap();
+    let embedding = candle_nn::Linear::new(tuned.variables()[0].1.as_tensor().clone(), None);
+    let found = embedding.forward(&last).unwrap();
+    let difference = (&found - &expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+    assert!(difference < 1e-4, "{difference}");
 }
 
 #[test]
 fn losses_that_are_not_alike_are_found() {
     let line = |losses: &[f64]| json!({ "losses": losses });
-    assert!(largest_difference(&line(&[1.0, 2.0]), &line(&[1.0, 2.5])) > 0.4);
-    assert!(largest_difference(&line(&[1.0]), &line(&[1.0, 2.5])).is_nan());
+    assert!(largest_difference(&line(&[1.0, 2.0]), &line(&[1.0, 2.5]), 2) > 0.4);
+    assert_eq!(largest_difference(&line(&[1.0, 2.0]), &line(&[1.0, 2.5]), 1), 0.0);
+    assert!(largest_difference(&line(&[1.0]), &line(&[1.0, 2.5]), 2).is_nan());
     // JSON has no NaN.
-    assert!(largest_difference(&line(&[f64::NAN, 1.0]), &line(&[1.0, 1.0])).is_nan());
+    assert!(largest_difference(&line(&[f64::NAN, 1.0]), &line(&[1.0, 1.0]), 2).is_nan());
 }

@@ -5,13 +5,20 @@ use lab::language::{Teacher, NAME};
 use lab::{bpe, Result};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::path::Path;
-use tokenizers::Model;
+use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
+use tokenizers::Tokenizer;
 
 pub(crate) struct Text {
     pub(crate) name: String,
     ids: Vec<u32>,
     /// The number of token ids that the text is made of.
     pub(crate) pieces: usize,
+    /// The tokenizer that was learned from the text.
+    learned: Option<Tokenizer>,
+}
+
+fn failed(error: tokenizers::Error) -> Box<dyn std::error::Error> {
+    format!("the tokenizer failed: {error}").into()
 }
 
 impl Text {
@@ -22,24 +29,40 @@ impl Text {
         if pieces > vocab {
             return Err(format!("--vocab-size is {vocab}, but {NAME} has {pieces} token ids").into());
         }
-        Ok(Self { name: NAME.into(), ids: corpus.data.train, pieces })
+        Ok(Self { name: NAME.into(), ids: corpus.data.train, pieces, learned: None })
     }
 
-    /// The words of a file as pieces of a byte-pair encoding that is learned from them.
-    pub(crate) fn from_file(path: &Path, vocab: usize) -> Result<Self> {
+    /// A file as token ids of a tokenizer, or else of a byte-pair encoding that is learned from its words.
+    pub(crate) fn from_file(path: &Path, tokenizer: Option<&Path>, vocab: usize) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-        let model = bpe::train(text.split_whitespace(), &[], (vocab, 2))?;
-        let pieces = model.get_vocab_size();
+        let name = path.display().to_string();
+        let (tokenizer, is_learned) = match tokenizer {
+            Some(path) => {
+                let tokenizer = Tokenizer::from_file(path);
+                (tokenizer.map_err(|error| format!("cannot read {}: {error}", path.display()))?, false)
+            }
+            None => {
+                let mut tokenizer = Tokenizer::new(bpe::train(text.split_whitespace(), &[], (vocab, 2))?);
+                tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
+                (tokenizer, true)
+            }
+        };
+        let pieces = tokenizer.get_vocab_size(true);
         if pieces > vocab {
-            let path = path.display();
-            return Err(format!("--vocab-size is {vocab}, but {path} has {pieces} different characters").into());
+            let what = if is_learned {
+                format!("{name} has {pieces} different characters")
+            } else {
+                format!("the tokenizer has {pieces} ids")
+            };
+            return Err(format!("--vocab-size is {vocab}, but {what}").into());
         }
-        let mut ids = vec![];
-        for word in text.split_whitespace() {
-            let tokens = model.tokenize(word).map_err(|error| format!("the byte-pair encoding failed: {error}"))?;
-            ids.extend(tokens.into_iter().map(|token| token.id));
-        }
-        Ok(Self { name: path.display().to_string(), ids, pieces })
+        let ids = tokenizer.encode_fast(text, false).map_err(failed)?.get_ids().to_vec();
+        Ok(Self { name, ids, pieces, learned: is_learned.then_some(tokenizer) })
+    }
+
+    /// Writes the tokenizer if it was learned.
+    pub(crate) fn save_tokenizer(&self, path: &Path) -> Result<()> {
+        self.learned.as_ref().map_or(Ok(()), |tokenizer| tokenizer.save(path, false)).map_err(failed)
     }
 
     /// Inputs and targets `[batch, positions]` of windows at random places: a target is the next input.

@@ -1,0 +1,61 @@
+//! Captions of drawn images (`lab/run_all.sh`): a softmax and a mixture, with the image and without it.
+
+use crate::quality::{head_name, mean_and_deviation};
+use crate::results::{Line, Result, Results};
+use crate::tables::{count, markdown, need, short, source, UNMEASURED};
+
+/// The decoders in the order of the table, and what they see.
+const SYSTEMS: [(&str, &str); 4] =
+    [("softmax", "the image"), ("mos", "the image"), ("softmax", "nothing"), ("mos", "nothing")];
+/// The scores of the test images with their decimals.
+const SCORES: [(&str, usize); 5] = [("nll", 3), ("new_nll", 3), ("bleu_4", 1), ("cider", 1), ("right", 1)];
+
+/// The seeds of a decoder.
+fn of_system<'a>(lines: &[&'a Line], (head, sees): (&str, &str)) -> Vec<&'a Line> {
+    lines.iter().copied().filter(|line| line.is("head", head) && line.is("sees", sees)).collect()
+}
+
+/// NLL in nats per word, BLEU-4, CIDEr-D and the share of captions that are right.
+pub(crate) fn captions(results: &Results) -> Result<String> {
+    let lines = results.of("captions");
+    if lines.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let mut rows = vec![];
+    for system in SYSTEMS {
+        let seeds = of_system(&lines, system);
+        let Some(first) = seeds.first() else { continue };
+        let components = need(first, "components")?;
+        let name = head_name(system.0).to_owned();
+        let mut row = vec![if components > 1.0 { format!("{name}, K = {components}") } else { name }];
+        row.extend([system.1.into(), format!("`{}`", first.text("setting")), count(need(first, "parameters")?)]);
+        row.push(seeds.len().to_string());
+        let above = |line: &&Line| Ok(need(line, "valid_perplexity")?.ln() - need(line, "floor_nll")?);
+        row.push(mean_and_deviation(&seeds.iter().map(above).collect::<Result<Vec<_>>>()?, 3));
+        for (key, decimals) in SCORES {
+            let values = seeds.iter().map(|line| line.score(key).ok_or(format!("captions without {key}").into()));
+            row.push(mean_and_deviation(&values.collect::<Result<Vec<_>>>()?, decimals));
+        }
+        rows.push(row);
+    }
+    let header =
+        "| head | sees | best trial | parameters | seeds | validation NLL above the captions' information | test \
+                  NLL | of new combinations | BLEU-4 | CIDEr-D | right, % |";
+    Ok(markdown(header, rows) + &source(&lines, false))
+}
+
+/// BLEU-4 and CIDEr-D of the decoders that see the image.
+pub(crate) fn summary(results: &Results) -> Result<String> {
+    let lines = results.of("captions");
+    let mut parts = vec![];
+    for system in &SYSTEMS[..2] {
+        let seeds = of_system(&lines, *system);
+        if seeds.is_empty() {
+            return Ok("not run yet".into());
+        }
+        let values = |key| seeds.iter().filter_map(|line| line.score(key)).collect::<Vec<_>>();
+        let [bleu, cider] = ["bleu_4", "cider"].map(|key| mean_and_deviation(&values(key), 1));
+        parts.push(format!("K = {} {bleu}, {cider}", short(need(seeds[0], "components")?)));
+    }
+    Ok(parts.join("; "))
+}

@@ -65,3 +65,19 @@ impl Words {
         Ok(text.ok_or_else(|| format!("expected ids below {}, got {ids:?}", self.len()))?.join(" "))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frequent_words_come_first_and_rare_ones_are_unknown() {
+        let words = Words::of_texts(["b a b <go>", "c b a"].into_iter(), 2, &["<go>"]);
+        assert_eq!(words.all()[..4], SPECIAL);
+        assert_eq!(words.all()[4..], ["<go>", "b", "a"]);
+        assert_eq!(words.encode("a  c <go>"), [6, UNKNOWN, 4]);
+        assert_eq!(words.decode(&[5, 6]).expect("known ids"), "b a");
+        let error = words.decode(&[5, 7]).expect_err("an id too large").to_string();
+        assert!(error.contains("below 7") && error.contains("[5, 7]"), "{error}");
+    }
+}

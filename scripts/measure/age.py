@@ -17,8 +17,9 @@ CODE |= {"decoding": DECODING, "decoding-all": DECODING, "decoding-heads": DECOD
 CODE |= {"output-steps": VOCABULARIES, "outputs": [*VOCABULARIES, *TRAINING], "language-model": TRAINING}
 CODE |= {"fine-tune": [*ENGINE, "src/decoder", "lab/src/bin/fine_tune"], "docs/memory.svg": ENGINE}
 CODE |= {"penn-treebank": TRAINING, "assignment": ["codes/src/assignment"]}
-CODE |= {"fast-mos": [*ENGINE, "codes/src", "lab/src/bin/translation"]}
-CODE |= {"translation": [*ENGINE, "lab/src/bin/translation"], "characters": [*ENGINE, "lab/src/bin/characters"]}
+TRANSLATION = [*ENGINE, "lab/src/*.rs", "lab/src/transformer", "lab/src/bin/translation"]
+CODE |= dict.fromkeys(["fast-mos", "multi30k-vocabularies", "multi30k-equal-time"], [*TRANSLATION, "codes/src"])
+CODE |= {"translation": TRANSLATION, "characters": [*ENGINE, "lab/src/bin/characters"]}
 
 
 def changes(commit, paths):
@@ -49,7 +50,7 @@ def shown():
             text = file.read()
         for name, table in re.findall(r"<!-- figures: (\S+) -->\n(.*?)<!-- /figures -->", text, re.DOTALL):
             if name in CODE:
-                yield document, f"table {name}", CODE[name], re.findall(r"[0-9a-f]{7,}", commits.findall(table)[-1])
+                yield document, f"table {name}", CODE[name], re.findall(r"[0-9a-f]{7,}", " ".join(commits.findall(table)[-1:]))
         for picture in set(re.findall(r"\(([^()\s]+\.svg)\)", text)):
             path = os.path.normpath(os.path.join(os.path.dirname(document), picture))
             if path in CODE:

@@ -65,6 +65,7 @@ impl Captioner {
             "head.decoder.bias" => 0.0,
             name if name.starts_with("encoder.") => match shapes[name][..] {
                 [_, inputs] => (6.0 / inputs as f64).sqrt(),
+                [_, channels, height, width] => (6.0 / (channels * height * width) as f64).sqrt(),
                 _ => 0.0,
             },
             name if name.starts_with("attention.") || name == "head.latent.weight" => of(hidden),

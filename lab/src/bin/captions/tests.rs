@@ -2,9 +2,12 @@
 
 use crate::data::{pairs, Dataset, Example, Pair};
 use crate::model::{Captioner, Setting};
+use crate::picture;
+use crate::report::Trained;
 use crate::score::score;
 use candle_core::{Device, Tensor};
 use lab::head::HeadKind;
+use lab::heads::Outcome;
 use lab::model::Model;
 use lab::words::{Words, PAD};
 use lab::{checkpoint::Checkpoint, init, recipe::Recipe, session::Session};
@@ -137,4 +140,34 @@ fn resumed_training_equals_uninterrupted_training() {
     assert!(error.contains("digest"), "other images: {error}");
     let words = &whole.model.setting.words;
     assert_eq!(pairs(&dataset.valid, words).len(), 5 * dataset.valid.len());
+}
+
+#[test]
+fn a_picture_has_the_images_the_captions_found_and_a_reference() {
+    let dataset = Dataset::drawn(10, 1, &Device::Cpu).unwrap();
+    let session = session(HeadKind::Mos, &dataset, false, &RECIPE);
+    let search = BeamSearch::new(lab::words::END).with_width(2).with_max_length(6);
+    let mut scores = score(&session, &dataset, &dataset.test, &search).unwrap();
+    scores.found[1] = "what was found".into();
+    let row = Outcome {
+        kind: HeadKind::Mos,
+        parameters: 1,
+        history: vec![],
+        valid_nll: 1.0,
+        diverged: None,
+        tokens_per_second: None,
+        more: Some(Trained::new(&session, &RECIPE, scores, None)),
+    };
+    let path = std::env::temp_dir().join(format!("captions_{}.svg", std::process::id()));
+    picture::check(&path).unwrap();
+    let two = [dataset.test[0].clone(), dataset.test[1].clone()];
+    picture::draw(&path, &dataset, &two, &[row]).unwrap();
+    let svg = std::fs::read_to_string(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert!(svg.contains("what was found") && two.iter().all(|example| svg.contains(&example.captions[0])));
+    // The background, and the pixels of both images.
+    let pixels = dataset.images.dims()[1..3].iter().product::<usize>();
+    assert_eq!(svg.matches("<rect").count(), 1 + 2 * pixels);
+    let error = picture::check(&path.join("nowhere.svg")).unwrap_err().to_string();
+    assert!(error.contains("--picture") && error.contains("nowhere.svg"), "{error}");
 }

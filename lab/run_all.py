@@ -54,8 +54,8 @@ MODELS = {
     " --lr 0.003 --warmup 400 --decay 0.65 --label-smoothing 0.1 --epochs 6",
 }
 VOCABULARIES = {"words": "", "byte pairs": " --vocab bpe --vocab-size 1200", "codes": " --vocab hybrid --codes 1200"}
-# The Transformer, over byte pairs: its dropout. The LSTM has the best setting of the mixture of softmaxes over words.
-TRANSFORMER_TRIALS = ["--dropout 0.05", "--dropout 0.1", "--dropout 0.2"]
+# The Transformer's dropout. The LSTM has the best setting of the mixture of softmaxes over words.
+TRANSFORMER_TRIALS = ["--dropout 0.1", "--dropout 0.2"]
 
 # Multi30k: Adam's learning rate and the dropout, with linear contexts.
 MULTI30K_TRIALS = ["--lr 0.002 --dropout 0.16", "--lr 0.0037 --dropout 0.16", "--lr 0.002 --dropout 0.3", "--lr 0.0037 --dropout 0.3"]
@@ -76,9 +76,9 @@ PRESETS = {
     "1b-softmax": (100_000, 60 * 35),
 }
 
-# Captions of drawn images: Adam's learning rate. Without the image there is less to learn.
+# Captions of drawn images: Adam's learning rate, by fewer images and epochs. Without the image there is less to learn.
 CAPTION_TRIALS = ["--lr 0.002", "--lr 0.004", "--lr 0.008"]
-CAPTIONS = "--images 16000 --batch 8 --decay 0.75 --dropout 0.1"
+CAPTIONS = "--batch 8 --decay 0.75 --dropout 0.1"
 CAPTION_EPOCHS = {"the image": 10, "nothing": 3}
 
 # Switchboard: Adam's learning rate, the dropout and the activation of the contexts, which a softmax does not have.
@@ -196,39 +196,34 @@ def translation(task, data, shape, settings, epochs, part=("", "")):
 def vocabularies():
     """One softmax and nine, over words, byte pairs and codes. The first run of a seed over codes learns its table."""
     runs, learned, of = [], {}, ("Multi30k, German to English", "translation", "multi30k")
-    end = "--beam 4 --evaluations 2 --seed"
-    trials = {
-        head: [
-            Run(f"multi30k-transformer-{head}-trial-{i}", "multi30k-transformer-trials", *of,
-                f"--head {head} --components 9 {MODELS['Transformer']}{VOCABULARIES['byte pairs']} {dropout} {end} 1",
-                settings=TRANSFORMER_TRIALS, system=head, trial=i, seed=1)
-            for i, dropout in enumerate(TRANSFORMER_TRIALS, 1)
-        ]
-        for head in ("softmax", "mos")
-    }  # fmt: skip
-    runs += itertools.chain(*trials.values())
+
+    def add(name, figure, flags, needs, seed, **key):
+        table = f" --table-file {{RUNS}}/multi30k-table-{seed}.safetensors" if key["system"].endswith("codes") else ""
+        trained = lambda results: f"{flags(results)}{table} --beam 4 --evaluations 2 --seed {seed}"
+        needs = [*needs, learned[seed]] if table and seed in learned else needs
+        runs.append(Run(name, figure, *of, trained, needs, settings=TRANSFORMER_TRIALS, **key, seed=seed))
+        if table:
+            learned.setdefault(seed, runs[-1])
+        return runs[-1]
+
     for (model, recipe), (tokens, vocabulary) in itertools.product(MODELS.items(), VOCABULARIES.items()):
-        for head in trials:
+        for head in ("softmax", "mos"):
             key = {"system": f"{model}, {tokens}", "head": head}
             name = f"multi30k-{model}-{tokens}-{head}".lower().replace(" ", "-")
             flags = f"--head {head} --components 9 {recipe}{vocabulary}"
-            tried = trials[head] if model == "Transformer" else []
+            trials = [
+                add(f"{name}-trial-{i}", "multi30k-transformer-trials", lambda _, all=f"{flags} {dropout}": all, [], 1, **key, trial=i)
+                for i, dropout in enumerate(TRANSFORMER_TRIALS if model == "Transformer" else [], 1)
+            ]  # fmt: skip
 
-            def chosen(results, flags=flags, tried=tried):
-                return f"{flags} {best(tried, results)}" if tried else flags
+            def chosen(results, flags=flags, trials=trials):
+                return f"{flags} {best(trials, results)}" if trials else flags
 
             random_table = lambda results, chosen=chosen: f"{chosen(results)} --table random"
             seconds = random_table if tokens == "codes" else chosen
-            runs.append(StepSeconds(f"{name}-seconds", "vocabulary-seconds", *of, seconds, tried, **key))
+            runs.append(StepSeconds(f"{name}-seconds", "vocabulary-seconds", *of, seconds, trials, **key))
             for seed in SEEDS:
-                table = f" --table-file {{RUNS}}/multi30k-table-{seed}.safetensors" if tokens == "codes" else ""
-                trained = lambda results, chosen=chosen, table=table, seed=seed: f"{chosen(results)}{table} {end} {seed}"
-                needs = [*tried, learned[seed]] if table and seed in learned else tried
-                run = Run(f"{name}-seed-{seed}", "multi30k-vocabularies", *of, trained, needs,
-                          settings=TRANSFORMER_TRIALS, **key, seed=seed)  # fmt: skip
-                runs.append(run)
-                if table:
-                    learned.setdefault(seed, run)
+                add(f"{name}-seed-{seed}", "multi30k-vocabularies", chosen, trials, seed, **key)
     return runs
 
 
@@ -238,13 +233,13 @@ def captions():
     for head in ("softmax", "mos"):
         common = f"--head {head} {CAPTIONS}"
         trials = [
-            Run(f"captions-{head}-trial-{i}", "captions-trials", *of, f"{common} {lr} --epochs {CAPTION_EPOCHS['the image']} --seed 1",
+            Run(f"captions-{head}-trial-{i}", "captions-trials", *of, f"{common} {lr} --images 8000 --epochs 5 --seed 1",
                 settings=CAPTION_TRIALS, system=head, trial=i, seed=1)
             for i, lr in enumerate(CAPTION_TRIALS, 1)
         ]  # fmt: skip
         runs += trials
         for (sees, epochs), seed in itertools.product(CAPTION_EPOCHS.items(), SEEDS):
-            ending = f"--epochs {epochs} --seed {seed}" + (" --blind" if sees == "nothing" else "")
+            ending = f"--images 16000 --epochs {epochs} --seed {seed}" + (" --blind" if sees == "nothing" else "")
             flags = lambda results, common=common, trials=trials, ending=ending: f"{common} {best(trials, results)} {ending}"
             name = f"captions-{head}-{'blind-' if sees == 'nothing' else ''}seed-{seed}"
             key = {"system": f"{head}, {sees}", "sees": sees, "head": head}
@@ -338,8 +333,12 @@ def line_of(run, flags, output, commit):
     if "scores" in result:
         line["scores"] = {name: rounded(name, score) for name, score in result["scores"].items()}
     line |= {"evaluations": curve, "seconds": round(seconds, 1)}
-    line["command"] = " ".join([*(f"{name}={value}" for name, value in ENVIRONMENT.items()), shown(run, flags)])
+    line["command"] = command_of(run, flags)
     return line | origin(commit)
+
+
+def command_of(run, flags):
+    return " ".join([*(f"{name}={value}" for name, value in ENVIRONMENT.items()), shown(run, flags)])
 
 
 def shown(run, flags):
@@ -441,6 +440,12 @@ class Runner:
                 self.running.discard(run.name)
 
     def train(self, run, flags):
+        """Runs a program, unless another run has had the same flags, as the best trial has."""
+        same = next((line for line in load() if line["command"] == command_of(run, flags)), None)
+        if same:
+            kept = {key: value for key, value in same.items() if key != "trial"}
+            with self.lock:
+                return add([kept | {"figure": run.figure, **run.key}])
         minutes = (self.deadline - time.time()) / 60
         command = [program(run.program), *data_flags(run, os.path.join(RUNS, run.data or "")), *flags.replace("{RUNS}", RUNS).split()]
         command += ["--save", run.path(".safetensors"), "--minutes", f"{max(minutes, 0.1):.2f}"]

@@ -245,8 +245,3 @@ pub use tensors::dropout::DropoutMasks;
 pub use two_level::{
     Adaptive, AdaptiveConfig, AdaptiveSoftmax, Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax, TwoLevel,
 };
-
-/// The examples of the README.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

@@ -195,7 +195,7 @@ def translation(task, data, shape, settings, epochs, part=("", "")):
 
 def vocabularies():
     """One softmax and nine, over words, byte pairs and codes. The first run of a seed over codes learns its table."""
-    runs, learned, of = [], {}, ("Multi30k, German to English", "translation", "multi30k")
+    runs, learned, tried, of = [], {}, {}, ("Multi30k, German to English", "translation", "multi30k")
 
     def add(name, figure, flags, needs, seed, **key):
         table = f" --table-file {{RUNS}}/multi30k-table-{seed}.safetensors" if key["system"].endswith("codes") else ""
@@ -211,10 +211,13 @@ def vocabularies():
             key = {"system": f"{model}, {tokens}", "head": head}
             name = f"multi30k-{model}-{tokens}-{head}".lower().replace(" ", "-")
             flags = f"--head {head} --components 9 {recipe}{vocabulary}"
+            # Codes have the setting of as many byte pairs.
+            settings = TRANSFORMER_TRIALS if model == "Transformer" and tokens != "codes" else []
             trials = [
                 add(f"{name}-trial-{i}", "multi30k-transformer-trials", lambda _, all=f"{flags} {dropout}": all, [], 1, **key, trial=i)
-                for i, dropout in enumerate(TRANSFORMER_TRIALS if model == "Transformer" else [], 1)
+                for i, dropout in enumerate(settings, 1)
             ]  # fmt: skip
+            trials = tried[model, head] = trials or tried.get((model, head), [])
 
             def chosen(results, flags=flags, trials=trials):
                 return f"{flags} {best(trials, results)}" if trials else flags

@@ -36,7 +36,8 @@ fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
     assert!((loss.value.to_scalar::<f32>()? - before.0).abs() < 1e-5);
     let of_linear = linear_cross_entropy(&hidden, &weight, None, &targets, &options)?;
     assert_eq!(of_linear.value.to_scalar::<f32>()?, loss.value.to_scalar::<f32>()?);
-    let [expected, found] = [&before.1, &gradients].map(|gradients| gradients.get(&vars.all_vars()[0]).expect("a gradient"));
+    let [expected, found] =
+        [&before.1, &gradients].map(|gradients| gradients.get(&vars.all_vars()[0]).expect("a gradient"));
     let difference = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
     assert!(difference < 1e-5, "{difference}");
     Ok(())

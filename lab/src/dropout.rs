@@ -4,7 +4,7 @@ use super::Result;
 use candle_core::{Device, Tensor};
 use rand::{rngs::StdRng, Rng};
 
-/// Drops each value by itself. Without a generator nothing is dropped.
+/// Drops each value of a tensor of f32 by itself. Without a generator nothing is dropped.
 pub fn dropout(values: Tensor, rate: f64, rng: Option<&mut StdRng>) -> Result<Tensor> {
     match mask(values.dims(), rate, values.device(), rng)? {
         Some(mask) => Ok((values * mask)?),
@@ -12,7 +12,8 @@ pub fn dropout(values: Tensor, rate: f64, rng: Option<&mut StdRng>) -> Result<Te
     }
 }
 
-/// Drops values by one mask per sequence, which its time steps share. Without a generator nothing is dropped.
+/// Drops values `[batch, steps, width]` of f32 by one mask per sequence, which its time steps share. Without a generator
+/// nothing is dropped.
 pub fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdRng>) -> Result<Tensor> {
     let (batch, _, width) = values.dims3()?;
     match mask(&[batch, 1, width], dropout, values.device(), rng)? {

@@ -265,7 +265,9 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     let Some(first) = lines.first() else { return Ok(None) };
     let mut curves: Vec<(String, Vec<(f64, f64)>)> = vec![];
     for line in &lines {
-        let (name, point) = (implementation(line), (need(line, "positions")?, need(line, "extra_mib")? / 1024.0));
+        // Its chunks are longer with more positions.
+        let name = implementation(line).split(" (").next().unwrap_or_default().to_owned();
+        let point = (need(line, "positions")?, need(line, "extra_mib")? / 1024.0);
         match curves.iter_mut().find(|(other, _)| *other == name) {
             Some((_, points)) => points.push(point),
             None => curves.push((name, vec![point])),
@@ -294,7 +296,8 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
             area.draw(&PathElement::new([(LEFT, y(tick)), (RIGHT, y(tick))], PALE))?;
             text(area, &format!("{tick}"), (LEFT - 8, y(tick)), right, GREY)?;
         }
-        for (positions, _) in &curves[0].1 {
+        // There is no room for the numbers of fewer.
+        for (positions, _) in curves[0].1.iter().filter(|(positions, _)| 8.0 * positions >= most) {
             text(area, &count(*positions), (x(*positions), BOTTOM + 16), center, GREY)?;
         }
         text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;

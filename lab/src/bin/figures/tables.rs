@@ -68,7 +68,7 @@ pub(crate) const TABLES: [(&str, Generator); 49] = [
     ("switchboard-trials", |results| runs::trials(results, "switchboard-trials")),
     ("switchboard", |results| runs::finals(results, "switchboard", &SWITCHBOARD)),
     ("equal-time", runs::equal_time_table),
-    ("multi30k-transformer-trials", |results| runs::trials(results, "multi30k-transformer-trials")),
+    ("multi30k-transformer-trials", vocabularies::trials),
     ("captions-trials", |results| runs::trials(results, "captions-trials")),
     ("captions", captions::captions),
     ("multi30k-vocabularies", vocabularies::vocabularies),

@@ -1,6 +1,6 @@
 //! Translation over words, byte pairs and codes with one softmax and nine (`lab/run_all.sh`): cost, quality, equal time.
 
-use crate::quality::mean_and_deviation;
+use crate::quality::{mean_and_deviation, perplexity};
 use crate::results::{Line, Result, Results};
 use crate::runs::within;
 use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
@@ -54,6 +54,34 @@ fn bleu(row: &Row) -> Result<String> {
 fn names(row: &Row) -> Result<[String; 3]> {
     let (model, tokens) = row.system.split_once(", ").ok_or("a system has a model and its tokens")?;
     Ok([model.into(), tokens.into(), count(need(row.seeds[0], "components")?)])
+}
+
+/// The validation perplexity of the Transformer's trials, whose settings are the columns.
+pub(crate) fn trials(results: &Results) -> Result<String> {
+    let lines = results.of("multi30k-transformer-trials");
+    let mut settings: Vec<&str> = vec![];
+    for line in &lines {
+        if !settings.contains(&line.text("setting")) {
+            settings.push(line.text("setting"));
+        }
+    }
+    if settings.is_empty() {
+        return Ok(UNMEASURED.into());
+    }
+    let mut rows = vec![];
+    for (system, head) in SYSTEMS.into_iter().flat_map(|system| HEADS.map(|head| (system, head))) {
+        let of: Vec<_> = lines.iter().filter(|line| line.is("system", system) && line.is("head", head)).collect();
+        let Some(first) = of.first() else { continue };
+        let mut row = vec![system.trim_start_matches("Transformer, ").into(), count(need(first, "components")?)];
+        for setting in &settings {
+            let trial = of.iter().find(|line| line.is("setting", setting));
+            let found = trial.map(|line| line.number("valid_perplexity").map_or("diverged".into(), perplexity));
+            row.push(found.unwrap_or_default());
+        }
+        rows.push(row);
+    }
+    let settings: String = settings.iter().map(|setting| format!(" `{setting}` |")).collect();
+    Ok(markdown(&format!("| target tokens | K |{settings}"), rows) + &source(&lines, false))
 }
 
 /// Sizes, time, memory, perplexity and BLEU of every system.

@@ -150,15 +150,20 @@ mod tests {
     #[test]
     fn resumed_training_equals_uninterrupted_training() {
         let corpus = toy::corpus(300, 40, 7);
-        let setting = setting(&corpus);
-        let mut whole = session(HeadKind::Mos, &corpus, &setting, (2, 16, 0.2));
+        for architecture in [Architecture::Lstm, TRANSFORMER] {
+            check_resumed(&corpus, &Setting { architecture, ..setting(&corpus) });
+        }
+    }
+
+    fn check_resumed(corpus: &Corpus, setting: &Setting) {
+        let mut whole = session(HeadKind::Mos, corpus, setting, (2, 16, 0.2));
         whole.run(None, None, None).unwrap();
 
         let path = std::env::temp_dir().join(format!("translation_{}.safetensors", std::process::id()));
-        session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.2)).run(Some(&path), None, None).unwrap();
+        session(HeadKind::Mos, corpus, setting, (1, 16, 0.2)).run(Some(&path), None, None).unwrap();
         let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
         let again = Setting::from_checkpoint(&checkpoint).unwrap();
-        let mut second = session(HeadKind::Mos, &corpus, &again, (2, 16, 0.2));
+        let mut second = session(HeadKind::Mos, corpus, &again, (2, 16, 0.2));
         second.restore(&checkpoint).unwrap();
         assert_eq!(second.history.len(), 1);
         second.run(Some(&path), None, None).unwrap();
@@ -166,10 +171,10 @@ mod tests {
 
         let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
         let model = load_model(&checkpoint, &Device::Cpu).unwrap();
-        let alone = Session::new(HeadKind::Mos, model, data(&corpus, &setting), &Recipe::BASE).unwrap();
+        let alone = Session::new(HeadKind::Mos, model, data(corpus, setting), &Recipe::BASE).unwrap();
         assert!((alone.valid_nll().unwrap() - whole.history[1][1]).abs() < 1e-6);
 
-        let mut other = session(HeadKind::Mos, &corpus, &setting, (1, 8, 0.0));
+        let mut other = session(HeadKind::Mos, corpus, setting, (1, 8, 0.0));
         let error = other.restore(&checkpoint).unwrap_err().to_string();
         assert!(error.contains("--hidden 16") && error.contains("--hidden 8"), "{error}");
         std::fs::remove_file(path).unwrap();

@@ -390,7 +390,6 @@ def random_text(words):
 def measure_seconds(runs, presets, commit):
     """The seconds of a step of presets on all cores, and of the systems of equal time on one."""
     results = load()
-    one_thread = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     lines = []
     for preset, (words, positions) in presets.items():
         found = paused("language_model", random_text(words), f"--preset {preset}", {"CANDLE_BARRIER_POOL_SPIN_LIMIT": "100"}, 1)
@@ -398,9 +397,9 @@ def measure_seconds(runs, presets, commit):
         lines.append({"figure": "preset-seconds", "preset": preset, "positions": positions, "command": command} | found)
     for run in runs:
         if isinstance(run, StepSeconds) and os.path.isdir(os.path.join(RUNS, run.data)):
-            found = paused(run.program, os.path.join(RUNS, run.data), run.resolved(results), ENVIRONMENT, 0.7)
-            command = f"{one_thread} {shown(run, run.resolved(results))}"
-            lines.append({"figure": run.figure, "shape": run.shape, **run.key, "command": command} | found)
+            flags = run.resolved(results)
+            found = paused(run.program, os.path.join(RUNS, run.data), flags, ENVIRONMENT, 0.7)
+            lines.append({"figure": run.figure, "shape": run.shape, **run.key, "command": command_of(run, flags)} | found)
     add([{"shape": "Penn Treebank", "implementation": "mos-head"} | line | origin(commit) for line in lines])
 
 

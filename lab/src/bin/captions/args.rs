@@ -54,10 +54,10 @@ pub(crate) struct Args {
     /// Exponent of the beam search's length penalty
     #[arg(long, default_value_t = 0.6, value_parser = not_negative)]
     length_penalty: f64,
-    /// Number of captions to print with their references
+    /// Number of images whose captions are printed with their references, and drawn
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub(crate) samples: usize,
-    /// Draw eight of the scored images with the captions found to this file
+    /// Draw --samples of the scored images with the captions found to this file
     #[arg(long, value_name = "FILE.svg", conflicts_with_all = ["features", "search"])]
     pub(crate) picture: Option<PathBuf>,
     #[command(flatten)]

@@ -94,7 +94,7 @@ fn run(args: &Args) -> Result<()> {
         println!("The captions have {valid} nats per word, those of the {part} images {scored}: no NLL is lower.");
     }
     if let Some(path) = &args.picture {
-        picture::draw(path, &dataset, scored, &rows)?;
+        picture::draw(path, &dataset, scored, args.samples, &rows)?;
     }
     let title = format!("Learning captions of {}", data.name);
     let floor_line = floor.map(|floor| ("information", floor));

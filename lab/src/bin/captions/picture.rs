@@ -7,8 +7,7 @@ use lab::Result;
 use plotters::prelude::*;
 use std::path::Path;
 
-/// The number of images, the side of a pixel, and the height of a line of text.
-const IMAGES: usize = 8;
+/// The side of a pixel, and the height of a line of text.
 const PIXEL: i32 = 3;
 const LINE: i32 = 20;
 const MARGIN: i32 = 16;
@@ -18,17 +17,17 @@ pub(crate) fn check(path: &Path) -> Result<()> {
     std::fs::write(path, "").map_err(|error| format!("--picture {} cannot be written: {error}", path.display()).into())
 }
 
-/// Draws evenly spaced examples, each with the captions of all heads beside it.
-pub(crate) fn draw(path: &Path, dataset: &Dataset, examples: &[Example], rows: &[Row]) -> Result<()> {
-    svg(path, dataset, examples, rows).map_err(|error| format!("cannot draw {}: {error}", path.display()).into())
+/// Draws `count` evenly spaced examples, each with the captions of all heads beside it.
+pub(crate) fn draw(path: &Path, dataset: &Dataset, examples: &[Example], count: usize, rows: &[Row]) -> Result<()> {
+    svg(path, dataset, examples, count, rows).map_err(|error| format!("cannot draw {}: {error}", path.display()).into())
 }
 
-fn svg(path: &Path, dataset: &Dataset, examples: &[Example], rows: &[Row]) -> Result<()> {
+fn svg(path: &Path, dataset: &Dataset, examples: &[Example], count: usize, rows: &[Row]) -> Result<()> {
     let (_, height, width, _) = dataset.images.dims4()?;
     let (height, width) = (PIXEL * height as i32, PIXEL * width as i32);
-    let chosen = spread(IMAGES, examples.len());
+    let chosen = spread(count, examples.len());
     let total = MARGIN + chosen.len() as i32 * (height + MARGIN);
-    let area = SVGBackend::new(path, (width as u32 + 640, total as u32)).into_drawing_area();
+    let area = SVGBackend::new(path, (width as u32 + 860, total as u32)).into_drawing_area();
     area.fill(&WHITE)?;
     let style = ("sans-serif", 15).into_text_style(&area);
     for (y, i) in (0..).map(|row| MARGIN + row * (height + MARGIN)).zip(chosen) {

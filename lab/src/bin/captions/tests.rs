@@ -161,7 +161,7 @@ fn a_picture_has_the_images_the_captions_found_and_a_reference() {
     let path = std::env::temp_dir().join(format!("captions_{}.svg", std::process::id()));
     picture::check(&path).unwrap();
     let two = [dataset.test[0].clone(), dataset.test[1].clone()];
-    picture::draw(&path, &dataset, &two, &[row]).unwrap();
+    picture::draw(&path, &dataset, &two, 2, &[row]).unwrap();
     let svg = std::fs::read_to_string(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
     assert!(svg.contains("what was found") && two.iter().all(|example| svg.contains(&example.captions[0])));

@@ -1,6 +1,6 @@
 //! Captions of drawn images (`lab/run_all.sh`): a softmax and a mixture, with the image and without it.
 
-use crate::quality::{head_name, mean_and_deviation};
+use crate::quality::{head_with_components, mean_and_deviation};
 use crate::results::{Line, Result, Results};
 use crate::tables::{count, markdown, need, short, source, UNMEASURED};
 
@@ -25,9 +25,7 @@ pub(crate) fn captions(results: &Results) -> Result<String> {
     for system in SYSTEMS {
         let seeds = of_system(&lines, system);
         let Some(first) = seeds.first() else { continue };
-        let components = need(first, "components")?;
-        let name = head_name(system.0).to_owned();
-        let mut row = vec![if components > 1.0 { format!("{name}, K = {components}") } else { name }];
+        let mut row = vec![head_with_components(first)];
         row.extend([system.1.into(), format!("`{}`", first.text("setting")), count(need(first, "parameters")?)]);
         row.push(seeds.len().to_string());
         let above = |line: &&Line| Ok(need(line, "valid_perplexity")?.ln() - need(line, "floor_nll")?);

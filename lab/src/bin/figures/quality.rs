@@ -230,13 +230,16 @@ fn by_head(
     cells: impl Fn(&Line) -> Result<Vec<String>>,
 ) -> Result<String> {
     let lines = results.of(figure);
-    let row = |line: &&Line| {
-        let components = line.number("components").filter(|&components| components > 1.0);
-        let components = components.map_or(String::new(), |components| format!(", K = {components}"));
-        Ok([vec![head_name(line.text("head")).to_owned() + &components], cells(line)?].concat())
-    };
+    let row = |line: &&Line| Ok([vec![head_with_components(line)], cells(line)?].concat());
     let rows = lines.iter().map(row).collect::<Result<_>>()?;
     Ok(markdown(header, rows) + &source(&lines, false))
+}
+
+/// The name of a head, and the number of components of a mixture.
+pub(crate) fn head_with_components(line: &Line) -> String {
+    let components = line.number("components").filter(|&components| components > 1.0);
+    let components = components.map_or(String::new(), |components| format!(", K = {components}"));
+    head_name(line.text("head")).to_owned() + &components
 }
 
 pub(crate) fn head_name(head: &str) -> &str {

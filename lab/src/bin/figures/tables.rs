@@ -284,10 +284,7 @@ fn language_model(results: &Results) -> Result<String> {
     let ours = || lines.iter().filter(|line| !line.is_of_peer());
     let Some(first) = ours().next() else { return Ok(UNMEASURED.into()) };
     let row = |line: &&Line| {
-        let mut row = vec![match line.text("head") {
-            "softmax" => "softmax".into(),
-            head => format!("{}, K = {}", quality::head_name(head), need(line, "components")?),
-        }];
+        let mut row = vec![quality::head_with_components(line)];
         for implementation in IMPLEMENTATIONS {
             let of_head =
                 |other: &&&Line| other.text("head") == line.text("head") && other.is("implementation", implementation);

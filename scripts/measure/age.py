@@ -19,7 +19,7 @@ CODE |= {"fine-tune": [*ENGINE, "src/decoder", "lab/src/bin/fine_tune"], "docs/m
 CODE |= {"penn-treebank": TRAINING, "assignment": ["codes/src/assignment"]}
 TRANSLATION = [*ENGINE, "lab/src/*.rs", "lab/src/transformer", "lab/src/bin/translation"]
 CODE |= dict.fromkeys(["fast-mos", "multi30k-vocabularies", "multi30k-equal-time"], [*TRANSLATION, "codes/src"])
-CODE |= {"translation": TRANSLATION, "characters": [*ENGINE, "lab/src/bin/characters"]}
+CODE |= {"characters": [*ENGINE, "lab/src/bin/characters"]}
 
 
 def changes(commit, paths):

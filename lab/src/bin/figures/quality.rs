@@ -8,34 +8,43 @@ const VALIDATION: &str = "valid_perplexity_by_epoch";
 
 /// What all three heads reach with equal numbers of parameters.
 pub(crate) fn examples(results: &Results) -> Result<String> {
-    type Value = fn(&Line) -> Result<String>;
+    type Value = fn(&[&Line]) -> Result<String>;
     const BITS: &str = "valid_bits_per_character_by_epoch";
-    let table: [(&str, &str, &str, Value); 5] = [
-        ("built-in-language", "built-in language, nats above its entropy", "", |line| {
-            Ok(format!("{:.3}", above_entropy(line)?))
+    let table: [(&str, &str, Value); 6] = [
+        ("built-in-language", "built-in language, nats above its entropy", |lines| {
+            Ok(format!("{:.3}", above_entropy(lines[0])?))
         }),
-        ("penn-treebank", "Penn Treebank, validation perplexity", VALIDATION, |line| {
-            spread(line, "valid_perplexity", 1)
+        ("penn-treebank", "Penn Treebank, validation perplexity after 3 epochs", |lines| {
+            spread(lines[0], "valid_perplexity", 1)
         }),
-        ("translation", "Multi30k, German to English, validation perplexity", VALIDATION, |line| {
-            spread(line, "valid_perplexity", 2)
+        ("ptb-small", "the same with the paper's regularisers, test perplexity after 4 epochs", |lines| {
+            over_seeds(lines, "test_perplexity", 1)
         }),
-        ("translation", "the same, BLEU (beam 5)", "", |line| spread(line, "bleu", 1)),
-        ("characters", "tiny Shakespeare, validation bits per character", BITS, |line| {
-            Ok(format!("{:.3}", last(line, BITS)?))
+        ("multi30k", "Multi30k, German to English, test perplexity after 4 epochs", |lines| {
+            over_seeds(lines, "test_perplexity", 2)
+        }),
+        ("multi30k", "the same, BLEU (beam 5)", |lines| {
+            let scores = lines.iter().map(|line| line.score("bleu").ok_or("no BLEU"));
+            Ok(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, 1))
+        }),
+        ("characters", "tiny Shakespeare, validation bits per character after 3 epochs", |lines| {
+            Ok(format!("{:.3}", last(lines[0], BITS)?))
         }),
     ];
     let mut used = vec![];
     let mut rows = vec![];
-    for (figure, name, epochs, value) in table {
+    for (figure, name, value) in table {
         let lines = results.of(figure);
-        let epochs = lines.first().map_or(0, |line| line.numbers(epochs).len());
-        let epochs = if epochs > 0 { format!(" after {epochs} epochs") } else { String::new() };
-        let mut row = vec![name.to_owned() + &epochs];
+        let mut row = vec![name.to_owned()];
         for head in HEADS {
-            let line = *lines.iter().find(|line| line.is("head", head)).ok_or(format!("no {head} of {figure}"))?;
-            row.push(value(line)?);
-            used.push(line);
+            // Other systems of the small runs have a mixture of softmaxes too.
+            let of_head = |line: &&Line| line.is("head", head) && ["", head].contains(&line.text("system"));
+            let lines: Vec<_> = lines.iter().copied().filter(of_head).collect();
+            if lines.is_empty() {
+                return Err(format!("no {head} of {figure}").into());
+            }
+            row.push(value(&lines)?);
+            used.extend(lines);
         }
         rows.push(row);
     }
@@ -50,45 +59,22 @@ pub(crate) fn built_in_language(results: &Results) -> Result<String> {
     })
 }
 
+/// Means over the seeds. The slowdown is the time of a step over the softmax's, each in its fastest run.
 pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     let header =
         "| head | learning rate | dropout | contexts | validation perplexity, by epoch | at the end | slowdown |";
-    let slowdown = slowdown(results, "penn-treebank");
-    by_head(results, "penn-treebank", header, |line| {
-        let contexts = if line.is("head", "softmax") { "" } else { line.text("activation") };
-        let mut row = seeds(line, 1)?;
-        row.insert(2, contexts.into());
-        row.push(slowdown(line));
-        Ok(row)
-    })
-}
-
-pub(crate) fn translation(results: &Results) -> Result<String> {
-    let header =
-        "| head | learning rate | dropout | validation perplexity, epochs 1 to 4 | after 4 epochs | BLEU | slowdown |";
-    let slowdown = slowdown(results, "translation");
-    by_head(results, "translation", header, |line| {
-        let mut row = seeds(line, 2)?;
-        row.extend([spread(line, "bleu", 1)?, slowdown(line)]);
-        Ok(row)
-    })
-}
-
-/// The recipe, and means over the seeds.
-fn seeds(line: &Line, decimals: usize) -> Result<Vec<String>> {
-    Ok(vec![
-        need(line, "lr")?.to_string(),
-        need(line, "dropout")?.to_string(),
-        each(line, VALIDATION, perplexity),
-        spread(line, "valid_perplexity", decimals)?,
-    ])
-}
-
-/// The time of a step over the softmax's, each in its fastest run.
-fn slowdown(results: &Results, figure: &str) -> impl Fn(&Line) -> String {
     let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
-    let softmax = results.of(figure).first().map_or(0.0, |line| speed(line));
-    move |line| format!("{:.1}", softmax / speed(line))
+    let softmax = results.of("penn-treebank").first().map_or(0.0, |line| speed(line));
+    by_head(results, "penn-treebank", header, |line| {
+        Ok(vec![
+            need(line, "lr")?.to_string(),
+            need(line, "dropout")?.to_string(),
+            if line.is("head", "softmax") { String::new() } else { line.text("activation").into() },
+            each(line, VALIDATION, perplexity),
+            spread(line, "valid_perplexity", 1)?,
+            format!("{:.1}", softmax / speed(line)),
+        ])
+    })
 }
 
 /// Every head by the paper's recipe, and what adapting the trained model gains.
@@ -258,7 +244,13 @@ fn last(line: &Line, key: &str) -> Result<f64> {
     line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
 }
 
-/// The mean over the seeds and its standard deviation.
+/// The mean and standard deviation of lines of a seed each.
+fn over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
+    let values = lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>()?;
+    Ok(mean_and_deviation(&values, decimals))
+}
+
+/// The mean and standard deviation of a line's numbers, one for each seed.
 fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     let values = line.numbers(key);
     if values.len() < 2 {

@@ -27,7 +27,7 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 49] = [
+pub(crate) const TABLES: [(&str, Generator); 48] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -54,7 +54,6 @@ pub(crate) const TABLES: [(&str, Generator); 49] = [
     ("fast-mos", codes::fast_mos),
     ("assignment", codes::assignment),
     ("built-in-language", quality::built_in_language),
-    ("translation", quality::translation),
     ("translation-trials", |results| quality::trials(results, "translation-trials")),
     ("dialogue-trials", |results| quality::trials(results, "dialogue-trials")),
     ("built-in-trials", |results| quality::trials(results, "built-in-trials")),

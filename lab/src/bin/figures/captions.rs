@@ -1,6 +1,6 @@
 //! Captions of drawn images (`lab/run_all.sh`): a softmax and a mixture, with the image and without it.
 
-use crate::quality::{head_with_components, mean_and_deviation};
+use crate::quality::{head_with_components, mean_and_deviation, score_over_seeds};
 use crate::results::{Line, Result, Results};
 use crate::tables::{count, markdown, need, short, source, UNMEASURED};
 
@@ -31,8 +31,7 @@ pub(crate) fn captions(results: &Results) -> Result<String> {
         let above = |line: &&Line| Ok(need(line, "valid_perplexity")?.ln() - need(line, "floor_nll")?);
         row.push(mean_and_deviation(&seeds.iter().map(above).collect::<Result<Vec<_>>>()?, 3));
         for (key, decimals) in SCORES {
-            let values = seeds.iter().map(|line| line.score(key).ok_or(format!("captions without {key}").into()));
-            row.push(mean_and_deviation(&values.collect::<Result<Vec<_>>>()?, decimals));
+            row.push(score_over_seeds(&seeds, key, decimals)?);
         }
         rows.push(row);
     }
@@ -51,8 +50,7 @@ pub(crate) fn summary(results: &Results) -> Result<String> {
         if seeds.is_empty() {
             return Ok("not run yet".into());
         }
-        let values = |key| seeds.iter().filter_map(|line| line.score(key)).collect::<Vec<_>>();
-        let [bleu, cider] = ["bleu_4", "cider"].map(|key| mean_and_deviation(&values(key), 1));
+        let [bleu, cider] = [score_over_seeds(&seeds, "bleu_4", 1)?, score_over_seeds(&seeds, "cider", 1)?];
         parts.push(format!("K = {} {bleu}, {cider}", short(need(seeds[0], "components")?)));
     }
     Ok(parts.join("; "))

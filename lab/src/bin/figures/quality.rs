@@ -23,10 +23,7 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
         ("multi30k", "Multi30k, German to English, test perplexity after 4 epochs", |lines| {
             over_seeds(lines, "test_perplexity", 2)
         }),
-        ("multi30k", "the same, BLEU (beam 5)", |lines| {
-            let scores = lines.iter().map(|line| line.score("bleu").ok_or("no BLEU"));
-            Ok(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, 1))
-        }),
+        ("multi30k", "the same, BLEU (beam 5)", |lines| score_over_seeds(lines, "bleu", 1)),
         ("characters", "tiny Shakespeare, validation bits per character after 3 epochs", |lines| {
             Ok(format!("{:.3}", last(lines[0], BITS)?))
         }),
@@ -245,9 +242,15 @@ fn last(line: &Line, key: &str) -> Result<f64> {
 }
 
 /// The mean and standard deviation of lines of a seed each.
-fn over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
+pub(crate) fn over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
     let values = lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>()?;
     Ok(mean_and_deviation(&values, decimals))
+}
+
+/// The same of a score of texts.
+pub(crate) fn score_over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
+    let scores = lines.iter().map(|line| line.score(key).ok_or_else(|| format!("no score {key}")));
+    Ok(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, decimals))
 }
 
 /// The mean and standard deviation of a line's numbers, one for each seed.

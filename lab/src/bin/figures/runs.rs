@@ -1,6 +1,6 @@
 //! The tables of the small runs (`lab/run_all.sh`): the trials of every head, two seeds of the best, equal time.
 
-use crate::quality::{head_name, mean_and_deviation, perplexity};
+use crate::quality::{head_name, over_seeds, perplexity, score_over_seeds};
 use crate::results::{Line, Result, Results};
 use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
 
@@ -65,17 +65,15 @@ pub(crate) fn finals(results: &Results, figure: &str, scores: &[(&str, &str)]) -
     }
     let mut rows = vec![];
     for (system, lines) in systems {
-        let values = |key: &str| lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>();
         let decimals = if need(lines[0], "valid_perplexity")? < 10.0 { 2 } else { 1 };
         let mut row = vec![system_name(system), format!("`{}`", lines[0].text("setting"))];
         row.push(count(need(lines[0], "parameters")?));
         row.push(lines.len().to_string());
         for key in ["valid_perplexity", "test_perplexity"] {
-            row.push(mean_and_deviation(&values(key)?, decimals));
+            row.push(over_seeds(&lines, key, decimals)?);
         }
         for (key, _) in scores {
-            let scores = lines.iter().map(|line| line.score(key).ok_or(format!("no score {key} of {figure}")));
-            row.push(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, 1));
+            row.push(score_over_seeds(&lines, key, 1)?);
         }
         rows.push(row);
     }
@@ -103,13 +101,22 @@ pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line
         let Some(step) = of_system(&seconds, system) else { continue };
         let longer = || if system == "mos" { of_system(&whole, system) } else { None };
         let Some(line) = of_system(&long, system).or_else(longer) else { continue };
-        let each = need(step, "seconds")?;
-        let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
-        let points: Vec<_> = line.triples("evaluations").into_iter().map(point).collect();
         used.extend([line, step]);
-        found.push(EqualTime { system, parameters: need(line, "parameters")?, seconds: each, points });
+        found.push(EqualTime {
+            system,
+            parameters: need(line, "parameters")?,
+            seconds: need(step, "seconds")?,
+            points: by_minutes(line, step)?,
+        });
     }
     Ok((found, used))
+}
+
+/// Minutes and perplexity of each evaluation.
+pub(crate) fn by_minutes(line: &Line, step: &Line) -> Result<Vec<(f64, f64)>> {
+    let each = need(step, "seconds")?;
+    let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
+    Ok(line.triples("evaluations").into_iter().map(point).collect())
 }
 
 /// The perplexity at the last evaluation within these minutes.

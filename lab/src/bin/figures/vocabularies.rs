@@ -1,8 +1,8 @@
 //! Translation over words, byte pairs and codes with one softmax and nine (`lab/run_all.sh`): cost, quality, equal time.
 
-use crate::quality::{mean_and_deviation, perplexity};
+use crate::quality::{over_seeds, perplexity, score_over_seeds};
 use crate::results::{Line, Result, Results};
-use crate::runs::within;
+use crate::runs::{by_minutes, within};
 use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
 
 /// The models and target tokens, in the order of the tables.
@@ -40,14 +40,9 @@ pub(crate) fn summary(results: &Results, model: &str) -> Result<String> {
     let mut parts: Vec<String> = vec![];
     for row in rows(results).iter().filter(|row| row.system.starts_with(model)) {
         let [_, tokens, components] = names(row)?;
-        parts.push(format!("{tokens}, K = {components} {}", bleu(row)?));
+        parts.push(format!("{tokens}, K = {components} {}", score_over_seeds(&row.seeds, "bleu", 1)?));
     }
     Ok(if parts.is_empty() { "not run yet".into() } else { parts.join("; ") })
-}
-
-fn bleu(row: &Row) -> Result<String> {
-    let scores = row.seeds.iter().map(|line| line.score("bleu").ok_or("a translation without BLEU".into()));
-    Ok(mean_and_deviation(&scores.collect::<Result<Vec<_>>>()?, 1))
 }
 
 /// What a row is called: the model, what a target token is, and the number of softmaxes.
@@ -91,7 +86,6 @@ pub(crate) fn vocabularies(results: &Results) -> Result<String> {
         return Ok(UNMEASURED.into());
     }
     let cells = |row: &Row| {
-        let values = |key: &str| row.seeds.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>();
         let first = |key: &str| need(row.seeds[0], key);
         let mut cells = names(row)?.to_vec();
         cells.extend([count(first("vocab_size")?), count(first("parameters")?)]);
@@ -99,9 +93,9 @@ pub(crate) fn vocabularies(results: &Results) -> Result<String> {
         cells.push(count(first("peak_mib")?.round()));
         cells.push(row.seeds.len().to_string());
         for key in ["valid_perplexity", "test_perplexity"] {
-            cells.push(mean_and_deviation(&values(key)?, 2));
+            cells.push(over_seeds(&row.seeds, key, 2)?);
         }
-        cells.push(bleu(row)?);
+        cells.push(score_over_seeds(&row.seeds, "bleu", 1)?);
         Ok(cells)
     };
     let header =
@@ -118,9 +112,7 @@ pub(crate) fn equal_time(results: &Results) -> Result<String> {
         return Ok(UNMEASURED.into());
     }
     let cells = |(row, step): &(Row, &Line)| {
-        let each = need(step, "seconds")?;
-        let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
-        let points: Vec<_> = row.seeds[0].triples("evaluations").into_iter().map(point).collect();
+        let points = by_minutes(row.seeds[0], step)?;
         let mut cells = names(row)?.to_vec();
         cells.extend(MINUTES.map(|minutes| within(&points, minutes)));
         Ok(cells)

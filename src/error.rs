@@ -22,7 +22,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// let hidden = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;
 /// let targets = Tensor::new(&[7u32, 100], &Device::Cpu)?;
 /// let error = head.loss(&hidden, &targets, &LossOptions::default()).unwrap_err();
-/// assert_eq!(error.to_string(), "target 100 at position 1 is not below vocab_size 100");
+/// assert_eq!(error.to_string(), "target 100 at position 1 is not in 0..100, the vocabulary");
 /// assert!(matches!(error, Error::Target { position: 1, got: 100, vocab_size: 100 }));
 /// # Ok(())
 /// # }
@@ -71,7 +71,7 @@ pub enum Error {
         got: String,
     },
     /// A target is neither in the vocabulary nor the ignored index.
-    #[error("target {got} at position {position} is not below vocab_size {vocab_size}")]
+    #[error("target {got} at position {position} is not in 0..{vocab_size}, the vocabulary{}", of_ignored(*got))]
     Target {
         /// The first such position in the flattened targets.
         position: usize,
@@ -234,6 +234,15 @@ const DETACHING: &str = "The loss does not depend on them, or only through an op
     pass, which detaches its result: use RmsNorm::forward_diff in place of forward (ops::rms_norm), \
     ops::layer_norm_slow in place of LayerNorm::forward with a bias (ops::layer_norm), rotary_emb::rope_slow or \
     rope_i_slow in place of rope, rope_i and rope_thd, and ops::softmax in place of ops::softmax_last_dim and ops::sdpa";
+
+/// What a negative target usually means.
+fn of_ignored(target: i64) -> &'static str {
+    if target < 0 {
+        " (LossOptions::with_ignore_index ignores targets)"
+    } else {
+        ""
+    }
+}
 
 /// Lists the first names, and how many more there are.
 fn listed(names: &[String]) -> String {

@@ -613,7 +613,7 @@ fn bad_arguments_are_errors() -> Result<()> {
         ),
         (
             error(&full, new().with_targets(Tensor::full(10u32, (2, 3), &Device::Cpu)?)),
-            "target 10 at position 0 is not below vocab_size 10",
+            "target 10 at position 0 is not in 0..10, the vocabulary",
         ),
         (
             error(&Teacher::of_log_probs(&Tensor::zeros((2, 3, 9), DType::F32, &Device::Cpu)?), new()),

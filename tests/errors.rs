@@ -150,7 +150,8 @@ on_each_device! {
                         let error = loss.and_then(|loss| loss.sum_and_count()).expect_err("a target outside");
                         let is_right = matches!(error, Error::Target { position: 2, got, vocab_size: 7, .. } if got == bad);
                         assert!(is_right, "{head:?}: {error:?}");
-                        assert_message(&error, &["target", shown, "vocab_size 7", "2"]);
+                        assert_message(&error, &["target", shown, "0..7, the vocabulary", "2"]);
+                        assert_eq!(error.to_string().contains("with_ignore_index"), bad < 0, "{error}");
                     }
                 }
             }

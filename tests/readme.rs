@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{linear_no_bias, Linear, Module, VarBuilder, VarMap};
-use mos_head::{linear_cross_entropy, Constraints, LossOptions, OutputLayer, Sampling, SoftmaxHead, TokenRequest};
+use mos_head::{linear_cross_entropy, Constraints, Sampling, TokenRequest};
+use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 
 type Result = std::result::Result<(), Box<dyn std::error::Error>>;
 
@@ -20,7 +21,7 @@ fn model() -> (Linear, VarMap, Tensor, Tensor) {
 
 #[test]
 fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
-    let (lm_head, vars, hidden, targets) = model();
+    let (lm_head, varmap, hidden, targets) = model();
     let (weight, options) = (lm_head.weight().clone(), LossOptions::default());
 
     let logits = lm_head.forward(&hidden.flatten(0, 1)?)?;
@@ -31,13 +32,13 @@ fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
     let head = SoftmaxHead::try_from(lm_head)?;
     let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
     let gradients = loss.backward()?;
-    loss.check_gradients(&gradients, &vars)?;
+    loss.check_gradients(&gradients, &varmap)?;
 
     assert!((loss.value.to_scalar::<f32>()? - before.0).abs() < 1e-5);
     let of_linear = linear_cross_entropy(&hidden, &weight, None, &targets, &options)?;
     assert_eq!(of_linear.value.to_scalar::<f32>()?, loss.value.to_scalar::<f32>()?);
     let [expected, found] =
-        [&before.1, &gradients].map(|gradients| gradients.get(&vars.all_vars()[0]).expect("a gradient"));
+        [&before.1, &gradients].map(|gradients| gradients.get(&varmap.all_vars()[0]).expect("a gradient"));
     let difference = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
     assert!(difference < 1e-5, "{difference}");
     Ok(())

@@ -286,8 +286,10 @@ fn main() -> Result<()> {
         table += &format!("{above:>13}  {speed:>8.0}  {slowdown:>8.2}\n");
     }
     println!("head     parameters  valid NLL  valid ppl  test ppl  above entropy  tokens/s  slowdown\n{table}");
+    println!("NLL and what is above the entropy in nats; slowdown of training, over the softmax.");
     if let Some(entropy) = corpus.entropy {
         println!("True entropy: {entropy:.4} nats, perplexity {:.3}.", entropy.exp());
+        println!("The language is a mixture of softmaxes, at sizes where a softmax falls short: it is no benchmark.");
     }
     Ok(())
 }

@@ -468,9 +468,11 @@ class Runner:
 
 
 def main():
+    global RESULTS
     parser = argparse.ArgumentParser()
     for flag in ("--ptb", "--multi30k", "--switchboard"):
         parser.add_argument(flag)
+    parser.add_argument("--results", default=RESULTS)
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--seconds", action="store_true")
@@ -478,6 +480,7 @@ def main():
     parser.add_argument("--force", action="store_true", help="runs code that is not committed")
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
+    RESULTS = arguments.results
     given = [task for task in ("ptb", "multi30k", "switchboard") if getattr(arguments, task)]
     runs = all_runs()
     if arguments.list:

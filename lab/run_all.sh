@@ -9,6 +9,7 @@
 #   --ptb DIR           Penn Treebank: train.txt and valid.txt
 #   --multi30k DIR      train.de, train.en, valid.de and valid.en
 #   --switchboard FILE  a dialogue per line, as `translation --dialogue` reads it
+#   --results FILE      appends the lines to this file, which says what is done, in place of benches/results/runs.jsonl
 #   --minutes N         stops after N minutes; the same command continues where it stopped
 #   --list              prints the runs, those that are done with their results
 #   --seconds           only measures the seconds of a step, of the presets on all cores and of the runs of equal time on
@@ -16,7 +17,7 @@
 #                       names, only of these runs
 #   NAME..              only these runs, and what they need
 #
-# A run whose line is in the results is not repeated. What a run writes until then is in RUNS (target/runs).
+# A run whose data are not given is left out. Needs python3. A run whose line is in the results is not repeated. What a run writes until then is in RUNS (target/runs).
 set -euo pipefail
 usage() { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
 arguments=()
@@ -24,11 +25,14 @@ while (($#)); do
     case $1 in
     -h | --help) usage; exit ;;
     --ptb | --multi30k | --switchboard) arguments+=("$1" "$(realpath "${2:?its path}")"); shift ;;
+    --results) arguments+=("$1" "$(realpath -m "${2:?its path}")"); shift ;;
     *) arguments+=("$1") ;;
     esac
     shift
 done
 [[ -z ${RUNS:-} ]] || export RUNS=$(realpath -m "$RUNS")
 cd "$(dirname "$0")/.."
-cargo build --locked --release -p lab --bin language_model --bin translation --bin captions
+if [[ " ${arguments[*]} " != *" --list "* ]]; then
+    cargo build --locked --release -p lab --bin language_model --bin translation --bin captions
+fi
 exec python3 lab/run_all.py "${arguments[@]}"

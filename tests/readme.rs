@@ -2,8 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{linear_no_bias, Linear, Module, VarBuilder, VarMap};
-use mos_head::{linear_cross_entropy, Constraints, Sampling, TokenRequest};
-use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+use mos_head::linear_cross_entropy;
 
 type Result = std::result::Result<(), Box<dyn std::error::Error>>;
 
@@ -21,6 +20,8 @@ fn model() -> (Linear, VarMap, Tensor, Tensor) {
 
 #[test]
 fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
+    use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+
     let (lm_head, varmap, hidden, targets) = model();
     let (weight, options) = (lm_head.weight().clone(), LossOptions::default());
 
@@ -46,6 +47,9 @@ fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
 
 #[test]
 fn a_seed_draws_the_same_ids_alone_and_in_a_batch() -> Result {
+    use mos_head::SoftmaxHead;
+    use mos_head::{Constraints, OutputLayer, Sampling, TokenRequest};
+
     let (lm_head, _, all, _) = model();
     let head = SoftmaxHead::try_from(lm_head)?;
     let hidden = all.narrow(0, 0, 1)?.narrow(1, 0, 1)?.flatten(0, 1)?;

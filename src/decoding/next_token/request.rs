@@ -50,7 +50,8 @@ impl TokenRequest {
     ///
     /// # Errors
     ///
-    /// If a number is out of range; [`Error::Unsupported`] for the temperature of components, which belongs to the
+    /// If a number is out of range, such as a negative temperature (zero takes the most probable id) or a `top_p` above 1;
+    /// [`Error::Unsupported`] for the temperature of components, which belongs to the
     /// mixture ([`Mixture::with_component_temperature`](crate::Mixture::with_component_temperature)), and for ancestral
     /// sampling, which knows no probabilities.
     pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
@@ -70,7 +71,8 @@ impl TokenRequest {
     ///
     /// # Errors
     ///
-    /// If a penalty or a bias is out of range.
+    /// If a penalty or a bias is out of range. Ids outside the vocabulary are an error of
+    /// [`next_tokens`](crate::OutputLayer::next_tokens), which knows the vocabulary.
     pub fn with_constraints(self, constraints: Constraints) -> Result<Self> {
         constraints.validate()?;
         Ok(TokenRequest { constraints, ..self })

@@ -14,8 +14,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TESTS=(accumulation api beam_search char_cnn cuda_on_linux custom_head decoder decoding dropout edges errors factorised
-    factorised_decoding golden gradients laws options sampled save_load scale training)
+TESTS=(accumulation adapter allowed allowed_heads api beam_search char_cnn cuda_on_linux custom_head decoder decoding distill
+    dropout edges errors factorised factorised_decoding golden gradients is_best laws next_token options policy sampled
+    save_load scale scores training vocab_parallel)
 PROGRAMS=(step_time language_model)
 BENCHES=(decoding)
 SANITIZED=(options decoding sampled)

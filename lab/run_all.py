@@ -19,7 +19,7 @@ sys.path.insert(0, "scripts/measure")
 from lines import rounded  # noqa: E402
 from machine import git, physical_cores, processor, program  # noqa: E402
 
-RESULTS = "benches/results/runs.jsonl"
+RESULTS = os.environ.get("LAB_RESULTS", "benches/results/runs.jsonl")
 RUNS = os.environ.get("RUNS", "target/runs")
 # One thread each: two runs share two cores.
 ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "CANDLE_NUM_THREADS": "1", "CANDLE_BARRIER_POOL_SPIN_LIMIT": "100"}
@@ -468,11 +468,9 @@ class Runner:
 
 
 def main():
-    global RESULTS
     parser = argparse.ArgumentParser()
     for flag in ("--ptb", "--multi30k", "--switchboard"):
         parser.add_argument(flag)
-    parser.add_argument("--results", default=RESULTS)
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--seconds", action="store_true")
@@ -480,7 +478,6 @@ def main():
     parser.add_argument("--force", action="store_true", help="runs code that is not committed")
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
-    RESULTS = arguments.results
     given = [task for task in ("ptb", "multi30k", "switchboard") if getattr(arguments, task)]
     runs = all_runs()
     if arguments.list:

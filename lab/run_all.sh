@@ -17,22 +17,22 @@
 #                       names, only of these runs
 #   NAME..              only these runs, and what they need
 #
-# A run whose data are not given is left out. Needs python3. A run whose line is in the results is not repeated. What a run writes until then is in RUNS (target/runs).
+# A run whose data are not given is left out, and one whose line is in the results is not repeated. What a run writes until
+# then is in RUNS (target/runs). Needs python3.
 set -euo pipefail
 usage() { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
-arguments=()
+arguments=() build=1
 while (($#)); do
     case $1 in
     -h | --help) usage; exit ;;
     --ptb | --multi30k | --switchboard) arguments+=("$1" "$(realpath "${2:?its path}")"); shift ;;
-    --results) arguments+=("$1" "$(realpath -m "${2:?its path}")"); shift ;;
+    --results) LAB_RESULTS=$(realpath -m "${2:?its path}"); export LAB_RESULTS; shift ;;
+    --list) build=0 arguments+=("$1") ;;
     *) arguments+=("$1") ;;
     esac
     shift
 done
 [[ -z ${RUNS:-} ]] || export RUNS=$(realpath -m "$RUNS")
 cd "$(dirname "$0")/.."
-if [[ " ${arguments[*]} " != *" --list "* ]]; then
-    cargo build --locked --release -p lab --bin language_model --bin translation --bin captions
-fi
+((!build)) || cargo build --locked --release -p lab --bin language_model --bin translation --bin captions
 exec python3 lab/run_all.py "${arguments[@]}"

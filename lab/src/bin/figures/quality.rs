@@ -5,26 +5,26 @@ use crate::tables::{count, markdown, need, short, source};
 
 const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
 const VALIDATION: &str = "valid_perplexity_by_epoch";
+const BITS: &str = "valid_bits_per_character_by_epoch";
 
 /// What all three heads reach with equal numbers of parameters.
 pub(crate) fn examples(results: &Results) -> Result<String> {
     type Value = fn(&[&Line]) -> Result<String>;
-    const BITS: &str = "valid_bits_per_character_by_epoch";
     let table: [(&str, &str, Value); 6] = [
         ("built-in-language", "built-in language, nats above its entropy", |lines| {
             Ok(format!("{:.3}", above_entropy(lines[0])?))
         }),
-        ("penn-treebank", "Penn Treebank, validation perplexity after 3 epochs", |lines| {
+        ("penn-treebank", "Penn Treebank, validation perplexity after {} epochs", |lines| {
             spread(lines[0], "valid_perplexity", 1)
         }),
-        ("ptb-small", "the same with the paper's regularisers, test perplexity after 4 epochs", |lines| {
+        ("ptb-small", "the same with the paper's regularisers, test perplexity after {} epochs", |lines| {
             over_seeds(lines, "test_perplexity", 1)
         }),
-        ("multi30k", "Multi30k, German to English, test perplexity after 4 epochs", |lines| {
+        ("multi30k", "Multi30k, German to English, test perplexity after {} epochs", |lines| {
             over_seeds(lines, "test_perplexity", 2)
         }),
         ("multi30k", "the same, BLEU (beam 5)", |lines| score_over_seeds(lines, "bleu", 1)),
-        ("characters", "tiny Shakespeare, validation bits per character after 3 epochs", |lines| {
+        ("characters", "tiny Shakespeare, validation bits per character after {} epochs", |lines| {
             Ok(format!("{:.3}", last(lines[0], BITS)?))
         }),
     ];
@@ -32,7 +32,7 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
     let mut rows = vec![];
     for (figure, name, value) in table {
         let lines = results.of(figure);
-        let mut row = vec![name.to_owned()];
+        let mut row = vec![name.replace("{}", &lines.first().map_or(0, |line| epochs(line)).to_string())];
         for head in HEADS {
             // Other systems of the small runs have a mixture of softmaxes too.
             let of_head = |line: &&Line| line.is("head", head) && ["", head].contains(&line.text("system"));
@@ -46,6 +46,13 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
         rows.push(row);
     }
     Ok(markdown("| | softmax | mixture of contexts | mixture of softmaxes |", rows) + &source(&used, false))
+}
+
+/// The epochs that a line's model was trained for.
+fn epochs(line: &Line) -> usize {
+    let of_each = |key| line.numbers(key).len();
+    let evaluations = line.triples("evaluations");
+    evaluations.last().map_or(of_each(VALIDATION).max(of_each(BITS)), |[epoch, ..]| epoch.round() as usize)
 }
 
 pub(crate) fn built_in_language(results: &Results) -> Result<String> {
@@ -198,7 +205,7 @@ pub(crate) fn characters(results: &Results) -> Result<String> {
         Ok(vec![
             count(need(line, "units")?),
             count(need(line, "parameters")?),
-            each(line, "valid_bits_per_character_by_epoch", |bits| format!("{bits:.3}")),
+            each(line, BITS, |bits| format!("{bits:.3}")),
             format!("{:.3}", need(line, "test_bits_per_character")?),
             short(need(line, "cpu_minutes")?),
         ])

@@ -4,7 +4,7 @@
 # runs at a time, each with one thread. Appends a JSON line for each run to benches/results/runs.jsonl;
 # `cargo run --release -p lab --bin figures` makes the tables and the picture of them.
 #
-#   lab/run_all.sh [--ptb DIR] [--multi30k DIR] [--switchboard FILE.jsonl] [--minutes N] [NAME..]
+#   lab/run_all.sh [--ptb DIR] [--multi30k DIR] [--switchboard FILE.jsonl] [--results FILE] [--minutes N] [NAME..]
 #
 #   --ptb DIR           Penn Treebank: train.txt and valid.txt
 #   --multi30k DIR      train.de, train.en, valid.de and valid.en

@@ -14,9 +14,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TESTS=(accumulation adapter allowed allowed_heads api beam_search char_cnn cuda_on_linux custom_head decoder decoding distill
-    dropout edges errors factorised factorised_decoding golden gradients is_best laws next_token options policy sampled
-    save_load scale scores training vocab_parallel)
 PROGRAMS=(step_time language_model)
 BENCHES=(decoding)
 SANITIZED=(options decoding sampled)
@@ -36,11 +33,19 @@ for line in sys.stdin:
 ' "$folder" "$@"
 }
 
+# The tests that run on each device, and those of the driver.
+device_tests() {
+    grep -lE 'on_each_device|new_cuda|devices\(' tests/*.rs | xargs -n 1 basename -s .rs
+    echo cuda_on_linux
+}
+
 pack() {
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
+    local tests
+    mapfile -t tests < <(device_tests)
     local build=(--locked --features cuda --message-format=json)
-    cargo test --release --no-run "${build[@]}" "${TESTS[@]/#/--test=}" | copy_executables test- "${TESTS[@]}"
+    cargo test --release --no-run "${build[@]}" "${tests[@]/#/--test=}" | copy_executables test- "${tests[@]}"
     cargo build --release -p lab "${build[@]}" "${PROGRAMS[@]/#/--bin=}" | copy_executables '' "${PROGRAMS[@]}"
     cargo bench --no-run "${build[@]}" "${BENCHES[@]/#/--bench=}" | copy_executables bench- "${BENCHES[@]}"
     strip "$folder"/*
@@ -58,9 +63,10 @@ result() { echo "$1: $(grep '^test result:' "$2" || echo 'did not finish')"; }
 run_tests() {
     # One thread first: candle's default stream is another one on each thread.
     for threads in 1 4; do
-        for test in "${TESTS[@]}"; do
+        for program in "$folder"/test-*; do
+            test=${program##*/test-}
             log=$out/test-$test-$threads.log
-            limited "$folder/test-$test" --test-threads="$threads" >"$log" 2>&1 || true
+            limited "$program" --test-threads="$threads" >"$log" 2>&1 || true
             result "$test, --test-threads=$threads" "$log"
         done
     done

@@ -101,6 +101,13 @@ pub enum Error {
         /// The first such position in the flattened hidden states.
         position: usize,
     },
+    /// The divergence of a student from a teacher is infinite: one of them gives no probability to what the other may
+    /// say, see [`Divergence`](crate::Divergence).
+    #[error("the divergence at position {position} is infinite: student and teacher have other possible ids")]
+    InfiniteDivergence {
+        /// The first such position in the flattened leading dimensions.
+        position: usize,
+    },
     /// A head does not support an option. Heads never ignore one silently.
     #[error("{option}: not supported by {head}")]
     Unsupported {

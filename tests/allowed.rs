@@ -414,6 +414,61 @@ fn ignored_positions_need_no_set() -> Result<()> {
     Ok(())
 }
 
+/// Nothing is computed of an ignored position: neither ids without a probability, in its set or elsewhere, nor a NaN change
+/// the gradients, which are those of the other positions.
+#[test]
+fn an_ignored_position_has_no_part_in_the_gradients() -> Result<()> {
+    let impossible = f64::NEG_INFINITY;
+    for (components, shared, bias) in [
+        (2, false, [impossible, 0.0, 0.0, 0.0]),
+        (1, false, [impossible, 0.0, 0.0, 0.0]),
+        (2, true, [impossible, 0.0, 0.0, 0.0]),
+        (1, true, [impossible, 0.0, 0.0, 0.0]),
+        // The ignored position has the last id alone.
+        (2, false, [0.0, 0.3, -0.2, impossible]),
+        (1, false, [0.0, 0.3, -0.2, impossible]),
+    ] {
+        let contexts = Var::from_tensor(&Tensor::ones((2, components, 1), DType::F64, &Device::Cpu)?)?;
+        let log_priors = Var::from_tensor(&(Tensor::ones((2, components), DType::F64, &Device::Cpu)? * 0.5)?.log()?)?;
+        let weight = Var::from_tensor(&Tensor::new(&[[0.1], [0.2], [-0.3], [0.4]], &Device::Cpu)?)?;
+        let bias = Var::from_tensor(&Tensor::new(&bias, &Device::Cpu)?)?;
+        let mixture = |positions: usize| {
+            let of = |var: &Var| var.narrow(0, 0, positions);
+            let log_priors = Some(of(&log_priors)?).filter(|_| components > 1);
+            Mixture::new(&of(&contexts)?, log_priors.as_ref(), &weight, Some(&bias))
+        };
+        let (both, alone) = match shared {
+            // With targets added, sets are lists.
+            true => {
+                let ids = AllowedIds::new(&[2]).with_targets_added(true);
+                (ids.clone(), ids)
+            }
+            false => (of_lists(&[vec![1, 2], vec![3]]), of_lists(&[vec![1, 2]])),
+        };
+        let options = LossOptions::new().with_ignore_index(-100);
+        let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;
+        let loss = mixture(2)?.restricted(&both)?.loss(&targets, &options)?;
+        let expected = mixture(1)?.restricted(&alone)?.loss(&targets.narrow(0, 0, 1)?, &options)?;
+        assert_eq!(numbers(&loss.value), numbers(&expected.value));
+        assert_eq!(numbers(&loss.nll), [numbers(&expected.nll)[0], 0.0]);
+        let (found, expected) = (loss.backward()?, expected.backward()?);
+        for var in [&contexts, &log_priors, &weight, &bias].into_iter().filter(|var| expected.get(var).is_some()) {
+            let found = numbers(found.get(var).expect("a gradient"));
+            assert_eq!(found, numbers(expected.get(var).expect("a gradient")), "K = {components}, shared {shared}");
+            assert!(found.iter().all(|g| g.is_finite()));
+        }
+        // If all are ignored, nothing has a gradient.
+        let none = Tensor::full(-100i64, 2, &Device::Cpu)?;
+        let loss = mixture(2)?.restricted(&both)?.loss(&none, &options)?;
+        assert_eq!(numbers(&loss.value), [0.0]);
+        let gradients = loss.backward()?;
+        for var in [&contexts, &weight, &bias] {
+            assert!(numbers(gradients.get(var).expect("a gradient")).iter().all(|g| *g == 0.0));
+        }
+    }
+    Ok(())
+}
+
 /// A NaN stays at its position; ids of logit minus infinity have no probability and no NaN gradient; a set of these
 /// alone has no distribution.
 #[test]

@@ -8,11 +8,12 @@ use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
 use common::allowed::{assert_config, assert_near, cases, ids, of_lists, values, Case};
 use common::check::numbers;
+use common::given::{places, Given};
 use common::scores::compare;
 use mos_head::{
-    AllowedIds, BeamSearch, DropoutMasks, Error, Loss, LossOptions, LowRankAdapter, MixtureConfig, MixtureLayer,
-    MixtureOfSoftmaxes, OptionName, OutputLayer, PolicyBatch, PolicyOptions, Restricted, Result, Sampler, Sampling,
-    ScoreOptions, SoftmaxHead,
+    AllowedIds, BeamSearch, DistillOptions, Divergence, DropoutMasks, Error, Loss, LossOptions, LowRankAdapter,
+    MissingIds, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OptionName, OutputLayer, PolicyBatch, PolicyOptions,
+    Restricted, Result, Sampler, Sampling, ScoreOptions, SoftmaxHead, Teacher,
 };
 
 /// The most probable ids are those of a sort of the set; no id is outside.
@@ -218,7 +219,8 @@ fn policy_losses_see_the_sets_of_the_tokens_that_count() -> Result<()> {
             )?);
             let options = PolicyOptions::new().with_entropy(0.1);
             let outside = Restricted::new(head, allowed.clone())?.policy_loss(&hidden, &batch, &options);
-            assert!(matches!(outside, Err(Error::NotAllowed { got: 33, .. })), "{outside:?}");
+            // By its place among all positions, of which every third does not count.
+            assert!(matches!(outside, Err(Error::NotAllowed { position: 7, got: 33 })), "{outside:?}");
             let restricted = Restricted::new(head, allowed.with_targets_added(true))?;
             let loss = restricted.policy_loss(&hidden, &batch, &options)?;
             let scores = restricted.score(&hidden, &token_ids, &ScoreOptions::new().with_entropy(true))?;
@@ -234,6 +236,45 @@ fn policy_losses_see_the_sets_of_the_tokens_that_count() -> Result<()> {
             for var in &vars {
                 if let Some(expected) = expected.get(var) {
                     compare("gradient", &var.dims(), DType::F64, found.get(var).expect("one"), expected, 1e-11)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A student over kept sets learns as the tensor of its renormalised log-probabilities does, also where some positions do
+/// not count.
+#[test]
+fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
+    let (vars, heads, hidden) = heads()?;
+    let weights =
+        Tensor::from_vec((0..12).map(|t| [0.5, 0.0, 2.0][t % 3]).collect::<Vec<f64>>(), (3, 4), &Device::Cpu)?;
+    for head in &heads {
+        for (allowed, lists) in sets() {
+            let restricted = Restricted::new(head, allowed)?;
+            let log_probs = restricted.log_probs(&hidden)?;
+            // The teacher's distributions are over the same sets.
+            let noise = Tensor::randn(0f64, 1., (3, 4, 60), &Device::Cpu)?;
+            let log_teacher = log_softmax(&(&log_probs.detach() + noise)?, 2)?;
+            let of_lists = |ids: &Vec<u32>| ids.iter().take(2).copied().collect::<Vec<_>>();
+            let token_ids = ids(&lists.iter().flat_map(of_lists).collect::<Vec<_>>(), &[3, 4, 2]);
+            let of_ids = log_teacher.gather(&token_ids, 2)?;
+            for teacher in
+                [Teacher::of_log_probs(&log_teacher), Teacher::of_top_k(&token_ids, &of_ids, MissingIds::Tail)]
+            {
+                for divergence in [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.3)] {
+                    let options = DistillOptions::new(divergence).with_position_weights(weights.clone());
+                    let loss = restricted.distill(&hidden, &teacher, &options)?;
+                    let expected =
+                        Given(log_probs.reshape((12, 60))?).distill(&places(&[3, 4, 1])?, &teacher, &options)?;
+                    compare("value", &0, DType::F64, &loss.value.detach(), &expected.value.detach(), 1e-12)?;
+                    let (found, expected) = (loss.backward()?, expected.backward()?);
+                    for var in &vars {
+                        if let Some(expected) = expected.get(var) {
+                            compare("gradient", &0, DType::F64, found.get(var).expect("one"), expected, 1e-10)?;
+                        }
+                    }
                 }
             }
         }

@@ -8,8 +8,8 @@ use candle_nn::{VarBuilder, VarMap};
 use common::scores::{check_central_differences, compare, Case};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, ChunkScores, ChunkTerms, Error, Mixture, MixtureConfig, MixtureOfSoftmaxes,
-    OutputLayer, Result, ScoreOptions, SoftmaxHead,
+    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, ChunkScores, ChunkTerms, Error, Mixture, MixtureConfig,
+    MixtureOfSoftmaxes, OutputLayer, Result, ScoreOptions, Scores, SoftmaxHead,
 };
 
 /// The relative tolerance of scores.
@@ -69,7 +69,121 @@ fn so_they_do_with_every_kind_of_logits() -> Result<()> {
     Ok(())
 }
 
+/// All scores of no positions can be read, saved and computed with, whatever they are computed by.
+#[test]
+fn scores_of_no_positions_can_be_read() -> Result<()> {
+    let weight = Tensor::ones((20, 6), DType::F32, &Device::Cpu)?;
+    let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_best(true);
+    for components in [1, 2] {
+        let log_priors = Tensor::zeros((0, components), DType::F32, &Device::Cpu)?;
+        let log_priors = Some(&log_priors).filter(|_| components > 1);
+        let contexts = Tensor::zeros((0, components, 6), DType::F32, &Device::Cpu)?;
+        let mixture = Mixture::new(&contexts, log_priors, &weight, None)?;
+        for n in [0, 1, 3] {
+            let ids = Tensor::zeros((0, n), DType::U32, &Device::Cpu)?;
+            let shared = mixture.restricted(&AllowedIds::new(&[3, 5]))?;
+            let each = mixture.restricted(&AllowedIds::per_position(&[], &[0])?)?;
+            let log_probs = Tensor::zeros((0, 20), DType::F32, &Device::Cpu)?;
+            for scores in [
+                mixture.score(&ids, &options)?,
+                shared.score(&ids, &options)?,
+                each.score(&ids, &options)?,
+                Scores::of_log_probs(&log_probs, &ids, &options)?,
+            ] {
+                let of_positions = [scores.entropy.expect("asked for"), scores.log_outside.expect("asked for")];
+                for scores in of_positions {
+                    assert_eq!(scores.to_vec1::<f32>()?, [0f32; 0]);
+                    assert_eq!((scores.neg()? + 1.0)?.to_vec1::<f32>()?, [0f32; 0]);
+                }
+                assert_eq!(scores.log_prob.flatten_all()?.to_vec1::<f32>()?, [0f32; 0]);
+                assert_eq!(scores.is_best.expect("asked for").flatten_all()?.to_vec1::<u8>()?, [0u8; 0]);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A certain distribution has an entropy of zero, not minus zero.
+#[test]
+fn no_entropy_is_minus_zero() -> Result<()> {
+    for dtype in [DType::F32, DType::F64] {
+        let weight = Tensor::new(&[[3f64], [0.0], [1.0]], &Device::Cpu)?.to_dtype(dtype)?;
+        let hidden = Tensor::ones((1, 1), dtype, &Device::Cpu)?;
+        let head = SoftmaxHead::from_tensors(weight.clone(), None)?;
+        let ids = Tensor::zeros((1, 0), DType::U32, &Device::Cpu)?;
+        let contexts = Tensor::ones((1, 2, 1), dtype, &Device::Cpu)?;
+        let log_priors = (contexts.squeeze(2)? * 0.5)?.log()?;
+        let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
+        for temperature in [1e-6, 1e-3] {
+            let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
+            let composed = Scores::of_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
+            for scores in [head.score(&hidden, &ids, &options)?, mixture.score(&ids, &options)?, composed] {
+                let entropy = scores.entropy.expect("asked for").to_dtype(DType::F64)?.to_vec1::<f64>()?[0];
+                assert_eq!(entropy.to_bits(), 0f64.to_bits(), "{dtype:?} T = {temperature}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The gradient of `log Q(outside)` by the logits z of a softmax at temperature T, `(softmax(z | outside) - softmax(z)) / T`.
+fn gradient_of_the_mass_outside(logits: &[f64], scored: usize, temperature: f64) -> Vec<f64> {
+    let softmax = |is_in: &dyn Fn(usize) -> bool| {
+        let of_ids =
+            || logits.iter().enumerate().map(|(v, z)| if is_in(v) { z / temperature } else { f64::NEG_INFINITY });
+        let largest = of_ids().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = of_ids().map(|z| (z - largest).exp()).sum();
+        of_ids().map(|z| (z - largest).exp() / sum).collect::<Vec<_>>()
+    };
+    let (all, outside) = (softmax(&|_| true), softmax(&|v| v != scored));
+    outside.iter().zip(all).map(|(outside, all)| (outside - all) / temperature).collect()
+}
+
 on_each_device! {
+    fn the_mass_outside_has_its_gradient_where_it_underflows_on_each_device(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device).iter().filter(|dtype| matches!(dtype, DType::F32 | DType::F64)) {
+            // A single softmax in one pass, with an entropy or a temperature in two, and two components.
+            for (components, entropy, temperature) in
+                [(1, false, 1.0), (1, true, 1.0), (1, true, 0.1), (2, false, 1.0), (2, true, 1.0), (2, false, 0.1)]
+            {
+                for (x, other) in [(3.0, 1.0), (12.0, 0.1), (80.0, 1.0), (90.0, 1.0), (200.0, 0.5), (1500.0, 1.0)] {
+                    let logits = [0.0, x, other];
+                    let bias = Tensor::new(&logits, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+                    let bias = Var::from_tensor(&bias)?;
+                    let (contexts, weight) =
+                        (Tensor::ones((1, components, 1), dtype, device)?, Tensor::zeros((3, 1), dtype, device)?);
+                    let log_priors = (contexts.squeeze(2)? * 0.5)?.log()?;
+                    let log_priors = Some(&log_priors).filter(|_| components > 1);
+                    let mixture = Mixture::new(&contexts, log_priors, &weight, Some(&bias))?;
+                    let ids = Tensor::new(&[[1u32]], device)?;
+                    let options = ScoreOptions::new().with_entropy(entropy).with_outside(true);
+                    let options = options.with_temperature(temperature);
+
+                    let fused = mixture.score(&ids, &options)?;
+                    let loss = mixture.score_loss(&ids, &options, |scores| {
+                        let nothing = scores.log_prob.zeros_like()?;
+                        let by_outside = scores.log_outside.ones_like()?;
+                        Ok(ChunkTerms::new(scores.log_outside, nothing).with_by_outside(by_outside))
+                    })?;
+                    let composed = Scores::of_log_probs(&mixture.log_probs()?, &ids, &options)?;
+                    let value = |scores: Scores| scores.log_outside.expect("asked for").sum_all();
+                    let expected = gradient_of_the_mass_outside(&logits, 1, temperature);
+                    // What a log-probability is rounded by.
+                    let tolerance = if dtype == DType::F64 { 1e-10 } else { 1e-6 + 1e-7 * x / temperature };
+                    for (name, value) in [("fused", value(fused)?), ("loss", loss.value), ("composed", value(composed)?)] {
+                        let gradient = value.backward()?.get(&bias).expect("a gradient").to_dtype(DType::F64)?;
+                        let found = gradient.to_vec1::<f64>()?;
+                        for (found, expected) in found.iter().zip(&expected) {
+                            let case = format!("{name} K = {components}, entropy {entropy}, T = {temperature}, {x}");
+                            assert!((found - expected).abs() <= tolerance * 10.0, "{case}: {found} {expected}");
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn scores_of_each_device_equal_composed_operations(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for (positions, components, vocab) in [(5, 3, 37), (1, 1, 1), (3, 2, 1030)] {
@@ -332,7 +446,7 @@ fn heads_and_log_probabilities_have_them_too() -> Result<()> {
     for temperature in [1.0, 2.0] {
         let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
         let scores = head.score(&hidden, &ids, &options)?;
-        let composed = mos_head::Scores::of_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
+        let composed = Scores::of_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
         compare("log_prob", &temperature, DType::F64, &scores.log_prob, &composed.log_prob, 1e-13)?;
         let (a, b) = (scores.entropy.expect("asked for"), composed.entropy.expect("asked for"));
         assert_eq!(a.dims(), [2, 4]);
@@ -350,7 +464,7 @@ fn wrong_arguments_are_errors() -> Result<()> {
     let head = SoftmaxHead::from_tensors(weight, None)?;
     let hidden = Tensor::zeros((2, 4, 6), DType::F32, &Device::Cpu)?;
     let ids = |dims: &[usize]| Tensor::zeros(dims, DType::U32, &Device::Cpu);
-    let message = |result: Result<mos_head::Scores>| result.map(|_| ()).unwrap_err().to_string();
+    let message = |result: Result<Scores>| result.map(|_| ()).unwrap_err().to_string();
     let options = ScoreOptions::new().with_entropy(true);
     assert_eq!(message(head.score(&hidden, &ids(&[4, 2])?, &options)), "token_ids: expected shape [2, 4], got [4, 2]");
     let cold = options.clone().with_temperature(0.0);

@@ -8,6 +8,7 @@ use crate::decoding::{Sampler, TopK};
 use crate::error::Result;
 use crate::heads::{loss_of_scores, MixtureLayer, OutputLayer};
 use crate::loss::{Loss, LossOptions, Request};
+use crate::mixture::{DistillOptions, Distillation, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::checks::leading;
@@ -103,8 +104,16 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
-        let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
+        let scores = mixture.restricted_at(&self.allowed, terms.positions.clone());
         loss_of_scores(&terms, scores.score(&terms.token_ids, &options.scores())?)
+    }
+
+    fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
+        let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
+        self.allowed.check_positions(leading(hidden)?.iter().product())?;
+        let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
+        let mixture = mixture.restricted_at(&self.allowed, distillation.positions().to_vec());
+        distillation.composed(|| mixture.log_probs(), |ids, options| mixture.score(ids, options))
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

@@ -147,22 +147,11 @@ impl AllowedIds {
         }
     }
 
-    /// The sets of some of the positions.
-    pub(super) fn select(&self, positions: &[u32]) -> Self {
-        let sets = match &self.sets {
-            Sets::Shared(..) => self.sets.clone(),
-            Sets::Each(lists) => {
-                Sets::Each(IdLists::new(positions.iter().map(|&position| lists.list(position as usize).to_vec())))
-            }
-        };
-        AllowedIds { sets, ..*self }
-    }
-
-    /// The sets of all positions, whose `n` ids each are `asked` for. A position with an id that is `None` is ignored:
-    /// its set need not be valid. Ids are below `vocab`, and there is a list for each position.
-    pub(super) fn kept(&self, asked: &[Option<usize>], n: usize, positions: usize, vocab: usize) -> Result<Kept> {
+    /// The sets of these positions, whose `n` ids each are `asked` for. Ids are below `vocab`, and there is a list for each
+    /// of all positions.
+    pub(super) fn kept(&self, asked: &[usize], n: usize, positions: &[u32], vocab: usize) -> Result<Kept> {
         if let Sets::Shared(ids, _) = &self.sets {
-            let all_inside = || asked.iter().flatten().all(|&id| ids.binary_search(&(id as u32)).is_ok());
+            let all_inside = || asked.iter().all(|&id| ids.binary_search(&(id as u32)).is_ok());
             match ids.len() {
                 0 if self.empty_as_full => return Ok(Kept::All),
                 all if all == vocab => return Ok(Kept::All),
@@ -170,11 +159,8 @@ impl AllowedIds {
                 _ => {}
             }
         }
-        let list = |position: usize| {
-            let asked = &asked[position * n..(position + 1) * n];
-            if asked.contains(&None) {
-                return Ok(vec![0]);
-            }
+        let list = |(i, &position): (usize, &u32)| {
+            let (asked, position) = (&asked[i * n..(i + 1) * n], position as usize);
             let ids = match &self.sets {
                 Sets::Shared(ids, _) => ids,
                 Sets::Each(lists) => lists.list(position),
@@ -186,12 +172,12 @@ impl AllowedIds {
                 };
             }
             let is_outside = |id: &u32| ids.binary_search(id).is_err();
-            let outside: Vec<u32> = asked.iter().flatten().map(|&id| id as u32).filter(is_outside).collect();
+            let outside: Vec<u32> = asked.iter().map(|&id| id as u32).filter(is_outside).collect();
             match outside.first() {
                 Some(&id) if !self.targets_added => Err(Error::NotAllowed { position, got: id.into() }),
                 _ => Ok([ids, &outside].concat()),
             }
         };
-        Ok(Kept::Each(IdLists::new((0..positions).map(list).collect::<Result<Vec<_>>>()?)))
+        Ok(Kept::Each(IdLists::new(positions.iter().enumerate().map(list).collect::<Result<Vec<_>>>()?)))
     }
 }

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use super::ids::AllowedIds;
 use super::rows::{expanded, Rows};
 use super::single::{gathered, is_single};
-use crate::backend::contract::{Operands, Sizes};
+use crate::backend::contract::Sizes;
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
@@ -49,6 +49,8 @@ use crate::tensors::transfer;
 pub struct RestrictedMixture {
     pub(super) mixture: Mixture,
     allowed: AllowedIds,
+    /// The place of each position among those of `allowed`
+    positions: Vec<u32>,
 }
 
 impl Mixture {
@@ -62,7 +64,12 @@ impl Mixture {
         let Sizes { positions, vocab, .. } = self.operands().sizes;
         allowed.check_vocab(vocab)?;
         allowed.check_positions(positions)?;
-        Ok(RestrictedMixture { mixture: self.clone(), allowed: allowed.clone() })
+        Ok(self.restricted_at(allowed, (0..positions as u32).collect()))
+    }
+
+    /// The mixture over the allowed ids of its positions, which have these places among all that ids are allowed at.
+    pub(super) fn restricted_at(&self, allowed: &AllowedIds, positions: Vec<u32>) -> RestrictedMixture {
+        RestrictedMixture { mixture: self.clone(), allowed: allowed.clone(), positions }
     }
 }
 
@@ -89,7 +96,7 @@ impl RestrictedMixture {
     /// A target of probability zero has an infinite loss. If all ids of a set have, or one is NaN, the loss of the
     /// position is NaN, and of no other.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let Sizes { components, context_dim, vocab, positions } = self.mixture.operands().sizes;
+        let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
         let contexts = &self.mixture.operands().contexts;
         let request = Request::new(leading, Some(vocab), contexts, targets, options)?;
@@ -98,15 +105,20 @@ impl RestrictedMixture {
         let is_small = is_single(&self.mixture) && self.allowed.are_shared();
         request.require("kept sets", if is_small { &with_kernels } else { &[OptionName::Correct] })?;
         let asked = request.read_ids(vocab)?;
-        let kept = match self.allowed.kept(&asked, 1, positions, vocab)? {
+        // Nothing is computed of an ignored position, whose set may be empty or without a probability.
+        let counted: Vec<u32> = (0u32..).zip(&asked).filter(|(_, id)| id.is_some()).map(|(t, _)| t).collect();
+        if counted.is_empty() {
+            return self.mixture.loss(targets, options);
+        }
+        let ids: Vec<usize> = asked.iter().copied().flatten().collect();
+        let of_counted: Vec<u32> = counted.iter().map(|&t| self.positions[t as usize]).collect();
+        let kept = match self.allowed.kept(&ids, 1, &of_counted, vocab)? {
             Kept::All => return self.mixture.loss(targets, options),
-            _ if positions == 0 => return self.mixture.loss(targets, options),
             Kept::Shared(ids) if is_single(&self.mixture) => return self.small_loss(&ids, &asked, options),
             kept => kept,
         };
-        let of_leading = contexts.reshape([leading, &[components, context_dim]].concat())?;
-        let contexts = request.mask(&of_leading)?.reshape(contexts.shape())?;
-        let mut mixture = self.mixture.with_operands(Operands { contexts, ..self.mixture.operands().clone() });
+        let are_all = counted.len() == positions;
+        let mut mixture = if are_all { self.mixture.clone() } else { self.mixture.select(&counted)? };
         if !options.train {
             mixture = mixture.detach();
         }
@@ -114,13 +126,25 @@ impl RestrictedMixture {
             mixture = mixture.with_precision(options.precision);
         }
         let rows = Rows::new(&mixture, &kept, options.workspace_bytes)?;
-        let places = rows.places(&asked, 1)?;
-        let log_prob = rows.log_probs.gather(&places, 1)?.reshape(leading)?;
+        let places = rows.places(&ids, 1)?;
+        // The numbers of all positions, with a zero where one is ignored.
+        let of_all = |numbers: Tensor| -> Result<Tensor> {
+            let numbers = numbers.flatten_all()?;
+            if are_all {
+                return Ok(numbers.reshape(leading)?);
+            }
+            let mut place_of = vec![counted.len() as u32; positions];
+            counted.iter().enumerate().for_each(|(place, &t)| place_of[t as usize] = place as u32);
+            let zero = Tensor::zeros(1, numbers.dtype(), numbers.device())?;
+            let with_zero = Tensor::cat(&[numbers, zero], 0)?;
+            Ok(with_zero.index_select(&Tensor::new(place_of, with_zero.device())?, 0)?.reshape(leading)?)
+        };
         // Not `neg`, which makes a minus zero.
-        let loss = request.loss_of_nll(&log_prob.affine(-1.0, 0.0)?)?;
+        let nll = rows.log_probs.gather(&places, 1)?.affine(-1.0, 0.0)?;
+        let loss = request.loss_of_nll(&of_all(nll)?)?;
         let scored = ScoreOptions::new().with_is_best(options.correct).scored(places);
         let loss = match are_best(&rows.log_probs, &scored)? {
-            Some(is_best) => loss.with_is_correct((is_best.reshape(leading)? * request.counted()?)?)?,
+            Some(is_best) => loss.with_is_correct(of_all(is_best)?)?,
             None => loss,
         };
         Ok(Loss { parts: rows.leaves, ..loss })
@@ -195,7 +219,8 @@ impl RestrictedMixture {
         let n = candidates("token_ids", token_ids, leading)?;
         let asked = read_ids(token_ids, None, vocab)?;
         let device = self.mixture.operands().contexts.device();
-        match self.allowed.kept(&asked, n, positions, vocab)? {
+        let ids: Vec<usize> = asked.iter().copied().flatten().collect();
+        match self.allowed.kept(&ids, n, &self.positions, vocab)? {
             Kept::All => self.mixture.score(token_ids, options),
             _ if positions == 0 => self.mixture.score(token_ids, options),
             Kept::Shared(ids) if is_single(&self.mixture) => {
@@ -205,7 +230,7 @@ impl RestrictedMixture {
             }
             kept => {
                 let rows = Rows::new(&self.mixture, &kept, options.workspace_bytes)?;
-                let places = rows.places(&asked, n)?;
+                let places = rows.places(&ids, n)?;
                 let scores = Scores::of_rows(&rows.log_probs, places, token_ids.dims(), leading, options)?;
                 Ok(Scores { leaves: rows.leaves, ..scores })
             }
@@ -248,8 +273,7 @@ impl RestrictedMixture {
 
     /// The sets of all positions, none of which is ignored.
     pub(super) fn kept(&self) -> Result<Kept> {
-        let Sizes { positions, vocab, .. } = self.mixture.operands().sizes;
-        self.allowed.kept(&[], 0, positions, vocab)
+        self.allowed.kept(&[], 0, &self.positions, self.mixture.operands().sizes.vocab)
     }
 }
 

@@ -119,9 +119,9 @@ impl Rows {
         Ok(Rows { log_probs: log_softmax_within(&log_probs, mask)?, columns, leaves })
     }
 
-    /// The columns of `n` ids at each position, `[positions, n]`; of no meaning where an id is ignored.
-    pub(super) fn places(&self, asked: &[Option<usize>], n: usize) -> Result<Tensor> {
-        let place = |(i, id): (usize, &Option<usize>)| id.map_or(0, |id| self.columns.place(i / n, id as u32) as u32);
+    /// The columns of `n` ids at each position, `[positions, n]`.
+    pub(super) fn places(&self, asked: &[usize], n: usize) -> Result<Tensor> {
+        let place = |(i, &id): (usize, &usize)| self.columns.place(i / n, id as u32) as u32;
         let places: Vec<u32> = asked.iter().enumerate().map(place).collect();
         transfer::to_device(places, (self.log_probs.dim(0)?, n), self.log_probs.device())
     }

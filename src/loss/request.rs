@@ -166,14 +166,6 @@ impl<'a> Request<'a> {
         Ok(self.ignored.get_or_init(|| ignored).as_ref())
     }
 
-    /// Where targets are not ignored (u8, `[..]`).
-    pub(crate) fn counted(&self) -> Result<Tensor> {
-        match self.ignored()? {
-            Some(ignored) => Ok(ignored.eq(0u8)?),
-            None => Ok(Tensor::ones(self.targets.shape(), DType::U8, self.targets.device())?),
-        }
-    }
-
     /// Whether contexts must be masked at ignored positions: the CPU's kernels leave these positions out. Those of a
     /// GPU multiply them by zero, and NCE consists of candle's operations.
     pub(crate) fn needs_mask(&self) -> bool {

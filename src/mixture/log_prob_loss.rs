@@ -9,7 +9,7 @@ use super::chunk_terms::{ChunkLogProbs, ChunkTerms};
 use super::node::needs_grad;
 use super::Mixture;
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, LogProbTerms, Task};
+use crate::backend::contract::{accumulation_dtype, LogProbTerms, LossResults, Task};
 use crate::error::{Error, Result};
 use crate::loss::Loss;
 
@@ -58,7 +58,7 @@ impl Mixture {
         terms: impl Fn(ChunkLogProbs) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<Loss> {
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
-        self.log_prob_loss_of(workspace_bytes, move |positions, log_probs| {
+        self.log_prob_loss_of(workspace_bytes, Ok, move |positions, log_probs| {
             let (n, dims) = (positions.len(), log_probs.dims().to_vec());
             let ChunkTerms { values, by_log_prob, .. } = terms(ChunkLogProbs { positions, log_probs })?;
             for (argument, tensor, expected) in [("values", &values, &[n][..]), ("by_log_prob", &by_log_prob, &dims)] {
@@ -71,16 +71,18 @@ impl Mixture {
         })
     }
 
-    /// As [`Mixture::log_prob_loss`], for terms whose derivatives nothing else refers to.
+    /// As [`Mixture::log_prob_loss`], for terms whose derivatives nothing else refers to. The loss is that of the
+    /// `reduced` results.
     pub(super) fn log_prob_loss_of(
         &self,
         workspace_bytes: Option<usize>,
+        reduced: impl FnOnce(LossResults) -> Result<LossResults>,
         terms: impl Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync + 'static,
     ) -> Result<Loss> {
         let terms: Arc<LogProbTerms> = Arc::new(terms);
         let (operands, needs_grad) = (self.operands.clone(), needs_grad(&self.operands));
         let plan = backend::plan(&operands, Task::log_prob_terms(needs_grad), workspace_bytes)?;
-        let results = backend::log_prob_loss(&operands, &*terms, needs_grad, &plan)?;
+        let results = reduced(backend::log_prob_loss(&operands, &*terms, needs_grad, &plan)?)?;
         self.loss_of_results(results, needs_grad, move |operands| {
             Ok(backend::log_prob_loss(operands, &*terms, needs_grad, &plan)?.gradients)
         })

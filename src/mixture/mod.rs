@@ -26,6 +26,7 @@ use crate::loss::{LossOptions, Precision};
 use crate::tensors::checks::{
     check_alike, check_device, check_elements, check_logits, check_product, check_sizes, check_vocab,
 };
+use crate::tensors::transfer;
 pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use distill::Distillation;
 pub use distill::{DistillOptions, MissingIds, Teacher};
@@ -329,6 +330,17 @@ impl Mixture {
     /// The leading dimensions.
     pub(crate) fn leading(&self) -> &[usize] {
         &self.leading
+    }
+
+    /// The mixture of some of the positions, `[n]`.
+    pub(crate) fn select(&self, positions: &[u32]) -> Result<Self> {
+        let operands = &self.operands;
+        let index = transfer::to_device(positions.to_vec(), positions.len(), operands.contexts.device())?;
+        let rows = |of_all: &Tensor| transfer::rows(of_all, &index);
+        let log_priors = operands.log_priors.as_ref().map(rows).transpose()?;
+        let sizes = Sizes { positions: positions.len(), ..operands.sizes };
+        let operands = Operands { sizes, contexts: rows(&operands.contexts)?, log_priors, ..operands.clone() };
+        Ok(Mixture { leading: vec![sizes.positions], operands })
     }
 
     /// Another mixture for the same positions.

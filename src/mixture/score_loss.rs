@@ -88,14 +88,15 @@ impl Mixture {
         options: &ScoreOptions,
         terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<Loss> {
-        Ok(self.score_loss_and_values(token_ids, options, terms)?.0)
+        Ok(self.score_loss_and_values(token_ids, options, Ok, terms)?.0)
     }
 
-    /// As [`Mixture::score_loss`], with the values, `[positions]`.
+    /// As [`Mixture::score_loss`], with the values, `[positions]`. The loss is that of the `reduced` results.
     pub(super) fn score_loss_and_values(
         &self,
         token_ids: &Tensor,
         options: &ScoreOptions,
+        reduced: impl FnOnce(LossResults) -> Result<LossResults>,
         terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<(Loss, Tensor)> {
         options.validate()?;
@@ -135,7 +136,7 @@ impl Mixture {
         });
         let needs_grad = needs_grad(&operands);
         let plan = backend::plan(&operands, Task::scores(&scored, &operands, needs_grad)?, options.workspace_bytes)?;
-        let results = backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?;
+        let results = reduced(backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?)?;
         let nll = match n {
             // Without ids there is none.
             0 => results.nll.zeros_like()?,

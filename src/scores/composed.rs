@@ -51,11 +51,16 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
             let mut is_outside = vec![1u8; positions * vocab];
             read.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
             let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
-            let mass = is_outside.where_cond(&log_probs.exp()?, &log_probs.zeros_like()?)?.sum_keepdim(D::Minus1)?;
+            let impossible = (log_probs.zeros_like()? + f64::NEG_INFINITY)?;
+            let of_others = is_outside.where_cond(&log_probs, &impossible)?;
+            // Relative to the largest: all of them may be below the smallest number.
+            let largest = of_others.detach().max_keepdim(D::Minus1)?;
+            let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
+            let sum = of_others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
             // No mass has no gradient.
-            let nothing = mass.eq(0.0)?;
-            let some = nothing.where_cond(&mass.ones_like()?, &mass)?;
-            nothing.where_cond(&(mass.zeros_like()? + f64::NEG_INFINITY)?, &some.log()?)?
+            let nothing = sum.eq(0.0)?;
+            let some = nothing.where_cond(&sum.ones_like()?, &sum)?;
+            nothing.where_cond(&impossible.narrow(1, 0, 1)?, &(some.log()? + largest)?)?
         }
         false => Tensor::zeros((positions, 1), dtype, log_probs.device())?,
     };

@@ -225,7 +225,9 @@ impl Scores {
         options: &ScoreOptions,
     ) -> Result<Self> {
         let n = scores.dim(1)? - OF_POSITION;
-        let column = |i: usize| scores.narrow(1, n + i, 1)?.reshape(leading);
+        // All columns of no positions are the first: another offset would lie beyond their memory.
+        let is_empty = scores.dim(0)? == 0;
+        let column = |i: usize| scores.narrow(1, if is_empty { 0 } else { n + i }, 1)?.reshape(leading);
         Ok(Scores {
             log_prob: scores.narrow(1, 0, n)?.reshape(of_ids)?,
             entropy: options.entropy.then(|| column(0)).transpose()?,

@@ -21,6 +21,14 @@ pub(crate) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &
     }
 }
 
+/// The rows of these indices `[n]`; differentiable. candle's index_select does not take empty tensors.
+pub(crate) fn rows(of_all: &Tensor, indices: &Tensor) -> Result<Tensor> {
+    match indices.elem_count() {
+        0 => Ok(of_all.narrow(0, 0, 0)?),
+        _ => Ok(of_all.index_select(indices, 0)?),
+    }
+}
+
 /// Reads the numbers of a matrix in f64.
 pub(crate) fn matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
     Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2()?)

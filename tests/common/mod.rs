@@ -10,6 +10,7 @@ pub mod check;
 pub mod compare;
 pub mod composed;
 pub mod factorised;
+pub mod given;
 pub mod objective;
 pub mod random;
 pub mod reference;

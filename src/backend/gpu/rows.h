@@ -108,7 +108,7 @@ struct Rows {
 struct Scored {
     GLOBAL const i64 *ids; // [positions, count]: the candidates; one outside the vocabulary has a NaN score
     GLOBAL float *numbers; // [positions, stride]: the values below
-    i64 stride;            // 3 + (3 + K) count
+    i64 stride;            // 5 + (3 + K) count
     float power;           // the inverse of the temperature
     int count;             // of a position's candidates; 0 for other objectives
     i64 needs;             // 1: the entropy, 2: the mass outside
@@ -123,24 +123,27 @@ struct Scored {
     }
     // log sum_v p(v)^power; zero for a power of one
     FUNCTION GLOBAL float &log_norm(i64 position) const { return numbers[position * stride]; }
-    // The mass of every id is Q(v) (offset + slope log Q(v)); if the mass outside is needed, of every other id.
+    // The mass of every id is Q(v) (offset + slope log Q(v)); if the mass outside is needed, that of every other id is
+    // outside exp(log Q(v) - log_outside) more.
     FUNCTION GLOBAL float &offset(i64 position) const { return numbers[position * stride + 1]; }
     FUNCTION GLOBAL float &slope(i64 position) const { return numbers[position * stride + 2]; }
+    FUNCTION GLOBAL float &outside(i64 position) const { return numbers[position * stride + 3]; }
+    FUNCTION GLOBAL float &log_outside(i64 position) const { return numbers[position * stride + 4]; }
     // A candidate's log-probability in p is the sum of these two: the largest term, zero if it is minus infinity, and
     // the logarithm of the sum relative to it.
     FUNCTION GLOBAL float &largest(i64 position, int candidate) const {
-        return numbers[position * stride + 3 + candidate];
+        return numbers[position * stride + 5 + candidate];
     }
     FUNCTION GLOBAL float &log_sum(i64 position, int candidate) const {
-        return numbers[position * stride + 3 + count + candidate];
+        return numbers[position * stride + 5 + count + candidate];
     }
     // A candidate's mass besides that of every id; if the mass outside is needed, the first of equals has all of it
     FUNCTION GLOBAL float &mass(i64 position, int candidate) const {
-        return numbers[position * stride + 3 + 2 * count + candidate];
+        return numbers[position * stride + 5 + 2 * count + candidate];
     }
     // A candidate's logit in a component
     FUNCTION GLOBAL float &logit(i64 position, int candidate, int component) const {
-        return numbers[position * stride + 3 + (3 + component) * count + candidate];
+        return numbers[position * stride + 5 + (3 + component) * count + candidate];
     }
 
     // A candidate's part of the mass of a component.
@@ -161,11 +164,14 @@ struct SoftMasses {
     float log_norm;
     float offset;
     float slope;
+    float outside;
+    float log_outside;
 
     FUNCTION float of(int v) const {
         if (given) return given[v];
         const float log_q = power * log_probs[v] - log_norm, q = exponential(log_q);
-        return q * (offset + slope * log_q);
+        // Both parts of the quotient may be below the smallest number.
+        return q * (offset + slope * log_q) + weighted(outside, exponential(log_q - log_outside));
     }
     // Ids without mass contribute nothing, even if they are impossible.
     FUNCTION bool contributes(int v, float mass) const { return mass != 0.f && log_probs[v] != minus_infinity(); }
@@ -174,9 +180,9 @@ struct SoftMasses {
 FUNCTION SoftMasses soft_masses(Logits logits, Objective objective, Scored scored, GLOBAL const float *log_probs,
                                 i64 position) {
     GLOBAL const float *of_position = log_probs ? log_probs + position * logits.stride : nullptr;
-    if (objective.soft || !log_probs) return {of_position, objective.soft_of(position), 1.f, 0.f, 0.f, 0.f};
+    if (objective.soft || !log_probs) return {of_position, objective.soft_of(position), 1.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     return {of_position, nullptr, scored.power, scored.log_norm(position), scored.offset(position),
-            scored.slope(position)};
+            scored.slope(position), scored.outside(position), scored.log_outside(position)};
 }
 
 // A running log-sum-exp: the largest term, and the sum of the exponentials relative to it.
@@ -440,10 +446,9 @@ FUNCTION void position_masses(Scored scored, GLOBAL const float *scores, GLOBAL 
         const float q = exponential(own[i]);
         if (is_first) scored.mass(t, i) += weighted(q, offset + weighted(of_entropy, own[i]));
     }
-    // Where even the largest probability outside is below the smallest number, there is no mass to distribute.
-    const float least = -87.f;
-    const float one_over_outside = exponential(log_outside < least ? -least : -log_outside);
-    scored.offset(t) = offset - weighted(of_outside, one_over_outside);
+    scored.offset(t) = offset;
+    scored.outside(t) = log_outside == minus_infinity() ? 0.f : -of_outside;
+    scored.log_outside(t) = log_outside;
     scored.slope(t) = of_entropy;
     scales[t] = size == 0.f ? 0.f : 1.f;
     magnitudes[t] = size;

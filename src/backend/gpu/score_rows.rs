@@ -36,7 +36,7 @@ pub(super) struct ScoreRows {
 
 /// How many numbers the kernels keep of the scores of one position.
 pub(super) fn numbers_of_scores(candidates: usize, components: usize) -> usize {
-    3 + (3 + components) * candidates
+    5 + (3 + components) * candidates
 }
 
 impl ScoreRows {

@@ -37,15 +37,16 @@ impl FullTeacher {
         }
     }
 
-    /// The terms of positions with these log-probabilities of the student, which may be overwritten, scales and targets.
+    /// The terms of positions with these log-probabilities of the student, which may be overwritten, and targets.
     pub(super) fn terms(
         &self,
         positions: Range<usize>,
         log_probs: Tensor,
-        scales: &Tensor,
+        counted: &Counted,
         targets: Option<Tensor>,
         options: &DistillOptions,
     ) -> Result<Terms> {
+        let scales = &counted.scales(&positions)?;
         let hard = options.hard_weight;
         let targets = targets.map(|targets| targets.unsqueeze(1)).transpose()?;
         let of_targets = |targets: &Tensor| Ok::<_, Error>(log_probs.gather(targets, 1)?.squeeze(1)?.neg()?);
@@ -56,6 +57,7 @@ impl FullTeacher {
             scales: (scales * (1.0 - hard))?,
         };
         let (divergence, derivatives) = backend::divergence(log_probs, &self.log_probs(&positions)?, &terms)?;
+        counted.check_finite(&positions, &divergence)?;
         if let Some(targets) = &targets {
             derivatives.scatter_add_set(targets, &(scales * -hard)?.unsqueeze(1)?, 1)?;
         }

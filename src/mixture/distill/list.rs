@@ -1,9 +1,10 @@
 //! A teacher of which only some ids are known: the divergence is a function of the scores of these ids and of the mass
 //! outside them.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
-use candle_core::{DType, Tensor, D};
+use candle_core::{DType, Device, Tensor, D};
 
 use super::options::{DistillOptions, MissingIds};
 use super::positions::Counted;
@@ -13,6 +14,7 @@ use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
 use crate::error::{Error, Result};
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::{check_float, check_sizes, check_targets};
+use crate::tensors::transfer;
 
 /// The least probability of the ids that are missing, with [`MissingIds::Tail`].
 const LEAST_TAIL: f64 = 1e-7;
@@ -26,21 +28,125 @@ pub(super) struct ListTeacher {
     log_probs: Tensor,
     /// `[n, list]`: 1 where there is no padding
     is_known: Tensor,
-    /// `[n]`: the logarithm of the probability of the ids that are missing, if they have one
-    log_tail: Option<Tensor>,
+    /// `[n]`: minus infinity, but zero where no id is known, so that the first of the list is missing too; `None` if each
+    /// list has an id
+    is_unknown: Option<Tensor>,
+    /// The probability of the ids that are missing, if they have one
+    tail: Option<Tail>,
     /// `[n]`: 1 where the target is in the list
     has_target: Option<Tensor>,
 }
 
+/// The ids that are missing, as another outcome.
+#[derive(Clone)]
+struct Tail {
+    /// `[n]`: the logarithm of its probability
+    log_prob: Tensor,
+    /// `[n]`, u8: 1 where rounding may be all of it, or no id is missing
+    may_be_empty: Tensor,
+}
+
+/// What is known of some positions, read on the host.
+struct Lists {
+    n: usize,
+    token_ids: Vec<i64>,
+    log_probs: Vec<f64>,
+    is_known: Vec<f64>,
+}
+
+impl Lists {
+    /// The ids `[positions, n]` and their log-probabilities. An id that is listed twice counts once; ids without a
+    /// probability, and those that are listed again, become padding.
+    fn new(token_ids: &Tensor, log_probs: &Tensor, counted: &Counted, vocab: usize) -> Result<Self> {
+        let n = token_ids.dim(1)?;
+        let on_host =
+            |tensor: &Tensor, dtype| counted.rows(tensor)?.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(dtype);
+        let most = most_log_prob(log_probs.dtype());
+        let (mut token_ids, mut log_probs): (Vec<i64>, Vec<f64>) =
+            (on_host(token_ids, DType::I64)?.to_vec1()?, on_host(log_probs, DType::F64)?.to_vec1()?);
+        let mut is_known = vec![0.0; token_ids.len()];
+        let mut seen = HashSet::new();
+        let lists = token_ids.chunks_exact_mut(n).zip(log_probs.chunks_exact_mut(n)).zip(is_known.chunks_exact_mut(n));
+        for (((ids, log_probs), is_known), &position) in lists.zip(&counted.positions) {
+            let position = position as usize;
+            seen.clear();
+            for i in 0..n {
+                let (id, log_prob) = (ids[i], log_probs[i]);
+                if log_prob == f64::NEG_INFINITY || !seen.insert(id) {
+                    log_probs[i] = f64::NEG_INFINITY;
+                    continue;
+                }
+                if !usize::try_from(id).is_ok_and(|id| id < vocab) {
+                    return Err(Error::Target { position: position * n + i, got: id, vocab_size: vocab });
+                }
+                if log_prob > most {
+                    return Err(Error::Distribution { position });
+                }
+                is_known[i] = 1.0;
+            }
+            let first = (0..n).find(|&i| is_known[i] != 0.0).map_or(0, |i| ids[i]);
+            (0..n).filter(|&i| is_known[i] == 0.0).for_each(|i| ids[i] = first);
+        }
+        Ok(Lists { n, token_ids, log_probs, is_known })
+    }
+
+    /// The known log-probabilities of each position.
+    fn known(&self) -> impl Iterator<Item = impl Iterator<Item = f64> + Clone + '_> + '_ {
+        let lists = self.log_probs.chunks_exact(self.n).zip(self.is_known.chunks_exact(self.n));
+        lists.map(|(log_probs, is_known)| {
+            log_probs.iter().zip(is_known).filter(|(_, &known)| known != 0.0).map(|(&x, _)| x)
+        })
+    }
+
+    /// The log-probabilities at a temperature, renormalised over each list.
+    fn renormalized(&self, temperature: f64) -> Vec<f64> {
+        let norms = self.known().map(|log_probs| {
+            let largest = log_probs.clone().fold(f64::NEG_INFINITY, f64::max);
+            largest / temperature + log_probs.map(|x| ((x - largest) / temperature).exp()).sum::<f64>().ln()
+        });
+        let lists = self.log_probs.chunks_exact(self.n).zip(norms);
+        lists.flat_map(|(list, norm)| list.iter().map(move |x| x / temperature - norm)).collect()
+    }
+
+    /// What the probabilities of each list leave, and whether no id may be missing.
+    fn tails(&self, vocab: usize, dtype: DType) -> (Vec<f64>, Vec<u8>) {
+        let tail = |log_probs: &mut dyn Iterator<Item = f64>| {
+            let (count, sum) = log_probs.fold((0, 0.0), |(count, sum), x| (count + 1, sum + x.exp()));
+            let left = 1.0 - sum;
+            (f64::max(left, LEAST_TAIL).ln(), u8::from(left <= rounding(dtype) || count == vocab))
+        };
+        self.known().map(|mut log_probs| tail(&mut log_probs)).unzip()
+    }
+}
+
+/// What rounding may leave of the probabilities of a list in this dtype.
+fn rounding(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => LEAST_TAIL,
+        DType::F32 => 1e-5,
+        _ => 1.0 / 64.0,
+    }
+}
+
+/// The largest log-probability that rounding explains.
+fn most_log_prob(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 | DType::F32 => 1e-4,
+        _ => 1.0 / 64.0,
+    }
+}
+
 impl ListTeacher {
+    /// Reads the list, which waits for its device.
     pub(super) fn new(
         leading: &[usize],
+        vocab: usize,
         like: &Tensor,
         (token_ids, log_probs, missing): (&Tensor, &Tensor, MissingIds),
         counted: &Counted,
         options: &DistillOptions,
     ) -> Result<Self> {
-        let dtype = accumulation_dtype("hidden", like.dtype())?;
+        let (dtype, device) = (accumulation_dtype("hidden", like.dtype())?, like.device());
         let Some(&n) = token_ids.dims().last() else {
             return Err(Error::shape("token_ids of the teacher", "[.., n]", token_ids.dims()));
         };
@@ -51,43 +157,43 @@ impl ListTeacher {
         check_dims("log_probs of the teacher", log_probs, &dims, like)?;
         check_float("log_probs of the teacher", log_probs)?;
         let positions: usize = leading.iter().product();
-        let token_ids = counted.rows(&token_ids.reshape((positions, n))?)?;
-        let mut log_probs = counted.rows(&log_probs.reshape((positions, n))?)?.to_dtype(dtype)?;
-        if token_ids.elem_count() == 0 {
-            let is_known = log_probs.clone();
-            return Ok(ListTeacher { token_ids, log_probs, is_known, log_tail: None, has_target: None });
-        }
-        let is_padding = log_probs.eq(f64::NEG_INFINITY)?;
-        let first = token_ids.gather(&is_padding.argmin_keepdim(D::Minus1)?, 1)?.broadcast_as(token_ids.shape())?;
-        let mut token_ids = is_padding.where_cond(&first, &token_ids)?.to_dtype(DType::I64)?;
-        let is_known = (is_padding.to_dtype(dtype)?.affine(-1.0, 1.0))?;
-        let mut log_tail = None;
-        match missing {
-            MissingIds::Zero => {}
-            MissingIds::Renormalized => {
-                let tempered = (log_probs / options.temperature)?;
-                let largest = tempered.max_keepdim(D::Minus1)?;
-                let sum = tempered.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?.log()?;
-                log_probs = tempered.broadcast_sub(&(largest + sum)?)?;
-            }
+        let (token_ids, log_probs) = (token_ids.reshape((positions, n))?, log_probs.reshape((positions, n))?);
+        let lists = Lists::new(&token_ids, &log_probs, counted, vocab)?;
+
+        let (positions, shape) = (counted.positions.len(), [counted.positions.len(), n]);
+        let numbers = |values: Vec<f64>, shape: &[usize]| transfer::rounded(values, shape, dtype, device);
+        let are_unknown: Vec<f64> = lists
+            .is_known
+            .chunks_exact(n)
+            .map(|list| if list.contains(&1.0) { f64::NEG_INFINITY } else { 0.0 })
+            .collect();
+        let is_unknown = are_unknown.contains(&0.0).then(|| numbers(are_unknown, &[positions])).transpose()?;
+        let mut tail = None;
+        let of_list = match missing {
+            MissingIds::Zero => lists.log_probs.clone(),
+            MissingIds::Renormalized => lists.renormalized(options.temperature),
             MissingIds::Tail => {
-                let tail = log_probs.exp()?.sum(D::Minus1)?.affine(-1.0, 1.0)?;
-                log_tail = Some(tail.maximum(LEAST_TAIL)?.log()?);
+                let (left, may_be_empty) = lists.tails(vocab, log_probs.dtype());
+                let may_be_empty = transfer::to_device(may_be_empty, positions, device)?;
+                tail = Some(Tail { log_prob: numbers(left, &[positions])?, may_be_empty });
+                lists.log_probs.clone()
             }
-        }
+        };
+        let (log_probs, is_known) = (numbers(of_list, &shape)?, numbers(lists.is_known, &shape)?);
+        let mut token_ids = transfer::to_device::<i64>(lists.token_ids, shape.as_slice(), device)?;
         let mut has_target = None;
-        if let Some(targets) = counted.targets.as_ref().filter(|_| options.is_mixed()) {
+        if let Some(targets) = counted.targets.as_ref().filter(|_| options.is_mixed() && positions > 0) {
             let targets = targets.unsqueeze(1)?;
             has_target = Some(token_ids.broadcast_eq(&targets)?.max(D::Minus1)?.to_dtype(dtype)?);
-            token_ids = Tensor::cat(&[token_ids, targets], 1)?;
+            token_ids = Tensor::cat(&[token_ids, targets], 1)?.contiguous()?;
         }
-        Ok(ListTeacher { token_ids: token_ids.contiguous()?, log_probs, is_known, log_tail, has_target })
+        Ok(ListTeacher { token_ids, log_probs, is_known, is_unknown, tail, has_target })
     }
 
     /// What the student is asked for.
     pub(super) fn score_options(&self, options: &DistillOptions) -> ScoreOptions {
         // With a zero outside the list, the mixture of both distributions has the student's part there.
-        let outside = self.log_tail.is_some() || matches!(options.divergence, Divergence::JensenShannon(_));
+        let outside = self.tail.is_some() || matches!(options.divergence, Divergence::JensenShannon(_));
         let scores = ScoreOptions::new().with_temperature(options.temperature).with_outside(outside);
         ScoreOptions { workspace_bytes: options.workspace_bytes, ..scores }
     }
@@ -98,9 +204,10 @@ impl ListTeacher {
         &self,
         positions: &Range<usize>,
         (log_prob, log_outside): (Tensor, Tensor),
-        scales: &Tensor,
+        counted: &Counted,
         options: &DistillOptions,
     ) -> Result<Terms> {
+        let scales = &counted.scales(positions)?;
         let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         let (divergence, n) = (options.divergence, self.log_probs.dim(1)?);
         let (in_list, hard) = (log_prob.narrow(1, 0, n)?, options.hard_weight);
@@ -108,25 +215,26 @@ impl ListTeacher {
         let known = (in_list.exp()? * of(&self.is_known)?)?;
         let (terms, by_list) = terms_of(divergence, &of(&self.log_probs)?, &in_list, &known)?;
         let mut objective = terms.sum(D::Minus1)?;
-        // Outside the list there may also be the target.
+        // Among the missing ids there may also be the target, and the first id of a list of padding alone.
         let of_target = self.has_target.as_ref().map(|has_target| {
             let log_p = log_prob.narrow(1, n, 1)?.squeeze(1)?;
             let is_outside = of(has_target)?.eq(0.0)?;
             Ok::<_, Error>((log_p.clone(), is_outside.where_cond(&log_p, &(log_p.zeros_like()? + f64::NEG_INFINITY)?)?))
         });
         let of_target = of_target.transpose()?;
-        let log_missing = match &of_target {
-            Some((_, outside)) => log_add(&log_outside, outside)?,
-            None => log_outside.clone(),
-        };
-        let by_missing = match (&self.log_tail, divergence) {
-            (Some(log_tail), _) => {
-                let (terms, slope) = terms_of(divergence, &of(log_tail)?, &log_missing, &log_missing.exp()?)?;
-                // Where no id is missing, nothing is.
-                let is_none = log_missing.eq(f64::NEG_INFINITY)?;
+        let first = |is_unknown: &Tensor| log_prob.narrow(1, 0, 1)?.squeeze(1)? + of(is_unknown)?;
+        let of_first = self.is_unknown.as_ref().map(first).transpose()?;
+        let mut log_missing = log_outside.clone();
+        for more in of_target.iter().map(|(_, outside)| outside).chain(&of_first) {
+            log_missing = log_add(&log_missing, more)?;
+        }
+        let by_missing = match (&self.tail, divergence) {
+            (Some(tail), _) => {
+                let (terms, slope) = terms_of(divergence, &of(&tail.log_prob)?, &log_missing, &log_missing.exp()?)?;
+                let is_empty = (log_missing.eq(f64::NEG_INFINITY)? * of(&tail.may_be_empty)?)?;
                 let zero = terms.zeros_like()?;
-                objective = (objective + is_none.where_cond(&zero, &terms)?)?;
-                is_none.where_cond(&zero, &slope)?
+                objective = (objective + is_empty.where_cond(&zero, &terms)?)?;
+                is_empty.where_cond(&zero, &slope)?
             }
             (None, Divergence::JensenShannon(beta)) => {
                 let of_student = (log_missing.exp()? * (-(1.0 - beta) * (1.0 - beta).ln()))?;
@@ -135,9 +243,15 @@ impl ListTeacher {
             }
             (None, _) => log_missing.zeros_like()?,
         };
+        counted.check_finite(positions, &objective)?;
         let scaled = |derivatives: &Tensor| derivatives.broadcast_mul(&(scales * (1.0 - hard))?.unsqueeze(1)?);
         let share = |log_p: &Tensor| weighted(&by_missing, &(log_p - &log_missing)?.exp()?)?.unsqueeze(1);
-        let mut derivatives = vec![scaled(&by_list)?];
+        let mut by_list = scaled(&by_list)?;
+        if let Some(of_first) = &of_first {
+            let of_first = scaled(&share(of_first)?)?.pad_with_zeros(1, 0, n - 1)?;
+            by_list = (by_list + of_first)?;
+        }
+        let mut derivatives = vec![by_list];
         let mut nll = None;
         if let Some((log_p, outside)) = &of_target {
             derivatives.push((scaled(&share(outside)?)? - (scales * hard)?.unsqueeze(1)?)?);

@@ -5,14 +5,18 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 
 use super::options::DistillOptions;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::loss::Reduction;
+use crate::mixture::Mixture;
 use crate::tensors::checks::{check_device, check_targets, check_weights, read_ids};
+use crate::tensors::transfer;
 
 /// The positions that count.
 #[derive(Clone)]
 pub(super) struct Counted {
-    /// `[n]`, u32: these positions among all; `None` if all count
+    /// These positions among all
+    pub(super) positions: Vec<u32>,
+    /// `[n]`, u32: the same; `None` if all count
     indices: Option<Tensor>,
     /// `[n]`: the targets
     pub(super) targets: Option<Tensor>,
@@ -57,9 +61,9 @@ impl Counted {
             _ => 1.0,
         };
         let scales: Vec<f64> = weights.into_iter().filter(|&w| w != 0.0).map(|w| w / denominator).collect();
-        let indices = (n < positions).then(|| Tensor::from_vec(counts, n, device)).transpose()?;
+        let indices = (n < positions).then(|| transfer::to_device(counts.clone(), n, device)).transpose()?;
         let scales = Tensor::from_vec(scales, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
-        let counted = Counted { indices, targets: None, scales, count, denominator };
+        let counted = Counted { positions: counts, indices, targets: None, scales, count, denominator };
         let select = |targets: &Tensor| counted.rows(&targets.flatten_all()?.to_dtype(DType::I64)?);
         let targets = options.targets.as_ref().map(select).transpose()?;
         Ok(Counted { targets, ..counted })
@@ -67,11 +71,15 @@ impl Counted {
 
     /// The rows of these positions, of a tensor with a row for each position; differentiable.
     pub(super) fn rows(&self, of_all: &Tensor) -> Result<Tensor> {
-        Ok(match &self.indices {
-            Some(indices) if indices.elem_count() > 0 => of_all.index_select(indices, 0)?,
-            Some(_) => of_all.narrow(0, 0, 0)?,
-            None => of_all.clone(),
-        })
+        match &self.indices {
+            Some(indices) => transfer::rows(of_all, indices),
+            None => Ok(of_all.clone()),
+        }
+    }
+
+    /// The mixture of these positions, `[n]`.
+    pub(super) fn mixture(&self, of_all: &Mixture) -> Result<Mixture> {
+        of_all.select(&self.positions)
     }
 
     /// The rows of some of these positions.
@@ -80,6 +88,31 @@ impl Counted {
             Some(indices) => of_all.index_select(&indices.narrow(0, positions.start, positions.len())?, 0)?,
             None => of_all.narrow(0, positions.start, positions.len())?,
         })
+    }
+
+    /// The sum of the objectives of these positions, `[n]`, times their weights, divided by the denominator.
+    pub(super) fn weighted_sum(&self, objective: &Tensor) -> Result<Tensor> {
+        if objective.elem_count() == 0 {
+            // A GPU cannot launch zero blocks.
+            return Ok(Tensor::zeros((), objective.dtype(), objective.device())?);
+        }
+        // In f64 on the CPU; not every GPU has it.
+        let dtype = if objective.device().is_cpu() { DType::F64 } else { objective.dtype() };
+        let weighted = (objective.to_dtype(dtype)? * self.scales.to_dtype(dtype)?)?;
+        Ok(weighted.sum_all()?.to_dtype(objective.dtype())?)
+    }
+
+    /// An error that names the position if a divergence of some positions, `[chunk]`, is infinite. On a GPU, where reading
+    /// it would wait, it is not read.
+    pub(super) fn check_finite(&self, positions: &Range<usize>, divergence: &Tensor) -> Result<()> {
+        if !divergence.device().is_cpu() {
+            return Ok(());
+        }
+        let values = divergence.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        match values.iter().position(|&value| value == f64::INFINITY) {
+            Some(i) => Err(Error::InfiniteDivergence { position: self.positions[positions.start + i] as usize }),
+            None => Ok(()),
+        }
     }
 
     /// The weights of some positions, divided by the denominator.

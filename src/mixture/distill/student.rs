@@ -9,7 +9,7 @@ use super::list::ListTeacher;
 use super::options::{DistillOptions, Kind, Teacher};
 use super::positions::Counted;
 use super::terms::{check_dims, Terms};
-use crate::backend::contract::{accumulation_dtype, Operands, Sizes};
+use crate::backend::contract::{accumulation_dtype, LossResults};
 use crate::error::{Error, Result};
 use crate::loss::Loss;
 use crate::mixture::{ChunkScores, ChunkTerms, Mixture};
@@ -65,7 +65,7 @@ impl Distillation {
                     return Err(Error::config("vocab_size of the teacher", vocab.to_string(), of_teacher));
                 }
                 check_device("teacher", &mixture.operands().contexts, like)?;
-                Prepared::Full(FullTeacher::Mixture(mixture.of_counted(&counted)?, dtype))
+                Prepared::Full(FullTeacher::Mixture(counted.mixture(mixture)?, dtype))
             }
             Kind::LogProbs(log_probs) => {
                 check_dims("log_probs of the teacher", log_probs, &[leading, &[vocab]].concat(), like)?;
@@ -74,7 +74,7 @@ impl Distillation {
                 Prepared::Full(FullTeacher::LogProbs { rows, dtype, counted: counted.clone() })
             }
             Kind::TopK { token_ids, log_probs, missing } => {
-                let list = ListTeacher::new(leading, like, (token_ids, log_probs, *missing), &counted, options)?;
+                let list = ListTeacher::new(leading, vocab, like, (token_ids, log_probs, *missing), &counted, options)?;
                 Prepared::List(list)
             }
         };
@@ -83,13 +83,7 @@ impl Distillation {
 
     /// The terms of positions with these log-probabilities of all ids, which it may overwrite.
     fn of_log_probs(&self, teacher: &FullTeacher, positions: Range<usize>, log_probs: Tensor) -> Result<Terms> {
-        teacher.terms(
-            positions.clone(),
-            log_probs,
-            &self.counted.scales(&positions)?,
-            self.targets(&positions)?,
-            &self.options,
-        )
+        teacher.terms(positions.clone(), log_probs, &self.counted, self.targets(&positions)?, &self.options)
     }
 
     /// The targets of some positions, if they take part in the objective.
@@ -105,15 +99,22 @@ impl Distillation {
         log_probs: impl FnOnce() -> Result<Tensor>,
         scores: impl FnOnce(&Tensor, &ScoreOptions) -> Result<Scores>,
     ) -> Result<Loss> {
+        let none = self.counted.positions.is_empty();
         let (columns, terms) = match &self.teacher {
             Prepared::Full(teacher) => {
                 let log_probs = log_probs()?;
                 let rows = log_probs.to_dtype(accumulation_dtype("log_probs", log_probs.dtype())?)?;
+                if none {
+                    return self.of_nothing(&rows);
+                }
                 let terms = self.of_log_probs(teacher, 0..rows.dim(0)?, rows.detach().copy()?)?;
                 (rows, terms)
             }
             Prepared::List(list) => {
                 let scores = scores(&list.token_ids, &list.score_options(&self.options))?;
+                if none {
+                    return self.of_nothing(&scores.log_prob);
+                }
                 let log_outside = match &scores.log_outside {
                     Some(log_outside) => log_outside.clone(),
                     None => scores.log_prob.narrow(1, 0, 1)?.squeeze(1)?.zeros_like()?,
@@ -121,17 +122,31 @@ impl Distillation {
                 let columns = Tensor::cat(&[&scores.log_prob, &log_outside.unsqueeze(1)?], 1)?;
                 let detached = (scores.log_prob.detach(), log_outside.detach());
                 let positions = 0..columns.dim(0)?;
-                let terms = list.terms(&positions, detached, &self.counted.scales(&positions)?, &self.options)?;
+                let terms = list.terms(&positions, detached, &self.counted, &self.options)?;
                 (columns, terms)
             }
         };
-        let value = (&terms.objective * self.counted.scales(&(0..columns.dim(0)?))?)?.sum_all()?;
+        let value = self.counted.weighted_sum(&terms.objective)?;
         // Of the linear function only the gradient counts. An impossible id has none.
         let is_finite = terms.derivatives.ne(0.0)?;
         let linear = is_finite.where_cond(&(&columns * &terms.derivatives)?, &columns.zeros_like()?)?.sum_all()?;
         let value = (&linear + (&value - linear.detach())?)?;
         let loss = Loss::new(value.clone(), value.clone(), value, terms.objective.clone());
         self.loss(loss, terms.objective)
+    }
+
+    /// The loss of no positions, with zero gradients of what their scores depend on.
+    fn of_nothing(&self, scores: &Tensor) -> Result<Loss> {
+        // A GPU cannot launch zero blocks.
+        let zero = Tensor::zeros((), scores.dtype(), scores.device())?;
+        let value = if scores.device().is_cpu() { scores.sum_all()? } else { zero.clone() };
+        let nll = Tensor::zeros(0, scores.dtype(), scores.device())?;
+        self.loss(Loss::new(value, zero.clone(), zero, nll.clone()), nll)
+    }
+
+    /// The positions that count.
+    pub(crate) fn positions(&self) -> &[u32] {
+        &self.counted.positions
     }
 
     /// The loss of this value, whose sum is the value times the denominator, and whose negative log-likelihoods are the
@@ -182,31 +197,26 @@ impl Mixture {
     pub fn distill(&self, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
         let vocab = self.operands.sizes.vocab;
         let distillation = Distillation::new(&self.leading, vocab, &self.operands.contexts, teacher, options)?;
-        self.of_counted(&distillation.counted)?.distill_by(distillation)
-    }
-
-    /// The mixture of the positions that count, `[n]`.
-    fn of_counted(&self, counted: &Counted) -> Result<Self> {
-        let operands = &self.operands;
-        let (contexts, log_priors) = (counted.rows(&operands.contexts)?, operands.log_priors.as_ref());
-        let log_priors = log_priors.map(|log_priors| counted.rows(log_priors)).transpose()?;
-        let sizes = Sizes { positions: contexts.dim(0)?, ..operands.sizes };
-        let operands = Operands { sizes, contexts, log_priors, ..operands.clone() };
-        Ok(Mixture { leading: vec![sizes.positions], operands })
+        distillation.counted.mixture(self)?.distill_by(distillation)
     }
 
     /// The loss of a mixture of the positions that count.
     pub(crate) fn distill_by(&self, distillation: Distillation) -> Result<Loss> {
         let of_loss = distillation.clone();
-        let (loss, values) = match distillation.teacher.clone() {
+        // The objective of each position has no weight: one that underflows could not be divided by.
+        let reduced = |results: LossResults| {
+            let sum = of_loss.counted.weighted_sum(&results.objective)?;
+            Ok(LossResults { sum, ..results })
+        };
+        let (loss, objective) = match distillation.teacher.clone() {
             Prepared::Full(teacher) => {
                 let bytes = distillation.options.workspace_bytes;
-                let loss = self.log_prob_loss_of(bytes, move |positions, log_probs| {
-                    let terms = distillation.of_log_probs(&teacher, positions.clone(), log_probs)?;
-                    Ok(((terms.objective * distillation.counted.scales(&positions)?)?, terms.derivatives))
+                let loss = self.log_prob_loss_of(bytes, reduced, move |positions, log_probs| {
+                    let terms = distillation.of_log_probs(&teacher, positions, log_probs)?;
+                    Ok((terms.objective, terms.derivatives))
                 })?;
-                let values = loss.nll.clone();
-                (loss, values)
+                let objective = loss.nll.clone();
+                (loss, objective)
             }
             Prepared::List(list) => {
                 let (ids, options) = (list.token_ids.clone(), list.score_options(&distillation.options));
@@ -214,19 +224,18 @@ impl Mixture {
                 self.score_loss_and_values(
                     &ids,
                     &options,
+                    reduced,
                     move |ChunkScores { positions, log_prob, log_outside, .. }| {
-                        let scales = distillation.counted.scales(&positions)?;
                         let scores = (log_prob, log_outside);
                         let Terms { objective, derivatives } =
-                            list.terms(&positions, scores, &scales, &distillation.options)?;
+                            list.terms(&positions, scores, &distillation.counted, &distillation.options)?;
                         let by_outside = derivatives.narrow(1, n, 1)?.squeeze(1)?;
-                        let terms = ChunkTerms::new((objective * scales)?, derivatives.narrow(1, 0, n)?);
+                        let terms = ChunkTerms::new(objective, derivatives.narrow(1, 0, n)?);
                         Ok(terms.with_by_outside(by_outside))
                     },
                 )?
             }
         };
-        let objective = (values / of_loss.counted.scales(&(0..self.operands.sizes.positions))?)?;
         of_loss.loss(loss, objective)
     }
 }

@@ -29,6 +29,8 @@ pub(super) struct Row<F> {
     /// The factor of `exp(z - largest)` in the gradient, without `scale`.
     factor: f64,
     largest: F,
+    /// What the mass outside the listed ids takes from it, as a factor of `exp(z - largest)` for the largest logit there
+    outside: (f64, F),
     /// The factor of the objective times the factor of the logits.
     scale: f64,
     /// The gradient of the log-prior.
@@ -55,7 +57,9 @@ impl<F: Float> Row<F> {
         if self.is_void || offset == F::neg_infinity() && !self.factor.is_nan() {
             return F::zero();
         }
-        let relative = self.factor * (offset - self.largest).f64().exp();
+        let (of_outside, largest_outside) = self.outside;
+        let of_outside = weighted(of_outside, (offset - largest_outside).f64().exp());
+        let relative = self.factor * (offset - self.largest).f64().exp() - of_outside;
         match relative.abs() < F::NEGLIGIBLE.f64() {
             true => F::zero(),
             false => flushed(F::of(weighted(self.scale, relative))),
@@ -101,24 +105,16 @@ impl<F: Float> RowSums<F> {
         }
     }
 
-    /// What a mass outside the listed ids gives to the row; it is in units of the row's softmax there.
-    fn outside(&self, mass: f64, listed: &[F]) -> Outside {
+    /// What a mass outside the listed ids takes from the gradient there, as a factor of `exp(z - outside.largest)`: with
+    /// the softmax s, `mass (s(v) - s(v) / s(outside)) = -mass s(listed) s(v) / s(outside)`. The difference may cancel, and
+    /// s(outside) may be below the smallest number.
+    fn outside_factor(&self, mass: f64, listed: &[F]) -> f64 {
         if mass == 0.0 {
-            return Outside::default();
+            return 0.0;
         }
-        let (largest, log_sum) = (self.outside.largest - self.lse.largest, self.outside.log_sum - self.lse.log_sum);
-        Outside {
-            mass: mass * (largest.f64() + log_sum.f64()).exp(),
-            within: mass * listed.iter().map(|&z| self.softmax(z)).sum::<f64>(),
-        }
+        let of_listed: f64 = listed.iter().map(|&z| self.softmax(z)).sum();
+        weighted(mass * of_listed, (-self.outside.log_sum.f64()).exp())
     }
-}
-
-/// A row's mass outside the listed ids, and what its softmax has of this mass at the listed ones.
-#[derive(Default)]
-struct Outside {
-    mass: f64,
-    within: f64,
 }
 
 /// What the first pass leaves of a chunk.
@@ -268,15 +264,16 @@ pub(super) fn rows<T: Element>(
         let n = passed.ids.of_position(i).len();
         let row = |k: usize| {
             let (row, lse) = (rows.start + k, sums[k].lse);
+            // The row's part of the mass outside.
             let outside = match log_outside == T::Acc::neg_infinity() {
-                true => Outside::default(),
+                true => 0.0,
                 false => {
-                    let share = (inputs.log_priors[t * components + k] - log_outside).f64().exp();
-                    sums[k].outside(target.outside.f64() * share, passed.logits(row))
+                    let scales = (state.lse[k].largest, state.log_scale[k]);
+                    target.outside.f64() * (log_term((&sums[k], scales)) - log_outside).f64().exp()
                 }
             };
-            let of_listed = state.precise_softmax_mass(&target, k);
-            let (of_softmax, factor) = (of_listed + outside.mass, of_listed - outside.within);
+            let factor = state.precise_softmax_mass(&target, k);
+            let (of_softmax, of_outside) = (factor + outside, sums[k].outside_factor(outside, passed.logits(row)));
             let mass = |j: usize| match target.hard {
                 Some(_) => state.hard_mass[k],
                 None => state.candidate_masses.get(j * components + k).copied().unwrap_or_default(),
@@ -293,7 +290,7 @@ pub(super) fn rows<T: Element>(
             for (to, of_id) in entries[k * n..].iter_mut().zip(listed) {
                 *to = entry(of_id);
             }
-            let is_zero = factor == 0.0 && of_softmax == 0.0 && (0..n).all(|j| mass(j).is_zero());
+            let is_zero = factor == 0.0 && of_outside == 0.0 && of_softmax == 0.0 && (0..n).all(|j| mass(j).is_zero());
             let has_gradient = logit_scale != 0.0 && !is_zero;
             let parts = parts_of(layout, panels, &passed.parts, row);
             Row {
@@ -304,8 +301,9 @@ pub(super) fn rows<T: Element>(
                     false => weighted(factor, (-lse.log_sum.f64()).exp()),
                 },
                 largest: lse.largest,
+                outside: (of_outside, sums[k].outside.largest),
                 scale: logit_scale,
-                log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::of(outside.mass))),
+                log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::of(outside))),
                 is_void: !has_gradient && parts.into_iter().any(|(part, r)| !part.running.sum[r].is_finite()),
             }
         };

@@ -99,17 +99,18 @@ impl<F: Float> Logits<'_, F> {
                     true => entropy,
                     false => log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab)),
                 };
-                let (mut constant, slope) = (power * constant, power * entropy);
+                let (constant, slope) = (power * constant, power * entropy);
+                let mut of_outside = None;
                 if outside != zero {
                     for (id, mass) in &mut scratch.candidates {
                         let log_q = tempered.log_prob(scratch.log_probs[*id]);
                         *mass += weighted(log_q.exp(), weighted(slope, log_q) + constant);
                     }
                     let candidates = scratch.candidates.iter().map(|&(id, _)| id);
-                    let log_outside = tempered.log_outside(v, &mut scratch.log_probs, candidates);
-                    constant += -power * outside * (-log_outside).exp();
+                    let ids = tempered.outside(v, &mut scratch.log_probs, candidates);
+                    of_outside = (!ids.is_empty()).then_some((-power * outside, ids));
                 }
-                Masses::OfProbability { tempered, constant, slope }
+                Masses::OfProbability { tempered, constant, slope, outside: of_outside }
             }
         }
     }

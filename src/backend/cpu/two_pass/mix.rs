@@ -64,8 +64,8 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
 pub(super) enum Masses<'a, F> {
     /// Padded with zeros
     Given(&'a [F]),
-    /// `Q(v) (constant + slope log Q(v))`
-    OfProbability { tempered: Tempered<F>, constant: F, slope: F },
+    /// `Q(v) (constant + slope log Q(v))`, and of the ids outside the candidates a share of `outside` besides
+    OfProbability { tempered: Tempered<F>, constant: F, slope: F, outside: Option<(F, Outside<F>)> },
 }
 
 impl<F: Float> Masses<'_, F> {
@@ -74,11 +74,17 @@ impl<F: Float> Masses<'_, F> {
     pub(super) fn of<V: Vector<F>>(self, v: V, i: usize, log_p: V::Reg) -> V::Reg {
         match self {
             Masses::Given(masses) => V::registers(masses)[i],
-            Masses::OfProbability { tempered, constant, slope } => {
+            Masses::OfProbability { tempered, constant, slope, outside } => {
                 let (log_q, q) = tempered.of(v, log_p);
                 let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
                 let zero = v.splat(F::zero());
-                v.if_equal(q, zero, zero, mass)
+                let mass = v.if_equal(q, zero, zero, mass);
+                match outside {
+                    Some((of_all, outside)) => {
+                        v.mul_add(v.splat(of_all), outside.share(v, tempered.power, log_p), mass)
+                    }
+                    None => mass,
+                }
             }
         }
     }
@@ -98,21 +104,25 @@ impl<F: Float> Tempered<F> {
         if power == F::one() {
             return Tempered { power, log_norm: F::zero() };
         }
-        Tempered { power, log_norm: log_sum_of_powers(v, log_probs, power) }
+        Tempered { power, log_norm: PowerSum::new(v, log_probs, power).value(power) }
     }
 
-    /// The logarithm of the mass that remains of the distribution once the candidates' log-probabilities are minus
-    /// infinity, which this sets; at most zero.
+    /// What remains of the distribution once the candidates' log-probabilities are minus infinity, which this sets.
     #[inline(always)]
-    pub(super) fn log_outside<V: Vector<F>>(
+    pub(super) fn outside<V: Vector<F>>(
         self,
         v: V,
         log_probs: &mut [F],
         candidates: impl Iterator<Item = usize>,
-    ) -> F {
+    ) -> Outside<F> {
         candidates.for_each(|id| log_probs[id] = F::neg_infinity());
+        Outside(PowerSum::new(v, log_probs, self.power))
+    }
+
+    /// The logarithm of the mass outside; at most zero.
+    pub(super) fn log_outside(self, outside: Outside<F>) -> F {
         // Not `neg`, which makes a minus zero.
-        F::zero() - not_negative(self.log_norm - log_sum_of_powers(v, log_probs, self.power))
+        F::zero() - not_negative(self.log_norm - outside.0.value(self.power))
     }
 
     /// `log Q(v)` of an id.
@@ -139,20 +149,53 @@ impl<F: Float> Tempered<F> {
     }
 }
 
-/// `log sum_v p(v)^power`
-#[inline(always)]
-fn log_sum_of_powers<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
-    let mut largest = v.splat(F::neg_infinity());
-    for &log_p in V::registers(log_probs) {
-        largest = v.max(largest, log_p);
+/// The ids outside the candidates.
+#[derive(Clone, Copy)]
+pub(super) struct Outside<F>(PowerSum<F>);
+
+impl<F: Float> Outside<F> {
+    /// Whether no id has a probability.
+    pub(super) fn is_empty(self) -> bool {
+        self.0.log_sum == F::neg_infinity()
     }
-    let largest = finite_or_zero(v.largest(largest) * power);
-    let (reference, power_register) = (v.splat(largest), v.splat(power));
-    let mut sum = v.splat(F::zero());
-    for &log_p in V::registers(log_probs) {
-        sum = v.add(sum, exp(v, v.sub(v.mul(log_p, power_register), reference)));
+
+    /// `Q(v) / Q(outside)`, from the logarithm of its parts: both may be below the smallest number.
+    #[inline(always)]
+    fn share<V: Vector<F>>(self, v: V, power: F, log_p: V::Reg) -> V::Reg {
+        let relative = v.mul(v.sub(log_p, v.splat(self.0.largest)), v.splat(power));
+        exp(v, v.sub(relative, v.splat(self.0.log_sum)))
     }
-    largest + v.sum(sum).ln()
+}
+
+/// `sum_v p(v)^power`, relative to the largest.
+#[derive(Clone, Copy)]
+struct PowerSum<F> {
+    /// The largest log-probability; zero if all are minus infinity
+    largest: F,
+    /// The logarithm of the sum over `exp(power largest)`
+    log_sum: F,
+}
+
+impl<F: Float> PowerSum<F> {
+    #[inline(always)]
+    fn new<V: Vector<F>>(v: V, log_probs: &[F], power: F) -> Self {
+        let mut largest = v.splat(F::neg_infinity());
+        for &log_p in V::registers(log_probs) {
+            largest = v.max(largest, log_p);
+        }
+        let largest = finite_or_zero(v.largest(largest));
+        let (reference, power_register) = (v.splat(largest * power), v.splat(power));
+        let mut sum = v.splat(F::zero());
+        for &log_p in V::registers(log_probs) {
+            sum = v.add(sum, exp(v, v.sub(v.mul(log_p, power_register), reference)));
+        }
+        PowerSum { largest, log_sum: v.sum(sum).ln() }
+    }
+
+    /// The logarithm of the sum.
+    fn value(self, power: F) -> F {
+        self.largest * power + self.log_sum
+    }
 }
 
 /// `q log q`, which is zero for `q` of zero.
@@ -165,7 +208,8 @@ fn product<F: Float, V: Vector<F>>(v: V, q: V::Reg, log_q: V::Reg) -> V::Reg {
 /// An entropy that rounding has not moved beyond 0 or `ln vocab`; NaN stays NaN.
 fn within_bounds<F: Float>(entropy: F, vocab: usize) -> F {
     match (entropy, F::of((vocab as f64).ln())) {
-        (x, _) if x < F::zero() => F::zero(),
+        // Minus zero too.
+        (x, _) if x <= F::zero() => F::zero(),
         (x, most) if x > most => most,
         (x, _) => x,
     }

@@ -46,7 +46,7 @@ impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
             (false, _) => F::zero(),
         };
         of_position[1] = match outside {
-            true => tempered.log_outside(v, &mut scratch.log_probs, ids.iter().copied()),
+            true => tempered.log_outside(tempered.outside(v, &mut scratch.log_probs, ids.iter().copied())),
             false => F::zero(),
         };
     }

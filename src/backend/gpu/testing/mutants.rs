@@ -44,7 +44,7 @@ const ROWS_MUTATIONS: [(&str, &str); 40] = [
     ("log_outside = 0.f - not_negative(log_norm - log_sum);", "log_outside = log_sum;"),
     ("of_log_probs += of_outside;", ""),
     ("if (is_first) scored.mass(t, i) +=", "scored.mass(t, i) +="),
-    ("offset - weighted(of_outside, one_over_outside)", "offset"),
+    ("weighted(outside, exponential(log_q - log_outside))", "0.f"),
     ("scales[t] = size == 0.f ? 0.f : 1.f;", "scales[t] = 1.f / size;"),
     (
         "const float part = scored.part(rows, t, i, r % logits.components",

@@ -19,6 +19,8 @@ pub(super) struct ScoreCase {
     pub(super) masked: bool,
     /// Whether the log-prior of one component at each position is minus infinity.
     pub(super) pruned: bool,
+    /// What the logit of the first id, the first position's candidate, exceeds the others by.
+    pub(super) excess: f64,
     pub(super) upstream: Upstream,
 }
 
@@ -35,24 +37,25 @@ pub(super) enum Upstream {
 
 pub(super) fn scored(mixture: Case, n: usize, entropy: bool, temperature: f64) -> ScoreCase {
     let (outside, masked, pruned) = (false, false, false);
-    ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, upstream: Upstream::All }
+    ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, excess: 0.0, upstream: Upstream::All }
 }
 
 impl ScoreCase {
     fn operands(&self, dtype: DType) -> Operands {
         let Sizes { positions, components, vocab, .. } = self.mixture.sizes;
         let operands = self.mixture.operands(dtype);
-        let add = |tensor: Option<Tensor>, shape: &[usize], is_impossible: &dyn Fn(usize) -> bool| {
+        let add = |tensor: Option<Tensor>, shape: &[usize], is_impossible: &dyn Fn(usize) -> bool, first: f64| {
             let tensor = tensor.unwrap();
             let n = shape.iter().product();
-            let numbers: Vec<f64> = (0..n).map(|i| if is_impossible(i) { f64::NEG_INFINITY } else { 0.0 }).collect();
+            let number = |i| if is_impossible(i) { f64::NEG_INFINITY } else { first * f64::from(u8::from(i == 0)) };
+            let numbers: Vec<f64> = (0..n).map(number).collect();
             let numbers = Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap().to_dtype(tensor.dtype()).unwrap();
             Some((tensor + numbers).unwrap())
         };
         let pruned = |i: usize| self.pruned && i % components == i / components % components;
         Operands {
-            bias: add(operands.bias, &[vocab], &|v| self.masked && v % 3 == 1),
-            log_priors: add(operands.log_priors, &[positions, components], &pruned),
+            bias: add(operands.bias, &[vocab], &|v| self.masked && v % 3 == 1, self.excess),
+            log_priors: add(operands.log_priors, &[positions, components], &pruned, 0.0),
             ..operands
         }
     }
@@ -149,11 +152,11 @@ impl ScoreCase {
 
     fn check(&self, gpu: &EmulatedGpu) {
         let (error, name) = self.error(gpu, 1.0);
-        let ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, upstream } = self;
+        let ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, excess, upstream } = self;
         assert!(
             error <= mixture.tolerance(),
             "{name}: {error} with {:?} {:?}, {n} candidates, entropy {entropy}, outside {outside}, temperature \
-             {temperature}, masked {masked}, pruned {pruned}, {upstream:?} on {:?}",
+             {temperature}, masked {masked}, pruned {pruned}, excess {excess}, {upstream:?} on {:?}",
             mixture.sizes,
             mixture.dtype,
             gpu.language,
@@ -207,6 +210,21 @@ fn so_they_do_with_every_kind_of_logits_and_upstream_gradient() {
                     ScoreCase { upstream, outside: true, ..scored(new()) }.check(&gpu);
                     ScoreCase { upstream, ..scored(new()) }.check(&gpu);
                     ScoreCase { upstream, entropy: false, ..scored(new()) }.check(&gpu);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_mass_outside_has_its_gradient_where_it_underflows() {
+    for gpu in EmulatedGpu::all() {
+        for components in [1, 3] {
+            for (excess, temperature) in [(20.0, 1.0), (95.0, 1.0), (200.0, 1.0), (20.0, 0.1)] {
+                for entropy in [false, true] {
+                    let mixture = case(1, components, 4, 37);
+                    let case = ScoreCase { outside: true, excess, ..scored(mixture, 1, entropy, temperature) };
+                    ScoreCase { upstream: Upstream::Outside, ..case }.check(&gpu);
                 }
             }
         }

@@ -11,8 +11,8 @@ use common::scores::{check_central_differences, compare, Case};
 use common::{dtypes, on_each_device};
 use mos_head::{
     AdaptiveConfig, AdaptiveSoftmax, AllowedIds, ChunkTerms, DistillOptions, Divergence, DropoutMasks, Error,
-    LossOptions, MissingIds, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Reduction,
-    Restricted, Result, SoftmaxHead, Teacher,
+    MissingIds, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Reduction, Restricted, Result,
+    SoftmaxHead, Teacher,
 };
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use rand_distr::StandardNormal;

@@ -5,11 +5,13 @@ mod common;
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
+use common::given::Given;
 use common::scores::{check_central_differences, compare, Case};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, ChunkScores, ChunkTerms, Error, Mixture, MixtureConfig,
-    MixtureOfSoftmaxes, OutputLayer, Result, ScoreOptions, Scores, SoftmaxHead,
+    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, ChunkScores, ChunkTerms, Error, HierarchicalConfig,
+    HierarchicalSoftmax, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, PolicyBatch,
+    PolicyOptions, Restricted, Result, Sampler, Sampling, ScoreOptions, Scores, SoftmaxConfig, SoftmaxHead,
 };
 
 /// The relative tolerance of scores.
@@ -99,6 +101,62 @@ fn scores_of_no_positions_can_be_read() -> Result<()> {
                 assert_eq!(scores.is_best.expect("asked for").flatten_all()?.to_vec1::<u8>()?, [0u8; 0]);
             }
         }
+    }
+    Ok(())
+}
+
+/// Whatever a head returns of no positions can be read, as a file of tensors reads it too.
+#[test]
+fn results_of_no_positions_can_be_read() -> Result<()> {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let softmax = SoftmaxHead::new(&SoftmaxConfig::new(6, 20), vb.pp("softmax"))?;
+    let lists = AllowedIds::per_position(&[], &[0])?;
+    let heads: [Box<dyn OutputLayer>; 7] = [
+        Box::new(softmax.clone()),
+        Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(6, 20, 3), vb.pp("mos"))?),
+        Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 20, vec![4]), vb.pp("adaptive"))?),
+        Box::new(HierarchicalSoftmax::new(&HierarchicalConfig::new(6, 20), vb.pp("hierarchical"))?),
+        Box::new(Restricted::new(softmax.clone(), AllowedIds::new(&[1, 3]))?),
+        Box::new(Restricted::new(softmax, lists)?),
+        Box::new(Given(Tensor::zeros((0, 20), DType::F32, &Device::Cpu)?)),
+    ];
+    for (i, head) in heads.iter().enumerate() {
+        let hidden = Tensor::zeros((0, head.hidden_size()), DType::F32, &Device::Cpu)?;
+        let ids = Tensor::zeros(0, DType::U32, &Device::Cpu)?;
+        let top = head.top_k(&hidden, 2)?;
+        let mut results = vec![
+            head.log_probs(&hidden)?,
+            head.log_probs_as(&hidden, DType::F64)?,
+            top.token_ids,
+            top.log_probs,
+            head.argmax(&hidden)?,
+            head.sample(&hidden, &mut Sampler::new(Sampling::new(), 1)?)?,
+        ];
+        let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_best(true);
+        let scores = head.score(&hidden, &ids, &options)?;
+        results
+            .extend([Some(scores.log_prob), scores.entropy, scores.log_outside, scores.is_best].into_iter().flatten());
+        let batch = PolicyBatch::new(ids.clone(), Tensor::zeros(0, DType::F32, &Device::Cpu)?);
+        let mut losses = vec![head.policy_loss(&hidden, &batch, &PolicyOptions::new().with_entropy(0.1))?];
+        // The last one has no loss.
+        if i < 6 {
+            results.push(head.log_prob(&hidden, &ids)?);
+            losses.push(head.loss(&hidden, &ids, &LossOptions::new())?);
+        }
+        for loss in losses {
+            assert_eq!(loss.value.to_scalar::<f32>()?, 0.0, "{head:?}");
+            loss.backward()?;
+            results.extend([loss.nll, loss.sum.unsqueeze(0)?.narrow(0, 0, 0)?]);
+        }
+        for result in results {
+            let numbers = result.flatten_all()?.to_dtype(DType::F64)?;
+            assert_eq!((&numbers + 1.0)?.to_vec1::<f64>()?, [0f64; 0], "{head:?}");
+            let mut file = Vec::new();
+            result.write_bytes(&mut file)?;
+            assert!(file.is_empty(), "{head:?}");
+        }
+        assert!(head.next_tokens(&hidden, &[])?.is_empty());
     }
     Ok(())
 }

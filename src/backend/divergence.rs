@@ -24,11 +24,12 @@ use crate::error::Result;
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Divergence {
-    /// `sum_v T(v) (log T(v) - log Q(v))`: the student covers what the teacher may say. The default.
+    /// `sum_v T(v) (log T(v) - log Q(v))`: the student covers what the teacher may say. It is infinite, which on the CPU is
+    /// an error, where the student gives no probability to what the teacher may say. The default.
     #[default]
     ForwardKl,
-    /// `sum_v Q(v) (log Q(v) - log T(v))`: the student seeks what the teacher is likely to say. It is infinite where the
-    /// teacher gives no probability to what the student may say.
+    /// `sum_v Q(v) (log Q(v) - log T(v))`: the student seeks what the teacher is likely to say. It is infinite, which on the
+    /// CPU is an error, where the teacher gives no probability to what the student may say.
     ReverseKl,
     /// `beta KL(T, M) + (1 - beta) KL(Q, M)` with `M = beta T + (1 - beta) Q`, for beta between 0 and 1. At both ends it
     /// is zero for all distributions, so that they are errors; divided by beta it tends to `KL(T, Q)` at 0, divided by

@@ -53,14 +53,16 @@ impl Teacher {
         Teacher(Kind::LogProbs(log_probs.detach()))
     }
 
-    /// Distributions of which only some ids are known, each id once at a position. Ids with a log-probability of minus
-    /// infinity are padding: they count as missing. A list's log-probabilities have the temperature of the options already,
-    /// unless they are renormalised.
+    /// Distributions of which only some ids are known, in any order. An id that is listed again counts once, with its first
+    /// log-probability: a server's list may have the sampled id first, and again among the most probable ones. Ids with a
+    /// log-probability of minus infinity are padding, whatever they are: they count as missing. A list's log-probabilities
+    /// have the temperature of the options already, unless they are renormalised. They are read on the host, which waits for
+    /// a GPU.
     ///
     /// # Shapes
     ///
     /// - token_ids: `[.., n]`; u8, u32 or i64
-    /// - log_probs: `[.., n]`; a float type
+    /// - log_probs: `[.., n]`, at most zero; a float type
     pub fn of_top_k(token_ids: &Tensor, log_probs: &Tensor, missing: MissingIds) -> Self {
         let (token_ids, log_probs) = (token_ids.detach(), log_probs.detach());
         Teacher(Kind::TopK { token_ids, log_probs, missing })
@@ -98,15 +100,16 @@ impl Teacher {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MissingIds {
-    /// None; the probabilities of the others stay, and may sum to less than one. [`Divergence::ReverseKl`] would be
-    /// infinite.
+    /// None; the probabilities of the others stay, and may sum to less than one. [`Divergence::ReverseKl`], which would be
+    /// infinite, is an error.
     Zero,
     /// None; the probabilities of the others are divided by their sum, after the temperature.
-    /// [`Divergence::ReverseKl`] would be infinite. A list of padding alone has no sum to divide by: its divergence is
-    /// NaN.
+    /// [`Divergence::ReverseKl`], which would be infinite, is an error. A list of padding alone has no sum to divide by: its
+    /// divergence is NaN.
     Renormalized,
     /// What is left, at least 1e-7, as the probability of all of them together: the divergence is between distributions
-    /// over the list and one more outcome, "another id". The default.
+    /// over the list and one more outcome, "another id". If the student gives no probability to that outcome, it counts only
+    /// where more is left than rounding explains (1e-5 of a list in f32, 1e-7 in f64, 2^-6 in half precision). The default.
     #[default]
     Tail,
 }

@@ -174,8 +174,10 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If the shapes, the vocabulary or the devices of teacher and student differ, an id is not in the vocabulary, an option
-    /// is out of range, or a divergence would be infinite.
+    /// If the shapes, the vocabulary or the devices of teacher and student differ, an id is not in the vocabulary, or an
+    /// option is out of range. [`Error::InfiniteDivergence`](crate::Error::InfiniteDivergence) if a divergence is infinite
+    /// at a position, because student and teacher have other possible ids. On a GPU, where nothing waits for the values, the
+    /// loss is infinite instead.
     ///
     /// # Examples
     ///

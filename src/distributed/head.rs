@@ -18,7 +18,8 @@ use crate::tensors::dropout::DropoutMasks;
 /// the decoder's gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole
 /// vocabulary too; what needs the log-probabilities of all ids as a tensor is [`Error::Unsupported`].
 ///
-/// Every rank calls it with the same hidden states and targets. Dropout needs the same masks on every rank:
+/// Every rank calls it with the same hidden states and targets, and has the same parameters of the projection: new variables
+/// have other random values on every rank, so they are read from a checkpoint, or sent by one rank. Dropout needs the same masks on every rank:
 /// [`DropoutMasks::Seeded`](crate::DropoutMasks::Seeded) with the same seed, or none.
 ///
 /// # Examples
@@ -26,19 +27,27 @@ use crate::tensors::dropout::DropoutMasks;
 /// ```no_run
 /// use std::sync::Arc;
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_nn::VarBuilder;
+/// use candle_nn::{VarBuilder, VarMap};
 /// use mos_head::{
-///     Collectives, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, VocabParallel, VocabShard,
+///     Collectives, LossOptions, MixtureConfig, MixtureOfSoftmaxes, Numbers, OutputLayer, VocabParallel, VocabShard,
 /// };
 ///
 /// fn step(ranks: Arc<dyn Collectives>, hidden: &Tensor, targets: &Tensor) -> mos_head::Result<()> {
-///     let shard = VocabShard::new(ranks, 128_256)?;
-///     let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+///     let shard = VocabShard::new(ranks.clone(), 128_256)?;
+///     let vars = VarMap::new();
+///     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
 ///     // The rows of this rank alone.
 ///     let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(1024, shard.range().len(), 4), vb)?;
+///     // The first rank sends the initial values of the projection.
+///     for name in ["prior.weight", "latent.weight", "latent.bias"] {
+///         let var = &vars.data().lock().expect("the variables")[name];
+///         let mut values = var.flatten_all()?.to_vec1::<f32>()?;
+///         ranks.broadcast(Numbers::F32(&mut values), 0)?;
+///         var.set(&Tensor::from_vec(values, var.shape(), &Device::Cpu)?)?;
+///     }
 ///     let head = VocabParallel::new(head, shard)?;
 ///     let loss = head.loss(hidden, targets, &LossOptions::default())?;
-///     let gradients = loss.backward()?;
+///     let gradients = loss.backward()?; // then optimizer.step(&gradients)
 ///     # let _ = gradients;
 ///     Ok(())
 /// }

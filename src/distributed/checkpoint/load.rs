@@ -19,19 +19,20 @@ use crate::error::{Error, Result};
 ///
 /// # Examples
 ///
-/// A rank's head, from its rows of a checkpoint of any of these kinds:
+/// A rank's head, from its rows of a model of Hugging Face's, whose output layer is `lm_head.weight` without a bias. (What a
+/// head of this crate has saved, its constructor reads by the same `vb`: `SoftmaxHead::new(&config, vb)`.)
 ///
 /// ```no_run
 /// use std::sync::Arc;
 /// use candle_core::{DType, Device};
-/// use mos_head::{Collectives, ShardedCheckpoint, SoftmaxConfig, SoftmaxHead, VocabParallel, VocabShard};
+/// use mos_head::{Collectives, ShardedCheckpoint, SoftmaxHead, VocabParallel, VocabShard};
 ///
 /// fn load(ranks: Arc<dyn Collectives>) -> mos_head::Result<VocabParallel<SoftmaxHead>> {
 ///     let checkpoint = ShardedCheckpoint::open("model.safetensors.index.json")?;
 ///     let shard = VocabShard::new(ranks, 128_256)?;
 ///     let vb = checkpoint.var_builder(&shard, DType::F32, &Device::Cpu);
-///     let head = SoftmaxHead::new(&SoftmaxConfig::new(4096, shard.range().len()), vb)?;
-///     VocabParallel::new(head, shard)
+///     let weight = vb.get((shard.range().len(), 4096), "lm_head.weight")?;
+///     VocabParallel::new(SoftmaxHead::from_tensors(weight, None)?, shard)
 /// }
 /// ```
 ///

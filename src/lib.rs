@@ -94,7 +94,8 @@
 //!
 //! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit
 //! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]). To fine-tune a model, a head takes a low-rank adapter of its
-//! decoder ([`Head::with_adapter`]); what is frozen, because it does not depend on a variable, costs no product.
+//! decoder ([`Head::with_adapter`]); a frozen decoder ([`Head::with_frozen_decoder`]), or any operand that does not depend
+//! on a variable, costs no product for its gradient.
 //!
 //! # Log-probabilities and entropies with gradients
 //!

@@ -114,4 +114,8 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         self.mixture(hidden)?.sample(sampler)
     }
+
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        Ok(Box::new(Restricted { head: self.head.frozen_mixture()?, allowed: self.allowed.clone() }))
+    }
 }

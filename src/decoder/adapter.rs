@@ -181,6 +181,11 @@ impl LowRankAdapter {
         self.a.dims()[1]
     }
 
+    /// The adapter as a constant.
+    pub(super) fn frozen(&self) -> Self {
+        LowRankAdapter { a: self.a.detach(), b: self.b.detach(), scale: self.scale }
+    }
+
     /// Checks that it adapts a weight of this shape.
     pub(super) fn check_adapts(&self, vocab_size: usize, context_dim: usize) -> Result<()> {
         match [self.vocab_size(), self.context_dim()] == [vocab_size, context_dim] {

@@ -340,12 +340,21 @@ impl Decoder {
         mixture.sampled_loss(|ids| cnn.rows_of(ids), request)
     }
 
-    /// The decoder with its rows as a constant, if they are computed.
+    /// The decoder with weight and bias as constants; rows that are computed from spellings are computed here. An adapter
+    /// is as it was.
+    pub(crate) fn with_constant_rows(self) -> Result<Self> {
+        let weight = match &self.rows {
+            Rows::Matrix(weight) => weight.detach(),
+            Rows::Computed(cnn) => cnn.rows()?.detach(),
+        };
+        let bias = self.bias.as_ref().map(Tensor::detach);
+        Ok(Decoder { rows: Rows::Matrix(weight), bias, ..self })
+    }
+
+    /// The decoder as a constant, with its adapter.
     pub(crate) fn frozen(&self) -> Result<Self> {
-        match &self.rows {
-            Rows::Matrix(_) => Ok(self.clone()),
-            Rows::Computed(cnn) => Ok(Decoder { rows: Rows::Matrix(cnn.rows()?.detach()), ..self.clone() }),
-        }
+        let adapter = self.adapter.as_ref().map(LowRankAdapter::frozen);
+        Decoder { adapter, ..self.clone() }.with_constant_rows()
     }
 
     /// Checks that hidden states of this size have the dtype and the device of the decoder.

@@ -121,6 +121,10 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         self.mixture(Call::Decoding, hidden, DropoutMasks::Off)?.vocab_parallel_next_tokens(&self.shard, requests)
     }
 
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        Ok(Box::new(VocabParallel { head: self.head.frozen_mixture()?, shard: self.shard.clone() }))
+    }
+
     /// Not supported: no rank has room for them.
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
         self.log_probs_as(hidden, hidden.dtype())

@@ -104,7 +104,8 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
         let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
-        loss_of_scores(&terms, scores.score(&terms.token_ids, &options.scores())?)
+        let scores = scores.score(&terms.token_ids, &options.scores());
+        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

@@ -193,7 +193,7 @@ impl RestrictedMixture {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
         let n = candidates("token_ids", token_ids, leading)?;
-        let asked = read_ids(token_ids, None, vocab)?;
+        let asked = read_ids("token_ids", token_ids, None, vocab)?;
         let device = self.mixture.operands().contexts.device();
         match self.allowed.kept(&asked, n, positions, vocab)? {
             Kept::All => self.mixture.score(token_ids, options),

@@ -357,11 +357,16 @@ impl Decoder {
         Decoder { adapter, ..self.clone() }.with_constant_rows()
     }
 
-    /// Checks that hidden states of this size have the dtype and the device of the decoder.
-    pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize) -> Result<()> {
+    /// Checks that hidden states of this size have the dtype and the device of the decoder. The size is that of its
+    /// contexts, or of a projection's parameters.
+    pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize, is_projected: bool) -> Result<()> {
+        let compared = || match is_projected {
+            true => "the hidden_size of the projection".into(),
+            false => format!("the decoder's weight {:?}", [self.vocab_size(), self.context_dim()]),
+        };
         match &self.rows {
-            Rows::Matrix(weight) => check_hidden(hidden, size, weight),
-            Rows::Computed(cnn) => check_hidden(hidden, size, cnn.parameter()),
+            Rows::Matrix(weight) => check_hidden(hidden, size, compared, weight),
+            Rows::Computed(cnn) => check_hidden(hidden, size, compared, cnn.parameter()),
         }
     }
 }

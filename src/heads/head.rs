@@ -208,6 +208,12 @@ impl<P: Projection> Head<P> {
     }
 }
 
+impl<P: Projection> Head<P> {
+    fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
+        self.decoder.check_hidden(hidden, self.hidden_size(), self.projection.has_parameters())
+    }
+}
+
 impl<P: Projection> OutputLayer for Head<P> {
     fn hidden_size(&self) -> usize {
         self.projection.hidden_size()
@@ -218,7 +224,7 @@ impl<P: Projection> OutputLayer for Head<P> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.decoder.check_hidden(hidden, self.hidden_size())?;
+        self.check_hidden(hidden)?;
         let request = Request::new(leading(hidden)?, Some(self.vocab_size()), hidden, targets, options)?;
         let is_masked = self.projection.has_parameters() || request.needs_mask();
         let hidden = if is_masked { request.mask(hidden)? } else { hidden.clone() };
@@ -233,8 +239,8 @@ impl<P: Projection> OutputLayer for Head<P> {
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         let mixture = self.mixture(&rows, DropoutMasks::Off)?;
-        let token_ids = terms.token_ids.clone();
-        mixture.score_loss(
+        let (token_ids, counted) = (terms.token_ids.clone(), terms.positions.clone());
+        let loss = mixture.score_loss(
             &token_ids,
             &options.scores(),
             move |ChunkScores { positions, log_prob, entropy, .. }| {
@@ -242,7 +248,8 @@ impl<P: Projection> OutputLayer for Head<P> {
                 let column = |i| derivatives.narrow(1, i, 1)?.squeeze(1);
                 Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
             },
-        )
+        );
+        loss.map_err(|error| error.among(&counted))
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
@@ -264,7 +271,7 @@ impl<P: Projection> OutputLayer for Head<P> {
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         if sampler.sampling().ancestral {
-            self.decoder.check_hidden(hidden, self.hidden_size())?;
+            self.check_hidden(hidden)?;
             if let Some(contexts) = self.projection.draw(hidden, sampler)? {
                 return self.decoder.mixture(&contexts, None)?.sample(sampler);
             }
@@ -287,7 +294,7 @@ impl<P: Projection> MixtureLayer for Head<P> {
     }
 
     fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
-        self.decoder.check_hidden(hidden, self.hidden_size())?;
+        self.check_hidden(hidden)?;
         let (contexts, log_priors) = self.projection.forward(hidden, dropout)?;
         self.decoder.mixture(&contexts, log_priors.as_ref())
     }

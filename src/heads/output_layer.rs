@@ -225,7 +225,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///   arXiv 2402.03300.
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
-        loss_of_scores(&terms, self.score(&rows, &terms.token_ids, &options.scores())?)
+        let scores = self.score(&rows, &terms.token_ids, &options.scores());
+        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
     }
 
     /// The divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its gradients. For
@@ -284,8 +285,9 @@ pub trait OutputLayer: Debug + Send + Sync {
             return Ok(self.score(hidden, token_ids, &ScoreOptions::new())?.log_prob);
         }
         let options = LossOptions::new().with_reduction(Reduction::None).with_dropout(DropoutMasks::Off);
+        let loss = self.loss(hidden, token_ids, &options).map_err(|error| error.renamed("targets", "token_ids"))?;
         // Not `neg`, which makes a minus zero.
-        Ok(self.loss(hidden, token_ids, &options)?.value.affine(-1.0, 0.0)?)
+        Ok(loss.value.affine(-1.0, 0.0)?)
     }
 
     /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of

@@ -155,7 +155,11 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
 
     fn check(&self, hidden: &Tensor) -> Result<()> {
         let Some(first) = self.clusters.first() else { return Ok(()) };
-        check_hidden(hidden, self.root.hidden_size(), &first.weight)
+        let compared = || match &first.projection {
+            Some(projection) => format!("the first cluster's projection {:?}", projection.dims()),
+            None => format!("the first class's weight {:?}", first.weight.dims()),
+        };
+        check_hidden(hidden, self.root.hidden_size(), compared, &first.weight)
     }
 
     fn place(&self, id: usize) -> Place {

@@ -84,6 +84,11 @@ impl ListTeacher {
         Ok(ListTeacher { token_ids: token_ids.contiguous()?, log_probs, is_known, log_tail, has_target })
     }
 
+    /// The number of ids of a list, padding included.
+    pub(super) fn len(&self) -> usize {
+        self.log_probs.dims().last().copied().unwrap_or(0)
+    }
+
     /// What the student is asked for.
     pub(super) fn score_options(&self, options: &DistillOptions) -> ScoreOptions {
         // With a zero outside the list, the mixture of both distributions has the student's part there.

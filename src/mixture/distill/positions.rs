@@ -45,7 +45,7 @@ impl Counted {
         }
         let is_read = options.ignore_index.is_some() || device.is_cpu();
         if let Some(targets) = options.targets.as_ref().filter(|_| is_read) {
-            let ids = read_ids(&targets.to_device(&Device::Cpu)?, options.ignore_index, vocab)?;
+            let ids = read_ids("targets", &targets.to_device(&Device::Cpu)?, options.ignore_index, vocab)?;
             weights.iter_mut().zip(ids).filter(|(_, id)| id.is_none()).for_each(|(weight, _)| *weight = 0.0);
         }
         let counts: Vec<u32> = (0u32..).zip(&weights).filter(|(_, &w)| w != 0.0).map(|(t, _)| t).collect();
@@ -63,6 +63,14 @@ impl Counted {
         let select = |targets: &Tensor| counted.rows(&targets.flatten_all()?.to_dtype(DType::I64)?);
         let targets = options.targets.as_ref().map(select).transpose()?;
         Ok(Counted { targets, ..counted })
+    }
+
+    /// The position of one of these rows among all.
+    pub(super) fn position(&self, row: usize) -> Result<usize> {
+        match &self.indices {
+            Some(indices) => Ok(indices.get(row)?.to_scalar::<u32>()? as usize),
+            None => Ok(row),
+        }
     }
 
     /// The rows of these positions, of a tensor with a row for each position; differentiable.

@@ -113,7 +113,8 @@ impl Distillation {
                 (rows, terms)
             }
             Prepared::List(list) => {
-                let scores = scores(&list.token_ids, &list.score_options(&self.options))?;
+                let scores = scores(&list.token_ids, &list.score_options(&self.options));
+                let scores = scores.map_err(|error| self.named(list, error))?;
                 let log_outside = match &scores.log_outside {
                     Some(log_outside) => log_outside.clone(),
                     None => scores.log_prob.narrow(1, 0, 1)?.squeeze(1)?.zeros_like()?,
@@ -132,6 +133,21 @@ impl Distillation {
         let value = (&linear + (&value - linear.detach())?)?;
         let loss = Loss::new(value.clone(), value.clone(), value, terms.objective.clone());
         self.loss(loss, terms.objective)
+    }
+
+    /// An error of an id that is scored, by the argument and the position that it was given with: an id of the list, or the
+    /// target behind it.
+    fn named(&self, list: &ListTeacher, error: Error) -> Error {
+        let Error::Target { position, got, vocab_size, .. } = error else { return error };
+        let (n, columns) = (list.len(), list.token_ids.dims().last().map_or(1, |&columns| columns.max(1)));
+        let Ok(of_all) = self.counted.position(position / columns) else { return error };
+        match position % columns {
+            column if column < n => {
+                let position = of_all * n + column;
+                Error::Target { argument: "token_ids of the teacher", position, got, vocab_size }
+            }
+            _ => Error::Target { argument: "targets", position: of_all, got, vocab_size },
+        }
     }
 
     /// The loss of this value, whose sum is the value times the denominator, and whose negative log-likelihoods are the
@@ -211,7 +227,8 @@ impl Mixture {
             Prepared::List(list) => {
                 let (ids, options) = (list.token_ids.clone(), list.score_options(&distillation.options));
                 let n = ids.dim(1)?;
-                self.score_loss_and_values(
+                let (of_error, of_list) = (distillation.clone(), list.clone());
+                let loss = self.score_loss_and_values(
                     &ids,
                     &options,
                     move |ChunkScores { positions, log_prob, log_outside, .. }| {
@@ -223,7 +240,8 @@ impl Mixture {
                         let terms = ChunkTerms::new((objective * scales)?, derivatives.narrow(1, 0, n)?);
                         Ok(terms.with_by_outside(by_outside))
                     },
-                )?
+                );
+                loss.map_err(|error| of_error.named(&of_list, error))?
             }
         };
         let objective = (values / of_loss.counted.scales(&(0..self.operands.sizes.positions))?)?;

@@ -18,7 +18,7 @@
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
 //! Each is a [`Head`], a [`Projection`] and a [`Decoder`]; a projection of your own is a head in the same way. A model
-//! that reads its head from a file has a [`HeadConfig`].
+//! that reads its head from a file has a [`HeadConfig`], saved beside the weights: a mixture's activation is in no tensor.
 //!
 //! Two heads for large vocabularies compute a softmax over frequent ids or classes, and of the rest only the clusters
 //! that have a target:

@@ -2,6 +2,7 @@
 
 mod adapter;
 mod char_cnn;
+mod peft;
 
 use std::sync::Arc;
 
@@ -242,11 +243,7 @@ impl Decoder {
     /// If the adapter is for another shape, or of another dtype or on another device than the weight.
     pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
         adapter.check_adapts(self.vocab_size(), self.context_dim())?;
-        let weight = match &self.rows {
-            Rows::Matrix(weight) => weight,
-            Rows::Computed(cnn) => cnn.parameter(),
-        };
-        check_alike("adapter", adapter.b(), "decoder.weight", weight)?;
+        check_alike("adapter", adapter.b(), "decoder.weight", self.parameter())?;
         Ok(Decoder { adapter: Some(adapter), ..self })
     }
 
@@ -364,9 +361,14 @@ impl Decoder {
             true => "the hidden_size of the projection".into(),
             false => format!("the decoder's weight {:?}", [self.vocab_size(), self.context_dim()]),
         };
+        check_hidden(hidden, size, compared, self.parameter())
+    }
+
+    /// A tensor of the dtype and the device of all parameters.
+    fn parameter(&self) -> &Tensor {
         match &self.rows {
-            Rows::Matrix(weight) => check_hidden(hidden, size, compared, weight),
-            Rows::Computed(cnn) => check_hidden(hidden, size, compared, cnn.parameter()),
+            Rows::Matrix(weight) => weight,
+            Rows::Computed(cnn) => cnn.parameter(),
         }
     }
 }

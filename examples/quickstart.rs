@@ -50,6 +50,8 @@ fn main() -> Result<()> {
     let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
     println!("a sample: {:?}", head.sample(&hidden, &mut sampler)?.to_vec1::<u32>()?);
 
+    // The file holds the tensors alone: the configuration, with the activation, is this program's. One that reads it from a
+    // file saves a `HeadConfig` beside the tensors (feature `serde`).
     let file = std::env::temp_dir().join("quickstart.safetensors");
     vars.save(&file)?;
     let mut loaded = VarMap::new();

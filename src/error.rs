@@ -22,8 +22,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// let hidden = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;
 /// let targets = Tensor::new(&[7u32, 100], &Device::Cpu)?;
 /// let error = head.loss(&hidden, &targets, &LossOptions::default()).unwrap_err();
-/// assert_eq!(error.to_string(), "target 100 at position 1 is not in 0..100, the vocabulary");
-/// assert!(matches!(error, Error::Target { position: 1, got: 100, vocab_size: 100 }));
+/// assert_eq!(error.to_string(), "targets: 100 at position 1 is not in 0..100, the vocabulary");
+/// assert!(matches!(error, Error::Target { argument: "targets", position: 1, got: 100, vocab_size: 100 }));
 /// # Ok(())
 /// # }
 /// ```
@@ -70,23 +70,28 @@ pub enum Error {
         /// The actual value.
         got: String,
     },
-    /// A target is neither in the vocabulary nor the ignored index.
-    #[error("target {got} at position {position} is not in 0..{vocab_size}, the vocabulary{}", of_ignored(*got))]
+    /// A token id is not in the vocabulary, and not the ignored index of targets.
+    #[error(
+        "{argument}: {got} at position {position} is not in 0..{vocab_size}, the vocabulary{}",
+        about_ignored(argument, *got)
+    )]
     Target {
-        /// The first such position in the flattened targets.
+        /// The argument's name: the targets of a loss, token ids that are scored, or those of a teacher's list.
+        argument: &'static str,
+        /// The first such position in the flattened argument.
         position: usize,
-        /// The target.
+        /// The token id.
         got: i64,
         /// The size of the vocabulary.
         vocab_size: usize,
     },
     /// A target, or an id that is scored, is not in the set of its position, see
     /// [`AllowedIds`](crate::AllowedIds::with_targets_added).
-    #[error("target {got} at position {position} is not among its allowed ids")]
+    #[error("token id {got} at position {position} is not among its allowed ids")]
     NotAllowed {
-        /// The first such position in the flattened targets.
+        /// The first such position in the flattened leading dimensions.
         position: usize,
-        /// The target.
+        /// The target, or the id.
         got: i64,
     },
     /// No id is allowed at a position, see [`AllowedIds`](crate::AllowedIds::with_empty_as_full).
@@ -117,11 +122,17 @@ pub enum Error {
         head: &'static str,
     },
     /// The workspace budget cannot hold even one position.
-    #[error("workspace_bytes: expected at least {least} for one position, got {got}")]
+    #[error(
+        "workspace_bytes: expected at least {least} ({fixed} fixed, {} for one position), got {got}",
+        least.saturating_sub(*fixed)
+    )]
     Workspace {
         /// The smallest sufficient budget for these shapes. On the CPU, one thread computes with it; with a budget that
         /// is too small for all threads, fewer compute.
         least: usize,
+        /// The part of it that does not depend on the number of positions: what a call needs at all, and a thread of the
+        /// CPU. The rest is for a chunk of one position.
+        fixed: usize,
         /// The requested budget.
         got: usize,
     },
@@ -194,6 +205,13 @@ pub enum OptionName {
     ZLoss,
     /// [`OutputLayer::log_probs`](crate::OutputLayer::log_probs), and what is computed from them
     LogProbs,
+    /// [`ScoreOptions::entropy`](crate::ScoreOptions::entropy) or [`PolicyOptions::entropy`](crate::PolicyOptions::entropy)
+    Entropy,
+    /// [`ScoreOptions::outside`](crate::ScoreOptions::outside)
+    Outside,
+    /// [`ScoreOptions::temperature`](crate::ScoreOptions::temperature) or
+    /// [`PolicyOptions::temperature`](crate::PolicyOptions::temperature)
+    Temperature,
     /// [`LossOptions::gradient_filter`](crate::LossOptions::gradient_filter)
     GradientFilter,
     /// [`LossOptions::correct`](crate::LossOptions::correct)
@@ -222,6 +240,9 @@ impl fmt::Display for OptionName {
             OptionName::LabelSmoothing => "label_smoothing",
             OptionName::ZLoss => "z_loss",
             OptionName::LogProbs => "log_probs",
+            OptionName::Entropy => "entropy",
+            OptionName::Outside => "outside",
+            OptionName::Temperature => "temperature",
             OptionName::GradientFilter => "gradient_filter",
             OptionName::Correct => "correct",
             OptionName::IsBest => "is_best",
@@ -242,12 +263,16 @@ const DETACHING: &str = "The loss does not depend on them, or only through an op
     ops::layer_norm_slow in place of LayerNorm::forward with a bias (ops::layer_norm), rotary_emb::rope_slow or \
     rope_i_slow in place of rope, rope_i and rope_thd, and ops::softmax in place of ops::softmax_last_dim and ops::sdpa";
 
-/// What a negative target usually means.
-fn of_ignored(target: i64) -> &'static str {
-    if target < 0 {
-        " (LossOptions::with_ignore_index ignores targets)"
-    } else {
-        ""
+/// What a target outside the vocabulary usually means: a negative one, which u32 holds as a number from 2^31 on, marks
+/// positions to be ignored. Other token ids cannot be ignored.
+fn about_ignored(argument: &str, target: i64) -> String {
+    let wrapped = u32::try_from(target).map_or(0, |target| target as i32);
+    match (argument, wrapped) {
+        ("targets", ..0) => {
+            format!(" (it is {wrapped} as u32: targets of dtype i64 hold {wrapped}, which with_ignore_index ignores)")
+        }
+        ("targets", _) if target < 0 => " (with_ignore_index ignores targets)".into(),
+        _ => String::new(),
     }
 }
 
@@ -270,6 +295,40 @@ impl From<Error> for candle_core::Error {
 }
 
 impl Error {
+    /// The error with the name of an argument that it is checked under by another name.
+    pub(crate) fn renamed(mut self, from: &'static str, to: &'static str) -> Self {
+        match &mut self {
+            Error::Shape { argument, .. }
+            | Error::DType { argument, .. }
+            | Error::Device { argument, .. }
+            | Error::Config { argument, .. }
+            | Error::Target { argument, .. }
+            | Error::Ranks { argument, .. }
+                if *argument == from =>
+            {
+                *argument = to;
+            }
+            _ => {}
+        }
+        self
+    }
+
+    /// An error of some of the positions, with its position among all.
+    pub(crate) fn among(mut self, positions: &[u32]) -> Self {
+        match &mut self {
+            Error::Target { position, .. }
+            | Error::NotAllowed { position, .. }
+            | Error::EmptySet { position }
+            | Error::Distribution { position } => {
+                if let Some(&of_all) = positions.get(*position) {
+                    *position = of_all as usize;
+                }
+            }
+            _ => {}
+        }
+        self
+    }
+
     pub(crate) fn shape(argument: &'static str, expected: impl Into<String>, got: &[usize]) -> Self {
         Error::Shape { argument, expected: expected.into(), got: format!("{got:?}") }
     }

@@ -6,12 +6,10 @@ use crate::error::Result;
 use crate::heads::{MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
 use crate::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 
-/// A head and its configuration.
+/// A head and its configuration: what a file of weights does not hold, and is saved beside it. A mixture's activation, the
+/// logit scale and the softcap are in no tensor, and from weights alone a head with other ones is made without an error.
 ///
 /// # Examples
-///
-/// With the feature `serde`, a model's configuration file names its head, such as
-/// `{"head": "mixture_of_softmaxes", "hidden_size": 32, "vocab_size": 500, "components": 4}`.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -24,6 +22,40 @@ use crate::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, Hier
 /// assert_eq!((head.hidden_size(), head.vocab_size()), (32, 500));
 /// # Ok(())
 /// # }
+/// ```
+///
+/// With the feature `serde`, a file beside the weights names the head, such as `{"head": "mixture_of_softmaxes",
+/// "hidden_size": 32, "vocab_size": 500, "components": 4, "activation": "identity"}`:
+///
+/// ```
+/// # #[cfg(feature = "serde")]
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use mos_head::{ContextActivation, HeadConfig, MixtureConfig, OutputLayer};
+///
+/// let folder = std::env::temp_dir().join(format!("head-of-{}", std::process::id()));
+/// std::fs::create_dir_all(&folder)?;
+/// let (weights, description) = (folder.join("head.safetensors"), folder.join("head.json"));
+/// let config = MixtureConfig::new(32, 500, 4).with_activation(ContextActivation::Identity);
+/// let config = HeadConfig::MixtureOfSoftmaxes(config);
+/// let vars = VarMap::new();
+/// let head = config.build(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+/// vars.save(&weights)?;
+/// std::fs::write(&description, serde_json::to_string(&config)?)?;
+///
+/// let config: HeadConfig = serde_json::from_slice(&std::fs::read(&description)?)?;
+/// let mut vars = VarMap::new();
+/// let loaded = config.build(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+/// vars.load(&weights)?;
+/// # let hidden = candle_core::Tensor::randn(0f32, 1., (3, 32), &Device::Cpu)?;
+/// # let [head, loaded] = [head, loaded].map(|head| head.log_probs(&hidden)?.to_vec2::<f32>());
+/// # assert_eq!(head?, loaded?);
+/// # std::fs::remove_dir_all(folder)?;
+/// # Ok(())
+/// # }
+/// # #[cfg(not(feature = "serde"))]
+/// # fn main() {}
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]

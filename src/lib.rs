@@ -18,7 +18,7 @@
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
 //! Each is a [`Head`], a [`Projection`] and a [`Decoder`]; a projection of your own is a head in the same way. A model
-//! that reads its head from a file has a [`HeadConfig`].
+//! that reads its head from a file has a [`HeadConfig`], saved beside the weights: a mixture's activation is in no tensor.
 //!
 //! Two heads for large vocabularies compute a softmax over frequent ids or classes, and of the rest only the clusters
 //! that have a target:
@@ -94,7 +94,8 @@
 //!
 //! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit
 //! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]). To fine-tune a model, a head takes a low-rank adapter of its
-//! decoder ([`Head::with_adapter`]); what is frozen, because it does not depend on a variable, costs no product.
+//! decoder ([`Head::with_adapter`]); a frozen decoder ([`Head::with_frozen_decoder`]), or any operand that does not depend
+//! on a variable, costs no product for its gradient.
 //!
 //! # Log-probabilities and entropies with gradients
 //!

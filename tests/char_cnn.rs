@@ -270,7 +270,7 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     let error = SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(5, 10), cnn.clone(), vb()).unwrap_err();
     assert_eq!(error.to_string(), "rows of the char-CNN: expected shape [10, 5], got [9, 5]");
     let error = cnn.rows_of(&Tensor::new(&[1u32, 9], &Device::Cpu)?).unwrap_err();
-    assert!(matches!(error, Error::Target { position: 1, got: 9, vocab_size: 9 }));
+    assert!(matches!(error, Error::Target { argument: "ids", position: 1, got: 9, vocab_size: 9 }));
     let head = SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(5, 9), cnn, vb())?;
     let hidden = Tensor::zeros((1, 5), DType::F32, &Device::Cpu)?;
     let rows =

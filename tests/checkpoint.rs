@@ -298,6 +298,36 @@ fn a_malformed_file_is_an_error() {
 }
 
 #[test]
+fn a_file_of_another_format_is_told_by_its_first_bytes() {
+    let folder = Folder::new("formats");
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4976698672\n";
+    let legacy = [&[0x80, 2, 0x8a, 10][..], b"l\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."].concat();
+    for (name, bytes, format) in [
+        ("model.safetensors", &pointer[..], "a pointer of Git LFS"),
+        ("pytorch_model.bin", b"PK\x03\x04 and more", "a pickle of PyTorch"),
+        ("pytorch_model.pt", b"PK\x03\x04", "a pickle of PyTorch"),
+        ("model.pkl", &legacy, "a pickle"),
+        ("model.gguf", b"GGUF\x03\0\0\0\0\0\0\0", "a GGUF file"),
+    ] {
+        let path = folder.file(name);
+        std::fs::write(&path, bytes).unwrap();
+        let found = message(ShardedCheckpoint::open(&path), name);
+        assert!(found.contains("expected a safetensors file, got") && found.contains(format), "{found}");
+    }
+    let index = folder.file(INDEX);
+    std::fs::write(&index, pointer).unwrap();
+    let found = message(ShardedCheckpoint::open(&index), INDEX);
+    assert!(found.contains("an index of safetensors files, got a pointer of Git LFS"), "{found}");
+    // A header of 640 bytes begins as a pickle does.
+    let header = r#"{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
+    let padded = file_of(&format!("{header:640}"), 24);
+    assert_eq!(padded[..2], [0x80, 2]);
+    let path = folder.file("padded.safetensors");
+    std::fs::write(&path, padded).unwrap();
+    assert_eq!(ShardedCheckpoint::open(&path).unwrap().shape("a").unwrap(), [2, 3]);
+}
+
+#[test]
 fn no_flipped_bit_of_a_header_panics() {
     let folder = Folder::new("flipped");
     let path = folder.file("flipped.safetensors");

@@ -836,7 +836,7 @@ fn bad_arguments_are_errors() -> Result<()> {
         ),
         (
             error(&full, new().with_targets(Tensor::full(10u32, (2, 3), &Device::Cpu)?)),
-            "target 10 at position 0 is not in 0..10, the vocabulary",
+            "targets: 10 at position 0 is not in 0..10, the vocabulary",
         ),
         (
             error(&Teacher::of_log_probs(&Tensor::zeros((2, 3, 9), DType::F32, &Device::Cpu)?), new()),
@@ -853,5 +853,26 @@ fn bad_arguments_are_errors() -> Result<()> {
     let other = SoftmaxHead::from_tensors(Tensor::zeros((11, 4), DType::F32, &Device::Cpu)?, None)?;
     let teacher = Teacher::of_mixture(&other.mixture(&hidden, DropoutMasks::Off)?);
     assert_eq!(error(&teacher, new()), "vocab_size of the teacher: expected 10, got 11");
+    Ok(())
+}
+
+#[test]
+fn an_id_outside_the_vocabulary_is_named_by_its_place_in_the_list() -> Result<()> {
+    let head = SoftmaxHead::from_tensors(Tensor::zeros((10, 4), DType::F32, &Device::Cpu)?, None)?;
+    let composed = Given(Tensor::full(-(10f32.ln()), (4, 10), &Device::Cpu)?);
+    let hidden =
+        [Tensor::zeros((4, 4), DType::F32, &Device::Cpu)?, Tensor::arange(0f32, 4., &Device::Cpu)?.unsqueeze(1)?];
+    let token_ids = Tensor::new(&[[0u32, 1], [2, 3], [4, 5], [6, 10]], &Device::Cpu)?;
+    let teacher = Teacher::of_top_k(&token_ids, &Tensor::full(-2f32, (4, 2), &Device::Cpu)?, MissingIds::Tail);
+    let targets = Tensor::new(&[1i64, -100, 2, 3], &Device::Cpu)?;
+    // The second position does not count; with a hard weight, the target is scored beside the list.
+    for hard_weight in [0.0, 0.5] {
+        let options = DistillOptions::new(Divergence::ForwardKl).with_targets(targets.clone());
+        let options = options.with_ignore_index(-100).with_hard_weight(hard_weight);
+        for (head, hidden) in [&head as &dyn OutputLayer, &composed].into_iter().zip(&hidden) {
+            let error = head.distill(hidden, &teacher, &options).unwrap_err().to_string();
+            assert_eq!(error, "token_ids of the teacher: 10 at position 7 is not in 0..10, the vocabulary");
+        }
+    }
     Ok(())
 }

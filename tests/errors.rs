@@ -8,10 +8,10 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::{
-    linear_cross_entropy, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, ContextActivation, Error,
+    linear_cross_entropy, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, ContextActivation, Error, GradientSum,
     HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
     MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, Sampler, Sampling,
-    SoftmaxConfig, SoftmaxHead, TopK,
+    ScoreOptions, SoftmaxConfig, SoftmaxHead, TopK,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 2, 7);
@@ -148,7 +148,7 @@ on_each_device! {
                             assert!(nll[2].is_nan() && !nll[0].is_nan() && !nll[1].is_nan(), "{head:?}: {nll:?}");
                         }
                         let error = loss.and_then(|loss| loss.sum_and_count()).expect_err("a target outside");
-                        let is_right = matches!(error, Error::Target { position: 2, got, vocab_size: 7, .. } if got == bad);
+                        let is_right = matches!(error, Error::Target { argument: "targets", position: 2, got, vocab_size: 7 } if got == bad);
                         assert!(is_right, "{head:?}: {error:?}");
                         assert_message(&error, &["target", shown, "0..7, the vocabulary", "2"]);
                         assert_eq!(error.to_string().contains("with_ignore_index"), bad < 0, "{error}");
@@ -165,6 +165,62 @@ on_each_device! {
             let error = loss.and_then(|loss| loss.sum_and_count()).expect_err("a target outside");
             assert_message(&error, &["4294967295"]);
         }
+        Ok(())
+    }
+
+    fn a_negative_target_in_u32_is_told_that_i64_holds_it(device: &Device) -> Result<()> {
+        let targets = Tensor::new(&[0, 1, 2, -100_i32 as u32], device)?;
+        for (_, loss) in losses(device, &targets, &LossOptions::new().with_ignore_index(-100))? {
+            let error = loss.and_then(|loss| loss.sum_and_count()).expect_err("a target outside");
+            assert_message(&error, &["targets: 4294967196 at position 3", "-100 as u32", "i64", "with_ignore_index"]);
+        }
+        Ok(())
+    }
+
+    fn token_ids_outside_the_vocabulary_are_named_without_a_hint_on_targets(device: &Device) -> Result<()> {
+        if device.is_cuda() {
+            // A log-probability there is NaN.
+            return Ok(());
+        }
+        let token_ids = Tensor::new(&[0, 1, -100_i64, 3], device)?;
+        for head in HEADS {
+            let case = case(head);
+            let layer = build(&case, &case.constants(DType::F32, device)?)?;
+            let hidden = Tensor::zeros((POSITIONS, SIZES.hidden), DType::F32, device)?;
+            let several = token_ids.reshape((POSITIONS, 1))?;
+            let entropy = ScoreOptions::new().with_entropy(true);
+            for result in [
+                layer.log_prob(&hidden, &token_ids).map(|_| ()),
+                layer.score(&hidden, &token_ids, &ScoreOptions::new()).map(|_| ()),
+                layer.score(&hidden, &several, &entropy).map(|_| ()),
+            ] {
+                let error = result.expect_err("an id outside");
+                let is_right = matches!(error, Error::Target { argument: "token_ids", position: 2, got: -100, vocab_size: 7 });
+                assert!(is_right, "{head:?}: {error:?}");
+                assert_eq!(error.to_string(), "token_ids: -100 at position 2 is not in 0..7, the vocabulary");
+            }
+        }
+        Ok(())
+    }
+
+    fn an_evaluation_says_that_it_has_no_gradients(device: &Device) -> Result<()> {
+        for reduction in [Reduction::Mean, Reduction::Sum] {
+            let options = LossOptions::evaluation().with_reduction(reduction);
+            for (head, loss) in losses(device, &targets(device)?, &options)? {
+                let loss = loss?;
+                assert_config(loss.backward().map(|_| ()), "loss", &["a training step", "evaluation()"]);
+                let penalty = loss.value.zeros_like()?;
+                assert_config(loss.backward_with(&penalty).map(|_| ()), "loss", &["evaluation()"]);
+                assert_config(GradientSum::new().add(&loss), "loss", &["evaluation()"]);
+                let training = LossOptions::new().with_reduction(reduction);
+                let case = case(head);
+                let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
+                assert!(layer.loss(&targets(device)?, &training)?.backward().is_ok(), "{head:?}");
+            }
+        }
+        let nll = Tensor::ones(POSITIONS, DType::F32, device)?;
+        let loss = Loss::from_nll(&nll, &targets(device)?, &LossOptions::evaluation())?;
+        assert_config(loss.backward().map(|_| ()), "loss", &["evaluation()"]);
         Ok(())
     }
 
@@ -230,8 +286,10 @@ on_each_device! {
         for base in [LossOptions::new(), LossOptions::evaluation()] {
             for (head, loss) in losses(device, &targets(device)?, &base.clone().with_workspace_bytes(5))? {
                 let error = loss.expect_err("five bytes are not enough");
-                let Error::Workspace { least, got: 5, .. } = error else { panic!("{head:?}: {error:?}") };
-                assert_message(&error, &["workspace_bytes", &least.to_string(), "5"]);
+                let Error::Workspace { least, fixed, got: 5, .. } = error else { panic!("{head:?}: {error:?}") };
+                assert!(fixed < least, "{fixed} {least}");
+                let parts = format!("at least {least} ({fixed} fixed, {} for one position), got 5", least - fixed);
+                assert_message(&error, &["workspace_bytes", &parts]);
                 let case = case(head);
                 let tensors = case.variables(DType::F32, device)?;
                 let ask = |bytes| {
@@ -253,11 +311,33 @@ on_each_device! {
             let before = numbers(&layer.loss(&good, &LossOptions::new())?.value);
             // A GPU may check the targets only when a result is read back.
             let refusal = layer.loss(&bad, &LossOptions::new()).and_then(|loss| loss.sum_and_count());
-            assert!(matches!(refusal, Err(Error::Target { position: 3, got: 99, vocab_size: 7 })), "{refusal:?}");
+            assert!(matches!(refusal, Err(Error::Target { argument: "targets", position: 3, got: 99, vocab_size: 7 })), "{refusal:?}");
             assert_eq!(numbers(&layer.loss(&good, &LossOptions::new())?.value), before);
         }
         Ok(())
     }
+}
+
+#[test]
+fn hidden_states_of_another_size_are_told_what_they_are_compared_with() -> Result<()> {
+    // A transposed weight: [hidden, vocab].
+    let (hidden, ids) = (zeros(&[4, 5]), Tensor::zeros(4, DType::U32, &Device::Cpu)?);
+    let softmax = SoftmaxHead::from_tensors(zeros(&[5, 7]), None)?;
+    let parts = ["[.., 7]", "the decoder's weight [5, 7]", "[4, 5]"];
+    assert_shape(softmax.loss(&hidden, &ids, &LossOptions::new()), "hidden", &parts);
+    assert_shape(softmax.log_probs(&hidden), "hidden", &parts);
+    let weight = zeros(&[5, 7]);
+    let loss = linear_cross_entropy(&hidden, &weight, None, &ids, &LossOptions::new());
+    assert_shape(loss, "hidden", &["[.., 7]", "weight [5, 7]", "[4, 5]"]);
+    // The decoder's width is not that of hidden states.
+    let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+    let mixture = MixtureOfSoftmaxes::new(&MixtureConfig::new(6, 7, 3).with_context_dim(5), vb.clone())?;
+    assert_shape(mixture.log_probs(&hidden), "hidden", &["[.., 6]", "hidden_size of the projection", "[4, 5]"]);
+    let adaptive = AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 7, vec![3]), vb.clone())?;
+    assert_shape(adaptive.log_probs(&hidden), "hidden", &["[.., 6]", "projection [1, 6]", "[4, 5]"]);
+    let hierarchical = HierarchicalSoftmax::new(&HierarchicalConfig::new(6, 7), vb)?;
+    assert_shape(hierarchical.log_probs(&hidden), "hidden", &["[.., 6]", "weight [2, 6]", "[4, 5]"]);
+    Ok(())
 }
 
 #[test]

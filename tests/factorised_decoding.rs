@@ -211,7 +211,7 @@ on_each_device! {
             };
             for bad in [23i64, -1, 1 << 40] {
                 let error = fails(&hidden, &Tensor::new(&[1i64, bad], device)?, LossOptions::new());
-                assert!(matches!(error, Error::Target { position: 1, got, vocab_size: VOCAB } if got == bad), "{error}");
+                assert!(matches!(error, Error::Target { position: 1, got, vocab_size: VOCAB, .. } if got == bad), "{error}");
             }
             let error = fails(&hidden.narrow(1, 0, 7)?, &targets, LossOptions::new());
             assert!(matches!(error, Error::Shape { argument: "hidden", .. }), "{error}");

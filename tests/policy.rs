@@ -273,3 +273,34 @@ fn what_an_option_needs_must_be_there() -> Result<()> {
     assert_eq!(wrong.map(|_| ()).unwrap_err().to_string(), "values: expected shape [28], got []");
     Ok(())
 }
+
+#[test]
+fn a_mask_that_is_nan_is_an_error_that_names_the_position() -> Result<()> {
+    let problem = Problem::new(DType::F32, 0.1, 3)?;
+    let mask = |values: Vec<f32>| Tensor::from_vec(values, LEADING, &Device::Cpu);
+    let mut values = vec![1f32; 28];
+    values[9] = f32::NAN;
+    let batch = problem.batch.clone().with_mask(mask(values)?);
+    for head in [&problem.head as &dyn OutputLayer, &Composed(&problem.head)] {
+        let error = head.policy_loss(&problem.hidden, &batch, &PolicyOptions::new()).map(|_| ()).unwrap_err();
+        assert_eq!(error.to_string(), "mask: expected numbers, got NaN at position 9");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_token_outside_the_vocabulary_is_named_by_its_position_among_all() -> Result<()> {
+    let problem = Problem::new(DType::F32, 0.1, 3)?;
+    // The first tokens do not count.
+    let mask = Tensor::from_iter((0..28).map(|i| u8::from(i >= 5)), &Device::Cpu)?.reshape(LEADING)?;
+    let ids: Vec<u32> = (0..28).map(|i| if i == 11 { 50 } else { i }).collect();
+    let batch = PolicyBatch::new(Tensor::from_vec(ids, LEADING, &Device::Cpu)?, problem.batch.advantages.clone());
+    let batch = batch.with_mask(mask);
+    for head in [&problem.head as &dyn OutputLayer, &Composed(&problem.head)] {
+        for options in [PolicyOptions::new(), PolicyOptions::new().with_entropy(0.1)] {
+            let error = head.policy_loss(&problem.hidden, &batch, &options).map(|_| ()).unwrap_err();
+            assert_eq!(error.to_string(), "token_ids: 50 at position 11 is not in 0..50, the vocabulary");
+        }
+    }
+    Ok(())
+}

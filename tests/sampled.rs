@@ -265,7 +265,7 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
         "vocab_size of the negatives: expected 40, the size of the vocabulary, got 41"
     );
     let outside = Tensor::new(&[3u32, 0, 40, 17, 3, 1, 20], device)?;
-    assert_eq!(message(mixture.loss(&outside, &sampled)), "target 40 at position 2 is not in 0..40, the vocabulary");
+    assert_eq!(message(mixture.loss(&outside, &sampled)), "targets: 40 at position 2 is not in 0..40, the vocabulary");
     let counts: Vec<f64> = (0..VOCAB).map(|id| f64::from(id != 17)).collect();
     let never = LossOptions::new().with_sampled_softmax(NoiseDistribution::unigram(&counts)?.draw(4, 0)?);
     assert_eq!(

@@ -528,7 +528,7 @@ fn wrong_arguments_are_errors() -> Result<()> {
     let cold = options.clone().with_temperature(0.0);
     assert_eq!(message(head.score(&hidden, &ids(&[2, 4])?, &cold)), "temperature: expected from 1e-6 to 1e6, got 0");
     let outside = (ids(&[2, 4])? + 30.0)?;
-    let expected = "target 30 at position 0 is not in 0..30, the vocabulary";
+    let expected = "token_ids: 30 at position 0 is not in 0..30, the vocabulary";
     assert_eq!(message(head.score(&hidden, &outside, &options)), expected);
     let floats = Tensor::zeros((2, 4), DType::F32, &Device::Cpu)?;
     assert_eq!(message(head.score(&hidden, &floats, &options)), "token_ids: expected dtype u8, u32 or i64, got F32");

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::{
     AdaptiveConfig, CharCnnConfig, Classes, ContextActivation, HeadConfig, HierarchicalConfig, LossOptions,
-    MixtureConfig, OutputLayer, Sampling, SoftmaxConfig,
+    LowRankConfig, MixtureConfig, OutputLayer, Sampling, SoftmaxConfig,
 };
 
 #[test]
@@ -25,6 +25,10 @@ fn what_is_written_is_read_again() -> serde_json::Result<()> {
         let hierarchical = HierarchicalConfig::new(64, 3).with_bias(false).with_classes(classes);
         assert_eq!(serde_json::from_str::<HierarchicalConfig>(&serde_json::to_string(&hierarchical)?)?, hierarchical);
     }
+    let adapter = LowRankConfig::new(1000, 64, 8).with_alpha(16.0);
+    assert_eq!(serde_json::from_str::<LowRankConfig>(&serde_json::to_string(&adapter)?)?, adapter);
+    let adapter = r#"{"vocab_size": 1000, "context_dim": 64, "rank": 8}"#;
+    assert_eq!(serde_json::from_str::<LowRankConfig>(adapter)?, LowRankConfig::new(1000, 64, 8));
     let sampling = Sampling::new().with_temperature(0.8).with_top_p(0.95).with_top_k(40);
     assert_eq!(serde_json::from_str::<Sampling>(&serde_json::to_string(&sampling)?)?, sampling);
     Ok(())

@@ -16,7 +16,8 @@ use candle_nn::{VarBuilder, VarMap};
 use common::devices;
 use mos_head::{
     Collectives, Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution, Numbers,
-    OptionName, OutputLayer, Reduction, Result, SoftmaxHead, VocabParallel, VocabShard,
+    OptionName, OutputLayer, PolicyBatch, PolicyNormalization, PolicyOptions, Reduction, Result, ScoreOptions,
+    SoftmaxHead, VocabParallel, VocabShard,
 };
 use ranks::on_ranks;
 use values::tensor;
@@ -316,6 +317,87 @@ fn a_backward_pass_is_a_call_of_all_ranks() {
     let found = on_ranks(3, of_rank);
     assert!(matches!(found[0], Err(Error::Ranks { argument: "the call", .. })), "{found:?}");
     assert!(found.iter().all(|result| result.as_ref().is_err_and(|error| error.to_string().contains("the call"))));
+}
+
+#[test]
+fn a_policy_loss_without_an_entropy_is_that_of_the_whole_vocabulary() -> Result<()> {
+    let (weight, hidden) = (tensor(&[50, D], 1, DType::F64)?, tensor(&[2, 3, D], 2, DType::F64)?);
+    let token_ids = Tensor::new(&[[0u32, 49, 17], [16, 99, 34]], &Device::Cpu)?;
+    // One token does not count.
+    let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 1]], &Device::Cpu)?;
+    let numbers_of = |seed| tensor(&[2, 3], seed, DType::F64);
+    let batch = PolicyBatch::new(token_ids, numbers_of(3)?)
+        .with_mask(mask)
+        .with_old_log_probs((numbers_of(4)? - 4.0)?)
+        .with_reference_log_probs((numbers_of(5)? - 4.0)?);
+    let options = PolicyOptions::new().with_kl(0.1).with_normalization(PolicyNormalization::Sequences);
+    let of_head = |head: &dyn OutputLayer, hidden: &Var, weight: &Var| -> Result<[Vec<f64>; 3]> {
+        let loss = head.policy_loss(hidden, &batch, &options)?;
+        let gradients = loss.backward()?;
+        let of = |var: &Var| numbers(gradients.get(var).expect("a gradient"));
+        Ok([numbers(&loss.value)?, of(hidden)?, of(weight)?])
+    };
+    let (whole_hidden, whole_weight) = (Var::from_tensor(&hidden)?, Var::from_tensor(&weight)?);
+    let whole = SoftmaxHead::from_tensors(whole_weight.as_tensor().clone(), None)?;
+    let [value, of_hidden, of_weight] = of_head(&whole, &whole_hidden, &whole_weight)?;
+    for count in 1..=3 {
+        let of_rank = |ranks: Arc<dyn Collectives>| -> Result<_> {
+            let shard = VocabShard::new(ranks, 50)?;
+            let rows = shard.range();
+            let (own, hidden) = (weight.narrow(0, rows.start, rows.len())?, Var::from_tensor(&hidden)?);
+            let own = Var::from_tensor(&own)?;
+            let head = VocabParallel::new(SoftmaxHead::from_tensors(own.as_tensor().clone(), None)?, shard)?;
+            Ok((rows, of_head(&head, &hidden, &own)?))
+        };
+        for found in on_ranks(count, of_rank) {
+            let (rows, found) = found?;
+            let expected = [&value[..], &of_hidden, &of_weight[rows.start * D..rows.end * D]];
+            for (found, expected) in found.iter().zip(expected) {
+                assert_eq!(found.len(), expected.len());
+                let is_close = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-11 * (1.0 + b.abs());
+                assert!(found.iter().zip(expected).all(is_close), "{found:?} {expected:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_scores_of_several_ranks_lack_is_named_on_every_rank() -> Result<()> {
+    let (weight, hidden) = (tensor(&[50, D], 1, DType::F32)?, tensor(&[3, D], 2, DType::F32)?);
+    let ids = |ids: [u32; 3]| Tensor::new(&ids, &Device::Cpu);
+    let messages = |call: &(dyn Fn(&dyn OutputLayer, usize) -> Result<()> + Sync)| {
+        on_ranks(2, |ranks| {
+            let rank = ranks.rank();
+            let shard = VocabShard::new(ranks, 50).expect("a shard");
+            let rows = weight.narrow(0, shard.range().start, shard.range().len()).expect("rows");
+            let head = SoftmaxHead::from_tensors(rows, None).expect("a head");
+            let head = VocabParallel::new(head, shard).expect("a head");
+            call(&head, rank).expect_err("an error").to_string()
+        })
+    };
+    let policy = |options: PolicyOptions| {
+        messages(&|head, _| {
+            let batch = PolicyBatch::new(ids([0, 49, 17])?, tensor(&[3], 3, DType::F32)?);
+            head.policy_loss(&hidden, &batch, &options).map(|_| ())
+        })
+    };
+    let score =
+        |options: ScoreOptions| messages(&|head, _| head.score(&hidden, &ids([0, 49, 17])?, &options).map(|_| ()));
+    let head = "not supported by a vocabulary-parallel head";
+    for (found, option) in [
+        (policy(PolicyOptions::new().with_entropy(0.1)), "entropy"),
+        (policy(PolicyOptions::new().with_temperature(0.7)), "temperature"),
+        (score(ScoreOptions::new().with_entropy(true)), "entropy"),
+        (score(ScoreOptions::new().with_outside(true)), "outside"),
+    ] {
+        assert_eq!(found, [format!("{option}: {head}"), format!("{option}: {head}")]);
+    }
+    // An id outside on one rank alone.
+    let found = messages(&|head, rank| head.log_prob(&hidden, &ids([0, 49, 17 + 50 * rank as u32])?).map(|_| ()));
+    assert!(found[0].contains("expected the same on every rank"), "{found:?}");
+    assert_eq!(found[1], "token_ids: 67 at position 2 is not in 0..50, the vocabulary");
+    Ok(())
 }
 
 /// An error on every rank, and none that waits.

@@ -40,6 +40,9 @@ impl Checkpoint {
                 failed(&"it is a PyTorch pickle, not safetensors: scripts/resave-released.py converts it").into()
             );
         }
+        if file.starts_with(b"version https://git-lfs") {
+            return Err(failed(&"it is a pointer of Git LFS, whose file has not been fetched (git lfs pull)").into());
+        }
         let (_, header) = SafeTensors::read_metadata(&file).map_err(|error| failed(&error))?;
         let tensors = candle_core::safetensors::load_buffer(&file, device).map_err(|error| failed(&error))?;
         Ok(Self { tensors, metadata: header.metadata().clone().unwrap_or_default() })

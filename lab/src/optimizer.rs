@@ -146,7 +146,7 @@ impl Optimizer {
 
     /// Replaces the gradients by their sums over all ranks.
     pub(crate) fn all_reduce(&self, gradients: &mut GradStore, ranks: &Ranks) -> Result<()> {
-        ranks.all_reduce(gradients, self.vars.iter().map(|(_, var)| var))
+        ranks.all_reduce(gradients, &self.vars)
     }
 
     /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns

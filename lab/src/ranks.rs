@@ -101,15 +101,11 @@ impl Ranks {
         self.sums([0.0]).map(|_| ())
     }
 
-    /// Replaces the gradients by their sums over all ranks. The variables are in the same order on every rank.
-    pub(crate) fn all_reduce<'a>(
-        &self,
-        gradients: &mut GradStore,
-        variables: impl Iterator<Item = &'a Var>,
-    ) -> Result<()> {
+    /// Replaces the gradients by their sums over all ranks.
+    pub(crate) fn all_reduce(&self, gradients: &mut GradStore, variables: &[(String, Var)]) -> Result<()> {
         match &self.several {
             None => Ok(()),
-            Some(several) => Ok(several.all_reduce(gradients, &variables.cloned().collect::<Vec<_>>())?),
+            Some(several) => Ok(several.all_reduce_named(gradients, variables)?),
         }
     }
 

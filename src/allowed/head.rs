@@ -104,16 +104,20 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
-        let scores = mixture.restricted_at(&self.allowed, terms.positions.clone());
-        loss_of_scores(&terms, scores.score(&terms.token_ids, &options.scores())?)
+        let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
+        let scores = scores.score(&terms.token_ids, &options.scores());
+        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
         let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
-        let mixture = mixture.restricted_at(&self.allowed, distillation.positions().to_vec());
-        distillation.composed(|| mixture.log_probs(), |ids, options| mixture.score(ids, options))
+        let positions = distillation.positions().to_vec();
+        let mixture = mixture.restricted(&self.allowed.select(&positions))?;
+        let scores =
+            |ids: &Tensor, options: &ScoreOptions| mixture.score(ids, options).map_err(|error| error.among(&positions));
+        distillation.composed(|| mixture.log_probs().map_err(|error| error.among(&positions)), scores)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
@@ -122,5 +126,9 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         self.mixture(hidden)?.sample(sampler)
+    }
+
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        Ok(Box::new(Restricted { head: self.head.frozen_mixture()?, allowed: self.allowed.clone() }))
     }
 }

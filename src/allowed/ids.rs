@@ -147,9 +147,26 @@ impl AllowedIds {
         }
     }
 
+    /// The sets of some of the positions.
+    pub(super) fn select(&self, positions: &[u32]) -> Self {
+        let sets = match &self.sets {
+            Sets::Shared(..) => self.sets.clone(),
+            Sets::Each(lists) => {
+                Sets::Each(IdLists::new(positions.iter().map(|&position| lists.list(position as usize).to_vec())))
+            }
+        };
+        AllowedIds { sets, ..*self }
+    }
+
     /// The sets of these positions, whose `n` ids each are `asked` for. Ids are below `vocab`, and there is a list for each
     /// of all positions.
-    pub(super) fn kept(&self, asked: &[usize], n: usize, positions: &[u32], vocab: usize) -> Result<Kept> {
+    pub(super) fn kept(
+        &self,
+        asked: &[usize],
+        n: usize,
+        positions: impl Iterator<Item = usize>,
+        vocab: usize,
+    ) -> Result<Kept> {
         if let Sets::Shared(ids, _) = &self.sets {
             let all_inside = || asked.iter().all(|&id| ids.binary_search(&(id as u32)).is_ok());
             match ids.len() {
@@ -159,8 +176,8 @@ impl AllowedIds {
                 _ => {}
             }
         }
-        let list = |(i, &position): (usize, &u32)| {
-            let (asked, position) = (&asked[i * n..(i + 1) * n], position as usize);
+        let list = |(i, position): (usize, usize)| {
+            let asked = &asked[i * n..(i + 1) * n];
             let ids = match &self.sets {
                 Sets::Shared(ids, _) => ids,
                 Sets::Each(lists) => lists.list(position),
@@ -178,6 +195,6 @@ impl AllowedIds {
                 _ => Ok([ids, &outside].concat()),
             }
         };
-        Ok(Kept::Each(IdLists::new(positions.iter().enumerate().map(list).collect::<Result<Vec<_>>>()?)))
+        Ok(Kept::Each(IdLists::new(positions.enumerate().map(list).collect::<Result<Vec<_>>>()?)))
     }
 }

@@ -49,8 +49,6 @@ use crate::tensors::transfer;
 pub struct RestrictedMixture {
     pub(super) mixture: Mixture,
     allowed: AllowedIds,
-    /// The place of each position among those of `allowed`
-    positions: Vec<u32>,
 }
 
 impl Mixture {
@@ -64,12 +62,7 @@ impl Mixture {
         let Sizes { positions, vocab, .. } = self.operands().sizes;
         allowed.check_vocab(vocab)?;
         allowed.check_positions(positions)?;
-        Ok(self.restricted_at(allowed, (0..positions as u32).collect()))
-    }
-
-    /// The mixture over the allowed ids of its positions, which have these places among all that ids are allowed at.
-    pub(super) fn restricted_at(&self, allowed: &AllowedIds, positions: Vec<u32>) -> RestrictedMixture {
-        RestrictedMixture { mixture: self.clone(), allowed: allowed.clone(), positions }
+        Ok(RestrictedMixture { mixture: self.clone(), allowed: allowed.clone() })
     }
 }
 
@@ -111,8 +104,7 @@ impl RestrictedMixture {
             return self.mixture.loss(targets, options);
         }
         let ids: Vec<usize> = asked.iter().copied().flatten().collect();
-        let of_counted: Vec<u32> = counted.iter().map(|&t| self.positions[t as usize]).collect();
-        let kept = match self.allowed.kept(&ids, 1, &of_counted, vocab)? {
+        let kept = match self.allowed.kept(&ids, 1, counted.iter().map(|&t| t as usize), vocab)? {
             Kept::All => return self.mixture.loss(targets, options),
             Kept::Shared(ids) if is_single(&self.mixture) => return self.small_loss(&ids, &asked, options),
             kept => kept,
@@ -217,10 +209,10 @@ impl RestrictedMixture {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
         let n = candidates("token_ids", token_ids, leading)?;
-        let asked = read_ids(token_ids, None, vocab)?;
+        let asked = read_ids("token_ids", token_ids, None, vocab)?;
         let device = self.mixture.operands().contexts.device();
         let ids: Vec<usize> = asked.iter().copied().flatten().collect();
-        match self.allowed.kept(&ids, n, &self.positions, vocab)? {
+        match self.allowed.kept(&ids, n, 0..positions, vocab)? {
             Kept::All => self.mixture.score(token_ids, options),
             _ if positions == 0 => self.mixture.score(token_ids, options),
             Kept::Shared(ids) if is_single(&self.mixture) => {
@@ -273,7 +265,8 @@ impl RestrictedMixture {
 
     /// The sets of all positions, none of which is ignored.
     pub(super) fn kept(&self) -> Result<Kept> {
-        self.allowed.kept(&[], 0, &self.positions, self.mixture.operands().sizes.vocab)
+        let Sizes { positions, vocab, .. } = self.mixture.operands().sizes;
+        self.allowed.kept(&[], 0, 0..positions, vocab)
     }
 }
 

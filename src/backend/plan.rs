@@ -152,7 +152,9 @@ impl Plan {
         let Needs { per_position, per_thread, .. } = needs;
         let least = needs.fixed + per_thread + per_position;
         let budget = match budget {
-            Some(got) if got < least && positions > 0 => return Err(Error::Workspace { least, got }),
+            Some(got) if got < least && positions > 0 => {
+                return Err(Error::Workspace { least, fixed: least - per_position, got });
+            }
             Some(budget) => budget,
             None => needs.default_budget.max(least),
         };
@@ -253,7 +255,9 @@ mod tests {
     fn the_least_budget_is_accepted_and_one_byte_less_is_an_error() {
         assert!(Plan::new(100, 3, NEEDS, Some(1500)).is_ok());
         let error = Plan::new(100, 3, NEEDS, Some(1499)).unwrap_err();
-        assert!(matches!(error, Error::Workspace { least: 1500, got: 1499 }));
+        assert!(matches!(error, Error::Workspace { least: 1500, fixed: 500, got: 1499 }));
+        let expected = "workspace_bytes: expected at least 1500 (500 fixed, 1000 for one position), got 1499";
+        assert_eq!(error.to_string(), expected);
     }
 
     #[test]
@@ -267,7 +271,7 @@ mod tests {
     fn a_small_budget_is_for_fewer_threads() {
         let needs = Needs { fixed: 200, per_thread: 300, threads: 4, ..NEEDS };
         let plan = |budget| Plan::new(100, 3, needs, Some(budget));
-        assert!(matches!(plan(1499).unwrap_err(), Error::Workspace { least: 1500, got: 1499 }));
+        assert!(matches!(plan(1499).unwrap_err(), Error::Workspace { least: 1500, fixed: 500, got: 1499 }));
         for (budget, threads, positions) in [(1500, 1, 1), (1799, 1, 1), (1800, 2, 1), (2400, 4, 1), (3400, 4, 2)] {
             let plan = plan(budget).unwrap();
             assert_eq!((plan.threads, plan.positions_per_chunk), (threads, positions), "{budget}");

@@ -35,6 +35,8 @@ use crate::tensors::linear::layer;
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(from = "Read"))]
 #[non_exhaustive]
 pub struct LowRankConfig {
     /// Number of token ids.
@@ -59,11 +61,30 @@ impl LowRankConfig {
     }
 }
 
+/// The configuration as deserialized: sizes are required, and alpha has the default of `new`.
+#[cfg(feature = "serde")]
+#[derive(serde::Deserialize)]
+struct Read {
+    vocab_size: usize,
+    context_dim: usize,
+    rank: usize,
+    alpha: Option<f64>,
+}
+
+#[cfg(feature = "serde")]
+impl From<Read> for LowRankConfig {
+    fn from(read: Read) -> Self {
+        let default = LowRankConfig::new(read.vocab_size, read.context_dim, read.rank);
+        LowRankConfig { alpha: read.alpha.unwrap_or(default.alpha), ..default }
+    }
+}
+
 /// Low-rank adaptation of a decoder (LoRA): `W + s B A` in place of the weight W, with A `[r, d]` and B `[vocab, r]`.
 ///
 /// [`Decoder::with_adapter`](crate::Decoder::with_adapter) and [`Head::with_adapter`](crate::Head::with_adapter) add it
 /// to a decoder. The sum is never formed: beside the weight, a step holds nothing of `[vocab, d]`, unless the weight
-/// itself needs a gradient.
+/// itself needs a gradient. A and B alone do not say what the factor s is: [`LowRankAdapter::save`] writes it beside them, as
+/// PEFT does, and [`LowRankAdapter::load`] reads both.
 ///
 /// # Examples
 ///
@@ -105,7 +126,8 @@ pub struct LowRankAdapter {
 
 impl LowRankAdapter {
     /// An adapter with the variables `lora_A.weight` `[r, d]`, uniform within `1 / sqrt(d)`, and `lora_B.weight`
-    /// `[vocab, r]`, zero: names and initial values of Hugging Face PEFT.
+    /// `[vocab, r]`, zero: names and initial values of Hugging Face PEFT. (Under `vb.pp("base_model.model.lm_head")` they are
+    /// the names in PEFT's file of a language model.)
     ///
     /// # Errors
     ///
@@ -179,6 +201,11 @@ impl LowRankAdapter {
     /// The size of a context, d.
     pub fn context_dim(&self) -> usize {
         self.a.dims()[1]
+    }
+
+    /// The adapter as a constant.
+    pub(super) fn frozen(&self) -> Self {
+        LowRankAdapter { a: self.a.detach(), b: self.b.detach(), scale: self.scale }
     }
 
     /// Checks that it adapts a weight of this shape.

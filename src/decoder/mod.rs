@@ -2,6 +2,7 @@
 
 mod adapter;
 mod char_cnn;
+mod peft;
 
 use std::sync::Arc;
 
@@ -242,11 +243,7 @@ impl Decoder {
     /// If the adapter is for another shape, or of another dtype or on another device than the weight.
     pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
         adapter.check_adapts(self.vocab_size(), self.context_dim())?;
-        let weight = match &self.rows {
-            Rows::Matrix(weight) => weight,
-            Rows::Computed(cnn) => cnn.parameter(),
-        };
-        check_alike("adapter", adapter.b(), "decoder.weight", weight)?;
+        check_alike("adapter", adapter.b(), "decoder.weight", self.parameter())?;
         Ok(Decoder { adapter: Some(adapter), ..self })
     }
 
@@ -340,19 +337,38 @@ impl Decoder {
         mixture.sampled_loss(|ids| cnn.rows_of(ids), request)
     }
 
-    /// The decoder with its rows as a constant, if they are computed.
-    pub(crate) fn frozen(&self) -> Result<Self> {
-        match &self.rows {
-            Rows::Matrix(_) => Ok(self.clone()),
-            Rows::Computed(cnn) => Ok(Decoder { rows: Rows::Matrix(cnn.rows()?.detach()), ..self.clone() }),
-        }
+    /// The decoder with weight and bias as constants; rows that are computed from spellings are computed here. An adapter
+    /// is as it was.
+    pub(crate) fn with_constant_rows(self) -> Result<Self> {
+        let weight = match &self.rows {
+            Rows::Matrix(weight) => weight.detach(),
+            Rows::Computed(cnn) => cnn.rows()?.detach(),
+        };
+        let bias = self.bias.as_ref().map(Tensor::detach);
+        Ok(Decoder { rows: Rows::Matrix(weight), bias, ..self })
     }
 
-    /// Checks that hidden states of this size have the dtype and the device of the decoder.
-    pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize) -> Result<()> {
+    /// The decoder as a constant, with its adapter.
+    pub(crate) fn frozen(&self) -> Result<Self> {
+        let adapter = self.adapter.as_ref().map(LowRankAdapter::frozen);
+        Decoder { adapter, ..self.clone() }.with_constant_rows()
+    }
+
+    /// Checks that hidden states of this size have the dtype and the device of the decoder. The size is that of its
+    /// contexts, or of a projection's parameters.
+    pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize, is_projected: bool) -> Result<()> {
+        let compared = || match is_projected {
+            true => "the hidden_size of the projection".into(),
+            false => format!("the decoder's weight {:?}", [self.vocab_size(), self.context_dim()]),
+        };
+        check_hidden(hidden, size, compared, self.parameter())
+    }
+
+    /// A tensor of the dtype and the device of all parameters.
+    fn parameter(&self) -> &Tensor {
         match &self.rows {
-            Rows::Matrix(weight) => check_hidden(hidden, size, weight),
-            Rows::Computed(cnn) => check_hidden(hidden, size, cnn.parameter()),
+            Rows::Matrix(weight) => weight,
+            Rows::Computed(cnn) => cnn.parameter(),
         }
     }
 }

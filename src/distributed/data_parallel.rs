@@ -1,15 +1,17 @@
 //! Texts that are cut among the ranks of a distributed program.
 
+use std::collections::HashSet;
 use std::hash::Hash;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
+use candle_nn::VarMap;
 
 use crate::backend::agreement::{agree, Call, Number};
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::backend::contract::accumulation_dtype;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Request};
 
 /// Ranks with the same parameters and texts of their own: the loss of all texts, and its gradients.
@@ -37,7 +39,7 @@ use crate::loss::{LossOptions, Request};
 ///     let ranks = DataParallel::new(ranks);
 ///     let options = ranks.options(targets, &LossOptions::new().with_ignore_index(0))?;
 ///     let mut gradients = head.loss(hidden, targets, &options)?.backward()?;
-///     ranks.all_reduce(&mut gradients, &vars.all_vars())?; // in the same order on every rank, see there
+///     ranks.all_reduce(&mut gradients, vars)?;
 ///     optimizer.step(&gradients)?;
 ///     Ok(())
 /// }
@@ -70,7 +72,7 @@ impl DataParallel {
     ///
     /// # Errors
     ///
-    /// As for the targets and options of a loss; [`Error::Ranks`](crate::Error::Ranks) if another rank has an error.
+    /// As for the targets and options of a loss; [`Error::Ranks`] if another rank has an error.
     pub fn options(&self, targets: &Tensor, options: &LossOptions) -> Result<LossOptions> {
         let count = self.count(targets, options);
         let of_rank = Number::own("count", *count.as_ref().unwrap_or(&f64::NAN));
@@ -98,28 +100,48 @@ impl DataParallel {
         Ok(numbers)
     }
 
-    /// Replaces the gradient of each variable by the sum over all ranks; of a variable without a gradient on this rank it
-    /// counts as zero. Half precision is added up in f32. Every rank calls it with the same variables in the same order.
-    /// ([`VarMap::all_vars`](candle_nn::VarMap::all_vars) has an order that changes from run to run: sort the variables by
-    /// name.)
+    /// Replaces the gradient of each variable of a map by the sum over all ranks; of a variable without a gradient on this
+    /// rank it counts as zero, and a variable without a gradient on any rank remains without one. Half precision is added
+    /// up in f32. Every rank calls it with variables of the same names, dtypes and shapes.
     ///
     /// # Errors
     ///
-    /// [`Error::Ranks`](crate::Error::Ranks) if the ranks have other dtypes or shapes of variables, or make another call;
-    /// if the engine fails.
-    pub fn all_reduce(&self, gradients: &mut GradStore, variables: &[Var]) -> Result<()> {
+    /// [`Error::Ranks`] if the ranks have other names, dtypes or shapes of variables, another rank has an error, or makes
+    /// another call; if a gradient is not of its variable's shape, or not of floats; if the engine fails. All but the last
+    /// come before any gradient is changed.
+    pub fn all_reduce(&self, gradients: &mut GradStore, vars: &VarMap) -> Result<()> {
+        let named: Vec<(String, Var)> = {
+            let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
+            vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+        };
+        self.all_reduce_named(gradients, &named)
+    }
+
+    /// As [`DataParallel::all_reduce`], for variables that are not in a [`VarMap`]. Ranks match them by their names, whatever
+    /// order they are in; a variable with several names is added up once.
+    ///
+    /// # Errors
+    ///
+    /// As for [`DataParallel::all_reduce`], or if two variables have the same name.
+    pub fn all_reduce_named(&self, gradients: &mut GradStore, variables: &[(String, Var)]) -> Result<()> {
+        let mut named: Vec<&(String, Var)> = variables.iter().collect();
+        named.sort_by(|a, b| a.0.cmp(&b.0));
         let numbers = [
-            Number::equal("variables", variables.len() as f64),
+            Number::equal("number of variables", named.len() as f64),
+            Number::hashed("names of the variables", |state| {
+                named.iter().for_each(|(name, var)| (name, first_name(&named, var)).hash(state));
+            }),
             Number::hashed("dtypes and shapes of the variables", |state| {
-                variables.iter().for_each(|var| (var.dtype().as_str(), var.dims()).hash(state));
+                named.iter().for_each(|(_, var)| (var.dtype().as_str(), var.dims()).hash(state));
             }),
         ];
-        agree(&*self.collectives, Call::Gradients, Ok(()), &numbers)?;
-        // A variable without a gradient on any rank remains without one.
+        agree(&*self.collectives, Call::Gradients, check_gradients(gradients, &named), &numbers)?;
+        let mut seen = HashSet::new();
+        let variables: Vec<&Var> = named.into_iter().map(|(_, var)| var).filter(|var| seen.insert(var.id())).collect();
         let mut with_gradient: Vec<f64> =
             variables.iter().map(|var| f64::from(u8::from(gradients.get(var).is_some()))).collect();
         self.collectives.all_reduce_sum(Numbers::F64(&mut with_gradient))?;
-        let variables = variables.iter().zip(with_gradient).filter(|(_, ranks)| *ranks > 0.0).map(|(var, _)| var);
+        let variables = variables.into_iter().zip(with_gradient).filter(|(_, ranks)| *ranks > 0.0).map(|(var, _)| var);
 
         let mut bucket: Vec<&Var> = Vec::new();
         for var in variables {
@@ -157,6 +179,30 @@ impl DataParallel {
         }
         Ok(())
     }
+}
+
+/// The first name, in alphabetical order, of a variable: the same one for all names of it.
+fn first_name<'a>(named: &[&'a (String, Var)], var: &Var) -> Option<&'a String> {
+    named.iter().find(|(_, other)| other.id() == var.id()).map(|(name, _)| name)
+}
+
+/// Checks that names are not given twice, and that each gradient can be added up; the errors name the variable.
+fn check_gradients(gradients: &GradStore, named: &[&(String, Var)]) -> Result<()> {
+    if let Some(pair) = named.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        return Err(Error::config("variables", "a name of its own for each", format!("{} twice", pair[0].0)));
+    }
+    for (name, var) in named {
+        let Some(gradient) = gradients.get(var) else { continue };
+        if gradient.dims() != var.dims() {
+            let expected = format!("a gradient of shape {:?} of {name}", var.dims());
+            return Err(Error::config("gradients", expected, format!("{:?}", gradient.dims())));
+        }
+        if accumulation(var).is_err() || accumulation_dtype("gradients", gradient.dtype()).is_err() {
+            let expected = format!("gradients in f16, bf16, f32 or f64 of {name}");
+            return Err(Error::config("variables", expected, format!("{:?}, of {:?}", gradient.dtype(), var.dtype())));
+        }
+    }
+    Ok(())
 }
 
 /// The dtype that gradients of a variable are added up in.

@@ -6,9 +6,11 @@ use crate::backend::agreement::Call;
 use crate::backend::shard::VocabShard;
 use crate::decoding::{NextToken, TokenRequest, TopK};
 use crate::error::{Error, OptionName, Result};
-use crate::heads::{MixtureLayer, OutputLayer};
-use crate::loss::{Loss, LossOptions, Request};
+use crate::heads::{loss_of_scores, MixtureLayer, OutputLayer};
+use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::mixture::Mixture;
+use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
+use crate::scores::{candidates, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -16,9 +18,11 @@ use crate::tensors::dropout::DropoutMasks;
 /// the same on every rank. [`OutputLayer::loss`] is [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss):
 /// the loss of the whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection;
 /// the decoder's gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole
-/// vocabulary too; what needs the log-probabilities of all ids as a tensor is [`Error::Unsupported`].
+/// vocabulary too, and so are `log_prob` of one id at each position and `policy_loss`. An entropy, a temperature and what
+/// needs the log-probabilities of all ids as a tensor are [`Error::Unsupported`].
 ///
-/// Every rank calls it with the same hidden states and targets. Dropout needs the same masks on every rank:
+/// Every rank calls it with the same hidden states and targets, and has the same parameters of the projection: new variables
+/// have other random values on every rank, so they are read from a checkpoint, or sent by one rank. Dropout needs the same masks on every rank:
 /// [`DropoutMasks::Seeded`](crate::DropoutMasks::Seeded) with the same seed, or none.
 ///
 /// # Examples
@@ -26,19 +30,27 @@ use crate::tensors::dropout::DropoutMasks;
 /// ```no_run
 /// use std::sync::Arc;
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_nn::VarBuilder;
+/// use candle_nn::{VarBuilder, VarMap};
 /// use mos_head::{
-///     Collectives, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, VocabParallel, VocabShard,
+///     Collectives, LossOptions, MixtureConfig, MixtureOfSoftmaxes, Numbers, OutputLayer, VocabParallel, VocabShard,
 /// };
 ///
 /// fn step(ranks: Arc<dyn Collectives>, hidden: &Tensor, targets: &Tensor) -> mos_head::Result<()> {
-///     let shard = VocabShard::new(ranks, 128_256)?;
-///     let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+///     let shard = VocabShard::new(ranks.clone(), 128_256)?;
+///     let vars = VarMap::new();
+///     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
 ///     // The rows of this rank alone.
 ///     let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(1024, shard.range().len(), 4), vb)?;
+///     // The first rank sends the initial values of the projection.
+///     for name in ["prior.weight", "latent.weight", "latent.bias"] {
+///         let var = &vars.data().lock().expect("the variables")[name];
+///         let mut values = var.flatten_all()?.to_vec1::<f32>()?;
+///         ranks.broadcast(Numbers::F32(&mut values), 0)?;
+///         var.set(&Tensor::from_vec(values, var.shape(), &Device::Cpu)?)?;
+///     }
 ///     let head = VocabParallel::new(head, shard)?;
 ///     let loss = head.loss(hidden, targets, &LossOptions::default())?;
-///     let gradients = loss.backward()?;
+///     let gradients = loss.backward()?; // then optimizer.step(&gradients)
 ///     # let _ = gradients;
 ///     Ok(())
 /// }
@@ -84,6 +96,26 @@ impl<H: MixtureLayer> VocabParallel<H> {
     }
 }
 
+/// For errors.
+const NAME: &str = "a vocabulary-parallel head";
+
+/// Checks that the scores need no more than the negative log-likelihood of one id at each position.
+fn scorable(hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<()> {
+    options.validate()?;
+    let leading = leading(hidden)?;
+    candidates("token_ids", token_ids, leading)?;
+    let unsupported = [
+        (options.entropy, OptionName::Entropy),
+        (options.outside, OptionName::Outside),
+        (options.temperature != 1.0, OptionName::Temperature),
+        (token_ids.dims() != leading, OptionName::LogProbs),
+    ];
+    match unsupported.into_iter().find(|(is_asked, _)| *is_asked) {
+        Some((_, option)) => Err(Error::Unsupported { option, head: NAME }),
+        None => Ok(()),
+    }
+}
+
 impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
     fn hidden_size(&self) -> usize {
         self.head.hidden_size()
@@ -104,6 +136,34 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         mixture?.vocab_parallel_loss(&self.shard, targets, options)
     }
 
+    /// Of one id at each position, without entropy, mass outside and temperature.
+    fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+        let of_loss = LossOptions::new()
+            .with_reduction(Reduction::None)
+            .with_dropout(DropoutMasks::Off)
+            .with_correct(options.is_best);
+        let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
+        let loss = match scorable(hidden, token_ids, options) {
+            Ok(()) => self.loss(hidden, token_ids, &of_loss),
+            // The other ranks then know of it.
+            Err(error) => self.shard.agree(Call::Loss, Err(error), &[]),
+        };
+        let loss = loss.map_err(|error| error.renamed("targets", "token_ids"))?;
+        // Not `neg`, which makes a minus zero.
+        let log_prob = loss.value.affine(-1.0, 0.0)?;
+        let leaves = loss.leaves().collect();
+        Ok(Scores { log_prob, entropy: None, log_outside: None, is_best: loss.is_correct, leaves })
+    }
+
+    fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
+        let (terms, rows) = match PolicyTerms::of_hidden(hidden, batch, options) {
+            Ok(terms) => terms,
+            Err(error) => return self.shard.agree(Call::Loss, Err(error), &[]),
+        };
+        let scores = self.score(&rows, &terms.token_ids, &options.scores());
+        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
+    }
+
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         self.mixture(Call::Decoding, hidden, DropoutMasks::Off)?.vocab_parallel_top_k(&self.shard, k)
     }
@@ -112,12 +172,16 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         self.mixture(Call::Decoding, hidden, DropoutMasks::Off)?.vocab_parallel_next_tokens(&self.shard, requests)
     }
 
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        Ok(Box::new(VocabParallel { head: self.head.frozen_mixture()?, shard: self.shard.clone() }))
+    }
+
     /// Not supported: no rank has room for them.
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
         self.log_probs_as(hidden, hidden.dtype())
     }
 
     fn log_probs_as(&self, _: &Tensor, _: DType) -> Result<Tensor> {
-        Err(Error::Unsupported { option: OptionName::LogProbs, head: "a vocabulary-parallel head" })
+        Err(Error::Unsupported { option: OptionName::LogProbs, head: NAME })
     }
 }

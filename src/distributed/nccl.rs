@@ -19,29 +19,29 @@ use crate::tensors::checks::check_most;
 /// # Examples
 ///
 /// ```no_run
-/// use std::sync::Arc;
+/// use std::path::Path;
 /// use candle_core::Device;
-/// use mos_head::{Nccl, VocabShard};
+/// use mos_head::Nccl;
 ///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let rank: usize = std::env::var("RANK")?.parse()?;
-/// let ranks: usize = std::env::var("WORLD_SIZE")?.parse()?;
-/// // In a new directory that all processes see.
-/// let path = "run/nccl-id";
-/// if rank == 0 {
-///     std::fs::write("run/nccl-id.part", Nccl::new_id()?)?;
-///     std::fs::rename("run/nccl-id.part", path)?;
+/// /// `folder` is a new one for each run, which all processes see.
+/// fn join(folder: &Path) -> Result<Nccl, Box<dyn std::error::Error>> {
+///     let rank: usize = std::env::var("RANK")?.parse()?;
+///     let ranks: usize = std::env::var("WORLD_SIZE")?.parse()?;
+///     let path = folder.join("nccl-id");
+///     if rank == 0 {
+///         std::fs::create_dir_all(folder)?;
+///         std::fs::write(folder.join("nccl-id.part"), Nccl::new_id()?)?;
+///         std::fs::rename(folder.join("nccl-id.part"), &path)?;
+///     }
+///     // The processes wait for the first one: whatever starts them should end all if one fails.
+///     while !path.try_exists()? {
+///         std::thread::sleep(std::time::Duration::from_millis(10));
+///     }
+///     let id = std::fs::read(path)?.try_into().map_err(|_| "not an id")?;
+///     // The GPU of this rank, on a machine that has all of them.
+///     let device = Device::new_cuda(rank)?;
+///     Ok(Nccl::new(&device, rank, ranks, id)?)
 /// }
-/// while !std::fs::exists(path)? {
-///     std::thread::sleep(std::time::Duration::from_millis(10));
-/// }
-/// let id = std::fs::read(path)?.try_into().map_err(|_| "not an id")?;
-/// // The GPU of this rank, on a machine that has all of them.
-/// let device = Device::new_cuda(rank)?;
-/// let shard = VocabShard::new(Arc::new(Nccl::new(&device, rank, ranks, id)?), 128_256)?;
-/// println!("this rank has the rows {:?}", shard.range());
-/// # Ok(())
-/// # }
 /// ```
 #[derive(Debug)]
 pub struct Nccl {

@@ -217,7 +217,12 @@ impl MixtureConfig {
 
 /// The parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
 /// [`MixtureOfContexts`](crate::MixtureOfContexts) as tensors: the argument of `from_tensors` and the result of
-/// `tensors`.
+/// `tensors`. The activation is none of them: save it beside the weights, as part of a
+/// [`HeadConfig`](crate::HeadConfig).
+///
+/// Equal components with priors of weight zero, such as K copies of one softmax, get equal gradients without dropout: they
+/// stay a softmax for ever, at K times the price. [`MixtureConfig::similar_components`] makes components that start alike
+/// and part.
 ///
 /// # Examples
 ///

@@ -130,6 +130,16 @@ impl Projection for Contexts {
         let log_priors = self.log_priors(&rows, &[rows.dim(0)?, self.components()])?;
         Ok(Some(self.chosen_contexts(hidden, &sampler.choose(&log_priors.detach())?)?))
     }
+
+    fn frozen(&self) -> Result<Box<dyn Projection + '_>> {
+        Ok(Box::new(Contexts {
+            prior_weight: self.prior_weight.detach(),
+            prior_bias: self.prior_bias.as_ref().map(Tensor::detach),
+            latent_weight: self.latent_weight.detach(),
+            latent_bias: self.latent_bias.detach(),
+            ..*self
+        }))
+    }
 }
 
 impl Configured for Contexts {

@@ -141,6 +141,41 @@ impl<P: Projection> Head<P> {
         Ok(Head { projection: self.projection, decoder: self.decoder.with_adapter(adapter)? })
     }
 
+    /// The head with weight and bias of the decoder as constants, which get no gradient and cost no product for one: to
+    /// train the projection, an adapter or the layers before on a frozen decoder. The projection and an adapter, whether it
+    /// is there already or is added afterwards, still get their gradients ([`OutputLayer::frozen`] freezes them too).
+    /// A weight is shared with its variable and not copied; where it is tied to an embedding, the embedding's gradient is
+    /// that of its other use alone. Rows from spellings are computed once, here.
+    ///
+    /// # Errors
+    ///
+    /// If the device has no memory for the computed rows.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let config = MixtureConfig::new(64, 1000, 5).with_context_dim(32);
+    /// let head = MixtureOfSoftmaxes::new(&config, vb)?.with_frozen_decoder()?;
+    /// let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
+    /// let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+    /// let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
+    /// let vars = vars.data().lock().expect("the variables");
+    /// let missing = loss.missing_gradients(&loss.backward()?, &*vars);
+    /// assert_eq!(missing, ["decoder.bias", "decoder.weight"]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_frozen_decoder(self) -> Result<Self> {
+        Ok(Head { projection: self.projection, decoder: self.decoder.with_constant_rows()? })
+    }
+
     /// The head whose decoder's weight is the constant `W + s B A`, without an adapter: to export it, or to serve it.
     ///
     /// # Errors
@@ -173,6 +208,12 @@ impl<P: Projection> Head<P> {
     }
 }
 
+impl<P: Projection> Head<P> {
+    fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
+        self.decoder.check_hidden(hidden, self.hidden_size(), self.projection.has_parameters())
+    }
+}
+
 impl<P: Projection> OutputLayer for Head<P> {
     fn hidden_size(&self) -> usize {
         self.projection.hidden_size()
@@ -183,7 +224,7 @@ impl<P: Projection> OutputLayer for Head<P> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.decoder.check_hidden(hidden, self.hidden_size())?;
+        self.check_hidden(hidden)?;
         let request = Request::new(leading(hidden)?, Some(self.vocab_size()), hidden, targets, options)?;
         let is_masked = self.projection.has_parameters() || request.needs_mask();
         let hidden = if is_masked { request.mask(hidden)? } else { hidden.clone() };
@@ -198,8 +239,8 @@ impl<P: Projection> OutputLayer for Head<P> {
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         let mixture = self.mixture(&rows, DropoutMasks::Off)?;
-        let token_ids = terms.token_ids.clone();
-        mixture.score_loss(
+        let (token_ids, counted) = (terms.token_ids.clone(), terms.positions.clone());
+        let loss = mixture.score_loss(
             &token_ids,
             &options.scores(),
             move |ChunkScores { positions, log_prob, entropy, .. }| {
@@ -207,7 +248,8 @@ impl<P: Projection> OutputLayer for Head<P> {
                 let column = |i| derivatives.narrow(1, i, 1)?.squeeze(1);
                 Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
             },
-        )
+        );
+        loss.map_err(|error| error.among(&counted))
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
@@ -229,7 +271,7 @@ impl<P: Projection> OutputLayer for Head<P> {
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         if sampler.sampling().ancestral {
-            self.decoder.check_hidden(hidden, self.hidden_size())?;
+            self.check_hidden(hidden)?;
             if let Some(contexts) = self.projection.draw(hidden, sampler)? {
                 return self.decoder.mixture(&contexts, None)?.sample(sampler);
             }
@@ -242,9 +284,7 @@ impl<P: Projection> OutputLayer for Head<P> {
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
-        // Of one type, whatever the projection: a frozen head has a frozen head.
-        let projection: &dyn Projection = &self.projection;
-        Ok(Box::new(Head { projection, decoder: self.decoder.frozen()? }))
+        Ok(self.frozen_mixture()?)
     }
 }
 
@@ -254,8 +294,13 @@ impl<P: Projection> MixtureLayer for Head<P> {
     }
 
     fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
-        self.decoder.check_hidden(hidden, self.hidden_size())?;
+        self.check_hidden(hidden)?;
         let (contexts, log_priors) = self.projection.forward(hidden, dropout)?;
         self.decoder.mixture(&contexts, log_priors.as_ref())
+    }
+
+    fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
+        // A boxed projection, whatever this one is: a frozen head can be frozen, and each would have a type of its own.
+        Ok(Box::new(Head { projection: self.projection.frozen()?, decoder: self.decoder.frozen()? }))
     }
 }

@@ -104,6 +104,10 @@ impl<P: Projection> Projection for MixedContexts<P> {
     fn has_parameters(&self) -> bool {
         self.0.has_parameters()
     }
+
+    fn frozen(&self) -> Result<Box<dyn Projection + '_>> {
+        Ok(Box::new(MixedContexts(self.0.frozen()?)))
+    }
 }
 
 impl<P: Configured> Configured for MixedContexts<P> {

@@ -225,7 +225,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///   arXiv 2402.03300.
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
-        loss_of_scores(&terms, self.score(&rows, &terms.token_ids, &options.scores())?)
+        let scores = self.score(&rows, &terms.token_ids, &options.scores());
+        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
     }
 
     /// The divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its gradients. For
@@ -286,8 +287,9 @@ pub trait OutputLayer: Debug + Send + Sync {
             return Ok(self.score(hidden, token_ids, &ScoreOptions::new())?.log_prob);
         }
         let options = LossOptions::new().with_reduction(Reduction::None).with_dropout(DropoutMasks::Off);
+        let loss = self.loss(hidden, token_ids, &options).map_err(|error| error.renamed("targets", "token_ids"))?;
         // Not `neg`, which makes a minus zero.
-        Ok(self.loss(hidden, token_ids, &options)?.value.affine(-1.0, 0.0)?)
+        Ok(loss.value.affine(-1.0, 0.0)?)
     }
 
     /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of
@@ -356,13 +358,40 @@ pub trait OutputLayer: Debug + Send + Sync {
         NextToken::of_log_probs(&self.log_probs_as(hidden, dtype)?, requests)
     }
 
-    /// The head for evaluation and decoding: what it computes from its parameters alone, such as decoder rows from
-    /// spellings, is computed once, and constant. Where there is nothing to compute, and by default, it is the head
-    /// itself.
+    /// The head as a constant, for evaluation and decoding, or under layers that alone are trained: hidden states get
+    /// their gradient through it, and none of its parameters does, nor those of an adapter. What it computes from its
+    /// parameters alone, such as decoder rows from spellings, is computed once. Parameters are shared with the head, not
+    /// copied.
+    ///
+    /// Every head of this crate is frozen as far as its parts are: a [`Projection`](crate::Projection) or a
+    /// [`MixtureLayer`] of your own in it must override [`Projection::frozen`](crate::Projection::frozen) or
+    /// [`MixtureLayer::frozen_mixture`]. By default, a head of your own returns itself, and its parameters go on getting
+    /// gradients. To train a projection or an adapter on a frozen decoder, see
+    /// [`Head::with_frozen_decoder`](crate::Head::with_frozen_decoder).
     ///
     /// # Errors
     ///
     /// If the device has no memory for the computed rows.
+    ///
+    /// # Examples
+    ///
+    /// The gradient of the hidden states of a head that is not trained:
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    /// let frozen = head.frozen()?;
+    /// let hidden = Var::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+    /// let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
+    /// let gradients = frozen.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
+    /// assert!(gradients.get(&hidden).is_some() && gradients.get(&weight).is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
         Ok(Box::new(self))
     }
@@ -438,6 +467,16 @@ pub trait MixtureLayer: OutputLayer {
         self.mixture(hidden, DropoutMasks::Off)?.plan(options)
     }
 
+    /// The layer as a constant, as [`OutputLayer::frozen`] returns it, for what is built of it. By default it is the layer
+    /// itself, whose parameters go on getting gradients.
+    ///
+    /// # Errors
+    ///
+    /// As for [`OutputLayer::frozen`].
+    fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
+        Ok(Box::new(self))
+    }
+
     /// The mixture without its least probable components, see [`Mixture::prune`].
     ///
     /// # Shapes
@@ -511,6 +550,9 @@ macro_rules! delegate_to_pointee {
             }
             fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
                 (**self).prune(hidden, mass)
+            }
+            fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
+                (**self).frozen_mixture()
             }
         }
     )*};

@@ -1,6 +1,7 @@
 //! The projection of a head: from hidden states to contexts and log-priors.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
@@ -102,6 +103,17 @@ pub trait Projection: Debug + Send + Sync {
         let _ = (hidden, sampler);
         Ok(None)
     }
+
+    /// The projection with its parameters as constants: hidden states still get their gradient through it. By default it
+    /// is the projection itself, whose parameters go on getting gradients: one with parameters returns itself with
+    /// [`Tensor::detach`] of each.
+    ///
+    /// # Errors
+    ///
+    /// Your own.
+    fn frozen(&self) -> Result<Box<dyn Projection + '_>> {
+        Ok(Box::new(self))
+    }
 }
 
 /// A projection that is made from a configuration: what [`Head::new`](crate::Head::new) needs.
@@ -179,29 +191,32 @@ pub trait Configured: Projection + Sized {
     fn decoder(config: &Self::Config) -> DecoderConfig;
 }
 
-/// So that two heads can share a projection.
-impl<P: Projection + ?Sized> Projection for &P {
-    fn hidden_size(&self) -> usize {
-        (**self).hidden_size()
-    }
-
-    fn context_dim(&self) -> usize {
-        (**self).context_dim()
-    }
-
-    fn components(&self) -> usize {
-        (**self).components()
-    }
-
-    fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
-        (**self).forward(hidden, dropout)
-    }
-
-    fn has_parameters(&self) -> bool {
-        (**self).has_parameters()
-    }
-
-    fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
-        (**self).draw(hidden, sampler)
-    }
+/// So that two heads can share a projection, and one can be chosen at run time.
+macro_rules! delegate_to_pointee {
+    ($($pointer:ty),*) => {$(
+        impl<P: Projection + ?Sized> Projection for $pointer {
+            fn hidden_size(&self) -> usize {
+                (**self).hidden_size()
+            }
+            fn context_dim(&self) -> usize {
+                (**self).context_dim()
+            }
+            fn components(&self) -> usize {
+                (**self).components()
+            }
+            fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
+                (**self).forward(hidden, dropout)
+            }
+            fn has_parameters(&self) -> bool {
+                (**self).has_parameters()
+            }
+            fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
+                (**self).draw(hidden, sampler)
+            }
+            fn frozen(&self) -> Result<Box<dyn Projection + '_>> {
+                (**self).frozen()
+            }
+        }
+    )*};
 }
+delegate_to_pointee!(Box<P>, Arc<P>, &P);

@@ -127,7 +127,8 @@ impl<'a> Request<'a> {
                 Reduction::None => zeros,
                 Reduction::Mean | Reduction::Sum => zero.clone(),
             };
-            return Ok(Loss::new(value, zero.clone(), zero, nll.clone()));
+            let loss = Loss::new(value, zero.clone(), zero, nll.clone());
+            return Ok(Loss { is_evaluation: !options.train, ..loss });
         }
         let mut weights = zeros.ones_like()?;
         if let Some(position_weights) = &options.position_weights {
@@ -146,7 +147,8 @@ impl<'a> Request<'a> {
         let objective = weights.ne(0f64)?.where_cond(&(&nll * &weights)?, &zeros)?;
         let (sum, count) = (objective.sum_all()?, weights.sum_all()?);
         let value = self.value(&sum, &count, || Ok(objective))?;
-        Ok(Loss::new(if options.train { value } else { value.detach() }, sum, count, nll))
+        let value = if options.train { value } else { value.detach() };
+        Ok(Loss { is_evaluation: !options.train, ..Loss::new(value, sum, count, nll) })
     }
 
     /// Where targets are ignored (u8, `[..]`); `None` if none is, or, on a GPU, where reading them would wait, if no
@@ -196,7 +198,7 @@ impl<'a> Request<'a> {
 
     /// The targets on the host, `None` where ignored, checked against the vocabulary. Waits for their device.
     pub(crate) fn read_ids(&self, vocab_size: usize) -> Result<Vec<Option<usize>>> {
-        read_ids(self.targets, self.options.ignore_index, vocab_size)
+        read_ids("targets", self.targets, self.options.ignore_index, vocab_size)
     }
 
     /// Whether positions or token ids have weights.

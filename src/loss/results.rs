@@ -67,6 +67,8 @@ pub struct Loss {
     pub(crate) spared: Vec<TensorId>,
     /// Targets on a GPU, which the loss does not check.
     pub(crate) unchecked: Option<Unchecked>,
+    /// Whether the options ask for no gradients.
+    pub(crate) is_evaluation: bool,
 }
 
 /// The decoder's rows that a sampled loss read, as variables of their own: their gradients are the rows of the
@@ -143,6 +145,7 @@ impl Loss {
             parts: Vec::new(),
             spared: Vec::new(),
             unchecked: None,
+            is_evaluation: false,
         }
     }
 
@@ -164,8 +167,10 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// If the backward pass of an operation before the head fails, or memory runs out.
+    /// If it is the loss of an [evaluation](crate::LossOptions::evaluation), which has no gradients, the backward pass of an
+    /// operation before the head fails, or memory runs out.
     pub fn backward(&self) -> Result<GradStore> {
+        self.check_training()?;
         autograd::backward(&self.value, None, self.leaves().collect())
     }
 
@@ -178,7 +183,8 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// If the value or the penalty is not a scalar, their dtypes or devices differ, or candle's backward pass fails.
+    /// If the value or the penalty is not a scalar, their dtypes or devices differ, candle's backward pass fails, or as for
+    /// [`Loss::backward`].
     ///
     /// # Examples
     ///
@@ -197,6 +203,7 @@ impl Loss {
     /// # }
     /// ```
     pub fn backward_with(&self, penalty: &Tensor) -> Result<GradStore> {
+        self.check_training()?;
         for (argument, tensor) in [("value", &self.value), ("penalty", penalty)] {
             if tensor.rank() != 0 {
                 return Err(Error::shape(argument, "a scalar", tensor.dims()));
@@ -204,6 +211,17 @@ impl Loss {
         }
         check_alike("penalty", penalty, "value", &self.value)?;
         autograd::backward(&self.value, Some(penalty), self.leaves().collect())
+    }
+
+    /// An error for the loss of an evaluation.
+    fn check_training(&self) -> Result<()> {
+        match self.is_evaluation {
+            false => Ok(()),
+            true => {
+                let got = "that of LossOptions::evaluation(), or with train = false, which has none";
+                Err(Error::config("loss", "the loss of a training step, which has gradients", got))
+            }
+        }
     }
 
     /// The variables whose gradients bypass candle's sum.
@@ -224,7 +242,7 @@ impl Loss {
         let (sum, count) = (numbers[0], numbers[1]);
         if let Some(Unchecked { targets, ignore_index, vocab_size }) = self.unchecked.as_ref().filter(|_| sum.is_nan())
         {
-            read_ids(targets, *ignore_index, *vocab_size)?;
+            read_ids("targets", targets, *ignore_index, *vocab_size)?;
         }
         Ok((sum, count))
     }

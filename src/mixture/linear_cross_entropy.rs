@@ -49,7 +49,7 @@ pub fn linear_cross_entropy(
     };
     check_elements("weight", weight.dims())?;
     check_float("weight", weight)?;
-    check_hidden(hidden, width, weight)?;
+    check_hidden(hidden, width, || format!("weight {:?}", weight.dims()), weight)?;
     check_targets("targets", targets, leading(hidden)?)?;
     Mixture::new(&hidden.unsqueeze(hidden.rank() - 1)?, None, weight, bias)?.loss(targets, options)
 }

@@ -126,6 +126,7 @@ impl Mixture {
         let loss = Loss {
             dropped_mass: results.dropped_mass,
             decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
+            is_evaluation: !options.train,
             ..Loss::new(value, results.sum, results.count, nll)
         };
         match results.is_correct {

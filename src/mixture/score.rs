@@ -34,7 +34,7 @@ impl Mixture {
             let of_loss = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_best);
             let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
             // Not `neg`, which makes a minus zero.
-            let loss = self.loss(token_ids, &of_loss)?;
+            let loss = self.loss(token_ids, &of_loss).map_err(|error| error.renamed("targets", "token_ids"))?;
             let leaves = loss.leaves().collect();
             let log_prob = loss.value.affine(-1.0, 0.0)?;
             return Ok(Scores { log_prob, entropy: None, log_outside: None, is_best: loss.is_correct, leaves });

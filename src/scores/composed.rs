@@ -25,7 +25,7 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
     let n = ids.dim(1)?;
     let read: Vec<usize> = match n {
         0 => Vec::new(),
-        _ => read_ids(ids, None, vocab)?.into_iter().flatten().collect(),
+        _ => read_ids("token_ids", ids, None, vocab)?.into_iter().flatten().collect(),
     };
     let of_ids = match n {
         0 => None,

@@ -302,7 +302,7 @@ impl PolicyBatch {
     ///
     /// # Shapes
     ///
-    /// - mask: `[..]`; u8, u32, i64 or a float type, not zero where a token counts
+    /// - mask: `[..]`; u8, u32, i64 or a float type, not zero where a token counts, and nowhere NaN
     pub fn with_mask(self, mask: Tensor) -> Self {
         PolicyBatch { mask: Some(mask), ..self }
     }
@@ -432,7 +432,10 @@ fn counted(mask: Option<&Tensor>, leading: &[usize]) -> Result<Vec<bool>> {
         return Err(Error::shape("mask", format!("{leading:?}"), mask.dims()));
     }
     let mask = mask.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-    Ok(mask.into_iter().map(|x| x != 0.0).collect())
+    match mask.iter().position(|x| x.is_nan()) {
+        None => Ok(mask.into_iter().map(|x| x != 0.0).collect()),
+        Some(position) => Err(Error::config("mask", "numbers", format!("NaN at position {position}"))),
+    }
 }
 
 /// The weight of each token that counts.

@@ -13,10 +13,16 @@ const MOST_ELEMENTS: usize = match 1usize.checked_shl(40) {
 /// The largest number of token ids: they are u32, and candle reads the largest u32 as no index.
 const MOST_IDS: usize = u32::MAX as usize;
 
-/// Checks that the last dimension, the dtype and the device of hidden states match the parameters of a head.
-pub(crate) fn check_hidden(hidden: &Tensor, size: usize, weight: &Tensor) -> Result<()> {
+/// Checks that the last dimension, the dtype and the device of hidden states match the parameters of a head; `compared`
+/// is what the last dimension is compared with.
+pub(crate) fn check_hidden(
+    hidden: &Tensor,
+    size: usize,
+    compared: impl FnOnce() -> String,
+    weight: &Tensor,
+) -> Result<()> {
     if hidden.dims().last() != Some(&size) {
-        return Err(Error::shape("hidden", format!("[.., {size}]"), hidden.dims()));
+        return Err(Error::shape("hidden", format!("[.., {size}], as {}", compared()), hidden.dims()));
     }
     check_elements("hidden", hidden.dims())?;
     check_alike("hidden", hidden, "the head's parameters", weight)
@@ -147,9 +153,14 @@ pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
     check_number((0.0..1.0).contains(&dropout), "dropout", "at least 0 and below 1", dropout)
 }
 
-/// Reads the targets as token ids, `None` where they are ignored. An error names the first target that is not in the
-/// vocabulary. Waits for the device of the targets.
-pub(crate) fn read_ids(targets: &Tensor, ignore_index: Option<i64>, vocab_size: usize) -> Result<Vec<Option<usize>>> {
+/// Reads token ids, such as targets; `None` where they are ignored. An error names the argument, and the first id that is
+/// not in the vocabulary. Waits for their device.
+pub(crate) fn read_ids(
+    argument: &'static str,
+    targets: &Tensor,
+    ignore_index: Option<i64>,
+    vocab_size: usize,
+) -> Result<Vec<Option<usize>>> {
     if targets.elem_count() == 0 {
         // candle's GPU backends do not convert empty tensors.
         return Ok(Vec::new());
@@ -161,7 +172,7 @@ pub(crate) fn read_ids(targets: &Tensor, ignore_index: Option<i64>, vocab_size: 
         }
         match usize::try_from(got) {
             Ok(id) if id < vocab_size => Ok(Some(id)),
-            _ => Err(Error::Target { position, got, vocab_size }),
+            _ => Err(Error::Target { argument, position, got, vocab_size }),
         }
     };
     targets.iter().enumerate().map(id).collect()

@@ -1,4 +1,4 @@
-//! What candle lacks: nodes of its graph, transfers, masks, initial values and checks of arguments.
+//! What candle lacks: nodes of its graph, transfers, masks, initial values, files of tensors and checks of arguments.
 
 pub(crate) mod autograd;
 pub(crate) mod checks;
@@ -7,4 +7,5 @@ pub(crate) mod initial_values;
 pub(crate) mod kept;
 pub(crate) mod linear;
 pub(crate) mod permutation;
+pub(crate) mod tensor_file;
 pub(crate) mod transfer;

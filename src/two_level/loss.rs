@@ -12,6 +12,7 @@ use candle_core::{Device, Tensor, TensorId};
 use super::{Cluster, Place, TwoLevel};
 use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
+use crate::heads::MixtureLayer;
 use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::tensors::autograd::{variables, Leaf};
 use crate::tensors::checks::leading;
@@ -48,7 +49,7 @@ impl Part {
     }
 }
 
-impl<S: Debug + Send + Sync> TwoLevel<S> {
+impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     /// Reads the targets, to sort the positions.
     pub(super) fn loss_of(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
         request.require(self.name, &[])?;

@@ -34,14 +34,14 @@ pub use adaptive::{Adaptive, AdaptiveConfig, AdaptiveSoftmax};
 pub use hierarchical::{Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax};
 
 /// A head whose vocabulary is a shortlist and clusters, by a scheme `S`:
-/// [`AdaptiveSoftmax`] or [`HierarchicalSoftmax`].
+/// [`AdaptiveSoftmax`] or [`HierarchicalSoftmax`]. `R` is the layer of the first level.
 #[derive(Clone, Debug)]
-pub struct TwoLevel<S> {
+pub struct TwoLevel<S, R = Arc<dyn MixtureLayer>> {
     /// For errors.
     name: &'static str,
     scheme: PhantomData<S>,
     /// Over the shortlist, then the clusters.
-    root: Arc<dyn MixtureLayer>,
+    root: R,
     /// The number of ids that are entries of the root themselves.
     shortlist: usize,
     clusters: Vec<Cluster>,
@@ -63,6 +63,18 @@ struct Cluster {
 }
 
 impl Cluster {
+    /// The softmax with its parameters as constants.
+    fn frozen(&self) -> Self {
+        let Cluster { projection, weight, bias, ranks } = self;
+        let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
+        Cluster {
+            projection: detached(projection),
+            weight: weight.detach(),
+            bias: detached(bias),
+            ranks: ranks.clone(),
+        }
+    }
+
     /// The softmax at these positions, `[positions, hidden]`.
     fn mixture(&self, rows: &Tensor) -> Result<Mixture> {
         let contexts = match &self.projection {
@@ -121,7 +133,9 @@ impl<S> TwoLevel<S> {
         }
         Ok(TwoLevel { name, scheme: PhantomData, root, shortlist, clusters, vocab_size, permutation })
     }
+}
 
+impl<S, R: MixtureLayer> TwoLevel<S, R> {
     /// Log-probabilities of the root, `[rows, entries]`, checked.
     fn root_log_probs(&self, rows: &Tensor, dtype: DType) -> Result<Tensor> {
         let root = self.root.log_probs_as(rows, dtype)?;
@@ -141,7 +155,11 @@ impl<S> TwoLevel<S> {
 
     fn check(&self, hidden: &Tensor) -> Result<()> {
         let Some(first) = self.clusters.first() else { return Ok(()) };
-        check_hidden(hidden, self.root.hidden_size(), &first.weight)
+        let compared = || match &first.projection {
+            Some(projection) => format!("the first cluster's projection {:?}", projection.dims()),
+            None => format!("the first class's weight {:?}", first.weight.dims()),
+        };
+        check_hidden(hidden, self.root.hidden_size(), compared, &first.weight)
     }
 
     fn place(&self, id: usize) -> Place {
@@ -168,7 +186,7 @@ fn at_positions(error: Error, positions: &[u32]) -> Error {
     }
 }
 
-impl<S: Debug + Send + Sync> OutputLayer for TwoLevel<S> {
+impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     fn hidden_size(&self) -> usize {
         self.root.hidden_size()
     }
@@ -218,5 +236,17 @@ impl<S: Debug + Send + Sync> OutputLayer for TwoLevel<S> {
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         self.draw(hidden, sampler)
+    }
+
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        Ok(Box::new(TwoLevel::<S, _> {
+            name: self.name,
+            scheme: PhantomData,
+            root: self.root.frozen_mixture()?,
+            shortlist: self.shortlist,
+            clusters: self.clusters.iter().map(Cluster::frozen).collect(),
+            vocab_size: self.vocab_size,
+            permutation: self.permutation.clone(),
+        }))
     }
 }

@@ -8,11 +8,12 @@ use super::{at_positions, TwoLevel};
 use crate::backend::contract::accumulation_dtype;
 use crate::decoding::Sampler;
 use crate::error::{Error, OptionName, Result};
+use crate::heads::MixtureLayer;
 use crate::heads::OutputLayer;
 use crate::tensors::checks::leading;
 use crate::tensors::transfer::to_device;
 
-impl<S: Debug + Send + Sync> TwoLevel<S> {
+impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     pub(super) fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         let sampling = sampler.sampling();
         if sampling.component_temperature != 1.0 {

@@ -11,6 +11,7 @@ use crate::backend::contract::{accumulation_dtype, Computed, Distribution};
 use crate::backend::ranking::{self, order, Ranked};
 use crate::decoding::TopK;
 use crate::error::{Error, Result};
+use crate::heads::MixtureLayer;
 use crate::tensors::checks::leading;
 use crate::tensors::transfer::matrix;
 
@@ -35,7 +36,7 @@ impl Search<'_> {
     }
 }
 
-impl<S> TwoLevel<S> {
+impl<S, R: MixtureLayer> TwoLevel<S, R> {
     pub(super) fn best(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         TopK::check_k(k, self.vocab_size)?;
         let rows = self.rows(hidden)?.detach();

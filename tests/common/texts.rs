@@ -19,7 +19,7 @@ pub const HIDDEN: usize = 6;
 const VOCAB: usize = 40;
 
 /// A head with these rows of the decoder, and its variables by name.
-fn rows_of_head(dtype: DType, rows: Range<usize>) -> Result<(MixtureOfSoftmaxes, Vec<Var>)> {
+fn rows_of_head(dtype: DType, rows: Range<usize>) -> Result<(MixtureOfSoftmaxes, Vec<(String, Var)>)> {
     let map = VarMap::new();
     let vb = VarBuilder::from_varmap(&map, dtype, &Device::Cpu);
     let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(HIDDEN, rows.len(), 3), vb)?;
@@ -32,17 +32,17 @@ fn rows_of_head(dtype: DType, rows: Range<usize>) -> Result<(MixtureOfSoftmaxes,
         };
         var.set(&values)?;
     }
-    Ok((head, named.into_iter().map(|(_, var)| var).collect()))
+    Ok((head, named))
 }
 
 /// A head, and its variables by name, which are the same on every rank.
-pub fn head(dtype: DType) -> Result<(MixtureOfSoftmaxes, Vec<Var>)> {
+pub fn head(dtype: DType) -> Result<(MixtureOfSoftmaxes, Vec<(String, Var)>)> {
     rows_of_head(dtype, 0..VOCAB)
 }
 
 /// The gradients of all variables; of those with a row for each id, these rows.
-fn numbers(gradients: &GradStore, vars: &[Var], rows: Range<usize>) -> Result<Vec<f64>> {
-    let of = |var: &Var| {
+fn numbers(gradients: &GradStore, vars: &[(String, Var)], rows: Range<usize>) -> Result<Vec<f64>> {
+    let of = |(_, var): &(String, Var)| {
         let gradient = gradients.get(var).expect("a gradient");
         let gradient = match gradient.dim(0)? {
             VOCAB => gradient.narrow(0, rows.start, rows.len())?,
@@ -92,7 +92,7 @@ pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<d
             let options = ranks.options(&of_rank(&targets)?, &options(&of_rank(&of_positions)?))?;
             let loss = head.loss(&of_rank(&hidden)?, &of_rank(&targets)?, &options)?;
             let mut gradients = loss.backward()?;
-            ranks.all_reduce(&mut gradients, &vars)?;
+            ranks.all_reduce_named(&mut gradients, &vars)?;
             let [value] = ranks.sums([loss.value.to_dtype(DType::F64)?.to_scalar::<f64>()?])?;
             let gradients = numbers(&gradients, &vars, 0..VOCAB)?;
 

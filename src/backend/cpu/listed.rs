@@ -43,7 +43,7 @@ impl Candidates {
     /// Reads the ids, which must be in the vocabulary.
     pub(super) fn new(scored: &Scored, vocab: usize) -> Result<Self> {
         let (positions, n) = scored.token_ids.dims2()?;
-        let given: Vec<usize> = read_ids(&scored.token_ids, None, vocab)?.into_iter().flatten().collect();
+        let given: Vec<usize> = read_ids("token_ids", &scored.token_ids, None, vocab)?.into_iter().flatten().collect();
         let (mut starts, mut ids, mut places) = (vec![0], Vec::new(), Vec::with_capacity(given.len()));
         for t in 0..positions {
             let given = &given[t * n..(t + 1) * n];

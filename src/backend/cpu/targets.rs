@@ -131,7 +131,8 @@ impl<F: Float> Targets<F> {
             Objective::Targets(loss) => loss,
         };
         let TargetLoss { targets, position_weights, class_weights, terms, .. } = loss;
-        let ids = read_ids(targets, loss.ignore_index, loss.shard.as_ref().map_or(rows, VocabShard::vocab_size))?;
+        let vocab = loss.shard.as_ref().map_or(rows, VocabShard::vocab_size);
+        let ids = read_ids("targets", targets, loss.ignore_index, vocab)?;
         let rows = match &loss.shard {
             Some(shard) => ids.iter().map(|id| id.map(|id| shard.row(id))).collect(),
             None => ids.clone(),

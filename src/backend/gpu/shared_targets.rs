@@ -16,7 +16,7 @@ impl<'a> SharedTargets<'a> {
     /// Waits for the device.
     pub(super) fn new(loss: &'a TargetLoss) -> Result<Option<Self>> {
         let Some(shard) = &loss.shard else { return Ok(None) };
-        let ids = read_ids(&loss.targets, loss.ignore_index, shard.vocab_size())?;
+        let ids = read_ids("targets", &loss.targets, loss.ignore_index, shard.vocab_size())?;
         Ok(Some(SharedTargets { shard, owners: ids.into_iter().map(|id| id.map(|id| shard.owner(id))).collect() }))
     }
 }

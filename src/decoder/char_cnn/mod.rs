@@ -162,7 +162,7 @@ impl CharCnn {
         let vocab = self.vocab_size();
         let spelling = |(position, &id): (usize, &u32)| {
             let spelling = self.spellings.get(id as usize).cloned();
-            spelling.ok_or(Error::Target { position, got: i64::from(id), vocab_size: vocab })
+            spelling.ok_or(Error::Target { argument: "ids", position, got: i64::from(id), vocab_size: vocab })
         };
         let spellings = ids.to_vec1::<u32>()?.iter().enumerate().map(spelling).collect::<Result<Vec<_>>>()?;
         let correction = self.correction.as_ref().map(|(correction, _)| correction.index_select(ids, 0));

@@ -6,8 +6,8 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::{json, Value};
 
-use super::tensor_file::{folder, PARTIAL};
 use crate::error::{Error, Result};
+use crate::tensors::tensor_file::{folder, other_format, PARTIAL};
 
 /// How the name of an index ends.
 const INDEX_ENDING: &str = ".safetensors.index.json";
@@ -30,7 +30,10 @@ impl Index {
     pub(super) fn read(path: &Path) -> Result<Self> {
         let expected = "an index of safetensors files";
         let bytes = std::fs::read(path).map_err(|error| Error::checkpoint(path, expected, error))?;
-        let index: Value = serde_json::from_slice(&bytes).map_err(|error| Error::checkpoint(path, expected, error))?;
+        let index: Value = serde_json::from_slice(&bytes).map_err(|error| match other_format(&bytes) {
+            Some(format) => Error::checkpoint(path, expected, format),
+            None => Error::checkpoint(path, expected, error),
+        })?;
         let Some(Value::Object(map)) = index.get("weight_map") else {
             return Err(Error::checkpoint(path, "a weight_map of names and files", "none"));
         };

@@ -10,8 +10,8 @@ use safetensors::tensor::TensorInfo;
 use safetensors::Dtype;
 
 use super::index::{is_index, Index, RowsName};
-use super::tensor_file::{folder, tensor_bytes, TensorFile};
 use crate::error::{Error, Result};
+use crate::tensors::tensor_file::{convertible, folder, tensor_bytes, tensor_of, TensorFile};
 
 /// A checkpoint of safetensors files, of which a rank reads its own rows: a plain file, the files of an index in
 /// Hugging Face's form, or what [`save_sharded`](crate::save_sharded) has written, for any number of ranks. The rows of
@@ -19,19 +19,20 @@ use crate::error::{Error, Result};
 ///
 /// # Examples
 ///
-/// A rank's head, from its rows of a checkpoint of any of these kinds:
+/// A rank's head, from its rows of a model of Hugging Face's, whose output layer is `lm_head.weight` without a bias. (What a
+/// head of this crate has saved, its constructor reads by the same `vb`: `SoftmaxHead::new(&config, vb)`.)
 ///
 /// ```no_run
 /// use std::sync::Arc;
 /// use candle_core::{DType, Device};
-/// use mos_head::{Collectives, ShardedCheckpoint, SoftmaxConfig, SoftmaxHead, VocabParallel, VocabShard};
+/// use mos_head::{Collectives, ShardedCheckpoint, SoftmaxHead, VocabParallel, VocabShard};
 ///
 /// fn load(ranks: Arc<dyn Collectives>) -> mos_head::Result<VocabParallel<SoftmaxHead>> {
 ///     let checkpoint = ShardedCheckpoint::open("model.safetensors.index.json")?;
 ///     let shard = VocabShard::new(ranks, 128_256)?;
 ///     let vb = checkpoint.var_builder(&shard, DType::F32, &Device::Cpu);
-///     let head = SoftmaxHead::new(&SoftmaxConfig::new(4096, shard.range().len()), vb)?;
-///     VocabParallel::new(head, shard)
+///     let weight = vb.get((shard.range().len(), 4096), "lm_head.weight")?;
+///     VocabParallel::new(SoftmaxHead::from_tensors(weight, None)?, shard)
 /// }
 /// ```
 ///
@@ -96,7 +97,8 @@ impl ShardedCheckpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if a file is missing or not what its header says, the index names a tensor that its file
+    /// [`Error::Checkpoint`] if a file is missing or not what its header says (a pickle and a pointer of Git LFS are told by
+    /// their first bytes), the index names a tensor that its file
     /// does not hold, or the rows of a tensor overlap, have a gap or differ in dtype or columns.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
@@ -259,20 +261,13 @@ impl ShardedCheckpoint {
         device: &Device,
     ) -> Result<Tensor> {
         let other = || Error::checkpoint(&self.path, format!("{name} in {}", dtype.as_str()), stored.dtype);
-        // candle holds values of fewer than 8 bits, but does not compute with them.
-        let of_file = DType::try_from(stored.dtype).ok().filter(|of_file| of_file.size_in_bytes() > 0);
-        let of_file = of_file.ok_or_else(other)?;
-        if of_file != dtype && !(of_file.is_float() && dtype.is_float()) {
-            return Err(other());
-        }
+        convertible(stored.dtype, dtype).ok_or_else(other)?;
         let mut bytes = Vec::with_capacity(tensor_bytes(stored.dtype, shape).ok_or_else(other)?);
         self.read(stored, rows, |block| {
             bytes.extend_from_slice(block);
             Ok(())
         })?;
-        let tensor = Tensor::from_raw_buffer(&bytes, of_file, shape, device)?;
-        drop(bytes);
-        Ok(tensor.to_dtype(dtype)?)
+        tensor_of(bytes, (stored.dtype, shape), dtype, device)?.ok_or_else(other)
     }
 
     fn stored(&self, name: &str) -> Result<&Stored> {

@@ -4,8 +4,8 @@ use std::io::Write;
 use std::path::Path;
 
 use super::load::ShardedCheckpoint;
-use super::tensor_file::{unwritten, Listed, Unplaced};
 use crate::error::Result;
+use crate::tensors::tensor_file::{unwritten, Listed, Unplaced};
 
 impl ShardedCheckpoint {
     /// Writes all tensors to one `.safetensors` file, whole and under their own names. The bytes are copied block by

@@ -9,11 +9,11 @@ use candle_core::Tensor;
 
 use super::index::{Index, Names, RowsName};
 use super::load::ShardedCheckpoint;
-use super::tensor_file::{tensor_bytes, unwritten, Listed, Unplaced, BLOCK_BYTES};
 use crate::backend::agreement::{Call, Number, WITHOUT_ERROR};
 use crate::backend::collectives::Numbers;
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, Result};
+use crate::tensors::tensor_file::{tensor_bytes, unwritten, write_values, Listed, Unplaced};
 
 /// Saves tensors of which each rank has its own rows, and `replicated` ones that all ranks have alike. Every rank calls
 /// it with the same names and the same path of an index, `{stem}.safetensors.index.json`, in a folder that all ranks
@@ -25,6 +25,9 @@ use crate::error::{Error, Result};
 /// before remain; then the new index takes the place of the old one, and files of other saves are removed, with what
 /// interrupted ones have left. Whenever a save fails or is interrupted, the index is the old one or the new one, and its
 /// files are complete.
+///
+/// The files hold tensors alone. What else makes a head, such as a mixture's activation, is in its
+/// [`HeadConfig`](crate::HeadConfig): save it beside them.
 ///
 /// # Shapes
 ///
@@ -201,15 +204,4 @@ impl<'a> Save<'a> {
         let rows: usize = self.rows.values().map(|tensor| of(tensor) / own * self.shard.vocab_size()).sum();
         rows + self.replicated.values().map(|tensor| of(tensor)).sum::<usize>()
     }
-}
-
-/// Writes the values of a tensor, some rows at a time.
-fn write_values(tensor: &Tensor, writer: &mut impl Write) -> candle_core::Result<()> {
-    let Some(&rows) = tensor.dims().first() else { return tensor.write_bytes(writer) };
-    let row_bytes = tensor.elem_count() / rows.max(1) * tensor.dtype().size_in_bytes();
-    let block = BLOCK_BYTES.checked_div(row_bytes).unwrap_or(rows).max(1);
-    for start in (0..rows).step_by(block) {
-        tensor.narrow(0, start, block.min(rows - start))?.write_bytes(writer)?;
-    }
-    Ok(())
 }

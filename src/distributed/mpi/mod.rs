@@ -70,8 +70,8 @@ impl Mpi {
 
     /// The ranks that call this with the same `group`, in their order; all ranks call it. The groups last as long as the
     /// program. Ranks call the operations of all their groups in the same order: one waits until it is over before the next.
-    /// In a grid of ranks that share a
-    /// vocabulary and of ranks with texts of their own, one of each is a split of the same ranks:
+    /// In a grid of ranks that share a vocabulary and of ranks with texts of their own, each is a split of the same ranks,
+    /// whose number is a multiple of the shards:
     ///
     /// ```no_run
     /// use std::sync::Arc;
@@ -79,6 +79,7 @@ impl Mpi {
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let (ranks, shards) = (Mpi::new()?, 2);
+    /// assert_eq!(ranks.ranks() % shards, 0);
     /// let vocabulary = VocabShard::new(Arc::new(ranks.split(ranks.rank() / shards)?), 128_256)?;
     /// let texts = DataParallel::new(Arc::new(ranks.split(ranks.rank() % shards)?));
     /// # Ok(())

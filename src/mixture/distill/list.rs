@@ -77,7 +77,8 @@ impl Lists {
                     continue;
                 }
                 if !usize::try_from(id).is_ok_and(|id| id < vocab) {
-                    return Err(Error::Target { position: position * n + i, got: id, vocab_size: vocab });
+                    let (argument, position) = ("token_ids of the teacher", position * n + i);
+                    return Err(Error::Target { argument, position, got: id, vocab_size: vocab });
                 }
                 if log_prob > most {
                     return Err(Error::Distribution { position });

@@ -49,7 +49,7 @@ impl Counted {
         }
         let is_read = options.ignore_index.is_some() || device.is_cpu();
         if let Some(targets) = options.targets.as_ref().filter(|_| is_read) {
-            let ids = read_ids(&targets.to_device(&Device::Cpu)?, options.ignore_index, vocab)?;
+            let ids = read_ids("targets", &targets.to_device(&Device::Cpu)?, options.ignore_index, vocab)?;
             weights.iter_mut().zip(ids).filter(|(_, id)| id.is_none()).for_each(|(weight, _)| *weight = 0.0);
         }
         let counts: Vec<u32> = (0u32..).zip(&weights).filter(|(_, &w)| w != 0.0).map(|(t, _)| t).collect();

@@ -58,19 +58,19 @@ impl FineTuned {
         let builder = |of: &VarMap| VarBuilder::from_varmap(of, DType::F32, &Device::Cpu);
         let is_frozen = matches!(output, Output::Frozen | Output::Adapter);
         let of_embedding = builder(if is_frozen { &frozen } else { &trained });
-        let mut embedding = of_embedding.get((vocab, hidden), "model.embed_tokens.weight")?;
-        if is_frozen {
-            // No gradient goes to a tensor that is no variable.
-            embedding = embedding.detach();
-        }
-        let model = Llama::new(config, embedding.clone(), builder(&trained).pp("model"))?;
+        let embedding = of_embedding.get((vocab, hidden), "model.embed_tokens.weight")?;
+        // No gradient goes to a tensor that is no variable: the embedding's use in the model is not trained either.
+        let of_model = if is_frozen { embedding.detach() } else { embedding.clone() };
+        let model = Llama::new(config, of_model, builder(&trained).pp("model"))?;
         let head = || SoftmaxHead::from_tensors(embedding.clone(), None);
         let output = match output {
             Output::Logits => Layer::Logits(Linear::new(embedding.clone(), None)),
-            Output::Head | Output::Frozen => Layer::Head(head()?),
+            Output::Head => Layer::Head(head()?),
+            Output::Frozen => Layer::Head(head()?.with_frozen_decoder()?),
             Output::Adapter => {
                 let sizes = LowRankConfig::new(vocab, hidden, rank);
-                Layer::Head(head()?.with_adapter(LowRankAdapter::new(&sizes, builder(&trained).pp("lm_head"))?)?)
+                let adapter = LowRankAdapter::new(&sizes, builder(&trained).pp("lm_head"))?;
+                Layer::Head(head()?.with_frozen_decoder()?.with_adapter(adapter)?)
             }
         };
         let tuned = Self { model, output, trained, frozen };

@@ -1,0 +1,199 @@
+//! A low-rank adapter in the files of Hugging Face's PEFT: what is written is read again, and what does not fit is an error.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use candle_core::{DType, Device, Tensor};
+use mos_head::{Decoder, Error, LowRankAdapter, OutputLayer, Result, SoftmaxHead};
+use serde_json::{json, Value};
+
+const VOCAB: usize = 11;
+const HIDDEN: usize = 5;
+
+/// A folder that is removed when the value is dropped.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        Folder(std::env::temp_dir().join(format!("mos-head-{}-peft-{name}", std::process::id())))
+    }
+
+    /// A file as it stands in a folder of PEFT's.
+    fn write(&self, config: &Value, tensors: &[(&str, Tensor)]) {
+        std::fs::create_dir_all(&self.0).expect("a folder");
+        std::fs::write(self.0.join("adapter_config.json"), config.to_string()).expect("a file");
+        let tensors: HashMap<String, Tensor> =
+            tensors.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
+        candle_core::safetensors::save(&tensors, self.0.join("adapter_model.safetensors")).expect("a file");
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn random(rows: usize, columns: usize) -> Tensor {
+    Tensor::randn(0f32, 1.0, (rows, columns), &Device::Cpu).expect("a tensor")
+}
+
+fn decoder(dtype: DType) -> Decoder {
+    let weight = random(VOCAB, HIDDEN).to_dtype(dtype).expect("a dtype");
+    Decoder::from_tensors(weight, None).expect("a decoder")
+}
+
+fn rows(tensor: &Tensor) -> Vec<Vec<f64>> {
+    tensor.to_dtype(DType::F64).expect("a dtype").to_vec2().expect("a matrix")
+}
+
+/// The message of an error of a file, which it names.
+fn message<T: std::fmt::Debug>(result: Result<T>, file: &str) -> String {
+    match result {
+        Err(error @ Error::Checkpoint { .. }) => {
+            assert!(error.to_string().contains(file), "{error} does not name {file}");
+            error.to_string()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn an_adapter_that_is_saved_is_read_again() -> Result<()> {
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+        for scale in [2.0, 0.75, 1.0 / 3.0] {
+            let folder = Folder::new(&format!("round-{}-{scale}", dtype.as_str()));
+            let adapter = LowRankAdapter::from_tensors(
+                random(3, HIDDEN).to_dtype(dtype)?,
+                random(VOCAB, 3).to_dtype(dtype)?,
+                scale,
+            )?;
+            // A second save takes the place of the first.
+            LowRankAdapter::from_tensors(random(2, HIDDEN), random(VOCAB, 2), 1.0)?.save(&folder.0)?;
+            adapter.save(&folder.0)?;
+            let head = SoftmaxHead::from_tensors(random(VOCAB, HIDDEN).to_dtype(dtype)?, None)?;
+            let loaded = LowRankAdapter::load(&folder.0, head.decoder())?;
+            assert_eq!((rows(loaded.a()), rows(loaded.b())), (rows(adapter.a()), rows(adapter.b())));
+            assert_eq!((loaded.a().dtype(), loaded.b().dtype()), (dtype, dtype));
+            assert!((loaded.scale() - scale).abs() < 1e-15, "{} {scale}", loaded.scale());
+            let hidden = random(4, HIDDEN).to_dtype(dtype)?;
+            let of = |adapter| -> Result<_> { Ok(rows(&head.clone().with_adapter(adapter)?.log_probs(&hidden)?)) };
+            assert_eq!(of(loaded)?, of(adapter)?);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_files_have_the_names_and_fields_of_peft() -> Result<()> {
+    let folder = Folder::new("names");
+    LowRankAdapter::from_tensors(random(8, HIDDEN), random(VOCAB, 8), 2.0)?.save(&folder.0)?;
+    let config = std::fs::read_to_string(folder.0.join("adapter_config.json")).expect("a file");
+    let config: Value = serde_json::from_str(&config).expect("an object");
+    for (field, expected) in [
+        ("peft_type", json!("LORA")),
+        ("task_type", json!("CAUSAL_LM")),
+        ("r", json!(8)),
+        ("lora_alpha", json!(16)),
+        ("target_modules", json!(["lm_head"])),
+        ("bias", json!("none")),
+    ] {
+        assert_eq!(config[field], expected, "{field}");
+    }
+    let tensors = candle_core::safetensors::load(folder.0.join("adapter_model.safetensors"), &Device::Cpu)?;
+    let mut shapes: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.dims())).collect();
+    shapes.sort();
+    let expected = [
+        ("base_model.model.lm_head.lora_A.weight", &[8, HIDDEN][..]),
+        ("base_model.model.lm_head.lora_B.weight", &[VOCAB, 8]),
+    ];
+    assert_eq!(shapes, expected);
+    Ok(())
+}
+
+#[test]
+fn an_adapter_among_those_of_other_modules_is_read() -> Result<()> {
+    let folder = Folder::new("others");
+    let (a, b) = (random(4, HIDDEN), random(VOCAB, 4));
+    let others = random(4, 7);
+    let tensors = [
+        ("base_model.model.lm_head.lora_A.weight", a.clone()),
+        ("base_model.model.lm_head.lora_B.weight", b.clone()),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", others.clone()),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", others),
+    ];
+    let config = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "lm_head"] });
+    folder.write(&config, &tensors);
+    let loaded = LowRankAdapter::load(&folder.0, &decoder(DType::F64))?;
+    assert_eq!((rows(loaded.a()), rows(loaded.b()), loaded.scale()), (rows(&a), rows(&b), 1.5));
+    assert_eq!(loaded.a().dtype(), DType::F64);
+    // Rank-stabilized: alpha over the square root of r.
+    let config = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 6.0, "use_rslora": true });
+    folder.write(&config, &tensors);
+    assert_eq!(LowRankAdapter::load(&folder.0, &decoder(DType::F32))?.scale(), 3.0);
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_that_names_both() {
+    let folder = Folder::new("errors");
+    let names = ["base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"];
+    let good = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8 });
+    let load = |config: &Value, tensors: &[(&str, Tensor)], file: &str| {
+        folder.write(config, tensors);
+        message(LowRankAdapter::load(&folder.0, &decoder(DType::F32)), file)
+    };
+    let of = |a: Tensor, b: Tensor| [(names[0], a), (names[1], b)];
+    let file = "adapter_model.safetensors";
+    for (a, b, expected) in [
+        // Another rank, another width, another vocabulary.
+        (random(3, HIDDEN), random(VOCAB, 3), "expected shape [4, 5] of base_model.model.lm_head.lora_A.weight"),
+        (random(4, HIDDEN), random(VOCAB, 3), "expected shape [11, 4] of base_model.model.lm_head.lora_B.weight"),
+        (random(4, 6), random(VOCAB, 4), "expected shape [4, 5] of base_model.model.lm_head.lora_A.weight"),
+        (random(4, HIDDEN), random(12, 4), "expected shape [11, 4] of base_model.model.lm_head.lora_B.weight"),
+    ] {
+        let got = if expected.contains("lora_A") { a.dims() } else { b.dims() };
+        let got = format!("got {got:?}");
+        let found = load(&good, &of(a, b), file);
+        assert!(found.contains(expected) && found.ends_with(&got), "{found}");
+    }
+    let (a, b) = (random(4, HIDDEN), random(VOCAB, 4));
+    let found = load(&good, &[(names[0], a.clone())], file);
+    assert!(found.ends_with("expected a tensor base_model.model.lm_head.lora_B.weight, got none"), "{found}");
+    let twice = [of(a.clone(), b.clone()).to_vec(), vec![("lm_head.lora_A.weight", a.clone())]].concat();
+    assert!(load(&good, &twice, file).contains("expected one tensor"));
+    let biased =
+        [of(a.clone(), b.clone()).to_vec(), vec![("base_model.model.lm_head.lora_B.bias", b.clone())]].concat();
+    assert!(load(&good, &biased, file).contains("lora_B.bias too"));
+    let integers = Tensor::zeros((4, HIDDEN), DType::U32, &Device::Cpu).expect("a tensor");
+    assert!(load(&good, &of(integers, b.clone()), file).contains("in f32, got U32"));
+
+    for (config, expected) in [
+        (json!([1]), "a configuration of PEFT's, got no object"),
+        (json!({ "peft_type": "IA3", "r": 4, "lora_alpha": 8 }), "peft_type \"LORA\", got \"IA3\""),
+        (json!({ "r": 4, "lora_alpha": 8 }), "peft_type \"LORA\", got null"),
+        (json!({ "peft_type": "LORA", "lora_alpha": 8 }), "r, a rank of at least 1, got null"),
+        (json!({ "peft_type": "LORA", "r": 0, "lora_alpha": 8 }), "r, a rank of at least 1, got 0"),
+        (json!({ "peft_type": "LORA", "r": 4 }), "lora_alpha, a number, got null"),
+        (json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": true }), "use_dora false"),
+        (
+            json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": { "lm_head": 2 } }),
+            "no alpha_pattern, got {\"lm_head\":2}",
+        ),
+    ] {
+        let found = load(&config, &of(a.clone(), b.clone()), "adapter_config.json");
+        assert!(found.contains(expected), "{found}");
+    }
+    let nothing = Folder::new("nothing");
+    message(LowRankAdapter::load(&nothing.0, &decoder(DType::F32)), "adapter_config.json");
+}
+
+#[test]
+fn a_folder_that_cannot_be_made_is_an_error() -> Result<()> {
+    let folder = Folder::new("file");
+    std::fs::write(&folder.0, "not a folder").expect("a file");
+    let adapter = LowRankAdapter::from_tensors(random(4, HIDDEN), random(VOCAB, 4), 1.0)?;
+    message(adapter.save(folder.0.join("adapter")), "adapter");
+    let _ = std::fs::remove_file(&folder.0);
+    Ok(())
+}

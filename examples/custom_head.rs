@@ -117,6 +117,8 @@ fn train(name: &str, build: impl Fn(VarBuilder) -> Result<Box<dyn OutputLayer>>)
 }
 
 fn main() -> Result<()> {
+    // SAFETY: no other thread runs yet. (On few cores, candle's threads that spin between operations slow others down.)
+    unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     train("gated mixture", |vb| {
         let decoder = Decoder::new(&DecoderConfig::new(VOCAB, Gated::CONTEXT), vb.clone())?;
         Ok(Box::new(Head::from_parts(Gated::new(vb)?, decoder)?))

@@ -23,6 +23,8 @@ fn model(vars: &VarMap) -> Result<(Embedding, MixtureOfSoftmaxes)> {
 }
 
 fn main() -> Result<()> {
+    // SAFETY: no other thread runs yet. (On few cores, candle's threads that spin between operations slow others down.)
+    unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let mut rng = StdRng::seed_from_u64(1);
     let mut batch = || {
         let last: Vec<u32> = (0..512).map(|_| rng.random_range(0..VOCAB as u32)).collect();

@@ -131,3 +131,83 @@ fn pairs_are_found_at_any_depth() {
     assert_eq!(Vec::from_iter(pairs(&found)), [("::cpu::one", "::cpu::two"), ("::head", "::head::config")]);
     assert_eq!(Vec::from_iter(pairs(&all_imports(&without_re_exports(&made_up)))), [("::cpu::one", "::cpu::two")]);
 }
+
+/// All files and folders of the repository, by their paths.
+fn paths(root: &Path, folder: &str, found: &mut Vec<String>) {
+    for entry in std::fs::read_dir(root.join(folder)).expect("a folder").map(|entry| entry.expect("an entry")) {
+        let path = format!("{folder}{}", entry.file_name().to_string_lossy());
+        let is_ours = !path.ends_with("target") && path != ".git";
+        if is_ours && entry.file_type().expect("a type").is_dir() {
+            found.push(format!("/{path}/"));
+            paths(root, &format!("{path}/"), found);
+        } else if is_ours {
+            found.push(format!("/{path}"));
+        }
+    }
+}
+
+#[test]
+fn every_file_that_the_documents_name_exists() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    // What is published has no lab, and fewer scripts.
+    if !root.join("lab").exists() {
+        return;
+    }
+    let mut found = vec![];
+    paths(root, "", &mut found);
+    for document in ["docs/ARCHITECTURE.md", "tests/README.md"] {
+        let text = std::fs::read_to_string(root.join(document)).expect("a text");
+        let names: BTreeSet<_> = text.split('`').skip(1).step_by(2).filter(|name| is_file(name)).collect();
+        assert!(names.len() > 20, "{document} names {names:?}");
+        for name in names {
+            assert!(found.iter().any(|path| path.ends_with(&format!("/{name}"))), "{document}: there is no {name}");
+        }
+    }
+}
+
+#[test]
+fn every_file_that_the_documents_link_to_exists() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    if !root.join("lab").exists() {
+        return;
+    }
+    let mut found = vec![];
+    paths(root, "", &mut found);
+    let documents = found.iter().filter(|path| path.ends_with(".md"));
+    let mut links = 0;
+    for document in documents {
+        let path = root.join(&document[1..]);
+        let text = std::fs::read_to_string(&path).expect("a text");
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
+            if !link.is_empty() && !link.contains("://") {
+                links += 1;
+                assert!(path.parent().expect("a folder").join(link).exists(), "{document}: there is no {link}");
+            }
+        }
+    }
+    assert!(links > 50, "{links} links");
+}
+
+/// Whether a name between backquotes is that of a file or a folder.
+fn is_file(name: &str) -> bool {
+    let of_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
+    let endings = ["/", ".rs", ".h", ".cu", ".metal", ".md", ".sh"];
+    name.chars().all(of_path) && endings.iter().any(|ending| name.ends_with(ending))
+}
+
+#[test]
+fn the_contract_of_a_device_is_documented_whole() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).expect("a text");
+    let (contract, document) = (read("src/backend/contract.rs"), read("docs/ARCHITECTURE.md"));
+    let (_, contract) = contract.split_once("pub(crate) trait Backend {").expect("the trait");
+    let (methods, _) = contract.split_once("\n}\n").expect("its end");
+    let methods = methods.split("\n    fn ").skip(1);
+    let names: Vec<_> = methods.map(|method| method.split(['(', '<']).next().expect("a name")).collect();
+    assert!(names.contains(&"plan") && names.contains(&"visit"), "{names:?}");
+    let (_, section) = document.split_once("## The contract of a device").expect("a section");
+    let (section, _) = section.split_once("\n## ").expect("another one");
+    for name in names {
+        assert!(section.contains(&format!("`{name}`")), "docs/ARCHITECTURE.md does not name {name}");
+    }
+}

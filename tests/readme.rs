@@ -89,3 +89,19 @@ fn every_snippet_is_tested_here() {
         }
     }
 }
+
+#[test]
+fn every_example_that_trains_lets_candles_idle_threads_sleep() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
+    let files = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
+    let mut training = 0;
+    for file in files.filter(|file| file.extension().is_some_and(|extension| extension == "rs")) {
+        let text = std::fs::read_to_string(&file).expect("a text");
+        let (_, main) = text.split_once("fn main()").expect("a program");
+        if text.contains(".backward(") || text.contains(".backward_with(") {
+            training += 1;
+            assert!(main.contains("CANDLE_BARRIER_POOL_SPIN_LIMIT"), "{}", file.display());
+        }
+    }
+    assert!(training >= 9, "{training} examples train");
+}

@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use common::sampled::{close, draws, numbers_of, targets, tolerance, Operands, VOCAB};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    ContextActivation, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
-    MixtureOfSoftmaxes, NoiseDistribution, OptionName, OutputLayer, Reduction, Result, SoftmaxHead,
+    ContextActivation, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
+    MixtureOfSoftmaxes, NoiseDistribution, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 on_each_device! {
@@ -191,6 +191,31 @@ fn every_head_takes_a_sampled_loss() -> Result<()> {
     close("value", &loss.value.mean_all()?, &mixture.value, 1e-12)?;
     let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
     assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
+    Ok(())
+}
+
+#[test]
+fn noise_contrastive_estimation_trains_what_ends_in_one_softmax() -> Result<()> {
+    let device = &Device::Cpu;
+    let vars = candle_nn::VarMap::new();
+    let vb = candle_nn::VarBuilder::from_varmap(&vars, DType::F64, device);
+    let softmax = SoftmaxHead::new(&SoftmaxConfig::new(6, VOCAB), vb.pp("softmax"))?;
+    let contexts = MixtureOfContexts::new(&MixtureConfig::new(6, VOCAB, 3), vb.pp("contexts"))?;
+    let one = MixtureOfSoftmaxes::new(&MixtureConfig::new(6, VOCAB, 1), vb.pp("one"))?;
+    let several = MixtureOfSoftmaxes::new(&MixtureConfig::new(6, VOCAB, 3), vb.pp("several"))?;
+    let hidden = Tensor::randn(0f64, 1., (2, 6), device)?;
+    let targets = Tensor::new(&[1u32, 2], device)?;
+    let options = LossOptions::new().with_nce(NoiseDistribution::log_uniform(VOCAB)?.draw(9, 1)?);
+    let heads: [(&str, &dyn OutputLayer); 3] = [("softmax.", &softmax), ("contexts.", &contexts), ("one.", &one)];
+    for (prefix, head) in heads {
+        let gradients = head.loss(&hidden, &targets, &options)?.backward()?;
+        let data = vars.data().lock().unwrap();
+        for (name, var) in data.iter().filter(|(name, _)| name.starts_with(prefix) && !name.contains("one.prior")) {
+            assert!(gradients.get(var).is_some(), "{name}");
+        }
+    }
+    let error = several.loss(&hidden, &targets, &options).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { option: OptionName::Nce, .. }), "{error}");
     Ok(())
 }
 

@@ -17,10 +17,10 @@ pub(crate) struct Args {
     /// Folder of the checkpoints' corpus [default: the one that they were trained on]
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
-    /// Name of an output layer's matrix `[vocab, d]` in the file
+    /// Name of the matrix W `[vocab, d]` of a softmax(W h + b) in the file
     #[arg(long, value_name = "KEY", requires = "hidden")]
     pub(crate) weight: Option<String>,
-    /// Name of its bias `[vocab]`
+    /// Name of its bias b `[vocab]`
     #[arg(long, value_name = "KEY", requires = "weight")]
     pub(crate) bias: Option<String>,
     /// Safetensors file with hidden states `hidden` [.., d] and, if known, the next tokens `targets` [..]

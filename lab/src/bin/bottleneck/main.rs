@@ -13,7 +13,8 @@
 //!
 //!     cargo run --release -p lab --bin bottleneck -- model.safetensors --weight lm_head.weight --hidden states.safetensors
 //!
-//! The same for the output layer of any model: a matrix [vocab, d], and hidden states [.., d].
+//! The same for one softmax of any model, softmax(W h + b): its matrix W [vocab, d], `--bias` if it has one, and hidden
+//! states [.., d]. Mixtures are read from checkpoints of `language_model` alone.
 
 mod args;
 mod compare;

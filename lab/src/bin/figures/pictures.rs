@@ -173,7 +173,7 @@ fn implementation(line: &Line) -> String {
 pub(crate) fn curves(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 430;
     const LEFT: i32 = 70;
-    const RIGHT: i32 = WIDTH - 234;
+    const RIGHT: i32 = WIDTH - 250;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
     let lines = results.of("curves");
@@ -221,34 +221,40 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
             area.draw(&PathElement::new([(start, y(entropy)), (end, y(entropy))], INK.stroke_width(1)))?;
             start += 12;
         }
-        text(area, &format!("entropy of the language {entropy:.3}"), (RIGHT + 12, y(entropy)), TEXT, INK)?;
-        let mut above = i32::MIN;
-        let mut ends: Vec<_> = curves.iter().filter(|(_, _, points)| !points.is_empty()).collect();
-        ends.sort_by(|(_, _, a), (_, _, b)| b[b.len() - 1].1.total_cmp(&a[a.len() - 1].1));
-        for (head, color, points) in ends {
+        let mut ends = vec![(entropy, format!("entropy of the language {entropy:.3}"), INK)];
+        for (head, color, points) in &curves {
             let pixels: Vec<_> = points.iter().map(|&(epoch, nll)| (x(epoch), y(nll))).collect();
             area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
             for &at in &pixels {
                 marker(area, head, at, *color)?;
             }
-            let (_, nll) = points[points.len() - 1];
-            // Labels stand at least a line apart.
-            let label = y(nll).max(above.saturating_add(18));
-            above = label;
-            let font = Font(13.0, FontStyle::Bold, HPos::Left);
-            text(area, &format!("{} {nll:.3}", head_name(head)), (RIGHT + 12, label), font, *color)?;
+            ends.extend(points.last().map(|(_, nll)| (*nll, format!("{} {nll:.3}", head_name(head)), *color)));
         }
-        Ok(())
+        end_labels(area, RIGHT + 12, y, ends)
     })
 }
 
-/// Names of curves beside the values at their ends, from the highest on and at least a line apart.
+/// Names of curves beside the values at their ends. Labels that would overlap stand a line apart, about the middle of
+/// their values.
 fn end_labels(area: &Area, x: i32, y: impl Fn(f64) -> i32, mut ends: Vec<(f64, String, RGBColor)>) -> Result<()> {
+    const LINE: i32 = 18;
     ends.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let mut above = i32::MIN;
-    for (value, label, color) in ends {
-        above = y(value).max(above.saturating_add(18));
-        text(area, &label, (x, above), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
+    // Groups of labels a line apart: the number of labels, and the sum of where each would have the group begin.
+    let mut groups: Vec<(i32, i32)> = vec![];
+    for (value, _, _) in &ends {
+        let mut last = (1, y(*value));
+        while let Some(&(count, sum)) = groups.last() {
+            if last.1 / last.0 >= sum / count + LINE * count {
+                break;
+            }
+            groups.pop();
+            last = (count + last.0, sum + last.1 - LINE * count * last.0);
+        }
+        groups.push(last);
+    }
+    let places = groups.iter().flat_map(|&(count, sum)| (0..count).map(move |i| sum / count + LINE * i));
+    for ((_, label, color), place) in ends.iter().zip(places) {
+        text(area, label, (x, place), Font(13.0, FontStyle::Bold, HPos::Left), *color)?;
     }
     Ok(())
 }
@@ -319,55 +325,55 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     Ok(Some(picture))
 }
 
-/// Perplexity against minutes of equal time, of every system that was trained so; `None` if none was.
+/// Perplexity against minutes of equal time, of every system that was trained so; `None` if none was. The axes hold every
+/// evaluation.
 pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
-    const HEIGHT: i32 = 460;
+    const HEIGHT: i32 = 500;
     const LEFT: i32 = 70;
-    const RIGHT: i32 = WIDTH - 330;
+    const RIGHT: i32 = WIDTH - 296;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 76;
-    const LOWEST: f64 = 100.0;
-    const HIGHEST: f64 = 400.0;
     let (systems, used) = runs::equal_time(results)?;
     if systems.is_empty() {
         return Ok(None);
     }
     let longest = runs::MINUTES[runs::MINUTES.len() - 1];
-    // Logarithmic in both: from 2 minutes on.
-    let x =
-        |minutes: f64| LEFT + (f64::from(RIGHT - LEFT) * (minutes / 2.0).ln() / (longest / 2.0).ln()).round() as i32;
-    let y = |value: f64| {
-        BOTTOM - (f64::from(BOTTOM - TOP) * (value / LOWEST).ln() / (HIGHEST / LOWEST).ln()).round() as i32
-    };
+    let all = || systems.iter().flat_map(|system| system.points.iter().copied());
+    let (first, last) = bounds(all().map(|(minutes, _)| minutes));
+    let (lowest, highest) = bounds(all().map(|(_, value)| value));
+    let (lowest, highest) = ((lowest / 10.0).floor() * 10.0, (highest / 50.0).ceil() * 50.0);
+    // Both axes are logarithmic.
+    let x = |minutes: f64| LEFT + 8 + (f64::from(RIGHT - LEFT - 16) * part(minutes, first, last)).round() as i32;
+    let y = |value: f64| BOTTOM - (f64::from(BOTTOM - TOP) * part(value, lowest, highest)).round() as i32;
     let picture = svg(HEIGHT, |area| {
         text(area, "Equal time on Penn Treebank", (20, 26), TITLE, INK)?;
         let subtitle = "About 5 million parameters each; minutes of one core: steps done times the seconds of a step";
         text(area, subtitle, (20, 50), TEXT, GREY)?;
         text(area, "validation perplexity", (20, TOP - 20), SMALL, GREY)?;
+        text(area, &format!("at {longest} minutes (MoS: mixture of softmaxes)"), (RIGHT + 12, TOP - 20), SMALL, GREY)?;
         let [right, center] = [HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side));
-        for value in [100.0, 125.0, 150.0, 200.0, 250.0, 300.0, 400.0] {
+        let values = [100.0, 125.0, 150.0, 200.0, 250.0, 300.0, 400.0, 500.0, 600.0, 800.0, 1000.0];
+        for value in values.into_iter().filter(|value| (lowest..=highest).contains(value)) {
             area.draw(&PathElement::new([(LEFT, y(value)), (RIGHT, y(value))], PALE))?;
             text(area, &format!("{value}"), (LEFT - 8, y(value)), right, GREY)?;
         }
-        for minutes in [2.0, 5.0, 10.0, 20.0, 40.0] {
+        for minutes in [1.0, 2.0, 5.0, 10.0, 20.0, 40.0].into_iter().filter(|minutes| (first..=last).contains(minutes))
+        {
             area.draw(&PathElement::new([(x(minutes), TOP), (x(minutes), BOTTOM)], PALE))?;
             text(area, &format!("{minutes}"), (x(minutes), BOTTOM + 16), center, GREY)?;
         }
         text(area, "minutes", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
         let mut ends = vec![];
         for system in &systems {
-            let is_shown = |(minutes, value): &&(f64, f64)| {
-                (2.0..=longest).contains(minutes) && (LOWEST..=HIGHEST).contains(value)
-            };
-            let points: Vec<_> = system.points.iter().filter(is_shown).collect();
             let color = SYSTEMS.iter().find(|(name, _)| *name == system.system).map_or(INK, |(_, color)| *color);
-            let pixels: Vec<_> = points.iter().map(|(minutes, value)| (x(*minutes), y(*value))).collect();
-            area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
+            let pixels: Vec<_> = system.points.iter().map(|(minutes, value)| (x(*minutes), y(*value))).collect();
+            area.draw(&PathElement::new(pixels.clone(), color.stroke_width(2)))?;
             for &at in &pixels {
                 area.draw(&Circle::new(at, 3, color.filled()))?;
             }
-            let name = runs::system_name(system.system);
-            ends.extend(points.last().map(|(_, value)| (*value, format!("{value:.0} {name}"), color)));
+            let name = runs::system_name(system.system).replace("mixture of softmaxes", "MoS");
+            let label = format!("{} {name}", runs::within(&system.points, longest));
+            ends.extend(system.points.iter().rfind(|(at, _)| *at <= longest).map(|(_, value)| (*value, label, color)));
         }
         end_labels(area, RIGHT + 12, y, ends)?;
         text(area, source(&used, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
@@ -376,12 +382,22 @@ pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     Ok(Some(picture))
 }
 
+/// The smallest and the largest number.
+fn bounds(numbers: impl Iterator<Item = f64>) -> (f64, f64) {
+    numbers.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), number| (low.min(number), high.max(number)))
+}
+
+/// Where a number lies on a logarithmic axis, from 0 to 1.
+fn part(number: f64, low: f64, high: f64) -> f64 {
+    (number / low).ln() / (high / low).ln()
+}
+
 /// The distribution of the singular values of the log-probabilities (Yang et al., 2018, figure 1), of the models that
 /// are measured first.
 pub(crate) fn rank(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 400;
     const LEFT: i32 = 70;
-    const RIGHT: i32 = WIDTH - 250;
+    const RIGHT: i32 = WIDTH - 260;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
     let mut lines = results.of("bottleneck");
@@ -412,7 +428,9 @@ pub(crate) fn rank(results: &Results) -> Result<String> {
             let percents = line.numbers("singular_values_below_percent");
             let last = percents.len().max(2) - 1;
             let points = percents.iter().enumerate().map(|(i, &percent)| (x(i as f64 / last as f64), y(percent)));
-            area.draw(&PathElement::new(points.collect::<Vec<_>>(), color.stroke_width(3)))?;
+            // A curve that another one covers is wider, and shows on both of its sides.
+            let width = 3 + 2 * (lines.len() - 1 - i) as u32;
+            area.draw(&PathElement::new(points.collect::<Vec<_>>(), color.stroke_width(width)))?;
             let label = format!("{}: rank {}", head_name(line.text("head")), count(need(line, "rank")?));
             text(area, &label, (RIGHT + 12, TOP + 8 + 22 * i as i32), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
         }

@@ -1,7 +1,7 @@
 //! Pictures and tables show the measurements in `benches/results`, and nothing else.
 
 use super::results::{parse, read, Results, FILES};
-use super::{outputs, results, root, tables};
+use super::{outputs, pictures, results, root, runs, tables};
 
 /// What makes a whole line.
 const LINE: &str = r#"{"figure": "step", "shape": "ptb", "implementation": "mos-head", "command": "c",
@@ -29,6 +29,68 @@ fn assert_same(path: &str, found: &str, expected: &str) {
 fn pictures_and_tables_are_made_of_the_measurements() {
     for (path, expected) in outputs::outputs(root()).expect("valid measurements") {
         assert_same(&path, &read(root(), &path).expect("a text"), &expected);
+    }
+}
+
+/// A label of a picture: its text, and the pixels that it covers, from left to right and from top to bottom.
+type Label = (String, [f64; 2], [f64; 2]);
+
+/// What stands between two quotes behind a name.
+fn attribute<'a>(tag: &'a str, name: &str) -> &'a str {
+    let (_, rest) = tag.split_once(&format!(" {name}=\"")).unwrap_or_else(|| panic!("no {name} in {tag}"));
+    rest.split('"').next().expect("at least one part")
+}
+
+fn number(tag: &str, name: &str) -> f64 {
+    attribute(tag, name).parse().unwrap_or_else(|_| panic!("{name} is no number in {tag}"))
+}
+
+/// The labels of a picture, each as wide as in DejaVu Sans, which is one of the widest fonts.
+fn labels(picture: &str) -> Vec<Label> {
+    let label = |(tag, rest): (&str, &str)| {
+        let text = rest.trim_start_matches('\n').split('\n').next().expect("at least one part").to_owned();
+        let size = number(tag, "font-size");
+        let width = size * text.chars().count() as f64 * if tag.contains("\"bold\"") { 0.6 } else { 0.57 };
+        let left = number(tag, "x")
+            - match attribute(tag, "text-anchor") {
+                "start" => 0.0,
+                "middle" => width / 2.0,
+                _ => width,
+            };
+        let middle = number(tag, "y");
+        (text, [left, left + width], [middle - size / 2.0, middle + size / 2.0])
+    };
+    picture.split("<text").skip(1).map(|part| label(part.split_once('>').expect("the end of a tag"))).collect()
+}
+
+#[test]
+fn no_label_of_a_picture_is_cut_and_none_covers_another() {
+    let pictures = outputs::outputs(root()).expect("valid measurements").into_iter();
+    for (path, picture) in pictures.filter(|(path, _)| path.ends_with(".svg")) {
+        let [width, height] = ["width", "height"].map(|name| number(&picture, name));
+        let labels = labels(&picture);
+        assert!(labels.len() > 5, "{path}");
+        for (i, (text, across, down)) in labels.iter().enumerate() {
+            assert!(across[0] >= 0.0 && across[1] <= width, "{path}: {text} is cut: {across:?}");
+            assert!(down[0] >= 0.0 && down[1] <= height, "{path}: {text} is cut: {down:?}");
+            let meets = |a: &[f64; 2], b: &[f64; 2]| a[0] < b[1] && b[0] < a[1];
+            let other = labels[..i].iter().find(|(_, x, y)| meets(x, across) && meets(y, down));
+            assert!(other.is_none(), "{path}: {text} covers {other:?}");
+        }
+    }
+}
+
+#[test]
+fn the_picture_of_equal_time_shows_every_evaluation() {
+    let results = Results::load(root()).expect("valid measurements");
+    let (systems, _) = runs::equal_time(&results).expect("valid measurements");
+    let picture = pictures::equal_time(&results).expect("a picture").expect("measurements");
+    let circles: Vec<_> = picture.split("<circle").skip(1).collect();
+    assert_eq!(circles.len(), systems.iter().map(|system| system.points.len()).sum::<usize>());
+    let (across, down) = (number(&picture, "width"), number(&picture, "height"));
+    for circle in circles {
+        let at = (number(circle, "cx"), number(circle, "cy"));
+        assert!((0.0..across).contains(&at.0) && (0.0..down).contains(&at.1), "{at:?}");
     }
 }
 

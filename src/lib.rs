@@ -129,7 +129,9 @@
 //! # Threads
 //!
 //! On the CPU the kernels run in rayon's current pool: the global one, with `RAYON_NUM_THREADS` threads or one for each
-//! core, or the one whose `install` calls them. Results do not depend on the number of threads, to the last bit.
+//! core, or the one whose `install` calls them. With the default budget, results do not depend on the number of threads, to
+//! the last bit. A budget of your own ([`with_workspace_bytes`](LossOptions::with_workspace_bytes)) is shared by the threads:
+//! their number then decides how many positions a chunk has, and losses and gradients differ by rounding.
 //!
 //! ```
 //! # use candle_core::{DType, Device, Tensor};

@@ -78,8 +78,10 @@ fn no_targets_are_a_loss_of_zero_and_other_variables_an_error() -> Result<()> {
     Ok(())
 }
 
+type Named = Vec<(String, Var)>;
+
 /// Eight variables of one shape: variable i has the gradient (i + 1) (rank + 1).
-fn alike(ranks: &Arc<dyn Collectives>) -> Result<(VarMap, Vec<(String, Var)>, GradStore)> {
+fn alike(ranks: &Arc<dyn Collectives>) -> Result<(VarMap, Named, GradStore)> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
     let (mut named, mut sum) = (Vec::new(), Tensor::zeros((), DType::F64, &Device::Cpu)?);
@@ -160,7 +162,7 @@ fn a_tied_variable_is_added_up_once_and_other_ties_are_an_error() -> Result<()> 
 
 #[test]
 fn a_name_that_is_given_twice_or_a_gradient_of_another_shape_is_named() {
-    let message = |at_fault: fn(&mut Vec<(String, Var)>, &mut GradStore) -> Result<()>| {
+    let message = |at_fault: fn(&mut Named, &mut GradStore) -> Result<()>| {
         on_ranks(2, |ranks| {
             let (_, mut named, mut gradients) = alike(&ranks).expect("variables");
             if ranks.rank() == 1 {

@@ -218,6 +218,10 @@ on_each_device! {
                 assert!(layer.loss(&targets(device)?, &training)?.backward().is_ok(), "{head:?}");
             }
         }
+        // Without positions, there are no gradients in any case.
+        let nothing = Tensor::zeros(0, DType::F32, device)?;
+        let no_targets = Tensor::zeros(0, DType::U32, device)?;
+        assert!(Loss::from_nll(&nothing, &no_targets, &LossOptions::evaluation())?.backward().is_ok());
         let nll = Tensor::ones(POSITIONS, DType::F32, device)?;
         let loss = Loss::from_nll(&nll, &targets(device)?, &LossOptions::evaluation())?;
         assert_config(loss.backward().map(|_| ()), "loss", &["evaluation()"]);

@@ -1,8 +1,8 @@
 //! Components that start alike.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{Error, MixtureConfig, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Result};
+use mos_head::{Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Result};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
@@ -92,6 +92,29 @@ fn components_without_spread_are_one_softmax() -> Result<()> {
     for (found, expected) in log_probs(alike)?.iter().zip(log_probs(one)?) {
         assert!((found - expected).abs() < 1e-5, "{found} {expected}");
     }
+    Ok(())
+}
+
+/// They stay one softmax for ever.
+#[test]
+fn equal_components_with_zero_priors_get_equal_gradients() -> Result<()> {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
+    let head = MixtureOfSoftmaxes::new(&config(), vb)?;
+    let var = |name: &str| vars.data().lock().expect("no panic")[name].clone();
+    let [prior, weight, bias] = ["prior.weight", "latent.weight", "latent.bias"].map(var);
+    prior.set(&prior.zeros_like()?)?;
+    bias.set(&bias.zeros_like()?)?;
+    weight.set(&config().similar_components(&weight, 0.0)?)?;
+    let hidden = Tensor::randn(0f64, 1.0, (5, HIDDEN), &Device::Cpu)?;
+    let targets = Tensor::new(&[1u32, 2, 3, 4, 5], &Device::Cpu)?;
+    let gradients = head.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
+    let of = |var: &Var| gradients.get(var).expect("a gradient").to_vec2::<f64>();
+    let of_weight = of(&weight)?;
+    for (first, other) in of_weight[..CONTEXT].iter().cycle().zip(&of_weight[CONTEXT..]) {
+        assert!(first.iter().zip(other).all(|(a, b)| (a - b).abs() < 1e-14 && *a != 0.0), "{first:?} {other:?}");
+    }
+    assert!(of(&prior)?.iter().flatten().all(|slope| slope.abs() < 1e-14), "{:?}", of(&prior)?);
     Ok(())
 }
 

@@ -70,7 +70,8 @@ impl RestrictedMixture {
     /// The loss of the targets under the renormalised distribution, as [`Mixture::loss`].
     ///
     /// Label smoothing spreads its mass over the set; with z-loss and gradient filter it is supported for one set for all
-    /// positions, if targets are not added to it and there is a single softmax. Whether a target is correct is told among
+    /// positions, if targets are not added to it and there is a single softmax without log-priors. Explicit log-priors, those
+    /// of a mixture with K = 1 too, make it a mixture, for which the three are not supported. Whether a target is correct is told among
     /// the ids of its set. The budget of the workspace is for the passes over all ids; what is computed of the sets is
     /// held beside it.
     ///

@@ -239,7 +239,8 @@ impl LossOptions {
     }
 
     /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU a
-    /// budget that is too small for all threads is for fewer.
+    /// budget that is too small for all threads is for fewer, and with a budget that is set the chunks depend on the number
+    /// of threads: losses and gradients then differ by rounding.
     ///
     /// The default holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with fewer
     /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Products on Intel AMX take

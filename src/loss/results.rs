@@ -167,7 +167,8 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// If it is the loss of an [evaluation](crate::LossOptions::evaluation), which has no gradients, the backward pass of an
+    /// If it is the loss of an [evaluation](crate::LossOptions::evaluation), which has no gradients (unless there are no
+    /// positions, which have none in any case), the backward pass of an
     /// operation before the head fails, or memory runs out.
     pub fn backward(&self) -> Result<GradStore> {
         self.check_training()?;
@@ -215,13 +216,12 @@ impl Loss {
 
     /// An error for the loss of an evaluation.
     fn check_training(&self) -> Result<()> {
-        match self.is_evaluation {
-            false => Ok(()),
-            true => {
-                let got = "that of LossOptions::evaluation(), or with train = false, which has none";
-                Err(Error::config("loss", "the loss of a training step, which has gradients", got))
-            }
+        // Without positions, neither has gradients that are not zero.
+        if self.is_evaluation && self.nll.elem_count() > 0 {
+            let got = "that of LossOptions::evaluation(), or with train = false, which has none";
+            return Err(Error::config("loss", "the loss of a training step, which has gradients", got));
         }
+        Ok(())
     }
 
     /// The variables whose gradients bypass candle's sum.

@@ -70,6 +70,8 @@ pub enum PolicyNormalization {
 /// ```
 ///
 /// The first term is PPO's, equation 7; the estimate of the divergence from the reference is GRPO's, equation 4.
+/// Where the two terms of the minimum are equal, as they are while the ratio is within the clip's bounds, and at them, its
+/// gradient is that of the unclipped term, `r A`; a token whose clipped term is smaller has none.
 /// Exponentials of log-ratios above 20 are continued linearly. Ratios of whole sequences (GSPO) need all tokens of a
 /// sequence at once: compute them from [`OutputLayer::score`](crate::OutputLayer::score), which costs a fourth product.
 ///

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::decoding::TopK;
+use crate::decoding::{check_log_probs, TopK};
 use crate::error::{Error, Result};
 use crate::heads::OutputLayer;
 use crate::tensors::checks::{check_elements, check_number, check_sizes, check_targets};
@@ -151,7 +151,7 @@ impl BeamSearch {
     /// # Errors
     ///
     /// If a number is out of range, `start` is not a vector of token ids, the hidden states do not match the head, a
-    /// distribution is NaN, or `step` fails.
+    /// distribution is NaN, infinite or impossible, or `step` fails.
     pub fn run<E: From<Error>>(
         &self,
         head: &dyn OutputLayer,
@@ -182,8 +182,9 @@ impl BeamSearch {
     ///
     /// # Errors
     ///
-    /// If a number is out of range, `start` is not a vector of token ids, `next` returns another number of rows, or it
-    /// fails.
+    /// If a number is out of range, `start` is not a vector of token ids, `next` returns another number of rows,
+    /// log-probabilities that are NaN or infinite ([`Error::Distribution`]) or above zero by more than rounding
+    /// ([`Error::Value`]), or it fails. The position of an error is a row.
     pub fn search<E: From<Error>>(
         &self,
         vocab_size: usize,
@@ -219,9 +220,7 @@ impl BeamSearch {
             }
             let ids = top.token_ids.to_vec2::<u32>().map_err(Error::from)?;
             let log_probs = transfer::matrix(&top.log_probs)?;
-            if let Some(position) = log_probs.iter().position(|row| row.iter().any(|x| x.is_nan())) {
-                return Err(Error::Distribution { position }.into());
-            }
+            check_log_probs("log_probs", &log_probs, top.log_probs.dtype()).map_err(|error| with_ids(error, &ids))?;
 
             let mut continued = Vec::new();
             (tokens, parents) = (Vec::new(), Vec::new());
@@ -307,10 +306,23 @@ impl BeamSearch {
     }
 }
 
+/// An error of a log-probability, with the token id in place of its column.
+fn with_ids(error: Error, ids: &[Vec<u32>]) -> Error {
+    match error {
+        Error::Value { argument, expected, position, index, got } => {
+            Error::Value { argument, expected, position, index: ids[position][index] as usize, got }
+        }
+        error => error,
+    }
+}
+
 /// Reads the start tokens as u32.
 fn read_start(start: &Tensor) -> Result<Vec<u32>> {
     // The host converts them, because candle's GPU backends do not convert empty tensors.
     let tokens = start.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let read = |got: i64| u32::try_from(got).map_err(|_| Error::config("start", "token ids, which fit u32", got));
-    tokens.into_iter().map(read).collect()
+    let read = |(sentence, got): (usize, i64)| {
+        let got_at = || format!("{got} at index {sentence}");
+        u32::try_from(got).map_err(|_| Error::config("start", "token ids, which fit u32", got_at()))
+    };
+    tokens.into_iter().enumerate().map(read).collect()
 }

@@ -100,8 +100,8 @@ pub enum Error {
         /// The first such position in the flattened leading dimensions.
         position: usize,
     },
-    /// A distribution has NaN log-probabilities, or no possible outcome.
-    #[error("the distribution at position {position} is NaN")]
+    /// A distribution has log-probabilities that are NaN or plus infinity, as those of logits that have overflowed are.
+    #[error("the distribution at position {position} is NaN or infinite")]
     Distribution {
         /// The first such position in the flattened hidden states.
         position: usize,
@@ -112,6 +112,37 @@ pub enum Error {
     InfiniteDivergence {
         /// The first such position in the flattened leading dimensions.
         position: usize,
+    },
+    /// No outcome of a distribution is possible: its log-probabilities are all minus infinity. Those that a head computes on
+    /// a GPU are NaN then, which is [`Error::Distribution`].
+    #[error("no outcome of the distribution at position {position} is possible")]
+    Impossible {
+        /// The first such position in the flattened hidden states.
+        position: usize,
+    },
+    /// A number of a position is out of range: one that is given as a log-probability is above zero, or constraints make
+    /// a logit NaN or infinite.
+    #[error("{argument}: expected {expected}, got {got} at index {index} of position {position}")]
+    Value {
+        /// The name of the numbers.
+        argument: &'static str,
+        /// The supported values.
+        expected: &'static str,
+        /// The first such position in the flattened leading dimensions.
+        position: usize,
+        /// The token id; of priors the component.
+        index: usize,
+        /// The number.
+        got: f64,
+    },
+    /// A request cannot be answered, and with it none of its batch, see
+    /// [`TokenRequest::check`](crate::TokenRequest::check).
+    #[error("request {index}: {error}")]
+    Request {
+        /// The place of the first such request among those that are given.
+        index: usize,
+        /// What is wrong with it; the message has it.
+        error: Box<Error>,
     },
     /// A head does not support an option. Heads never ignore one silently.
     #[error("{option}: not supported by {head}")]

@@ -237,7 +237,8 @@ on_each_device! {
         assert!(matches!(error, Err(Error::Shape { argument: "start", .. })));
         let negative = Tensor::new(&[1i64, -1], device)?;
         let error = of().run(&model.head, &negative, |_, _| Ok::<_, Error>(hidden.clone()));
-        assert!(matches!(error, Err(Error::Config { argument: "start", .. })));
+        let message = error.expect_err("no token id").to_string();
+        assert_eq!(message, "start: expected token ids, which fit u32, got -1 at index 1");
         let found = of().search(VOCAB, &start, |tokens, _, k| {
             let log_probs = Tensor::zeros((tokens.dim(0)?, VOCAB), DType::F32, tokens.device())?;
             let mut top = TopK::of_log_probs(&log_probs, k)?;
@@ -245,6 +246,24 @@ on_each_device! {
             Ok::<_, Error>(top)
         });
         assert!(matches!(found, Err(Error::Shape { argument: "log_probs", .. })));
+        let bad_row = |bad: f32, dtype: DType| {
+            let found = of().search(VOCAB, &start, |tokens, _, k| {
+                let log_probs = Tensor::full(-2f32, (tokens.dim(0)?, VOCAB), tokens.device())?;
+                let mut top = TopK::of_log_probs(&log_probs, k)?;
+                let log_probs = Tensor::new(&[[-1f32, -1.0, -1.0], [-1.0, bad, f32::NEG_INFINITY]], tokens.device())?;
+                top.token_ids = Tensor::new(&[[1u32, 2, 3], [3, 4, 0]], tokens.device())?;
+                top.log_probs = log_probs.to_dtype(dtype)?;
+                Ok::<_, Error>(top)
+            });
+            found.map(|_| ())
+        };
+        for bad in [f32::NAN, f32::INFINITY] {
+            assert!(matches!(bad_row(bad, DType::F32), Err(Error::Distribution { position: 1 })));
+        }
+        let error = bad_row(3.75, DType::F32).expect_err("no log-probability");
+        let expected = "log_probs: expected log-probabilities, at most 0, got 3.75 at index 4 of position 1";
+        assert_eq!(error.to_string(), expected, "the index is the token id");
+        assert!(bad_row(0.01, DType::F32).is_err());
         let floats = start.to_dtype(DType::F32)?;
         let error = of().run(&model.head, &floats, |_, _| Ok::<_, Error>(hidden.clone()));
         assert!(matches!(error, Err(Error::DType { argument: "start", got: DType::F32, .. })));

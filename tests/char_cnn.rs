@@ -245,8 +245,8 @@ fn other_spellings_have_rows_too() -> Result<()> {
     let rows = cnn.rows_of_spellings(&["banana", "nab"])?;
     close("rows", &rows.narrow(0, 0, 1)?, &numbers(&cnn.rows()?.narrow(0, 4, 1)?)?, 1e-14);
     assert_eq!(cnn.rows_of_spellings(&[] as &[&str])?.dims(), [0, 5]);
-    let error = cnn.rows_of_spellings(&["nub"]).unwrap_err();
-    assert_eq!(error.to_string(), "spellings: expected characters of the alphabet, got 'u' in \"nub\"");
+    let error = cnn.rows_of_spellings(&["nab", "nub"]).unwrap_err();
+    assert_eq!(error.to_string(), "spellings: expected characters of the alphabet, got 'u' in \"nub\" at index 1");
     Ok(())
 }
 
@@ -264,7 +264,7 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     }
     assert_eq!(
         message(config().with_alphabet("abnd"), &WORDS),
-        "spellings: expected characters of the alphabet, got 'é' in \"é\""
+        "spellings: expected characters of the alphabet, got 'é' in \"é\" at index 6"
     );
     let cnn = CharCnn::new(&config(), &WORDS, vb())?;
     let error = SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(5, 10), cnn.clone(), vb()).unwrap_err();

@@ -7,7 +7,7 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::{
-    DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead,
+    DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead, TopK,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 4, 30);
@@ -27,6 +27,15 @@ fn head_of(log_probs: &[f32], device: &Device) -> Result<SoftmaxHead> {
 
 fn ones(positions: usize, device: &Device) -> Result<Tensor> {
     Ok(Tensor::ones((positions, 1), DType::F32, device)?)
+}
+
+/// Whether an error says that no id of the first position is possible. On a GPU the log-probabilities are NaN then.
+fn has_no_outcome(error: &Error, device: &Device) -> bool {
+    match error {
+        Error::Impossible { position: 0 } => true,
+        Error::Distribution { position: 0 } => !device.is_cpu(),
+        _ => false,
+    }
 }
 
 /// The distribution of `log_probs` after temperature and truncation, in plain loops.
@@ -270,7 +279,78 @@ on_each_device! {
             assert!(matches!(head.argmax(&hidden), Err(Error::Distribution { position: 1 })));
         }
         let nothing = head_of(&[f32::NEG_INFINITY; 3], device)?;
-        assert!(nothing.sample(&ones(1, device)?, &mut sampler(Sampling::new(), 1)).is_err());
+        for positions in [1, 100] {
+            let drawn = nothing.sample(&ones(positions, device)?, &mut sampler(Sampling::new(), 1));
+            assert!(has_no_outcome(&drawn.expect_err("nothing"), device));
+            let best = nothing.top_k(&ones(positions, device)?, 2);
+            assert!(has_no_outcome(&best.expect_err("nothing"), device));
+        }
+        // One of two components has no possible id.
+        let bias = Tensor::zeros(3, DType::F32, device)?;
+        let contexts = Tensor::new(&[[[1f32], [f32::NEG_INFINITY]]], device)?;
+        let log_priors = Tensor::full(0.5f32.ln(), (1, 2), device)?;
+        let weight = Tensor::ones((3, 1), DType::F32, device)?;
+        let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, Some(&bias))?;
+        assert!(has_no_outcome(&mixture.top_k(1).expect_err("nothing in one component"), device));
+        Ok(())
+    }
+
+    fn numbers_that_are_no_log_probabilities_are_refused(device: &Device) -> Result<()> {
+        let samplings = [
+            Sampling::new(),
+            Sampling::greedy(),
+            Sampling::new().with_temperature(0.5),
+            Sampling::new().with_top_k(3),
+            Sampling::new().with_top_p(0.5),
+        ];
+        let errors = |log_probs: &Tensor| -> Vec<Error> {
+            let drawn = samplings.iter().map(|sampling| sampler(sampling.clone(), 1).sample(log_probs).map(|_| ()));
+            let drawn: Vec<Result<()>> = drawn.chain([TopK::of_log_probs(log_probs, 2).map(|_| ())]).collect();
+            drawn.into_iter().map(|result| result.expect_err("no log-probabilities")).collect()
+        };
+        for bad in [f32::NAN, f32::INFINITY] {
+            // An infinity is named before raw logits of another position.
+            let rows = Tensor::new(&[[3.75f32, 3.72, -1.0], [0.0, bad, -1.0]], device)?;
+            for error in errors(&rows) {
+                assert!(matches!(error, Error::Distribution { position: 1 }), "{error}");
+                assert_eq!(error.to_string(), "the distribution at position 1 is NaN or infinite");
+            }
+        }
+        let raw = Tensor::new(&[[-0.1f32, -3.0, -4.0], [-1.0, 3.75, 0.5]], device)?;
+        for error in errors(&raw) {
+            assert!(matches!(error, Error::Value { argument: "log_probs", position: 1, index: 1, .. }), "{error}");
+            let expected = "log_probs: expected log-probabilities, at most 0, got 3.75 at index 1 of position 1";
+            assert_eq!(error.to_string(), expected);
+        }
+        for error in errors(&Tensor::full(f32::NEG_INFINITY, (2, 3), device)?) {
+            assert!(matches!(error, Error::Impossible { position: 0 }), "{error}");
+            assert_eq!(error.to_string(), "no outcome of the distribution at position 0 is possible");
+        }
+        Ok(())
+    }
+
+    /// Rounding may bring a log-probability above zero: by 2^-6 in half precision, which is known of the tensor alone.
+    fn log_probabilities_that_are_rounded_above_zero_are_taken(device: &Device) -> Result<()> {
+        for (dtype, taken, refused) in [
+            (DType::F32, 9e-5, 1.2e-4),
+            (DType::F64, 9e-5, 1.2e-4),
+            (DType::F16, 0.0156, 0.0158),
+            (DType::BF16, 0.0156, 0.0158),
+        ] {
+            if dtype == DType::F64 && !device.is_cpu() {
+                continue;
+            }
+            let rows = |first: f64| -> Result<Tensor> {
+                let rows = Tensor::new(&[[first, -9.0, -9.5]], &Device::Cpu)?;
+                Ok(rows.to_dtype(dtype)?.to_device(device)?)
+            };
+            let best = TopK::of_log_probs(&rows(taken)?, 2)?;
+            assert_eq!(ids(&best.token_ids)?, [0, 1], "{dtype:?}");
+            assert_eq!(ids(&sampler(Sampling::greedy(), 1).sample(&rows(taken)?)?)?, [0], "{dtype:?}");
+            let is_refused = |result: Result<()>| matches!(result, Err(Error::Value { position: 0, index: 0, .. }));
+            assert!(is_refused(TopK::of_log_probs(&rows(refused)?, 2).map(|_| ())), "{dtype:?}");
+            assert!(is_refused(sampler(Sampling::greedy(), 1).sample(&rows(refused)?).map(|_| ())), "{dtype:?}");
+        }
         Ok(())
     }
 
@@ -329,7 +409,7 @@ on_each_device! {
             assert!(matches!(head.top_k(&hidden, 2), Err(Error::Distribution { position: 67 })));
         }
         let nothing = head_of(&[f32::NEG_INFINITY; 3], device)?;
-        assert!(matches!(nothing.argmax(&ones(100, device)?), Err(Error::Distribution { position: 0 })));
+        assert!(has_no_outcome(&nothing.argmax(&ones(100, device)?).expect_err("nothing"), device));
         Ok(())
     }
 
@@ -420,7 +500,19 @@ on_each_device! {
         let none = Tensor::new(&[[0f32, f32::NEG_INFINITY], [f32::NEG_INFINITY; 2]], device)?;
         let contexts = Tensor::zeros((2, 2, 5), DType::F32, device)?;
         let impossible = Mixture::new(&contexts, Some(&none), &Tensor::zeros((7, 5), DType::F32, device)?, None)?;
-        assert!(matches!(impossible.prune(0.1), Err(Error::Distribution { position: 1 })));
+        assert!(matches!(impossible.prune(0.1), Err(Error::Impossible { position: 1 })));
+        for sampling in [Sampling::new(), Sampling::new().with_ancestral(true)] {
+            let error = impossible.sample(&mut sampler(sampling, 1)).expect_err("impossible");
+            assert!(matches!(error, Error::Impossible { position: 1 }), "{error}");
+        }
+        // Unnormalised logits in place of log-priors.
+        let logits = Tensor::new(&[[-1f32, -0.5], [-0.5, 2.0]], device)?;
+        let contexts = Tensor::zeros((2, 2, 5), DType::F32, device)?;
+        let of_logits = Mixture::new(&contexts, Some(&logits), &Tensor::zeros((7, 5), DType::F32, device)?, None)?;
+        let expected = "log_priors: expected log-probabilities, at most 0, got 2 at index 1 of position 1";
+        assert_eq!(of_logits.prune(0.1).expect_err("above zero").to_string(), expected);
+        let drawn = of_logits.sample(&mut sampler(Sampling::new().with_ancestral(true), 1));
+        assert_eq!(drawn.expect_err("above zero").to_string(), expected);
         for mass in [-0.1, 1.0, f64::NAN] {
             assert!(matches!(mixture.prune(mass), Err(Error::Config { argument: "mass", .. })));
         }

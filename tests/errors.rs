@@ -8,10 +8,10 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::{
-    linear_cross_entropy, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, ContextActivation, Error, GradientSum,
-    HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
-    MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, Sampler, Sampling,
-    ScoreOptions, SoftmaxConfig, SoftmaxHead, TopK,
+    linear_cross_entropy, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, CharCnn, CharCnnConfig, Classes,
+    ContextActivation, Error, GradientSum, HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, Mixture,
+    MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, NoiseDistribution, OutputLayer,
+    Reduction, Result, Sampler, Sampling, ScoreOptions, SoftmaxConfig, SoftmaxHead, TopK,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 2, 7);
@@ -501,6 +501,32 @@ fn sizes_that_no_machine_holds_are_refused() {
         assert_config(config.similar_components(&zeros(&[6, 5]), 0.5), name, &["at most"]);
     }
     assert!(variables.all_vars().is_empty(), "a refused head leaves no variables");
+}
+
+/// The error of one element of a list says which it is.
+#[test]
+fn an_element_of_a_list_is_named_by_its_index() {
+    assert_config(NoiseDistribution::unigram(&[1.0, 2.0, -1.0]), "counts", &["at least 0, got -1 at index 2"]);
+    assert_config(NoiseDistribution::unigram(&[f64::NAN, 1.0]), "counts", &["got NaN at index 0"]);
+    assert_config(NoiseDistribution::unigram(&[0.0; 3]), "counts", &["a positive, finite sum, got 0"]);
+    assert_config(Classes::of_frequencies(&[1.0, f64::NAN], 2), "frequencies", &["got NaN at index 1"]);
+    let vb = || VarBuilder::zeros(DType::F32, &Device::Cpu);
+    let adaptive = |cutoffs: &[usize]| AdaptiveSoftmax::new(&AdaptiveConfig::new(8, 100, cutoffs.to_vec()), vb());
+    assert_config(adaptive(&[]), "cutoffs", &["got none"]);
+    assert_config(adaptive(&[10, 20, 20]), "cutoffs", &["got 20 at index 2 of [10, 20, 20]"]);
+    assert_config(adaptive(&[10, 100]), "cutoffs", &["below vocab_size 100, got 100 at index 1"]);
+    assert_config(adaptive(&[0, 5]), "cutoffs", &["got 0 at index 0"]);
+    let config = CharCnnConfig::new(8).with_alphabet("abc");
+    assert_config(CharCnn::new(&config, &["ab", "c", "ad"], vb()), "spellings", &["'d' in \"ad\" at index 2"]);
+    let cnn = CharCnn::new(&config, &["ab", "c"], vb()).expect("letters of the alphabet");
+    assert_config(cnn.rows_of_spellings(&["a", "x"]), "spellings", &["'x' in \"x\" at index 1"]);
+    let filters = config.with_filters(&[(1, 4), (2, 4), (1, 8)]);
+    assert_config(CharCnn::new(&filters, &["ab"], vb()), "filters", &["got (1, 8) at index 2"]);
+    let noise = NoiseDistribution::unigram(&[1.0, 0.0, 1.0]).and_then(|noise| noise.draw(1, 1)).expect("negatives");
+    let head = SoftmaxHead::from_tensors(zeros(&[3, 2]), None).expect("a head");
+    let targets = Tensor::new(&[2u32, 0, 1], &Device::Cpu).expect("targets");
+    let loss = head.loss(&zeros(&[3, 2]), &targets, &LossOptions::new().with_nce(noise));
+    assert_config(loss, "noise", &["the target 1 at position 2"]);
 }
 
 #[test]

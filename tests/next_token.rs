@@ -7,7 +7,9 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use common::{on, on_each_device};
-use mos_head::{Constraints, Error, Mixture, NextToken, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest};
+use mos_head::{
+    Constraints, Error, Loss, LossOptions, Mixture, NextToken, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest,
+};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 23;
@@ -359,6 +361,238 @@ fn heads_have_them_too() -> Result<()> {
     Ok(())
 }
 
+/// The requests that draw and what they give, of a head with these logits and of another model with the same
+/// log-probabilities.
+fn next_of(logits: &[f32], requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+    let weight = Tensor::from_slice(logits, (logits.len(), 1), &Device::Cpu)?;
+    SoftmaxHead::from_tensors(weight, None)?
+        .next_tokens(&Tensor::ones((requests.len(), 1), DType::F32, &Device::Cpu)?, requests)
+}
+
+#[test]
+fn ids_of_the_text_outside_the_vocabulary_change_nothing() -> Result<()> {
+    for components in [1, 3] {
+        let operands = operands(6, components, VOCAB);
+        let mixture = mixture(&operands, DType::F32, &Device::Cpu)?;
+        let log_probs = mixture.log_probs()?;
+        for constraints in all_constraints() {
+            for sampling in samplings() {
+                let new = |seed| TokenRequest::new(sampling.clone(), seed)?.with_constraints(constraints.clone());
+                let (mut plain, mut with_images) = (Vec::new(), Vec::new());
+                for seed in 0..6 {
+                    // The first half has no other ids.
+                    let prompt: &[u32] = if seed < 3 { &[] } else { &PROMPT };
+                    plain.push(new(seed)?.with_prompt(prompt));
+                    with_images.push(new(seed)?.with_prompt(&[23, u32::MAX]).with_prompt(prompt).with_prompt(&[23]));
+                }
+                let of = |requests: &[TokenRequest]| -> Result<[Vec<NextToken>; 2]> {
+                    let requests: Vec<&TokenRequest> = requests.iter().collect();
+                    Ok([mixture.next_tokens(&requests)?, NextToken::of_log_probs(&log_probs, &requests)?])
+                };
+                assert_eq!(of(&plain)?, of(&with_images)?, "{constraints:?} {sampling:?}");
+                // One that was generated has its place in the text.
+                with_images.iter_mut().for_each(|request| request.push(1000));
+                assert!(with_images.iter().all(|request| request.generated() == 1));
+                of(&with_images)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Divided by these temperatures, logits or their differences are infinite.
+#[test]
+fn the_smallest_temperatures_draw_the_best_id() -> Result<()> {
+    let logits: Vec<f32> = (0..700).map(|v| if v == 613 { 31.0 } else { (v % 61) as f32 / 2.0 - 0.5 }).collect();
+    let flat: Vec<f32> = (0..700).map(|v| if v == 613 { -0.5 } else { -30.0 }).collect();
+    let samplings = [
+        Sampling::new(),
+        Sampling::new().with_top_k(5),
+        Sampling::new().with_top_p(0.7),
+        Sampling::new().with_min_p(0.3),
+        Sampling::new().with_top_k(40).with_top_p(0.9).with_min_p(0.01),
+    ];
+    for temperature in [1e-3, 1e-12, 1e-40, 1e-300, 1e-307, f64::MIN_POSITIVE, 5e-324] {
+        for sampling in &samplings {
+            for penalty in [1.0, 1.01] {
+                let constraints = Constraints::new().with_repetition_penalty(penalty);
+                let request = TokenRequest::new(sampling.clone().with_temperature(temperature), 3)?;
+                let request = request.with_constraints(constraints)?.with_prompt(&[613, 5]);
+                for logits in [&logits, &flat] {
+                    let token = &next_of(logits, &[&request])?[0];
+                    assert_eq!(token.token_id, 613, "{temperature} {sampling:?} {penalty}");
+                    assert_eq!(token.sampled_log_prob, 0.0, "{temperature} {sampling:?} {penalty}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The noise, not the order of the ids, decides among equals.
+#[test]
+fn equals_are_drawn_evenly_at_the_smallest_temperatures() -> Result<()> {
+    let logits = [31.0f32, -3.0, 31.0, 30.0, 31.0];
+    for temperature in [1.0, 1e-12, 1e-20, 1e-307] {
+        for sampling in [Sampling::new(), Sampling::new().with_top_k(3), Sampling::new().with_top_p(0.99)] {
+            let sampling = sampling.with_temperature(temperature);
+            let requests: Vec<TokenRequest> =
+                (0..6000).map(|seed| TokenRequest::new(sampling.clone(), seed)).collect::<Result<_>>()?;
+            let mut counts = [0; 5];
+            for token in next_of(&logits, &requests.iter().collect::<Vec<_>>())? {
+                counts[token.token_id as usize] += 1;
+            }
+            let z: Vec<f64> = logits.iter().map(|&z| f64::from(z)).collect();
+            check_frequencies(&counts, &probabilities(&z, &sampling), &format!("{sampling:?}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn an_error_names_the_request_and_a_request_is_checked_alone() -> Result<()> {
+    let good = TokenRequest::new(Sampling::new(), 1)?;
+    let logits = [0f32, 1.0, 2.0];
+    let with = |constraints| good.clone().with_constraints(constraints);
+    let none = Constraints::new;
+    for (bad, message) in [
+        (
+            with(none().with_bias(&[(1, 5.0), (191_222, -100.0)]))?,
+            "bias: expected token ids below vocab_size 3, got 191222 at index 1",
+        ),
+        (with(none().with_allowed(&[0, 1, 3]))?, "allowed: expected token ids below vocab_size 3, got 3 at index 2"),
+        (with(none().with_banned(&[7]))?, "banned: expected token ids below vocab_size 3, got 7 at index 0"),
+        (good.clone().with_best(4), "best: expected at most vocab_size 3, got 4"),
+    ] {
+        let requests = [&good, &good, &bad, &good, &bad];
+        let log_probs = Tensor::full(-(3f32.ln()), (5, 3), &Device::Cpu)?;
+        for result in [next_of(&logits, &requests), NextToken::of_log_probs(&log_probs, &requests)] {
+            let error = result.expect_err("ids outside the vocabulary");
+            assert_eq!(error.to_string(), format!("request 2: {message}"));
+            let Error::Request { index: 2, error } = error else { panic!("{error:?}") };
+            assert!(matches!(*error, Error::Config { .. }), "{error:?}");
+        }
+        assert_eq!(bad.check(3).expect_err("the same").to_string(), message);
+        bad.check(191_223)?;
+    }
+    good.check(3)?;
+    good.clone().with_prompt(&[99]).check(3)?;
+    let bias = with(none().with_bias(&[(0, 1.0), (2, f64::NAN)])).expect_err("NaN");
+    assert_eq!(bias.to_string(), "bias: expected finite numbers or minus infinity, got NaN at index 1");
+    Ok(())
+}
+
+#[test]
+fn logits_that_constraints_make_nan_or_infinite_are_errors_that_say_so() -> Result<()> {
+    let good = TokenRequest::new(Sampling::new(), 1)?;
+    for (bad, name) in [(f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
+        for sampling in samplings() {
+            let constraints = Constraints::new().with_processor(move |first, z| {
+                if first == 512 {
+                    z[3] = bad;
+                }
+            });
+            let request = TokenRequest::new(sampling, 1)?.with_constraints(constraints)?;
+            let error = next_of(&[0.5; 600], &[&good, &request]).expect_err(name);
+            assert!(matches!(error, Error::Value { position: 1, index: 515, .. }), "{error:?}");
+            let expected = "logits after constraints: expected numbers or minus infinity";
+            assert_eq!(error.to_string(), format!("{expected}, got {name} at index 515 of position 1"));
+        }
+    }
+    // A penalty whose quotient overflows.
+    let constraints = Constraints::new().with_repetition_penalty(1e-308);
+    let request = good.with_constraints(constraints)?.with_prompt(&[1]);
+    let error = next_of(&[3.0, 30.0], &[&request]).expect_err("30 / 1e-308");
+    assert!(matches!(error, Error::Value { position: 0, index: 1, got: f64::INFINITY, .. }), "{error:?}");
+    Ok(())
+}
+
+#[test]
+fn numbers_that_are_no_log_probabilities_are_refused() -> Result<()> {
+    let rows = |values: &[[f32; 4]; 2]| Tensor::new(values, &Device::Cpu);
+    for sampling in samplings() {
+        let request = TokenRequest::new(sampling, 1)?.with_best(2).with_entropy(true);
+        let error = |log_probs: &Tensor| {
+            NextToken::of_log_probs(log_probs, &[&request, &request]).expect_err("no log-probabilities")
+        };
+        for bad in [f32::NAN, f32::INFINITY] {
+            let error = error(&rows(&[[-1.0; 4], [0.0, -1.0, bad, -0.5]])?);
+            assert!(matches!(error, Error::Distribution { position: 1 }), "{error}");
+        }
+        let error_of_raw = error(&rows(&[[-1.0; 4], [3.75, 3.72, -1.0, 0.5]])?);
+        let expected = "log_probs: expected log-probabilities, at most 0, got 3.75 at index 0 of position 1";
+        assert_eq!(error_of_raw.to_string(), expected);
+        let nothing = error(&rows(&[[-1.0; 4], [f32::NEG_INFINITY; 4]])?);
+        assert!(matches!(nothing, Error::Impossible { position: 1 }), "{nothing}");
+        // Rounding in half precision is known of the tensor alone.
+        let rounded = rows(&[[0.015, -9.0, -9.0, -9.0]; 2])?;
+        assert!(matches!(error(&rounded), Error::Value { position: 0, index: 0, .. }));
+        NextToken::of_log_probs(&rounded.to_dtype(DType::BF16)?, &[&request, &request])?;
+    }
+    Ok(())
+}
+
+/// Log-probabilities in bf16 of a head that is no mixture.
+#[derive(Debug)]
+struct Rounded(Tensor);
+
+impl OutputLayer for Rounded {
+    fn hidden_size(&self) -> usize {
+        1
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.0.dims()[1]
+    }
+
+    fn loss(&self, _: &Tensor, _: &Tensor, _: &LossOptions) -> Result<Loss> {
+        unreachable!("only decoded")
+    }
+
+    fn log_probs(&self, _: &Tensor) -> Result<Tensor> {
+        Ok(self.0.clone())
+    }
+}
+
+#[test]
+fn rounding_of_a_head_of_your_own_is_that_of_its_dtype() -> Result<()> {
+    let hidden = Tensor::ones((1, 1), DType::BF16, &Device::Cpu)?;
+    let head = |first: f32| -> Result<Rounded> {
+        Ok(Rounded(Tensor::new(&[[first, -6.0, -7.0]], &Device::Cpu)?.to_dtype(DType::BF16)?))
+    };
+    let request = TokenRequest::new(Sampling::greedy(), 1)?;
+    assert_eq!(head(0.0078)?.next_tokens(&hidden, &[&request])?[0].token_id, 0);
+    assert_eq!(head(0.0078)?.argmax(&hidden)?.to_vec1::<u32>()?, [0]);
+    let error = head(2.0)?.next_tokens(&hidden, &[&request]).expect_err("a logit");
+    assert!(matches!(error, Error::Value { argument: "log_probs", position: 0, index: 0, .. }), "{error}");
+    assert!(matches!(head(2.0)?.argmax(&hidden), Err(Error::Value { .. })));
+    Ok(())
+}
+
+#[test]
+fn a_request_says_what_it_holds_and_takes_other_constraints_in_place() -> Result<()> {
+    let sampling = Sampling::new().with_top_p(0.9);
+    let mut request = TokenRequest::new(sampling.clone(), 42)?.with_best(2).with_entropy(true).with_prompt(&[1]);
+    assert_eq!((request.sampling(), request.seed(), request.best(), request.entropy()), (&sampling, 42, 2, true));
+    assert!(request.constraints().allowed.is_none());
+    // The ids that a grammar allows, step by step.
+    for step in 0..4 {
+        let allowed = [step, step + 1];
+        let penalty = Constraints::new().with_repetition_penalty(1.5);
+        request.set_constraints(penalty.clone().with_allowed(&allowed))?;
+        assert_eq!(request.constraints().allowed.as_deref(), Some(&allowed[..]));
+        let refused = request.set_constraints(Constraints::new().with_repetition_penalty(0.0));
+        assert!(matches!(refused, Err(Error::Config { argument: "repetition_penalty", .. })));
+        let expected = request.clone().with_constraints(penalty.with_allowed(&allowed))?;
+        let tokens = next_of(&[0.0; 6], &[&request, &expected])?;
+        assert!(allowed.contains(&tokens[0].token_id));
+        assert_eq!(tokens[0], tokens[1], "an error leaves the request as it was");
+        request.push(tokens[0].token_id);
+        assert_eq!(request.generated(), u64::from(step) + 1);
+    }
+    Ok(())
+}
+
 #[test]
 fn bad_arguments_are_errors() -> Result<()> {
     let operands = operands(2, 1, VOCAB);
@@ -369,17 +603,16 @@ fn bad_arguments_are_errors() -> Result<()> {
     let draws = |request: TokenRequest| mixture.next_tokens(&[&request, &request]);
     let message = |result: Result<Vec<NextToken>>| result.expect_err("an error").to_string();
     assert_eq!(message(mixture.next_tokens(&[&new()?])), "requests: expected one for each of 2 positions, got 1");
-    assert_eq!(message(draws(new()?.with_best(24))), "best: expected at most vocab_size 23, got 24");
+    assert_eq!(message(draws(new()?.with_best(24))), "request 0: best: expected at most vocab_size 23, got 24");
     for (constraints, argument) in [
         (none().with_banned(&[23]), "banned"),
         (none().with_allowed(&[99]), "allowed"),
         (none().with_bias(&[(23, 0.0)]), "bias"),
     ] {
         let message = message(draws(with(constraints)?));
-        assert!(message.starts_with(&format!("{argument}: expected token ids below vocab_size 23")), "{message}");
+        let expected = format!("request 0: {argument}: expected token ids below vocab_size 23");
+        assert!(message.starts_with(&expected), "{message}");
     }
-    let message = message(draws(new()?.with_prompt(&[40])));
-    assert!(message.starts_with("token ids of the request's text: expected token ids below"), "{message}");
     for constraints in [
         none().with_repetition_penalty(0.0),
         none().with_repetition_penalty(f64::INFINITY),
@@ -399,8 +632,6 @@ fn bad_arguments_are_errors() -> Result<()> {
     ] {
         assert!(matches!(draws(with(constraints)?), Err(Error::EmptySet { position: 0 })));
     }
-    let nan = none().with_processor(|_, z| z[0] = f64::NAN);
-    assert!(matches!(draws(with(nan)?), Err(Error::Distribution { position: 0 })));
     for sampling in [Sampling::new().with_ancestral(true), Sampling::new().with_component_temperature(0.5)] {
         assert!(matches!(TokenRequest::new(sampling, 0), Err(Error::Unsupported { .. })));
     }

@@ -12,7 +12,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use decoding::{equals_the_whole, head, HIDDEN, VOCAB};
 use mos_head::{
-    Collectives, Error, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest, VocabParallel, VocabShard,
+    Collectives, Constraints, Error, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest, VocabParallel,
+    VocabShard,
 };
 use ranks::on_ranks;
 use values::tensor;
@@ -23,6 +24,33 @@ fn what_is_decoded_does_not_depend_on_the_number_of_ranks() -> Result<()> {
         for result in on_ranks(ranks, |ranks| equals_the_whole(&ranks)) {
             result?;
         }
+    }
+    Ok(())
+}
+
+/// Ids of the text outside the vocabulary change nothing, and every rank names the request that is refused.
+#[test]
+fn requests_of_a_cut_vocabulary_are_checked_as_those_of_the_whole() -> Result<()> {
+    let results = on_ranks(3, |ranks: Arc<dyn Collectives>| -> Result<_> {
+        let shard = VocabShard::new(ranks, VOCAB)?;
+        let head = VocabParallel::new(head(2, shard.range())?, shard)?;
+        let hidden = tensor(&[2, HIDDEN], 5, DType::F32)?;
+        let constraints = Constraints::new().with_repetition_penalty(1.3);
+        let request = TokenRequest::new(Sampling::new(), 7)?.with_constraints(constraints)?;
+        let with_image = request.clone().with_prompt(&[3, VOCAB as u32, 40_000]);
+        let request = request.with_prompt(&[3]);
+        let plain = head.next_tokens(&hidden, &[&request, &request])?;
+        let tiny = TokenRequest::new(Sampling::new().with_temperature(1e-307), 7)?.with_best(1);
+        let tiny = &head.next_tokens(&hidden, &[&tiny, &tiny])?[0];
+        assert_eq!(tiny.token_id % 700, tiny.best[0].0 % 700);
+        assert_eq!(head.next_tokens(&hidden, &[&with_image, &with_image])?, plain);
+        let outside = Constraints::new().with_banned(&[VOCAB as u32]);
+        let outside = request.clone().with_constraints(outside)?;
+        Ok(head.next_tokens(&hidden, &[&request, &outside]).map(|_| ()))
+    });
+    for result in results {
+        let error = result?.expect_err("an id outside the vocabulary");
+        assert!(matches!(error, Error::Request { index: 1, .. }), "{error:?}");
     }
     Ok(())
 }

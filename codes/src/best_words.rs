@@ -32,7 +32,8 @@ impl Codebook {
     ///
     /// # Errors
     ///
-    /// If shapes do not match, `k` is zero or above the number of words, a log-probability is NaN, or `second` fails.
+    /// If shapes do not match, `k` is zero or above the number of words, a log-probability is NaN or infinite, or
+    /// `second` fails.
     pub fn top_words<E: From<Error>>(
         &self,
         first: &Tensor,
@@ -123,7 +124,7 @@ fn best_first(a: &(f64, u32), b: &(f64, u32)) -> std::cmp::Ordering {
 }
 
 fn check_numbers(log_probs: &[f64], position: usize) -> Result<()> {
-    match log_probs.iter().any(|log_prob| log_prob.is_nan()) {
+    match log_probs.iter().any(|log_prob| log_prob.is_nan() || *log_prob == f64::INFINITY) {
         true => Err(Error::Distribution { position }),
         false => Ok(()),
     }

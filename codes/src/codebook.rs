@@ -154,8 +154,8 @@ impl Codebook {
     /// If a word is not in the book.
     pub fn encode(&self, words: &[u32]) -> Result<Vec<u32>> {
         let mut codes = Vec::with_capacity(2 * words.len());
-        for word in words {
-            codes.extend(self.codes_of(*word)?);
+        for (index, word) in words.iter().enumerate() {
+            codes.extend(self.codes_of(*word).map_err(|error| error.at_index(index))?);
         }
         Ok(codes)
     }
@@ -167,8 +167,8 @@ impl Codebook {
     /// If the codes spell no sequence of words, or end within a word.
     pub fn decode(&self, codes: &[u32]) -> Result<Vec<u32>> {
         let (mut words, mut first) = (Vec::with_capacity(codes.len()), None);
-        for &code in codes {
-            first = match self.read(first, code)? {
+        for (index, &code) in codes.iter().enumerate() {
+            first = match self.read(first, code).map_err(|error| error.at_index(index))? {
                 Read::Word(word) => {
                     words.push(word);
                     None
@@ -222,8 +222,9 @@ impl Codebook {
     /// If one of `firsts` begins no word.
     pub fn mask(&self, firsts: &[Option<u32>], device: &Device) -> Result<Tensor> {
         let mut mask = vec![f32::NEG_INFINITY; firsts.len() * self.code_count];
-        for (row, first) in mask.chunks_mut(self.code_count).zip(firsts) {
-            self.continuations(*first)?.iter().for_each(|&code| row[code as usize] = 0.0);
+        for (index, (row, first)) in mask.chunks_mut(self.code_count).zip(firsts).enumerate() {
+            let continuations = self.continuations(*first).map_err(|error| error.at_index(index))?;
+            continuations.iter().for_each(|&code| row[code as usize] = 0.0);
         }
         to_device(mask, (firsts.len(), self.code_count), device)
     }

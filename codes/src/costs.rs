@@ -75,7 +75,7 @@ impl CodeCosts {
     ///
     /// # Errors
     ///
-    /// If shapes do not match, a word is not in the table, or a log-probability is NaN.
+    /// If shapes do not match, a word is not in the table, or a log-probability is NaN or infinite.
     pub fn add(&mut self, log_probs: &Tensor, targets: &[(u32, CodePlace)]) -> Result<()> {
         let codes = self.config.codes();
         if log_probs.dims() != [targets.len(), codes] {
@@ -83,8 +83,9 @@ impl CodeCosts {
         }
         check_float("log_probs", log_probs)?;
         let words = self.config.words;
-        if let Some((word, _)) = targets.iter().find(|(word, _)| *word as usize >= words) {
-            return Err(Error::config("targets", format!("words below {words}"), word));
+        if let Some(index) = targets.iter().position(|(word, _)| *word as usize >= words) {
+            let got = format!("{} at index {index}", targets[index].0);
+            return Err(Error::config("targets", format!("words below {words}"), got));
         }
         let own = self.config.own;
         let mut added = Vec::new();
@@ -100,7 +101,7 @@ impl CodeCosts {
             let rows = Tensor::new(&*positions, log_probs.device())?;
             let found = matrix(&log_probs.index_select(&rows, 0)?.narrow(1, part.start, part.len())?)?;
             for ((word, position), found) in words.into_iter().zip(positions).zip(found) {
-                if found.iter().any(|log_prob| log_prob.is_nan()) {
+                if found.iter().any(|log_prob| log_prob.is_nan() || *log_prob == f64::INFINITY) {
                     return Err(Error::Distribution { position: position as usize });
                 }
                 added.push((place, word, found));

@@ -51,8 +51,8 @@ pub enum Error {
         /// The actual value.
         got: String,
     },
-    /// A log-probability is NaN.
-    #[error("the distribution at position {position} is NaN")]
+    /// A log-probability is NaN or plus infinity.
+    #[error("the distribution at position {position} is NaN or infinite")]
     Distribution {
         /// The first such position.
         position: usize,
@@ -78,5 +78,15 @@ impl Error {
 
     pub(crate) fn config(argument: &'static str, expected: impl Into<String>, got: impl ToString) -> Self {
         Error::Config { argument, expected: expected.into(), got: got.to_string() }
+    }
+
+    /// The error of one element of a list, with its index.
+    pub(crate) fn at_index(self, index: usize) -> Self {
+        match self {
+            Error::Config { argument, expected, got } => {
+                Error::Config { argument, expected, got: format!("{got} at index {index}") }
+            }
+            error => error,
+        }
     }
 }

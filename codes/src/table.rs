@@ -273,8 +273,8 @@ fn order(config: TableConfig, counts: &[f64]) -> Result<Vec<usize>> {
     if counts.len() != config.words {
         return Err(Error::config("counts", format!("one for each of {} words", config.words), counts.len()));
     }
-    if counts.iter().any(|count| count.is_nan()) {
-        return Err(Error::config("counts", "numbers", "NaN"));
+    if let Some(index) = counts.iter().position(|count| count.is_nan()) {
+        return Err(Error::config("counts", "numbers", format!("NaN at index {index}")));
     }
     let mut order: Vec<usize> = (0..counts.len()).collect();
     order.sort_by(|&a, &b| counts[b].total_cmp(&counts[a]));

@@ -31,7 +31,8 @@ impl Codebook {
     ) -> std::result::Result<Vec<f64>, E> {
         let device = first.device();
         let first = self.rows("first", first, words.len())?;
-        let codes = words.iter().map(|word| self.codes_of(*word)).collect::<Result<Vec<_>>>()?;
+        let codes_of = |(index, word): (usize, &u32)| self.codes_of(*word).map_err(|error| error.at_index(index));
+        let codes = words.iter().enumerate().map(codes_of).collect::<Result<Vec<_>>>()?;
         let mut log_probs: Vec<f64> = first.iter().zip(&codes).map(|(row, codes)| row[codes[0] as usize]).collect();
         let two: Vec<(usize, u32)> =
             codes.iter().enumerate().filter(|(_, codes)| codes.len() > 1).map(|(i, codes)| (i, codes[0])).collect();

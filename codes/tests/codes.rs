@@ -266,21 +266,28 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     let log_probs = |words: &[u32], first: &Tensor| message(book.word_log_probs(words, first, second).map(|_| ()));
     assert!(log_probs(&[1, 2, 3], &first).contains("first: expected shape [3, 14]"));
     assert!(log_probs(&[1, 40], &first).contains("below 40"));
+    assert!(log_probs(&[1, 40], &first).ends_with("got 40 at index 1"));
+    assert!(message(book.encode(&[1, 2, 40]).map(|_| ())).ends_with("got 40 at index 2"));
+    assert!(message(book.decode(&[99]).map(|_| ())).ends_with("got 99 at index 0"));
+    assert!(message(book.mask(&[None, Some(99)], &Device::Cpu).map(|_| ())).ends_with("got 99 at index 1"));
     assert!(log_probs(&[1, 2], &first).contains("second: expected shape [2, 14]"));
     let top = |first: &Tensor, k| message(book.top_words(first, k, second).map(|_| ()));
     assert!(top(&first, 0).contains("k") && top(&first, 41).contains("at most 40"));
     assert!(top(&first.zeros_like()?.affine(1.0, f64::NAN)?, 1).contains("position 0 is NaN"));
+    assert!(top(&first.zeros_like()?.affine(1.0, f64::INFINITY)?, 1).contains("position 0 is NaN or infinite"));
     assert!(top(&first.narrow(1, 0, 13)?, 1).contains("[2, 14]"));
 
     let mut costs = CodeCosts::new(&table);
     assert!(message(costs.add(&first, &[(1, CodePlace::First)])).contains("[1, 14]"));
-    assert!(message(costs.add(&first, &[(1, CodePlace::First), (40, CodePlace::First)])).contains("below 40"));
+    assert!(message(costs.add(&first, &[(1, CodePlace::First), (40, CodePlace::First)]))
+        .ends_with("below 40, got 40 at index 1"));
     let other = CodeTable::by_frequency(config.with_own(1), &counts(40))?;
     assert!(matches!(costs.total(&other), Err(Error::Config { argument: "table", .. })));
     let places = [(1, CodePlace::First), (2, CodePlace::Second)];
     assert!(matches!(costs.add(&(&first / 0.0)?, &places), Err(Error::Distribution { position: 0 })));
     let second_is_nan = Tensor::new(&[[-1f32; 14], [f32::NAN; 14]], &Device::Cpu)?;
     assert!(matches!(costs.add(&second_is_nan, &places), Err(Error::Distribution { position: 1 })));
+    assert!(matches!(costs.add(&(&first + f64::INFINITY)?, &places), Err(Error::Distribution { position: 0 })));
     assert_eq!(costs.total(&table)?, 0.0, "an error adds nothing");
     costs.add(&(&first - f64::INFINITY)?, &places)?;
     assert!(unit(costs.reallocate(&table, Assignment::Exact)).contains("costs"));

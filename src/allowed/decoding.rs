@@ -21,7 +21,7 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::top_k`]; [`Error::EmptySet`] if a set is empty and need not be, and [`Error::Distribution`] if
+    /// As for [`Mixture::top_k`]; [`Error::EmptySet`] if a set is empty and need not be, and [`Error::Impossible`] if
     /// all its ids have probability zero.
     pub fn top_k(&self, k: usize) -> Result<TopK> {
         TopK::check_k(k, self.mixture.operands().sizes.vocab)?;

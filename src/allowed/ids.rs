@@ -94,8 +94,8 @@ impl AllowedIds {
             [first, ..] if *first != 0 => return Err(invalid(&format!("{first} first"))),
             [.., last] => return Err(invalid(&format!("{last} last"))),
         }
-        if let Some(pair) = offsets.windows(2).find(|pair| pair[0] > pair[1]) {
-            return Err(invalid(&format!("{} after {}", pair[1], pair[0])));
+        if let Some(index) = (1..offsets.len()).find(|&index| offsets[index - 1] > offsets[index]) {
+            return Err(invalid(&format!("{} after {} at index {index}", offsets[index], offsets[index - 1])));
         }
         let lists = offsets.windows(2).map(|pair| token_ids[pair[0]..pair[1]].to_vec());
         Ok(Self::of(Sets::Each(IdLists::new(lists))))
@@ -124,15 +124,18 @@ impl AllowedIds {
 
     /// An error if an id is not in the vocabulary.
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
-        let ids = match &self.sets {
+        let is_outside = |id: &&u32| **id as usize >= vocab;
+        let outside = match &self.sets {
             Sets::Shared(_, Some(len)) if *len != vocab => {
                 return Err(Error::shape("mask", format!("[{vocab}]"), &[*len]));
             }
-            Sets::Shared(ids, _) => ids,
-            Sets::Each(lists) => lists.ids(),
+            Sets::Shared(ids, _) => ids.iter().find(is_outside).map(u32::to_string),
+            Sets::Each(lists) => lists.iter().enumerate().find_map(|(position, ids)| {
+                ids.iter().find(is_outside).map(|id| format!("{id} at position {position}"))
+            }),
         };
-        match ids.iter().find(|&&id| id as usize >= vocab) {
-            Some(id) => Err(Error::config("allowed ids", format!("token ids below vocab_size {vocab}"), id)),
+        match outside {
+            Some(got) => Err(Error::config("allowed ids", format!("token ids below vocab_size {vocab}"), got)),
             None => Ok(()),
         }
     }

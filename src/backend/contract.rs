@@ -1,5 +1,6 @@
 //! The contract of a backend: its operations, and the types of their arguments and results.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -475,8 +476,8 @@ pub(crate) trait Backend {
     }
 
     /// The `k` most probable ids and their log-probabilities, each `[positions, k]`, in u32 and in the accumulation
-    /// dtype, in descending order of probability; ties go to the lower id. If a distribution is NaN, returns an error
-    /// that names the first such position.
+    /// dtype, in descending order of probability; ties go to the lower id. If a position has no distribution, returns
+    /// an error that names the first such one.
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)>;
 
     /// Runs a query on each position's distribution.
@@ -560,8 +561,8 @@ pub(crate) const TILE: usize = 512;
 /// The distribution of one position over the vocabulary, computed tile by tile on demand.
 pub(crate) trait Distribution<F>: Sync {
     fn vocab(&self) -> usize;
-    /// Whether its log-probabilities are defined, i.e. not NaN.
-    fn is_valid(&self) -> bool;
+    /// Why it is no distribution, if it is none.
+    fn defect(&self) -> Option<Defect>;
     /// The log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They may be
     /// written to `buffer`. Values below `floor` may be returned as minus infinity.
     fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
@@ -570,6 +571,29 @@ pub(crate) trait Distribution<F>: Sync {
 
     fn tiles(&self) -> usize {
         self.vocab().div_ceil(TILE)
+    }
+
+    /// Checks that it is a distribution.
+    fn check(&self, position: usize) -> Result<()> {
+        self.defect().map_or(Ok(()), |defect| Err(defect.at(position)))
+    }
+}
+
+/// Why numbers are no distribution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Defect {
+    /// A number is NaN or plus infinity.
+    NotFinite,
+    /// All log-probabilities are minus infinity.
+    Impossible,
+}
+
+impl Defect {
+    pub(crate) fn at(self, position: usize) -> Error {
+        match self {
+            Defect::NotFinite => Error::Distribution { position },
+            Defect::Impossible => Error::Impossible { position },
+        }
     }
 }
 
@@ -614,8 +638,13 @@ impl<F: Real> Distribution<F> for Computed<'_, F> {
         self.log_probs.len()
     }
 
-    fn is_valid(&self) -> bool {
-        !self.log_probs.iter().any(|x| x.is_nan()) && self.log_probs.iter().any(|&x| x > F::neg_infinity())
+    fn defect(&self) -> Option<Defect> {
+        // A NaN is not below infinity either.
+        if self.log_probs.iter().any(|&x| x.partial_cmp(&F::infinity()) != Some(Ordering::Less)) {
+            return Some(Defect::NotFinite);
+        }
+        let is_possible = self.log_probs.iter().any(|&x| x > F::neg_infinity());
+        (!is_possible).then_some(Defect::Impossible)
     }
 
     fn tile<'a>(&'a self, tile: usize, _: F, _: &'a mut Vec<F>) -> &'a [F] {

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use crate::backend::contract::{Distribution, Real, Visit, TILE};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// The log-probability of a token id, and the id.
 pub(crate) type Ranked<F> = (F, u32);
@@ -44,9 +44,7 @@ impl Visit for Best {
     type Output = Vec<(f64, u32)>;
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
-        if !distribution.is_valid() {
-            return Err(Error::Distribution { position });
-        }
+        distribution.check(position)?;
         Ok(best(distribution, self.k).into_iter().map(|(log_prob, id)| (log_prob.f64(), id)).collect())
     }
 }
@@ -143,6 +141,7 @@ mod tests {
 
     use super::*;
     use crate::backend::contract::Computed;
+    use crate::error::Error;
 
     proptest! {
         #[test]

@@ -1,4 +1,4 @@
-//! Reads distributions whose log-probabilities are given as a tensor.
+//! Reads distributions whose log-probabilities are given as a tensor, and checks that they are log-probabilities.
 
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -7,10 +7,37 @@ use crate::backend::contract::{Computed, Real, Visit};
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_elements, check_float};
 
-/// Answers a query about each distribution of log-probabilities `[.., vocab]`.
-pub(super) fn visit<V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
-    fn rows<F: Real, V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Output>> {
+/// The largest number that is taken for a log-probability in a dtype, in which rounding may bring one above zero.
+fn most(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 | DType::BF16 => 1.0 / 64.0,
+        _ => 1e-4,
+    }
+}
+
+/// Checks that no number of these rows is NaN, or above zero by more than rounding in the dtype that they were computed
+/// in. A NaN or an infinity of any row says what has failed, and is named before a number above zero.
+pub(crate) fn check_log_probs<F: Real>(argument: &'static str, rows: &[Vec<F>], dtype: DType) -> Result<()> {
+    fn first<F: Real>(rows: &[Vec<F>], is_wrong: impl Fn(f64) -> bool + Sync) -> Option<(usize, usize)> {
+        let of_row = |(position, row): (usize, &Vec<F>)| {
+            row.iter().position(|x| is_wrong(x.f64())).map(|index| (position, index))
+        };
+        rows.par_iter().enumerate().find_map_first(of_row)
+    }
+    let most = most(dtype);
+    let Some((position, index)) = first(rows, |x| x.is_nan() || x > most) else { return Ok(()) };
+    if let Some((position, _)) = first(rows, |x| x.is_nan() || x == f64::INFINITY) {
+        return Err(Error::Distribution { position });
+    }
+    let got = rows[position][index].f64();
+    Err(Error::Value { argument, expected: "log-probabilities, at most 0", position, index, got })
+}
+
+/// Answers a query about each distribution of log-probabilities `[.., vocab]`, which were rounded to a dtype.
+pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
+    fn rows<F: Real, V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
         let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
+        check_log_probs("log_probs", &rows, rounded)?;
         let of_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::of(row));
         V::answers(rows.par_iter().enumerate().map(of_position))
     }
@@ -20,8 +47,8 @@ pub(super) fn visit<V: Visit>(log_probs: &Tensor, visit: &V) -> Result<Vec<V::Ou
     match (log_probs.dims(), log_probs.dtype()) {
         ([] | [.., 0], _) => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),
         // A single position has no leading dimensions.
-        ([_], _) => self::visit(&log_probs.unsqueeze(0)?, visit),
-        (_, DType::F64) => rows::<f64, V>(&log_probs, visit),
-        _ => rows::<f32, V>(&log_probs.to_dtype(DType::F32)?, visit),
+        ([_], _) => self::visit(&log_probs.unsqueeze(0)?, rounded, visit),
+        (_, DType::F64) => rows::<f64, V>(&log_probs, rounded, visit),
+        _ => rows::<f32, V>(&log_probs.to_dtype(DType::F32)?, rounded, visit),
     }
 }

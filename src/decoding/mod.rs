@@ -13,6 +13,7 @@ mod top_k;
 mod vocab_parallel;
 mod within;
 
+pub(crate) use log_probs::check_log_probs;
 pub use next_token::{Constraints, NextToken, TokenRequest};
 pub use pruning::Pruned;
 pub use sampler::Sampler;

@@ -17,16 +17,14 @@ impl Visit for Draw<'_> {
     type Output = u32;
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<u32> {
-        if !distribution.is_valid() {
-            return Err(Error::Distribution { position });
-        }
+        distribution.check(position)?;
         let u = self.uniform[position];
         let id = match self.sampling {
             Sampling { temperature: 0.0, .. } => best(distribution, 1).first().map(|id| id.1),
             sampling if sampling.is_truncated() => from_the_best(distribution, sampling, u),
             sampling => Masses::new(distribution, sampling.temperature).draw(distribution, u),
         };
-        id.ok_or(Error::Distribution { position })
+        id.ok_or(Error::Impossible { position })
     }
 }
 

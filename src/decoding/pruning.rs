@@ -2,6 +2,7 @@
 
 use candle_core::{Tensor, D};
 
+use super::log_probs::check_log_probs;
 use crate::backend::contract::{accumulation_dtype, Sizes};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
@@ -52,8 +53,8 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If `mass` is not at least 0 and below 1. [`Error::Distribution`] if a prior is NaN, or all priors of a position
-    /// are zero.
+    /// If `mass` is not at least 0 and below 1. [`Error::Distribution`] if a prior is NaN or infinite, [`Error::Value`] if
+    /// a log-prior is above zero by more than rounding, and [`Error::Impossible`] if all priors of a position are zero.
     pub fn prune(&self, mass: f64) -> Result<Pruned> {
         check_number((0.0..1.0).contains(&mass), "mass", "at least 0 and below 1", mass)?;
         let operands = self.operands();
@@ -63,11 +64,9 @@ impl Mixture {
             Some(log_priors) => transfer::matrix(log_priors)?,
             None => vec![vec![0.0]; positions],
         };
-        if let Some(position) = log_priors
-            .iter()
-            .position(|row| row.iter().any(|x| x.is_nan()) || row.iter().all(|x| *x == f64::NEG_INFINITY))
-        {
-            return Err(Error::Distribution { position });
+        check_log_probs("log_priors", &log_priors, operands.contexts.dtype())?;
+        if let Some(position) = log_priors.iter().position(|row| row.iter().all(|x| *x == f64::NEG_INFINITY)) {
+            return Err(Error::Impossible { position });
         }
         // The components of each position, the most probable first, and the number that it needs.
         let order = |row: &Vec<f64>| {

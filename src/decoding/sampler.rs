@@ -1,9 +1,10 @@
 //! Draws token ids as [`Sampling`] specifies, with a seeded generator.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use super::log_probs::check_log_probs;
 use super::multinomial::{pass, Draw};
 use super::sampling::Sampling;
 use crate::backend;
@@ -63,13 +64,21 @@ impl Sampler {
     ///
     /// # Errors
     ///
-    /// If the options need components (ancestral sampling, component temperature), or a distribution is NaN.
+    /// If the options need components (ancestral sampling, component temperature), a log-probability is NaN or infinite
+    /// ([`Error::Distribution`]), or above zero by more than rounding ([`Error::Value`]), or all of a position are minus
+    /// infinity ([`Error::Impossible`]).
     pub fn sample(&mut self, log_probs: &Tensor) -> Result<Tensor> {
+        self.sample_rounded(log_probs, log_probs.dtype())
+    }
+
+    /// The same from log-probabilities that were rounded to a dtype before they were given in another one.
+    pub(crate) fn sample_rounded(&mut self, log_probs: &Tensor, rounded: DType) -> Result<Tensor> {
         self.reject_components("log-probabilities")?;
         let leading = &log_probs.dims()[..log_probs.rank().saturating_sub(1)];
         check_elements("log_probs", log_probs.dims())?;
         let uniform = self.uniform(leading.iter().product());
-        let ids = super::log_probs::visit(log_probs, &Draw { sampling: &self.sampling, uniform: &uniform })?;
+        let draw = Draw { sampling: &self.sampling, uniform: &uniform };
+        let ids = super::log_probs::visit(log_probs, rounded, &draw)?;
         transfer::to_device(ids, leading, log_probs.device())
     }
 
@@ -89,16 +98,15 @@ impl Sampler {
         (0..n).map(|_| self.rng.random()).collect()
     }
 
-    /// Draws one index from each row of log-probabilities `[rows, n]`.
-    pub(crate) fn choose(&mut self, log_probs: &Tensor) -> Result<Vec<u32>> {
-        let rows = transfer::matrix(log_probs)?;
+    /// Draws one component from each row of log-priors `[rows, n]`, which were computed in a dtype.
+    pub(crate) fn choose(&mut self, log_priors: &Tensor, dtype: DType) -> Result<Vec<u32>> {
+        let rows = transfer::matrix(log_priors)?;
+        check_log_probs("log_priors", &rows, dtype)?;
         let uniform = self.uniform(rows.len());
         let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
-            match pass(row.iter().map(|x| x.exp()), u * sum).filter(|_| sum.is_finite()) {
-                Some((index, _)) => Ok(index as u32),
-                None => Err(Error::Distribution { position }),
-            }
+            let chosen = pass(row.iter().map(|x| x.exp()), u * sum);
+            chosen.map(|(index, _)| index as u32).ok_or(Error::Impossible { position })
         };
         rows.iter().zip(uniform).enumerate().map(choose).collect()
     }
@@ -113,7 +121,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If a distribution is NaN.
+    /// If a distribution is NaN, infinite or impossible.
     pub fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
         let tempered;
         let mut mixture = self;
@@ -151,7 +159,9 @@ impl Mixture {
     /// Draws one component at each position from its priors.
     fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
         match &self.operands().log_priors {
-            Some(log_priors) => self.with_components(sampler.choose(log_priors)?, 1, false),
+            Some(log_priors) => {
+                self.with_components(sampler.choose(log_priors, self.operands().contexts.dtype())?, 1, false)
+            }
             None => Ok(self.clone()),
         }
     }

@@ -45,7 +45,9 @@ impl TopK {
     ///
     /// # Errors
     ///
-    /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN.
+    /// If `k` is not between 1 and the size of the vocabulary; [`Error::Distribution`] if a log-probability is NaN or
+    /// infinite, [`Error::Value`] if one is above zero by more than rounding, and [`Error::Impossible`] if all of a
+    /// position are minus infinity.
     ///
     /// # Examples
     ///
@@ -63,7 +65,7 @@ impl TopK {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         Self::check_k(k, vocab)?;
-        let found = super::log_probs::visit(log_probs, &Best { k })?;
+        let found = super::log_probs::visit(log_probs, log_probs.dtype(), &Best { k })?;
         let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Self::of_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
     }
@@ -100,7 +102,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN.
+    /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN, infinite or impossible.
     pub fn top_k(&self, k: usize) -> Result<TopK> {
         let operands = self.operands();
         TopK::check_k(k, operands.sizes.vocab)?;
@@ -117,7 +119,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If a distribution is NaN: the error names its position.
+    /// If a distribution is NaN, infinite or impossible: the error names its position.
     pub fn argmax(&self) -> Result<Tensor> {
         Ok(self.top_k(1)?.token_ids.squeeze(D::Minus1)?)
     }

@@ -24,9 +24,7 @@ impl<V: Visit> Visit for Within<'_, V> {
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<V::Output> {
         let Some(ids) = self.kept.of(position) else { return self.visit.visit(position, distribution) };
-        if !distribution.is_valid() {
-            return Err(Error::Distribution { position });
-        }
+        distribution.check(position)?;
         let (mut log_probs, mut buffer) = (Vec::with_capacity(ids.len()), Vec::new());
         for ids in ids.chunk_by(|a, b| *a as usize / TILE == *b as usize / TILE) {
             let tile = distribution.tile(ids[0] as usize / TILE, F::neg_infinity(), &mut buffer);
@@ -34,7 +32,7 @@ impl<V: Visit> Visit for Within<'_, V> {
         }
         let largest = log_probs.iter().fold(f64::NEG_INFINITY, |largest, x| largest.max(x.f64()));
         if largest == f64::NEG_INFINITY {
-            return Err(Error::Distribution { position });
+            return Err(Error::Impossible { position });
         }
         let sum: f64 = log_probs.iter().map(|x| (x.f64() - largest).exp()).sum();
         let of_all = largest + sum.ln();

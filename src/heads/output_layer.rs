@@ -304,7 +304,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # Errors
     ///
     /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a
-    /// distribution is NaN.
+    /// distribution is NaN, infinite or impossible.
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         TopK::of_log_probs(&self.log_probs(hidden)?, k)
     }
@@ -318,7 +318,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not match the head, or a distribution is NaN: the error names its position.
+    /// If the hidden states do not match the head, or a distribution is NaN, infinite or impossible: the error names its
+    /// position.
     fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
         Ok(self.top_k(hidden, 1)?.token_ids.squeeze(D::Minus1)?)
     }
@@ -332,8 +333,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not match the head, a distribution is NaN, or the options of the sampler need components
-    /// that the head does not have.
+    /// If the hidden states do not match the head, a distribution is NaN, infinite or impossible, or the options of the
+    /// sampler need components that the head does not have.
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         sampler.reject_components(type_name::<Self>())?;
         sampler.sample(&self.log_probs(hidden)?)
@@ -349,13 +350,15 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not match the head, there is not a request for each position, or a token id of a request
-    /// is not in the vocabulary. [`Error::EmptySet`](crate::Error::EmptySet) if the constraints leave no id of a
-    /// position, [`Error::Distribution`](crate::Error::Distribution) if a distribution, or what a processor makes of it,
-    /// is NaN or infinite.
+    /// If the hidden states do not match the head, or there is not a request for each position.
+    /// [`Error::Request`](crate::Error::Request) names the first request that [`TokenRequest::check`] refuses.
+    /// [`Error::EmptySet`](crate::Error::EmptySet) if the constraints leave no id of a position,
+    /// [`Error::Value`](crate::Error::Value) if they make a logit NaN or infinite,
+    /// [`Error::Distribution`](crate::Error::Distribution) if a distribution is, and
+    /// [`Error::Impossible`](crate::Error::Impossible) if it has no possible id. No request is answered then.
     fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
         let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        NextToken::of_log_probs(&self.log_probs_as(hidden, dtype)?, requests)
+        NextToken::from_rounded(&self.log_probs_as(hidden, dtype)?, hidden.dtype(), requests)
     }
 
     /// The head as a constant, for evaluation and decoding, or under layers that alone are trained: hidden states get

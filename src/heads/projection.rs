@@ -98,7 +98,7 @@ pub trait Projection: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Your own, or [`Error::Distribution`](crate::Error::Distribution) if the priors of a position are NaN.
+    /// Your own, or [`Error::Distribution`](crate::Error::Distribution) if the priors of a position are NaN or infinite.
     fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
         let _ = (hidden, sampler);
         Ok(None)

@@ -72,9 +72,14 @@ impl NoiseDistribution {
     ///
     /// If a count is negative or not finite, or all are zero.
     pub fn unigram(counts: &[f64]) -> Result<Self> {
+        let is_count = |count: &f64| *count >= 0.0 && count.is_finite();
+        if let Some(index) = counts.iter().position(|count| !is_count(count)) {
+            let got = format!("{} at index {index}", counts[index]);
+            return Err(Error::config("counts", "finite numbers, at least 0", got));
+        }
         let total: f64 = counts.iter().sum();
-        let error = || Error::config("counts", "finite numbers, at least 0, of a positive finite sum", total);
-        if counts.iter().any(|count| count.is_sign_negative() && *count != 0.0) || total <= 0.0 || !total.is_finite() {
+        let error = || Error::config("counts", "a positive, finite sum", total);
+        if total <= 0.0 || !total.is_finite() {
             return Err(error());
         }
         let probabilities: Vec<f64> = counts.iter().map(|count| count / total).collect();

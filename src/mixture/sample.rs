@@ -41,8 +41,11 @@ impl Sample {
             return Err(Error::config("vocab_size of the negatives", expected, negatives.noise().vocab_size()));
         }
         let targets = request.read_ids(vocab)?;
-        if let Some(id) = targets.iter().flatten().find(|id| negatives.noise().probability(**id) == 0.0) {
-            return Err(Error::config("noise", format!("a positive probability of the target {id}"), 0));
+        let is_impossible = |id: &usize| negatives.noise().probability(*id) == 0.0;
+        let impossible = targets.iter().enumerate().find_map(|(at, id)| id.filter(is_impossible).map(|id| (at, id)));
+        if let Some((position, id)) = impossible {
+            let expected = format!("a positive probability of the target {id} at position {position}");
+            return Err(Error::config("noise", expected, 0));
         }
         let sampled = negatives.token_ids();
         let mut others: Vec<usize> = targets.iter().flatten().copied().collect();

@@ -78,11 +78,17 @@ impl AdaptiveConfig {
         check_sizes(&[("hidden_size", self.hidden_size)])?;
         check_vocab(self.vocab_size)?;
         let cutoffs = &self.cutoffs;
-        let increases = cutoffs.windows(2).all(|pair| pair[0] < pair[1]);
-        let is_within = |&cutoff: &usize| (1..self.vocab_size).contains(&cutoff);
-        if cutoffs.is_empty() || !increases || !cutoffs.iter().all(is_within) {
-            let expected = format!("increasing numbers, at least 1 and below vocab_size {}", self.vocab_size);
-            return Err(Error::config("cutoffs", expected, format!("{cutoffs:?}")));
+        let expected = || format!("increasing numbers, at least 1 and below vocab_size {}", self.vocab_size);
+        if cutoffs.is_empty() {
+            return Err(Error::config("cutoffs", expected(), "none"));
+        }
+        let is_wrong = |&index: &usize| {
+            let least = index.checked_sub(1).map_or(1, |before| cutoffs[before].saturating_add(1));
+            !(least..self.vocab_size).contains(&cutoffs[index])
+        };
+        if let Some(index) = (0..cutoffs.len()).find(is_wrong) {
+            let got = format!("{} at index {index} of {cutoffs:?}", cutoffs[index]);
+            return Err(Error::config("cutoffs", expected(), got));
         }
         let div_value = self.div_value;
         check_number(div_value >= 1.0 && div_value.is_finite(), "div_value", "a finite number, at least 1", div_value)?;

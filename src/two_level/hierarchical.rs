@@ -71,8 +71,9 @@ impl Classes {
     pub fn of_frequencies(frequencies: &[f64], classes: usize) -> Result<Self> {
         check_sizes(&[("classes", classes)])?;
         let is_valid = |x: &f64| *x >= 0.0 && x.is_finite();
-        if let Some(invalid) = frequencies.iter().find(|x| !is_valid(x)) {
-            return Err(Error::config("frequencies", "finite numbers, at least 0", invalid));
+        if let Some(index) = frequencies.iter().position(|x| !is_valid(x)) {
+            let got = format!("{} at index {index}", frequencies[index]);
+            return Err(Error::config("frequencies", "finite numbers, at least 0", got));
         }
         let total: f64 = frequencies.iter().sum();
         if total <= 0.0 || !total.is_finite() {

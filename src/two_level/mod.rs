@@ -182,6 +182,10 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
 fn at_positions(error: Error, positions: &[u32]) -> Error {
     match error {
         Error::Distribution { position } => Error::Distribution { position: positions[position] as usize },
+        Error::Impossible { position } => Error::Impossible { position: positions[position] as usize },
+        Error::Value { argument, expected, position, index, got } => {
+            Error::Value { argument, expected, position: positions[position] as usize, index, got }
+        }
         error => error,
     }
 }

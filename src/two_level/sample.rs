@@ -25,7 +25,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
         let is_whole = sampling.top_k.is_none() && sampling.top_p >= 1.0 && sampling.min_p <= 0.0;
         if !is_whole || sampling.temperature != 1.0 {
             let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
-            return sampler.sample(&self.log_probs_as(hidden, accumulation)?.detach());
+            return sampler.sample_rounded(&self.log_probs_as(hidden, accumulation)?.detach(), hidden.dtype());
         }
         let rows = self.rows(hidden)?.detach();
         let mut ids = self.root.sample(&rows, sampler)?.flatten_all()?.to_vec1::<u32>()?;

@@ -10,7 +10,7 @@ use super::{at_positions, TwoLevel};
 use crate::backend::contract::{accumulation_dtype, Computed, Distribution};
 use crate::backend::ranking::{self, order, Ranked};
 use crate::decoding::TopK;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::heads::MixtureLayer;
 use crate::tensors::checks::leading;
 use crate::tensors::transfer::matrix;
@@ -42,9 +42,9 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         let rows = self.rows(hidden)?.detach();
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
         let root = matrix(&self.root_log_probs(&rows, accumulation)?.detach())?;
-        let of_shortlist = |(position, root): (usize, &Vec<f64>)| match Computed::of(root).is_valid() {
-            true => Ok(ranking::best(&Computed::of(&root[..self.shortlist]), k)),
-            false => Err(Error::Distribution { position }),
+        let of_shortlist = |(position, root): (usize, &Vec<f64>)| {
+            Computed::of(root).check(position)?;
+            Ok(ranking::best(&Computed::of(&root[..self.shortlist]), k))
         };
         let found = root.iter().enumerate().map(of_shortlist).collect::<Result<Vec<_>>>()?;
         let clusters = root.iter().map(|root| &root[self.shortlist..]);

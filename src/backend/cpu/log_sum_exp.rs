@@ -1,6 +1,7 @@
 //! The log-sum-exp of a row of logits, `log sum_v exp z_v`, and how the parts of a row combine.
 
 use super::simd::Float;
+use crate::backend::contract::Defect;
 
 /// A log-sum-exp in two parts. Added up into one number, they would lose the precision that `z - lse` needs when the
 /// largest logit is far from zero.
@@ -31,6 +32,20 @@ impl<F: Float> LogSumExp<F> {
         let sum: F = parts.map(|part| (part.largest - largest + part.log_sum).exp()).sum();
         LogSumExp { largest, log_sum: sum.ln() }
     }
+}
+
+/// Why components with these log-sum-exps and log-priors have no distribution together, if they have none. A component
+/// without a possible id has none of its own.
+pub(super) fn defect_of<F: Float>(components: impl Iterator<Item = (LogSumExp<F>, F)> + Clone) -> Option<Defect> {
+    let is_number = |(LogSumExp { largest, log_sum }, log_prior): (LogSumExp<F>, F)| {
+        largest < F::infinity() && log_sum < F::infinity() && log_prior < F::infinity()
+    };
+    if !components.clone().all(is_number) {
+        return Some(Defect::NotFinite);
+    }
+    let have_ids = components.clone().all(|(lse, _)| lse.log_sum > F::neg_infinity());
+    let is_possible = have_ids && components.clone().any(|(_, log_prior)| log_prior > F::neg_infinity());
+    (!is_possible).then_some(Defect::Impossible)
 }
 
 /// `x`, or zero if it is minus infinity.

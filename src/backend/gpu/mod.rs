@@ -107,7 +107,8 @@ impl<G: Gpu> Backend for On<G> {
         let first =
             log_probs.narrow(1, 0, 1)?.contiguous()?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
         match first.iter().position(|x| x.is_nan() || *x == f32::NEG_INFINITY) {
-            Some(position) => Err(Error::Distribution { position }),
+            Some(position) if first[position].is_nan() => Err(Error::Distribution { position }),
+            Some(position) => Err(Error::Impossible { position }),
             None => Ok((ids, log_probs)),
         }
     }

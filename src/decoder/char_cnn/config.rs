@@ -99,9 +99,9 @@ impl CharCnnConfig {
         let is_wrong = |&(i, &(width, channels)): &(usize, &(usize, usize))| {
             width == 0 || channels == 0 || self.filters[..i].iter().any(|filter| filter.0 == width)
         };
-        if let Some((_, filter)) = self.filters.iter().enumerate().find(is_wrong) {
+        if let Some((index, filter)) = self.filters.iter().enumerate().find(is_wrong) {
             let expected = "different widths of at least 1, and channels of at least 1";
-            return Err(Error::config("filters", expected, format!("{filter:?}")));
+            return Err(Error::config("filters", expected, format!("{filter:?} at index {index}")));
         }
         check_most("highway", self.highway, MOST_LAYERS)?;
         for &(width, channels) in &self.filters {

@@ -91,8 +91,7 @@ impl CharCnn {
             None => Alphabet::new(spellings.iter().flat_map(|spelling| spelling.as_ref().chars())),
         };
         check_product("characters * embedding", &[alphabet.size(), config.embedding])?;
-        let encoded = spellings.iter().map(|spelling| alphabet.encode(spelling.as_ref()));
-        let encoded = encoded.collect::<Result<Vec<_>>>()?;
+        let encoded = alphabet.encode(spellings)?;
         let correction = (config.correction > 0).then(|| {
             let (vb, size) = (vb.pp("correction"), config.correction);
             Ok::<_, Error>((
@@ -197,8 +196,7 @@ impl CharCnn {
     /// # }
     /// ```
     pub fn rows_of_spellings(&self, spellings: &[impl AsRef<str>]) -> Result<Tensor> {
-        let spellings = spellings.iter().map(|spelling| self.alphabet.encode(spelling.as_ref()));
-        self.computed(Arc::new(spellings.collect::<Result<_>>()?))
+        self.computed(Arc::new(self.alphabet.encode(spellings)?))
     }
 
     /// One of the parameters, which share a dtype and a device.

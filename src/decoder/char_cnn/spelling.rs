@@ -24,12 +24,16 @@ impl Alphabet {
         self.0.len() + END as usize + 1
     }
 
-    /// Encodes a spelling between its marks. An error names the first character that is not in the alphabet.
-    pub(super) fn encode(&self, spelling: &str) -> Result<Vec<u32>> {
-        let unknown = |c| Error::config("spellings", "characters of the alphabet", format!("{c:?} in {spelling:?}"));
-        let number = |c: char| self.0.get(&c).copied().ok_or_else(|| unknown(c));
-        let marked = [Ok(START)].into_iter().chain(spelling.chars().map(number)).chain([Ok(END)]);
-        marked.collect()
+    /// Encodes spellings, each between its marks. An error names the first character that is not in the alphabet.
+    pub(super) fn encode(&self, spellings: &[impl AsRef<str>]) -> Result<Vec<Vec<u32>>> {
+        let encode = |(index, spelling): (usize, &str)| {
+            let got = |c| format!("{c:?} in {spelling:?} at index {index}");
+            let unknown = |c| Error::config("spellings", "characters of the alphabet", got(c));
+            let number = |c: char| self.0.get(&c).copied().ok_or_else(|| unknown(c));
+            let marked = [Ok(START)].into_iter().chain(spelling.chars().map(number)).chain([Ok(END)]);
+            marked.collect()
+        };
+        spellings.iter().map(AsRef::as_ref).enumerate().map(encode).collect()
     }
 }
 

@@ -1,5 +1,6 @@
 //! What changes the logits of a request before its token id is drawn.
 
+use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -154,12 +155,17 @@ impl Constraints {
         {
             check_number(penalty.is_finite(), name, "a finite number", penalty)?;
         }
-        for &(_, bias) in &self.bias {
-            check_number(bias < f64::INFINITY, "bias", "a finite number or minus infinity", bias)?;
+        // A NaN is not below infinity either.
+        match self.bias.iter().position(|(_, bias)| bias.partial_cmp(&f64::INFINITY) != Some(Ordering::Less)) {
+            None => Ok(()),
+            Some(index) => {
+                let got = format!("{} at index {index}", self.bias[index].1);
+                Err(Error::config("bias", "finite numbers or minus infinity", got))
+            }
         }
-        Ok(())
     }
 
+    /// Checks the token ids that change logits. Those of the text may have none, as placeholders of images do.
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
         check_ids("bias", self.bias.iter().map(|(id, _)| id), vocab)?;
         check_ids("allowed", self.allowed.iter().flatten(), vocab)?;
@@ -178,17 +184,19 @@ impl Constraints {
     /// The changed logits of all ids, from their log-probabilities and what a logit exceeds these by; `None` if nothing
     /// changes.
     pub(super) fn changed(&self, log_probs: &[f64], offset: f64, history: &History) -> Option<Vec<f64>> {
-        let penalised = Some(&history.occurrences).filter(|occurrences| self.has_penalty() && !occurrences.is_empty());
+        // Ids outside the vocabulary have no logit.
+        let has_logit = |id: &u32| (*id as usize) < log_probs.len();
+        let is_penalised = self.has_penalty() && history.occurrences.keys().any(has_logit);
         let are_same = self.bias.is_empty() && self.allowed.is_none() && self.banned.is_empty();
-        if are_same && penalised.is_none() && self.processor.is_none() {
+        if are_same && !is_penalised && self.processor.is_none() {
             return None;
         }
         let mut z: Vec<f64> = log_probs.iter().map(|log_p| log_p + offset).collect();
         for &(id, bias) in &self.bias {
             z[id as usize] += bias;
         }
-        for (&id, occurrence) in penalised.into_iter().flatten() {
-            let z = &mut z[id as usize];
+        for (id, occurrence) in history.occurrences.iter().filter(|(id, _)| is_penalised && has_logit(id)) {
+            let z = &mut z[*id as usize];
             if self.repetition_penalty != 1.0 {
                 *z = if *z > 0.0 { *z / self.repetition_penalty } else { *z * self.repetition_penalty };
             }
@@ -241,15 +249,15 @@ impl History {
         occurrences.sort_unstable();
         (self.generated, occurrences).hash(state);
     }
-
-    pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
-        check_ids("token ids of the request's text", self.occurrences.keys(), vocab)
-    }
 }
 
 fn check_ids<'a>(argument: &'static str, ids: impl IntoIterator<Item = &'a u32>, vocab: usize) -> Result<()> {
-    match ids.into_iter().find(|&&id| id as usize >= vocab) {
-        Some(id) => Err(Error::config(argument, format!("token ids below vocab_size {vocab}"), id)),
+    match ids.into_iter().enumerate().find(|(_, &id)| id as usize >= vocab) {
+        Some((index, id)) => Err(Error::config(
+            argument,
+            format!("token ids below vocab_size {vocab}"),
+            format!("{id} at index {index}"),
+        )),
         None => Ok(()),
     }
 }

@@ -22,18 +22,23 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     if temperature == 0.0 {
         return best(&Computed::of(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
     }
+    // Differences from the largest logit: a small temperature makes quotients of the logits themselves infinite, or so
+    // large that the noise, which decides among equals, is lost in them.
+    let relative = |z: f64, largest: f64| (z - largest) / temperature;
     if sampling.top_k.is_some() {
         let kept = nucleus(&Computed::of(z), sampling)?;
-        let ids = kept.ids.iter().map(|&(z, id)| (z / temperature, id));
+        let largest = kept.ids.first()?.0;
+        let ids = kept.ids.iter().map(|&(z, id)| (relative(z, largest), id));
         let (_, id) = ids.fold(None, |chosen, (z, id)| chosen_of(chosen, z, id, noise))?;
         let place = kept.ids.iter().position(|kept| kept.1 == id)?;
         return Some(Drawn { id, log_prob: (kept.masses[place] / kept.masses.iter().sum::<f64>()).ln() });
     }
     let kept = sampling.is_truncated().then(|| kept(z, sampling));
+    let largest = z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max);
     let is_kept = |z, id| kept.as_ref().is_none_or(|kept| kept.has(z, id));
     let of_tile = |(tile, z): (usize, &[f64])| {
         let ids = ((tile * TILE) as u32..).zip(z).filter(|&(id, &z)| is_kept(z, id));
-        ids.fold(None, |chosen, (id, &z)| chosen_of(chosen, z / temperature, id, noise))
+        ids.fold(None, |chosen, (id, &z)| chosen_of(chosen, relative(z, largest), id, noise))
     };
     let of_tiles: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(of_tile).collect();
     let chosen = of_tiles.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a });

@@ -7,7 +7,7 @@ mod noise;
 mod request;
 mod vocab_parallel;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use crate::backend;
@@ -69,12 +69,18 @@ impl NextToken {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
+    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens), and [`Error::Value`] if a log-probability is
+    /// above zero by more than rounding, as a logit may be.
     pub fn of_log_probs(log_probs: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
+        Self::from_rounded(log_probs, log_probs.dtype(), requests)
+    }
+
+    /// The same from log-probabilities that were rounded to a dtype before they were given in another one.
+    pub(crate) fn from_rounded(log_probs: &Tensor, rounded: DType, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         let next = Next::new(requests, check_elements("log_probs", leading)?, vocab)?;
-        super::log_probs::visit(log_probs, &next)
+        super::log_probs::visit(log_probs, rounded, &next)
     }
 }
 
@@ -102,7 +108,9 @@ impl<'a> Next<'a> {
         if requests.len() != positions {
             return Err(Error::config("requests", format!("one for each of {positions} positions"), requests.len()));
         }
-        requests.iter().try_for_each(|request| request.check_vocab(vocab))?;
+        for (index, request) in requests.iter().enumerate() {
+            request.check(vocab).map_err(|error| Error::Request { index, error: Box::new(error) })?;
+        }
         Ok(Next { requests })
     }
 }
@@ -131,10 +139,8 @@ impl Visit for AllIds {
     }
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
-        match distribution.is_valid() {
-            true => Ok((of_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64))),
-            false => Err(Error::Distribution { position }),
-        }
+        distribution.check(position)?;
+        Ok((of_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64)))
     }
 }
 
@@ -166,9 +172,10 @@ impl Next<'_> {
 /// Checks that constraints leave logits, and make none NaN or infinite.
 fn check(z: &[f64], position: usize) -> Result<()> {
     let mut is_possible = false;
-    for &z in z {
+    for (index, &z) in z.iter().enumerate() {
         if z.is_nan() || z == f64::INFINITY {
-            return Err(Error::Distribution { position });
+            let (argument, expected) = ("logits after constraints", "numbers or minus infinity");
+            return Err(Error::Value { argument, expected, position, index, got: z });
         }
         is_possible |= z > f64::NEG_INFINITY;
     }

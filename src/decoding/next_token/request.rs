@@ -71,14 +71,26 @@ impl TokenRequest {
     ///
     /// # Errors
     ///
-    /// If a penalty or a bias is out of range. Ids outside the vocabulary are an error of
-    /// [`next_tokens`](crate::OutputLayer::next_tokens), which knows the vocabulary.
-    pub fn with_constraints(self, constraints: Constraints) -> Result<Self> {
-        constraints.validate()?;
-        Ok(TokenRequest { constraints, ..self })
+    /// If a penalty or a bias is out of range. Ids outside the vocabulary are an error of [`TokenRequest::check`] and
+    /// [`next_tokens`](crate::OutputLayer::next_tokens), which know the vocabulary.
+    pub fn with_constraints(mut self, constraints: Constraints) -> Result<Self> {
+        self.set_constraints(constraints)?;
+        Ok(self)
     }
 
-    /// Adds the token ids of the prompt, for the repetition penalty.
+    /// Sets what changes the logits from now on, such as the ids that a grammar allows next. What was generated stays.
+    ///
+    /// # Errors
+    ///
+    /// As for [`TokenRequest::with_constraints`]; the request is then as before.
+    pub fn set_constraints(&mut self, constraints: Constraints) -> Result<()> {
+        constraints.validate()?;
+        self.constraints = constraints;
+        Ok(())
+    }
+
+    /// Adds the token ids of the prompt, for the repetition penalty. Ids outside the vocabulary, such as the placeholders
+    /// of an image, have no logit to penalise, and change nothing.
     pub fn with_prompt(mut self, token_ids: &[u32]) -> Self {
         token_ids.iter().for_each(|&id| self.history.add_to_prompt(id));
         self
@@ -94,7 +106,8 @@ impl TokenRequest {
         TokenRequest { entropy, ..self }
     }
 
-    /// Adds a generated token id to the text: it counts in the penalties, and the next draw is another one.
+    /// Adds a generated token id to the text: it counts in the penalties, and the next draw is another one. An id outside
+    /// the vocabulary has no logit to penalise.
     pub fn push(&mut self, token_id: u32) {
         self.history.generate(token_id);
     }
@@ -102,6 +115,31 @@ impl TokenRequest {
     /// The number of token ids that were generated.
     pub fn generated(&self) -> u64 {
         self.history.generated
+    }
+
+    /// How a token id is drawn.
+    pub fn sampling(&self) -> &Sampling {
+        &self.sampling
+    }
+
+    /// The seed of the draws.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// What changes the logits before a token id is drawn.
+    pub fn constraints(&self) -> &Constraints {
+        &self.constraints
+    }
+
+    /// How many of the most probable token ids are returned.
+    pub fn best(&self) -> usize {
+        self.best
+    }
+
+    /// Whether the entropy is returned.
+    pub fn entropy(&self) -> bool {
+        self.entropy
     }
 
     pub(super) fn noise(&self) -> Noise {
@@ -115,12 +153,33 @@ impl TokenRequest {
         history.hash(state);
     }
 
-    pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
-        self.constraints.check_vocab(vocab)?;
-        self.history.check_vocab(vocab)?;
-        match self.best <= vocab {
+    /// Checks the request against a vocabulary, before it joins a batch that its error would fail.
+    ///
+    /// # Errors
+    ///
+    /// If an id of `bias`, `allowed` or `banned` is not in the vocabulary, or more of the most probable ids are asked for
+    /// than it has. [`next_tokens`](crate::OutputLayer::next_tokens) has the same error, as [`Error::Request`] with the
+    /// place of the request.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use mos_head::{Constraints, Sampling, TokenRequest};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let constraints = Constraints::new().with_bias(&[(17, 2.0), (50_000, -100.0)]);
+    /// let request = TokenRequest::new(Sampling::new(), 42)?.with_constraints(constraints)?;
+    /// let error = request.check(32_000).unwrap_err();
+    /// assert_eq!(error.to_string(), "bias: expected token ids below vocab_size 32000, got 50000 at index 1");
+    /// assert!(request.check(64_000).is_ok());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn check(&self, vocab_size: usize) -> Result<()> {
+        self.constraints.check_vocab(vocab_size)?;
+        match self.best <= vocab_size {
             true => Ok(()),
-            false => Err(Error::config("best", format!("at most vocab_size {vocab}"), self.best)),
+            false => Err(Error::config("best", format!("at most vocab_size {vocab_size}"), self.best)),
         }
     }
 }

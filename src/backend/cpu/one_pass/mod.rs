@@ -37,6 +37,7 @@ use super::components::PositionLoss;
 use super::dtype::Element;
 use super::inputs::Inputs;
 use super::listed::{Candidates, Listed};
+use super::log_sum_exp::defect_of;
 use super::memory::{Aligned, Workspace};
 use super::ranks::Ranks;
 use super::results::BufferedGradients;
@@ -48,7 +49,7 @@ use crate::backend::ranking::order;
 use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::join;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use best::Search;
 use factors::{own_logits, ChunkRows, Factors, Passed};
 use first_pass::{first_pass, part_bytes, Buffers, LeftOut};
@@ -222,11 +223,10 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         let Some(passed) = passed else { return Ok(vec![]) };
         let of_position = |(row, &position): (usize, &usize)| {
             let (lse, log_prior) = (passed.lse(row), self.inputs.log_priors[position]);
-            let log_scale = log_prior - lse.log_sum;
-            // Neither is finite where a logit is NaN or infinite, or no id has a probability.
-            if !(lse.largest + log_scale).f64().is_finite() {
-                return Err(Error::Distribution { position });
+            if let Some(defect) = defect_of(std::iter::once((lse, log_prior))) {
+                return Err(defect.at(position));
             }
+            let log_scale = log_prior - lse.log_sum;
             let parts = factors::parts_of(&self.layout, panels, &passed.parts, row);
             let of_parts = parts.filter_map(|(part, r)| part.top_k.as_ref().map(|top_k| top_k.of_row(r)));
             let mut best: Vec<_> = of_parts.flatten().copied().collect();

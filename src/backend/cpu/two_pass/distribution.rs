@@ -1,8 +1,8 @@
 //! Decoding: the distribution of one position, computed tile by tile from its rows of logits.
 
 use super::mix::{largest_term, mix_register};
-use crate::backend::contract::{Distribution, TILE};
-use crate::backend::cpu::log_sum_exp::LogSumExp;
+use crate::backend::contract::{Defect, Distribution, TILE};
+use crate::backend::cpu::log_sum_exp::{defect_of, LogSumExp};
 use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 
 /// The K rows of logits of one position.
@@ -13,6 +13,7 @@ pub(super) struct PositionRows<'a, F> {
     vocab: usize,
     /// `[K]`: the largest logit of the row, and its `log_scale` as in `Components`
     components: Vec<(F, F)>,
+    defect: Option<Defect>,
     isa: Isa,
 }
 
@@ -26,7 +27,15 @@ impl<'a, F: Float> PositionRows<'a, F> {
         isa: Isa,
     ) -> Self {
         let component = |(lse, &log_prior): (&LogSumExp<F>, &F)| (lse.largest, log_prior - lse.log_sum);
-        PositionRows { rows, stride, vocab, components: lse.iter().zip(log_priors).map(component).collect(), isa }
+        let defect = defect_of(lse.iter().copied().zip(log_priors.iter().copied()));
+        PositionRows {
+            rows,
+            stride,
+            vocab,
+            components: lse.iter().zip(log_priors).map(component).collect(),
+            defect,
+            isa,
+        }
     }
 }
 
@@ -35,10 +44,8 @@ impl<F: Float> Distribution<F> for PositionRows<'_, F> {
         self.vocab
     }
 
-    fn is_valid(&self) -> bool {
-        let is_number = |&(largest, log_scale): &(F, F)| !largest.is_nan() && log_scale < F::infinity();
-        self.components.iter().all(is_number)
-            && self.components.iter().any(|&(_, log_scale)| log_scale > F::neg_infinity())
+    fn defect(&self) -> Option<Defect> {
+        self.defect
     }
 
     fn tile<'b>(&'b self, tile: usize, floor: F, buffer: &'b mut Vec<F>) -> &'b [F] {

@@ -350,7 +350,9 @@ impl Error {
             Error::Target { position, .. }
             | Error::NotAllowed { position, .. }
             | Error::EmptySet { position }
-            | Error::Distribution { position } => {
+            | Error::Distribution { position }
+            | Error::Impossible { position }
+            | Error::Value { position, .. } => {
                 if let Some(&of_all) = positions.get(*position) {
                     *position = of_all as usize;
                 }

@@ -717,6 +717,31 @@ fn a_mass_that_underflows_outside_a_list_has_its_gradient() -> Result<()> {
     Ok(())
 }
 
+/// Raw logits, and an infinity: by their place among all positions and in the row. A NaN stays one.
+#[test]
+fn numbers_above_zero_are_no_log_probabilities_of_a_teacher() -> Result<()> {
+    let student = SoftmaxHead::from_tensors(Tensor::zeros((3, 1), DType::F32, &Device::Cpu)?, None)?;
+    let hidden = Tensor::ones((3, 1), DType::F32, &Device::Cpu)?;
+    let weights = Tensor::new(&[1f32, 0.0, 1.0], &Device::Cpu)?;
+    let ids = Tensor::new(&[[0u32, 1, 2]], &Device::Cpu)?.repeat((3, 1))?;
+    for (number, is_wrong) in [(3.75f32, true), (f32::INFINITY, true), (f32::NAN, false), (5e-5, false)] {
+        let log_probs = Tensor::new(&[[-1f32, -2.0, -1.0], [9.0, 9.0, 9.0], [-1.0, number, -2.0]], &Device::Cpu)?;
+        for teacher in [Teacher::of_log_probs(&log_probs), Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail)] {
+            for student in [&student as &dyn OutputLayer, &Given(student.log_probs(&hidden)?)] {
+                let hidden = Tensor::new(&[[0f32], [1.0], [2.0]], &Device::Cpu)?;
+                let options = DistillOptions::default().with_position_weights(weights.clone());
+                let loss = student.distill(&hidden, &teacher, &options);
+                if is_wrong {
+                    assert!(matches!(loss, Err(Error::Value { position: 2, index: 1, .. })), "{loss:?}");
+                } else {
+                    assert_eq!(loss?.value.to_scalar::<f32>()?.is_nan(), number.is_nan());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// By its place among all positions, whatever computes it.
 #[test]
 fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {

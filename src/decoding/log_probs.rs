@@ -5,15 +5,7 @@ use rayon::prelude::*;
 
 use crate::backend::contract::{Computed, Real, Visit};
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_elements, check_float};
-
-/// The largest number that is taken for a log-probability in a dtype, in which rounding may bring one above zero.
-fn most(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 | DType::BF16 => 1.0 / 64.0,
-        _ => 1e-4,
-    }
-}
+use crate::tensors::checks::{check_elements, check_float, most_log_prob, LOG_PROBS};
 
 /// Checks that no number of these rows is NaN, or above zero by more than rounding in the dtype that they were computed
 /// in. A NaN or an infinity of any row says what has failed, and is named before a number above zero.
@@ -24,13 +16,13 @@ pub(crate) fn check_log_probs<F: Real>(argument: &'static str, rows: &[Vec<F>], 
         };
         rows.par_iter().enumerate().find_map_first(of_row)
     }
-    let most = most(dtype);
+    let most = most_log_prob(dtype);
     let Some((position, index)) = first(rows, |x| x.is_nan() || x > most) else { return Ok(()) };
     if let Some((position, _)) = first(rows, |x| x.is_nan() || x == f64::INFINITY) {
         return Err(Error::Distribution { position });
     }
     let got = rows[position][index].f64();
-    Err(Error::Value { argument, expected: "log-probabilities, at most 0", position, index, got })
+    Err(Error::Value { argument, expected: LOG_PROBS, position, index, got })
 }
 
 /// Answers a query about each distribution of log-probabilities `[.., vocab]`, which were rounded to a dtype.

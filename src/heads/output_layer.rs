@@ -179,7 +179,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         candidates("token_ids", token_ids, leading(hidden)?)?;
         let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        Scores::of_log_probs(&self.log_probs_as(hidden, dtype)?, token_ids, options)
+        Scores::from_rounded(&self.log_probs_as(hidden, dtype)?, hidden.dtype(), token_ids, options)
     }
 
     /// The loss of a policy gradient over sampled tokens, PPO's and GRPO's: see [`PolicyOptions`]. Heads that are one

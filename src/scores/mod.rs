@@ -5,12 +5,12 @@ mod composed;
 pub(crate) mod policy;
 
 use candle_core::backprop::GradStore;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::backend::contract::{Scored, OF_POSITION};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
-use crate::tensors::checks::{check_number, check_targets};
+use crate::tensors::checks::{check_log_probs, check_number, check_targets};
 pub(crate) use composed::{are_best, composed};
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
@@ -185,15 +185,26 @@ impl Scores {
     ///
     /// # Shapes
     ///
-    /// - log_probs: `[.., vocab]`, a float type
+    /// - log_probs: `[.., vocab]`, at most zero; a float type
     /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
     /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
     ///   the mass outside `[..]`
     ///
     /// # Errors
     ///
-    /// If the shapes do not match, or the temperature is out of range.
+    /// If the shapes do not match, or the temperature is out of range. On the CPU [`Error::Value`] if a number is above zero
+    /// by more than rounding in its dtype, such as a raw logit.
     pub fn of_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
+        Self::from_rounded(log_probs, log_probs.dtype(), token_ids, options)
+    }
+
+    /// The same from log-probabilities that were rounded to a dtype before they were given in another one.
+    pub(crate) fn from_rounded(
+        log_probs: &Tensor,
+        rounded: DType,
+        token_ids: &Tensor,
+        options: &ScoreOptions,
+    ) -> Result<Self> {
         options.validate()?;
         let &[ref leading @ .., vocab] = log_probs.dims() else {
             return Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims()));
@@ -201,6 +212,7 @@ impl Scores {
         let n = candidates("token_ids", token_ids, leading)?;
         let positions: usize = leading.iter().product();
         let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
+        check_log_probs("log_probs", &rows, rounded, |row| row)?;
         Self::of_rows(&rows, ids, token_ids.dims(), leading, options)
     }
 

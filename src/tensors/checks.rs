@@ -1,6 +1,6 @@
 //! Validates arguments before any work: each error names the argument, the expected value and the actual one.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, D};
 
 use crate::error::{Error, Result};
 
@@ -81,6 +81,35 @@ pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()>
         DType::F16 | DType::BF16 | DType::F32 | DType::F64 => Ok(()),
         got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
     }
+}
+
+/// What is expected of numbers that are given as log-probabilities.
+pub(crate) const LOG_PROBS: &str = "log-probabilities, at most 0";
+
+/// The largest number that is taken for a log-probability in a dtype, in which rounding may bring one above zero.
+pub(crate) fn most_log_prob(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 | DType::BF16 => 1.0 / 64.0,
+        _ => 1e-4,
+    }
+}
+
+/// Checks that no number of rows `[n, vocab]` is above zero by more than rounding in the dtype that they were computed in; an
+/// error names the `position` of the row. On a GPU, where reading them would wait, nothing is checked.
+pub(crate) fn check_log_probs(
+    argument: &'static str,
+    rows: &Tensor,
+    rounded: DType,
+    position: impl Fn(usize) -> usize,
+) -> Result<()> {
+    if !rows.device().is_cpu() || rows.elem_count() == 0 {
+        return Ok(());
+    }
+    let most = most_log_prob(rounded);
+    let largest = rows.detach().max(D::Minus1)?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let Some(row) = largest.iter().position(|&x| x > most) else { return Ok(()) };
+    let index = rows.get(row)?.argmax(0)?.to_scalar::<u32>()? as usize;
+    Err(Error::Value { argument, expected: LOG_PROBS, position: position(row), index, got: largest[row] })
 }
 
 /// Checks the scale and the softcap of logits.

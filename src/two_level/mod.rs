@@ -178,18 +178,6 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     }
 }
 
-/// An error of some of the positions, with its position among all.
-fn at_positions(error: Error, positions: &[u32]) -> Error {
-    match error {
-        Error::Distribution { position } => Error::Distribution { position: positions[position] as usize },
-        Error::Impossible { position } => Error::Impossible { position: positions[position] as usize },
-        Error::Value { argument, expected, position, index, got } => {
-            Error::Value { argument, expected, position: positions[position] as usize, index, got }
-        }
-        error => error,
-    }
-}
-
 impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     fn hidden_size(&self) -> usize {
         self.root.hidden_size()

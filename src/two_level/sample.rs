@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use candle_core::{Tensor, D};
 
-use super::{at_positions, TwoLevel};
+use super::TwoLevel;
 use crate::backend::contract::accumulation_dtype;
 use crate::decoding::Sampler;
 use crate::error::{Error, OptionName, Result};
@@ -42,7 +42,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
         for (cluster, positions) in members.iter().enumerate().filter(|(_, positions)| !positions.is_empty()) {
             let rows = rows.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
             let drawn = self.clusters[cluster].mixture(&rows)?.sample(sampler);
-            let drawn = drawn.map_err(|error| at_positions(error, positions))?;
+            let drawn = drawn.map_err(|error| error.among(positions))?;
             for (&position, index) in positions.iter().zip(drawn.to_vec1::<u32>()?) {
                 ids[position as usize] = self.id_within(cluster, index as usize);
             }

@@ -6,7 +6,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{at_positions, TwoLevel};
+use super::TwoLevel;
 use crate::backend::contract::{accumulation_dtype, Computed, Distribution};
 use crate::backend::ranking::{self, order, Ranked};
 use crate::decoding::TopK;
@@ -84,7 +84,7 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         }
         let rows = rows.index_select(&Tensor::new(positions, rows.device())?, 0)?;
         let top = self.clusters[cluster].mixture(&rows)?.top_k(k.min(self.clusters[cluster].ranks.len()));
-        let top = top.map_err(|error| at_positions(error, positions))?;
+        let top = top.map_err(|error| error.among(positions))?;
         // Rounds like adding two tensors, so that it matches `log_probs`.
         let add = |a: f64, b: f64| match top.log_probs.dtype() {
             DType::F64 => a + b,

@@ -12,6 +12,7 @@ use crate::backend::contract::{accumulation_dtype, NeedsGrad, Task};
 use crate::backend::divergence::DivergenceTerms;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
+use crate::tensors::checks::check_log_probs;
 
 #[derive(Clone)]
 pub(super) enum FullTeacher {
@@ -32,7 +33,10 @@ impl FullTeacher {
                 Ok(backend::log_probs(&operands, computed, &plan)?.to_dtype(*dtype)?)
             }
             FullTeacher::LogProbs { rows, dtype, counted } => {
-                Ok(counted.rows_of(rows, positions)?.to_dtype(*dtype)?.contiguous()?)
+                let rows = counted.rows_of(rows, positions)?;
+                let position = |row: usize| counted.positions[positions.start + row] as usize;
+                check_log_probs("log_probs of the teacher", &rows, rows.dtype(), position)?;
+                Ok(rows.to_dtype(*dtype)?.contiguous()?)
             }
         }
     }

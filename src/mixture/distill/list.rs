@@ -13,7 +13,7 @@ use crate::backend::contract::accumulation_dtype;
 use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
 use crate::error::{Error, Result};
 use crate::scores::ScoreOptions;
-use crate::tensors::checks::{check_float, check_sizes, check_targets};
+use crate::tensors::checks::{check_float, check_sizes, check_targets, most_log_prob, LOG_PROBS};
 use crate::tensors::transfer;
 
 /// The least probability of the ids that are missing, with [`MissingIds::Tail`].
@@ -81,7 +81,8 @@ impl Lists {
                     return Err(Error::Target { argument, position, got: id, vocab_size: vocab });
                 }
                 if log_prob > most {
-                    return Err(Error::Distribution { position });
+                    let argument = "log_probs of the teacher";
+                    return Err(Error::Value { argument, expected: LOG_PROBS, position, index: i, got: log_prob });
                 }
                 is_known[i] = 1.0;
             }
@@ -125,14 +126,6 @@ fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => LEAST_TAIL,
         DType::F32 => 1e-5,
-        _ => 1.0 / 64.0,
-    }
-}
-
-/// The largest log-probability that rounding explains.
-fn most_log_prob(dtype: DType) -> f64 {
-    match dtype {
-        DType::F64 | DType::F32 => 1e-4,
         _ => 1.0 / 64.0,
     }
 }

@@ -48,7 +48,7 @@ impl Teacher {
     ///
     /// # Shapes
     ///
-    /// - log_probs: `[.., vocab]`; a float type
+    /// - log_probs: `[.., vocab]`, at most zero; a float type
     pub fn of_log_probs(log_probs: &Tensor) -> Self {
         Teacher(Kind::LogProbs(log_probs.detach()))
     }

@@ -41,6 +41,11 @@ impl Number {
         Number::equal(argument, (state.finish() >> 12) as f64)
     }
 
+    /// The number.
+    pub(crate) fn value(&self) -> f64 {
+        self.value
+    }
+
     /// The same on every rank but for rounding.
     pub(crate) fn close(argument: &'static str, value: f64, tolerance: f64) -> Self {
         Number { argument, value, tolerance }
@@ -86,7 +91,7 @@ pub(crate) fn agree<T>(
             first => of_rank == first || (of_rank - first).abs() <= number.tolerance,
         };
         if number.tolerance.is_finite() && !of_ranks.iter().copied().all(is_same) {
-            return Err(Error::Ranks { argument: number.argument, of_ranks: of_ranks.clone() });
+            return Err(Error::Ranks { argument: number.argument, element: None, of_ranks: of_ranks.clone() });
         }
     }
     Ok((checked, of_ranks.split_off(of_calls.len())))

@@ -138,7 +138,9 @@ impl<'a> Save<'a> {
     /// A result that all ranks have, or an error on all of them.
     fn together<T>(&self, what: &'static str, result: Result<T>) -> Result<T> {
         self.shard.agree(Call::Save, result, &[]).map_err(|error| match error {
-            Error::Ranks { argument: WITHOUT_ERROR, of_ranks } => Error::Ranks { argument: what, of_ranks },
+            Error::Ranks { argument: WITHOUT_ERROR, element, of_ranks } => {
+                Error::Ranks { argument: what, element, of_ranks }
+            }
             error => error,
         })
     }

@@ -8,7 +8,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 
-use crate::backend::agreement::{agree, Call, Number};
+use crate::backend::agreement::{agree, first_other, Call, Number};
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
@@ -146,10 +146,8 @@ impl DataParallel {
                 _ => Number::hashed(argument, |state| of_shapes[i].hash(state)).value(),
             };
             let of_variables: Vec<f64> = (0..named.len()).map(alone).collect();
-            let of_all = self.collectives.all_gather(&of_variables)?;
-            let is_other =
-                |i: &usize| of_all.iter().skip(*i).step_by(named.len()).any(|of_rank| *of_rank != of_all[*i]);
-            let element = (0..named.len()).find(is_other).map(|i| named[i].0.clone());
+            let first = first_other(&*self.collectives, &of_variables)?;
+            let element = first.map(|i| named[i].0.clone());
             return Err(Error::Ranks { argument, element, of_ranks });
         }
         agreed?;

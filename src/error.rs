@@ -176,10 +176,12 @@ pub enum Error {
         variables: usize,
     },
     /// The ranks of a distributed program call with different arguments, or another rank has an error of its own.
-    #[error("{argument}: expected the same on every rank, got {of_ranks:?}")]
+    #[error("{argument}{}: expected the same on every rank, got {of_ranks:?}", first_of(element))]
     Ranks {
         /// What differs.
         argument: &'static str,
+        /// The first element that differs, by this rank's name of it, where the argument is a list of named ones.
+        element: Option<String>,
         /// A number for each rank that stands for it: a size, or one that is made from all values.
         of_ranks: Vec<f64>,
     },
@@ -305,6 +307,11 @@ fn about_ignored(argument: &str, target: i64) -> String {
         ("targets", _) if target < 0 => " (with_ignore_index ignores targets)".into(),
         _ => String::new(),
     }
+}
+
+/// The first element of a list that differs, if it is known.
+fn first_of(element: &Option<String>) -> String {
+    element.as_ref().map_or(String::new(), |element| format!(", first at {element}"))
 }
 
 /// Lists the first names, and how many more there are.

@@ -594,6 +594,18 @@ fn a_rank_that_saves_other_tensors_fails_the_save_of_all() {
     fails(&[], &|rows, _| insert(rows, "decoder.weight", &[6, 4]));
     fails(&[], &|rows, _| _ = rows.remove("decoder.bias"));
     fails(&[], &|_, replicated| insert(replicated, "prior.weight", &[2, 4]));
+    // As many tensors: the first that differs is named.
+    for result in save_changed(&folder.file(INDEX), 2, &after, |rank, rows, _| {
+        if rank == 1 {
+            insert(rows, "decoder.weight", &[6, 4]);
+        }
+    }) {
+        let message = result.unwrap_err().to_string();
+        assert!(
+            message.starts_with("names, dtypes and columns of the tensors, first at decoder.weight: "),
+            "{message}"
+        );
+    }
     for result in save(&folder.file("head.safetensors"), 2, &after) {
         assert!(message(result, "head.safetensors").contains(".safetensors.index.json"));
     }

@@ -126,6 +126,21 @@ fn variables_of_other_names_are_an_error() {
     };
     for found in on_ranks(2, of_rank) {
         assert!(matches!(found, Err(Error::Ranks { argument: "names of the variables", .. })), "{found:?}");
+        let message = found.unwrap_err().to_string();
+        assert!(message.starts_with("names of the variables, first at layer.5.of."), "{message}");
+    }
+    let of_rank = |ranks: Arc<dyn Collectives>| {
+        let (_, mut named, mut gradients) = alike(&ranks)?;
+        if ranks.rank() == 1 {
+            let var = Var::zeros((2, 2), DType::F64, &Device::Cpu)?;
+            gradients.insert(&var, var.zeros_like()?);
+            named[3].1 = var;
+        }
+        DataParallel::new(ranks).all_reduce_named(&mut gradients, &named)
+    };
+    for found in on_ranks(2, of_rank) {
+        let message = found.unwrap_err().to_string();
+        assert!(message.starts_with("dtypes and shapes of the variables, first at layer.3.norm.weight: "), "{message}");
     }
     let of_rank = |ranks: Arc<dyn Collectives>| {
         let (_, mut named, mut gradients) = alike(&ranks)?;

@@ -41,6 +41,11 @@ impl Number {
         Number::equal(argument, (state.finish() >> 12) as f64)
     }
 
+    /// The number.
+    pub(crate) fn value(&self) -> f64 {
+        self.value
+    }
+
     /// The same on every rank but for rounding.
     pub(crate) fn close(argument: &'static str, value: f64, tolerance: f64) -> Self {
         Number { argument, value, tolerance }
@@ -68,6 +73,18 @@ fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[N
     Ok((0..NUMBERS).map(|i| all.iter().copied().skip(i).step_by(NUMBERS).collect()).collect())
 }
 
+/// The first element of a list that is not the same on every rank, from a number that stands for each; `None` if the lists
+/// are not of the same length, or do not differ. Every rank calls it, after an error that all of them have.
+pub(crate) fn first_other(collectives: &dyn Collectives, of_elements: &[f64]) -> Result<Option<usize>> {
+    let n = of_elements.len();
+    let lengths = collectives.all_gather(&[n as f64])?;
+    if n == 0 || lengths.iter().any(|of_rank| *of_rank != n as f64) {
+        return Ok(None);
+    }
+    let all = collectives.all_gather(of_elements)?;
+    Ok((0..n).find(|&i| all.iter().skip(i).step_by(n).any(|of_rank| *of_rank != all[i])))
+}
+
 /// What this rank's check has found, and the numbers of all ranks; an error on every rank if one of them has found one, if a
 /// number is not the same everywhere, or if a rank makes another call. Every rank calls it with the same names, unless it
 /// has an error.
@@ -86,7 +103,7 @@ pub(crate) fn agree<T>(
             first => of_rank == first || (of_rank - first).abs() <= number.tolerance,
         };
         if number.tolerance.is_finite() && !of_ranks.iter().copied().all(is_same) {
-            return Err(Error::Ranks { argument: number.argument, of_ranks: of_ranks.clone() });
+            return Err(Error::Ranks { argument: number.argument, element: None, of_ranks: of_ranks.clone() });
         }
     }
     Ok((checked, of_ranks.split_off(of_calls.len())))

@@ -1,6 +1,6 @@
 //! Texts that are cut among the ranks of a distributed program.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::sync::{Arc, PoisonError};
 
@@ -8,7 +8,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 
-use crate::backend::agreement::{agree, Call, Number};
+use crate::backend::agreement::{agree, first_other, Call, Number};
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::backend::contract::accumulation_dtype;
 use crate::error::{Error, Result};
@@ -51,6 +51,10 @@ pub struct DataParallel {
 
 /// Numbers that are added up at a time, of variables that are smaller.
 const BUCKET: usize = 1 << 20;
+
+/// What ranks compare of their variables, by the names that errors have for it.
+const NAMES: &str = "names of the variables";
+const SHAPES: &str = "dtypes and shapes of the variables";
 
 impl DataParallel {
     /// Every rank has texts of its own.
@@ -106,7 +110,7 @@ impl DataParallel {
     ///
     /// # Errors
     ///
-    /// [`Error::Ranks`] if the ranks have other names, dtypes or shapes of variables, another rank has an error, or makes
+    /// [`Error::Ranks`] if the ranks have other names, dtypes or shapes of variables, of which it names the first, another rank has an error, or makes
     /// another call; if a gradient is not of its variable's shape, or not of floats; if the engine fails. All but the last
     /// come before any gradient is changed.
     pub fn all_reduce(&self, gradients: &mut GradStore, vars: &VarMap) -> Result<()> {
@@ -126,16 +130,27 @@ impl DataParallel {
     pub fn all_reduce_named(&self, gradients: &mut GradStore, variables: &[(String, Var)]) -> Result<()> {
         let mut named: Vec<&(String, Var)> = variables.iter().collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
+        let first_names = first_names(&named);
+        let of_names: Vec<_> = named.iter().zip(first_names).map(|((name, _), first)| (name, first)).collect();
+        let of_shapes: Vec<_> = named.iter().map(|(_, var)| (var.dtype().as_str(), var.dims())).collect();
         let numbers = [
             Number::equal("number of variables", named.len() as f64),
-            Number::hashed("names of the variables", |state| {
-                named.iter().for_each(|(name, var)| (name, first_name(&named, var)).hash(state));
-            }),
-            Number::hashed("dtypes and shapes of the variables", |state| {
-                named.iter().for_each(|(_, var)| (var.dtype().as_str(), var.dims()).hash(state));
-            }),
+            Number::hashed(NAMES, |state| of_names.hash(state)),
+            Number::hashed(SHAPES, |state| of_shapes.hash(state)),
         ];
-        agree(&*self.collectives, Call::Gradients, check_gradients(gradients, &named), &numbers)?;
+        let agreed = agree(&*self.collectives, Call::Gradients, check_gradients(gradients, &named), &numbers);
+        if let Err(Error::Ranks { argument: argument @ (NAMES | SHAPES), of_ranks, .. }) = agreed {
+            // An error on every rank, each of which has as many variables.
+            let alone = |i: usize| match argument {
+                NAMES => Number::hashed(argument, |state| of_names[i].hash(state)).value(),
+                _ => Number::hashed(argument, |state| of_shapes[i].hash(state)).value(),
+            };
+            let of_variables: Vec<f64> = (0..named.len()).map(alone).collect();
+            let first = first_other(&*self.collectives, &of_variables)?;
+            let element = first.map(|i| named[i].0.clone());
+            return Err(Error::Ranks { argument, element, of_ranks });
+        }
+        agreed?;
         let mut seen = HashSet::new();
         let variables: Vec<&Var> = named.into_iter().map(|(_, var)| var).filter(|var| seen.insert(var.id())).collect();
         let mut with_gradient: Vec<f64> =
@@ -181,9 +196,10 @@ impl DataParallel {
     }
 }
 
-/// The first name, in alphabetical order, of a variable: the same one for all names of it.
-fn first_name<'a>(named: &[&'a (String, Var)], var: &Var) -> Option<&'a String> {
-    named.iter().find(|(_, other)| other.id() == var.id()).map(|(name, _)| name)
+/// The first name of each variable, which is the same one for all names of a tied variable.
+fn first_names<'a>(named: &[&'a (String, Var)]) -> Vec<&'a String> {
+    let mut first = HashMap::new();
+    named.iter().map(|(name, var)| *first.entry(var.id()).or_insert(name)).collect()
 }
 
 /// Checks that names are not given twice, and that each gradient can be added up; the errors name the variable.

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 
 use super::index::{Index, Names, RowsName};
 use super::load::ShardedCheckpoint;
-use crate::backend::agreement::{Call, Number, WITHOUT_ERROR};
+use crate::backend::agreement::{first_other, Call, Number, WITHOUT_ERROR};
 use crate::backend::collectives::Numbers;
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, Result};
@@ -62,8 +62,14 @@ pub fn save_sharded(
 ) -> Result<()> {
     let index = index.as_ref();
     let save = Save { shard, index, rows: rows.iter().collect(), replicated: replicated.iter().collect() };
-    let alike = [Number::hashed("names, dtypes and columns of the tensors", |state| save.hash_tensors(state))];
-    let (names, earlier) = shard.agree(Call::Save, save.checked(), &alike)?;
+    let alike = [Number::hashed(ALIKE, |state| save.hash_tensors(state))];
+    let (names, earlier) = match shard.agree(Call::Save, save.checked(), &alike) {
+        Err(Error::Ranks { argument: ALIKE, of_ranks, .. }) => {
+            let element = save.first_other()?;
+            return Err(Error::Ranks { argument: ALIKE, element, of_ranks });
+        }
+        agreed => agreed?,
+    };
     let number = save.next_number(earlier)?;
     let written = save.together("files that can be written", save.write(&names, number))?;
     save.place(written)?;
@@ -74,6 +80,9 @@ pub fn save_sharded(
     }
     Ok(())
 }
+
+/// What ranks compare, by the name that errors have for it.
+const ALIKE: &str = "names, dtypes and columns of the tensors";
 
 /// What one rank saves.
 struct Save<'a> {
@@ -117,15 +126,28 @@ impl<'a> Save<'a> {
         }
     }
 
-    /// Hashes the names, and the dtypes and dimensions that all ranks have alike.
+    /// Hashes the name of the index, and what all ranks have alike.
     fn hash_tensors(&self, state: &mut impl Hasher) {
         Names::new(self.index).map_or(String::new(), |names| names.stem().to_owned()).hash(state);
-        for (tensors, first) in [(&self.rows, 1), (&self.replicated, 0)] {
-            tensors.len().hash(state);
-            for (name, tensor) in tensors {
-                (name, tensor.dtype().as_str(), tensor.dims().get(first..)).hash(state);
-            }
-        }
+        (self.rows.len(), self.replicated.len()).hash(state);
+        self.alike().for_each(|tensor| tensor.hash(state));
+    }
+
+    /// The names, dtypes and dimensions that all ranks have alike.
+    fn alike(&self) -> impl Iterator<Item = (&'a str, &'static str, Option<&'a [usize]>)> + use<'_, 'a> {
+        let of = |name: &'a String, tensor: &'a Tensor, first: usize| {
+            (name.as_str(), tensor.dtype().as_str(), tensor.dims().get(first..))
+        };
+        let rows = self.rows.iter().map(move |(name, tensor)| of(name, tensor, 1));
+        rows.chain(self.replicated.iter().map(move |(name, tensor)| of(name, tensor, 0)))
+    }
+
+    /// The name of the first tensor that another rank has otherwise.
+    fn first_other(&self) -> Result<Option<String>> {
+        let of_tensor = |tensor: (_, _, _)| Number::hashed(ALIKE, |state| tensor.hash(state)).value();
+        let of_tensors: Vec<f64> = self.alike().map(of_tensor).collect();
+        let first = first_other(&**self.shard.collectives(), &of_tensors)?;
+        Ok(first.and_then(|i| self.alike().nth(i)).map(|(name, ..)| name.to_owned()))
     }
 
     /// The number of this save, which the first rank gives to all.
@@ -138,7 +160,9 @@ impl<'a> Save<'a> {
     /// A result that all ranks have, or an error on all of them.
     fn together<T>(&self, what: &'static str, result: Result<T>) -> Result<T> {
         self.shard.agree(Call::Save, result, &[]).map_err(|error| match error {
-            Error::Ranks { argument: WITHOUT_ERROR, of_ranks } => Error::Ranks { argument: what, of_ranks },
+            Error::Ranks { argument: WITHOUT_ERROR, element, of_ranks } => {
+                Error::Ranks { argument: what, element, of_ranks }
+            }
             error => error,
         })
     }

@@ -111,7 +111,7 @@ impl Communicators {
         for (i, argument) in ARGUMENTS.into_iter().enumerate() {
             let of_ranks: Vec<f64> = of_ranks.iter().map(|Announcement(numbers)| numbers[i] as f64).collect();
             if of_ranks.iter().any(|of_rank| *of_rank != of_ranks[0]) {
-                return Err(Error::Ranks { argument, of_ranks });
+                return Err(Error::Ranks { argument, element: None, of_ranks });
             }
         }
         let Communicators { groups, state, buffers, .. } = self;

@@ -121,7 +121,7 @@ impl RestrictedMixture {
         let rows = Rows::new(&mixture, &kept, options.workspace_bytes)?;
         let places = rows.places(&ids, 1)?;
         // The numbers of all positions, with a zero where one is ignored.
-        let of_all = |numbers: Tensor| -> Result<Tensor> {
+        let at_all_positions = |numbers: Tensor| -> Result<Tensor> {
             let numbers = numbers.flatten_all()?;
             if are_all {
                 return Ok(numbers.reshape(leading)?);
@@ -134,10 +134,10 @@ impl RestrictedMixture {
         };
         // Not `neg`, which makes a minus zero.
         let nll = rows.log_probs.gather(&places, 1)?.affine(-1.0, 0.0)?;
-        let loss = request.loss_of_nll(&of_all(nll)?)?;
+        let loss = request.loss_of_nll(&at_all_positions(nll)?)?;
         let scored = ScoreOptions::new().with_is_best(options.correct).scored(places);
         let loss = match are_best(&rows.log_probs, &scored)? {
-            Some(is_best) => loss.with_is_correct(of_all(is_best)?)?,
+            Some(is_best) => loss.with_is_correct(at_all_positions(is_best)?)?,
             None => loss,
         };
         Ok(Loss { parts: rows.leaves, ..loss })
@@ -188,7 +188,9 @@ impl RestrictedMixture {
                 let log_probs = gathered(&self.mixture, &ids)?.0.log_probs_as(dtype)?;
                 Ok(expanded(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
             }
-            kept => Ok(Rows::of_all(&self.mixture, &kept)?.expanded(vocab)?.reshape(shape)?.to_dtype(dtype)?),
+            kept => {
+                Ok(Rows::at_all_positions(&self.mixture, &kept)?.expanded(vocab)?.reshape(shape)?.to_dtype(dtype)?)
+            }
         }
     }
 

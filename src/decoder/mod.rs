@@ -357,9 +357,12 @@ impl Decoder {
     /// Checks that hidden states of this size have the dtype and the device of the decoder. The size is that of its
     /// contexts, or of a projection's parameters.
     pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize, is_projected: bool) -> Result<()> {
-        let compared = || match is_projected {
-            true => "the hidden_size of the projection".into(),
-            false => format!("the decoder's weight {:?}", [self.vocab_size(), self.context_dim()]),
+        let compared = || {
+            if is_projected {
+                "the hidden_size of the projection".into()
+            } else {
+                format!("the decoder's weight {:?}", [self.vocab_size(), self.context_dim()])
+            }
         };
         check_hidden(hidden, size, compared, self.parameter())
     }

@@ -147,8 +147,8 @@ fn matrix<'a>(file: &'a TensorFile, matrix: &str) -> Result<(String, &'a TensorI
     if let Some(bias) = names.iter().find(|name| name.ends_with(&format!("{MODULE}.{matrix}.bias"))) {
         return Err(Error::checkpoint(&file.path, "two matrices of the adapter", format!("{bias} too")));
     }
-    let mut of_module = names.iter().filter(is_of_module);
-    match (of_module.next(), of_module.next()) {
+    let mut found = names.iter().filter(is_of_module);
+    match (found.next(), found.next()) {
         (Some(name), None) => Ok((name.clone(), file.info(name)?)),
         (None, _) => Err(Error::checkpoint(&file.path, format!("a tensor {PREFIX}{ending}"), "none")),
         (Some(first), Some(second)) => {

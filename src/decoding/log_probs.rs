@@ -11,10 +11,10 @@ use crate::tensors::checks::{check_elements, check_float, most_log_prob, LOG_PRO
 /// in. A NaN or an infinity of any row says what has failed, and is named before a number above zero.
 pub(crate) fn check_log_probs<F: Real>(argument: &'static str, rows: &[Vec<F>], dtype: DType) -> Result<()> {
     fn first<F: Real>(rows: &[Vec<F>], is_wrong: impl Fn(f64) -> bool + Sync) -> Option<(usize, usize)> {
-        let of_row = |(position, row): (usize, &Vec<F>)| {
+        let wrong_in = |(position, row): (usize, &Vec<F>)| {
             row.iter().position(|x| is_wrong(x.f64())).map(|index| (position, index))
         };
-        rows.par_iter().enumerate().find_map_first(of_row)
+        rows.par_iter().enumerate().find_map_first(wrong_in)
     }
     let most = most_log_prob(dtype);
     let Some((position, index)) = first(rows, |x| x.is_nan() || x > most) else { return Ok(()) };

@@ -110,9 +110,9 @@ impl DataParallel {
     ///
     /// # Errors
     ///
-    /// [`Error::Ranks`] if the ranks have other names, dtypes or shapes of variables, of which it names the first, another rank has an error, or makes
-    /// another call; if a gradient is not of its variable's shape, or not of floats; if the engine fails. All but the last
-    /// come before any gradient is changed.
+    /// [`Error::Ranks`] if the ranks have other names, dtypes or shapes of variables, of which it names the first, or another
+    /// rank has an error or makes another call; if a gradient is not of its variable's shape, or not of floats; if the engine
+    /// fails. All but the last come before any gradient is changed.
     pub fn all_reduce(&self, gradients: &mut GradStore, vars: &VarMap) -> Result<()> {
         let named: Vec<(String, Var)> = {
             let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
@@ -131,22 +131,22 @@ impl DataParallel {
         let mut named: Vec<&(String, Var)> = variables.iter().collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
         let first_names = first_names(&named);
-        let of_names: Vec<_> = named.iter().zip(first_names).map(|((name, _), first)| (name, first)).collect();
-        let of_shapes: Vec<_> = named.iter().map(|(_, var)| (var.dtype().as_str(), var.dims())).collect();
+        let names: Vec<_> = named.iter().zip(first_names).map(|((name, _), first)| (name, first)).collect();
+        let shapes: Vec<_> = named.iter().map(|(_, var)| (var.dtype().as_str(), var.dims())).collect();
         let numbers = [
             Number::equal("number of variables", named.len() as f64),
-            Number::hashed(NAMES, |state| of_names.hash(state)),
-            Number::hashed(SHAPES, |state| of_shapes.hash(state)),
+            Number::hashed(NAMES, |state| names.hash(state)),
+            Number::hashed(SHAPES, |state| shapes.hash(state)),
         ];
         let agreed = agree(&*self.collectives, Call::Gradients, check_gradients(gradients, &named), &numbers);
         if let Err(Error::Ranks { argument: argument @ (NAMES | SHAPES), of_ranks, .. }) = agreed {
             // An error on every rank, each of which has as many variables.
             let alone = |i: usize| match argument {
-                NAMES => Number::hashed(argument, |state| of_names[i].hash(state)).value(),
-                _ => Number::hashed(argument, |state| of_shapes[i].hash(state)).value(),
+                NAMES => Number::hashed(argument, |state| names[i].hash(state)).value(),
+                _ => Number::hashed(argument, |state| shapes[i].hash(state)).value(),
             };
-            let of_variables: Vec<f64> = (0..named.len()).map(alone).collect();
-            let first = first_other(&*self.collectives, &of_variables)?;
+            let hashes: Vec<f64> = (0..named.len()).map(alone).collect();
+            let first = first_other(&*self.collectives, &hashes)?;
             let element = first.map(|i| named[i].0.clone());
             return Err(Error::Ranks { argument, element, of_ranks });
         }

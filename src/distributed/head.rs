@@ -136,15 +136,15 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         mixture?.vocab_parallel_loss(&self.shard, targets, options)
     }
 
-    /// Of one id at each position, without entropy, mass outside and temperature.
+    /// The log-probability of one id at each position; entropy, mass outside and temperature are not supported.
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-        let of_loss = LossOptions::new()
+        let loss_options = LossOptions::new()
             .with_reduction(Reduction::None)
             .with_dropout(DropoutMasks::Off)
             .with_correct(options.is_best);
-        let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
+        let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
         let loss = match scorable(hidden, token_ids, options) {
-            Ok(()) => self.loss(hidden, token_ids, &of_loss),
+            Ok(()) => self.loss(hidden, token_ids, &loss_options),
             // The other ranks then know of it.
             Err(error) => self.shard.agree(Call::Loss, Err(error), &[]),
         };

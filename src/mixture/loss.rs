@@ -109,7 +109,8 @@ impl Mixture {
                 let known = now.any().then_some(Known { gradients: results.gradients, is_sum });
                 node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
                     let mut objective = objective.clone();
-                    objective.terms.correct = false;
+                    // Ranks that count correct predictions compute in two passes, as the plan does.
+                    objective.terms.correct &= objective.shard.is_some();
                     if let Some(shard) = &objective.shard {
                         vocab_parallel::agree_on_backward(shard, upstream.as_ref())?;
                     }

@@ -52,11 +52,11 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
             read.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
             let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
             let impossible = (log_probs.zeros_like()? + f64::NEG_INFINITY)?;
-            let of_others = is_outside.where_cond(&log_probs, &impossible)?;
+            let others = is_outside.where_cond(&log_probs, &impossible)?;
             // Relative to the largest: all of them may be below the smallest number.
-            let largest = of_others.detach().max_keepdim(D::Minus1)?;
+            let largest = others.detach().max_keepdim(D::Minus1)?;
             let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
-            let sum = of_others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
+            let sum = others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
             // No mass has no gradient.
             let nothing = sum.eq(0.0)?;
             let some = nothing.where_cond(&sum.ones_like()?, &sum)?;

@@ -39,8 +39,8 @@ pub(super) fn kept(z: &[f64], sampling: &Sampling) -> Kept {
     let part = z.len().div_ceil(PARTS).max(1);
     let largest = z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max);
     let relative = |z: f64| (z - largest) / temperature;
-    let of_relative = |x: f64| ((-x * PER_UNIT) as usize).min(INTERVALS - 1);
-    let interval = |z: f64| of_relative(relative(z));
+    let interval_at = |x: f64| ((-x * PER_UNIT) as usize).min(INTERVALS - 1);
+    let interval = |z: f64| interval_at(relative(z));
     let least = if sampling.min_p > 0.0 { sampling.min_p.ln() } else { f64::NEG_INFINITY };
     let masses_of = |z: &[f64]| {
         let mut masses = vec![0.0; INTERVALS];
@@ -52,9 +52,9 @@ pub(super) fn kept(z: &[f64], sampling: &Sampling) -> Kept {
     let wanted = sampling.top_p * masses.iter().sum::<f64>();
 
     // The interval in which the nucleus, or what min-p keeps, ends; all of those before it is kept.
-    let of_least = of_relative(least);
+    let last_interval = interval_at(least);
     let (mut last, mut mass) = (0, 0.0);
-    while last < of_least && mass + masses[last] < wanted {
+    while last < last_interval && mass + masses[last] < wanted {
         mass += masses[last];
         last += 1;
     }

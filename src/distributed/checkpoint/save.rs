@@ -144,9 +144,9 @@ impl<'a> Save<'a> {
 
     /// The name of the first tensor that another rank has otherwise.
     fn first_other(&self) -> Result<Option<String>> {
-        let of_tensor = |tensor: (_, _, _)| Number::hashed(ALIKE, |state| tensor.hash(state)).value();
-        let of_tensors: Vec<f64> = self.alike().map(of_tensor).collect();
-        let first = first_other(&**self.shard.collectives(), &of_tensors)?;
+        let hash = |tensor: (_, _, _)| Number::hashed(ALIKE, |state| tensor.hash(state)).value();
+        let hashes: Vec<f64> = self.alike().map(hash).collect();
+        let first = first_other(&**self.shard.collectives(), &hashes)?;
         Ok(first.and_then(|i| self.alike().nth(i)).map(|(name, ..)| name.to_owned()))
     }
 

@@ -163,7 +163,7 @@ impl ListTeacher {
             .collect();
         let is_unknown = are_unknown.contains(&0.0).then(|| numbers(are_unknown, &[positions])).transpose()?;
         let mut tail = None;
-        let of_list = match missing {
+        let known_log_probs = match missing {
             MissingIds::Zero => lists.log_probs.clone(),
             MissingIds::Renormalized => lists.renormalized(options.temperature),
             MissingIds::Tail => {
@@ -173,7 +173,7 @@ impl ListTeacher {
                 lists.log_probs.clone()
             }
         };
-        let (log_probs, is_known) = (numbers(of_list, &shape)?, numbers(lists.is_known, &shape)?);
+        let (log_probs, is_known) = (numbers(known_log_probs, &shape)?, numbers(lists.is_known, &shape)?);
         let mut token_ids = transfer::to_device::<i64>(lists.token_ids, shape.as_slice(), device)?;
         let mut has_target = None;
         if let Some(targets) = counted.targets.as_ref().filter(|_| options.is_mixed() && positions > 0) {
@@ -217,9 +217,9 @@ impl ListTeacher {
         });
         let of_target = of_target.transpose()?;
         let first = |is_unknown: &Tensor| log_prob.narrow(1, 0, 1)?.squeeze(1)? + of(is_unknown)?;
-        let of_first = self.is_unknown.as_ref().map(first).transpose()?;
+        let first_missing = self.is_unknown.as_ref().map(first).transpose()?;
         let mut log_missing = log_outside.clone();
-        for more in of_target.iter().map(|(_, outside)| outside).chain(&of_first) {
+        for more in of_target.iter().map(|(_, outside)| outside).chain(&first_missing) {
             log_missing = log_add(&log_missing, more)?;
         }
         let by_missing = match (&self.tail, divergence) {
@@ -241,9 +241,9 @@ impl ListTeacher {
         let scaled = |derivatives: &Tensor| derivatives.broadcast_mul(&(scales * (1.0 - hard))?.unsqueeze(1)?);
         let share = |log_p: &Tensor| weighted(&by_missing, &(log_p - &log_missing)?.exp()?)?.unsqueeze(1);
         let mut by_list = scaled(&by_list)?;
-        if let Some(of_first) = &of_first {
-            let of_first = scaled(&share(of_first)?)?.pad_with_zeros(1, 0, n - 1)?;
-            by_list = (by_list + of_first)?;
+        if let Some(first_missing) = &first_missing {
+            let first_missing = scaled(&share(first_missing)?)?.pad_with_zeros(1, 0, n - 1)?;
+            by_list = (by_list + first_missing)?;
         }
         let mut derivatives = vec![by_list];
         let mut nll = None;

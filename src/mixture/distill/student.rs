@@ -105,7 +105,7 @@ impl Distillation {
                 let log_probs = log_probs()?;
                 let rows = log_probs.to_dtype(accumulation_dtype("log_probs", log_probs.dtype())?)?;
                 if none {
-                    return self.of_nothing(&rows);
+                    return self.zero_loss(&rows);
                 }
                 let terms = self.of_log_probs(teacher, 0..rows.dim(0)?, rows.detach().copy()?)?;
                 (rows, terms)
@@ -113,7 +113,7 @@ impl Distillation {
             Prepared::List(list) => {
                 let scores = scores(&list.token_ids, &list.score_options(&self.options))?;
                 if none {
-                    return self.of_nothing(&scores.log_prob);
+                    return self.zero_loss(&scores.log_prob);
                 }
                 let log_outside = match &scores.log_outside {
                     Some(log_outside) => log_outside.clone(),
@@ -136,7 +136,7 @@ impl Distillation {
     }
 
     /// The loss of no positions, with zero gradients of what their scores depend on.
-    fn of_nothing(&self, scores: &Tensor) -> Result<Loss> {
+    fn zero_loss(&self, scores: &Tensor) -> Result<Loss> {
         // A GPU cannot launch zero blocks.
         let zero = Tensor::zeros((), scores.dtype(), scores.device())?;
         let value = if scores.device().is_cpu() { scores.sum_all()? } else { zero.clone() };

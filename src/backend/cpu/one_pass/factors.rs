@@ -57,9 +57,9 @@ impl<F: Float> Row<F> {
         if self.is_void || offset == F::neg_infinity() && !self.factor.is_nan() {
             return F::zero();
         }
-        let (of_outside, largest_outside) = self.outside;
-        let of_outside = weighted(of_outside, (offset - largest_outside).f64().exp());
-        let relative = self.factor * (offset - self.largest).f64().exp() - of_outside;
+        let (taken, largest_outside) = self.outside;
+        let taken = weighted(taken, (offset - largest_outside).f64().exp());
+        let relative = self.factor * (offset - self.largest).f64().exp() - taken;
         match relative.abs() < F::NEGLIGIBLE.f64() {
             true => F::zero(),
             false => flushed(F::of(weighted(self.scale, relative))),
@@ -112,8 +112,8 @@ impl<F: Float> RowSums<F> {
         if mass == 0.0 {
             return 0.0;
         }
-        let of_listed: f64 = listed.iter().map(|&z| self.softmax(z)).sum();
-        weighted(mass * of_listed, (-self.outside.log_sum.f64()).exp())
+        let listed: f64 = listed.iter().map(|&z| self.softmax(z)).sum();
+        weighted(mass * listed, (-self.outside.log_sum.f64()).exp())
     }
 }
 
@@ -265,15 +265,14 @@ pub(super) fn rows<T: Element>(
         let row = |k: usize| {
             let (row, lse) = (rows.start + k, sums[k].lse);
             // The row's part of the mass outside.
-            let outside = match log_outside == T::Acc::neg_infinity() {
-                true => 0.0,
-                false => {
-                    let scales = (state.lse[k].largest, state.log_scale[k]);
-                    target.outside.f64() * (log_term((&sums[k], scales)) - log_outside).f64().exp()
-                }
+            let outside = if log_outside == T::Acc::neg_infinity() {
+                0.0
+            } else {
+                let scales = (state.lse[k].largest, state.log_scale[k]);
+                target.outside.f64() * (log_term((&sums[k], scales)) - log_outside).f64().exp()
             };
             let factor = state.precise_softmax_mass(&target, k);
-            let (of_softmax, of_outside) = (factor + outside, sums[k].outside_factor(outside, passed.logits(row)));
+            let (of_softmax, outside_factor) = (factor + outside, sums[k].outside_factor(outside, passed.logits(row)));
             let mass = |j: usize| match target.hard {
                 Some(_) => state.hard_mass[k],
                 None => state.candidate_masses.get(j * components + k).copied().unwrap_or_default(),
@@ -290,7 +289,8 @@ pub(super) fn rows<T: Element>(
             for (to, of_id) in entries[k * n..].iter_mut().zip(listed) {
                 *to = entry(of_id);
             }
-            let is_zero = factor == 0.0 && of_outside == 0.0 && of_softmax == 0.0 && (0..n).all(|j| mass(j).is_zero());
+            let is_zero =
+                factor == 0.0 && outside_factor == 0.0 && of_softmax == 0.0 && (0..n).all(|j| mass(j).is_zero());
             let has_gradient = logit_scale != 0.0 && !is_zero;
             let parts = parts_of(layout, panels, &passed.parts, row);
             Row {
@@ -301,7 +301,7 @@ pub(super) fn rows<T: Element>(
                     false => weighted(factor, (-lse.log_sum.f64()).exp()),
                 },
                 largest: lse.largest,
-                outside: (of_outside, sums[k].outside.largest),
+                outside: (outside_factor, sums[k].outside.largest),
                 scale: logit_scale,
                 log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::of(outside))),
                 is_void: !has_gradient && parts.into_iter().any(|(part, r)| !part.running.sum[r].is_finite()),

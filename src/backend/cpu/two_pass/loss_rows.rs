@@ -100,7 +100,7 @@ impl<F: Float> Logits<'_, F> {
                     false => log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab)),
                 };
                 let (constant, slope) = (power * constant, power * entropy);
-                let mut of_outside = None;
+                let mut others = None;
                 if outside != zero {
                     for (id, mass) in &mut scratch.candidates {
                         let log_q = tempered.log_prob(scratch.log_probs[*id]);
@@ -108,9 +108,9 @@ impl<F: Float> Logits<'_, F> {
                     }
                     let candidates = scratch.candidates.iter().map(|&(id, _)| id);
                     let ids = tempered.outside(v, &mut scratch.log_probs, candidates);
-                    of_outside = (!ids.is_empty()).then_some((-power * outside, ids));
+                    others = (!ids.is_empty()).then_some((-power * outside, ids));
                 }
-                Masses::OfProbability { tempered, constant, slope, outside: of_outside }
+                Masses::OfProbability { tempered, constant, slope, outside: others }
             }
         }
     }

@@ -20,8 +20,7 @@ use crate::tensors::dropout::DropoutMasks;
 /// d: a control that separates the gain of the mixture's rank from the gain of its parameters. Cost: one softmax of
 /// width d, and the contexts. In the lab's runs it has most of a mixture's gain on translation (Multi30k); on Penn
 /// Treebank it is behind a softmax after 4 epochs (two seeds) and ahead after 8 (one seed). (Yang et al., 2018, coined the
-/// term; the sparse attention of the same name is
-/// unrelated.)
+/// term; the sparse attention of the same name is unrelated.)
 ///
 /// # Examples
 ///

@@ -666,7 +666,7 @@ fn the_tail_of_a_list_is_exact() -> Result<()> {
     for tail in [1e-3, 1e-6] {
         let weight = Var::from_tensor(&Tensor::new(&[[8f32], [0.0], [0.0]], &Device::Cpu)?)?;
         let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
-        let log_prob = (-tail as f64).ln_1p();
+        let log_prob = f64::ln_1p(-tail);
         let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
         let ids = Tensor::zeros((1, 1), DType::U32, &Device::Cpu)?;
         for dtype in [DType::F64, DType::F32] {

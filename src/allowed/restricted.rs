@@ -188,9 +188,7 @@ impl RestrictedMixture {
                 let log_probs = gathered(&self.mixture, &ids)?.0.log_probs_as(dtype)?;
                 Ok(expanded(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
             }
-            kept => {
-                Ok(Rows::at_all_positions(&self.mixture, &kept)?.expanded(vocab)?.reshape(shape)?.to_dtype(dtype)?)
-            }
+            kept => Ok(Rows::of_all(&self.mixture, &kept)?.expanded(vocab)?.reshape(shape)?.to_dtype(dtype)?),
         }
     }
 

@@ -69,7 +69,9 @@ impl Problem {
             Mixture::new(&contexts, log_priors.as_ref().map(Var::as_tensor), &weight, Some(bias.as_tensor()))?;
         let loss = loss(&mixture)?;
         let store = match loss.value.rank() {
-            0 => loss.backward()?,
+            0 if loss.value.track_op() => loss.backward()?,
+            // An evaluation has no gradients.
+            0 => loss.value.backward()?,
             _ => (&loss.value * upstream.to_dtype(loss.value.dtype())?)?.sum_all()?.backward()?,
         };
         let mut results = vec![numbers(&loss.value)?, numbers(&loss.nll)?, numbers(&loss.sum)?, numbers(&loss.count)?];

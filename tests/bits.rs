@@ -7,8 +7,12 @@
 
 #[path = "bits/digest.rs"]
 mod digest;
+#[path = "bits/outputs.rs"]
+mod outputs;
 #[path = "bits/problem.rs"]
 mod problem;
+#[path = "common/ranks.rs"]
+mod ranks;
 
 use std::collections::HashSet;
 
@@ -42,6 +46,9 @@ fn lines() -> Vec<String> {
     views(&mut cases);
     functions(&mut cases);
     decoding(&mut cases);
+    outputs(&mut cases);
+    kept_sets(&mut cases);
+    sums_and_ranks(&mut cases);
     cases.0
 }
 
@@ -254,6 +261,70 @@ fn decoding(cases: &mut Cases) {
     });
 }
 
+/// Scores, policy losses, distillation and requests, of heads that are a mixture and of others.
+fn outputs(cases: &mut Cases) {
+    let mixtures = DTYPES.map(|dtype| ("mos3", dtype)).into_iter();
+    let f32 =
+        "softmax softmax+scaled+capped softmax+adapter softmax+char_cnn moc3 mos3+scaled+capped mos3+adapter mos15 \
+        adaptive hierarchical";
+    for (head, dtype) in mixtures.chain(f32.split_whitespace().map(|head| (head, DType::F32))) {
+        for options in ["plain", "best", "entropy", "outside", "temperature", "entropy+outside+temperature+best"] {
+            cases.run(&format!("scores/{options}"), head, BASE, dtype, |problem, digest| {
+                problem.scores(problem.layer(), options, digest)
+            });
+        }
+        for options in ["ppo", "ppo+kl+importance+entropy", "ppo+temperature+entropy", "ppo+constant"] {
+            cases.run(&format!("policy/{options}"), head, BASE, dtype, |problem, digest| {
+                problem.policy_loss(problem.layer(), options, digest)
+            });
+        }
+        for options in ["forward", "reverse", "jensen_shannon", "forward+temperature+weights", "reverse+hard"] {
+            cases.run(&format!("distill/{options}"), head, BASE, dtype, |problem, digest| {
+                problem.distill(problem.layer(), options, digest)
+            });
+        }
+        cases.run("next_tokens", head, BASE, dtype, |problem, digest| problem.next_tokens(problem.layer(), digest));
+    }
+    for head in ["softmax+adapter", "mos3+adapter"] {
+        cases.losses("adapter", head, DType::F32, "mean none+ignore_some smoothing hits budget evaluation");
+        cases.run("decode", head, BASE, DType::F32, Problem::decode);
+    }
+}
+
+fn kept_sets(cases: &mut Cases) {
+    for (head, dtype) in [
+        ("softmax", DType::F32),
+        ("softmax", DType::BF16),
+        ("softmax+adapter", DType::F32),
+        ("softmax+transposed", DType::F64),
+        ("mos3", DType::F32),
+        ("mos3+scaled+capped", DType::F64),
+        ("mos3", DType::F16),
+    ] {
+        cases.run("kept_sets", head, BASE, dtype, |problem, digest| problem.kept_sets(digest));
+    }
+}
+
+/// Accumulated gradients, losses of a chunk's scores, and a vocabulary that ranks share.
+fn sums_and_ranks(cases: &mut Cases) {
+    for (head, dtype) in
+        [("softmax", DType::F32), ("softmax+tied", DType::BF16), ("mos3", DType::F32), ("adaptive", DType::F32)]
+    {
+        for options in ["mean", "sum+ignore_some"] {
+            cases.run(&format!("gradient_sum/{options}"), head, BASE, dtype, |problem, digest| {
+                problem.gradient_sum(options, digest)
+            });
+        }
+    }
+    for (head, dtype) in [("softmax", DType::F32), ("mos3", DType::F32), ("mos3", DType::F64), ("mos2", DType::BF16)] {
+        cases.run("chunk_losses", head, BASE, dtype, |problem, digest| problem.chunk_losses(digest));
+    }
+    for (components, dtype) in [(1, DType::F32), (3, DType::F32), (3, DType::F64), (2, DType::BF16)] {
+        let name = format!("ranks/{components}");
+        cases.run(&name, "softmax", BASE, dtype, |_, digest| outputs::ranks(components, dtype, digest));
+    }
+}
+
 /// The lines of the cases.
 struct Cases(Vec<String>);
 
@@ -267,7 +338,7 @@ impl Cases {
         dtype: DType,
         case: impl FnOnce(&mut Problem, &mut Digest) -> Result<()>,
     ) {
-        let (name, mut digest) = (format!("{name}/{head}/{}", dtype.as_str()), Digest(0xcbf2_9ce4_8422_2325));
+        let (name, mut digest) = (format!("{name}/{head}/{}", dtype.as_str()), Digest::new());
         let done = Problem::new(head, sizes, dtype).and_then(|mut problem| case(&mut problem, &mut digest));
         done.unwrap_or_else(|error| panic!("{name}: {error}"));
         self.0.push(format!("{name} {:016x}\n", digest.0));

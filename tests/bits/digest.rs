@@ -11,6 +11,10 @@ use super::problem::{uniform, variables};
 pub(crate) struct Digest(pub(crate) u64);
 
 impl Digest {
+    pub(crate) fn new() -> Self {
+        Digest(0xcbf2_9ce4_8422_2325)
+    }
+
     pub(crate) fn word(&mut self, word: u64) {
         for byte in word.to_le_bytes() {
             self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);

@@ -7,9 +7,9 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, VarBuilder, VarMap};
 use mos_head::{
     AdaptiveConfig, AdaptiveSoftmax, BeamSearch, CharCnn, CharCnnConfig, Classes, ContextActivation, DropoutMasks,
-    Error, HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
-    MixtureOfContexts, MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, Reduction, Result, Sampler, Sampling,
-    SoftmaxConfig, SoftmaxHead,
+    Error, HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, LowRankAdapter, LowRankConfig, Mixture,
+    MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, Reduction,
+    Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -35,7 +35,7 @@ pub(crate) struct Problem {
     head: Head,
     pub(crate) hidden: Tensor,
     pub(crate) targets: Tensor,
-    sizes: Sizes,
+    pub(crate) sizes: Sizes,
 }
 
 enum Head {
@@ -240,13 +240,19 @@ fn mixture_layer(name: &str, sizes: &Sizes, vb: &VarBuilder) -> Result<Box<dyn M
         ($head:ident, $config:expr, $context:expr) => {{
             let config = $config.with_decoder_bias(!has("no_bias")).with_logit_scale(scale);
             let config = if has("capped") { config.with_softcap(2.5) } else { config };
-            if has("tied") {
+            let head = if has("tied") {
                 let embedding = Embedding::new(vb.get((vocab, $context), "embedding")?, $context);
-                Box::new($head::tied(&config, &embedding, vb.clone())?)
+                $head::tied(&config, &embedding, vb.clone())?
             } else if has("char_cnn") {
-                Box::new($head::with_char_cnn(&config, char_cnn(sizes, $context, vb.pp("rows"))?, vb.clone())?)
+                $head::with_char_cnn(&config, char_cnn(sizes, $context, vb.pp("rows"))?, vb.clone())?
             } else {
-                Box::new($head::new(&config, vb.clone())?)
+                $head::new(&config, vb.clone())?
+            };
+            if has("adapter") {
+                let config = LowRankConfig::new(vocab, $context, 3).with_alpha(6.0);
+                Box::new(head.with_adapter(LowRankAdapter::new(&config, vb.pp("adapter"))?)?)
+            } else {
+                Box::new(head)
             }
         }};
     }
@@ -298,7 +304,7 @@ pub(crate) fn sampler(names: &str) -> Result<Sampler> {
 }
 
 /// Whether `flag` is among names that are joined by `+`.
-fn has(names: &str, flag: &str) -> bool {
+pub(crate) fn has(names: &str, flag: &str) -> bool {
     names.split('+').any(|name| name == flag)
 }
 

@@ -69,7 +69,10 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
         for options in &all {
             let budget = 2 * least_workspace(&layer, &targets, options).max(1 << 20);
             let options = options.clone().with_workspace_bytes(budget);
-            let step = || layer.loss(&targets, &options)?.backward();
+            let step = || {
+                let loss = layer.loss(&targets, &options)?;
+                options.train.then(|| loss.backward()).transpose()
+            };
             // The first call starts the threads.
             step()?;
             let (gradients, peak) = peak_of(step);

@@ -295,7 +295,7 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     let never = LossOptions::new().with_sampled_softmax(NoiseDistribution::unigram(&counts)?.draw(4, 0)?);
     assert_eq!(
         message(mixture.loss(&tensor, &never)),
-        "noise: expected a positive probability of the target 17, got 0"
+        "noise: expected a positive probability of the target 17 at position 3, got 0"
     );
     assert_eq!(
         message(mixture.loss(&tensor, &LossOptions::new().with_decoder_rows(true))),

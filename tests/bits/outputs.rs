@@ -224,7 +224,7 @@ fn request(i: usize, vocab: usize) -> Result<TokenRequest> {
         _ => Constraints::new().with_processor(|_, z| z.iter_mut().for_each(|z| *z *= 0.9)),
     };
     let request = TokenRequest::new(sampling, 97 + i as u64)?.with_constraints(constraints)?;
-    Ok(request.with_prompt(&[id(7), id(11)]).with_best(i % 4).with_entropy(i % 2 == 0))
+    Ok(request.with_prompt(&[id(7), id(11)]).with_best(i % 4).with_entropy(i.is_multiple_of(2)))
 }
 
 fn digest_tokens(tokens: &[NextToken], digest: &mut Digest) {

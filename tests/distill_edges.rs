@@ -1,0 +1,305 @@
+//! Distillation at its edges: lists with padding, repeated ids and tails, masses below the smallest number, infinite
+//! divergences, and no positions; fused, composed and over kept sets.
+
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use common::given::{places, Given};
+use mos_head::{
+    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, DistillOptions, Divergence, Error, Loss, MissingIds, Mixture,
+    MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Restricted, Result, SoftmaxHead, Teacher,
+};
+
+const DIVERGENCES: [Divergence; 4] =
+    [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5), Divergence::JensenShannon(0.1)];
+const MISSING: [MissingIds; 3] = [MissingIds::Zero, MissingIds::Renormalized, MissingIds::Tail];
+
+/// Whatever computes it, and whatever is known of the teacher.
+#[test]
+fn no_positions_and_ignored_ones_have_no_loss() -> Result<()> {
+    for positions in [0usize, 3] {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+        let weight = Var::randn(0f32, 1.0, (10, 4), &Device::Cpu)?;
+        let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+        let log_probs = Tensor::randn(0f32, 1.0, (positions, 10), &Device::Cpu)?;
+        let students: [Box<dyn OutputLayer>; 5] = [
+            Box::new(head.clone()),
+            Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(4, 10, 3), vb.pp("mos"))?),
+            Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(4, 10, vec![3]), vb.pp("adaptive"))?),
+            Box::new(Restricted::new(head.clone(), AllowedIds::new(&[0, 3, 5]))?),
+            Box::new(Given(log_probs)),
+        ];
+        let ids = Tensor::zeros((positions, 2), DType::U32, &Device::Cpu)?;
+        let none = Tensor::full(-1i64, positions, &Device::Cpu)?;
+        let of_ids = Tensor::zeros((positions, 2), DType::F32, &Device::Cpu)?;
+        let full = Tensor::zeros((positions, 10), DType::F32, &Device::Cpu)?;
+        for (i, student) in students.iter().enumerate() {
+            let hidden = Tensor::randn(0f32, 1.0, (positions, student.hidden_size()), &Device::Cpu)?;
+            for divergence in DIVERGENCES {
+                let lists = MISSING.map(|missing| (Teacher::of_top_k(&ids, &of_ids, missing), missing));
+                let finite = |missing| divergence != Divergence::ReverseKl || missing == MissingIds::Tail;
+                let lists = lists.into_iter().filter(|(_, missing)| finite(*missing)).map(|(teacher, _)| teacher);
+                for teacher in lists.chain([Teacher::of_log_probs(&full)]) {
+                    let options = DistillOptions::new(divergence).with_targets(none.clone()).with_ignore_index(-1);
+                    let loss = student.distill(&hidden, &teacher, &options)?;
+                    assert_eq!((loss.value.to_scalar::<f32>()?, loss.count.to_scalar::<f32>()?), (0.0, 0.0));
+                    assert_eq!(loss.nll.to_vec1::<f32>()?, [0f32; 0]);
+                    let gradients = loss.backward()?;
+                    if i == 0 {
+                        let gradient = gradients.get(&weight).expect("a gradient");
+                        assert_eq!(gradient.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A student of four ids with these logits, and the values `[forward, reverse, Jensen-Shannon]` of the divergences from a
+/// list, which the fused and the composed computation and a student over all ids as its kept set agree on.
+fn divergences(logits: [f64; 4], ids: &[i64], log_probs: &[f64], missing: MissingIds) -> Result<[Option<f64>; 3]> {
+    let weight = Tensor::new(&logits, &Device::Cpu)?.reshape((4, 1))?;
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let hidden = Tensor::ones((1, 1), DType::F64, &Device::Cpu)?;
+    let given = Given(head.log_probs(&hidden)?);
+    let lists = AllowedIds::per_position(&[0, 1, 2, 3], &[0, 4])?;
+    let restricted = Restricted::new(&head, lists)?;
+    let shape = (1, ids.len());
+    let (ids, log_probs) =
+        (Tensor::from_slice(ids, shape, &Device::Cpu)?, Tensor::from_slice(log_probs, shape, &Device::Cpu)?);
+    let teacher = Teacher::of_top_k(&ids, &log_probs, missing);
+    let mut found = [None; 3];
+    for (divergence, found) in
+        [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5)].into_iter().zip(&mut found)
+    {
+        if divergence == Divergence::ReverseKl && missing != MissingIds::Tail {
+            continue;
+        }
+        let options = DistillOptions::new(divergence);
+        let value = head.distill(&hidden, &teacher, &options)?.value.to_scalar::<f64>()?;
+        for other in
+            [given.distill(&places(&[1, 1])?, &teacher, &options)?, restricted.distill(&hidden, &teacher, &options)?]
+        {
+            let other = other.value.to_scalar::<f64>()?;
+            assert!((value - other).abs() < 1e-12, "{divergence:?} {missing:?}: {value} {other}");
+        }
+        *found = Some(value);
+    }
+    Ok(found)
+}
+
+#[test]
+fn a_list_of_padding_alone_has_all_ids_as_missing() -> Result<()> {
+    let close = |found: [Option<f64>; 3], expected: [Option<f64>; 3]| {
+        let same = |(found, expected): (Option<f64>, Option<f64>)| match (found, expected) {
+            (Some(found), Some(expected)) => (found - expected).abs() < 1e-12,
+            (found, expected) => found == expected,
+        };
+        assert!(found.into_iter().zip(expected).all(same), "{found:?} {expected:?}");
+    };
+    // The ids of padding need not be in the vocabulary.
+    for id in [2, -1, 1000] {
+        for n in [1, 3] {
+            let (ids, log_probs) = (vec![id; n], vec![f64::NEG_INFINITY; n]);
+            let divergences = |missing| divergences([0.0; 4], &ids, &log_probs, missing);
+            // Both distributions have all of their mass on "another id".
+            close(divergences(MissingIds::Tail)?, [Some(0.0); 3]);
+            // The mixture of nothing and the student has half of the student's mass.
+            close(divergences(MissingIds::Zero)?, [Some(0.0), None, Some(0.5 * 2f64.ln())]);
+        }
+    }
+    Ok(())
+}
+
+/// A server's list has the sampled id first, and again among the most probable ones.
+#[test]
+fn an_id_that_is_listed_twice_counts_once() -> Result<()> {
+    let logits = [0.3, -0.2, 0.7, 0.1];
+    let [half, quarter] = [0.5f64.ln(), 0.25f64.ln()];
+    for missing in MISSING {
+        let expected = divergences(logits, &[2, 0], &[half, quarter], missing)?;
+        let padding = f64::NEG_INFINITY;
+        for (ids, log_probs) in [
+            (vec![2, 2, 0], vec![half, half, quarter]),
+            (vec![2, 0, 2, 0], vec![half, quarter, half, quarter]),
+            (vec![0, 2, 0, 0], vec![padding, half, quarter, quarter]),
+        ] {
+            assert_eq!(divergences(logits, &ids, &log_probs, missing)?, expected, "{ids:?}");
+        }
+    }
+    Ok(())
+}
+
+/// A student that is confident in the list's only id has a gradient that the tail decides.
+#[test]
+fn the_tail_of_a_list_is_exact() -> Result<()> {
+    for tail in [1e-3, 1e-6] {
+        let weight = Var::from_tensor(&Tensor::new(&[[8f32], [0.0], [0.0]], &Device::Cpu)?)?;
+        let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+        let log_prob = f64::ln_1p(-tail);
+        let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+        let ids = Tensor::zeros((1, 1), DType::U32, &Device::Cpu)?;
+        for dtype in [DType::F64, DType::F32] {
+            let log_probs = Tensor::new(&[[log_prob]], &Device::Cpu)?.to_dtype(dtype)?;
+            let teacher = Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail);
+            // Of the reverse divergence: Q(other) Q(list) times the difference of both log-ratios.
+            let loss = head.distill(&hidden, &teacher, &DistillOptions::new(Divergence::ReverseKl))?;
+            let q = 8f64.exp() / (8f64.exp() + 2.0);
+            let expected = q * (1.0 - q) * ((q.ln() - log_prob) - ((1.0 - q).ln() - f64::ln(tail)));
+            let gradient = loss.backward()?.get(&weight).expect("a gradient").flatten_all()?.to_vec1::<f32>()?;
+            let found = f64::from(gradient[0]);
+            assert!((found / expected - 1.0).abs() < 1e-5, "{tail} {dtype:?}: {found} {expected}");
+        }
+    }
+    Ok(())
+}
+
+/// Where the student's mass outside the list is below the smallest number, value and gradient are still those of its
+/// logarithm.
+#[test]
+fn a_mass_that_underflows_outside_a_list_has_its_gradient() -> Result<()> {
+    for (dtype, components, x) in
+        [(DType::F32, 1, 120.0), (DType::F32, 2, 120.0), (DType::F64, 1, 900.0), (DType::F64, 2, 900.0)]
+    {
+        let bias = Var::from_tensor(&Tensor::new(&[0.0, x, 1.0], &Device::Cpu)?.to_dtype(dtype)?)?;
+        let (contexts, weight) =
+            (Tensor::ones((1, components, 1), dtype, &Device::Cpu)?, Tensor::zeros((3, 1), dtype, &Device::Cpu)?);
+        let log_priors = (contexts.squeeze(2)? * 0.5)?.log()?;
+        let student = Mixture::new(&contexts, Some(&log_priors).filter(|_| components > 1), &weight, Some(&bias))?;
+        let given = Given(student.log_probs()?);
+        let ids = Tensor::new(&[[1u32]], &Device::Cpu)?;
+        let log_probs = Tensor::new(&[[0.9f64.ln()]], &Device::Cpu)?.to_dtype(dtype)?;
+        let teacher = Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail);
+        let options = DistillOptions::new(Divergence::ForwardKl);
+        let log_outside = 1f64.exp().ln_1p() - x;
+        let expected = 0.9 * 0.9f64.ln() + 0.1 * (0.1f64.ln() - log_outside);
+        let share = 1f64.exp() / (1.0 + 1f64.exp());
+        let of_bias = [-0.1 * (1.0 - share), 0.1, -0.1 * share];
+        for loss in [student.distill(&teacher, &options)?, given.distill(&places(&[1, 1])?, &teacher, &options)?] {
+            let value = loss.value.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+            assert!((value / expected - 1.0).abs() < 1e-6, "{dtype:?} K = {components}: {value} {expected}");
+            let gradient = loss.backward()?.get(&bias).expect("a gradient").to_dtype(DType::F64)?.to_vec1::<f64>()?;
+            for (found, expected) in gradient.iter().zip(of_bias) {
+                assert!((found - expected).abs() < 1e-5, "{dtype:?} K = {components}: {gradient:?} {of_bias:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Raw logits, and an infinity: by their place among all positions and in the row. A NaN stays one.
+#[test]
+fn numbers_above_zero_are_no_log_probabilities_of_a_teacher() -> Result<()> {
+    let student = SoftmaxHead::from_tensors(Tensor::zeros((3, 1), DType::F32, &Device::Cpu)?, None)?;
+    let hidden = Tensor::ones((3, 1), DType::F32, &Device::Cpu)?;
+    let weights = Tensor::new(&[1f32, 0.0, 1.0], &Device::Cpu)?;
+    let ids = Tensor::new(&[[0u32, 1, 2]], &Device::Cpu)?.repeat((3, 1))?;
+    for (number, is_wrong) in [(3.75f32, true), (f32::INFINITY, true), (f32::NAN, false), (5e-5, false)] {
+        let log_probs = Tensor::new(&[[-1f32, -2.0, -1.0], [9.0, 9.0, 9.0], [-1.0, number, -2.0]], &Device::Cpu)?;
+        for teacher in [Teacher::of_log_probs(&log_probs), Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail)] {
+            for student in [&student as &dyn OutputLayer, &Given(student.log_probs(&hidden)?)] {
+                let hidden = Tensor::new(&[[0f32], [1.0], [2.0]], &Device::Cpu)?;
+                let options = DistillOptions::default().with_position_weights(weights.clone());
+                let loss = student.distill(&hidden, &teacher, &options);
+                if is_wrong {
+                    assert!(matches!(loss, Err(Error::Value { position: 2, index: 1, .. })), "{loss:?}");
+                } else {
+                    assert_eq!(loss?.value.to_scalar::<f32>()?.is_nan(), number.is_nan());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// By its place among all positions, whatever computes it.
+#[test]
+fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
+    let impossible = f64::NEG_INFINITY;
+    // The third position gives no probability to an id.
+    let finite = [0.1f64.ln(), 0.4f64.ln(), 0.5f64.ln()];
+    let rows = |third: [f64; 3]| Tensor::new(&[finite, finite, third], &Device::Cpu);
+    let masked = rows([0.5f64.ln(), impossible, 0.5f64.ln()])?;
+    let all = rows(finite)?;
+    let weights = Tensor::new(&[1f64, 0.0, 1.0], &Device::Cpu)?;
+    let position = |loss: Result<Loss>| match loss {
+        Err(Error::InfiniteDivergence { position }) => position,
+        other => panic!("{other:?}"),
+    };
+    for temperature in [1.0, 2.0] {
+        for (student, teacher, divergence, is_infinite) in [
+            (&masked, &all, Divergence::ForwardKl, true),
+            (&all, &masked, Divergence::ReverseKl, true),
+            (&all, &masked, Divergence::ForwardKl, false),
+            (&masked, &all, Divergence::ReverseKl, false),
+            (&masked, &all, Divergence::JensenShannon(0.5), false),
+            (&all, &masked, Divergence::JensenShannon(0.5), false),
+        ] {
+            let options = DistillOptions::new(divergence).with_temperature(temperature);
+            let options = options.with_position_weights(weights.clone());
+            let teacher = Teacher::of_log_probs(teacher);
+            let mut losses = vec![Given(student.clone()).distill(&places(&[3, 1])?, &teacher, &options)];
+            if std::ptr::eq(student, &all) {
+                // The logits of a position are its row.
+                let contexts = Tensor::eye(3, DType::F64, &Device::Cpu)?.unsqueeze(1)?;
+                let student = Mixture::new(&contexts, None, &student.t()?.contiguous()?, None)?;
+                losses.push(student.distill(&teacher, &options));
+            }
+            for loss in losses {
+                match is_infinite {
+                    true => assert_eq!(position(loss), 2, "{divergence:?}"),
+                    false => assert!(loss?.value.to_scalar::<f64>()?.is_finite(), "{divergence:?}"),
+                }
+            }
+        }
+    }
+    // Over kept sets: the teacher has a probability outside the third.
+    let head = SoftmaxHead::from_tensors(Tensor::zeros((3, 1), DType::F64, &Device::Cpu)?, None)?;
+    let hidden = Tensor::ones((3, 1), DType::F64, &Device::Cpu)?;
+    let lists = AllowedIds::per_position(&[0, 1, 2, 0, 1, 2, 0, 2], &[0, 3, 6, 8])?;
+    for (allowed, first) in [(lists, 2), (AllowedIds::new(&[0, 2]), 0)] {
+        let restricted = Restricted::new(&head, allowed)?;
+        let loss = restricted.distill(&hidden, &Teacher::of_log_probs(&all), &DistillOptions::default());
+        assert_eq!(position(loss), first);
+    }
+    // A list whose tail the student excludes, and one that has all of the probability.
+    let bias = Tensor::new(&[0.0, 0.0, impossible], &Device::Cpu)?;
+    let weight = Tensor::zeros((3, 1), DType::F64, &Device::Cpu)?;
+    let student = SoftmaxHead::from_tensors(weight, Some(bias))?;
+    let ids = Tensor::new(&[[0u32, 1]], &Device::Cpu)?.repeat((3, 1))?;
+    for (left, is_infinite) in [(0.2, true), (0.0, false)] {
+        let of_ids = Tensor::new(&[[0.5 - left, 0.5]], &Device::Cpu)?.log()?.repeat((3, 1))?;
+        let teacher = Teacher::of_top_k(&ids, &of_ids, MissingIds::Tail);
+        let loss = student.distill(&hidden, &teacher, &DistillOptions::default());
+        match is_infinite {
+            true => assert_eq!(position(loss), 0),
+            false => assert!(loss?.value.to_scalar::<f64>()?.abs() < 1e-12),
+        }
+    }
+    Ok(())
+}
+
+/// The objective of a position is not divided by its weight, which may be below the smallest number.
+#[test]
+fn a_weight_that_underflows_leaves_the_objective_of_its_position() -> Result<()> {
+    let student = SoftmaxHead::from_tensors(Tensor::new(&[[0.3f32], [-0.8], [0.1]], &Device::Cpu)?, None)?;
+    let hidden = Tensor::ones((2, 1), DType::F32, &Device::Cpu)?;
+    let log_probs = Tensor::new(&[[0.2f32, 0.5, 0.3], [0.6, 0.1, 0.3]], &Device::Cpu)?.log()?;
+    let ids = Tensor::new(&[[0u32, 1], [2, 0]], &Device::Cpu)?;
+    let of_ids = log_probs.gather(&ids, 1)?;
+    for teacher in [Teacher::of_log_probs(&log_probs), Teacher::of_top_k(&ids, &of_ids, MissingIds::Tail)] {
+        let nll = |options: DistillOptions| {
+            student.distill(&hidden, &teacher, &options)?.nll.to_vec1::<f32>().map_err(Error::from)
+        };
+        let expected = nll(DistillOptions::default())?;
+        for denominator in [1.0, 1e3, 1e6] {
+            let weights = Tensor::new(&[1e-40f32, 1.0], &Device::Cpu)?;
+            let options = DistillOptions::default().with_position_weights(weights).with_denominator(denominator);
+            assert_eq!(nll(options)?, expected, "{denominator}");
+        }
+    }
+    Ok(())
+}

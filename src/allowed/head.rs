@@ -113,11 +113,11 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
-        let positions = distillation.positions().to_vec();
-        let mixture = mixture.restricted(&self.allowed.select(&positions))?;
+        let positions = distillation.positions();
+        let mixture = mixture.restricted(&self.allowed.select(positions))?;
         let scores =
-            |ids: &Tensor, options: &ScoreOptions| mixture.score(ids, options).map_err(|error| error.among(&positions));
-        distillation.composed(|| mixture.log_probs().map_err(|error| error.among(&positions)), scores)
+            |ids: &Tensor, options: &ScoreOptions| mixture.score(ids, options).map_err(|error| error.among(positions));
+        distillation.composed(|| mixture.log_probs().map_err(|error| error.among(positions)), scores)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

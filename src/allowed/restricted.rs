@@ -70,10 +70,10 @@ impl RestrictedMixture {
     /// The loss of the targets under the renormalised distribution, as [`Mixture::loss`].
     ///
     /// Label smoothing spreads its mass over the set; with z-loss and gradient filter it is supported for one set for all
-    /// positions, if targets are not added to it and there is a single softmax without log-priors. Explicit log-priors, those
-    /// of a mixture with K = 1 too, make it a mixture, for which the three are not supported. Whether a target is correct is told among
-    /// the ids of its set. The budget of the workspace is for the passes over all ids; what is computed of the sets is
-    /// held beside it.
+    /// positions, if targets are not added to it and there is a single softmax without log-priors. Explicit log-priors,
+    /// those of a mixture with K = 1 too, make it a mixture, for which the three are not supported. Whether a target is
+    /// correct is told among the ids of its set. The budget of the workspace is for the passes over all ids; what is
+    /// computed of the sets is held beside it.
     ///
     /// # Shapes
     ///
@@ -111,7 +111,7 @@ impl RestrictedMixture {
             kept => kept,
         };
         let are_all = counted.len() == positions;
-        let mut mixture = if are_all { self.mixture.clone() } else { self.mixture.select(&counted)? };
+        let mut mixture = self.mixture.select(&counted)?;
         if !options.train {
             mixture = mixture.detach();
         }

@@ -21,8 +21,9 @@ use crate::tensors::dropout::DropoutMasks;
 /// vocabulary too, and so are `log_prob` of one id at each position and `policy_loss`. An entropy, a temperature and what
 /// needs the log-probabilities of all ids as a tensor are [`Error::Unsupported`].
 ///
-/// Every rank calls it with the same hidden states and targets, and has the same parameters of the projection: new variables
-/// have other random values on every rank, so they are read from a checkpoint, or sent by one rank. Dropout needs the same masks on every rank:
+/// Every rank calls it with the same hidden states and targets, and has the same parameters of the projection: new
+/// variables have other random values on every rank, so they are read from a checkpoint, or sent by one rank. Dropout needs
+/// the same masks on every rank:
 /// [`DropoutMasks::Seeded`](crate::DropoutMasks::Seeded) with the same seed, or none.
 ///
 /// # Examples

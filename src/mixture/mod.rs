@@ -332,9 +332,12 @@ impl Mixture {
         &self.leading
     }
 
-    /// The mixture of some of the positions, `[n]`.
+    /// The mixture of some of the positions, in ascending order, `[n]`; nothing is copied if they are all.
     pub(crate) fn select(&self, positions: &[u32]) -> Result<Self> {
         let operands = &self.operands;
+        if positions.len() == operands.sizes.positions {
+            return Ok(Mixture { leading: vec![positions.len()], operands: operands.clone() });
+        }
         let index = transfer::to_device(positions.to_vec(), positions.len(), operands.contexts.device())?;
         let rows = |of_all: &Tensor| transfer::rows(of_all, &index);
         let log_priors = operands.log_priors.as_ref().map(rows).transpose()?;

@@ -33,8 +33,9 @@ fn compile() -> Result<(), Box<dyn std::error::Error>> {
     command.args(["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-gencode=arch=compute_90,code=sm_90"]);
     command.arg("-o").arg(&out).arg("src/backend/cuda/mixture.cu");
     let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(format!("{command:?}\n{}", String::from_utf8_lossy(&output.stderr)).into()),
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(format!("{command:?}\n{}", String::from_utf8_lossy(&output.stderr)).into())
     }
 }

@@ -277,9 +277,10 @@ impl BeamSearch {
         }
         let alpha = self.length_penalty;
         check_number(alpha >= 0.0 && alpha.is_finite(), "length_penalty", "a finite number, at least 0", alpha)?;
-        match (self.end as usize) < vocab_size {
-            true => Ok(()),
-            false => Err(Error::config("end", format!("a token id below vocab_size {vocab_size}"), self.end)),
+        if (self.end as usize) < vocab_size {
+            Ok(())
+        } else {
+            Err(Error::config("end", format!("a token id below vocab_size {vocab_size}"), self.end))
         }
     }
 

@@ -379,12 +379,11 @@ fn ignored_positions_need_no_set() -> Result<()> {
         let mixture = case.mixture(&tensors(&vars))?;
         let mut lists = case.lists();
         let shared = matches!(case.sets, Sets::Shared(_));
-        let allowed = match shared {
-            true => case.allowed(),
-            false => {
-                lists[0] = vec![];
-                of_lists(&lists)
-            }
+        let allowed = if shared {
+            case.allowed()
+        } else {
+            lists[0] = vec![];
+            of_lists(&lists)
         };
         let mut targets: Vec<i64> = case.targets().into_iter().map(i64::from).collect();
         targets[0] = -100;
@@ -437,13 +436,12 @@ fn an_ignored_position_has_no_part_in_the_gradients() -> Result<()> {
             let log_priors = Some(of(&log_priors)?).filter(|_| components > 1);
             Mixture::new(&of(&contexts)?, log_priors.as_ref(), &weight, Some(&bias))
         };
-        let (both, alone) = match shared {
+        let (both, alone) = if shared {
             // With targets added, sets are lists.
-            true => {
-                let ids = AllowedIds::new(&[2]).with_targets_added(true);
-                (ids.clone(), ids)
-            }
-            false => (of_lists(&[vec![1, 2], vec![3]]), of_lists(&[vec![1, 2]])),
+            let ids = AllowedIds::new(&[2]).with_targets_added(true);
+            (ids.clone(), ids)
+        } else {
+            (of_lists(&[vec![1, 2], vec![3]]), of_lists(&[vec![1, 2]]))
         };
         let options = LossOptions::new().with_ignore_index(-100);
         let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;

@@ -67,10 +67,7 @@ fn draws_have_the_frequencies_of_the_renormalised_distribution() -> Result<()> {
             let list = vec![2u32, 11, 12, 30];
             let operands = [contexts.repeat((DRAWS, 1, 1))?, logits.repeat((DRAWS, 1))?, weight.clone(), bias.clone()];
             let mixture = case.mixture(&operands)?;
-            let allowed = match shared {
-                true => AllowedIds::new(&list),
-                false => of_lists(&vec![list.clone(); DRAWS]),
-            };
+            let allowed = if shared { AllowedIds::new(&list) } else { of_lists(&vec![list.clone(); DRAWS]) };
             let restricted = mixture.restricted(&allowed)?;
             let log_probs =
                 &one.restricted(&values(&[contexts, logits, weight, bias]), std::slice::from_ref(&list), 1.0)[0];

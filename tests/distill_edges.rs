@@ -249,9 +249,10 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
                 losses.push(student.distill(&teacher, &options));
             }
             for loss in losses {
-                match is_infinite {
-                    true => assert_eq!(position(loss), 2, "{divergence:?}"),
-                    false => assert!(loss?.value.to_scalar::<f64>()?.is_finite(), "{divergence:?}"),
+                if is_infinite {
+                    assert_eq!(position(loss), 2, "{divergence:?}")
+                } else {
+                    assert!(loss?.value.to_scalar::<f64>()?.is_finite(), "{divergence:?}")
                 }
             }
         }
@@ -274,9 +275,10 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
         let of_ids = Tensor::new(&[[0.5 - left, 0.5]], &Device::Cpu)?.log()?.repeat((3, 1))?;
         let teacher = Teacher::of_top_k(&ids, &of_ids, MissingIds::Tail);
         let loss = student.distill(&hidden, &teacher, &DistillOptions::default());
-        match is_infinite {
-            true => assert_eq!(position(loss), 0),
-            false => assert!(loss?.value.to_scalar::<f64>()?.abs() < 1e-12),
+        if is_infinite {
+            assert_eq!(position(loss), 0)
+        } else {
+            assert!(loss?.value.to_scalar::<f64>()?.abs() < 1e-12)
         }
     }
     Ok(())

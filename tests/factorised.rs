@@ -373,9 +373,10 @@ fn initial_values_are_those_of_linear_layers() -> Result<()> {
         let inputs = if var.rank() == 1 { 64 } else { inputs };
         let bound = (inputs as f64).powf(-0.5);
         let is_zero = name.starts_with("h.") && name.ends_with("bias");
-        match is_zero {
-            true => assert!(largest == 0.0, "{name}"),
-            false => assert!(largest <= bound && largest > 0.8 * bound, "{name}: {largest}, {bound}"),
+        if is_zero {
+            assert!(largest == 0.0, "{name}")
+        } else {
+            assert!(largest <= bound && largest > 0.8 * bound, "{name}: {largest}, {bound}")
         }
     }
     Ok(())

@@ -164,13 +164,12 @@ fn rows_of_the_decoder_stand_for_the_decoder() -> Result<()> {
         for is_product in [false, true] {
             let vars = VarMap::new();
             let (model, vb) = (Model::new(operations, builder(&vars))?, builder(&vars));
-            let weight = match is_product {
-                false => vb.get_with_hints((VOCAB, HIDDEN), "decoder", init)?,
-                // Computed from a variable.
-                true => {
-                    let factor = vb.get_with_hints((3, VOCAB), "decoder", init)?;
-                    factor.t()?.matmul(&Tensor::ones((3, HIDDEN), DType::F32, &Device::Cpu)?)?
-                }
+            let weight = if is_product {
+                // A weight that is computed from a variable.
+                let factor = vb.get_with_hints((3, VOCAB), "decoder", init)?;
+                factor.t()?.matmul(&Tensor::ones((3, HIDDEN), DType::F32, &Device::Cpu)?)?
+            } else {
+                vb.get_with_hints((VOCAB, HIDDEN), "decoder", init)?
             };
             let bias = vb.get_with_hints(VOCAB, "bias", init)?;
             let head = SoftmaxHead::from_tensors(weight, Some(bias))?;

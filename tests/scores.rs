@@ -168,9 +168,10 @@ fn raw_logits_have_no_scores() -> Result<()> {
         for (number, is_wrong) in [(3.75, true), (f64::INFINITY, true), (f64::NAN, false), (0.0, false)] {
             let log_probs = Tensor::new(&[[-1.0, -0.5], [-1.5, number]], &Device::Cpu)?.to_dtype(dtype)?;
             let scores = Scores::of_log_probs(&log_probs, &ids, &ScoreOptions::new());
-            match is_wrong {
-                true => assert!(matches!(scores, Err(Error::Value { position: 1, index: 1, .. })), "{scores:?}"),
-                false => assert_eq!(scores?.log_prob.dims(), [2]),
+            if is_wrong {
+                assert!(matches!(scores, Err(Error::Value { position: 1, index: 1, .. })), "{scores:?}")
+            } else {
+                assert_eq!(scores?.log_prob.dims(), [2])
             }
         }
     }

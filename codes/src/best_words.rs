@@ -124,8 +124,9 @@ fn best_first(a: &(f64, u32), b: &(f64, u32)) -> std::cmp::Ordering {
 }
 
 fn check_numbers(log_probs: &[f64], position: usize) -> Result<()> {
-    match log_probs.iter().any(|log_prob| log_prob.is_nan() || *log_prob == f64::INFINITY) {
-        true => Err(Error::Distribution { position }),
-        false => Ok(()),
+    if log_probs.iter().any(|log_prob| log_prob.is_nan() || *log_prob == f64::INFINITY) {
+        Err(Error::Distribution { position })
+    } else {
+        Ok(())
     }
 }

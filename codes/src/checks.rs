@@ -19,17 +19,19 @@ pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 
 /// Checks that a size is at most `most`.
 pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Result<()> {
-    match size <= most {
-        true => Ok(()),
-        false => Err(Error::config(argument, format!("at most {most}"), size)),
+    if size <= most {
+        Ok(())
+    } else {
+        Err(Error::config(argument, format!("at most {most}"), size))
     }
 }
 
 /// Checks the number of costs, a product that `argument` names.
 pub(crate) fn check_product(argument: &'static str, a: usize, b: usize) -> Result<()> {
-    match a.checked_mul(b).is_some_and(|product| product <= MOST_ELEMENTS) {
-        true => Ok(()),
-        false => Err(Error::config(argument, format!("at most {MOST_ELEMENTS}"), format!("{a} * {b}"))),
+    if a.checked_mul(b).is_some_and(|product| product <= MOST_ELEMENTS) {
+        Ok(())
+    } else {
+        Err(Error::config(argument, format!("at most {MOST_ELEMENTS}"), format!("{a} * {b}")))
     }
 }
 

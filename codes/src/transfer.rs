@@ -7,17 +7,19 @@ use crate::error::Result;
 /// Makes a tensor of values of the host. Empty ones are special, because candle's Metal backend does not allocate empty
 /// buffers.
 pub(crate) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
-    match values.is_empty() {
-        true => Ok(Tensor::zeros(shape, T::DTYPE, device)?),
-        false => Ok(Tensor::from_vec(values, shape, device)?),
+    if values.is_empty() {
+        Ok(Tensor::zeros(shape, T::DTYPE, device)?)
+    } else {
+        Ok(Tensor::from_vec(values, shape, device)?)
     }
 }
 
 /// Makes a tensor of values of the host in another dtype. The host rounds them, because not every device has f64.
 pub(crate) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-    match values.is_empty() {
-        true => Ok(Tensor::zeros(shape, dtype, device)?),
-        false => Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?),
+    if values.is_empty() {
+        Ok(Tensor::zeros(shape, dtype, device)?)
+    } else {
+        Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
     }
 }
 

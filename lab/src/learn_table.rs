@@ -95,10 +95,8 @@ fn reallocated(
     let coding = Coding::of_table(table, vocabulary)?;
     let model = model(&coding, Some(variables), recipe, device)?;
     let costs = costs(&model, &coding, &words.train, recipe)?;
-    let assignment = match vocabulary.len() <= EXACT {
-        true => Assignment::Exact,
-        false => Assignment::Approximate { candidates: CANDIDATES },
-    };
+    let assignment =
+        if vocabulary.len() <= EXACT { Assignment::Exact } else { Assignment::Approximate { candidates: CANDIDATES } };
     let after = costs.reallocate(table, assignment)?;
     let moved = moved(table, &after)?;
     let per_token = |table| Ok::<_, mos_codes::Error>(costs.total(table)? / words.train.len() as f64);

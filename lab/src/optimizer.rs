@@ -197,12 +197,11 @@ impl Optimizer {
         if let Some(average) = &mut self.average {
             let share = average.share();
             for ((_, var), mean) in self.vars.iter().zip(&mut average.other) {
-                match inplace::supports(mean) {
-                    true => {
-                        let decay = Decay { keep: (1.0 - share) as f32, scale: share as f32, squared: false };
-                        mean.inplace_op2(var.as_tensor(), &decay)?;
-                    }
-                    false => *mean = ((&*mean * (1.0 - share))? + (var.as_tensor() * share)?)?,
+                if inplace::supports(mean) {
+                    let decay = Decay { keep: (1.0 - share) as f32, scale: share as f32, squared: false };
+                    mean.inplace_op2(var.as_tensor(), &decay)?;
+                } else {
+                    *mean = ((&*mean * (1.0 - share))? + (var.as_tensor() * share)?)?
                 }
             }
             average.steps += 1;
@@ -288,9 +287,10 @@ impl Optimizer {
 
 /// `var <- keep var + scale tensor`.
 fn mix(var: &Var, keep: f64, tensor: &Tensor, scale: f64) -> Result<()> {
-    match inplace::supports(var) {
-        true => Ok(var.inplace_op2(tensor, &Decay { keep: keep as f32, scale: scale as f32, squared: false })?),
-        false => Ok(var.set(&((var.as_tensor() * keep)? + (tensor * scale)?)?)?),
+    if inplace::supports(var) {
+        Ok(var.inplace_op2(tensor, &Decay { keep: keep as f32, scale: scale as f32, squared: false })?)
+    } else {
+        Ok(var.set(&((var.as_tensor() * keep)? + (tensor * scale)?)?)?)
     }
 }
 

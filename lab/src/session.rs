@@ -165,9 +165,10 @@ impl<M: Model> Session<M> {
     /// `results`.
     fn epoch(&mut self, until: Option<Instant>, results: Option<&Path>) -> Result<Option<Epoch>> {
         let epoch = self.history.len();
-        let bar = match self.ranks.is_first() {
-            true => progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1)),
-            false => ProgressBar::hidden(),
+        let bar = if self.ranks.is_first() {
+            progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1))
+        } else {
+            ProgressBar::hidden()
         };
         let mut progress = match self.progress.take() {
             Some(progress) => progress,

@@ -67,9 +67,10 @@ pub(crate) fn train_epoch<M: Model>(
             let options = model.options(options, &mut rng)?;
             let loss = model.head().loss(&forward.hidden, &forward.targets, &options)?;
             let (sum_of_batch, count_of_batch) = loss.sum_and_count()?;
-            sum += match recipe.label_smoothing > 0.0 {
-                true => f64::from(loss.nll.sum_all()?.to_scalar::<f32>()?),
-                false => sum_of_batch,
+            sum += if recipe.label_smoothing > 0.0 {
+                f64::from(loss.nll.sum_all()?.to_scalar::<f32>()?)
+            } else {
+                sum_of_batch
             };
             count += count_of_batch;
             if !sum.is_finite() {

@@ -186,9 +186,10 @@ impl AllowedIds {
                 Sets::Each(lists) => lists.list(position),
             };
             if ids.is_empty() {
-                return match self.empty_as_full {
-                    true => Ok((0..vocab as u32).collect()),
-                    false => Err(Error::EmptySet { position }),
+                return if self.empty_as_full {
+                    Ok((0..vocab as u32).collect())
+                } else {
+                    Err(Error::EmptySet { position })
                 };
             }
             let is_outside = |id: &u32| ids.binary_search(id).is_err();

@@ -51,9 +51,10 @@ impl Rows {
             }
             Kept::All | Kept::Shared(_) => return Self::of_all(mixture, kept),
         };
-        let is_short = match is_single(mixture) {
-            true => lists.ids().len() * GATHERED_OVER_PRODUCT <= positions * lists.union().len().min(vocab),
-            false => lists.longest() <= MOST_CANDIDATES,
+        let is_short = if is_single(mixture) {
+            lists.ids().len() * GATHERED_OVER_PRODUCT <= positions * lists.union().len().min(vocab)
+        } else {
+            lists.longest() <= MOST_CANDIDATES
         };
         match (is_short, is_single(mixture)) {
             (true, true) => Self::of_lists(mixture, lists.clone()),

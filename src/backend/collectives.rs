@@ -148,8 +148,9 @@ pub trait Collectives: fmt::Debug + Send + Sync {
 /// Checks the number of a rank.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(crate) fn check_rank(argument: &'static str, rank: usize, ranks: usize) -> Result<()> {
-    match rank < ranks {
-        true => Ok(()),
-        false => Err(Error::config(argument, format!("a rank below {ranks}"), rank)),
+    if rank < ranks {
+        Ok(())
+    } else {
+        Err(Error::config(argument, format!("a rank below {ranks}"), rank))
     }
 }

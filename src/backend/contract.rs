@@ -109,9 +109,10 @@ impl Operands {
 
     /// The weight as it is stored, and whether it is stored as its transpose `[d, vocab]`.
     pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
-        match self.weight.is_contiguous() {
-            true => Ok((self.weight.clone(), false)),
-            false => Ok((self.weight.t()?, true)),
+        if self.weight.is_contiguous() {
+            Ok((self.weight.clone(), false))
+        } else {
+            Ok((self.weight.t()?, true))
         }
     }
 
@@ -379,9 +380,10 @@ impl Task {
     pub(crate) fn ranking(sizes: Sizes, k: usize) -> Self {
         /// Maximum rows for which chunks of a few rows are faster.
         const FEW_ROWS: usize = 64;
-        match sizes.positions * sizes.components <= FEW_ROWS {
-            true => Self::decoding(),
-            false => Task { top_k: Some(k), ..Self::log_probs(NeedsGrad::default()) },
+        if sizes.positions * sizes.components <= FEW_ROWS {
+            Self::decoding()
+        } else {
+            Task { top_k: Some(k), ..Self::log_probs(NeedsGrad::default()) }
         }
     }
 }

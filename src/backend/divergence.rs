@@ -51,20 +51,17 @@ pub(crate) struct DivergenceTerms {
 pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
     let &DivergenceTerms { divergence, temperature, ref scales } = terms;
     let is_tempered = temperature != 1.0;
-    let tempered = |log_p: &Tensor| match is_tempered {
-        true => log_softmax(&(log_p / temperature)?, D::Minus1),
-        false => Ok(log_p.clone()),
-    };
+    let tempered =
+        |log_p: &Tensor| if is_tempered { log_softmax(&(log_p / temperature)?, D::Minus1) } else { Ok(log_p.clone()) };
     let (log_q, log_t) = (tempered(log_probs)?, tempered(log_teacher)?);
     let q = log_q.exp()?;
     let (terms, slopes) = terms_of(divergence, &log_t, &log_q, &q)?;
     let scales = scales.unsqueeze(1)?;
-    let derivatives = match is_tempered {
-        true => {
-            let of_all = q.broadcast_mul(&slopes.sum_keepdim(D::Minus1)?)?;
-            (slopes - of_all)?.broadcast_mul(&(scales / temperature)?)?
-        }
-        false => slopes.broadcast_mul(&scales)?,
+    let derivatives = if is_tempered {
+        let of_all = q.broadcast_mul(&slopes.sum_keepdim(D::Minus1)?)?;
+        (slopes - of_all)?.broadcast_mul(&(scales / temperature)?)?
+    } else {
+        slopes.broadcast_mul(&scales)?
     };
     Ok((not_negative(&terms.sum(D::Minus1)?)?, derivatives))
 }

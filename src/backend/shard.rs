@@ -117,10 +117,11 @@ impl VocabShard {
         let chunks = self.collectives.all_gather(&[chunk])?;
         let plan = plan?;
         let least = chunks.iter().copied().fold(f64::INFINITY, f64::min);
-        match least < 0.0 {
+        if least < 0.0 {
             // Another rank's budget does not suffice.
-            true => Err(Error::Ranks { argument: "workspace_bytes for a position", element: None, of_ranks: chunks }),
-            false => Ok(plan.with_positions_per_chunk(least as usize)),
+            Err(Error::Ranks { argument: "workspace_bytes for a position", element: None, of_ranks: chunks })
+        } else {
+            Ok(plan.with_positions_per_chunk(least as usize))
         }
     }
 }

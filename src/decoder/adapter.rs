@@ -210,13 +210,14 @@ impl LowRankAdapter {
 
     /// Checks that it adapts a weight of this shape.
     pub(super) fn check_adapts(&self, vocab_size: usize, context_dim: usize) -> Result<()> {
-        match [self.vocab_size(), self.context_dim()] == [vocab_size, context_dim] {
-            true => Ok(()),
-            false => Err(Error::config(
+        if [self.vocab_size(), self.context_dim()] == [vocab_size, context_dim] {
+            Ok(())
+        } else {
+            Err(Error::config(
                 "adapter",
                 format!("an adapter of [{vocab_size}, {context_dim}], the shape of the weight"),
                 format!("one of [{}, {}]", self.vocab_size(), self.context_dim()),
-            )),
+            ))
         }
     }
 

@@ -161,9 +161,10 @@ impl Decoder {
     pub fn tied(config: &DecoderConfig, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (weight, expected) = (embedding.embeddings(), [config.vocab_size, config.context_dim]);
-        match weight.dims() == expected {
-            true => Self::of_rows(config, Rows::Matrix(weight.clone()), &vb),
-            false => Err(Error::shape("embedding", format!("{expected:?}"), weight.dims())),
+        if weight.dims() == expected {
+            Self::of_rows(config, Rows::Matrix(weight.clone()), &vb)
+        } else {
+            Err(Error::shape("embedding", format!("{expected:?}"), weight.dims()))
         }
     }
 
@@ -176,9 +177,10 @@ impl Decoder {
     pub fn with_char_cnn(config: &DecoderConfig, cnn: CharCnn, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (got, expected) = ([cnn.vocab_size(), cnn.context_dim()], [config.vocab_size, config.context_dim]);
-        match got == expected {
-            true => Self::of_rows(config, Rows::Computed(Arc::new(cnn)), &vb),
-            false => Err(Error::shape("rows of the char-CNN", format!("{expected:?}"), &got)),
+        if got == expected {
+            Self::of_rows(config, Rows::Computed(Arc::new(cnn)), &vb)
+        } else {
+            Err(Error::shape("rows of the char-CNN", format!("{expected:?}"), &got))
         }
     }
 

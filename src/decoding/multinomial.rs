@@ -70,9 +70,10 @@ impl Masses {
 
 /// `exp((x - largest) / T)`
 fn relative(x: f64, largest: f64, temperature: f64) -> f64 {
-    match x == f64::NEG_INFINITY {
-        true => 0.0,
-        false => ((x - largest) / temperature).exp(),
+    if x == f64::NEG_INFINITY {
+        0.0
+    } else {
+        ((x - largest) / temperature).exp()
     }
 }
 

@@ -86,9 +86,10 @@ impl TopK {
     }
 
     pub(crate) fn check_k(k: usize, vocab: usize) -> Result<()> {
-        match (1..=vocab).contains(&k) {
-            true => Ok(()),
-            false => Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k)),
+        if (1..=vocab).contains(&k) {
+            Ok(())
+        } else {
+            Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k))
         }
     }
 }

@@ -69,12 +69,11 @@ impl<H: MixtureLayer> VocabParallel<H> {
     ///
     /// If the head has another number of token ids than the shard.
     pub fn new(head: H, shard: VocabShard) -> Result<Self> {
-        match head.vocab_size() == shard.range().len() {
-            true => Ok(VocabParallel { head, shard }),
-            false => {
-                let expected = format!("a vocabulary of {}, as the shard {:?}", shard.range().len(), shard.range());
-                Err(Error::config("head", expected, head.vocab_size()))
-            }
+        if head.vocab_size() == shard.range().len() {
+            Ok(VocabParallel { head, shard })
+        } else {
+            let expected = format!("a vocabulary of {}, as the shard {:?}", shard.range().len(), shard.range());
+            Err(Error::config("head", expected, head.vocab_size()))
         }
     }
 

@@ -183,9 +183,12 @@ impl Contexts {
         check_sizes(&[("hidden_size", hidden_size), ("context_dim", context_dim), ("components", components)])?;
         check_product("components * context_dim * hidden_size", &[components, context_dim, hidden_size])?;
         check_float("decoder.weight", &tensors.decoder_weight)?;
-        let check = |argument, tensor: &Tensor, dims: &[usize]| match tensor.dims() == dims {
-            true => check_alike(argument, tensor, "decoder.weight", &tensors.decoder_weight),
-            false => Err(Error::shape(argument, format!("{dims:?}"), tensor.dims())),
+        let check = |argument, tensor: &Tensor, dims: &[usize]| {
+            if tensor.dims() == dims {
+                check_alike(argument, tensor, "decoder.weight", &tensors.decoder_weight)
+            } else {
+                Err(Error::shape(argument, format!("{dims:?}"), tensor.dims()))
+            }
         };
         check("prior.weight", &tensors.prior_weight, &[components, hidden_size])?;
         check("latent.weight", &tensors.latent_weight, &[components * context_dim, hidden_size])?;

@@ -97,12 +97,11 @@ impl<P: Projection> Head<P> {
     ///
     /// If their contexts are not of the same size.
     pub fn from_parts(projection: P, decoder: Decoder) -> Result<Self> {
-        match projection.context_dim() == decoder.context_dim() {
-            true => Ok(Head { projection, decoder }),
-            false => {
-                let expected = format!("context_dim {}, as the decoder", decoder.context_dim());
-                Err(Error::config("projection", expected, projection.context_dim()))
-            }
+        if projection.context_dim() == decoder.context_dim() {
+            Ok(Head { projection, decoder })
+        } else {
+            let expected = format!("context_dim {}, as the decoder", decoder.context_dim());
+            Err(Error::config("projection", expected, projection.context_dim()))
         }
     }
 

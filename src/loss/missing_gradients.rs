@@ -63,9 +63,10 @@ impl Loss {
         // A panic of another thread does not matter, because the map is only read.
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
         let names = self.missing_gradients(gradients, &*variables);
-        match names.is_empty() {
-            true => Ok(()),
-            false => Err(Error::MissingGradients { names, variables: variables.len() }),
+        if names.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::MissingGradients { names, variables: variables.len() })
         }
     }
 

@@ -115,9 +115,10 @@ impl NoiseDistribution {
         check_sizes(&[("samples", samples)])?;
         if samples > self.possible().min(MOST_SAMPLES) {
             let possible = self.possible();
-            let expected = match possible > MOST_SAMPLES {
-                true => format!("at most {MOST_SAMPLES}"),
-                false => format!("at most {possible}, the number of ids of positive probability"),
+            let expected = if possible > MOST_SAMPLES {
+                format!("at most {MOST_SAMPLES}")
+            } else {
+                format!("at most {possible}, the number of ids of positive probability")
             };
             return Err(Error::config("samples", expected, samples));
         }
@@ -144,9 +145,10 @@ impl NoiseDistribution {
             let rest = rest.map(|id| (time + rng.sample::<f64, _>(Exp1) / self.probability(id), id));
             let mut rest: Vec<(f64, usize)> = rest.collect();
             let missing = samples - ids.len();
-            let until = match missing == rest.len() {
-                true => f64::INFINITY,
-                false => rest.select_nth_unstable_by(missing, |a, b| a.0.total_cmp(&b.0)).1 .0,
+            let until = if missing == rest.len() {
+                f64::INFINITY
+            } else {
+                rest.select_nth_unstable_by(missing, |a, b| a.0.total_cmp(&b.0)).1 .0
             };
             ids.extend(rest[..missing].iter().map(|arrival| arrival.1));
             until

@@ -167,14 +167,11 @@ impl Mixture {
     ) -> Result<Loss> {
         let operands = self.operands.clone();
         let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
-        let value = match needs_grad.any() {
-            true => {
-                let known = Some(Known { gradients: results.gradients, is_sum: false });
-                node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| {
-                    compute(operands)
-                })?
-            }
-            false => value,
+        let value = if needs_grad.any() {
+            let known = Some(Known { gradients: results.gradients, is_sum: false });
+            node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| compute(operands))?
+        } else {
+            value
         };
         let nll = results.nll.reshape(self.leading.as_slice())?;
         Ok(Loss { decoder, ..Loss::new(value, results.sum, results.count, nll) })

@@ -50,12 +50,11 @@ impl Mixture {
     /// With zeros as the contexts of ignored positions if [`Request::needs_mask`].
     pub(super) fn masked(&self, request: &Request) -> Result<Mixture> {
         let Operands { contexts, sizes: Sizes { components, context_dim, .. }, .. } = &self.operands;
-        let contexts = match request.needs_mask() {
-            true => {
-                let of_leading = contexts.reshape([&self.leading[..], &[*components, *context_dim]].concat())?;
-                request.mask(&of_leading)?.reshape(contexts.shape())?
-            }
-            false => contexts.clone(),
+        let contexts = if request.needs_mask() {
+            let of_leading = contexts.reshape([&self.leading[..], &[*components, *context_dim]].concat())?;
+            request.mask(&of_leading)?.reshape(contexts.shape())?
+        } else {
+            contexts.clone()
         };
         Ok(self.with_operands(Operands { contexts, ..self.operands.clone() }))
     }
@@ -104,24 +103,23 @@ impl Mixture {
 
         let each = || Ok(results.objective.reshape(self.leading.as_slice())?);
         let value = request.value(&results.sum, &results.count, each)?;
-        let value = match needs_grad.any() {
-            true => {
-                let known = now.any().then_some(Known { gradients: results.gradients, is_sum });
-                node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
-                    let mut objective = objective.clone();
-                    // Ranks that count correct predictions compute in two passes, as the plan does.
-                    objective.terms.correct &= objective.shard.is_some();
-                    if let Some(shard) = &objective.shard {
-                        vocab_parallel::agree_on_backward(shard, upstream.as_ref())?;
-                    }
-                    if let Some(upstream) = upstream {
-                        objective.scale = GradScale::Upstream(upstream);
-                    }
-                    let objective = Objective::Targets(objective);
-                    Ok(backend::loss(operands, &objective, needs_grad, &with_gradients)?.gradients)
-                })?
-            }
-            false => value,
+        let value = if needs_grad.any() {
+            let known = now.any().then_some(Known { gradients: results.gradients, is_sum });
+            node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
+                let mut objective = objective.clone();
+                // Ranks that count correct predictions compute in two passes, as the plan does.
+                objective.terms.correct &= objective.shard.is_some();
+                if let Some(shard) = &objective.shard {
+                    vocab_parallel::agree_on_backward(shard, upstream.as_ref())?;
+                }
+                if let Some(upstream) = upstream {
+                    objective.scale = GradScale::Upstream(upstream);
+                }
+                let objective = Objective::Targets(objective);
+                Ok(backend::loss(operands, &objective, needs_grad, &with_gradients)?.gradients)
+            })?
+        } else {
+            value
         };
         let nll = results.nll.reshape(self.leading.as_slice())?;
         let loss = Loss {

@@ -64,17 +64,12 @@ impl Sample {
             Some(adapter) => Ok::<_, Error>(Tensor::cat(&[rows(ids)?, adapter.index_select(ids, 0)?], 1)?),
             None => rows(ids),
         };
-        let (weight, bias, leaves) = match request.options.decoder_rows {
-            false => (rows(&ids)?, select(&operands.bias, &ids)?, None),
-            true => {
-                let weight = variable_of(rows(&ids)?.detach())?;
-                let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(variable_of).transpose()?;
-                (
-                    weight.as_tensor().clone(),
-                    bias.as_deref().cloned(),
-                    Some(DecoderRows { token_ids: ids, weight, bias }),
-                )
-            }
+        let (weight, bias, leaves) = if !request.options.decoder_rows {
+            (rows(&ids)?, select(&operands.bias, &ids)?, None)
+        } else {
+            let weight = variable_of(rows(&ids)?.detach())?;
+            let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(variable_of).transpose()?;
+            (weight.as_tensor().clone(), bias.as_deref().cloned(), Some(DecoderRows { token_ids: ids, weight, bias }))
         };
         let operands = Operands { sizes, weight, adapter: None, bias, ..operands.clone() };
         Ok(Sample { operands, negatives: negatives.clone(), ids: all, targets, places, leaves })

@@ -34,35 +34,33 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
             Some(log_probs.gather(&Tensor::from_vec(ids, (positions, n), log_probs.device())?, 1)?)
         }
     };
-    let of_entropy = match entropy {
-        true => {
-            // An id of probability zero adds nothing, and has no gradient.
-            let is_possible = log_probs.gt(f64::NEG_INFINITY)?;
-            let is_number = log_probs.eq(&log_probs)?;
-            let is_zero = (is_number.eq(1u8)? - &is_possible)?;
-            let possible = is_zero.where_cond(&log_probs.zeros_like()?, &log_probs)?;
-            let terms = is_zero.where_cond(&log_probs.zeros_like()?, &(possible.exp()? * &possible)?)?;
-            terms.sum_keepdim(D::Minus1)?.affine(-1.0, 0.0)?
-        }
-        false => Tensor::zeros((positions, 1), dtype, log_probs.device())?,
+    let of_entropy = if entropy {
+        // An id of probability zero adds nothing, and has no gradient.
+        let is_possible = log_probs.gt(f64::NEG_INFINITY)?;
+        let is_number = log_probs.eq(&log_probs)?;
+        let is_zero = (is_number.eq(1u8)? - &is_possible)?;
+        let possible = is_zero.where_cond(&log_probs.zeros_like()?, &log_probs)?;
+        let terms = is_zero.where_cond(&log_probs.zeros_like()?, &(possible.exp()? * &possible)?)?;
+        terms.sum_keepdim(D::Minus1)?.affine(-1.0, 0.0)?
+    } else {
+        Tensor::zeros((positions, 1), dtype, log_probs.device())?
     };
-    let log_outside = match outside {
-        true => {
-            let mut is_outside = vec![1u8; positions * vocab];
-            read.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
-            let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
-            let impossible = (log_probs.zeros_like()? + f64::NEG_INFINITY)?;
-            let others = is_outside.where_cond(&log_probs, &impossible)?;
-            // Relative to the largest: all of them may be below the smallest number.
-            let largest = others.detach().max_keepdim(D::Minus1)?;
-            let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
-            let sum = others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
-            // No mass has no gradient.
-            let nothing = sum.eq(0.0)?;
-            let some = nothing.where_cond(&sum.ones_like()?, &sum)?;
-            nothing.where_cond(&impossible.narrow(1, 0, 1)?, &(some.log()? + largest)?)?
-        }
-        false => Tensor::zeros((positions, 1), dtype, log_probs.device())?,
+    let log_outside = if outside {
+        let mut is_outside = vec![1u8; positions * vocab];
+        read.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
+        let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
+        let impossible = (log_probs.zeros_like()? + f64::NEG_INFINITY)?;
+        let others = is_outside.where_cond(&log_probs, &impossible)?;
+        // Relative to the largest: all of them may be below the smallest number.
+        let largest = others.detach().max_keepdim(D::Minus1)?;
+        let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
+        let sum = others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
+        // No mass has no gradient.
+        let nothing = sum.eq(0.0)?;
+        let some = nothing.where_cond(&sum.ones_like()?, &sum)?;
+        nothing.where_cond(&impossible.narrow(1, 0, 1)?, &(some.log()? + largest)?)?
+    } else {
+        Tensor::zeros((positions, 1), dtype, log_probs.device())?
     };
     Ok(Tensor::cat(&of_ids.into_iter().chain([of_entropy, log_outside]).collect::<Vec<_>>(), 1)?)
 }

@@ -333,9 +333,10 @@ impl PolicyTerms {
         let check = |argument, tensor: &Tensor| {
             check_float(argument, tensor)?;
             check_device(argument, tensor, hidden)?;
-            match tensor.dims() == leading {
-                true => Ok(()),
-                false => Err(Error::shape(argument, format!("{leading:?}"), tensor.dims())),
+            if tensor.dims() == leading {
+                Ok(())
+            } else {
+                Err(Error::shape(argument, format!("{leading:?}"), tensor.dims()))
             }
         };
         check("advantages", &batch.advantages)?;

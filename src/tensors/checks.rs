@@ -164,17 +164,19 @@ pub(crate) fn check_vocab(vocab_size: usize) -> Result<()> {
 
 /// Checks that a size is at most `most`.
 pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Result<()> {
-    match size <= most {
-        true => Ok(()),
-        false => Err(Error::config(argument, format!("at most {most}"), size)),
+    if size <= most {
+        Ok(())
+    } else {
+        Err(Error::config(argument, format!("at most {most}"), size))
     }
 }
 
 /// Returns an error that names the number, unless `holds`.
 pub(crate) fn check_number(holds: bool, argument: &'static str, expected: &str, got: f64) -> Result<()> {
-    match holds {
-        true => Ok(()),
-        false => Err(Error::config(argument, expected, got)),
+    if holds {
+        Ok(())
+    } else {
+        Err(Error::config(argument, expected, got))
     }
 }
 

@@ -99,9 +99,10 @@ impl Kept {
 
 /// The rows of a matrix, which may be the transpose of a contiguous one.
 pub(crate) fn rows_of(matrix: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    Ok(match matrix.is_contiguous() {
-        true => matrix.index_select(ids, 0)?,
-        false => matrix.t()?.index_select(ids, 1)?.t()?.contiguous()?,
+    Ok(if matrix.is_contiguous() {
+        matrix.index_select(ids, 0)?
+    } else {
+        matrix.t()?.index_select(ids, 1)?.t()?.contiguous()?
     })
 }
 
@@ -163,8 +164,9 @@ fn list_rows(matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
 /// are zero.
 pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
     let zeros = Tensor::zeros((rows, values.dim(1)?), values.dtype(), values.device())?;
-    match ids.is_empty() {
-        true => Ok(zeros),
-        false => Ok(zeros.index_add(&Tensor::new(ids, values.device())?, values, 0)?),
+    if ids.is_empty() {
+        Ok(zeros)
+    } else {
+        Ok(zeros.index_add(&Tensor::new(ids, values.device())?, values, 0)?)
     }
 }

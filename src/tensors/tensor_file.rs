@@ -251,12 +251,11 @@ fn header_of<T>(place: &Path, tensors: &[Listed<T>]) -> Result<Vec<u8>> {
     let header = Metadata::new(Some(format), listed).map_err(|error| unwritten(place, error))?;
     let mut header = serde_json::to_vec(&header).map_err(|error| unwritten(place, error))?;
     header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
-    match header.len() as u64 <= LONGEST_HEADER {
-        true => Ok(header),
-        false => {
-            let expected = format!("names and shapes in {LONGEST_HEADER} bytes");
-            Err(Error::checkpoint(place, expected, format!("{} bytes", header.len())))
-        }
+    if header.len() as u64 <= LONGEST_HEADER {
+        Ok(header)
+    } else {
+        let expected = format!("names and shapes in {LONGEST_HEADER} bytes");
+        Err(Error::checkpoint(place, expected, format!("{} bytes", header.len())))
     }
 }
 

@@ -102,17 +102,14 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             };
             part.leaves.extend(clusters.leaves);
             part.nll = (part.nll + unsorted(&clusters.nll)?)?;
-            part.value = match is_reduced {
-                true => (part.value + clusters.value)?,
-                false => (part.value + unsorted(&clusters.value)?)?,
-            };
+            part.value =
+                if is_reduced { (part.value + clusters.value)? } else { (part.value + unsorted(&clusters.value)?)? };
         }
-        match is_reduced {
-            true => {
-                let loss = request.loss_of_nll(&part.nll)?;
-                Ok(Loss { value: part.value, parts: part.leaves, spared: self.spared(&groups), ..loss })
-            }
-            false => Ok(Loss { spared: self.spared(&groups), ..request.loss_of_nll(&part.value)? }),
+        if is_reduced {
+            let loss = request.loss_of_nll(&part.nll)?;
+            Ok(Loss { value: part.value, parts: part.leaves, spared: self.spared(&groups), ..loss })
+        } else {
+            Ok(Loss { spared: self.spared(&groups), ..request.loss_of_nll(&part.value)? })
         }
     }
 
@@ -160,9 +157,10 @@ impl Groups<'_> {
         let cut: usize = left.iter().map(|group| group.positions).sum();
         let (of_left, of_right) = (hidden.narrow(0, 0, cut)?, hidden.narrow(0, cut, hidden.dim(0)? - cut)?);
         // The work of one cluster may be too small for all threads. A given budget is for one cluster at a time.
-        let (left, right) = match hidden.device().is_cpu() && self.options.workspace_bytes.is_none() {
-            true => rayon::join(|| self.part(&of_left, left), || self.part(&of_right, right)),
-            false => (self.part(&of_left, left), self.part(&of_right, right)),
+        let (left, right) = if hidden.device().is_cpu() && self.options.workspace_bytes.is_none() {
+            rayon::join(|| self.part(&of_left, left), || self.part(&of_right, right))
+        } else {
+            (self.part(&of_left, left), self.part(&of_right, right))
         };
         let (left, right) = (left?, right?);
         Ok(Part {

@@ -140,9 +140,10 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     fn root_log_probs(&self, rows: &Tensor, dtype: DType) -> Result<Tensor> {
         let root = self.root.log_probs_as(rows, dtype)?;
         let expected = [rows.dim(0)?, self.shortlist + self.clusters.len()];
-        match root.dims() == expected {
-            true => Ok(root),
-            false => Err(Error::shape("log-probabilities of the first level", format!("{expected:?}"), root.dims())),
+        if root.dims() == expected {
+            Ok(root)
+        } else {
+            Err(Error::shape("log-probabilities of the first level", format!("{expected:?}"), root.dims()))
         }
     }
 

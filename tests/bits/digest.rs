@@ -30,12 +30,13 @@ impl Digest {
         self.text(tensor.dtype().as_str());
         tensor.dims().iter().for_each(|&dim| self.word(dim as u64));
         let flat = tensor.flatten_all()?;
-        match tensor.dtype().is_float() {
-            // Exact for every dtype.
-            true => flat.to_dtype(DType::F64)?.to_vec1::<f64>()?.into_iter().for_each(|x| {
+        if tensor.dtype().is_float() {
+            // The conversion is exact for every dtype.
+            flat.to_dtype(DType::F64)?.to_vec1::<f64>()?.into_iter().for_each(|x| {
                 self.word(if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() });
-            }),
-            false => flat.to_dtype(DType::I64)?.to_vec1::<i64>()?.into_iter().for_each(|x| self.word(x as u64)),
+            })
+        } else {
+            flat.to_dtype(DType::I64)?.to_vec1::<i64>()?.into_iter().for_each(|x| self.word(x as u64))
         }
         Ok(())
     }

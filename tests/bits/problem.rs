@@ -88,14 +88,12 @@ impl Problem {
         let Sizes { leading, vocab, .. } = self.sizes;
         let target = self.targets_for(names)?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
         let (training, has) = (LossOptions::new().with_dropout(DropoutMasks::Seeded(7)), |name| has(names, name));
-        let noise = match has("unigram") {
-            true => NoiseDistribution::unigram(&(0..vocab).map(|id| 1.0 + (id % 7) as f64).collect::<Vec<_>>())?,
-            false => NoiseDistribution::log_uniform(vocab)?,
+        let noise = if has("unigram") {
+            NoiseDistribution::unigram(&(0..vocab).map(|id| 1.0 + (id % 7) as f64).collect::<Vec<_>>())?
+        } else {
+            NoiseDistribution::log_uniform(vocab)?
         };
-        let negatives = || match has("replaced") {
-            true => noise.draw_with_replacement(40, 17),
-            false => noise.draw(23, 17),
-        };
+        let negatives = || if has("replaced") { noise.draw_with_replacement(40, 17) } else { noise.draw(23, 17) };
         let add = |options: LossOptions, name: &str| {
             Ok::<_, Error>(match name {
                 "sum" => options.with_reduction(Reduction::Sum),
@@ -213,20 +211,20 @@ fn head(name: &str, sizes: &Sizes, vb: &VarBuilder) -> Result<Head> {
     Ok(Head::Factorised(if has(name, "adaptive") {
         let config = AdaptiveConfig::new(hidden, vocab, vec![vocab / 3, vocab / 2]).with_head_bias(has(name, "bias"));
         let config = if has(name, "div2") { config.with_div_value(2.0) } else { config };
-        match has(name, "mos3") {
-            true => Box::new(AdaptiveSoftmax::with_head(&config, root(config.head_size())?, vb.clone())?),
-            false => Box::new(AdaptiveSoftmax::new(&config, vb.clone())?),
+        if has(name, "mos3") {
+            Box::new(AdaptiveSoftmax::with_head(&config, root(config.head_size())?, vb.clone())?)
+        } else {
+            Box::new(AdaptiveSoftmax::new(&config, vb.clone())?)
         }
     } else if has(name, "hierarchical") {
         let frequencies: Vec<f64> = (0..vocab).map(|id| 1.0 / (1 + id % 17) as f64).collect();
         let config = HierarchicalConfig::new(hidden, vocab).with_bias(!has(name, "no_bias"));
-        let config = match has(name, "given") {
-            true => config.with_classes(Classes::of_frequencies(&frequencies, 9)?),
-            false => config,
-        };
-        match has(name, "mos3") {
-            true => Box::new(HierarchicalSoftmax::with_class_layer(&config, root(config.class_count()?)?, vb.clone())?),
-            false => Box::new(HierarchicalSoftmax::new(&config, vb.clone())?),
+        let config =
+            if has(name, "given") { config.with_classes(Classes::of_frequencies(&frequencies, 9)?) } else { config };
+        if has(name, "mos3") {
+            Box::new(HierarchicalSoftmax::with_class_layer(&config, root(config.class_count()?)?, vb.clone())?)
+        } else {
+            Box::new(HierarchicalSoftmax::new(&config, vb.clone())?)
         }
     } else {
         return Ok(Head::Mixture(mixture_layer(name, sizes, vb)?));

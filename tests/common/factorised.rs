@@ -175,9 +175,10 @@ impl Kind {
     pub fn loss(self, values: &Values, targets: &[i64], objective: &Objective, upstream: &[f64]) -> Expected {
         let mut expected = Expected::default();
         for (t, (row, &y)) in self.log_probs(values).iter().zip(targets).enumerate() {
-            let (weight, nll) = match objective.ignore_index == Some(y) {
-                true => (0.0, 0.0),
-                false => (objective.position_weight(t, y) * objective.class_weight(y as usize), -row[y as usize]),
+            let (weight, nll) = if objective.ignore_index == Some(y) {
+                (0.0, 0.0)
+            } else {
+                (objective.position_weight(t, y) * objective.class_weight(y as usize), -row[y as usize])
             };
             expected.count += weight;
             expected.nll.push(nll);

@@ -75,10 +75,7 @@ impl Case {
             (values.to_dtype(DType::F64)? * scale)?.to_dtype(dtype)
         };
         let scale = self.spread / (d as f64).sqrt();
-        let weight = match self.transposed {
-            false => of(3, &[vocab, d], scale)?,
-            true => of(3, &[d, vocab], scale)?.t()?,
-        };
+        let weight = if !self.transposed { of(3, &[vocab, d], scale)? } else { of(3, &[d, vocab], scale)?.t()? };
         let mut bias = of(4, &[vocab], 1.0)?;
         if self.masked {
             let masked: Vec<f64> = (0..vocab).map(|v| if v % 3 == 1 { f64::NEG_INFINITY } else { 0.0 }).collect();
@@ -142,26 +139,27 @@ impl Case {
     /// mass outside.
     pub fn composed(&self, operands: &[Tensor; 4]) -> Result<Tensor> {
         let log_probs = self.composed_log_probs(operands)?;
-        let index = match self.masked {
-            true => ((self.token_ids()?.to_dtype(DType::F64)? / 3.0)? * 2.0)?.to_dtype(DType::U32)?,
-            false => self.token_ids()?,
+        let index = if self.masked {
+            ((self.token_ids()?.to_dtype(DType::F64)? / 3.0)? * 2.0)?.to_dtype(DType::U32)?
+        } else {
+            self.token_ids()?
         };
         let of_ids = log_probs.gather(&index, 1)?;
-        let entropy = match self.entropy {
-            true => (log_probs.exp()? * &log_probs)?.sum_keepdim(1)?.neg()?,
-            false => Tensor::zeros((self.positions, 1), DType::F64, &Device::Cpu)?,
+        let entropy = if self.entropy {
+            (log_probs.exp()? * &log_probs)?.sum_keepdim(1)?.neg()?
+        } else {
+            Tensor::zeros((self.positions, 1), DType::F64, &Device::Cpu)?
         };
-        let log_outside = match self.outside {
-            true => {
-                let columns = log_probs.dim(1)?;
-                let mut is_outside = vec![1u8; self.positions * columns];
-                for (i, &column) in index.flatten_all()?.to_vec1::<u32>()?.iter().enumerate() {
-                    is_outside[i / self.n * columns + column as usize] = 0;
-                }
-                let is_outside = Tensor::from_vec(is_outside, (self.positions, columns), &Device::Cpu)?;
-                is_outside.where_cond(&log_probs.exp()?, &log_probs.zeros_like()?)?.sum_keepdim(1)?.log()?
+        let log_outside = if self.outside {
+            let columns = log_probs.dim(1)?;
+            let mut is_outside = vec![1u8; self.positions * columns];
+            for (i, &column) in index.flatten_all()?.to_vec1::<u32>()?.iter().enumerate() {
+                is_outside[i / self.n * columns + column as usize] = 0;
             }
-            false => Tensor::zeros((self.positions, 1), DType::F64, &Device::Cpu)?,
+            let is_outside = Tensor::from_vec(is_outside, (self.positions, columns), &Device::Cpu)?;
+            is_outside.where_cond(&log_probs.exp()?, &log_probs.zeros_like()?)?.sum_keepdim(1)?.log()?
+        } else {
+            Tensor::zeros((self.positions, 1), DType::F64, &Device::Cpu)?
         };
         Tensor::cat(&[of_ids, entropy, log_outside], 1)
     }

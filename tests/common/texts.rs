@@ -26,9 +26,10 @@ fn rows_of_head(dtype: DType, rows: Range<usize>) -> Result<(MixtureOfSoftmaxes,
     let mut named: Vec<_> = map.data().lock().expect("no panic").clone().into_iter().collect();
     named.sort_by(|a, b| a.0.cmp(&b.0));
     for (i, (name, var)) in named.iter().enumerate() {
-        let values = match name.starts_with("decoder.") {
-            true => tensor(&[&[VOCAB], &var.dims()[1..]].concat(), i, dtype)?.narrow(0, rows.start, rows.len())?,
-            false => tensor(var.dims(), i, dtype)?,
+        let values = if name.starts_with("decoder.") {
+            tensor(&[&[VOCAB], &var.dims()[1..]].concat(), i, dtype)?.narrow(0, rows.start, rows.len())?
+        } else {
+            tensor(var.dims(), i, dtype)?
         };
         var.set(&values)?;
     }
@@ -65,9 +66,10 @@ pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<d
         for (ignored, weighted) in [(99, false), (33, true), (0, false)] {
             let options = |of_rank: &Tensor| {
                 let options = LossOptions::new().with_ignore_index(ignored);
-                match weighted {
-                    true => options.with_class_weights(of_ids.clone()).with_position_weights(of_rank.clone()),
-                    false => options,
+                if weighted {
+                    options.with_class_weights(of_ids.clone()).with_position_weights(of_rank.clone())
+                } else {
+                    options
                 }
             };
             let (whole, vars) = head(dtype)?;

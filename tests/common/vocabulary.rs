@@ -171,9 +171,10 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>, device: &Device) -> Result
                     let decoder = expected.len() - 2;
                     for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
                         let of_id = if j == decoder { D } else { 1 };
-                        let expected = match j >= decoder && !expected.is_empty() {
-                            true => &expected[shard.range().start * of_id..shard.range().end * of_id],
-                            false => &expected[..],
+                        let expected = if j >= decoder && !expected.is_empty() {
+                            &expected[shard.range().start * of_id..shard.range().end * of_id]
+                        } else {
+                            &expected[..]
                         };
                         assert_eq!(found.len(), expected.len());
                         found.iter().for_each(|found| found.to_bits().hash(&mut bits));

@@ -58,9 +58,10 @@ fn match_in_rounds(costs: &Costs, candidates: usize, most_exact: usize) -> Resul
             visits = candidates.saturating_mul(VISITS);
         }
     }
-    let matched = match is_exact(table.left.len(), table.free()) {
-        true => at_least_cost(costs, &table)?,
-        false => one_by_one(costs, &table),
+    let matched = if is_exact(table.left.len(), table.free()) {
+        at_least_cost(costs, &table)?
+    } else {
+        one_by_one(costs, &table)
     };
     table.place(&matched);
     Ok(table.cell_of)

@@ -59,9 +59,12 @@ pub fn same_on_both(
 ) -> Result<()> {
     let metal = metal();
     let on = |device: &Device| -> Result<Vec<Tensor>> {
-        let convert = |tensor: &Tensor| match tensor.dtype().is_float() {
-            true => tensor.to_dtype(dtype)?.to_device(device),
-            false => tensor.to_device(device),
+        let convert = |tensor: &Tensor| {
+            if tensor.dtype().is_float() {
+                tensor.to_dtype(dtype)?.to_device(device)
+            } else {
+                tensor.to_device(device)
+            }
         };
         tensors.iter().map(convert).collect()
     };

@@ -35,9 +35,10 @@ fn exp(device: &MetalDevice, from: &Buffer, to: &Buffer, declared: bool) -> Resu
     encode(device, "exp_f32", |encoder| {
         encoder.set_bytes(0, &LENGTH);
         encoder.set_input_buffer(1, Some(from), 0);
-        match declared {
-            true => encoder.set_output_buffer(2, Some(to), 0),
-            false => encoder.set_input_buffer(2, Some(to), 0),
+        if declared {
+            encoder.set_output_buffer(2, Some(to), 0)
+        } else {
+            encoder.set_input_buffer(2, Some(to), 0)
         }
         dispatch(encoder, 1, LENGTH);
     })

@@ -96,10 +96,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let ranks = Arc::new(Counted { ranks: Mpi::new()?, bytes: AtomicUsize::new(0) });
     let (positions, components, d, vocab) = args.shape.sizes();
-    let shard = match args.whole {
-        true => None,
-        false => Some(VocabShard::new(ranks.clone(), vocab)?),
-    };
+    let shard = if args.whole { None } else { Some(VocabShard::new(ranks.clone(), vocab)?) };
     let ids = shard.as_ref().map_or(0..vocab, VocabShard::range);
 
     let device = &Device::Cpu;

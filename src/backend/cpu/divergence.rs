@@ -123,10 +123,8 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
         let Sweep(Row { student, teacher, power, scale }, term) = self;
         let zero = v.splat(F::zero());
         let is_tempered = power != F::one();
-        let norms = match is_tempered {
-            true => [log_norm(v, student, power), log_norm(v, teacher, power)],
-            false => [F::zero(); 2],
-        };
+        let norms =
+            if is_tempered { [log_norm(v, student, power), log_norm(v, teacher, power)] } else { [F::zero(); 2] };
         let power_register = v.splat(power);
         let [norm_q, norm_t] = norms.map(|norm| v.splat(norm));
         let tempered =

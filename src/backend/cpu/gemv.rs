@@ -64,9 +64,10 @@ struct Columns<'a, 'b, F> {
 impl<F: Copy + std::ops::AddAssign> Columns<'_, '_, F> {
     fn store(&mut self, row: usize, sums: &[F]) {
         let to = &mut self.matrix.row_mut(self.first_row + row)[self.first..self.first + sums.len()];
-        match self.add {
-            true => to.iter_mut().zip(sums).for_each(|(to, &sum)| *to += sum),
-            false => to.copy_from_slice(sums),
+        if self.add {
+            to.iter_mut().zip(sums).for_each(|(to, &sum)| *to += sum)
+        } else {
+            to.copy_from_slice(sums)
         }
     }
 }

@@ -20,9 +20,10 @@ pub(super) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> R
         let of_position = |(wide, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [_])| {
             let (context, ids) = (T::widen_slice(&contexts[t * d..][..d], wide), lists.list(t));
             let to = &mut to[..ids.len()];
-            match matrix.transposed {
-                false => dispatch(isa, Dots { context, rows: &stored_rows(&matrix, ids), to }),
-                true => dispatch(isa, Dots { context, rows: &copied_rows(&matrix, ids, rows), to }),
+            if matrix.transposed {
+                dispatch(isa, Dots { context, rows: &copied_rows(&matrix, ids, rows), to })
+            } else {
+                dispatch(isa, Dots { context, rows: &stored_rows(&matrix, ids), to })
             }
         };
         // No list is longer than none.
@@ -65,9 +66,10 @@ fn context_gradients<T: Element>(
             lists.list(t).iter().zip(&upstream[t * n..]).filter(|(_, &g)| has_effect(g)).unzip();
         sum.clear();
         sum.resize(d, T::Acc::zero());
-        match matrix.transposed {
-            false => dispatch(isa, AddRows { factors: &factors, rows: &stored_rows(matrix, &ids), to: sum }),
-            true => dispatch(isa, AddRows { factors: &factors, rows: &copied_rows(matrix, &ids, rows), to: sum }),
+        if !matrix.transposed {
+            dispatch(isa, AddRows { factors: &factors, rows: &stored_rows(matrix, &ids), to: sum })
+        } else {
+            dispatch(isa, AddRows { factors: &factors, rows: &copied_rows(matrix, &ids, rows), to: sum })
         }
         to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
     };

@@ -138,9 +138,10 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         columns: Range<usize>,
         buffer: &'b mut Vec<T::Acc>,
     ) -> (&'b [T::Acc], usize) {
-        match self.transposed {
-            false => widened_block(self.values, self.width, ids, columns, buffer),
-            true => transposed_block(self.values, self.vocab, columns, ids, buffer),
+        if !self.transposed {
+            widened_block(self.values, self.width, ids, columns, buffer)
+        } else {
+            transposed_block(self.values, self.vocab, columns, ids, buffer)
         }
     }
 
@@ -150,22 +151,20 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         'a: 'b,
     {
         let (d, vocab) = (self.width, self.vocab);
-        match self.transposed {
-            false => {
-                let (values, id) = widened_block(self.values, d, ids, 0..d, buffer);
-                Block { values, id, column: 1 }
-            }
-            true => {
-                let (values, column) = widened_block(self.values, vocab, 0..d, ids, buffer);
-                Block { values, id: 1, column }
-            }
+        if !self.transposed {
+            let (values, id) = widened_block(self.values, d, ids, 0..d, buffer);
+            Block { values, id, column: 1 }
+        } else {
+            let (values, column) = widened_block(self.values, vocab, 0..d, ids, buffer);
+            Block { values, id: 1, column }
         }
     }
 
     pub(super) fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
-        match self.transposed {
-            false => to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen())),
-            true => to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen())),
+        if !self.transposed {
+            to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen()))
+        } else {
+            to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen()))
         }
     }
 }

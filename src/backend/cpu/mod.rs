@@ -88,9 +88,12 @@ impl Backend for Cpu {
 
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
         with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, plan, products => match dtype == operands.contexts.dtype() {
-                true => log_probs::<T, T, _>(products, operands, plan),
-                false => log_probs::<T, <T as Element>::Acc, _>(products, operands, plan),
+            with_products!(T, plan, products => {
+                if dtype == operands.contexts.dtype() {
+                    log_probs::<T, T, _>(products, operands, plan)
+                } else {
+                    log_probs::<T, <T as Element>::Acc, _>(products, operands, plan)
+                }
             })
         })
     }

@@ -35,9 +35,10 @@ pub(super) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
 /// A matrix as it is stored, and whether that is its transpose.
 fn stored(matrix: &Tensor) -> Result<(Tensor, bool)> {
     let transposed = matrix.t()?;
-    Ok(match matrix.is_contiguous() || !transposed.is_contiguous() {
-        true => (matrix.contiguous()?, false),
-        false => (transposed, true),
+    Ok(if matrix.is_contiguous() || !transposed.is_contiguous() {
+        (matrix.contiguous()?, false)
+    } else {
+        (transposed, true)
     })
 }
 

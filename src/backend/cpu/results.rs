@@ -100,9 +100,10 @@ impl<T: Element> BufferedGradients<T> {
         let columns = |gradient: Option<ColumnGradient<T::Acc>>| {
             let of_part = |part: ColumnGradient<T::Acc>| {
                 let shape = (self.weight_rows, part.columns.len());
-                match part.rounded.is_empty() {
-                    true => Tensor::from_vec(part.values, shape, &Device::Cpu),
-                    false => Tensor::from_vec(part.rounded, shape, &Device::Cpu),
+                if part.rounded.is_empty() {
+                    Tensor::from_vec(part.values, shape, &Device::Cpu)
+                } else {
+                    Tensor::from_vec(part.rounded, shape, &Device::Cpu)
                 }
             };
             gradient.map(of_part).transpose()

@@ -102,14 +102,13 @@ impl<F: Float> Targets<F> {
     /// The inner product of the log-probabilities of some positions, from `first` on, and `upstream`, `[positions, vocab]`.
     pub(super) fn of_upstream(upstream: Vec<F>, first: usize, sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        let soft = match stride == sizes.vocab {
-            true => upstream,
-            false => {
-                let mut soft = zeros(upstream.len() / sizes.vocab * stride);
-                let rows = soft.par_chunks_exact_mut(stride).zip(upstream.par_chunks_exact(sizes.vocab));
-                rows.for_each(|(row, upstream)| row[..upstream.len()].copy_from_slice(upstream));
-                soft
-            }
+        let soft = if stride == sizes.vocab {
+            upstream
+        } else {
+            let mut soft = zeros(upstream.len() / sizes.vocab * stride);
+            let rows = soft.par_chunks_exact_mut(stride).zip(upstream.par_chunks_exact(sizes.vocab));
+            rows.for_each(|(row, upstream)| row[..upstream.len()].copy_from_slice(upstream));
+            soft
         };
         Targets { soft, soft_step: stride, soft_first: first, ..Self::none(sizes) }
     }

@@ -113,12 +113,13 @@ impl GradientBuffers {
             parts: inputs.parts.iter().zip(of_parts).map(part).collect::<Result<_>>()?,
             log_priors: zeros(positions * components, DType::F32)?,
             own: optional(has_own, positions * components)?,
-            bias: match needs_grad.bias {
-                true => Some(BiasGradient {
+            bias: if needs_grad.bias {
+                Some(BiasGradient {
                     sum: zeros(vocab, DType::F32)?,
                     ones: Buffer::new(*gpu, Tensor::ones(*rows, dtype, device)?)?,
-                }),
-                false => None,
+                })
+            } else {
+                None
             },
         })
     }

@@ -30,9 +30,10 @@ pub(super) fn log_prob_loss(
         let plan = backend.plan(&operands, Task::log_probs(needs_grad), Some(plan.budget_bytes))?;
         let log_probs = backend.log_probs(&operands, DType::F32, &plan)?;
         let (values, upstream) = terms(positions, log_probs)?;
-        let gradients = match needs_grad.any() {
-            true => backend.loss(&operands, &Objective::LogProbs { upstream }, needs_grad, &plan)?.gradients,
-            false => Gradients::default(),
+        let gradients = if needs_grad.any() {
+            backend.loss(&operands, &Objective::LogProbs { upstream }, needs_grad, &plan)?.gradients
+        } else {
+            Gradients::default()
         };
         Ok::<_, Error>((values, gradients))
     };
@@ -52,9 +53,10 @@ pub(super) fn log_prob_loss(
 fn joined(of_chunks: Vec<Gradients>) -> Result<Gradients> {
     let side_by_side = |of: &dyn Fn(&Gradients) -> Option<Tensor>| {
         let of_chunks: Vec<Tensor> = of_chunks.iter().filter_map(of).collect();
-        match of_chunks.is_empty() {
-            true => Ok(None),
-            false => Tensor::cat(&of_chunks, 0).map(Some),
+        if of_chunks.is_empty() {
+            Ok(None)
+        } else {
+            Tensor::cat(&of_chunks, 0).map(Some)
         }
     };
     let summed = |of: &dyn Fn(&Gradients) -> Option<Tensor>| {

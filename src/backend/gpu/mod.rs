@@ -118,10 +118,7 @@ impl<G: Gpu> Backend for On<G> {
         let plan = self.plan(operands, Task { all_ids: true, ..Task::decoding() }, None)?;
         let log_probs = self.log_probs(operands, DType::F32, &plan)?;
         let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
-        let offsets = match visit.needs_logits() {
-            true => logit_offsets(operands, &log_probs)?,
-            false => Vec::new(),
-        };
+        let offsets = if visit.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
         let of_position = |(position, row): (usize, &Vec<f32>)| {
             visit.visit(position, &Computed::of(row).with_logit_offset(offsets.get(position).copied()))
         };

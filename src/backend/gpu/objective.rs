@@ -166,18 +166,17 @@ impl Prepared {
                 Argument::Int(positions as i32),
             ],
         )?;
-        let soft = match terms.label_smoothing > 0.0 {
-            true => {
-                let share = terms.label_smoothing / vocab as f64;
-                Some(Buffer::new(
-                    gpu,
-                    match &class_weights {
-                        Some(weights) => weights.tensor.affine(share, 0.0)?,
-                        None => Tensor::full(share as f32, vocab, device)?,
-                    },
-                )?)
-            }
-            false => None,
+        let soft = if terms.label_smoothing > 0.0 {
+            let share = terms.label_smoothing / vocab as f64;
+            Some(Buffer::new(
+                gpu,
+                match &class_weights {
+                    Some(weights) => weights.tensor.affine(share, 0.0)?,
+                    None => Tensor::full(share as f32, vocab, device)?,
+                },
+            )?)
+        } else {
+            None
         };
         Ok(Prepared {
             ids: Some(TargetIds { ids, hard, weights, count }),

@@ -104,13 +104,12 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
         let address = rhs.address + (first * rhs.stride * rhs.dtype.size_in_bytes()) as u64;
         let tile = widened(gpu, 1, Matrix { address, ..rhs }, tile_rows)?;
         let part = Product { lhs, rhs: tile, ..*product };
-        gpu.multiply_f32(&match rhs.transposed {
-            true => Product { n: tile_rows, out: product.out + offset(first), ..part },
-            false => {
-                let first_of_lhs = if lhs.transposed { first * lhs.stride } else { first };
-                let lhs = Matrix { address: lhs.address + offset(first_of_lhs), ..lhs };
-                Product { k: tile_rows, lhs, accumulate: product.accumulate || first > 0, ..part }
-            }
+        gpu.multiply_f32(&if rhs.transposed {
+            Product { n: tile_rows, out: product.out + offset(first), ..part }
+        } else {
+            let first_of_lhs = if lhs.transposed { first * lhs.stride } else { first };
+            let lhs = Matrix { address: lhs.address + offset(first_of_lhs), ..lhs };
+            Product { k: tile_rows, lhs, accumulate: product.accumulate || first > 0, ..part }
         })?;
         first += tile_rows;
     }

@@ -179,9 +179,10 @@ fn check(z: &[f64], position: usize) -> Result<()> {
         }
         is_possible |= z > f64::NEG_INFINITY;
     }
-    match is_possible {
-        true => Ok(()),
-        false => Err(Error::EmptySet { position }),
+    if is_possible {
+        Ok(())
+    } else {
+        Err(Error::EmptySet { position })
     }
 }
 

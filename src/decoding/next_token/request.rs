@@ -177,9 +177,10 @@ impl TokenRequest {
     /// ```
     pub fn check(&self, vocab_size: usize) -> Result<()> {
         self.constraints.check_vocab(vocab_size)?;
-        match self.best <= vocab_size {
-            true => Ok(()),
-            false => Err(Error::config("best", format!("at most vocab_size {vocab_size}"), self.best)),
+        if self.best <= vocab_size {
+            Ok(())
+        } else {
+            Err(Error::config("best", format!("at most vocab_size {vocab_size}"), self.best))
         }
     }
 }

@@ -120,9 +120,10 @@ impl<'a> Save<'a> {
 
     /// Checks that a file can hold a tensor of this name.
     fn check_name(&self, name: &str) -> Result<()> {
-        match name == "__metadata__" || RowsName::parse(name).is_some() {
-            true => Err(Error::checkpoint(self.index, "names of whole tensors", name)),
-            false => Ok(()),
+        if name == "__metadata__" || RowsName::parse(name).is_some() {
+            Err(Error::checkpoint(self.index, "names of whole tensors", name))
+        } else {
+            Ok(())
         }
     }
 

@@ -14,9 +14,10 @@ pub(super) struct Terms {
 
 /// Checks the shape and the device of a teacher's tensor.
 pub(super) fn check_dims(argument: &'static str, tensor: &Tensor, dims: &[usize], like: &Tensor) -> Result<()> {
-    match tensor.dims() == dims {
-        true => check_device(argument, tensor, like),
-        false => Err(Error::shape(argument, format!("{dims:?}"), tensor.dims())),
+    if tensor.dims() == dims {
+        check_device(argument, tensor, like)
+    } else {
+        Err(Error::shape(argument, format!("{dims:?}"), tensor.dims()))
     }
 }
 

@@ -90,9 +90,10 @@ impl Captioner {
         let (mut low, mut high) = (1, recipe.hidden);
         while low < high {
             let middle = (low + high) / 2;
-            match parameters(kind, &with(middle))? < wanted {
-                true => low = middle + 1,
-                false => high = middle,
+            if parameters(kind, &with(middle))? < wanted {
+                low = middle + 1
+            } else {
+                high = middle
             }
         }
         let (above, below) = (with(low), with((low - 1).max(1)));

@@ -46,9 +46,10 @@ fn array<'a>(entry: &'a Value, key: &str) -> &'a [Value] {
 fn command(text: &str) -> String {
     let programs =
         ["language_model ", "translation ", "captions ", "characters ", "bottleneck ", "step_time ", "scripts/"];
-    match programs.iter().any(|start| text.starts_with(start)) {
-        true => format!("`{}`", text.replacen(" --", " -- --", usize::from(!text.starts_with("scripts/")))),
-        false => text.to_owned(),
+    if programs.iter().any(|start| text.starts_with(start)) {
+        format!("`{}`", text.replacen(" --", " -- --", usize::from(!text.starts_with("scripts/"))))
+    } else {
+        text.to_owned()
     }
 }
 
@@ -125,9 +126,10 @@ fn slowdowns(results: &Results) -> Result<String> {
             parts.push(format!("{text} {:.1}", mos / softmax));
         }
     }
-    Ok(match parts.is_empty() {
-        true => "not measured".into(),
-        false => format!("2 cores, each preset with its own batch, time of a position: {}", parts.join(", ")),
+    Ok(if parts.is_empty() {
+        "not measured".into()
+    } else {
+        format!("2 cores, each preset with its own batch, time of a position: {}", parts.join(", "))
     })
 }
 

@@ -123,9 +123,10 @@ fn run(args: &Args) -> Result<()> {
     let steps = args.steps.min(COMPARED);
     let difference = largest_difference(&lines[0], &lines[1], steps);
     eprintln!("The losses with the logits and with the head differ by at most {difference:.1e} nats in {steps} steps.");
-    match difference < MOST_DIFFERENCE {
-        true => Ok(()),
-        false => Err(format!("a difference of {difference:.1e} nats is more than rounding").into()),
+    if difference < MOST_DIFFERENCE {
+        Ok(())
+    } else {
+        Err(format!("a difference of {difference:.1e} nats is more than rounding").into())
     }
 }
 

@@ -34,10 +34,8 @@ pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
     let find = |kind| rows.iter().find(|row| row.kind == kind && row.diverged.is_none());
     let (softmax, mos) = (find(HeadKind::Softmax)?, find(HeadKind::Mos)?);
     let size = 100.0 * (mos.parameters as f64 / softmax.parameters as f64 - 1.0);
-    let size = match size.abs() < 1.0 {
-        true => "the same number of parameters".into(),
-        false => format!("{size:+.1}% parameters"),
-    };
+    let size =
+        if size.abs() < 1.0 { "the same number of parameters".into() } else { format!("{size:+.1}% parameters") };
     let verdict =
         |gain: bool| if gain { "the mixture of softmaxes" } else { "the mixture of softmaxes, with no gain," };
     Some(match entropy {

@@ -29,9 +29,10 @@ pub(crate) fn log_probs(
 
 /// candle multiplies bf16 matrices on the CPU slowly or not at all, so that they are multiplied in f32.
 fn product(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    match x.dtype() == DType::BF16 && x.device().is_cpu() {
-        true => x.to_dtype(DType::F32)?.matmul(&weight.to_dtype(DType::F32)?.t()?)?.to_dtype(DType::BF16),
-        false => x.matmul(&weight.t()?),
+    if x.dtype() == DType::BF16 && x.device().is_cpu() {
+        x.to_dtype(DType::F32)?.matmul(&weight.to_dtype(DType::F32)?.t()?)?.to_dtype(DType::BF16)
+    } else {
+        x.matmul(&weight.t()?)
     }
 }
 

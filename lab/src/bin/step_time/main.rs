@@ -99,10 +99,8 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     if let Some(score) = args.score {
         let is_constant = !score.has_gradients();
-        let mixture = match is_constant {
-            true => constant_mixture(&leaves, components)?,
-            false => detached_mixture(&leaves, components)?,
-        };
+        let mixture =
+            if is_constant { constant_mixture(&leaves, components)? } else { detached_mixture(&leaves, components)? };
         let options = score.loss();
         let timed = Timed::new(score, args.divergence, &mixture, &leaves)?;
         let mut run = || timed.run();
@@ -215,9 +213,10 @@ enum Products {
 impl Products {
     /// All three products, or the first alone.
     fn new(sizes: floor::Sizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(match device.is_cpu() {
-            true => Products::Cpu(floor::Floor::new(sizes, all)),
-            false => Products::Gpu(gpu_floor::Products::new(sizes, all, dtype, device)?),
+        Ok(if device.is_cpu() {
+            Products::Cpu(floor::Floor::new(sizes, all))
+        } else {
+            Products::Gpu(gpu_floor::Products::new(sizes, all, dtype, device)?)
         })
     }
 

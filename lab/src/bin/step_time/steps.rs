@@ -55,9 +55,12 @@ pub(crate) fn fused_step(
     train: Train,
     options: &LossOptions,
 ) -> Result<Option<Tensor>> {
-    let trained = |var: &Var, parts: &[Train]| match parts.contains(&train) {
-        true => var.as_tensor().clone(),
-        false => var.as_detached_tensor(),
+    let trained = |var: &Var, parts: &[Train]| {
+        if parts.contains(&train) {
+            var.as_tensor().clone()
+        } else {
+            var.as_detached_tensor()
+        }
     };
     let below = |var: &Var| trained(var, &[Train::All, Train::Hidden, Train::Adapter]);
     let of_decoder = |var: &Var| trained(var, &[Train::All, Train::Decoder]);

@@ -74,9 +74,10 @@ impl Setting {
             settings.collect::<Vec<_>>().join(" ")
         };
         let (stored, wanted) = (flags(self.architecture), flags(architecture));
-        match stored == wanted {
-            true => Ok(self),
-            false => Err(format!("the checkpoint has {stored}, but this run has {wanted}").into()),
+        if stored == wanted {
+            Ok(self)
+        } else {
+            Err(format!("the checkpoint has {stored}, but this run has {wanted}").into())
         }
     }
 

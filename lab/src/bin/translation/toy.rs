@@ -108,10 +108,7 @@ fn sentence(rng: &mut StdRng) -> Pair {
     let (verb, verb_of_many, stem) = pick(&VERBS, rng);
     let verb = if plural { verb_of_many } else { verb };
     let new_verb = format!("{stem}{}", if plural { "ant" } else { "at" });
-    let (adverb, new_adverb) = match rng.random::<bool>() {
-        true => pick(&ADVERBS, rng),
-        false => ("", ""),
-    };
+    let (adverb, new_adverb) = if rng.random::<bool>() { pick(&ADVERBS, rng) } else { ("", "") };
     Pair {
         source: format!("{subject} {verb} {object} {adverb}").trim().to_owned(),
         target: format!("{new_adverb} {new_subject} {new_object} {new_verb}").trim().to_owned(),

@@ -60,9 +60,10 @@ impl<F: Float> Row<F> {
         let (taken, largest_outside) = self.outside;
         let taken = weighted(taken, (offset - largest_outside).f64().exp());
         let relative = self.factor * (offset - self.largest).f64().exp() - taken;
-        match relative.abs() < F::NEGLIGIBLE.f64() {
-            true => F::zero(),
-            false => flushed(F::of(weighted(self.scale, relative))),
+        if relative.abs() < F::NEGLIGIBLE.f64() {
+            F::zero()
+        } else {
+            flushed(F::of(weighted(self.scale, relative)))
         }
     }
 }
@@ -99,9 +100,10 @@ pub(super) struct RowSums<F> {
 
 impl<F: Float> RowSums<F> {
     fn softmax(&self, z: F) -> f64 {
-        match z == F::neg_infinity() {
-            true => 0.0,
-            false => ((z - self.lse.largest).f64() - self.lse.log_sum.f64()).exp(),
+        if z == F::neg_infinity() {
+            0.0
+        } else {
+            ((z - self.lse.largest).f64() - self.lse.log_sum.f64()).exp()
         }
     }
 
@@ -255,10 +257,8 @@ pub(super) fn rows<T: Element>(
         let mut loss = state.hard_loss(&target, |k, _| logit(k, 0));
         state.add_candidates(target.candidates, logit, |_| num_traits::One::one());
         state.least_magnitude(&target, &mut loss);
-        let log_outside = match target.outside.is_zero() {
-            true => T::Acc::neg_infinity(),
-            false => log_outside(state, sums).value(),
-        };
+        let log_outside =
+            if target.outside.is_zero() { T::Acc::neg_infinity() } else { log_outside(state, sums).value() };
         let scale = targets.scale(t);
         let logit_scale = scale.f64() * inputs.logit_scale.f64();
         let n = passed.ids.of_position(i).len();
@@ -295,10 +295,11 @@ pub(super) fn rows<T: Element>(
             let parts = parts_of(layout, panels, &passed.parts, row);
             Row {
                 entries: (passed.ids.of_row(row).0, n),
-                factor: match lse.log_sum == T::Acc::neg_infinity() {
+                factor: if lse.log_sum == T::Acc::neg_infinity() {
                     // There is no distribution if all logits are minus infinity.
-                    true => weighted(factor, f64::NAN),
-                    false => weighted(factor, (-lse.log_sum.f64()).exp()),
+                    weighted(factor, f64::NAN)
+                } else {
+                    weighted(factor, (-lse.log_sum.f64()).exp())
                 },
                 largest: lse.largest,
                 outside: (outside_factor, sums[k].outside.largest),

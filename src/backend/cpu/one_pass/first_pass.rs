@@ -123,10 +123,7 @@ impl<F: Float, K> Piece<'_, F, K> {
             let decoder = format.decoder(inputs, ids.clone(), decoder_buffers);
             for ((panel, part), sums) in self.panels.iter().zip(&mut parts).zip(&mut self.sums) {
                 let Panel { first, width, .. } = *panel;
-                let sums = match sums.is_empty() {
-                    true => &mut [][..],
-                    false => &mut sums[..width * layout.padded(d)],
-                };
+                let sums = if sums.is_empty() { &mut [][..] } else { &mut sums[..width * layout.padded(d)] };
                 let kept = tiles.next();
                 let are_kept = kept.is_some();
                 let operands = FirstOperands {

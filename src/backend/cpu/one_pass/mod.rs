@@ -66,9 +66,10 @@ const SEGMENT_BYTES: usize = 4 << 20;
 /// How the chunks of a plan are cut.
 fn cut<T: Element, X: Format<T>>(format: X, rows: usize, sizes: Sizes, needs_grad: NeedsGrad) -> Layout {
     let layout = Layout::new(format.blocks(), rows, sizes.context_dim, sizes.vocab);
-    match needs_grad.contexts || needs_grad.decoder() {
-        true => layout,
-        false => layout.with_segments_of::<T::Acc>(SEGMENT_BYTES, sizes.context_dim),
+    if needs_grad.contexts || needs_grad.decoder() {
+        layout
+    } else {
+        layout.with_segments_of::<T::Acc>(SEGMENT_BYTES, sizes.context_dim)
     }
 }
 
@@ -86,26 +87,22 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     let (panel, ids) = (layout.panel_rows, layout.padded(layout.tile_ids));
     // The exponentials, the offsets of each tile, the factors of each segment, and what its tiles share; or each
     // segment's part and factors.
-    let kept = match needs_grad.decoder() {
-        true => {
-            let exponentials = layout.padded(vocab) * size_of::<X::Kept>();
-            exponentials + 2 * layout.tiles() * element + format.scaled_bytes(d)
-        }
-        false => {
-            let of_segment = part_bytes::<T::Acc>(panel) + usize::from(needs_grad.contexts) * element;
-            of_segment * layout.segments()
-        }
+    let kept = if needs_grad.decoder() {
+        let exponentials = layout.padded(vocab) * size_of::<X::Kept>();
+        exponentials + 2 * layout.tiles() * element + format.scaled_bytes(d)
+    } else {
+        let of_segment = part_bytes::<T::Acc>(panel) + usize::from(needs_grad.contexts) * element;
+        of_segment * layout.segments()
     };
     // All panels but the last are full.
     let of_sums = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
     let of_scaled = if needs_grad.decoder() { format.scaled_bytes(d) } else { 0 };
     // The largest logit of each tile, and what a search computes of a position and a tile.
-    let (of_tiles, of_search) = match task.best {
-        true => {
-            let of_position = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
-            (layout.tiles() * element, of_position + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
-        }
-        false => (0, 0),
+    let (of_tiles, of_search) = if task.best {
+        let of_position = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
+        (layout.tiles() * element, of_position + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
+    } else {
+        (0, 0)
     };
     let of_top_k = task.top_k.map_or(0, |k| layout.segments() * top_k::bytes::<T::Acc>(k));
     let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
@@ -329,13 +326,12 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
             let owners: Vec<_> = self.chunk.positions.iter().map(owner).collect();
             join(ranks.shard, &owners, passed.shared_rows())?;
         }
-        let best = match self.with_best {
-            true => {
-                let (inputs, layout, passed) = (&self.inputs, &self.layout, &passed);
-                let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
-                Search { format, inputs, layout, panels, contexts, passed }.run(&self.chunk.positions)
-            }
-            false => vec![],
+        let best = if self.with_best {
+            let (inputs, layout, passed) = (&self.inputs, &self.layout, &passed);
+            let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
+            Search { format, inputs, layout, panels, contexts, passed }.run(&self.chunk.positions)
+        } else {
+            vec![]
         };
         (self.chunk.passed, self.chunk.best) = (Some(passed), best);
         (self.exponentials, self.sums, self.packed) = (exponentials, sums, packed);

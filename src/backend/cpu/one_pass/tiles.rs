@@ -285,9 +285,10 @@ fn store<T: Element<Acc = f32>>(
     }
     for (sums, to) in sums.chunks_exact(width).zip(values.chunks_exact_mut(of_part.len())) {
         let (sums, to) = (&sums[of_sums.clone()], &mut to[of_values.clone()]);
-        match is_started {
-            true => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
-            false => to.copy_from_slice(sums),
+        if *is_started {
+            to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum)
+        } else {
+            to.copy_from_slice(sums)
         }
     }
 }

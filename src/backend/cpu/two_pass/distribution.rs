@@ -84,9 +84,10 @@ impl<F: Float> Kernel<F> for MixTile<'_, F> {
         let least_term = floor - F::of((of.components.len() as f64).ln() + 1e-2);
         for (i, log_p) in V::registers_mut(to).iter_mut().enumerate() {
             let largest = largest_term(v, &rows[i..], stride, components.clone());
-            *log_p = match v.largest(largest) < least_term {
-                true => v.splat(F::neg_infinity()),
-                false => mix_register(v, &rows[i..], stride, components.clone(), largest).0,
+            *log_p = if v.largest(largest) < least_term {
+                v.splat(F::neg_infinity())
+            } else {
+                mix_register(v, &rows[i..], stride, components.clone(), largest).0
             };
         }
     }

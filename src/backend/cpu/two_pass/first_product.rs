@@ -156,9 +156,12 @@ impl<T: Element> FirstProduct<T> for Vectors {
         if decoder.weight.transposed || rows > most {
             return Contexts::Panels(Panels::new(self.0, contexts, d));
         }
-        let of_part = |columns: Range<usize>| match columns.len() < d {
-            true => Cow::Owned(gathered(contexts, d, columns)),
-            false => Cow::Borrowed(contexts),
+        let of_part = |columns: Range<usize>| {
+            if columns.len() < d {
+                Cow::Owned(gathered(contexts, d, columns))
+            } else {
+                Cow::Borrowed(contexts)
+            }
         };
         Contexts::Rows(decoder.parts().map(|(columns, _)| of_part(columns)).collect())
     }
@@ -249,9 +252,10 @@ impl Vectors {
         let DecoderMatrix { values, vocab, width, transposed } = matrix;
         let depth = width;
         if let Some(values) = T::as_acc(values) {
-            return match transposed {
-                true => Left { values: &values[ids.start..], row: 1, step: vocab, depth },
-                false => Left { values: &values[ids.start * width..ids.end * width], row: width, step: 1, depth },
+            return if transposed {
+                Left { values: &values[ids.start..], row: 1, step: vocab, depth }
+            } else {
+                Left { values: &values[ids.start * width..ids.end * width], row: width, step: 1, depth }
             };
         }
         let to = buffer.at_least(ids.len() * width);

@@ -95,9 +95,10 @@ impl<F: Float> Logits<'_, F> {
                     self.mix(v, None, scratch);
                 }
                 let tempered = Tempered::new(v, &scratch.log_probs, power);
-                let constant = match is_plain {
-                    true => entropy,
-                    false => log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab)),
+                let constant = if is_plain {
+                    entropy
+                } else {
+                    log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab))
                 };
                 let (constant, slope) = (power * constant, power * entropy);
                 let mut others = None;

@@ -242,10 +242,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             );
         let of_position =
             |(t, best): (usize, Option<usize>)| candidates.given(t).iter().map(move |&id| u8::from(best == Some(id)));
-        let are_best = match scored.best {
-            true => positions.zip(best).flat_map(of_position).collect(),
-            false => vec![],
-        };
+        let are_best = if scored.best { positions.zip(best).flat_map(of_position).collect() } else { vec![] };
         (scores, are_best)
     }
 

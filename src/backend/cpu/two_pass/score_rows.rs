@@ -45,9 +45,10 @@ impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
             (true, false) => logits.entropy(v, scratch),
             (false, _) => F::zero(),
         };
-        of_position[1] = match outside {
-            true => tempered.log_outside(tempered.outside(v, &mut scratch.log_probs, ids.iter().copied())),
-            false => F::zero(),
+        of_position[1] = if outside {
+            tempered.log_outside(tempered.outside(v, &mut scratch.log_probs, ids.iter().copied()))
+        } else {
+            F::zero()
         };
     }
 }

@@ -58,9 +58,10 @@ impl Case {
             sizes: self.sizes,
             contexts: rounded(random(2, &[positions, components, context_dim], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
-            weight: match self.transposed {
-                false => rounded(random(3, &[rows, d], self.scale)),
-                true => rounded(random(3, &[d, rows], self.scale)).t().unwrap(),
+            weight: if !self.transposed {
+                rounded(random(3, &[rows, d], self.scale))
+            } else {
+                rounded(random(3, &[d, rows], self.scale)).t().unwrap()
             },
             adapter: (self.rank > 0).then(|| rounded(random(9, &[rows, self.rank], self.scale))),
             bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
@@ -212,9 +213,10 @@ pub(super) fn case(positions: usize, components: usize, context_dim: usize, voca
 
 pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore: bool) -> LossOptions {
     let options = LossOptions::new().with_reduction(reduction).with_label_smoothing(smoothing).with_z_loss(z_loss);
-    match ignore {
-        true => options.with_ignore_index(3).with_correct(true),
-        false => options.with_correct(true),
+    if ignore {
+        options.with_ignore_index(3).with_correct(true)
+    } else {
+        options.with_correct(true)
     }
 }
 

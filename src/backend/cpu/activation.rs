@@ -3,10 +3,10 @@
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use super::dtype::{with_slice, with_type, Element};
-use super::math::tanh;
 use super::memory::zeros;
-use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use super::operands::dtype::{with_slice, with_type, Element};
+use super::vector::math::tanh;
+use super::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use crate::error::Result;
 
 /// Elements per block: a thread's buffers stay in its first-level cache.

@@ -3,14 +3,14 @@
 
 use candle_core::{Device, Tensor, WithDType};
 
-use super::inputs::Inputs;
+use super::objective::results::BufferedGradients;
+use super::objective::targets::Targets;
 use super::one_pass::OnePass;
-use super::results::BufferedGradients;
+use super::operands::inputs::Inputs;
 use super::served::Products;
-use super::targets::Targets;
 use super::two_pass::TwoPasses;
 use crate::backend::contract::{NeedsGrad, Operands, Visit};
-use crate::backend::cpu::dtype::Element;
+use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::ranking::{tensors, Best};
 use crate::backend::schedule::Steps;

@@ -2,13 +2,13 @@
 
 use candle_core::{Device, Tensor};
 
-use super::components::PositionLoss;
-use super::dtype::Element;
-use super::inputs::Inputs;
 use super::memory::zeros;
-use super::results::{results, BufferedGradients};
+use super::objective::components::PositionLoss;
+use super::objective::results::{results, BufferedGradients};
+use super::objective::targets::Targets;
+use super::operands::dtype::Element;
+use super::operands::inputs::Inputs;
 use super::served::Products;
-use super::targets::Targets;
 use super::two_pass::TwoPasses;
 use crate::backend::contract::{LogProbTerms, LossResults, NeedsGrad, Operands, Real};
 use crate::backend::plan::Plan;

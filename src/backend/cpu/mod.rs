@@ -2,39 +2,21 @@
 //! (`one_pass`); what needs every logit twice calls the `gemm` crate's products between row kernels (`two_pass`).
 
 mod activation;
-mod components;
-mod decoder_squares;
 mod decoding;
-mod divergence;
-mod dtype;
-mod gemv;
-mod inputs;
-mod kept;
-mod listed;
 mod log_prob_loss;
-mod log_sum_exp;
-mod math;
-mod matrix;
 mod memory;
-mod multiplier;
+mod objective;
 mod one_pass;
-mod panel_product;
+mod operands;
 mod plan;
 mod products;
-mod ranks;
-mod results;
-mod rounding;
-mod rows_in_lanes;
 mod scores;
 mod served;
-mod simd;
-mod softcap;
-mod targets;
 #[cfg(test)]
 mod testing;
 mod tiles;
-mod transposed;
 mod two_pass;
+mod vector;
 
 use candle_core::{DType, Device, Tensor, WithDType};
 
@@ -48,17 +30,19 @@ use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 use crate::tensors::kept::IdLists;
-use divergence::divergence;
-use dtype::{with_type, Element};
-use inputs::Inputs;
 use log_prob_loss::log_prob_loss;
 use memory::filled;
+use objective::divergence::divergence;
+use objective::results::{results, BufferedGradients};
+use objective::targets::Targets;
 use one_pass::OnePass;
+use operands::dtype::{with_type, Element};
+use operands::inputs::Inputs;
+use operands::rounding;
 use plan::plan;
-use results::{results, BufferedGradients};
+use products::{lists, matmul};
 use scores::{score_loss, scores};
 use served::{with_products, Products};
-use targets::Targets;
 use two_pass::TwoPasses;
 
 /// The backend for f64, f32, and f16 and bf16, which it computes in f32.
@@ -169,13 +153,13 @@ impl Backend for Cpu {
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
         match left.dtype() {
-            DType::BF16 => products::matmul(left, right),
+            DType::BF16 => matmul::matmul(left, right),
             _ => Ok(left.matmul(right)?),
         }
     }
 
     fn list_products(&self, contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
-        kept::products(contexts, matrix, lists)
+        lists::products(contexts, matrix, lists)
     }
 
     fn list_product_gradients(
@@ -186,11 +170,11 @@ impl Backend for Cpu {
         upstream: &Tensor,
         needed: [bool; 2],
     ) -> Result<[Option<Tensor>; 2]> {
-        kept::gradients(contexts, matrix, lists, upstream, needed)
+        lists::gradients(contexts, matrix, lists, upstream, needed)
     }
 
     fn scattered_rows(&self, values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
-        kept::scattered_rows(values, ids, rows)
+        lists::scattered_rows(values, ids, rows)
     }
 
     fn rounded(&self, gradient: &Tensor, dtype: DType) -> Result<Tensor> {

@@ -3,11 +3,11 @@
 use candle_core::DType;
 
 use super::memory::Workspace;
-use super::multiplier::{Tiles, Vectors};
 use super::one_pass::Format;
+use super::products::multiplier::{Tiles, Vectors};
 use super::served::Served;
-use super::simd::Isa;
 use super::tiles::unit::TileUnit;
+use super::vector::simd::Isa;
 use super::{one_pass, two_pass};
 use crate::backend::contract::{Operands, Precision, ScoreTask, Sizes, Task};
 use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};

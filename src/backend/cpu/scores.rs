@@ -5,16 +5,16 @@ use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 
-use super::components::PositionLoss;
-use super::dtype::Element;
-use super::inputs::Inputs;
-use super::listed::Candidates;
+use super::objective::components::PositionLoss;
+use super::objective::listed::Candidates;
+use super::objective::results::{results, BufferedGradients};
+use super::objective::targets::Targets;
 use super::one_pass::OnePass;
-use super::results::{results, BufferedGradients};
+use super::operands::dtype::Element;
+use super::operands::inputs::Inputs;
 use super::served::Products;
-use super::simd::Float;
-use super::targets::Targets;
 use super::two_pass::TwoPasses;
+use super::vector::simd::Float;
 use crate::backend::contract::{LossResults, NeedsGrad, Operands, Real, ScoreTerms, Scored, Sizes, OF_POSITION};
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::schedule::Steps;

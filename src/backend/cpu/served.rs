@@ -2,12 +2,12 @@
 
 use half::{bf16, f16};
 
-use super::dtype::Element;
-use super::multiplier::{Tiles, Vectors};
 use super::one_pass::Format;
-use super::simd::Isa;
+use super::operands::dtype::Element;
+use super::products::multiplier::{Tiles, Vectors};
 use super::tiles::unit::TileUnit;
 use super::two_pass::FirstProduct;
+use super::vector::simd::Isa;
 use crate::backend::plan::{Kernels, Plan};
 use crate::error::Result;
 
@@ -51,7 +51,9 @@ macro_rules! with_products {
         match $crate::backend::cpu::served::tiles_of::<$type>($plan)? {
             Some($products) => $compute,
             None => {
-                let $products = $crate::backend::cpu::multiplier::Vectors($crate::backend::cpu::simd::Isa::best()?);
+                let $products = $crate::backend::cpu::products::multiplier::Vectors(
+                    $crate::backend::cpu::vector::simd::Isa::best()?,
+                );
                 $compute
             }
         }

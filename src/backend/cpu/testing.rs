@@ -6,17 +6,17 @@ mod best;
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-use super::dtype::with_type;
-use super::inputs::Inputs;
-use super::multiplier::{Tiles, Vectors};
+use super::objective::results::BufferedGradients;
+use super::objective::targets::Targets;
 use super::one_pass::OnePass;
+use super::operands::dtype::with_type;
+use super::operands::inputs::Inputs;
 use super::plan::{computation, plan};
-use super::results::BufferedGradients;
+use super::products::multiplier::{Tiles, Vectors};
 use super::served::{with_products, Served};
-use super::simd::Isa;
-use super::targets::Targets;
 use super::tiles::unit::TileUnit;
 use super::two_pass::TwoPasses;
+use super::vector::simd::Isa;
 use super::{log_probs, loss, Cpu};
 use crate::backend::contract::{
     Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Precision, Sizes, TargetLoss, Task, Terms,

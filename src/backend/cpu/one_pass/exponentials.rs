@@ -1,9 +1,9 @@
 //! From logits to scaled exponentials, in place, while a tile is in the cache.
 
-use crate::backend::cpu::math::{exp_or_zero, weighted};
-use crate::backend::cpu::panel_product::lanes;
-use crate::backend::cpu::simd::{Float, Kernel, Vector};
-use crate::backend::cpu::softcap::Softcap;
+use crate::backend::cpu::products::panel::lanes;
+use crate::backend::cpu::vector::math::{exp_or_zero, weighted};
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The state of a panel's rows as the tiles of a segment go by, `[width]` each.
 pub(super) struct Running<F> {

@@ -11,9 +11,9 @@ use super::listed::ChunkIds;
 use super::part::Part;
 use super::scaling::Scaled;
 use super::top_k::{Floors, TopLogits};
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::inputs::Inputs;
-use crate::backend::cpu::simd::Float;
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::inputs::Inputs;
+use crate::backend::cpu::vector::simd::Float;
 
 /// What the first pass leaves out of its sums.
 pub(super) struct LeftOut<'a> {

@@ -7,9 +7,9 @@ use num_traits::Zero;
 
 use super::factors::Factors;
 use super::layout::{Blocks, Panel};
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Number;
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::inputs::Inputs;
 
 /// The products of a unit. Between them, all formats share the engine: logits, exponentials and all sums are numbers of
 /// `T::Acc`.

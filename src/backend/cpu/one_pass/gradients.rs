@@ -10,11 +10,11 @@ use super::format::{DecoderGradient, Format, Part, Tile};
 use super::layout::{Layout, Panel};
 use super::listed::Entry;
 use super::scaling::{AddScaled, Scaled};
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::inputs::Inputs;
-use crate::backend::cpu::matrix::transpose;
-use crate::backend::cpu::results::{ColumnGradient, DecoderGradients};
-use crate::backend::cpu::simd::Float;
+use crate::backend::cpu::objective::results::{ColumnGradient, DecoderGradients};
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::inputs::Inputs;
+use crate::backend::cpu::operands::matrix::transpose;
+use crate::backend::cpu::vector::simd::Float;
 
 /// Computes `dC = f O - sum_y m W[y]` for each row of contexts, over its listed ids; `sums` are the products O.
 pub(super) fn context_gradient<T: Element>(

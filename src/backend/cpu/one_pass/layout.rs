@@ -152,8 +152,8 @@ impl Layout {
 mod tests {
     use super::super::format::Format;
     use super::*;
-    use crate::backend::cpu::multiplier::Vectors;
-    use crate::backend::cpu::simd::Isa;
+    use crate::backend::cpu::products::multiplier::Vectors;
+    use crate::backend::cpu::vector::simd::Isa;
 
     fn layout(isa: Isa, rows: usize, context_dim: usize, vocab: usize) -> Layout {
         Layout::new(Format::<f32>::blocks(Vectors(isa)), rows, context_dim, vocab)

@@ -33,16 +33,16 @@ mod vectors;
 
 use std::ops::Range;
 
-use super::components::PositionLoss;
-use super::dtype::Element;
-use super::inputs::Inputs;
-use super::listed::{Candidates, Listed};
-use super::log_sum_exp::defect_of;
 use super::memory::{Aligned, Workspace};
-use super::ranks::Ranks;
-use super::results::BufferedGradients;
-use super::simd::ROW_ALIGN;
-use super::targets::Targets;
+use super::objective::components::PositionLoss;
+use super::objective::listed::{Candidates, Listed};
+use super::objective::ranks::Ranks;
+use super::objective::results::BufferedGradients;
+use super::objective::targets::Targets;
+use super::operands::dtype::Element;
+use super::operands::inputs::Inputs;
+use super::vector::log_sum_exp::defect_of;
+use super::vector::simd::ROW_ALIGN;
 use crate::backend::contract::{NeedsGrad, Real, Scored, Sizes, Task};
 use crate::backend::plan::Plan;
 use crate::backend::ranking::order;

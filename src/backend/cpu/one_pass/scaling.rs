@@ -1,7 +1,7 @@
 //! Products with the factors of rows, between the matrix products.
 
-use crate::backend::cpu::panel_product::{lanes, Left};
-use crate::backend::cpu::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::products::panel::{lanes, Left};
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
 /// `values[.., row] := factors[row] values[.., row]`
 pub(super) struct Scaled<'a, F> {

@@ -8,14 +8,14 @@ use half::bf16;
 
 use super::format::{DecoderGradient, FirstOperands, Format, Part, Tile};
 use super::layout::{Blocks, Panel};
-use crate::backend::cpu::decoder_squares::DecoderSquares;
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::multiplier::Tiles;
-use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::inputs::Inputs;
+use crate::backend::cpu::products::decoder_squares::DecoderSquares;
+use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::tiles::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
 /// Elements of the decoder in a tile. It is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;

@@ -7,13 +7,13 @@ use num_traits::Zero;
 use super::format::{DecoderGradient, FirstOperands, Format, Part, Tile};
 use super::layout::{Blocks, Panel};
 use super::scaling::{ScaledRows, WeightedSums};
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::inputs::Inputs;
-use crate::backend::cpu::matrix::{transpose, Block};
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::multiplier::Vectors;
-use crate::backend::cpu::panel_product::{Left, Product, Registers, Start};
-use crate::backend::cpu::simd::Float;
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::inputs::Inputs;
+use crate::backend::cpu::operands::matrix::{transpose, Block};
+use crate::backend::cpu::products::multiplier::Vectors;
+use crate::backend::cpu::products::panel::{Left, Product, Registers, Start};
+use crate::backend::cpu::vector::simd::Float;
 
 /// Columns of the decoder that the first product sums over at a time, so that the packed contexts stay in the cache.
 const MOST_DEPTH: usize = 320;

@@ -11,7 +11,7 @@ use super::squares::store_lines;
 use super::transpose;
 use super::unit::TileUnit;
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
 /// Squares of the result, down and across, that stay in the second-level cache while products are summed.
 const DOWN: usize = 4;

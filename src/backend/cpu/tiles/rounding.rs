@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::backend::cpu::simd::{Kernel, Vector};
+use crate::backend::cpu::vector::simd::{Kernel, Vector};
 
 /// Two numbers in bf16, the first in the low half.
 pub(crate) type Pair = u32;

@@ -4,7 +4,7 @@ use half::bf16;
 
 use super::product::{PAIRS, SIDE, SQUARE};
 use super::rounding::{pair, Pair};
-use crate::backend::cpu::simd::Isa;
+use crate::backend::cpu::vector::simd::Isa;
 
 /// The transpose of a matrix of so many squares down and across. Each square lies in one piece, one row of squares after
 /// the other.

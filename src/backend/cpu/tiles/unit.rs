@@ -4,7 +4,7 @@ use half::bf16;
 
 use super::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
 use super::rounding::Pair;
-use crate::backend::cpu::simd::Isa;
+use crate::backend::cpu::vector::simd::Isa;
 use crate::backend::plan::Kernels;
 use crate::error::Result;
 

@@ -4,9 +4,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::mix::{largest_term, Logits};
-use crate::backend::cpu::components::Components;
-use crate::backend::cpu::math::exp;
-use crate::backend::cpu::simd::{Float, Vector};
+use crate::backend::cpu::objective::components::Components;
+use crate::backend::cpu::vector::math::exp;
+use crate::backend::cpu::vector::simd::{Float, Vector};
 
 /// An id with a term that exceeds the reference by more is better by far, whatever its exponential is.
 const MOST_EXPONENT: f64 = 60.0;

@@ -2,8 +2,8 @@
 
 use super::mix::{largest_term, mix_register};
 use crate::backend::contract::{Defect, Distribution, TILE};
-use crate::backend::cpu::log_sum_exp::{defect_of, LogSumExp};
-use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use crate::backend::cpu::vector::log_sum_exp::{defect_of, LogSumExp};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 
 /// The K rows of logits of one position.
 pub(super) struct PositionRows<'a, F> {

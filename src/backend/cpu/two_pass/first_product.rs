@@ -14,14 +14,14 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::products::VOCAB_TILE;
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::gemv::Dots;
-use crate::backend::cpu::matrix::{transpose, Decoder, DecoderMatrix, ViewMut};
 use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
-use crate::backend::cpu::multiplier::Vectors;
-use crate::backend::cpu::panel_product::{Left, Registers};
-use crate::backend::cpu::rows_in_lanes::{Panel, RowsInLanes, Widened};
-use crate::backend::cpu::simd::{Float, Isa};
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::matrix::{transpose, Decoder, DecoderMatrix, ViewMut};
+use crate::backend::cpu::products::gemv::Dots;
+use crate::backend::cpu::products::multiplier::Vectors;
+use crate::backend::cpu::products::panel::{Left, Registers};
+use crate::backend::cpu::products::rows_in_lanes::{Panel, RowsInLanes, Widened};
+use crate::backend::cpu::vector::simd::{Float, Isa};
 
 /// Maximum rows of other results that have the bits of decoding.
 const LIKE_DECODING: usize = 64;

@@ -7,16 +7,16 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::first_product::{Contexts, FirstProduct, Positions};
-use crate::backend::cpu::decoder_squares::DecoderSquares;
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::matrix::{Decoder, ViewMut};
 use crate::backend::cpu::memory::{Aligned, Workspace};
-use crate::backend::cpu::multiplier::{Tiles, Vectors};
-use crate::backend::cpu::simd::{Float, Isa};
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::matrix::{Decoder, ViewMut};
+use crate::backend::cpu::products::decoder_squares::DecoderSquares;
+use crate::backend::cpu::products::multiplier::{Tiles, Vectors};
 use crate::backend::cpu::tiles::product::{PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
 use crate::backend::cpu::tiles::squares::store_lines;
 use crate::backend::cpu::tiles::transpose;
+use crate::backend::cpu::vector::simd::{Float, Isa};
 
 /// Maximum rows for which vectors, which round nothing, are faster: for operands in bf16, and for those that would be
 /// rounded.

@@ -4,10 +4,10 @@
 use super::mix::{Logits, Masses, Scratch, Tempered};
 use super::rank_sums::RankTerms;
 use super::single::{single_gradient, single_sums};
-use crate::backend::cpu::components::{PositionLoss, ScoreUpstream, Soft, Target};
-use crate::backend::cpu::math::{exp, flushed, weighted};
-use crate::backend::cpu::simd::{Float, Kernel, Vector};
-use crate::backend::cpu::softcap::Softcap;
+use crate::backend::cpu::objective::components::{PositionLoss, ScoreUpstream, Soft, Target};
+use crate::backend::cpu::vector::math::{exp, flushed, weighted};
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::vector::softcap::Softcap;
 use crate::backend::shard::ELSEWHERE;
 
 /// The destinations and factors of the gradients of one position.
@@ -295,8 +295,8 @@ fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::log_sum_exp::LogSumExp;
-    use crate::backend::cpu::simd::Isa;
+    use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
+    use crate::backend::cpu::vector::simd::Isa;
 
     /// The gradient of one position with respect to the logits of its live rows, then to its log-priors.
     fn gradient<F: Float>(

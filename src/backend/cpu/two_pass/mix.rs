@@ -1,10 +1,10 @@
 //! The mixture's log-probability of every id of one position, from its K rows of logits.
 
-use crate::backend::cpu::components::Components;
-use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
-use crate::backend::cpu::math::{exp, ln, not_negative};
-use crate::backend::cpu::simd::{Float, Kernel, Vector};
-use crate::backend::cpu::softcap::Softcap;
+use crate::backend::cpu::objective::components::Components;
+use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
+use crate::backend::cpu::vector::math::{exp, ln, not_negative};
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The logits of one position.
 pub(super) struct Logits<'a, F> {

@@ -19,16 +19,16 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::components::PositionLoss;
-use super::dtype::Element;
-use super::inputs::Inputs;
-use super::listed::Candidates;
-use super::log_sum_exp::LogSumExp;
 use super::memory::{zeros, Workspace};
-use super::ranks::Ranks;
-use super::results::BufferedGradients;
-use super::simd::{Float, ROW_ALIGN};
-use super::targets::Targets;
+use super::objective::components::PositionLoss;
+use super::objective::listed::Candidates;
+use super::objective::ranks::Ranks;
+use super::objective::results::BufferedGradients;
+use super::objective::targets::Targets;
+use super::operands::dtype::Element;
+use super::operands::inputs::Inputs;
+use super::vector::log_sum_exp::LogSumExp;
+use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::collectives::Numbers;
 use crate::backend::contract::{Scored, Sizes, Task, Visit, OF_POSITION};
 use crate::backend::plan::Plan;

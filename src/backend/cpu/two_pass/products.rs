@@ -6,10 +6,10 @@
 
 use rayon::prelude::*;
 
-use crate::backend::cpu::dtype::Element;
-use crate::backend::cpu::matrix::{Decoder, DecoderMatrix, View, ViewMut};
-use crate::backend::cpu::results::ColumnGradient;
-use crate::backend::cpu::simd::{Float, ROW_ALIGN};
+use crate::backend::cpu::objective::results::ColumnGradient;
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::matrix::{Decoder, DecoderMatrix, View, ViewMut};
+use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
 
 /// Ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The AVX-512
 /// kernel computes 48 at a time, which divides this number.

@@ -1,8 +1,8 @@
 //! What the ranks add up of a position between its log-sum-exps and its gradient, if its objective depends on all ids.
 
 use super::mix::{Logits, Masses, Scratch};
-use crate::backend::cpu::components::{Components, Soft, Target};
-use crate::backend::cpu::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::objective::components::{Components, Soft, Target};
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::shard::ELSEWHERE;
 
 /// What all ids of a position add up to.

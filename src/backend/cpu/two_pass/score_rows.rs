@@ -2,8 +2,8 @@
 //! of the mass outside these ids.
 
 use super::mix::{Logits, Scratch, Tempered};
-use crate::backend::cpu::math::not_negative;
-use crate::backend::cpu::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::vector::math::not_negative;
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
 pub(super) struct ScoreRows<'a, F> {
     pub(super) logits: Logits<'a, F>,

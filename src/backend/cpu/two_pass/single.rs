@@ -1,10 +1,10 @@
 //! Soft masses of a single component: its responsibility for every id is one, so that no id needs a share.
 
 use super::mix::Masses;
-use crate::backend::cpu::components::Components;
-use crate::backend::cpu::math::exp;
-use crate::backend::cpu::simd::{Float, Vector};
-use crate::backend::cpu::softcap::Softcap;
+use crate::backend::cpu::objective::components::Components;
+use crate::backend::cpu::vector::math::exp;
+use crate::backend::cpu::vector::simd::{Float, Vector};
+use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The sums over the ids of a row.
 pub(super) struct SingleSums<F> {

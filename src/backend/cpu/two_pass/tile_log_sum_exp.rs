@@ -1,9 +1,9 @@
 //! The log-sum-exp of each row of a tile of logits, after scale, bias and softcap, while the tile is in the cache.
 
-use crate::backend::cpu::log_sum_exp::{finite_or_zero, LogSumExp};
-use crate::backend::cpu::math::exp;
-use crate::backend::cpu::simd::{Float, Kernel, Vector};
-use crate::backend::cpu::softcap::Softcap;
+use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
+use crate::backend::cpu::vector::math::exp;
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The log-sum-exp of one row of a tile of logits, which holds the final logits afterwards, with minus infinity in its
 /// padding.

@@ -5,8 +5,8 @@ use std::convert::identity;
 use candle_core::{Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
-use super::simd::{Float, Vector};
-use super::tiles::rounding::{self, ToBf16};
+use crate::backend::cpu::tiles::rounding::{self, ToBf16};
+use crate::backend::cpu::vector::simd::{Float, Vector};
 use crate::error::{Error, Result};
 use num_traits::Zero;
 
@@ -123,10 +123,10 @@ macro_rules! with_type {
         }
     };
 }
-pub(super) use with_type;
+pub(crate) use with_type;
 
 /// Calls `f` with the elements of a contiguous tensor.
-pub(super) fn with_slice<T: Element, O>(
+pub(crate) fn with_slice<T: Element, O>(
     argument: &'static str,
     tensor: &Tensor,
     f: impl FnOnce(&[T]) -> Result<O>,

@@ -5,29 +5,29 @@ use super::math::tanh;
 use super::simd::{Float, Vector};
 
 #[derive(Clone, Copy)]
-pub(super) struct Softcap<F> {
+pub(crate) struct Softcap<F> {
     cap: F,
     inverse: F,
 }
 
 impl<F: Float> Softcap<F> {
-    pub(super) fn new(cap: F) -> Self {
+    pub(crate) fn new(cap: F) -> Self {
         Softcap { cap, inverse: F::one() / cap }
     }
 
     #[inline(always)]
-    pub(super) fn apply<V: Vector<F>>(self, v: V, u: V::Reg) -> V::Reg {
+    pub(crate) fn apply<V: Vector<F>>(self, v: V, u: V::Reg) -> V::Reg {
         v.mul(v.splat(self.cap), tanh(v, v.mul(u, v.splat(self.inverse))))
     }
 
     #[inline(always)]
-    pub(super) fn slope<V: Vector<F>>(self, v: V, z: V::Reg) -> V::Reg {
+    pub(crate) fn slope<V: Vector<F>>(self, v: V, z: V::Reg) -> V::Reg {
         let t = v.mul(z, v.splat(self.inverse));
         v.sub(v.splat(F::one()), v.mul(t, t))
     }
 
     /// The slope at a single logit. It divides, which is more precise and too slow for every logit.
-    pub(super) fn slope_at(self, z: F) -> F {
+    pub(crate) fn slope_at(self, z: F) -> F {
         F::one() - (z / self.cap) * (z / self.cap)
     }
 }

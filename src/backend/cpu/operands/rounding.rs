@@ -4,15 +4,15 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::dtype::{with_slice, Element};
-use super::memory::{filled, zeros};
-use super::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::cpu::memory::{filled, zeros};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::error::Result;
 
 /// Elements of a part.
 const PART: usize = 1 << 16;
 
 /// A contiguous tensor in f32, rounded.
-pub(super) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
+pub(crate) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
     let isa = Isa::best()?;
     let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
         let mut values: Vec<T> = filled(T::zero(), from.len());
@@ -24,7 +24,7 @@ pub(super) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor
 }
 
 /// A contiguous tensor, in f32.
-pub(super) fn widened<T: Element<Acc = f32>>(tensor: &Tensor) -> Result<Tensor> {
+pub(crate) fn widened<T: Element<Acc = f32>>(tensor: &Tensor) -> Result<Tensor> {
     let values = with_slice("tensor", tensor, |from: &[T]| {
         let mut values: Vec<f32> = zeros(from.len());
         let parts = values.par_chunks_mut(PART).zip(from.par_chunks(PART));

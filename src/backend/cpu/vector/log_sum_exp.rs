@@ -6,27 +6,27 @@ use crate::backend::contract::Defect;
 /// A log-sum-exp in two parts. Added up into one number, they would lose the precision that `z - lse` needs when the
 /// largest logit is far from zero.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct LogSumExp<F> {
+pub(crate) struct LogSumExp<F> {
     /// The largest logit; zero if all are minus infinity.
-    pub(super) largest: F,
+    pub(crate) largest: F,
     /// `log sum_v exp(z_v - largest)`
-    pub(super) log_sum: F,
+    pub(crate) log_sum: F,
 }
 
 impl<F: Float> LogSumExp<F> {
-    pub(super) fn value(self) -> F {
+    pub(crate) fn value(self) -> F {
         self.largest + self.log_sum
     }
 
     /// The log-sum-exp of a few numbers.
-    pub(super) fn of(values: impl Iterator<Item = F> + Clone) -> Self {
+    pub(crate) fn of(values: impl Iterator<Item = F> + Clone) -> Self {
         let largest = finite_or_zero(values.clone().fold(F::neg_infinity(), num_traits::Float::max));
         let sum: F = values.map(|x| (x - largest).exp()).sum();
         LogSumExp { largest, log_sum: sum.ln() }
     }
 
     /// Combines the log-sum-exps of a row's parts.
-    pub(super) fn of_parts(parts: impl Iterator<Item = Self> + Clone) -> Self {
+    pub(crate) fn of_parts(parts: impl Iterator<Item = Self> + Clone) -> Self {
         let possible = parts.clone().filter(|part| part.log_sum != F::neg_infinity());
         let largest = finite_or_zero(possible.map(|part| part.largest).fold(F::neg_infinity(), num_traits::Float::max));
         let sum: F = parts.map(|part| (part.largest - largest + part.log_sum).exp()).sum();
@@ -36,7 +36,7 @@ impl<F: Float> LogSumExp<F> {
 
 /// Why components with these log-sum-exps and log-priors have no distribution together, if they have none. A component
 /// without a possible id has none of its own.
-pub(super) fn defect_of<F: Float>(components: impl Iterator<Item = (LogSumExp<F>, F)> + Clone) -> Option<Defect> {
+pub(crate) fn defect_of<F: Float>(components: impl Iterator<Item = (LogSumExp<F>, F)> + Clone) -> Option<Defect> {
     let is_number = |(LogSumExp { largest, log_sum }, log_prior): (LogSumExp<F>, F)| {
         largest < F::infinity() && log_sum < F::infinity() && log_prior < F::infinity()
     };
@@ -49,7 +49,7 @@ pub(super) fn defect_of<F: Float>(components: impl Iterator<Item = (LogSumExp<F>
 }
 
 /// `x`, or zero if it is minus infinity.
-pub(super) fn finite_or_zero<F: Float>(x: F) -> F {
+pub(crate) fn finite_or_zero<F: Float>(x: F) -> F {
     if x == F::neg_infinity() {
         F::zero()
     } else {

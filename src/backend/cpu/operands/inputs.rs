@@ -2,29 +2,29 @@
 
 use super::dtype::{with_slice, Element};
 use super::matrix::{Decoder, DecoderMatrix};
-use super::memory::zeros;
-use super::simd::{Float, Isa, ROW_ALIGN};
-use super::softcap::Softcap;
 use crate::backend::contract::{Operands, Sizes};
+use crate::backend::cpu::memory::zeros;
+use crate::backend::cpu::vector::simd::{Float, Isa, ROW_ALIGN};
+use crate::backend::cpu::vector::softcap::Softcap;
 use crate::error::Result;
 
 pub(crate) struct Inputs<'a, T: Element> {
-    pub(super) sizes: Sizes,
-    pub(super) isa: Isa,
-    pub(super) logit_scale: T::Acc,
-    pub(super) softcap: Option<Softcap<T::Acc>>,
+    pub(crate) sizes: Sizes,
+    pub(crate) isa: Isa,
+    pub(crate) logit_scale: T::Acc,
+    pub(crate) softcap: Option<Softcap<T::Acc>>,
     /// `[positions, K, d]`
-    pub(super) contexts: &'a [T],
-    pub(super) decoder: Decoder<'a, T>,
+    pub(crate) contexts: &'a [T],
+    pub(crate) decoder: Decoder<'a, T>,
     /// `[positions, K]`
-    pub(super) log_priors: Vec<T::Acc>,
+    pub(crate) log_priors: Vec<T::Acc>,
     /// `[rows of the decoder]`, times the logit scale, padded with minus infinity to a multiple of [`ROW_ALIGN`]
-    pub(super) bias: Vec<T::Acc>,
+    pub(crate) bias: Vec<T::Acc>,
 }
 
 impl<T: Element> Inputs<'_, T> {
     /// Calls `f` with the inputs of these operands.
-    pub(super) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, T>) -> Result<R>) -> Result<R> {
+    pub(crate) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, T>) -> Result<R>) -> Result<R> {
         let sizes @ Sizes { positions, components, .. } = operands.sizes;
         let rows = operands.weight_rows()?;
         let log_priors = match &operands.log_priors {
@@ -57,7 +57,7 @@ impl<T: Element> Inputs<'_, T> {
     }
 
     /// The inputs whose logits are divided by a temperature.
-    pub(super) fn tempered(mut self, temperature: f64) -> Self {
+    pub(crate) fn tempered(mut self, temperature: f64) -> Self {
         if temperature != 1.0 {
             let power = T::Acc::of(1.0 / temperature);
             self.logit_scale *= power;

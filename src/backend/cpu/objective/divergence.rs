@@ -3,15 +3,15 @@
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use super::dtype::{with_slice, Element};
-use super::math::{exp, ln, not_negative};
-use super::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use crate::backend::cpu::operands::dtype::{with_slice, Element};
+use crate::backend::cpu::vector::math::{exp, ln, not_negative};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use crate::backend::divergence::{Divergence, DivergenceTerms};
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 
 /// The values `[n]` and their derivatives by the log-probabilities `[n, vocab]`, which are written over these.
-pub(super) fn divergence<F: Float + Element>(
+pub(crate) fn divergence<F: Float + Element>(
     log_probs: &Tensor,
     log_teacher: &Tensor,
     terms: &DivergenceTerms,

@@ -4,14 +4,14 @@
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
-use super::dtype::with_slice;
-use super::rounding::{rounded, widened};
-use super::simd::Isa;
-use super::tiles::matmul::{self, Matrix};
-use super::tiles::unit::TileUnit;
+use crate::backend::cpu::operands::dtype::with_slice;
+use crate::backend::cpu::operands::rounding::{rounded, widened};
+use crate::backend::cpu::tiles::matmul::{self, Matrix};
+use crate::backend::cpu::tiles::unit::TileUnit;
+use crate::backend::cpu::vector::simd::Isa;
 use crate::error::Result;
 
-pub(super) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let (m, k) = left.dims2()?;
     let n = right.dim(1)?;
     if m * k * n == 0 || right.dim(0)? != k || right.dtype() != DType::BF16 {

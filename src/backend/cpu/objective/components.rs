@@ -18,30 +18,30 @@
 //! d/d log pi_k  = -R_k
 //! ```
 
-use super::log_sum_exp::LogSumExp;
-use super::math::{not_negative, weighted};
-use super::simd::Float;
 use crate::backend::contract::Terms;
+use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
+use crate::backend::cpu::vector::math::{not_negative, weighted};
+use crate::backend::cpu::vector::simd::Float;
 
 /// What a position's objective depends on besides its logits.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Target<'a, F> {
+pub(crate) struct Target<'a, F> {
     /// The target id and its mass in `q`.
-    pub(super) hard: Option<(usize, F)>,
+    pub(crate) hard: Option<(usize, F)>,
     /// More ids and their masses in `q`.
-    pub(super) candidates: &'a [(usize, F)],
+    pub(crate) candidates: &'a [(usize, F)],
     /// The mass that `q` has on all other ids, in proportion to their probabilities. (For a row kernel with soft masses,
     /// it is a part of these.)
-    pub(super) outside: F,
+    pub(crate) outside: F,
     /// The rest of `q`, if any.
-    pub(super) soft: Option<Soft<'a, F>>,
-    pub(super) terms: Terms,
+    pub(crate) soft: Option<Soft<'a, F>>,
+    pub(crate) terms: Terms,
 }
 
 /// Masses of all ids. Any scalar function of a position's distribution has the gradient of an objective whose masses are
 /// `q_v = -dF / d log p(v)`.
 #[derive(Clone, Copy)]
-pub(super) enum Soft<'a, F> {
+pub(crate) enum Soft<'a, F> {
     /// Numbers, padded with zeros: label smoothing, or minus the upstream gradient of the log-probabilities.
     Given(&'a [F]),
     /// With the tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`: the masses of a sum of
@@ -51,44 +51,44 @@ pub(super) enum Soft<'a, F> {
 
 /// The upstream gradients of a position's scores.
 #[derive(Clone, Copy)]
-pub(super) struct ScoreUpstream<F> {
+pub(crate) struct ScoreUpstream<F> {
     /// The sum over all log-probabilities, and the mass outside among them
-    pub(super) log_probs: F,
-    pub(super) entropy: F,
-    pub(super) outside: F,
+    pub(crate) log_probs: F,
+    pub(crate) entropy: F,
+    pub(crate) outside: F,
 }
 
 /// The results of one position.
 #[derive(Clone, Copy, Default)]
-pub(super) struct PositionLoss {
-    pub(super) nll: f64,
-    pub(super) objective: f64,
+pub(crate) struct PositionLoss {
+    pub(crate) nll: f64,
+    pub(crate) objective: f64,
     /// Whether the target is the most probable id, if this was asked for.
-    pub(super) is_correct: bool,
+    pub(crate) is_correct: bool,
     /// With a filter: the absolute mass of all rows.
-    pub(super) mass: f64,
+    pub(crate) mass: f64,
     /// With a filter: the absolute mass of the dropped rows.
-    pub(super) dropped: f64,
+    pub(crate) dropped: f64,
 }
 
 /// The K components of one position, in buffers that a thread reuses for every position.
-pub(super) struct Components<F> {
+pub(crate) struct Components<F> {
     /// `lse_k`
-    pub(super) lse: Vec<LogSumExp<F>>,
+    pub(crate) lse: Vec<LogSumExp<F>>,
     /// `log pi_k - log sum_v exp(z_kv - max_u z_ku)`, which is added to `z_kv - max_u z_ku`
-    pub(super) log_scale: Vec<F>,
+    pub(crate) log_scale: Vec<F>,
     /// The target's part of `R_k`
-    pub(super) hard_mass: Vec<F>,
+    pub(crate) hard_mass: Vec<F>,
     /// `R_k`
-    pub(super) mass: Vec<F>,
+    pub(crate) mass: Vec<F>,
     /// `[candidates, K]`: each candidate's part of `R_k`, times the slope of the softcap at its logit
-    pub(super) candidate_masses: Vec<F>,
+    pub(crate) candidate_masses: Vec<F>,
     /// `sum_v |q_v| r_k(v)`, which the filter compares: weights of both signs may cancel in the mass
-    pub(super) magnitude: Vec<F>,
+    pub(crate) magnitude: Vec<F>,
 }
 
 impl<F: Float> Components<F> {
-    pub(super) fn new(components: usize) -> Self {
+    pub(crate) fn new(components: usize) -> Self {
         let zeros = || vec![F::zero(); components];
         let lse = vec![LogSumExp::default(); components];
         Components {
@@ -102,7 +102,7 @@ impl<F: Float> Components<F> {
     }
 
     /// Starts a position with these log-sum-exps and log-priors.
-    pub(super) fn set(&mut self, lse: &[LogSumExp<F>], log_priors: &[F]) {
+    pub(crate) fn set(&mut self, lse: &[LogSumExp<F>], log_priors: &[F]) {
         self.lse.copy_from_slice(lse);
         for ((log_scale, lse), &log_prior) in self.log_scale.iter_mut().zip(lse).zip(log_priors) {
             *log_scale = log_prior - lse.log_sum;
@@ -111,18 +111,18 @@ impl<F: Float> Components<F> {
 
     /// For each component, the largest logit and the `log_scale`.
     #[inline(always)]
-    pub(super) fn scales(&self) -> impl ExactSizeIterator<Item = (F, F)> + Clone + '_ {
+    pub(crate) fn scales(&self) -> impl ExactSizeIterator<Item = (F, F)> + Clone + '_ {
         self.lse.iter().zip(&self.log_scale).map(|(lse, &log_scale)| (lse.largest, log_scale))
     }
 
     /// Log p of an id, from its logits; at most zero.
-    pub(super) fn log_prob(&self, logit: impl Fn(usize) -> F) -> LogSumExp<F> {
+    pub(crate) fn log_prob(&self, logit: impl Fn(usize) -> F) -> LogSumExp<F> {
         LogSumExp::of((0..self.lse.len()).map(|k| logit(k) - self.lse[k].largest + self.log_scale[k]))
     }
 
     /// Adds the candidates' masses. `target_logit` is of a component and a candidate's index, `slope` the softcap's at a
     /// logit.
-    pub(super) fn add_candidates(
+    pub(crate) fn add_candidates(
         &mut self,
         candidates: &[(usize, F)],
         target_logit: impl Fn(usize, usize) -> F,
@@ -144,7 +144,7 @@ impl<F: Float> Components<F> {
     }
 
     /// The part of the loss that depends only on the target's logits and the log-sum-exps. Sets the masses accordingly.
-    pub(super) fn hard_loss(
+    pub(crate) fn hard_loss(
         &mut self,
         target: &Target<'_, F>,
         target_logit: impl Fn(usize, usize) -> F,
@@ -178,19 +178,19 @@ impl<F: Float> Components<F> {
 
     /// `R_k + 2 zeta lse_k / K`, the factor of component k's softmax in the gradient of its logits.
     #[inline(always)]
-    pub(super) fn softmax_mass(&self, target: &Target<'_, F>, k: usize) -> F {
+    pub(crate) fn softmax_mass(&self, target: &Target<'_, F>, k: usize) -> F {
         let z_loss = F::of(target.terms.z_loss) / F::of(self.lse.len() as f64);
         self.mass[k] + F::of(2.0) * z_loss * self.lse[k].value()
     }
 
     /// The same in f64; without a z-loss it is finite even if the log-sum-exp is not.
-    pub(super) fn precise_softmax_mass(&self, target: &Target<'_, F>, k: usize) -> f64 {
+    pub(crate) fn precise_softmax_mass(&self, target: &Target<'_, F>, k: usize) -> f64 {
         let z_loss = 2.0 * F::of(target.terms.z_loss).f64() / self.lse.len() as f64;
         self.mass[k].f64() + weighted(z_loss, self.lse[k].value().f64())
     }
 
     /// The magnitude below which the filter drops a row; records the dropped magnitude in `loss`.
-    pub(super) fn least_magnitude(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
+    pub(crate) fn least_magnitude(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
         let filter = F::of(target.terms.gradient_filter);
         if filter == F::zero() {
             return F::zero();

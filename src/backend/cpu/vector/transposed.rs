@@ -7,7 +7,7 @@ use pulp::bytemuck::{cast_slice, cast_slice_mut, Pod};
 
 /// The transpose number by number, which the compiler turns into shuffles.
 #[inline(always)]
-pub(super) fn plain<F: Pod, S, Reg: Pod, const N: usize>(_: S, rows: [Reg; N]) -> [Reg; N] {
+pub(crate) fn plain<F: Pod, S, Reg: Pod, const N: usize>(_: S, rows: [Reg; N]) -> [Reg; N] {
     let mut columns = rows;
     let (from, to): (&[F], &mut [F]) = (cast_slice(&rows), cast_slice_mut(&mut columns));
     for (i, column) in to.chunks_exact_mut(N).enumerate() {
@@ -21,7 +21,7 @@ pub(super) fn plain<F: Pod, S, Reg: Pod, const N: usize>(_: S, rows: [Reg; N]) -
 /// The transpose of 16 x 16 numbers: first of the 4 x 4 in each quarter of four registers, then of the quarters.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(super) fn of_16(v: pulp::x86::V4, rows: [pulp::f32x16; 16]) -> [pulp::f32x16; 16] {
+pub(crate) fn of_16(v: pulp::x86::V4, rows: [pulp::f32x16; 16]) -> [pulp::f32x16; 16] {
     let v = v.avx512f;
     let mut quarters = [[v._mm512_setzero_ps(); 4]; 4];
     for (quarters, rows) in quarters.iter_mut().zip(rows.as_chunks::<4>().0) {
@@ -52,7 +52,7 @@ pub(super) fn of_16(v: pulp::x86::V4, rows: [pulp::f32x16; 16]) -> [pulp::f32x16
 /// The transpose of 8 x 8 numbers: first of the 4 x 4 in each half of four registers, then of the halves.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(super) fn of_8(v: pulp::x86::V3, rows: [pulp::f32x8; 8]) -> [pulp::f32x8; 8] {
+pub(crate) fn of_8(v: pulp::x86::V3, rows: [pulp::f32x8; 8]) -> [pulp::f32x8; 8] {
     let v = v.avx;
     let mut halves = [[v._mm256_setzero_ps(); 4]; 2];
     for (halves, rows) in halves.iter_mut().zip(rows.as_chunks::<4>().0) {
@@ -77,7 +77,7 @@ pub(super) fn of_8(v: pulp::x86::V3, rows: [pulp::f32x8; 8]) -> [pulp::f32x8; 8]
 
 #[cfg(test)]
 mod tests {
-    use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+    use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
     /// Transposes `[lanes, lanes]` numbers; returns them with the number of lanes.
     struct Transposed;

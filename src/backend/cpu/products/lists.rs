@@ -5,15 +5,15 @@ use candle_core::{Device, Tensor};
 use num_traits::Zero;
 use rayon::prelude::*;
 
-use super::dtype::{with_slice, with_type, Element};
 use super::gemv::dots;
-use super::matrix::DecoderMatrix;
-use super::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::cpu::operands::dtype::{with_slice, with_type, Element};
+use crate::backend::cpu::operands::matrix::DecoderMatrix;
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::error::Result;
 use crate::tensors::kept::IdLists;
 
 /// `[positions, longest]`: the products of each context `[positions, d]` with the rows of its list; zero beyond a list.
-pub(super) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
         let (d, n) = (matrix.width, lists.longest());
         let mut values = vec![<T as Element>::Acc::zero(); lists.len() * n];
@@ -33,7 +33,7 @@ pub(super) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> R
 }
 
 /// The gradients of contexts and matrix from the products' `upstream`, as far as `needed`, in the operands' dtype.
-pub(super) fn gradients(
+pub(crate) fn gradients(
     contexts: &Tensor,
     matrix: &Tensor,
     lists: &IdLists,
@@ -114,7 +114,7 @@ fn matrix_gradient<T: Element>(
 
 /// A matrix `[rows, d]` with these values at the rows `ids`, which are in ascending order without repeats; the others
 /// are zero.
-pub(super) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
+pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
     let d = values.dim(1)?;
     with_type!(values.dtype(), T => with_slice("rows", values, |values: &[T]| {
         let mut scattered = vec![Zero::zero(); rows * d];

@@ -6,7 +6,7 @@ use crate::tensors::checks::read_ids;
 
 /// The ids of each position whose logits are needed one by one: each once, in ascending order.
 #[derive(Clone, Copy)]
-pub(super) enum Listed<'a> {
+pub(crate) enum Listed<'a> {
     /// None of any position.
     Nothing,
     /// The target of each position that is not ignored.
@@ -16,7 +16,7 @@ pub(super) enum Listed<'a> {
 
 impl<'a> Listed<'a> {
     /// The ids of position `t`; `None` if it is ignored.
-    pub(super) fn of(self, t: usize) -> Option<&'a [usize]> {
+    pub(crate) fn of(self, t: usize) -> Option<&'a [usize]> {
         match self {
             Listed::Nothing => Some(&[]),
             Listed::Targets(ids) => ids[t].as_ref().map(std::slice::from_ref),
@@ -26,9 +26,9 @@ impl<'a> Listed<'a> {
 }
 
 /// The ids of scores, some of which may be equal.
-pub(super) struct Candidates {
+pub(crate) struct Candidates {
     /// How many candidates each position has.
-    pub(super) n: usize,
+    pub(crate) n: usize,
     /// `[positions, n]`
     given: Vec<usize>,
     /// `[positions + 1]`
@@ -41,7 +41,7 @@ pub(super) struct Candidates {
 
 impl Candidates {
     /// Reads the ids, which must be in the vocabulary.
-    pub(super) fn new(scored: &Scored, vocab: usize) -> Result<Self> {
+    pub(crate) fn new(scored: &Scored, vocab: usize) -> Result<Self> {
         let (positions, n) = scored.token_ids.dims2()?;
         let given: Vec<usize> = read_ids("token_ids", &scored.token_ids, None, vocab)?.into_iter().flatten().collect();
         let (mut starts, mut ids, mut places) = (vec![0], Vec::new(), Vec::with_capacity(given.len()));
@@ -58,17 +58,17 @@ impl Candidates {
     }
 
     /// The ids of position `t`.
-    pub(super) fn of(&self, t: usize) -> &[usize] {
+    pub(crate) fn of(&self, t: usize) -> &[usize] {
         &self.ids[self.starts[t]..self.starts[t + 1]]
     }
 
     /// `[n]`: position `t`'s candidates as they were given.
-    pub(super) fn given(&self, t: usize) -> &[usize] {
+    pub(crate) fn given(&self, t: usize) -> &[usize] {
         &self.given[t * self.n..(t + 1) * self.n]
     }
 
     /// `[n]`: the place of each of position `t`'s candidates among its ids.
-    pub(super) fn places(&self, t: usize) -> &[usize] {
+    pub(crate) fn places(&self, t: usize) -> &[usize] {
         &self.places[t * self.n..(t + 1) * self.n]
     }
 }

@@ -6,25 +6,25 @@ use std::ops::Range;
 use num_traits::Zero;
 
 use super::dtype::Element;
-use super::simd::ROW_ALIGN;
+use crate::backend::cpu::vector::simd::ROW_ALIGN;
 
 /// A matrix for reading: `rows x cols` elements at `data[row * row_stride + col * col_stride]`.
 #[derive(Clone, Copy)]
-pub(super) struct View<'a, F> {
-    pub(super) data: *const F,
-    pub(super) rows: usize,
-    pub(super) cols: usize,
-    pub(super) row_stride: isize,
-    pub(super) col_stride: isize,
+pub(crate) struct View<'a, F> {
+    pub(crate) data: *const F,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: isize,
+    pub(crate) col_stride: isize,
     lifetime: PhantomData<&'a [F]>,
 }
 
 /// A matrix for writing, with contiguous rows.
-pub(super) struct ViewMut<'a, F> {
-    pub(super) data: *mut F,
-    pub(super) rows: usize,
-    pub(super) cols: usize,
-    pub(super) row_stride: isize,
+pub(crate) struct ViewMut<'a, F> {
+    pub(crate) data: *mut F,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: isize,
     lifetime: PhantomData<&'a mut [F]>,
 }
 
@@ -37,35 +37,35 @@ unsafe impl<F: Send> Send for ViewMut<'_, F> {}
 
 impl<'a, F> View<'a, F> {
     /// A `rows x cols` matrix in a row-major slice whose rows start `stride` elements apart.
-    pub(super) fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
+    pub(crate) fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
         View { data: data.as_ptr(), rows, cols, row_stride: stride as isize, col_stride: 1, lifetime: PhantomData }
     }
 
-    pub(super) fn columns(self, columns: Range<usize>) -> Self {
+    pub(crate) fn columns(self, columns: Range<usize>) -> Self {
         assert!(columns.start <= columns.end && columns.end <= self.cols);
         View { data: self.data.wrapping_offset(columns.start as isize * self.col_stride), cols: columns.len(), ..self }
     }
 
-    pub(super) fn transposed(self) -> Self {
+    pub(crate) fn transposed(self) -> Self {
         View { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 }
 
 impl<'a, F> ViewMut<'a, F> {
-    pub(super) fn new(data: &'a mut [F], rows: usize, cols: usize, stride: usize) -> Self {
+    pub(crate) fn new(data: &'a mut [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
         ViewMut { data: data.as_mut_ptr(), rows, cols, row_stride: stride as isize, lifetime: PhantomData }
     }
 
-    pub(super) fn row_mut(&mut self, row: usize) -> &mut [F] {
+    pub(crate) fn row_mut(&mut self, row: usize) -> &mut [F] {
         assert!(row < self.rows);
         // SAFETY: the row lies in the matrix, which is a unique borrow, and its elements are contiguous.
         unsafe { std::slice::from_raw_parts_mut(self.data.offset(row as isize * self.row_stride), self.cols) }
     }
 
     /// Splits the matrix into tiles of at most `rows x cols`, each with its ranges of rows and columns.
-    pub(super) fn tiles(self, rows: usize, cols: usize) -> Vec<(Range<usize>, Range<usize>, ViewMut<'a, F>)> {
+    pub(crate) fn tiles(self, rows: usize, cols: usize) -> Vec<(Range<usize>, Range<usize>, ViewMut<'a, F>)> {
         let mut tiles = Vec::new();
         for r in (0..self.rows).step_by(rows) {
             for c in (0..self.cols).step_by(cols) {
@@ -89,25 +89,25 @@ impl<'a, F> ViewMut<'a, F> {
 
 /// The decoder: its weight, and to the right of it the columns of an adapter.
 #[derive(Clone, Copy)]
-pub(super) struct Decoder<'a, T> {
-    pub(super) weight: DecoderMatrix<'a, T>,
-    pub(super) adapter: Option<DecoderMatrix<'a, T>>,
+pub(crate) struct Decoder<'a, T> {
+    pub(crate) weight: DecoderMatrix<'a, T>,
+    pub(crate) adapter: Option<DecoderMatrix<'a, T>>,
 }
 
 impl<'a, T: Element> Decoder<'a, T> {
     /// The matrices side by side, each with its columns of the decoder.
-    pub(super) fn parts(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, T>)> {
+    pub(crate) fn parts(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, T>)> {
         let d = self.weight.width;
         let adapter = self.adapter.map(|adapter| (d..d + adapter.width, adapter));
         std::iter::once((0..d, self.weight)).chain(adapter)
     }
 
     /// Number of columns.
-    pub(super) fn width(&self) -> usize {
+    pub(crate) fn width(&self) -> usize {
         self.weight.width + self.adapter.map_or(0, |adapter| adapter.width)
     }
 
-    pub(super) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
+    pub(crate) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
         to.clear();
         self.parts().for_each(|(_, matrix)| matrix.push_row(id, to));
     }
@@ -115,24 +115,24 @@ impl<'a, T: Element> Decoder<'a, T> {
 
 /// The decoder's weight `[vocab, d]`, stored as such or as its transpose, or the columns of an adapter `[vocab, r]`.
 #[derive(Clone, Copy)]
-pub(super) struct DecoderMatrix<'a, T> {
-    pub(super) values: &'a [T],
+pub(crate) struct DecoderMatrix<'a, T> {
+    pub(crate) values: &'a [T],
     /// Number of rows, which may be more than the vocabulary.
-    pub(super) vocab: usize,
+    pub(crate) vocab: usize,
     /// Number of columns.
-    pub(super) width: usize,
+    pub(crate) width: usize,
     /// Whether `values` is stored as `[d, vocab]`.
-    pub(super) transposed: bool,
+    pub(crate) transposed: bool,
 }
 
 impl<'a, T: Element> DecoderMatrix<'a, T> {
     /// Whether blocks `[ids, columns]` are read in place, without a copy.
-    pub(super) fn is_read_in_place(&self) -> bool {
+    pub(crate) fn is_read_in_place(&self) -> bool {
         T::IS_ACC && !self.transposed
     }
 
     /// The block `[ids, columns]` and its row stride: part of the decoder itself, or a copy in `buffer`.
-    pub(super) fn rows<'b>(
+    pub(crate) fn rows<'b>(
         &'b self,
         ids: Range<usize>,
         columns: Range<usize>,
@@ -146,7 +146,7 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
     }
 
     /// All columns of some ids, in the layout of the decoder: part of the decoder itself, or a copy in `buffer`.
-    pub(super) fn block<'b>(self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc>
+    pub(crate) fn block<'b>(self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc>
     where
         'a: 'b,
     {
@@ -160,7 +160,7 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         }
     }
 
-    pub(super) fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
+    pub(crate) fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
         if !self.transposed {
             to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen()))
         } else {
@@ -172,9 +172,9 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
 /// Some rows of the decoder: column j of id i at `values[i * id + j * column]`.
 #[derive(Clone, Copy)]
 pub(crate) struct Block<'a, F> {
-    pub(super) values: &'a [F],
-    pub(super) id: usize,
-    pub(super) column: usize,
+    pub(crate) values: &'a [F],
+    pub(crate) id: usize,
+    pub(crate) column: usize,
 }
 
 /// A block of a matrix with rows of `width` elements, and its row stride: part of the matrix itself, or a copy in
@@ -215,7 +215,7 @@ fn transposed_block<'a, T: Element>(
 }
 
 /// Writes a block of a matrix with rows of `width` elements, transposed and converted, to rows of `stride` elements.
-pub(super) fn transpose<T: Copy, F: Copy>(
+pub(crate) fn transpose<T: Copy, F: Copy>(
     matrix: &[T],
     width: usize,
     rows: Range<usize>,

@@ -5,21 +5,21 @@
 //! exponentials are never repacked.
 
 use crate::backend::cpu::memory::{prefetch, prefetch_to_second_level, CACHE_LINE};
-use crate::backend::cpu::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
 /// How much of a result is computed in registers.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Registers {
+pub(crate) struct Registers {
     /// Rows of the result.
-    pub(super) rows: usize,
+    pub(crate) rows: usize,
     /// Elements of a row: the width of a full panel.
-    pub(super) width: usize,
+    pub(crate) width: usize,
     /// Elements of a vector.
-    pub(super) lanes: usize,
+    pub(crate) lanes: usize,
 }
 
 impl Registers {
-    pub(super) fn of<F: Float>(isa: Isa) -> Self {
+    pub(crate) fn of<F: Float>(isa: Isa) -> Self {
         F::dispatch(isa, RegistersOf)
     }
 }
@@ -48,23 +48,23 @@ fn in_registers<F: Float, V: Vector<F>>() -> (usize, usize) {
 }
 
 #[inline(always)]
-pub(super) fn lanes<F: Float, V: Vector<F>>() -> usize {
+pub(crate) fn lanes<F: Float, V: Vector<F>>() -> usize {
     size_of::<V::Reg>() / size_of::<F>()
 }
 
 /// A part of the left operand: `depth` columns, with element `(i, k)` at `values[i * row + k * step]`. One of the
 /// strides is 1, the same one in all parts.
 #[derive(Clone, Copy)]
-pub(super) struct Left<'a, F> {
-    pub(super) values: &'a [F],
-    pub(super) row: usize,
-    pub(super) step: usize,
-    pub(super) depth: usize,
+pub(crate) struct Left<'a, F> {
+    pub(crate) values: &'a [F],
+    pub(crate) row: usize,
+    pub(crate) step: usize,
+    pub(crate) depth: usize,
 }
 
 /// The value that the products are added to.
 #[derive(Clone, Copy)]
-pub(super) enum Start<'a, F> {
+pub(crate) enum Start<'a, F> {
     Zero,
     /// The present values of the result. They are added last, so that only one rounding has their size.
     Stored,
@@ -73,20 +73,20 @@ pub(super) enum Start<'a, F> {
 }
 
 /// `to[rows, columns] = start + left[rows, depth] right[depth, width]`
-pub(super) struct Product<'a, F> {
-    pub(super) start: Start<'a, F>,
-    pub(super) rows: usize,
+pub(crate) struct Product<'a, F> {
+    pub(crate) start: Start<'a, F>,
+    pub(crate) rows: usize,
     /// Parts of the left operand, side by side.
-    pub(super) left: &'a [Left<'a, F>],
+    pub(crate) left: &'a [Left<'a, F>],
     /// `[depth, width]`; the depths of the left operand's parts add up to its depth
-    pub(super) right: &'a [F],
+    pub(crate) right: &'a [F],
     /// Elements of a row of `right`: whole vectors, no more than a full panel has.
-    pub(super) width: usize,
-    pub(super) to: &'a mut [F],
+    pub(crate) width: usize,
+    pub(crate) to: &'a mut [F],
     /// Distance between rows of `to`.
-    pub(super) to_row: usize,
+    pub(crate) to_row: usize,
     /// The columns of the result that are stored: all, or all but some of the last vector.
-    pub(super) columns: usize,
+    pub(crate) columns: usize,
 }
 
 impl<F: Float> Kernel<F> for Product<'_, F> {

@@ -6,13 +6,13 @@ use super::simd::{Float, Vector};
 /// `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal; NaN for
 /// NaN.
 #[inline(always)]
-pub(super) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
+pub(crate) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     exp_or_zero(v, x, v.splat(F::EXP_UNDERFLOW))
 }
 
 /// [`exp`], but zero for `x` below `least`, which is no less than [`Float::EXP_UNDERFLOW`].
 #[inline(always)]
-pub(super) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg) -> V::Reg {
+pub(crate) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg) -> V::Reg {
     // x = n ln 2 + r with |r| <= ln 2 / 2.
     let shifted = v.mul_add(x, v.splat(F::LOG2_E()), v.splat(F::ROUND));
     let n = v.sub(shifted, v.splat(F::ROUND));
@@ -27,7 +27,7 @@ pub(super) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg
 /// `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. This covers sums of exponentials relative to the
 /// largest.
 #[inline(always)]
-pub(super) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
+pub(crate) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     // x = m 2^e with m in [sqrt 1/2, sqrt 2), and ln m = 2 artanh s for s = (m - 1) / (m + 1).
     let one = v.splat(F::one());
     let (m, e) = v.mantissa_exponent(x);
@@ -44,7 +44,7 @@ pub(super) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
 
 /// `tanh x`.
 #[inline(always)]
-pub(super) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
+pub(crate) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
     let magnitude = v.max(x, v.sub(zero, x));
     let t = exp(v, v.mul(magnitude, v.splat(F::of(-2.0))));
@@ -73,7 +73,7 @@ fn polynomial<F: Float, V: Vector<F>>(v: V, coefficients: &[F], x: V::Reg) -> V:
 }
 
 /// `x`, or zero if its absolute value is below [`Float::LEAST_GRADIENT`].
-pub(super) fn flushed<F: Float>(x: F) -> F {
+pub(crate) fn flushed<F: Float>(x: F) -> F {
     if x.abs() < F::LEAST_GRADIENT {
         F::zero()
     } else {
@@ -82,7 +82,7 @@ pub(super) fn flushed<F: Float>(x: F) -> F {
 }
 
 /// `x`, or plus zero if rounding has made it negative.
-pub(super) fn not_negative<F: Float>(x: F) -> F {
+pub(crate) fn not_negative<F: Float>(x: F) -> F {
     if x <= F::zero() {
         F::zero()
     } else {
@@ -91,7 +91,7 @@ pub(super) fn not_negative<F: Float>(x: F) -> F {
 }
 
 /// `weight * x`, or zero for weight zero even if `x` is infinite or NaN.
-pub(super) fn weighted<F: Float>(weight: F, x: F) -> F {
+pub(crate) fn weighted<F: Float>(weight: F, x: F) -> F {
     if weight == F::zero() {
         F::zero()
     } else {

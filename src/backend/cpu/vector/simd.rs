@@ -15,7 +15,7 @@ use crate::backend::plan::Kernels;
 use crate::error::{Error, Result};
 
 /// Rows are padded to a multiple of this many elements: the lanes of the widest vector (AVX-512, `f32`).
-pub(super) const ROW_ALIGN: usize = 16;
+pub(crate) const ROW_ALIGN: usize = 16;
 
 /// A vector instruction set for elements of type `F`.
 pub(crate) trait Vector<F: Copy>: Copy {

@@ -4,27 +4,27 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::dtype::Element;
-use super::matrix::Decoder;
-use super::memory::Aligned;
-use super::simd::{Float, Isa};
-use super::tiles::product::SIDE;
-use super::tiles::rounding::RoundedRow;
-use super::tiles::squares::store_line;
-use super::tiles::transpose::transpose;
+use crate::backend::cpu::memory::Aligned;
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::matrix::Decoder;
+use crate::backend::cpu::tiles::product::SIDE;
+use crate::backend::cpu::tiles::rounding::RoundedRow;
+use crate::backend::cpu::tiles::squares::store_line;
+use crate::backend::cpu::tiles::transpose::transpose;
+use crate::backend::cpu::vector::simd::{Float, Isa};
 
 /// Some rows of the decoder in bf16, `[ids, d]`, and their transpose, both padded with zeros. Each square lies in one
 /// piece, one row of squares after the other.
 #[derive(Default)]
 pub(crate) struct DecoderSquares {
-    pub(super) rows: Aligned<bf16>,
-    pub(super) columns: Aligned<bf16>,
+    pub(crate) rows: Aligned<bf16>,
+    pub(crate) columns: Aligned<bf16>,
     line: Vec<bf16>,
 }
 
 impl DecoderSquares {
     /// Copies the rows of some ids, and transposes them.
-    pub(super) fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
+    pub(crate) fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
         let (down, across) = (ids.len().div_ceil(SIDE), decoder.width().div_ceil(SIDE));
         self.read_rows(isa, decoder, ids);
         if !decoder.weight.transposed {
@@ -35,7 +35,7 @@ impl DecoderSquares {
 
     /// Copies the rows of some ids. A weight is copied as it is stored: if that is its transpose, these are the
     /// transpose's columns.
-    pub(super) fn read_rows<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
+    pub(crate) fn read_rows<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
         let (d, n) = (decoder.width().next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let rows = self.rows.at_least(n * d);
         self.line.clear();

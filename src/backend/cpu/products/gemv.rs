@@ -2,10 +2,10 @@
 //! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
 //! contexts and ids.
 
-use super::dtype::Element;
-use super::matrix::ViewMut;
-use super::memory::{prefetch, CACHE_LINE};
-use super::simd::{Kernel, Vector};
+use crate::backend::cpu::memory::{prefetch, CACHE_LINE};
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::vector::simd::{Kernel, Vector};
 use num_traits::Zero;
 
 /// Bytes of the contexts that pass over the decoder together: they stay in the second-level cache.
@@ -16,15 +16,15 @@ const ROWS: usize = 6;
 const MOST_INTERLEAVED: usize = 3 * ROWS;
 
 /// `to[row, id] = contexts[row] . decoder[id]`
-pub(super) struct Dots<'a, 'b, T: Element> {
+pub(crate) struct Dots<'a, 'b, T: Element> {
     /// `[rows, d]`
-    pub(super) contexts: &'a [T::Acc],
+    pub(crate) contexts: &'a [T::Acc],
     /// `[ids, d]`
-    pub(super) decoder: &'a [T],
-    pub(super) d: usize,
+    pub(crate) decoder: &'a [T],
+    pub(crate) d: usize,
     /// Whether the products are added to `to`.
-    pub(super) add: bool,
-    pub(super) to: &'a mut ViewMut<'b, T::Acc>,
+    pub(crate) add: bool,
+    pub(crate) to: &'a mut ViewMut<'b, T::Acc>,
 }
 
 impl<T: Element> Kernel<T::Acc> for Dots<'_, '_, T> {
@@ -125,7 +125,7 @@ fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
 /// The inner products of `ROWS` contexts with `IDS` ids. With `INTERLEAVE`, `next` is prefetched meanwhile, a few lines at
 /// a time: the processor has room for few requests.
 #[inline(always)]
-pub(super) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
+pub(crate) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     ids: [&[T]; IDS],

@@ -6,60 +6,60 @@ use candle_core::{Device, Tensor};
 use half::bf16;
 
 use super::components::PositionLoss;
-use super::dtype::Element;
-use super::math::weighted;
-use super::memory::zeros;
-use super::simd::Float;
 use super::targets::Targets;
 use crate::backend::contract::{Gradients, LossResults, NeedsGrad, Sizes};
+use crate::backend::cpu::memory::zeros;
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::vector::math::weighted;
+use crate::backend::cpu::vector::simd::Float;
 use crate::error::{Error, Result};
 
 /// The gradients accumulated over the chunks; empty unless they are needed.
-pub(super) struct BufferedGradients<T: Element> {
-    pub(super) needed: bool,
+pub(crate) struct BufferedGradients<T: Element> {
+    pub(crate) needed: bool,
     /// `[positions, K, d]`
-    pub(super) contexts: Vec<T::Acc>,
+    pub(crate) contexts: Vec<T::Acc>,
     /// `[positions, K]`
-    pub(super) log_priors: Vec<T::Acc>,
-    pub(super) decoder: DecoderGradients<T::Acc>,
+    pub(crate) log_priors: Vec<T::Acc>,
+    pub(crate) decoder: DecoderGradients<T::Acc>,
     weight_rows: usize,
 }
 
 /// The gradients of the decoder that are needed.
 #[derive(Default)]
-pub(super) struct DecoderGradients<F> {
-    pub(super) weight: Option<ColumnGradient<F>>,
-    pub(super) adapter: Option<ColumnGradient<F>>,
+pub(crate) struct DecoderGradients<F> {
+    pub(crate) weight: Option<ColumnGradient<F>>,
+    pub(crate) adapter: Option<ColumnGradient<F>>,
     /// `[rows of the weight]`
-    pub(super) bias: Option<Vec<F>>,
+    pub(crate) bias: Option<Vec<F>>,
 }
 
 /// The gradient of some columns of the decoder.
-pub(super) struct ColumnGradient<F> {
-    pub(super) columns: Range<usize>,
+pub(crate) struct ColumnGradient<F> {
+    pub(crate) columns: Range<usize>,
     /// `[rows of the weight, columns]`
-    pub(super) values: Vec<F>,
+    pub(crate) values: Vec<F>,
     /// `[rows of the weight, columns]`, in place of `values`, if a single chunk writes the gradient and rounds it
-    pub(super) rounded: Vec<bf16>,
+    pub(crate) rounded: Vec<bf16>,
     /// Whether `values` already holds the contribution of an earlier chunk or loss.
-    pub(super) is_started: bool,
+    pub(crate) is_started: bool,
 }
 
 impl<F> DecoderGradients<F> {
     /// The gradients of the matrices, and the bias's.
-    pub(super) fn parts(&mut self) -> (impl Iterator<Item = &mut ColumnGradient<F>>, Option<&mut Vec<F>>) {
+    pub(crate) fn parts(&mut self) -> (impl Iterator<Item = &mut ColumnGradient<F>>, Option<&mut Vec<F>>) {
         (self.weight.iter_mut().chain(&mut self.adapter), self.bias.as_mut())
     }
 }
 
 impl<T: Element> BufferedGradients<T> {
     /// No gradients.
-    pub(super) fn none(sizes: Sizes) -> Self {
+    pub(crate) fn none(sizes: Sizes) -> Self {
         Self::new(sizes, 0, 0..0, NeedsGrad::default(), None, false)
     }
 
     /// `so_far` is the weight's gradient of earlier losses. With `rounds`, the weight's gradient is in bf16.
-    pub(super) fn new(
+    pub(crate) fn new(
         sizes: Sizes,
         weight_rows: usize,
         adapter_columns: Range<usize>,
@@ -119,7 +119,7 @@ impl<T: Element> BufferedGradients<T> {
     }
 }
 
-pub(super) fn results<T: Element>(
+pub(crate) fn results<T: Element>(
     sizes: Sizes,
     needs_grad: NeedsGrad,
     targets: &Targets<T::Acc>,

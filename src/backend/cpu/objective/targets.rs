@@ -5,16 +5,16 @@ use rayon::prelude::*;
 
 use super::components::{ScoreUpstream, Soft, Target};
 use super::listed::{Candidates, Listed};
-use super::math::weighted;
-use super::memory::zeros;
-use super::simd::{Float, ROW_ALIGN};
 use crate::backend::contract::{GradScale, Objective, Scored, Sizes, TargetLoss, Terms, OF_POSITION};
+use crate::backend::cpu::memory::zeros;
+use crate::backend::cpu::vector::math::weighted;
+use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
 /// The targets of all positions, and their weights.
-pub(super) struct Targets<F> {
+pub(crate) struct Targets<F> {
     /// `None` if the objective is an inner product with an upstream gradient
     ids: Option<Ids<F>>,
     /// If that is the gradient of scores
@@ -26,7 +26,7 @@ pub(super) struct Targets<F> {
     /// The position that `soft` starts at.
     soft_first: usize,
     stride: usize,
-    pub(super) terms: Terms,
+    pub(crate) terms: Terms,
 }
 
 /// The upstream gradients of the scores of some positions.
@@ -73,7 +73,7 @@ struct Ids<F> {
 impl<F: Float> Targets<F> {
     /// The inner product of the scores of some positions, from `first` on, and `upstream`, `[positions, n + 2]`. The
     /// `power` is the inverse of the temperature, or one if the logits are tempered already.
-    pub(super) fn of_scores(
+    pub(crate) fn of_scores(
         scored: &Scored,
         candidates: &Candidates,
         upstream: &[F],
@@ -100,7 +100,7 @@ impl<F: Float> Targets<F> {
     }
 
     /// The inner product of the log-probabilities of some positions, from `first` on, and `upstream`, `[positions, vocab]`.
-    pub(super) fn of_upstream(upstream: Vec<F>, first: usize, sizes: Sizes) -> Self {
+    pub(crate) fn of_upstream(upstream: Vec<F>, first: usize, sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         let soft = if stride == sizes.vocab {
             upstream
@@ -114,14 +114,14 @@ impl<F: Float> Targets<F> {
     }
 
     /// No targets: the objective is not known before the scores.
-    pub(super) fn none(sizes: Sizes) -> Self {
+    pub(crate) fn none(sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         let terms = Terms::default();
         Targets { ids: None, scores: None, soft: vec![], soft_step: 0, soft_first: 0, stride, terms }
     }
 
     /// Reads the targets, which must be among the `rows` of the weight, or in the vocabulary of all ranks.
-    pub(super) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
+    pub(crate) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
         let loss = match objective {
             Objective::LogProbs { upstream } => {
@@ -158,7 +158,7 @@ impl<F: Float> Targets<F> {
     }
 
     /// Whether there are soft targets.
-    pub(super) fn are_soft(&self) -> bool {
+    pub(crate) fn are_soft(&self) -> bool {
         let scores = self.scores.as_ref();
         let are_tempered = |scores: &ScoreMasses<F>| {
             let is_soft = |of: &ScoreUpstream<F>| of.entropy != F::zero() || of.outside != F::zero();
@@ -167,37 +167,37 @@ impl<F: Float> Targets<F> {
         !self.soft.is_empty() || scores.is_some_and(are_tempered)
     }
 
-    pub(super) fn has_filter(&self) -> bool {
+    pub(crate) fn has_filter(&self) -> bool {
         F::of(self.terms.gradient_filter) > F::zero()
     }
 
     /// The row of the target of position `t`; `None` if it is ignored.
-    pub(super) fn row(&self, t: usize) -> Option<usize> {
+    pub(crate) fn row(&self, t: usize) -> Option<usize> {
         self.ids.as_ref()?.rows[t]
     }
 
     /// The target id of position `t`; `None` if it is ignored.
-    pub(super) fn id(&self, t: usize) -> Option<usize> {
+    pub(crate) fn id(&self, t: usize) -> Option<usize> {
         self.ids.as_ref()?.ids[t]
     }
 
     /// The row of each position's target.
-    pub(super) fn listed(&self) -> Listed<'_> {
+    pub(crate) fn listed(&self) -> Listed<'_> {
         Listed::Targets(self.ids.as_ref().map_or(&[], |ids| &ids.rows))
     }
 
     /// What is added to the logit of position `t`'s target, if targets are entries of their own.
-    pub(super) fn own_shift(&self, t: usize) -> Option<F> {
+    pub(crate) fn own_shift(&self, t: usize) -> Option<F> {
         Some(self.ids.as_ref()?.own_shifts.as_ref()?[t])
     }
 
     /// Whether targets are entries of their own.
-    pub(super) fn are_own(&self) -> bool {
+    pub(crate) fn are_own(&self) -> bool {
         self.ids.as_ref().is_some_and(|ids| ids.own_shifts.is_some())
     }
 
     /// The target of position `t` for the row kernels; `None` if it is ignored.
-    pub(super) fn position(&self, t: usize) -> Option<Target<'_, F>> {
+    pub(crate) fn position(&self, t: usize) -> Option<Target<'_, F>> {
         if let Some(scores) = &self.scores {
             return scores.target(t);
         }
@@ -213,18 +213,18 @@ impl<F: Float> Targets<F> {
     }
 
     /// The factor of the gradient of position `t`'s objective.
-    pub(super) fn scale(&self, t: usize) -> F {
+    pub(crate) fn scale(&self, t: usize) -> F {
         let of_upstream = if self.soft_step > 0 { -F::one() } else { F::one() };
         self.ids.as_ref().map_or(of_upstream, |ids| ids.scales[t])
     }
 
     /// The weight of position `t`; zero if it is ignored.
-    pub(super) fn position_weight(&self, t: usize) -> f64 {
+    pub(crate) fn position_weight(&self, t: usize) -> f64 {
         self.ids.as_ref().map_or(1.0, |ids| ids.position_weight(t))
     }
 
     /// The contribution of position `t` to the denominator of the mean.
-    pub(super) fn count(&self, t: usize) -> f64 {
+    pub(crate) fn count(&self, t: usize) -> f64 {
         self.ids.as_ref().map_or(1.0, |ids| ids.count(t))
     }
 }

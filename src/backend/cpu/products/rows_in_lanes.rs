@@ -1,41 +1,41 @@
 //! The first product for panels of contexts: the lanes of a register are rows, and each element of the decoder is
 //! broadcast to them from where it lies.
 
-use super::dtype::Element;
-use super::matrix::ViewMut;
-use super::panel_product::{lanes, Left, Product, Start};
-use super::simd::{Float, Isa, Kernel, Vector};
+use super::panel::{lanes, Left, Product, Start};
+use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
 /// Columns of the decoder that a sum adds one after the other: the rounding errors of longer sums are larger.
 const MOST_DEPTH: usize = 512;
 
 /// Contexts as the columns of a panel.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Panel {
+pub(crate) struct Panel {
     /// Index of its first row.
-    pub(super) first: usize,
-    pub(super) rows: usize,
+    pub(crate) first: usize,
+    pub(crate) rows: usize,
     /// `rows`, rounded up to whole registers.
-    pub(super) width: usize,
+    pub(crate) width: usize,
 }
 
 /// `to[row, id] = contexts[row] . decoder[id]` for the rows of a panel and some ids.
-pub(super) struct RowsInLanes<'a, 'b, F> {
-    pub(super) panel: Panel,
+pub(crate) struct RowsInLanes<'a, 'b, F> {
+    pub(crate) panel: Panel,
     /// `[d, width]`
-    pub(super) contexts: &'a [F],
+    pub(crate) contexts: &'a [F],
     /// The rows of the decoder, in parts.
-    pub(super) decoder: &'a [Left<'a, F>],
-    pub(super) ids: usize,
+    pub(crate) decoder: &'a [Left<'a, F>],
+    pub(crate) ids: usize,
     /// The column of `to` that belongs to the first id.
-    pub(super) first_id: usize,
-    pub(super) to: &'a mut ViewMut<'b, F>,
+    pub(crate) first_id: usize,
+    pub(crate) to: &'a mut ViewMut<'b, F>,
     /// `[ids, width]`
-    pub(super) products: &'a mut [F],
+    pub(crate) products: &'a mut [F],
 }
 
 impl<F: Float> RowsInLanes<'_, '_, F> {
-    pub(super) fn multiply(self, isa: Isa) {
+    pub(crate) fn multiply(self, isa: Isa) {
         let RowsInLanes { panel, contexts, decoder, ids, first_id, to, products } = self;
         let width = panel.width;
         let products = &mut products[..ids * width];
@@ -91,9 +91,9 @@ impl<F: Float> Kernel<F> for Transposed<'_, '_, F> {
 }
 
 /// Widens numbers.
-pub(super) struct Widened<'a, T: Element> {
-    pub(super) values: &'a [T],
-    pub(super) to: &'a mut [T::Acc],
+pub(crate) struct Widened<'a, T: Element> {
+    pub(crate) values: &'a [T],
+    pub(crate) to: &'a mut [T::Acc],
 }
 
 impl<T: Element> Kernel<T::Acc> for Widened<'_, T> {

@@ -1,7 +1,7 @@
 //! What multiplies matrices: vectors, or a tile unit, whose operands and results vectors prepare.
 
-use super::simd::Isa;
-use super::tiles::unit::TileUnit;
+use crate::backend::cpu::tiles::unit::TileUnit;
+use crate::backend::cpu::vector::simd::Isa;
 
 /// Products on vectors, in the accumulation dtype.
 #[derive(Clone, Copy)]

@@ -1,0 +1,9 @@
+//! Products of matrices that both computations use.
+
+pub(crate) mod decoder_squares;
+pub(crate) mod gemv;
+pub(crate) mod lists;
+pub(crate) mod matmul;
+pub(crate) mod multiplier;
+pub(crate) mod panel;
+pub(crate) mod rows_in_lanes;

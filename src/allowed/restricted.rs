@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use super::ids::AllowedIds;
 use super::rows::{expanded, Rows};
 use super::single::{gathered, is_single};
-use crate::backend::contract::Sizes;
+use crate::backend::operands::Sizes;
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;

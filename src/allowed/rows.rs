@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{Tensor, D};
 
 use super::single::{gathered, is_single, logits_of_lists};
-use crate::backend::contract::{accumulation_dtype, Sizes};
+use crate::backend::operands::{accumulation_dtype, Sizes};
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;

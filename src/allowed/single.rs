@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use crate::backend;
-use crate::backend::contract::{Operands, Sizes};
+use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::tensors::autograd::{attach, Leaf};

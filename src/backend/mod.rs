@@ -10,27 +10,33 @@ pub(crate) mod contract;
 mod cpu;
 #[cfg(any(feature = "cuda", all(test, target_os = "linux")))]
 mod cuda;
+pub(crate) mod distribution;
 pub(crate) mod divergence;
 #[cfg(any(feature = "cuda", feature = "metal", all(test, target_os = "linux")))]
 mod gpu;
 #[cfg(any(feature = "metal", all(test, target_os = "linux")))]
 mod metal;
+pub(crate) mod objective;
+pub(crate) mod operands;
 pub(crate) mod plan;
 pub(crate) mod ranking;
 mod schedule;
 pub(crate) mod shard;
 mod shared_rows;
+pub(crate) mod task;
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::tensors::kept::IdLists;
-use contract::{
-    Backend, Gradients, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Task, Visit,
-};
+use contract::{Backend, Gradients, LossResults};
+use distribution::Visit;
 use divergence::DivergenceTerms;
+use objective::{LogProbTerms, Objective, ScoreTerms, Scored};
+use operands::{NeedsGrad, Operands};
 use plan::Plan;
 use shard::VocabShard;
+use task::Task;
 
 #[cfg(feature = "nccl")]
 pub(crate) use cuda::Communicator;

@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backend::contract::{Distribution, Real, Visit, TILE};
+use crate::backend::distribution::{Distribution, Real, Visit, TILE};
 use crate::error::Result;
 
 /// The log-probability of a token id, and the id.
@@ -140,7 +140,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::backend::contract::Computed;
+    use crate::backend::distribution::Computed;
     use crate::error::Error;
 
     proptest! {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::backend::contract::NeedsGrad;
+use crate::backend::operands::NeedsGrad;
 use crate::backend::plan::Plan;
 use crate::error::Result;
 

@@ -1,6 +1,6 @@
 //! Rows of logits whose ids the ranks share: their log-sum-exps and the logits of their targets.
 
-use super::contract::Real;
+use super::distribution::Real;
 use super::shard::VocabShard;
 use crate::error::Result;
 

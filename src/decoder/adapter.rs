@@ -12,7 +12,7 @@ use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
 use crate::backend;
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_alike, check_float, check_number, check_product, check_sizes, check_vocab};
 use crate::tensors::linear::layer;

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backend::contract::{Computed, Real, Visit};
+use crate::backend::distribution::{Computed, Real, Visit};
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_elements, check_float, most_log_prob, LOG_PROBS};
 

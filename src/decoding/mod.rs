@@ -1,6 +1,6 @@
 //! Chooses token ids from the distribution of each position, without a tensor of the vocabulary's size.
 //!
-//! A distribution is read tile by tile ([`Distribution`](crate::backend::contract::Distribution)): [`top_k`] ranks its
+//! A distribution is read tile by tile ([`Distribution`](crate::backend::distribution::Distribution)): [`top_k`] ranks its
 //! ids, [`multinomial`] draws one of them; [`next_token`] answers requests that have settings of their own.
 
 mod log_probs;

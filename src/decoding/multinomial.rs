@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::sampling::Sampling;
-use crate::backend::contract::{Distribution, Real, Visit, TILE};
+use crate::backend::distribution::{Distribution, Real, Visit, TILE};
 use crate::backend::ranking::{best, Ranked};
 use crate::error::{Error, Result};
 

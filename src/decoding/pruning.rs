@@ -3,7 +3,7 @@
 use candle_core::{Tensor, D};
 
 use super::log_probs::check_log_probs;
-use crate::backend::contract::{accumulation_dtype, Sizes};
+use crate::backend::operands::{accumulation_dtype, Sizes};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_number;

@@ -2,7 +2,7 @@
 
 use crate::backend;
 use crate::backend::agreement::{Call, Number};
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{order, Best, Ranked};
 use crate::backend::shard::VocabShard;
 use crate::decoding::TopK;

@@ -10,7 +10,7 @@ use candle_nn::VarMap;
 
 use crate::backend::agreement::{agree, first_other, Call, Number};
 use crate::backend::collectives::{Collectives, Numbers};
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Request};
 

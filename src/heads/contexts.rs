@@ -8,7 +8,7 @@ use super::config::{ContextActivation, MixtureConfig, MixtureTensors};
 use super::head::Head;
 use super::projection::{Configured, Projection};
 use crate::backend;
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::decoding::Sampler;
 use crate::error::{Error, Result};

@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 
 use super::results::Loss;
-use crate::backend::contract::SoFar;
+use crate::backend::objective::SoFar;
 use crate::error::Result;
 
 /// The sum of the gradients of several losses, such as the losses of the batches of one optimizer step.

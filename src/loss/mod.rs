@@ -10,7 +10,7 @@ mod options;
 mod request;
 mod results;
 
-pub use crate::backend::contract::Precision;
+pub use crate::backend::operands::Precision;
 pub use gradient_sum::GradientSum;
 pub use negatives::{Negatives, NoiseDistribution};
 pub use options::{LossOptions, Reduction, SampledLoss};

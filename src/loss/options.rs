@@ -4,7 +4,8 @@ use candle_core::Tensor;
 
 use super::gradient_sum::GradientSum;
 use super::negatives::Negatives;
-use crate::backend::contract::{Precision, Terms};
+use crate::backend::objective::Terms;
+use crate::backend::operands::Precision;
 use crate::error::{Error, OptionName, Result};
 use crate::tensors::checks::check_number;
 use crate::tensors::dropout::DropoutMasks;

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::options::{LossOptions, Reduction, SampledLoss};
 use super::results::Loss;
-use crate::backend::contract::{GradScale, TargetLoss};
+use crate::backend::objective::{GradScale, TargetLoss};
 use crate::error::{Error, OptionName, Result};
 use crate::tensors::checks::{check_device, check_float, check_targets, check_weights, leading, read_ids};
 

@@ -6,7 +6,8 @@ use candle_core::Tensor;
 
 use super::node::{self, Known};
 use super::Mixture;
-use crate::backend::contract::{Gradients, LossResults, NeedsGrad, Operands};
+use crate::backend::contract::{Gradients, LossResults};
+use crate::backend::operands::{NeedsGrad, Operands};
 use crate::error::Result;
 use crate::loss::{Loss, Reduction};
 

@@ -9,7 +9,10 @@ use super::chunk_terms::{ChunkLogProbs, ChunkTerms};
 use super::node::needs_grad;
 use super::Mixture;
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, LogProbTerms, LossResults, Task};
+use crate::backend::contract::LossResults;
+use crate::backend::objective::LogProbTerms;
+use crate::backend::operands::accumulation_dtype;
+use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::loss::Loss;
 

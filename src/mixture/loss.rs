@@ -7,10 +7,10 @@ use super::sample::Sample;
 use super::sampled_softmax::{self, small_loss};
 use super::{vocab_parallel, Mixture};
 use crate::backend;
-use crate::backend::contract::{
-    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task,
-};
+use crate::backend::objective::{GradScale, Objective, TargetLoss};
+use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
+use crate::backend::task::Task;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, Unchecked};
 use crate::tensors::autograd::variables;

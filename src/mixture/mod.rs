@@ -20,7 +20,8 @@ mod vocab_parallel;
 use candle_core::{DType, Tensor};
 
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, Operands, Sizes, Task};
+use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
+use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
 use crate::tensors::checks::{

@@ -8,7 +8,9 @@ use std::sync::Mutex;
 use candle_core::{DType, Device, Tensor};
 
 use crate::backend;
-use crate::backend::contract::{accumulation_dtype, Gradients, NeedsGrad, Objective, Operands, Scored};
+use crate::backend::contract::Gradients;
+use crate::backend::objective::{Objective, Scored};
+use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;

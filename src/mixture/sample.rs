@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Tensor, D};
 
-use crate::backend::contract::{accumulation_dtype, Operands, Sizes};
+use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::{Error, Result};
 use crate::loss::{DecoderRows, Negatives, Request};
 use crate::tensors::autograd::variable_of;

@@ -11,7 +11,8 @@
 use candle_core::Tensor;
 
 use super::sample::{vector, Sample};
-use crate::backend::contract::{accumulation_dtype, Operands, Sizes, TargetLoss};
+use crate::backend::objective::TargetLoss;
+use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::Result;
 use crate::loss::{Negatives, Request};
 

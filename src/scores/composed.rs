@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor, D};
 
-use crate::backend::contract::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, OF_POSITION};
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 

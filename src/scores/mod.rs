@@ -7,7 +7,7 @@ pub(crate) mod policy;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
-use crate::backend::contract::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, OF_POSITION};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_log_probs, check_number, check_targets};

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor, D};
 
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::{check_device, check_float, check_number, check_targets, leading};

@@ -10,7 +10,7 @@ use std::fmt::Debug;
 use candle_core::{Device, Tensor, TensorId};
 
 use super::{Cluster, Place, TwoLevel};
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::heads::MixtureLayer;
 use crate::loss::{Loss, LossOptions, Reduction, Request};

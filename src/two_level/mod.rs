@@ -22,7 +22,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 
 use crate::backend;
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, Result};
 use crate::heads::{MixtureLayer, OutputLayer};

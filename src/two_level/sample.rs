@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use candle_core::{Tensor, D};
 
 use super::TwoLevel;
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::decoding::Sampler;
 use crate::error::{Error, OptionName, Result};
 use crate::heads::MixtureLayer;

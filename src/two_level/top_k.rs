@@ -7,7 +7,8 @@
 use candle_core::{DType, Tensor};
 
 use super::TwoLevel;
-use crate::backend::contract::{accumulation_dtype, Computed, Distribution};
+use crate::backend::distribution::{Computed, Distribution};
+use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{self, order, Ranked};
 use crate::decoding::TopK;
 use crate::error::Result;

@@ -20,13 +20,15 @@ mod vector;
 
 use candle_core::{DType, Device, Tensor, WithDType};
 
-use crate::backend::contract::{
-    Backend, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTerms, Scored, Sizes, SoFar, Task, Visit,
-};
+use crate::backend::contract::{Backend, LossResults};
+use crate::backend::distribution::Visit;
 use crate::backend::divergence::DivergenceTerms;
+use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored, SoFar};
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
+use crate::backend::task::Task;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 use crate::tensors::kept::IdLists;

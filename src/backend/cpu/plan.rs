@@ -9,8 +9,9 @@ use super::served::Served;
 use super::tiles::unit::TileUnit;
 use super::vector::simd::Isa;
 use super::{one_pass, two_pass};
-use crate::backend::contract::{Operands, Precision, ScoreTask, Sizes, Task};
+use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
+use crate::backend::task::{ScoreTask, Task};
 use crate::error::{Error, Result};
 
 /// Maximum rows of a loss without gradients that inner products compute faster: in the kernels of `one_pass` a row is

@@ -18,10 +18,11 @@ use super::tiles::unit::TileUnit;
 use super::two_pass::TwoPasses;
 use super::vector::simd::Isa;
 use super::{log_probs, loss, Cpu};
-use crate::backend::contract::{
-    Backend, GradScale, LossResults, NeedsGrad, Objective, Operands, Precision, Sizes, TargetLoss, Task, Terms,
-};
+use crate::backend::contract::{Backend, LossResults};
+use crate::backend::objective::{GradScale, Objective, TargetLoss, Terms};
+use crate::backend::operands::{NeedsGrad, Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Plan};
+use crate::backend::task::Task;
 use crate::error::Result;
 
 const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, adapter: false, bias: true };

@@ -1,6 +1,6 @@
 //! The kernels' arguments in CUDA's layout. Addresses come from [`Gpu::address`](super::device::Gpu::address).
 
-use crate::backend::contract;
+use crate::backend::objective;
 
 /// `struct Logits` of `rows.h`.
 #[repr(C)]
@@ -39,7 +39,7 @@ pub(in crate::backend) struct Terms {
 
 impl Terms {
     /// `unit` multiplies the gradient of the logits.
-    pub(in crate::backend) fn new(terms: &contract::Terms, unit: f32) -> Self {
+    pub(in crate::backend) fn new(terms: &objective::Terms, unit: f32) -> Self {
         Terms { z_loss: terms.z_loss as f32, filter: terms.gradient_filter as f32, unit }
     }
 

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{Argument, Logits, Objective, Rows};
 use super::device::{Buffer, Gpu, Matrix, Product};
-use crate::backend::contract::{Operands, Sizes};
+use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::{join, SharedRow};

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::arguments::Argument;
-use crate::backend::contract::Sizes;
+use crate::backend::operands::Sizes;
 use crate::backend::plan::Kernels;
 use crate::error::Result;
 

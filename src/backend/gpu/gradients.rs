@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::chunks::{matrix, Chunks, InputPart};
 use super::device::{Buffer, Gpu, Matrix};
-use crate::backend::contract::{NeedsGrad, Sizes};
+use crate::backend::operands::{NeedsGrad, Sizes};
 use crate::error::Result;
 
 /// The gradients that are needed.

@@ -5,8 +5,11 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::contract::{Backend, Gradients, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, Task};
+use crate::backend::contract::{Backend, Gradients, LossResults};
+use crate::backend::objective::{LogProbTerms, Objective};
+use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::plan::Plan;
+use crate::backend::task::Task;
 use crate::error::{Error, Result};
 
 pub(super) fn log_prob_loss(

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::chunks::Chunks;
 use super::device::{Buffer, Gpu};
-use crate::backend::contract::{Operands, Sizes};
+use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::error::Result;
 

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Tensor, D};
 
-use crate::backend::contract::Operands;
+use crate::backend::operands::Operands;
 use crate::error::Result;
 use crate::tensors::kept::rows_of;
 

@@ -26,12 +26,13 @@ mod testing;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backend::contract::{
-    Backend, Computed, LogProbTerms, LossResults, NeedsGrad, Objective, Operands, ScoreTask, ScoreTerms, Scored, Sizes,
-    Task, Visit,
-};
+use crate::backend::contract::{Backend, LossResults};
+use crate::backend::distribution::{Computed, Visit};
+use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored};
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::{default, Computation, Needs, Plan};
 use crate::backend::ranking::{tensors, Best};
+use crate::backend::task::{ScoreTask, Task};
 use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
 use device::{Buffer, Gpu, Kind};

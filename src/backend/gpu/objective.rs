@@ -4,7 +4,8 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{self, Argument};
 use super::device::{Buffer, Gpu, BLOCK};
-use crate::backend::contract::{GradScale, Objective, Operands, Scored, Sizes, TargetLoss, Terms};
+use crate::backend::objective::{GradScale, Objective, Scored, TargetLoss, Terms};
+use crate::backend::operands::{Operands, Sizes};
 use crate::error::{Error, Result};
 
 /// The targets of a loss.

@@ -2,7 +2,9 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::contract::{Gradients, Operands, TargetLoss};
+use crate::backend::contract::Gradients;
+use crate::backend::objective::TargetLoss;
+use crate::backend::operands::Operands;
 use crate::error::Result;
 
 /// Targets that are entries of their own ([`TargetLoss::own_shifts`]).

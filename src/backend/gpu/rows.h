@@ -1,5 +1,5 @@
 // The row kernels of the mixture on GPUs: the computations on the logits between the products. The equations are at the
-// head of cpu/components.rs, whose names these kernels share.
+// head of cpu/objective/components.rs, whose names these kernels share.
 //
 // One source for two languages: cuda/mixture.cu and metal/mixture.metal include it, wrap these functions into kernels,
 // and define first

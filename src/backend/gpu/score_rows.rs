@@ -9,7 +9,8 @@ use super::arguments::{self, Argument};
 use super::chunks::{is_best, Chunks, Mixed};
 use super::device::{Buffer, Gpu, BLOCK};
 use super::objective::Prepared;
-use crate::backend::contract::{Scored, Sizes, OF_POSITION};
+use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::operands::Sizes;
 use crate::error::Result;
 
 /// The scores of all positions, and what the kernels keep of a chunk's.

@@ -1,6 +1,7 @@
 //! The targets of a loss on a GPU whose vocabulary ranks share.
 
-use crate::backend::contract::{Gradients, TargetLoss};
+use crate::backend::contract::Gradients;
+use crate::backend::objective::TargetLoss;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;

@@ -8,9 +8,9 @@ use std::cell::RefCell;
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::contract::Sizes;
 use crate::backend::gpu::arguments::Argument;
 use crate::backend::gpu::device::{Buffer, Gpu, Matrix, Product, BLOCK};
+use crate::backend::operands::Sizes;
 use crate::error::Result;
 
 /// The most elements of the right operand that are widened at a time, unless one row has more.

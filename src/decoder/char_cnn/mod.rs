@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 
-use crate::backend::contract::accumulation_dtype;
+use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::tensors::autograd;
 use crate::tensors::checks::{check_elements, check_float, check_product, check_sizes};

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use crate::backend::contract::TILE;
+use crate::backend::distribution::TILE;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_number;
 

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::kept::kept;
 use super::noise::Noise;
-use crate::backend::contract::{Computed, TILE};
+use crate::backend::distribution::{Computed, TILE};
 use crate::backend::ranking::best;
 use crate::decoding::multinomial::{nucleus, Masses};
 use crate::decoding::Sampling;

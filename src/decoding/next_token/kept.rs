@@ -77,7 +77,7 @@ pub(super) fn kept(z: &[f64], sampling: &Sampling) -> Kept {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::contract::Computed;
+    use crate::backend::distribution::Computed;
     use crate::decoding::multinomial::nucleus;
     use proptest::prelude::*;
 

@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use crate::backend;
-use crate::backend::contract::{Computed, Distribution, Real, Visit, TILE};
+use crate::backend::distribution::{Computed, Distribution, Real, Visit, TILE};
 use crate::backend::ranking::best;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;

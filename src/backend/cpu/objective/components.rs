@@ -18,10 +18,10 @@
 //! d/d log pi_k  = -R_k
 //! ```
 
-use crate::backend::contract::Terms;
 use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
 use crate::backend::cpu::vector::math::{not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
+use crate::backend::objective::Terms;
 
 /// What a position's objective depends on besides its logits.
 #[derive(Clone, Copy, Default)]

@@ -1,6 +1,6 @@
 //! The ids whose logits a computation needs one by one.
 
-use crate::backend::contract::Scored;
+use crate::backend::objective::Scored;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::thread::JoinHandle;
 
-use crate::backend::contract::Real;
 use crate::backend::cpu::vector::simd::Float;
+use crate::backend::distribution::Real;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 

@@ -5,10 +5,11 @@ use rayon::prelude::*;
 
 use super::components::{ScoreUpstream, Soft, Target};
 use super::listed::{Candidates, Listed};
-use crate::backend::contract::{GradScale, Objective, Scored, Sizes, TargetLoss, Terms, OF_POSITION};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
+use crate::backend::objective::{GradScale, Objective, Scored, TargetLoss, Terms, OF_POSITION};
+use crate::backend::operands::Sizes;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;

@@ -18,12 +18,13 @@ use super::exponentials::Capped;
 use super::factors::{parts_of, Passed};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
-use crate::backend::contract::{Real, Sizes};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::vector::math::exp;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::distribution::Real;
+use crate::backend::operands::Sizes;
 
 /// A bound and a probability are sums of exponentials with other rounding errors.
 const MARGIN: f64 = 1e-3;

@@ -7,7 +7,6 @@ use super::exponentials::Running;
 use super::layout::{Layout, Panel};
 use super::listed::{ChunkIds, Entry};
 use super::part::Part;
-use crate::backend::contract::{Real, Scored, Sizes, OF_POSITION};
 use crate::backend::cpu::objective::components::{Components, PositionLoss};
 use crate::backend::cpu::objective::listed::Candidates;
 use crate::backend::cpu::objective::targets::Targets;
@@ -18,6 +17,9 @@ use crate::backend::cpu::products::gemv::Dots;
 use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
+use crate::backend::distribution::Real;
+use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::operands::Sizes;
 use crate::backend::shard::ELSEWHERE;
 use crate::backend::shared_rows::SharedRow;
 

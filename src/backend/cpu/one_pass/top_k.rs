@@ -7,8 +7,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Panel;
-use crate::backend::contract::Real;
 use crate::backend::cpu::vector::simd::Float;
+use crate::backend::distribution::Real;
 use crate::backend::ranking::{Candidates, Ranked};
 
 /// Lower bounds of the logits that are wanted of each row, as far as any segment knows. What is left out because of them

@@ -2,10 +2,10 @@
 
 use super::dtype::{with_slice, Element};
 use super::matrix::{Decoder, DecoderMatrix};
-use crate::backend::contract::{Operands, Sizes};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::simd::{Float, Isa, ROW_ALIGN};
 use crate::backend::cpu::vector::softcap::Softcap;
+use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
 
 pub(crate) struct Inputs<'a, T: Element> {

@@ -2,7 +2,7 @@
 //! probable id.
 
 use super::*;
-use crate::backend::contract::Scored;
+use crate::backend::objective::Scored;
 use crate::backend::schedule::Steps;
 
 /// Ids with equal rows of the decoder, in one tile and in several.

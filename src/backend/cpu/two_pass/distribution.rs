@@ -1,9 +1,9 @@
 //! Decoding: the distribution of one position, computed tile by tile from its rows of logits.
 
 use super::mix::{largest_term, mix_register};
-use crate::backend::contract::{Defect, Distribution, TILE};
 use crate::backend::cpu::vector::log_sum_exp::{defect_of, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use crate::backend::distribution::{Defect, Distribution, TILE};
 
 /// The K rows of logits of one position.
 pub(super) struct PositionRows<'a, F> {

@@ -289,7 +289,7 @@ mod tests {
     use half::{bf16, f16};
 
     use super::*;
-    use crate::backend::contract::Real;
+    use crate::backend::distribution::Real;
 
     const MARK: f64 = 77.0;
 

@@ -1,7 +1,7 @@
 //! The log-sum-exp of a row of logits, `log sum_v exp z_v`, and how the parts of a row combine.
 
 use super::simd::Float;
-use crate::backend::contract::Defect;
+use crate::backend::distribution::Defect;
 
 /// A log-sum-exp in two parts. Added up into one number, they would lose the precision that `z - lse` needs when the
 /// largest logit is far from zero.

@@ -1,9 +1,9 @@
 //! Test cases for the whole backend, and the errors of its results relative to the CPU's in f64 (the truth).
 
 use super::*;
-use crate::backend::contract::{
-    accumulation_dtype, GradScale, NeedsGrad, Objective, Operands, Sizes, TargetLoss, Task, Terms,
-};
+use crate::backend::objective::{GradScale, Objective, TargetLoss, Terms};
+use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
+use crate::backend::task::Task;
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Precision, Reduction};
 

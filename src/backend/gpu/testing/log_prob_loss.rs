@@ -5,8 +5,10 @@ use candle_core::{DType, Device, Tensor};
 use super::case::{case, error, Case};
 use super::*;
 
-use crate::backend::contract::{Backend, LogProbTerms, Task};
+use crate::backend::contract::Backend;
 use crate::backend::divergence::{Divergence, DivergenceTerms};
+use crate::backend::objective::LogProbTerms;
+use crate::backend::task::Task;
 use crate::backend::{self, gpu};
 
 /// A teacher's log-probabilities `[positions, vocab]`.

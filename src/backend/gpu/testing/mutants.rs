@@ -4,7 +4,9 @@ use super::case::{best_ids, case, error, options, Case, ALL};
 use super::scores::{scored, ScoreCase};
 use super::*;
 
-use crate::backend::contract::{NeedsGrad, Objective, TargetLoss, Task};
+use crate::backend::objective::{Objective, TargetLoss};
+use crate::backend::operands::NeedsGrad;
+use crate::backend::task::Task;
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 

@@ -3,8 +3,11 @@
 use super::case::{case, error, random, Case};
 use super::*;
 
-use crate::backend::contract::{LossResults, NeedsGrad, Operands, Scored, Sizes, Task, OF_POSITION};
+use crate::backend::contract::LossResults;
+use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
+use crate::backend::task::Task;
 use crate::backend::{self, gpu};
 
 /// A mixture with scores and an upstream gradient for each.
@@ -89,7 +92,7 @@ impl ScoreCase {
         &self,
         dtype: DType,
         factor: f64,
-        compute: impl FnOnce(&Operands, &Scored, &backend::contract::ScoreTerms, NeedsGrad) -> LossResults,
+        compute: impl FnOnce(&Operands, &Scored, &backend::objective::ScoreTerms, NeedsGrad) -> LossResults,
     ) -> LossResults {
         let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let upstream = (self.upstream() * factor).unwrap().to_dtype(accumulation).unwrap();

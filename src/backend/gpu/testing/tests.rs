@@ -5,7 +5,10 @@ use proptest::prelude::*;
 use super::case::{best_ids, case, error, options, plain_objective, random, Case, ALL};
 use super::*;
 
-use crate::backend::contract::{Backend, GradScale, NeedsGrad, Objective, Operands, TargetLoss, Task, Terms};
+use crate::backend::contract::Backend;
+use crate::backend::objective::{GradScale, Objective, TargetLoss, Terms};
+use crate::backend::operands::{NeedsGrad, Operands};
+use crate::backend::task::Task;
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 

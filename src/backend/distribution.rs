@@ -1,0 +1,131 @@
+//! The distribution of a position over the vocabulary, read tile by tile, and queries of it.
+
+use std::cmp::Ordering;
+
+use rayon::prelude::*;
+
+use crate::backend::collectives::Numbers;
+use crate::error::{Error, Result};
+
+/// A type that log-probabilities are computed in.
+pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
+    fn f64(self) -> f64 {
+        candle_core::WithDType::to_f64(self)
+    }
+
+    /// As what ranks add up.
+    fn numbers(values: &mut [Self]) -> Numbers<'_>;
+}
+
+impl Real for f32 {
+    fn numbers(values: &mut [f32]) -> Numbers<'_> {
+        Numbers::F32(values)
+    }
+}
+
+impl Real for f64 {
+    fn numbers(values: &mut [f64]) -> Numbers<'_> {
+        Numbers::F64(values)
+    }
+}
+
+/// Number of ids in a tile of a distribution.
+pub(crate) const TILE: usize = 512;
+
+/// The distribution of one position over the vocabulary, computed tile by tile on demand.
+pub(crate) trait Distribution<F>: Sync {
+    fn vocab(&self) -> usize;
+    /// Why it is no distribution, if it is none.
+    fn defect(&self) -> Option<Defect>;
+    /// The log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They may be
+    /// written to `buffer`. Values below `floor` may be returned as minus infinity.
+    fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
+    /// What the logits of a single softmax exceed its log-probabilities by, if it is known.
+    fn logit_offset(&self) -> Option<F>;
+
+    fn tiles(&self) -> usize {
+        self.vocab().div_ceil(TILE)
+    }
+
+    /// Checks that it is a distribution.
+    fn check(&self, position: usize) -> Result<()> {
+        self.defect().map_or(Ok(()), |defect| Err(defect.at(position)))
+    }
+}
+
+/// Why numbers are no distribution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Defect {
+    /// A number is NaN or plus infinity.
+    NotFinite,
+    /// All log-probabilities are minus infinity.
+    Impossible,
+}
+
+impl Defect {
+    pub(crate) fn at(self, position: usize) -> Error {
+        match self {
+            Defect::NotFinite => Error::Distribution { position },
+            Defect::Impossible => Error::Impossible { position },
+        }
+    }
+}
+
+/// A query of the distribution of each position.
+pub(crate) trait Visit: Sync {
+    type Output: Send;
+
+    /// Whether it asks for [`Distribution::logit_offset`].
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    fn needs_logits(&self) -> bool {
+        false
+    }
+
+    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
+
+    /// The answers of positions that are visited in parallel. Of several errors it returns the first position's, in
+    /// whatever order the threads find them.
+    fn answers(answers: impl ParallelIterator<Item = Result<Self::Output>>) -> Result<Vec<Self::Output>> {
+        answers.collect::<Vec<_>>().into_iter().collect()
+    }
+}
+
+/// A distribution whose log-probabilities are already computed.
+pub(crate) struct Computed<'a, F> {
+    log_probs: &'a [F],
+    logit_offset: Option<F>,
+}
+
+impl<'a, F> Computed<'a, F> {
+    pub(crate) fn of(log_probs: &'a [F]) -> Self {
+        Computed { log_probs, logit_offset: None }
+    }
+
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    pub(crate) fn with_logit_offset(self, logit_offset: Option<F>) -> Self {
+        Computed { logit_offset, ..self }
+    }
+}
+
+impl<F: Real> Distribution<F> for Computed<'_, F> {
+    fn vocab(&self) -> usize {
+        self.log_probs.len()
+    }
+
+    fn defect(&self) -> Option<Defect> {
+        // A NaN is not below infinity either.
+        if self.log_probs.iter().any(|&x| x.partial_cmp(&F::infinity()) != Some(Ordering::Less)) {
+            return Some(Defect::NotFinite);
+        }
+        let is_possible = self.log_probs.iter().any(|&x| x > F::neg_infinity());
+        (!is_possible).then_some(Defect::Impossible)
+    }
+
+    fn tile<'a>(&'a self, tile: usize, _: F, _: &'a mut Vec<F>) -> &'a [F] {
+        &self.log_probs[tile * TILE..self.log_probs.len().min((tile + 1) * TILE)]
+    }
+
+    fn logit_offset(&self) -> Option<F> {
+        self.logit_offset
+    }
+}

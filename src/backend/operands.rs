@@ -1,0 +1,144 @@
+//! The operands of a mixture, and which of them need a gradient.
+
+use std::ops::Range;
+
+use candle_core::{DType, Tensor};
+
+use crate::error::{Error, Result};
+
+/// The precision of matrix products: of a loss ([`LossOptions::with_precision`](crate::LossOptions::with_precision)), or
+/// of all results of a mixture ([`Mixture::with_precision`](crate::Mixture::with_precision)). All sums, exponentials,
+/// results and gradients keep their dtype.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use mos_head::{LossOptions, OutputLayer, Precision, SoftmaxHead};
+///
+/// # fn main() -> mos_head::Result<()> {
+/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
+/// let hidden = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
+/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?; // [batch, seq]
+/// let options = LossOptions::new().with_precision(Precision::Bf16Products);
+/// let loss = head.loss(&hidden, &targets, &options)?.value; // f32, as with Precision::Full
+/// # assert!((loss.to_scalar::<f32>()? - 100f32.ln()).abs() < 1e-5);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Precision {
+    /// The operands' own precision.
+    #[default]
+    Full,
+    /// Operands of f32 or f16 may be rounded to bf16 before they are multiplied; sums stay f32. PyTorch's
+    /// `torch.set_float32_matmul_precision("medium")` allows the same.
+    ///
+    /// It has an effect on CPUs with Intel AMX, and on those whose AVX512-BF16 is faster than their products in f32:
+    /// on all products of losses over hard targets, and on the logits of other losses and of log-probabilities, unless the
+    /// budget is too small for the rounded operands. A few rows, whose products take no longer than reading the decoder,
+    /// are not rounded. Decoding rounds on Intel AMX alone, and only for more than 24 components: how many positions there
+    /// are does not matter. `docs/measurements.md` has the errors: they grow with the logits.
+    Bf16Products,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    /// Number of positions: the product of the leading dimensions of the hidden states.
+    pub(crate) positions: usize,
+    /// Number of components, K.
+    pub(crate) components: usize,
+    /// Size of a context: d, or with an adapter d + r.
+    pub(crate) context_dim: usize,
+    pub(crate) vocab: usize,
+}
+
+/// The tensors of a mixture, on one device and with checked shapes; all but the decoder's weight are contiguous.
+///
+/// The logits are `z = cap tanh(scale (c W^T + b) / cap)`, or `scale (c W^T + b)` without a softcap.
+#[derive(Clone, Debug)]
+pub(crate) struct Operands {
+    pub(crate) sizes: Sizes,
+    /// `[positions, K, context_dim]`
+    pub(crate) contexts: Tensor,
+    /// `[positions, K]`, in the accumulation dtype
+    pub(crate) log_priors: Option<Tensor>,
+    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax appends a row for each
+    /// target outside its vocabulary ([`TargetLoss::own_shifts`]).
+    pub(crate) weight: Tensor,
+    /// `[vocab, r]`: columns to the right of the weight's. The decoder is `[W B]`, which nothing concatenates.
+    pub(crate) adapter: Option<Tensor>,
+    /// `[rows of the weight]`, in the accumulation dtype
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) logit_scale: f64,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) precision: Precision,
+}
+
+impl Operands {
+    /// The operands of some positions.
+    pub(crate) fn of_positions(&self, positions: &Range<usize>) -> Result<Self> {
+        let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+        Ok(Operands {
+            sizes: Sizes { positions: positions.len(), ..self.sizes },
+            contexts: of(&self.contexts)?,
+            log_priors: self.log_priors.as_ref().map(of).transpose()?,
+            ..self.clone()
+        })
+    }
+
+    /// Whether they are a single softmax without a log-prior.
+    pub(crate) fn is_single(&self) -> bool {
+        self.sizes.components == 1 && self.log_priors.is_none()
+    }
+
+    /// The number of rows of the weight: the vocabulary, and the targets outside it.
+    pub(crate) fn weight_rows(&self) -> Result<usize> {
+        Ok(self.weight.dim(0)?)
+    }
+
+    /// The weight as it is stored, and whether it is stored as its transpose `[d, vocab]`.
+    pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
+        if self.weight.is_contiguous() {
+            Ok((self.weight.clone(), false))
+        } else {
+            Ok((self.weight.t()?, true))
+        }
+    }
+
+    /// The columns of the decoder that are the adapter's.
+    pub(crate) fn adapter_columns(&self) -> Result<Range<usize>> {
+        Ok(self.weight.dim(1)?..self.sizes.context_dim)
+    }
+}
+
+/// Which operands need a gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct NeedsGrad {
+    pub(crate) contexts: bool,
+    pub(crate) log_priors: bool,
+    pub(crate) weight: bool,
+    pub(crate) adapter: bool,
+    pub(crate) bias: bool,
+}
+
+impl NeedsGrad {
+    pub(crate) fn any(self) -> bool {
+        self.contexts || self.log_priors || self.decoder()
+    }
+
+    /// Whether the weight, the adapter or the bias needs one.
+    pub(crate) fn decoder(self) -> bool {
+        self.weight || self.adapter || self.bias
+    }
+}
+
+/// The dtype in which tensors of `dtype` are computed; an unsupported dtype is an error that names `argument`.
+pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F16 | DType::BF16 | DType::F32 => Ok(DType::F32),
+        DType::F64 => Ok(DType::F64),
+        got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
+    }
+}

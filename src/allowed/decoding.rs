@@ -7,7 +7,7 @@ use super::single::{gathered, is_single};
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
-use crate::tensors::kept::{IdLists, Kept};
+use crate::tensors::kept::{IdLists, Restriction};
 
 impl RestrictedMixture {
     /// The `k` most probable token ids of the set at each position; among equals the lowest id comes first. No id is
@@ -27,7 +27,7 @@ impl RestrictedMixture {
         TopK::check_k(k, self.mixture.operands().sizes.vocab)?;
         let (mixture, kept, ids) = self.chosen_from()?;
         let top = match kept {
-            Kept::All => mixture.top_k(k.min(mixture.operands().sizes.vocab))?,
+            Restriction::All => mixture.top_k(k.min(mixture.operands().sizes.vocab))?,
             kept => mixture.top_k_within(&kept, k)?,
         };
         Ok(TopK { token_ids: of_places(&top.token_ids, ids.as_deref())?, ..top })
@@ -63,7 +63,7 @@ impl RestrictedMixture {
         }
         let (mixture, kept, ids) = self.chosen_from()?;
         let drawn = match kept {
-            Kept::All => mixture.sample(sampler)?,
+            Restriction::All => mixture.sample(sampler)?,
             kept => mixture.sample_within(&kept, sampler)?,
         };
         of_places(&drawn, ids.as_deref())
@@ -71,12 +71,12 @@ impl RestrictedMixture {
 
     /// A mixture and sets that are read for a choice: of a single softmax, the ids in any set, whose token ids come
     /// last.
-    fn chosen_from(&self) -> Result<(Mixture, Kept, Option<Vec<u32>>)> {
+    fn chosen_from(&self) -> Result<(Mixture, Restriction, Option<Vec<u32>>)> {
         let kept = self.kept()?;
         let union = match &kept {
-            Kept::Shared(ids) => ids.clone(),
-            Kept::Each(lists) => lists.union(),
-            Kept::All => Vec::new(),
+            Restriction::Shared(ids) => ids.clone(),
+            Restriction::Each(lists) => lists.union(),
+            Restriction::All => Vec::new(),
         };
         if !is_single(&self.mixture) || union.is_empty() || union.len() == self.mixture.operands().sizes.vocab {
             return Ok((self.mixture.clone(), kept, None));
@@ -84,8 +84,10 @@ impl RestrictedMixture {
         let (mixture, _) = gathered(&self.mixture.detach(), &union)?;
         let place = |id: &u32| union.binary_search(id).unwrap_or(0) as u32;
         let kept = match kept {
-            Kept::Each(lists) => Kept::Each(IdLists::new(lists.iter().map(|list| list.iter().map(place).collect()))),
-            Kept::All | Kept::Shared(_) => Kept::All,
+            Restriction::Each(lists) => {
+                Restriction::Each(IdLists::new(lists.iter().map(|list| list.iter().map(place).collect())))
+            }
+            Restriction::All | Restriction::Shared(_) => Restriction::All,
         };
         Ok((mixture, kept, Some(union)))
     }

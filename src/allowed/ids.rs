@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::tensors::kept::{sorted, IdLists, Kept};
+use crate::tensors::kept::{sorted, IdLists, Restriction};
 
 /// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each,
 /// such as what a sampler kept of the distribution. [`Mixture::restricted`](crate::Mixture::restricted) and
@@ -169,13 +169,13 @@ impl AllowedIds {
         n: usize,
         positions: impl Iterator<Item = usize>,
         vocab: usize,
-    ) -> Result<Kept> {
+    ) -> Result<Restriction> {
         if let Sets::Shared(ids, _) = &self.sets {
             let all_inside = || asked.iter().all(|&id| ids.binary_search(&(id as u32)).is_ok());
             match ids.len() {
-                0 if self.empty_as_full => return Ok(Kept::All),
-                all if all == vocab => return Ok(Kept::All),
-                1.. if all_inside() => return Ok(Kept::Shared(ids.clone())),
+                0 if self.empty_as_full => return Ok(Restriction::All),
+                all if all == vocab => return Ok(Restriction::All),
+                1.. if all_inside() => return Ok(Restriction::Shared(ids.clone())),
                 _ => {}
             }
         }
@@ -199,6 +199,6 @@ impl AllowedIds {
                 _ => Ok([ids, &outside].concat()),
             }
         };
-        Ok(Kept::Each(IdLists::new(positions.enumerate().map(list).collect::<Result<Vec<_>>>()?)))
+        Ok(Restriction::Each(IdLists::new(positions.enumerate().map(list).collect::<Result<Vec<_>>>()?)))
     }
 }

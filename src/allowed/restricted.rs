@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::ids::AllowedIds;
-use super::rows::{expanded, Rows};
+use super::rows::{expanded, SetLogProbs};
 use super::single::{gathered, is_single};
 use crate::backend::operands::Sizes;
 use crate::error::{OptionName, Result};
@@ -11,7 +11,7 @@ use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
 use crate::scores::{are_best, candidates, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
-use crate::tensors::kept::Kept;
+use crate::tensors::kept::Restriction;
 use crate::tensors::transfer;
 
 /// A mixture whose distribution at each position is renormalised over the ids that are allowed there, from
@@ -106,8 +106,8 @@ impl RestrictedMixture {
         }
         let ids: Vec<usize> = asked.iter().copied().flatten().collect();
         let kept = match self.allowed.kept(&ids, 1, counted.iter().map(|&t| t as usize), vocab)? {
-            Kept::All => return self.mixture.loss(targets, options),
-            Kept::Shared(ids) if is_single(&self.mixture) => return self.small_loss(&ids, &asked, options),
+            Restriction::All => return self.mixture.loss(targets, options),
+            Restriction::Shared(ids) if is_single(&self.mixture) => return self.small_loss(&ids, &asked, options),
             kept => kept,
         };
         let are_all = counted.len() == positions;
@@ -118,7 +118,7 @@ impl RestrictedMixture {
         if options.precision != Precision::Full {
             mixture = mixture.with_precision(options.precision);
         }
-        let rows = Rows::new(&mixture, &kept, options.workspace_bytes)?;
+        let rows = SetLogProbs::new(&mixture, &kept, options.workspace_bytes)?;
         let places = rows.places(&ids, 1)?;
         // The numbers of all positions, with a zero where one is ignored.
         let at_all_positions = |numbers: Tensor| -> Result<Tensor> {
@@ -182,13 +182,13 @@ impl RestrictedMixture {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let shape = [self.mixture.leading(), &[vocab]].concat();
         match self.kept()? {
-            Kept::All => self.mixture.log_probs_as(dtype),
+            Restriction::All => self.mixture.log_probs_as(dtype),
             _ if positions == 0 => self.mixture.log_probs_as(dtype),
-            Kept::Shared(ids) if is_single(&self.mixture) => {
+            Restriction::Shared(ids) if is_single(&self.mixture) => {
                 let log_probs = gathered(&self.mixture, &ids)?.0.log_probs_as(dtype)?;
                 Ok(expanded(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
             }
-            kept => Ok(Rows::of_all(&self.mixture, &kept)?.expanded(vocab)?.reshape(shape)?.to_dtype(dtype)?),
+            kept => Ok(SetLogProbs::of_all(&self.mixture, &kept)?.expanded(vocab)?.reshape(shape)?.to_dtype(dtype)?),
         }
     }
 
@@ -214,15 +214,15 @@ impl RestrictedMixture {
         let device = self.mixture.operands().contexts.device();
         let ids: Vec<usize> = asked.iter().copied().flatten().collect();
         match self.allowed.kept(&ids, n, 0..positions, vocab)? {
-            Kept::All => self.mixture.score(token_ids, options),
+            Restriction::All => self.mixture.score(token_ids, options),
             _ if positions == 0 => self.mixture.score(token_ids, options),
-            Kept::Shared(ids) if is_single(&self.mixture) => {
+            Restriction::Shared(ids) if is_single(&self.mixture) => {
                 let (mixture, leaves) = gathered(&self.mixture, &ids)?;
                 let places = transfer::to_device::<i64>(places(&ids, &asked).collect(), token_ids.shape(), device)?;
                 Ok(Scores { leaves, ..mixture.score(&places, options)? })
             }
             kept => {
-                let rows = Rows::new(&self.mixture, &kept, options.workspace_bytes)?;
+                let rows = SetLogProbs::new(&self.mixture, &kept, options.workspace_bytes)?;
                 let places = rows.places(&ids, n)?;
                 let scores = Scores::of_rows(&rows.log_probs, places, token_ids.dims(), leading, options)?;
                 Ok(Scores { leaves: rows.leaves, ..scores })
@@ -265,7 +265,7 @@ impl RestrictedMixture {
     }
 
     /// The sets of all positions, none of which is ignored.
-    pub(super) fn kept(&self) -> Result<Kept> {
+    pub(super) fn kept(&self) -> Result<Restriction> {
         let Sizes { positions, vocab, .. } = self.mixture.operands().sizes;
         self.allowed.kept(&[], 0, 0..positions, vocab)
     }

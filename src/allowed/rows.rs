@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;
 use crate::tensors::autograd::Leaf;
-use crate::tensors::kept::{IdLists, Kept};
+use crate::tensors::kept::{IdLists, Restriction};
 use crate::tensors::transfer;
 
 /// The most candidates of a position whose log-probabilities under a mixture of several softmaxes are computed without
@@ -22,15 +22,15 @@ const MOST_CANDIDATES: usize = 256;
 const GATHERED_OVER_PRODUCT: usize = 8;
 
 /// Log-probabilities `[positions, n]` in the accumulation dtype, minus infinity outside a set. Differentiable.
-pub(super) struct Rows {
+pub(super) struct SetLogProbs {
     pub(super) log_probs: Tensor,
-    columns: Columns,
+    columns: ColumnIds,
     /// The decoder's variables whose gradients bypass candle's sum.
     pub(super) leaves: Vec<Leaf>,
 }
 
 /// Which id a column belongs to.
-enum Columns {
+enum ColumnIds {
     /// Of all ids, the same.
     All,
     /// These ids at every position.
@@ -39,17 +39,17 @@ enum Columns {
     Each(Arc<IdLists>),
 }
 
-impl Rows {
+impl SetLogProbs {
     /// The rows of some sets, of at least one position, by the cheapest way.
-    pub(super) fn new(mixture: &Mixture, kept: &Kept, workspace_bytes: Option<usize>) -> Result<Self> {
+    pub(super) fn new(mixture: &Mixture, kept: &Restriction, workspace_bytes: Option<usize>) -> Result<Self> {
         let Sizes { positions, vocab, .. } = mixture.operands().sizes;
         let lists = match kept {
-            Kept::Each(lists) => lists,
-            Kept::Shared(ids) if !is_single(mixture) && ids.len() <= MOST_CANDIDATES => {
+            Restriction::Each(lists) => lists,
+            Restriction::Shared(ids) if !is_single(mixture) && ids.len() <= MOST_CANDIDATES => {
                 let lists = IdLists::new(std::iter::repeat_n(ids.clone(), positions));
                 return Self::of_candidates(mixture, lists, workspace_bytes);
             }
-            Kept::All | Kept::Shared(_) => return Self::of_all(mixture, kept),
+            Restriction::All | Restriction::Shared(_) => return Self::of_all(mixture, kept),
         };
         let is_short = if is_single(mixture) {
             lists.ids().len() * GATHERED_OVER_PRODUCT <= positions * lists.union().len().min(vocab)
@@ -68,7 +68,7 @@ impl Rows {
         let lists = Arc::new(lists);
         let (logits, leaves) = logits_of_lists(mixture, &lists)?;
         let log_probs = log_softmax_within(&logits, lists.mask())?;
-        Ok(Rows { log_probs, columns: Columns::Each(lists), leaves })
+        Ok(SetLogProbs { log_probs, columns: ColumnIds::Each(lists), leaves })
     }
 
     /// A mixture of several softmaxes: the log-probabilities of the lists among all ids, renormalised.
@@ -78,46 +78,46 @@ impl Rows {
         let candidates = Tensor::from_vec(lists.padded(), [mixture.leading(), &[n]].concat(), device)?;
         let scores = mixture.score(&candidates, &ScoreOptions { workspace_bytes, ..ScoreOptions::new() })?;
         let log_probs = log_softmax_within(&scores.log_prob.reshape((positions, n))?, lists.mask())?;
-        Ok(Rows { log_probs, columns: Columns::Each(Arc::new(lists)), leaves: scores.leaves })
+        Ok(SetLogProbs { log_probs, columns: ColumnIds::Each(Arc::new(lists)), leaves: scores.leaves })
     }
 
     /// The log-probabilities of all ids, for a single softmax of those in any set, renormalised.
-    pub(super) fn of_all(mixture: &Mixture, kept: &Kept) -> Result<Self> {
+    pub(super) fn of_all(mixture: &Mixture, kept: &Restriction) -> Result<Self> {
         let Sizes { positions, vocab, .. } = mixture.operands().sizes;
         let dtype = accumulation_dtype("contexts", mixture.operands().contexts.dtype())?;
         let matrix = |mixture: &Mixture| -> Result<Tensor> {
             Ok(mixture.log_probs_as(dtype)?.reshape((positions, mixture.operands().sizes.vocab))?)
         };
         let union = match kept {
-            Kept::All => {
-                return Ok(Rows { log_probs: matrix(mixture)?, columns: Columns::All, leaves: Vec::new() });
+            Restriction::All => {
+                return Ok(SetLogProbs { log_probs: matrix(mixture)?, columns: ColumnIds::All, leaves: Vec::new() });
             }
-            Kept::Shared(ids) => ids.clone(),
-            Kept::Each(lists) => lists.union(),
+            Restriction::Shared(ids) => ids.clone(),
+            Restriction::Each(lists) => lists.union(),
         };
         let (log_probs, columns, leaves) = match (is_single(mixture) && union.len() < vocab, kept) {
             (true, _) => {
                 let (mixture, leaves) = gathered(mixture, &union)?;
-                (matrix(&mixture)?, Columns::Shared(union), leaves)
+                (matrix(&mixture)?, ColumnIds::Shared(union), leaves)
             }
-            (false, Kept::Shared(ids)) => {
+            (false, Restriction::Shared(ids)) => {
                 let index = Tensor::new(ids.as_slice(), mixture.operands().contexts.device())?;
-                (matrix(mixture)?.index_select(&index, 1)?, Columns::Shared(union), Vec::new())
+                (matrix(mixture)?.index_select(&index, 1)?, ColumnIds::Shared(union), Vec::new())
             }
-            (false, _) => (matrix(mixture)?, Columns::All, Vec::new()),
+            (false, _) => (matrix(mixture)?, ColumnIds::All, Vec::new()),
         };
         let n = log_probs.dim(1)?;
         let mask = match kept {
-            Kept::Each(lists) => {
+            Restriction::Each(lists) => {
                 let mut mask = vec![0u8; positions * n];
                 for (row, list) in mask.chunks_exact_mut(n).zip(lists.iter()) {
                     list.iter().for_each(|&id| row[columns.place(0, id)] = 1);
                 }
                 Some(mask)
             }
-            Kept::All | Kept::Shared(_) => None,
+            Restriction::All | Restriction::Shared(_) => None,
         };
-        Ok(Rows { log_probs: log_softmax_within(&log_probs, mask)?, columns, leaves })
+        Ok(SetLogProbs { log_probs: log_softmax_within(&log_probs, mask)?, columns, leaves })
     }
 
     /// The columns of `n` ids at each position, `[positions, n]`.
@@ -130,20 +130,20 @@ impl Rows {
     /// The log-probabilities of all ids, `[positions, vocab]`, minus infinity outside a set. The columns are not lists.
     pub(super) fn expanded(&self, vocab: usize) -> Result<Tensor> {
         match &self.columns {
-            Columns::Shared(ids) => expanded(&self.log_probs, ids, vocab),
-            Columns::All | Columns::Each(_) => Ok(self.log_probs.clone()),
+            ColumnIds::Shared(ids) => expanded(&self.log_probs, ids, vocab),
+            ColumnIds::All | ColumnIds::Each(_) => Ok(self.log_probs.clone()),
         }
     }
 }
 
-impl Columns {
+impl ColumnIds {
     /// The column of an id that is among the ids of a position.
     fn place(&self, position: usize, id: u32) -> usize {
         let search = |ids: &[u32]| ids.binary_search(&id).unwrap_or(0);
         match self {
-            Columns::All => id as usize,
-            Columns::Shared(ids) => search(ids),
-            Columns::Each(lists) => search(lists.list(position)),
+            ColumnIds::All => id as usize,
+            ColumnIds::Shared(ids) => search(ids),
+            ColumnIds::Each(lists) => search(lists.list(position)),
         }
     }
 }

@@ -20,17 +20,17 @@ pub(crate) enum Call {
 
 /// A number that stands for an argument.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Number {
+pub(crate) struct Agreed {
     argument: &'static str,
     value: f64,
     /// How much the numbers of two ranks may differ.
     tolerance: f64,
 }
 
-impl Number {
+impl Agreed {
     /// The same on every rank.
     pub(crate) fn equal(argument: &'static str, value: f64) -> Self {
-        Number { argument, value, tolerance: 0.0 }
+        Agreed { argument, value, tolerance: 0.0 }
     }
 
     /// What is hashed, the same on every rank.
@@ -38,7 +38,7 @@ impl Number {
         let mut state = DefaultHasher::new();
         hash(&mut state);
         // f64 has these bits exactly.
-        Number::equal(argument, (state.finish() >> 12) as f64)
+        Agreed::equal(argument, (state.finish() >> 12) as f64)
     }
 
     /// The number.
@@ -48,12 +48,12 @@ impl Number {
 
     /// The same on every rank but for rounding.
     pub(crate) fn close(argument: &'static str, value: f64, tolerance: f64) -> Self {
-        Number { argument, value, tolerance }
+        Agreed { argument, value, tolerance }
     }
 
     /// Of this rank alone.
     pub(crate) fn own(argument: &'static str, value: f64) -> Self {
-        Number { argument, value, tolerance: f64::INFINITY }
+        Agreed { argument, value, tolerance: f64::INFINITY }
     }
 }
 
@@ -64,7 +64,7 @@ const NUMBERS: usize = 16;
 pub(crate) const WITHOUT_ERROR: &str = "arguments without an error";
 
 /// The numbers that all ranks send: which call they make, whether they have no error, and numbers of the call.
-fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[Number]) -> Result<Vec<Vec<f64>>> {
+fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[Agreed]) -> Result<Vec<Vec<f64>>> {
     debug_assert!(numbers.len() + 2 <= NUMBERS);
     let mut sent = vec![call as u8 as f64, f64::from(u8::from(is_ok))];
     sent.extend(numbers.iter().map(|number| number.value));
@@ -92,11 +92,11 @@ pub(crate) fn agree<T>(
     collectives: &dyn Collectives,
     call: Call,
     checked: Result<T>,
-    numbers: &[Number],
+    numbers: &[Agreed],
 ) -> Result<(T, Vec<Vec<f64>>)> {
     let mut of_ranks = exchange(collectives, call, checked.is_ok(), numbers)?;
     let checked = checked?;
-    let of_calls = [Number::equal("the call", 0.0), Number::equal(WITHOUT_ERROR, 0.0)];
+    let of_calls = [Agreed::equal("the call", 0.0), Agreed::equal(WITHOUT_ERROR, 0.0)];
     for (number, of_ranks) in of_calls.iter().chain(numbers).zip(&of_ranks) {
         let is_same = |of_rank: f64| match of_ranks[0] {
             first if first.is_nan() => of_rank.is_nan(),

@@ -87,7 +87,7 @@ pub(crate) struct TargetLoss {
     pub(crate) position_weights: Option<Tensor>,
     /// `[vocab]`, in the accumulation dtype
     pub(crate) class_weights: Option<Tensor>,
-    pub(crate) terms: Terms,
+    pub(crate) terms: LossTerms,
     pub(crate) scale: GradScale,
     /// `[positions]`, in the accumulation dtype: a sampled softmax adds these to the targets' logits. A target then is
     /// a row of the weight, from `vocab` on if the vocabulary lacks it, and competes with all ids of the vocabulary but
@@ -121,7 +121,7 @@ impl SoFar {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Terms {
+pub(crate) struct LossTerms {
     pub(crate) label_smoothing: f64,
     pub(crate) z_loss: f64,
     pub(crate) gradient_filter: f64,

@@ -22,7 +22,7 @@ pub(crate) fn best<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Ve
     let tiles = distribution.tiles();
     let part = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
     let candidates = (0..tiles).into_par_iter().step_by(part).map(|first| {
-        let (mut candidates, mut buffer) = (Candidates::new(n), Vec::new());
+        let (mut candidates, mut buffer) = (Ranking::new(n), Vec::new());
         for tile in first..tiles.min(first + part) {
             let floor = candidates.floor.unwrap_or_else(F::neg_infinity);
             candidates.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
@@ -65,16 +65,16 @@ pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device:
 const LEAST_TILES: usize = 4;
 
 /// The best ids so far, and others that are not yet ranked.
-pub(crate) struct Candidates<F> {
+pub(crate) struct Ranking<F> {
     n: usize,
     entries: Vec<Ranked<F>>,
     /// The n-th best log-probability when the entries were last ranked.
     floor: Option<F>,
 }
 
-impl<F: Real> Candidates<F> {
+impl<F: Real> Ranking<F> {
     pub(crate) fn new(n: usize) -> Self {
-        Candidates { n, entries: Vec::new(), floor: None }
+        Ranking { n, entries: Vec::new(), floor: None }
     }
 
     /// Number of entries collected before they are ranked.

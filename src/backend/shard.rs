@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::backend::agreement::{agree, Call, Number};
+use crate::backend::agreement::{agree, Agreed, Call};
 use crate::backend::collectives::Collectives;
 use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
@@ -40,7 +40,7 @@ impl VocabShard {
     pub fn new(collectives: Arc<dyn Collectives>, vocab_size: usize) -> Result<Self> {
         let ranks = collectives.ranks();
         let cut = |rank: usize| rank * vocab_size / ranks;
-        let numbers = [Number::own("rows", 0.0), Number::equal("vocab_size", vocab_size as f64)];
+        let numbers = [Agreed::own("rows", 0.0), Agreed::equal("vocab_size", vocab_size as f64)];
         agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
         VocabShard { starts: (0..=ranks).map(cut).collect(), collectives }.checked()
     }
@@ -51,7 +51,7 @@ impl VocabShard {
     ///
     /// If a rank has no token id, or there are more than 2^32 - 1; [`Error::Ranks`] if a rank calls [`VocabShard::new`].
     pub fn with_rows(collectives: Arc<dyn Collectives>, rows: usize) -> Result<Self> {
-        let numbers = [Number::own("rows", rows as f64), Number::equal("vocab_size", f64::NAN)];
+        let numbers = [Agreed::own("rows", rows as f64), Agreed::equal("vocab_size", f64::NAN)];
         let ((), of_ranks) = agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
         let mut starts = vec![0];
         for &rows in &of_ranks[0] {
@@ -107,7 +107,7 @@ impl VocabShard {
     }
 
     /// What this rank's check has found, unless another rank has found an error, or a number is not the same everywhere.
-    pub(crate) fn agree<T>(&self, call: Call, checked: Result<T>, numbers: &[Number]) -> Result<T> {
+    pub(crate) fn agree<T>(&self, call: Call, checked: Result<T>, numbers: &[Agreed]) -> Result<T> {
         Ok(agree(&*self.collectives, call, checked, numbers)?.0)
     }
 

@@ -1,6 +1,6 @@
 //! The task that a plan is made for: what a call computes, as far as its workspace depends on it.
 
-use crate::backend::objective::{Objective, Scored, TargetLoss, Terms};
+use crate::backend::objective::{LossTerms, Objective, Scored, TargetLoss};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::error::Result;
 
@@ -58,7 +58,7 @@ impl Task {
     }
 
     /// Computes a loss with these terms whose targets are ids of the vocabulary.
-    pub(crate) fn loss(terms: &Terms, needs_grad: NeedsGrad) -> Self {
+    pub(crate) fn loss(terms: &LossTerms, needs_grad: NeedsGrad) -> Self {
         let soft_targets = terms.label_smoothing > 0.0;
         Task {
             needs_grad,

@@ -36,7 +36,7 @@ use crate::tensors::linear::layer;
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(from = "Read"))]
+#[cfg_attr(feature = "serde", serde(from = "AdapterFields"))]
 #[non_exhaustive]
 pub struct LowRankConfig {
     /// Number of token ids.
@@ -64,7 +64,7 @@ impl LowRankConfig {
 /// The configuration as deserialized: sizes are required, and alpha has the default of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
-struct Read {
+struct AdapterFields {
     vocab_size: usize,
     context_dim: usize,
     rank: usize,
@@ -72,8 +72,8 @@ struct Read {
 }
 
 #[cfg(feature = "serde")]
-impl From<Read> for LowRankConfig {
-    fn from(read: Read) -> Self {
+impl From<AdapterFields> for LowRankConfig {
+    fn from(read: AdapterFields) -> Self {
         let default = LowRankConfig::new(read.vocab_size, read.context_dim, read.rank);
         LowRankConfig { alpha: read.alpha.unwrap_or(default.alpha), ..default }
     }

@@ -118,7 +118,7 @@ impl DecoderConfig {
 /// 1711.03953.
 #[derive(Clone, Debug)]
 pub struct Decoder {
-    rows: Rows,
+    rows: WeightRows,
     adapter: Option<LowRankAdapter>,
     /// `[vocab]`
     bias: Option<Tensor>,
@@ -128,7 +128,7 @@ pub struct Decoder {
 
 /// The weight, `[vocab, d]`.
 #[derive(Clone, Debug)]
-enum Rows {
+enum WeightRows {
     Matrix(Tensor),
     Computed(Arc<CharCnn>),
 }
@@ -145,7 +145,7 @@ impl Decoder {
         config.validate()?;
         let init = Init::Uniform { lo: -0.1, up: 0.1 };
         let shape = (config.vocab_size, config.context_dim);
-        Self::of_rows(config, Rows::Matrix(vb.pp("decoder").get_with_hints(shape, "weight", init)?), &vb)
+        Self::of_rows(config, WeightRows::Matrix(vb.pp("decoder").get_with_hints(shape, "weight", init)?), &vb)
     }
 
     /// A decoder tied to the matrix of an embedding, `[vocab, d]`, with the variable `decoder.bias`. The gradients of
@@ -162,7 +162,7 @@ impl Decoder {
         config.validate()?;
         let (weight, expected) = (embedding.embeddings(), [config.vocab_size, config.context_dim]);
         if weight.dims() == expected {
-            Self::of_rows(config, Rows::Matrix(weight.clone()), &vb)
+            Self::of_rows(config, WeightRows::Matrix(weight.clone()), &vb)
         } else {
             Err(Error::shape("embedding", format!("{expected:?}"), weight.dims()))
         }
@@ -178,13 +178,13 @@ impl Decoder {
         config.validate()?;
         let (got, expected) = ([cnn.vocab_size(), cnn.context_dim()], [config.vocab_size, config.context_dim]);
         if got == expected {
-            Self::of_rows(config, Rows::Computed(Arc::new(cnn)), &vb)
+            Self::of_rows(config, WeightRows::Computed(Arc::new(cnn)), &vb)
         } else {
             Err(Error::shape("rows of the char-CNN", format!("{expected:?}"), &got))
         }
     }
 
-    fn of_rows(config: &DecoderConfig, rows: Rows, vb: &VarBuilder) -> Result<Self> {
+    fn of_rows(config: &DecoderConfig, rows: WeightRows, vb: &VarBuilder) -> Result<Self> {
         let &DecoderConfig { vocab_size, bias, logit_scale, softcap, .. } = config;
         let bias = bias.then(|| vb.pp("decoder").get_with_hints(vocab_size, "bias", Init::Const(0.0))).transpose()?;
         Ok(Decoder { rows, adapter: None, bias, logit_scale, softcap })
@@ -215,7 +215,7 @@ impl Decoder {
             check_float("decoder.bias", bias)?;
             check_device("decoder.bias", bias, &weight)?;
         }
-        Ok(Decoder { rows: Rows::Matrix(weight), adapter: None, bias, logit_scale: 1.0, softcap: None })
+        Ok(Decoder { rows: WeightRows::Matrix(weight), adapter: None, bias, logit_scale: 1.0, softcap: None })
     }
 
     /// The decoder with softly bounded logits, `z = cap tanh(z / cap)`, or without a bound.
@@ -262,7 +262,7 @@ impl Decoder {
     /// If the device has no memory for it.
     pub fn merged(&self) -> Result<Self> {
         let Some(adapter) = &self.adapter else { return Ok(self.clone()) };
-        Ok(Decoder { rows: Rows::Matrix(adapter.merge(&self.weight()?)?), adapter: None, ..self.clone() })
+        Ok(Decoder { rows: WeightRows::Matrix(adapter.merge(&self.weight()?)?), adapter: None, ..self.clone() })
     }
 
     /// The weight W, `[vocab, d]`, without the product of an adapter ([`Decoder::merged`] adds it).
@@ -272,8 +272,8 @@ impl Decoder {
     /// If the rows are computed, and candle has no memory or no kernels for it.
     pub fn weight(&self) -> Result<Tensor> {
         match &self.rows {
-            Rows::Matrix(weight) => Ok(weight.clone()),
-            Rows::Computed(cnn) => cnn.rows(),
+            WeightRows::Matrix(weight) => Ok(weight.clone()),
+            WeightRows::Computed(cnn) => cnn.rows(),
         }
     }
 
@@ -285,16 +285,16 @@ impl Decoder {
     /// The size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         match &self.rows {
-            Rows::Matrix(weight) => weight.dims()[0],
-            Rows::Computed(cnn) => cnn.vocab_size(),
+            WeightRows::Matrix(weight) => weight.dims()[0],
+            WeightRows::Computed(cnn) => cnn.vocab_size(),
         }
     }
 
     /// The size of a context, d.
     pub fn context_dim(&self) -> usize {
         match &self.rows {
-            Rows::Matrix(weight) => weight.dims()[1],
-            Rows::Computed(cnn) => cnn.context_dim(),
+            WeightRows::Matrix(weight) => weight.dims()[1],
+            WeightRows::Computed(cnn) => cnn.context_dim(),
         }
     }
 
@@ -325,7 +325,7 @@ impl Decoder {
     /// loss computes only those that it looks at.
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
         let is_sampled = request.options.sampled_step().is_some() && request.positions() > 0;
-        let (Rows::Computed(cnn), true) = (&self.rows, is_sampled) else {
+        let (WeightRows::Computed(cnn), true) = (&self.rows, is_sampled) else {
             return self.mixture(contexts, log_priors)?.loss_of(request);
         };
         if request.options.decoder_rows {
@@ -343,11 +343,11 @@ impl Decoder {
     /// is as it was.
     pub(crate) fn with_constant_rows(self) -> Result<Self> {
         let weight = match &self.rows {
-            Rows::Matrix(weight) => weight.detach(),
-            Rows::Computed(cnn) => cnn.rows()?.detach(),
+            WeightRows::Matrix(weight) => weight.detach(),
+            WeightRows::Computed(cnn) => cnn.rows()?.detach(),
         };
         let bias = self.bias.as_ref().map(Tensor::detach);
-        Ok(Decoder { rows: Rows::Matrix(weight), bias, ..self })
+        Ok(Decoder { rows: WeightRows::Matrix(weight), bias, ..self })
     }
 
     /// The decoder as a constant, with its adapter.
@@ -372,8 +372,8 @@ impl Decoder {
     /// A tensor of the dtype and the device of all parameters.
     fn parameter(&self) -> &Tensor {
         match &self.rows {
-            Rows::Matrix(weight) => weight,
-            Rows::Computed(cnn) => cnn.parameter(),
+            WeightRows::Matrix(weight) => weight,
+            WeightRows::Computed(cnn) => cnn.parameter(),
         }
     }
 }

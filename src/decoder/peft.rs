@@ -9,7 +9,7 @@ use serde_json::{json, Map, Value};
 use super::adapter::LowRankAdapter;
 use super::Decoder;
 use crate::error::{Error, Result};
-use crate::tensors::tensor_file::{tensor_of, unwritten, write_values, Listed, TensorFile, Unplaced};
+use crate::tensors::tensor_file::{tensor_of, unwritten, write_values, TensorEntry, TensorFile, Unplaced};
 
 /// PEFT's names of the two files.
 const TENSORS: &str = "adapter_model.safetensors";
@@ -56,7 +56,7 @@ impl LowRankAdapter {
         std::fs::create_dir_all(folder)
             .map_err(|error| Error::checkpoint(folder, "a folder that can be made", error))?;
         let path = folder.join(TENSORS);
-        let listed = [("lora_A", self.a()), ("lora_B", self.b())].map(|(matrix, values)| Listed {
+        let listed = [("lora_A", self.a()), ("lora_B", self.b())].map(|(matrix, values)| TensorEntry {
             name: format!("{PREFIX}{MODULE}.{matrix}.weight"),
             dtype: values.dtype().into(),
             shape: values.dims().to_vec(),

@@ -22,7 +22,7 @@ impl Visit for Draw<'_> {
         let id = match self.sampling {
             Sampling { temperature: 0.0, .. } => best(distribution, 1).first().map(|id| id.1),
             sampling if sampling.is_truncated() => from_the_best(distribution, sampling, u),
-            sampling => Masses::new(distribution, sampling.temperature).draw(distribution, u),
+            sampling => TileMasses::new(distribution, sampling.temperature).draw(distribution, u),
         };
         id.ok_or(Error::Impossible { position })
     }
@@ -30,14 +30,14 @@ impl Visit for Draw<'_> {
 
 /// The mass of a distribution at temperature T. `tiles` has each tile's largest log-probability and the sum of its
 /// `exp((x - largest) / T)`.
-pub(super) struct Masses {
+pub(super) struct TileMasses {
     temperature: f64,
     tiles: Vec<(f64, f64)>,
     largest: f64,
     total: f64,
 }
 
-impl Masses {
+impl TileMasses {
     pub(super) fn new<F: Real>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
         let tile = |buffer: &mut Vec<F>, tile| {
             let log_probs = distribution.tile(tile, F::neg_infinity(), buffer);
@@ -48,7 +48,7 @@ impl Masses {
             (0..distribution.tiles()).into_par_iter().with_min_len(8).map_init(Vec::new, tile).collect();
         let largest = tiles.iter().fold(f64::NEG_INFINITY, |m, tile| m.max(tile.0));
         let total = tiles.iter().map(|tile| tile.1 * relative(tile.0, largest, temperature)).sum();
-        Masses { temperature, tiles, largest, total }
+        TileMasses { temperature, tiles, largest, total }
     }
 
     /// The log-probability of an id at the temperature, from its logarithm here.
@@ -110,7 +110,7 @@ pub(super) struct Nucleus<F> {
 pub(super) fn nucleus<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampling) -> Option<Nucleus<F>> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
     let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
-    let all = (top_k.is_none() && top_p < 1.0).then(|| Masses::new(distribution, temperature).total);
+    let all = (top_k.is_none() && top_p < 1.0).then(|| TileMasses::new(distribution, temperature).total);
     // Without top-k the number of ids in the nucleus is unknown, so that the search starts small and grows.
     let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_CANDIDATES) };
     loop {

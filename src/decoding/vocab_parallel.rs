@@ -1,7 +1,7 @@
 //! The most probable ids of a vocabulary that ranks share.
 
 use crate::backend;
-use crate::backend::agreement::{Call, Number};
+use crate::backend::agreement::{Agreed, Call};
 use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{order, Best, Ranked};
 use crate::backend::shard::VocabShard;
@@ -23,7 +23,7 @@ impl Mixture {
     /// As for [`Mixture::top_k`] and [`Mixture::vocab_parallel_loss`], on every rank.
     pub fn vocab_parallel_top_k(&self, shard: &VocabShard, k: usize) -> Result<TopK> {
         let checked = self.check_shard(shard).and_then(|()| TopK::check_k(k, shard.vocab_size()));
-        self.agree(shard, Call::Decoding, checked, &[Number::equal("k", k as f64)])?;
+        self.agree(shard, Call::Decoding, checked, &[Agreed::equal("k", k as f64)])?;
         let operands = self.operands();
         let own = backend::visit_shard(operands, shard, &Best { k })?;
 

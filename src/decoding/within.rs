@@ -11,13 +11,13 @@ use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::Best;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
-use crate::tensors::kept::Kept;
+use crate::tensors::kept::Restriction;
 use crate::tensors::transfer;
 
 /// A query of each position's distribution over the ids that are kept. Its ids are places among these.
 struct Within<'a, V> {
     visit: &'a V,
-    kept: &'a Kept,
+    kept: &'a Restriction,
 }
 
 impl<V: Visit> Visit for Within<'_, V> {
@@ -45,12 +45,12 @@ impl<V: Visit> Visit for Within<'_, V> {
 impl Mixture {
     /// The `k` most probable of the ids that are kept, in descending order; fewer columns if all positions keep fewer.
     /// A position with fewer than the others repeats its last id, with a log-probability of minus infinity.
-    pub(crate) fn top_k_within(&self, kept: &Kept, k: usize) -> Result<TopK> {
+    pub(crate) fn top_k_within(&self, kept: &Restriction, k: usize) -> Result<TopK> {
         let operands = self.operands();
         let mut found = backend::visit(operands, &Within { visit: &Best { k }, kept })?;
         let of_none = match kept {
-            Kept::Shared(ids) => ids.len().min(k),
-            Kept::All | Kept::Each(_) => k,
+            Restriction::Shared(ids) => ids.len().min(k),
+            Restriction::All | Restriction::Each(_) => k,
         };
         let n = found.iter().map(Vec::len).max().unwrap_or(of_none);
         for (position, best) in found.iter_mut().enumerate() {
@@ -66,7 +66,7 @@ impl Mixture {
     }
 
     /// Draws one of the ids that are kept at each position. The sampler draws no components.
-    pub(crate) fn sample_within(&self, kept: &Kept, sampler: &mut Sampler) -> Result<Tensor> {
+    pub(crate) fn sample_within(&self, kept: &Restriction, sampler: &mut Sampler) -> Result<Tensor> {
         let mixture = match sampler.sampling().component_temperature {
             1.0 => self.clone(),
             temperature => self.with_component_temperature(temperature)?,

@@ -8,7 +8,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 
-use crate::backend::agreement::{agree, first_other, Call, Number};
+use crate::backend::agreement::{agree, first_other, Agreed, Call};
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
@@ -79,7 +79,7 @@ impl DataParallel {
     /// As for the targets and options of a loss; [`Error::Ranks`] if another rank has an error.
     pub fn options(&self, targets: &Tensor, options: &LossOptions) -> Result<LossOptions> {
         let count = self.count(targets, options);
-        let of_rank = Number::own("count", *count.as_ref().unwrap_or(&f64::NAN));
+        let of_rank = Agreed::own("count", *count.as_ref().unwrap_or(&f64::NAN));
         let (_, of_ranks) = agree(&*self.collectives, Call::Count, count, &[of_rank])?;
         let count: f64 = of_ranks[0].iter().sum();
         // Without a target there is no loss to divide.
@@ -134,16 +134,16 @@ impl DataParallel {
         let names: Vec<_> = named.iter().zip(first_names).map(|((name, _), first)| (name, first)).collect();
         let shapes: Vec<_> = named.iter().map(|(_, var)| (var.dtype().as_str(), var.dims())).collect();
         let numbers = [
-            Number::equal("number of variables", named.len() as f64),
-            Number::hashed(NAMES, |state| names.hash(state)),
-            Number::hashed(SHAPES, |state| shapes.hash(state)),
+            Agreed::equal("number of variables", named.len() as f64),
+            Agreed::hashed(NAMES, |state| names.hash(state)),
+            Agreed::hashed(SHAPES, |state| shapes.hash(state)),
         ];
         let agreed = agree(&*self.collectives, Call::Gradients, check_gradients(gradients, &named), &numbers);
         if let Err(Error::Ranks { argument: argument @ (NAMES | SHAPES), of_ranks, .. }) = agreed {
             // An error on every rank, each of which has as many variables.
             let alone = |i: usize| match argument {
-                NAMES => Number::hashed(argument, |state| names[i].hash(state)).value(),
-                _ => Number::hashed(argument, |state| shapes[i].hash(state)).value(),
+                NAMES => Agreed::hashed(argument, |state| names[i].hash(state)).value(),
+                _ => Agreed::hashed(argument, |state| shapes[i].hash(state)).value(),
             };
             let hashes: Vec<f64> = (0..named.len()).map(alone).collect();
             let first = first_other(&*self.collectives, &hashes)?;

@@ -62,7 +62,7 @@ pub enum ContextActivation {
 ///   Recurrent Neural Networks. NeurIPS 2016, arXiv 1512.05287.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(from = "Read"))]
+#[cfg_attr(feature = "serde", serde(from = "MixtureFields"))]
 #[non_exhaustive]
 pub struct MixtureConfig {
     /// Size of a hidden state.
@@ -265,7 +265,7 @@ pub struct MixtureTensors {
 /// The configuration as deserialized: sizes are required, options have the defaults of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
-struct Read {
+struct MixtureFields {
     #[serde(alias = "hidden")]
     hidden_size: usize,
     #[serde(alias = "vocab")]
@@ -282,8 +282,8 @@ struct Read {
 }
 
 #[cfg(feature = "serde")]
-impl From<Read> for MixtureConfig {
-    fn from(read: Read) -> Self {
+impl From<MixtureFields> for MixtureConfig {
+    fn from(read: MixtureFields) -> Self {
         let default = MixtureConfig::new(read.hidden_size, read.vocab_size, read.components);
         MixtureConfig {
             context_dim: read.context_dim.unwrap_or(default.context_dim),

@@ -36,12 +36,12 @@ use crate::tensors::checks::check_sizes;
 /// - Noise-contrastive estimation: Mnih, Teh: A Fast and Simple Algorithm for Training Neural Probabilistic Language
 ///   Models. ICML 2012, arXiv 1206.6426.
 #[derive(Clone, Debug)]
-pub struct NoiseDistribution(Kind);
+pub struct NoiseDistribution(NoiseKind);
 
 const MOST_SAMPLES: usize = 1 << 24;
 
 #[derive(Clone, Debug)]
-enum Kind {
+enum NoiseKind {
     LogUniform { vocab_size: usize },
     Unigram(Arc<Unigram>),
 }
@@ -62,7 +62,7 @@ impl NoiseDistribution {
     /// If `vocab_size` is zero.
     pub fn log_uniform(vocab_size: usize) -> Result<Self> {
         check_sizes(&[("vocab_size", vocab_size)])?;
-        Ok(NoiseDistribution(Kind::LogUniform { vocab_size }))
+        Ok(NoiseDistribution(NoiseKind::LogUniform { vocab_size }))
     }
 
     /// Probabilities in proportion to counts, one for each token id. Ids with a count of zero are never drawn, and must
@@ -85,23 +85,23 @@ impl NoiseDistribution {
         let probabilities: Vec<f64> = counts.iter().map(|count| count / total).collect();
         let alias = WeightedAliasIndex::new(probabilities.clone()).map_err(|_| error())?;
         let possible = probabilities.iter().filter(|probability| **probability > 0.0).count();
-        Ok(NoiseDistribution(Kind::Unigram(Arc::new(Unigram { probabilities, possible, alias }))))
+        Ok(NoiseDistribution(NoiseKind::Unigram(Arc::new(Unigram { probabilities, possible, alias }))))
     }
 
     /// The number of token ids.
     pub fn vocab_size(&self) -> usize {
         match &self.0 {
-            Kind::LogUniform { vocab_size } => *vocab_size,
-            Kind::Unigram(unigram) => unigram.probabilities.len(),
+            NoiseKind::LogUniform { vocab_size } => *vocab_size,
+            NoiseKind::Unigram(unigram) => unigram.probabilities.len(),
         }
     }
 
     /// The probability of a token id in one draw; zero outside the vocabulary.
     pub fn probability(&self, id: usize) -> f64 {
         match &self.0 {
-            Kind::LogUniform { vocab_size } if id >= *vocab_size => 0.0,
-            Kind::LogUniform { vocab_size } => (1.0 / (id as f64 + 1.0)).ln_1p() / (*vocab_size as f64).ln_1p(),
-            Kind::Unigram(unigram) => unigram.probabilities.get(id).copied().unwrap_or(0.0),
+            NoiseKind::LogUniform { vocab_size } if id >= *vocab_size => 0.0,
+            NoiseKind::LogUniform { vocab_size } => (1.0 / (id as f64 + 1.0)).ln_1p() / (*vocab_size as f64).ln_1p(),
+            NoiseKind::Unigram(unigram) => unigram.probabilities.get(id).copied().unwrap_or(0.0),
         }
     }
 
@@ -179,18 +179,18 @@ impl NoiseDistribution {
     /// Draws one id.
     fn one(&self, rng: &mut StdRng) -> usize {
         match &self.0 {
-            Kind::LogUniform { vocab_size } => {
+            NoiseKind::LogUniform { vocab_size } => {
                 ((rng.random::<f64>() * (*vocab_size as f64).ln_1p()).exp_m1() as usize).min(vocab_size - 1)
             }
-            Kind::Unigram(unigram) => unigram.alias.sample(rng),
+            NoiseKind::Unigram(unigram) => unigram.alias.sample(rng),
         }
     }
 
     /// The number of ids of positive probability.
     fn possible(&self) -> usize {
         match &self.0 {
-            Kind::LogUniform { vocab_size } => *vocab_size,
-            Kind::Unigram(unigram) => unigram.possible,
+            NoiseKind::LogUniform { vocab_size } => *vocab_size,
+            NoiseKind::Unigram(unigram) => unigram.possible,
         }
     }
 }

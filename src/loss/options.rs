@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::gradient_sum::GradientSum;
 use super::negatives::Negatives;
-use crate::backend::objective::Terms;
+use crate::backend::objective::LossTerms;
 use crate::backend::operands::Precision;
 use crate::error::{Error, OptionName, Result};
 use crate::tensors::checks::check_number;
@@ -375,9 +375,9 @@ impl LossOptions {
     }
 
     /// The terms of the objective that the kernels compute.
-    pub(crate) fn terms(&self) -> Terms {
+    pub(crate) fn terms(&self) -> LossTerms {
         let &LossOptions { label_smoothing, z_loss, gradient_filter, correct, .. } = self;
-        Terms { label_smoothing, z_loss, gradient_filter, correct }
+        LossTerms { label_smoothing, z_loss, gradient_filter, correct }
     }
 
     /// The options that are set and that not every head or loss supports.

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor, D};
 
 use super::node::needs_grad;
 use super::Mixture;
-use crate::backend::agreement::{Call, Number};
+use crate::backend::agreement::{Agreed, Call};
 use crate::backend::objective::TargetLoss;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Sizes};
 use crate::backend::shard::VocabShard;
@@ -49,10 +49,10 @@ impl Mixture {
         let checked = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let numbers = [
-            Number::hashed("targets", |state| checked.iter().for_each(|(_, ids)| ids.hash(state))),
-            Number::hashed("options", |state| hash_options(options, state)),
-            Number::equal("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
-            Number::equal("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
+            Agreed::hashed("targets", |state| checked.iter().for_each(|(_, ids)| ids.hash(state))),
+            Agreed::hashed("options", |state| hash_options(options, state)),
+            Agreed::equal("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
+            Agreed::equal("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
         ];
         let (request, _) = self.agree(shard, Call::Loss, checked, &numbers)?;
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
@@ -61,15 +61,15 @@ impl Mixture {
     }
 
     /// What this rank's check has found, if the mixtures of all ranks and these numbers agree.
-    pub(crate) fn agree<T>(&self, shard: &VocabShard, call: Call, checked: Result<T>, numbers: &[Number]) -> Result<T> {
+    pub(crate) fn agree<T>(&self, shard: &VocabShard, call: Call, checked: Result<T>, numbers: &[Agreed]) -> Result<T> {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let contexts = &self.operands.contexts;
         let of_mixture = [
-            Number::equal("positions", positions as f64),
-            Number::equal("components", components as f64),
-            Number::equal("context_dim", context_dim as f64),
-            Number::hashed("dtype", |state| contexts.dtype().as_str().hash(state)),
-            Number::equal("whether tensors are on the CPU", f64::from(u8::from(contexts.device().is_cpu()))),
+            Agreed::equal("positions", positions as f64),
+            Agreed::equal("components", components as f64),
+            Agreed::equal("context_dim", context_dim as f64),
+            Agreed::hashed("dtype", |state| contexts.dtype().as_str().hash(state)),
+            Agreed::equal("whether tensors are on the CPU", f64::from(u8::from(contexts.device().is_cpu()))),
         ];
         shard.agree(call, checked, &[&of_mixture[..], &projections("contexts", contexts), numbers].concat())
     }
@@ -106,14 +106,14 @@ impl Mixture {
 
 /// Compares the upstream gradients of the positions, `[positions]`, if there are any, before a backward pass.
 pub(super) fn agree_on_backward(shard: &VocabShard, upstream: Option<&Tensor>) -> Result<()> {
-    let positions = Number::equal("positions", upstream.map_or(0, Tensor::elem_count) as f64);
+    let positions = Agreed::equal("positions", upstream.map_or(0, Tensor::elem_count) as f64);
     let upstream = upstream.map(|upstream| projections("the upstream gradient", upstream));
     shard.agree(Call::Backward, Ok(()), &[&[positions][..], upstream.as_ref().map_or(&[], |of| &of[..])].concat())
 }
 
 /// Sums of some of the values with various signs, relative to their norm. Values that are the same but for rounding, as those
 /// of ranks with other processors, have nearly the same sums; with other dropout masks, hardly ever.
-fn projections(argument: &'static str, tensor: &Tensor) -> [Number; 3] {
+fn projections(argument: &'static str, tensor: &Tensor) -> [Agreed; 3] {
     /// Columns that are looked at.
     const COLUMNS: usize = 8;
     /// How much sums may differ by rounding.
@@ -130,7 +130,7 @@ fn projections(argument: &'static str, tensor: &Tensor) -> [Number; 3] {
         let bit = |i: usize| (i as u64 ^ seed << 40).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
         let sign = |i: usize| if bit(i).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 63 == 0 { 1.0 } else { -1.0 };
         let sum: f64 = values.iter().enumerate().map(|(i, value)| sign(i) * value).sum();
-        Number::close(argument, if norm == 0.0 { 0.0 } else { sum / norm }, TOLERANCE)
+        Agreed::close(argument, if norm == 0.0 { 0.0 } else { sum / norm }, TOLERANCE)
     })
 }
 

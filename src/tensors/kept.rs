@@ -77,7 +77,7 @@ pub(crate) fn sorted(mut ids: Vec<u32>) -> Vec<u32> {
 
 /// What each position's distribution is restricted to.
 #[derive(Clone, Debug)]
-pub(crate) enum Kept {
+pub(crate) enum Restriction {
     /// All ids.
     All,
     /// The same ids at all positions, in ascending order without repeats.
@@ -86,13 +86,13 @@ pub(crate) enum Kept {
     Each(IdLists),
 }
 
-impl Kept {
+impl Restriction {
     /// The ids of a position; `None` if they are all.
     pub(crate) fn of(&self, position: usize) -> Option<&[u32]> {
         match self {
-            Kept::All => None,
-            Kept::Shared(ids) => Some(ids),
-            Kept::Each(lists) => Some(lists.list(position)),
+            Restriction::All => None,
+            Restriction::Shared(ids) => Some(ids),
+            Restriction::Each(lists) => Some(lists.list(position)),
         }
     }
 }

@@ -127,7 +127,7 @@ pub(crate) const BLOCK_BYTES: usize = 4 << 20;
 
 /// A tensor that a file is to hold, and where its values are.
 #[derive(Debug)]
-pub(crate) struct Listed<T> {
+pub(crate) struct TensorEntry<T> {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
@@ -161,7 +161,7 @@ impl Unplaced {
     /// Writes a safetensors file of these tensors, whose bytes `write` writes one tensor after the other.
     pub(crate) fn write_tensors<T>(
         place: &Path,
-        mut tensors: Vec<Listed<T>>,
+        mut tensors: Vec<TensorEntry<T>>,
         mut write: impl FnMut(&T, &mut BufWriter<File>) -> Result<()>,
     ) -> Result<Self> {
         // The order of the format: the widest dtype first, so that all tensors are aligned.
@@ -237,11 +237,11 @@ pub(crate) fn convertible(of_file: Dtype, dtype: DType) -> Option<DType> {
 }
 
 /// The header of a file that holds these tensors in this order.
-fn header_of<T>(place: &Path, tensors: &[Listed<T>]) -> Result<Vec<u8>> {
+fn header_of<T>(place: &Path, tensors: &[TensorEntry<T>]) -> Result<Vec<u8>> {
     let too_large = || Error::checkpoint(place, "tensors of fewer than 2^64 bytes", "more");
     let mut end = 0usize;
     let mut listed = Vec::with_capacity(tensors.len());
-    for Listed { name, dtype, shape, .. } in tensors {
+    for TensorEntry { name, dtype, shape, .. } in tensors {
         let start = end;
         end = tensor_bytes(*dtype, shape).and_then(|bytes| end.checked_add(bytes)).ok_or_else(too_large)?;
         listed.push((name.clone(), TensorInfo { dtype: *dtype, shape: shape.clone(), data_offsets: (start, end) }));
@@ -293,7 +293,7 @@ mod tests {
     #[test]
     fn a_header_that_no_program_reads_is_an_error() {
         let of_name = |bytes: usize| {
-            let listed = Listed { name: "a".repeat(bytes), dtype: Dtype::F32, shape: vec![2], values: () };
+            let listed = TensorEntry { name: "a".repeat(bytes), dtype: Dtype::F32, shape: vec![2], values: () };
             header_of(Path::new("a.safetensors"), &[listed])
         };
         assert!(of_name(1).is_ok());

@@ -110,7 +110,7 @@ impl Classes {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(from = "Read"))]
+#[cfg_attr(feature = "serde", serde(from = "HierarchicalFields"))]
 #[non_exhaustive]
 pub struct HierarchicalConfig {
     /// Size of a hidden state.
@@ -201,7 +201,7 @@ impl HierarchicalConfig {
 /// The configuration as deserialized: sizes are required, options have the defaults of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
-struct Read {
+struct HierarchicalFields {
     #[serde(alias = "hidden")]
     hidden_size: usize,
     #[serde(alias = "vocab")]
@@ -211,8 +211,8 @@ struct Read {
 }
 
 #[cfg(feature = "serde")]
-impl From<Read> for HierarchicalConfig {
-    fn from(read: Read) -> Self {
+impl From<HierarchicalFields> for HierarchicalConfig {
+    fn from(read: HierarchicalFields) -> Self {
         let default = HierarchicalConfig::new(read.hidden_size, read.vocab_size);
         HierarchicalConfig {
             classes: read.classes.unwrap_or(default.classes),

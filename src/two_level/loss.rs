@@ -22,14 +22,14 @@ use crate::tensors::transfer::to_device;
 const IGNORED: i64 = -1;
 
 /// The positions whose targets are in one cluster: consecutive rows of the sorted positions.
-struct Group<'a> {
+struct ClusterGroup<'a> {
     cluster: &'a Cluster,
     start: usize,
     positions: usize,
 }
 
 /// What the groups share; tensors are over the sorted positions.
-struct Groups<'a> {
+struct ClusterGroups<'a> {
     /// Targets as indices of their cluster.
     targets: Tensor,
     weights: Option<Tensor>,
@@ -37,15 +37,15 @@ struct Groups<'a> {
 }
 
 /// The differentiable value of one or more groups, and the negative log-likelihoods of their positions.
-struct Part {
+struct ClusterLoss {
     value: Tensor,
     nll: Tensor,
     leaves: Vec<Leaf>,
 }
 
-impl Part {
+impl ClusterLoss {
     fn of(loss: Loss) -> Self {
-        Part { leaves: loss.leaves().collect(), value: loss.value, nll: loss.nll }
+        ClusterLoss { leaves: loss.leaves().collect(), value: loss.value, nll: loss.nll }
     }
 }
 
@@ -82,10 +82,10 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
         let root = self.root.loss(hidden, &to_device::<i64>(entries, leading, device)?, &of_root)?;
 
         let (groups, sorted) = self.groups(&places);
-        let mut part = Part::of(root);
+        let mut part = ClusterLoss::of(root);
         if !groups.is_empty() {
             let order: Vec<u32> = sorted.iter().map(|&(position, _)| position as u32).collect();
-            let shared = Groups {
+            let shared = ClusterGroups {
                 targets: Tensor::new(sorted.iter().map(|&(_, target)| target).collect::<Vec<_>>(), device)?,
                 weights: weights_of(&mut sorted.iter().map(|&(position, _)| position), &[sorted.len()])?,
                 options: &parts,
@@ -114,7 +114,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     }
 
     /// The variables of the clusters that have no target.
-    fn spared(&self, groups: &[Group]) -> Vec<TensorId> {
+    fn spared(&self, groups: &[ClusterGroup]) -> Vec<TensorId> {
         // The groups are in the order of the clusters.
         let has_target = |cluster: &Cluster| {
             groups.binary_search_by_key(&cluster.ranks.start, |group| group.cluster.ranks.start).is_ok()
@@ -126,7 +126,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     }
 
     /// The clusters that have a target, and the positions sorted by cluster, each with its target there.
-    fn groups(&self, places: &[Option<Place>]) -> (Vec<Group<'_>>, Vec<(usize, u32)>) {
+    fn groups(&self, places: &[Option<Place>]) -> (Vec<ClusterGroup<'_>>, Vec<(usize, u32)>) {
         let mut members = vec![Vec::new(); self.clusters.len()];
         for (position, place) in places.iter().enumerate() {
             if let Some((cluster, target)) = place.and_then(|place| place.within) {
@@ -135,23 +135,23 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
         }
         let (mut groups, mut sorted) = (Vec::new(), Vec::new());
         for (cluster, members) in self.clusters.iter().zip(members).filter(|(_, members)| !members.is_empty()) {
-            groups.push(Group { cluster, start: sorted.len(), positions: members.len() });
+            groups.push(ClusterGroup { cluster, start: sorted.len(), positions: members.len() });
             sorted.extend(members);
         }
         (groups, sorted)
     }
 }
 
-impl Groups<'_> {
+impl ClusterGroups<'_> {
     /// The loss of some groups, whose positions are the rows of `hidden`.
-    fn part(&self, hidden: &Tensor, groups: &[Group]) -> Result<Part> {
+    fn part(&self, hidden: &Tensor, groups: &[ClusterGroup]) -> Result<ClusterLoss> {
         if let [group] = groups {
             let mut options = self.options.clone();
             if let Some(weights) = &self.weights {
                 options.position_weights = Some(weights.narrow(0, group.start, group.positions)?);
             }
             let targets = self.targets.narrow(0, group.start, group.positions)?;
-            return Ok(Part::of(group.cluster.mixture(hidden)?.loss(&targets, &options)?));
+            return Ok(ClusterLoss::of(group.cluster.mixture(hidden)?.loss(&targets, &options)?));
         }
         let (left, right) = groups.split_at(groups.len() / 2);
         let cut: usize = left.iter().map(|group| group.positions).sum();
@@ -163,7 +163,7 @@ impl Groups<'_> {
             (self.part(&of_left, left), self.part(&of_right, right))
         };
         let (left, right) = (left?, right?);
-        Ok(Part {
+        Ok(ClusterLoss {
             value: match self.options.reduction {
                 Reduction::None => Tensor::cat(&[left.value, right.value], 0)?,
                 _ => (left.value + right.value)?,

@@ -17,14 +17,14 @@ use crate::tensors::checks::leading;
 use crate::tensors::transfer::matrix;
 
 /// The search at one position.
-struct Search<'a> {
+struct ClusterSearch<'a> {
     /// The log-probabilities of the clusters.
     clusters: &'a [f64],
     /// The best ids so far, in descending order.
     found: Vec<Ranked<f64>>,
 }
 
-impl Search<'_> {
+impl ClusterSearch<'_> {
     /// The most probable cluster.
     fn first(&self) -> Option<usize> {
         ranking::best(&Computed::of(self.clusters), 1).first().map(|cluster| cluster.1 as usize)
@@ -49,10 +49,10 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         };
         let found = root.iter().enumerate().map(of_shortlist).collect::<Result<Vec<_>>>()?;
         let clusters = root.iter().map(|root| &root[self.shortlist..]);
-        let search = |(found, clusters)| Search { found, clusters };
-        let mut searches: Vec<Search> = found.into_iter().zip(clusters).map(search).collect();
+        let search = |(found, clusters)| ClusterSearch { found, clusters };
+        let mut searches: Vec<ClusterSearch> = found.into_iter().zip(clusters).map(search).collect();
 
-        let first: Vec<Option<usize>> = searches.iter().map(Search::first).collect();
+        let first: Vec<Option<usize>> = searches.iter().map(ClusterSearch::first).collect();
         let mut visits = vec![Vec::new(); self.clusters.len()];
         for ((position, search), first) in (0..).zip(&searches).zip(&first) {
             if let Some(first) = first.filter(|&first| search.may_gain(first, k)) {
@@ -79,7 +79,14 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     }
 
     /// Adds the best ids of a cluster to the searches at these positions.
-    fn visit(&self, cluster: usize, positions: &[u32], rows: &Tensor, k: usize, searches: &mut [Search]) -> Result<()> {
+    fn visit(
+        &self,
+        cluster: usize,
+        positions: &[u32],
+        rows: &Tensor,
+        k: usize,
+        searches: &mut [ClusterSearch],
+    ) -> Result<()> {
         if positions.is_empty() {
             return Ok(());
         }
@@ -93,7 +100,7 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         };
         let (ids, log_probs) = (top.token_ids.to_vec2::<u32>()?, matrix(&top.log_probs)?);
         for ((&position, ids), log_probs) in positions.iter().zip(ids).zip(log_probs) {
-            let Search { clusters, found } = &mut searches[position as usize];
+            let ClusterSearch { clusters, found } = &mut searches[position as usize];
             let id = |(index, log_prob)| (add(clusters[cluster], log_prob), self.id_within(cluster, index as usize));
             found.extend(ids.into_iter().zip(log_probs).map(id));
             found.sort_by(order);

@@ -3,8 +3,8 @@
 use std::ops::{Deref, DerefMut};
 
 /// The elements of a buffer; the default is zero.
-pub(crate) trait Number: Copy + Default + Send + Sync {}
-impl<F: Copy + Default + Send + Sync> Number for F {}
+pub(crate) trait BufferElement: Copy + Default + Send + Sync {}
+impl<F: Copy + Default + Send + Sync> BufferElement for F {}
 
 /// The size of a workspace, in bytes.
 pub(super) struct Workspace {
@@ -18,7 +18,7 @@ pub(super) struct Workspace {
 
 /// `n` zeros, in huge pages if the buffer is large. The system clears pages on first use: a gradient of one gigabyte in
 /// pages of 4 KiB takes a fifth of a second on two threads, in huge pages a third of that.
-pub(super) fn zeros<F: Number>(n: usize) -> Vec<F> {
+pub(super) fn zeros<F: BufferElement>(n: usize) -> Vec<F> {
     filled(F::default(), n)
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Aligned<F> {
     len: usize,
 }
 
-impl<F: Number> Aligned<F> {
+impl<F: BufferElement> Aligned<F> {
     pub(super) fn zeros(len: usize) -> Self {
         let values: Vec<F> = zeros(if len == 0 { 0 } else { len + CACHE_LINE / size_of::<F>() });
         let first = values.as_ptr().align_offset(CACHE_LINE);

@@ -19,7 +19,7 @@ use super::two_pass::TwoPasses;
 use super::vector::simd::Isa;
 use super::{log_probs, loss, Cpu};
 use crate::backend::contract::{Backend, LossResults};
-use crate::backend::objective::{GradScale, Objective, TargetLoss, Terms};
+use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss};
 use crate::backend::operands::{NeedsGrad, Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::task::Task;
@@ -37,7 +37,7 @@ struct Case {
     dtype: DType,
     transposed: bool,
     softcap: Option<f64>,
-    terms: Terms,
+    terms: LossTerms,
     needs_grad: NeedsGrad,
     /// Workspace, as a multiple of the least.
     budget: Option<usize>,
@@ -52,7 +52,7 @@ impl Case {
             dtype: DType::F32,
             transposed: false,
             softcap: None,
-            terms: Terms::default(),
+            terms: LossTerms::default(),
             needs_grad: ALL,
             budget: None,
         }
@@ -229,8 +229,8 @@ fn both_computations_agree_whatever_the_order_of_the_logits() -> Result<()> {
 
 #[test]
 fn both_computations_agree_with_options() -> Result<()> {
-    let z_loss = Terms { z_loss: 0.01, ..Terms::default() };
-    for (softcap, terms) in [(Some(2.0), Terms::default()), (None, z_loss), (Some(30.0), z_loss)] {
+    let z_loss = LossTerms { z_loss: 0.01, ..LossTerms::default() };
+    for (softcap, terms) in [(Some(2.0), LossTerms::default()), (None, z_loss), (Some(30.0), z_loss)] {
         Case { softcap, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
@@ -282,12 +282,12 @@ fn tiles_agree_with_vectors() -> Result<()> {
 
 #[test]
 fn tiles_agree_with_vectors_with_options() -> Result<()> {
-    let z_loss = Terms { z_loss: 0.01, ..Terms::default() };
+    let z_loss = LossTerms { z_loss: 0.01, ..LossTerms::default() };
     let case = Case::new(17, 4, 20, 700);
     for slope in [-400.0, -60.0, 60.0, 400.0] {
         Case { slope, ..case }.check_tiles::<f32>()?;
     }
-    for (softcap, terms) in [(Some(2.0), Terms::default()), (None, z_loss), (Some(30.0), z_loss)] {
+    for (softcap, terms) in [(Some(2.0), LossTerms::default()), (None, z_loss), (Some(30.0), z_loss)] {
         Case { softcap, terms, slope: 20.0, ..case }.check_tiles::<f32>()?;
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
@@ -346,7 +346,7 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let with_threads = |threads: usize, needs_grad: NeedsGrad| {
         in_pool(threads, || {
             let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
-            let plan = Cpu.plan(&operands, Task::loss(&Terms::default(), needs_grad), None)?;
+            let plan = Cpu.plan(&operands, Task::loss(&LossTerms::default(), needs_grad), None)?;
             assert!(plan.chunks().count() > 1, "{plan}");
             flat(&Cpu.loss(&operands, &objective, needs_grad, &plan)?)
         })
@@ -381,7 +381,7 @@ fn nor_do_those_of_tiles() -> Result<()> {
 
 #[test]
 fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
-    let terms = [Terms::default(), Terms { label_smoothing: 0.1, ..Terms::default() }];
+    let terms = [LossTerms::default(), LossTerms { label_smoothing: 0.1, ..LossTerms::default() }];
     for (terms, needs_grad) in terms.into_iter().flat_map(|terms| [(terms, ALL), (terms, NeedsGrad::default())]) {
         let with_threads = |threads: usize| {
             in_pool(threads, || {

@@ -15,8 +15,8 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tenso
 use half::{bf16, f16};
 
 use super::kind::KIND;
-use crate::backend::gpu::arguments::{Argument, Logits, Objective, Rows, Scored};
-use crate::backend::gpu::device::{Gpu, Kind, Matrix, Product, BLOCK};
+use crate::backend::gpu::arguments::{Argument, LogitsArgument, ObjectiveArgument, RowsArgument, ScoredArgument};
+use crate::backend::gpu::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind, BLOCK};
 use crate::error::{Error, Result};
 
 /// The kernels, compiled by `build.rs`.
@@ -97,16 +97,16 @@ fn wrong_device(device: &Device) -> Error {
 }
 
 // SAFETY: `repr(C)` numbers in the layout that the kernels declare.
-unsafe impl DeviceRepr for Logits {}
+unsafe impl DeviceRepr for LogitsArgument {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for Objective {}
+unsafe impl DeviceRepr for ObjectiveArgument {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for Rows {}
+unsafe impl DeviceRepr for RowsArgument {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for Scored {}
+unsafe impl DeviceRepr for ScoredArgument {}
 
 impl Gpu for Cuda {
-    fn kind(&self) -> &'static Kind {
+    fn kind(&self) -> &'static GpuKind {
         &KIND
     }
 
@@ -149,7 +149,7 @@ impl Gpu for Cuda {
         Ok(())
     }
 
-    fn multiply(&self, product: &Product) -> Result<()> {
+    fn multiply(&self, product: &DeviceProduct) -> Result<()> {
         use cublas_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         use cublas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
         use cublas_sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
@@ -162,7 +162,7 @@ impl Gpu for Cuda {
             DType::BF16 => CUDA_R_16BF,
             _ => CUDA_R_32F,
         };
-        let transposition = |matrix: &Matrix| if matrix.transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
+        let transposition = |matrix: &DeviceMatrix| if matrix.transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
         let constants = self.address(&self.constants)?;
         let [zero, one] = [constants, constants + size_of::<f32>() as u64];
         let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulate { one } else { zero });

@@ -5,7 +5,7 @@ use crate::backend::objective;
 /// `struct Logits` of `rows.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(in crate::backend) struct Logits {
+pub(in crate::backend) struct LogitsArgument {
     pub(in crate::backend) z: u64,
     pub(in crate::backend) bias: u64,
     pub(in crate::backend) scale: f32,
@@ -18,29 +18,29 @@ pub(in crate::backend) struct Logits {
 /// `struct Objective` of `rows.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::backend) struct Objective {
+pub(in crate::backend) struct ObjectiveArgument {
     pub(in crate::backend) ids: u64,
     pub(in crate::backend) hard: u64,
     pub(in crate::backend) scales: u64,
     pub(in crate::backend) soft: u64,
     pub(in crate::backend) factor: u64,
     pub(in crate::backend) soft_stride: i64,
-    pub(in crate::backend) terms: Terms,
+    pub(in crate::backend) terms: TermsArgument,
 }
 
 /// `struct Terms` of `rows.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::backend) struct Terms {
+pub(in crate::backend) struct TermsArgument {
     z_loss: f32,
     filter: f32,
     unit: f32,
 }
 
-impl Terms {
+impl TermsArgument {
     /// `unit` multiplies the gradient of the logits.
-    pub(in crate::backend) fn new(terms: &objective::Terms, unit: f32) -> Self {
-        Terms { z_loss: terms.z_loss as f32, filter: terms.gradient_filter as f32, unit }
+    pub(in crate::backend) fn new(terms: &objective::LossTerms, unit: f32) -> Self {
+        TermsArgument { z_loss: terms.z_loss as f32, filter: terms.gradient_filter as f32, unit }
     }
 
     /// The bytes in the order of the structure.
@@ -53,7 +53,7 @@ impl Terms {
 /// `struct Rows` of `rows.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(in crate::backend) struct Rows {
+pub(in crate::backend) struct RowsArgument {
     pub(in crate::backend) log_priors: u64,
     pub(in crate::backend) own: u64,
     pub(in crate::backend) numbers: u64,
@@ -63,7 +63,7 @@ pub(in crate::backend) struct Rows {
 /// `struct Scored` of `rows.h`; the default is for objectives that are no scores.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::backend) struct Scored {
+pub(in crate::backend) struct ScoredArgument {
     pub(in crate::backend) ids: u64,
     pub(in crate::backend) numbers: u64,
     pub(in crate::backend) stride: i64,
@@ -74,10 +74,10 @@ pub(in crate::backend) struct Scored {
 
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) enum Argument {
-    Logits(Logits),
-    Objective(Objective),
-    Rows(Rows),
-    Scored(Scored),
+    Logits(LogitsArgument),
+    Objective(ObjectiveArgument),
+    Rows(RowsArgument),
+    Scored(ScoredArgument),
     /// Memory that the kernel reads
     Read(u64),
     /// Memory that the kernel writes and may also read

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use super::arguments::{Argument, Logits, Objective, Rows};
-use super::device::{Buffer, Gpu, Matrix, Product};
+use super::arguments::{Argument, LogitsArgument, ObjectiveArgument, RowsArgument};
+use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu};
 use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
@@ -13,7 +13,7 @@ use crate::backend::shared_rows::{join, SharedRow};
 use crate::error::{Error, Result};
 
 /// The operands of a mixture in device memory.
-pub(super) struct Inputs {
+pub(super) struct DeviceOperands {
     pub(super) sizes: Sizes,
     pub(super) dtype: DType,
     /// The weight and, if there is one, the adapter, with the contexts that each is multiplied by
@@ -38,14 +38,14 @@ pub(super) struct InputPart {
 
 impl InputPart {
     /// The decoder `[vocab, width]`, or its transpose, as an operand of a product.
-    pub(super) fn decoder(&self, transposed: bool) -> Matrix {
+    pub(super) fn decoder(&self, transposed: bool) -> DeviceMatrix {
         let vocab = self.weight.tensor.elem_count() / self.width;
         let stride = if self.is_transposed { vocab } else { self.width };
-        Matrix { transposed: transposed != self.is_transposed, ..matrix(&self.weight, 0, stride) }
+        DeviceMatrix { transposed: transposed != self.is_transposed, ..matrix(&self.weight, 0, stride) }
     }
 }
 
-impl Inputs {
+impl DeviceOperands {
     fn new<G: Gpu>(gpu: &G, operands: &Operands) -> Result<Self> {
         let (weight, weight_is_transposed) = match operands.stored_weight()? {
             stored @ (_, false) => stored,
@@ -60,7 +60,7 @@ impl Inputs {
         let adapter_columns = operands.adapter_columns()?;
         let of_weight = part(0..adapter_columns.start, weight, weight_is_transposed)?;
         let of_adapter = operands.adapter.clone().map(|adapter| part(adapter_columns, adapter, false)).transpose()?;
-        Ok(Inputs {
+        Ok(DeviceOperands {
             sizes: operands.sizes,
             dtype: operands.contexts.dtype(),
             parts: std::iter::once(of_weight).chain(of_adapter).collect(),
@@ -80,13 +80,13 @@ impl Inputs {
 /// one element, even for an empty batch.
 pub(super) struct Chunks<'a, G> {
     pub(super) gpu: &'a G,
-    pub(super) inputs: Inputs,
+    pub(super) inputs: DeviceOperands,
     /// Elements from one row of logits to the next
     pub(super) stride: usize,
     pub(super) rows_per_chunk: usize,
     /// `[rows of a chunk, stride]`, f32
     pub(super) logits: Buffer,
-    /// `[7, rows of a chunk]`: see [`Rows`]
+    /// `[7, rows of a chunk]`: see [`RowsArgument`]
     numbers: Buffer,
 }
 
@@ -111,7 +111,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let zeros = |n| Buffer::zeros(gpu, n, DType::F32, operands.contexts.device());
         Ok(Chunks {
             gpu,
-            inputs: Inputs::new(gpu, operands)?,
+            inputs: DeviceOperands::new(gpu, operands)?,
             stride,
             rows_per_chunk: rows,
             logits: zeros(rows * stride)?,
@@ -129,12 +129,12 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     pub(super) fn arguments(
         &self,
         positions: &Range<usize>,
-        objective: Objective,
+        objective: ObjectiveArgument,
         own: Option<&Buffer>,
     ) -> [Argument; 3] {
-        let Inputs { sizes, log_priors, bias, logit_scale, softcap, .. } = &self.inputs;
+        let DeviceOperands { sizes, log_priors, bias, logit_scale, softcap, .. } = &self.inputs;
         let first_row = positions.start * sizes.components;
-        let logits = Logits {
+        let logits = LogitsArgument {
             z: self.logits.at(0),
             bias: Buffer::or_null(bias),
             scale: *logit_scale,
@@ -143,7 +143,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             vocab: sizes.vocab as i32,
             components: sizes.components as i32,
         };
-        let rows = Rows {
+        let rows = RowsArgument {
             log_priors: log_priors.as_ref().map_or(0, |log_priors| log_priors.at(first_row)),
             own: own.map_or(0, |own| own.at(first_row)),
             numbers: self.numbers.at(0),
@@ -156,7 +156,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     pub(super) fn logits(&self, positions: &Range<usize>, arguments: &[Argument; 3]) -> Result<()> {
         let rows = self.inputs.rows(positions);
         for (i, part) in self.inputs.parts.iter().enumerate() {
-            self.gpu.multiply(&Product {
+            self.gpu.multiply(&DeviceProduct {
                 m: rows.len(),
                 n: self.inputs.sizes.vocab,
                 k: part.width,
@@ -200,7 +200,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// Computes the log-probabilities of the chunk's positions, written to their rows of `[positions, vocab]`.
     pub(super) fn log_probs(&self, positions: Range<usize>, to: &Buffer) -> Result<()> {
-        let arguments = self.arguments(&positions, Objective::default(), None);
+        let arguments = self.arguments(&positions, ObjectiveArgument::default(), None);
         self.logits(&positions, &arguments)?;
         let Sizes { vocab, .. } = self.inputs.sizes;
         let log_probs = Some((to, positions.start * vocab, vocab));
@@ -217,7 +217,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         ids: &Buffer,
         id_log_probs: &Buffer,
     ) -> Result<()> {
-        let arguments = self.arguments(&positions, Objective::default(), None);
+        let arguments = self.arguments(&positions, ObjectiveArgument::default(), None);
         self.logits(&positions, &arguments)?;
         self.mix(&positions, &arguments, Mixed { log_probs: Some((log_probs, 0, self.stride)), ..Mixed::default() })?;
         let arguments = [
@@ -238,6 +238,6 @@ pub(super) fn is_best(argmax: &Tensor, ids: &Tensor, log_prob: &Tensor) -> candl
 }
 
 /// A row-major matrix, from `first_row` on.
-pub(super) fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> Matrix {
-    Matrix { address: buffer.at(first_row * stride), dtype: buffer.tensor.dtype(), stride, transposed: false }
+pub(super) fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> DeviceMatrix {
+    DeviceMatrix { address: buffer.at(first_row * stride), dtype: buffer.tensor.dtype(), stride, transposed: false }
 }

@@ -9,18 +9,18 @@ use crate::error::Result;
 
 /// A device that runs the kernels in the order of their launches.
 pub(in crate::backend) trait Gpu {
-    fn kind(&self) -> &'static Kind;
+    fn kind(&self) -> &'static GpuKind;
     /// The address of the first element of a contiguous tensor, in bytes; never zero, and valid as long as the tensor
     /// lives.
     fn address(&self, tensor: &Tensor) -> Result<u64>;
     /// Launches a kernel with `blocks` blocks of [`BLOCK`] threads.
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()>;
-    fn multiply(&self, product: &Product) -> Result<()>;
+    fn multiply(&self, product: &DeviceProduct) -> Result<()>;
 }
 
 /// The properties of a kind of GPU that the chunks and their plan depend on.
 #[derive(Debug)]
-pub(in crate::backend) struct Kind {
+pub(in crate::backend) struct GpuKind {
     pub(in crate::backend) kernels: Kernels,
     /// Whether products take the gradient of the logits in f32 even if the other operands are in half precision
     pub(in crate::backend) f32_gradient: bool,
@@ -36,7 +36,7 @@ pub(in crate::backend) struct Kind {
     pub(in crate::backend) default_bytes: usize,
 }
 
-impl Kind {
+impl GpuKind {
     /// The dtype of the gradient of the logits as an operand of products.
     pub(super) fn gradient_dtype(&self, dtype: DType) -> DType {
         if self.f32_gradient {
@@ -86,7 +86,7 @@ pub(in crate::backend) const BLOCK: usize = 256;
 
 /// A row-major matrix in device memory.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::backend) struct Matrix {
+pub(in crate::backend) struct DeviceMatrix {
     pub(in crate::backend) address: u64,
     pub(in crate::backend) dtype: DType,
     /// Elements from one row to the next.
@@ -97,16 +97,16 @@ pub(in crate::backend) struct Matrix {
 
 /// `out[m, n] = alpha lhs[m, k] rhs[k, n]`, or `out += alpha lhs rhs` if it accumulates; sums are in f32.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::backend) struct Product {
+pub(in crate::backend) struct DeviceProduct {
     pub(in crate::backend) m: usize,
     pub(in crate::backend) n: usize,
     pub(in crate::backend) k: usize,
-    pub(in crate::backend) lhs: Matrix,
-    pub(in crate::backend) rhs: Matrix,
+    pub(in crate::backend) lhs: DeviceMatrix,
+    pub(in crate::backend) rhs: DeviceMatrix,
     /// The address of an f32 matrix, `out_stride` elements from one row to the next.
     pub(in crate::backend) out: u64,
     pub(in crate::backend) out_stride: usize,
-    /// The address of an f32 scalar in device memory. `None` is 1, and the only value if [`Kind::f32_gradient`].
+    /// The address of an f32 scalar in device memory. `None` is 1, and the only value if [`GpuKind::f32_gradient`].
     pub(in crate::backend) alpha: Option<u64>,
     pub(in crate::backend) accumulate: bool,
 }

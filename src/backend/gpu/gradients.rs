@@ -6,12 +6,12 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::chunks::{matrix, Chunks, InputPart};
-use super::device::{Buffer, Gpu, Matrix};
+use super::device::{Buffer, DeviceMatrix, Gpu};
 use crate::backend::operands::{NeedsGrad, Sizes};
 use crate::error::Result;
 
 /// The gradients that are needed.
-pub(super) struct GradientBuffers {
+pub(super) struct DeviceGradients {
     pub(super) logits: LogitGradient,
     /// As the parts of the inputs
     pub(super) parts: Vec<PartGradient>,
@@ -65,7 +65,7 @@ pub(super) struct BiasGradient {
     pub(super) ones: Buffer,
 }
 
-impl GradientBuffers {
+impl DeviceGradients {
     pub(super) fn new<G: Gpu>(
         chunks: &Chunks<'_, G>,
         filters: bool,
@@ -90,7 +90,7 @@ impl GradientBuffers {
             })
         };
         let of_parts = [(needs_grad.weight, so_far), (needs_grad.adapter, None)];
-        Ok(GradientBuffers {
+        Ok(DeviceGradients {
             logits: match (filters, dtype) {
                 (false, DType::F32) => LogitGradient::InPlace,
                 (false, _) => LogitGradient::Separate(zeros(rows * stride, dtype)?),
@@ -132,7 +132,7 @@ impl GradientBuffers {
     }
 
     /// The gradient of the chunk's logits, `[rows, vocab]`, as an operand of a product.
-    pub(super) fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> Matrix {
+    pub(super) fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> DeviceMatrix {
         let buffer = match &self.logits {
             LogitGradient::InPlace => &chunks.logits,
             LogitGradient::Separate(gradient) | LogitGradient::Filtered(gradient, _) => gradient,
@@ -146,7 +146,12 @@ impl GradientBuffers {
     }
 
     /// Some columns of the contexts of these rows.
-    pub(super) fn contexts<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>, part: usize) -> Matrix {
+    pub(super) fn contexts<G: Gpu>(
+        &self,
+        chunks: &Chunks<'_, G>,
+        positions: &Range<usize>,
+        part: usize,
+    ) -> DeviceMatrix {
         let of_inputs = &chunks.inputs.parts[part];
         match self.live() {
             Some(live) => matrix(&live.parts[part].contexts, 0, of_inputs.width),

@@ -6,11 +6,11 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{self, Argument};
 use super::chunks::{is_best, matrix, Chunks, Mixed};
-use super::device::{Buffer, Gpu, Matrix, Product, BLOCK};
-use super::gradients::{GradientBuffers, LogitGradient};
-use super::objective::Prepared;
+use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
+use super::gradients::{DeviceGradients, LogitGradient};
+use super::objective::DeviceObjective;
 use super::own_targets::OwnTargets;
-use super::score_rows::ScoreRows;
+use super::score_rows::DeviceScores;
 use super::shared_targets::{of_all_ranks, SharedTargets};
 use crate::backend::contract::{Gradients, LossResults};
 use crate::backend::objective::{Objective, SoFar};
@@ -26,7 +26,7 @@ pub(super) fn loss<G: Gpu>(
     needs_grad: NeedsGrad,
     plan: &Plan,
 ) -> Result<LossResults> {
-    let prepared = Prepared::new(gpu, objective, operands)?;
+    let prepared = DeviceObjective::new(gpu, objective, operands)?;
     let (own, shared) = match objective {
         Objective::Targets(loss) => (OwnTargets::new(operands, loss)?, SharedTargets::new(loss)?),
         Objective::LogProbs { .. } => (None, None),
@@ -34,17 +34,17 @@ pub(super) fn loss<G: Gpu>(
     let shard = objective.shard();
     let chunks = Chunks::new(gpu, operands, plan)?;
     let targets = match (&own, shared) {
-        (Some(own), _) => Targets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
-        (None, Some(shared)) => Targets::Shared(shared),
-        (None, None) if prepared.is_soft() => Targets::Soft(chunks.log_prob_rows()?),
-        (None, None) => Targets::Hard,
+        (Some(own), _) => DeviceTargets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
+        (None, Some(shared)) => DeviceTargets::Shared(shared),
+        (None, None) if prepared.is_soft() => DeviceTargets::Soft(chunks.log_prob_rows()?),
+        (None, None) => DeviceTargets::Hard,
     };
     let mut chunks = LossChunks::new(chunks, prepared, targets, objective.so_far(), needs_grad)?;
     chunks.run_loss(plan, needs_grad)?;
 
     let positions = operands.sizes.positions;
     let of_positions = |padded: &Tensor| padded.narrow(0, 0, positions);
-    let LossChunks { objective, results: Results { nll, losses, argmax, masses }, .. } = &chunks;
+    let LossChunks { objective, results: DeviceResults { nll, losses, argmax, masses }, .. } = &chunks;
     let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
     let Some(ids) = &objective.ids else {
         // The caller has the log-probabilities, and needs only the gradients.
@@ -88,14 +88,14 @@ fn weigh(weights: &Tensor, values: &Tensor) -> candle_core::Result<Tensor> {
 
 pub(super) struct LossChunks<'a, G> {
     pub(super) chunks: Chunks<'a, G>,
-    pub(super) objective: Prepared,
-    pub(super) targets: Targets<'a>,
-    results: Results,
-    gradients: Option<GradientBuffers>,
+    pub(super) objective: DeviceObjective,
+    pub(super) targets: DeviceTargets<'a>,
+    results: DeviceResults,
+    gradients: Option<DeviceGradients>,
 }
 
 /// What the targets need besides the logits of the vocabulary.
-pub(super) enum Targets<'a> {
+pub(super) enum DeviceTargets<'a> {
     /// Each target is one id of the vocabulary.
     Hard,
     /// All ids have mass: the mixture's log-probabilities, `[positions of a chunk, stride]`.
@@ -105,22 +105,22 @@ pub(super) enum Targets<'a> {
     /// Each target is one id of the vocabulary, of which this rank has a part.
     Shared(SharedTargets<'a>),
     /// Ids have mass through the scores of each position.
-    Scored(&'a ScoreRows),
+    Scored(&'a DeviceScores),
 }
 
-impl Targets<'_> {
+impl DeviceTargets<'_> {
     /// The log-probabilities of all ids, if masses depend on them.
     fn log_probs(&self) -> Option<&Buffer> {
         match self {
-            Targets::Soft(log_probs) => Some(log_probs),
-            Targets::Scored(scores) => scores.log_probs.as_ref(),
-            Targets::Hard | Targets::Own(_) | Targets::Shared(_) => None,
+            DeviceTargets::Soft(log_probs) => Some(log_probs),
+            DeviceTargets::Scored(scores) => scores.log_probs.as_ref(),
+            DeviceTargets::Hard | DeviceTargets::Own(_) | DeviceTargets::Shared(_) => None,
         }
     }
 }
 
 /// The results of all positions, `[positions]` each.
-struct Results {
+struct DeviceResults {
     nll: Buffer,
     losses: Buffer,
     argmax: Buffer,
@@ -131,8 +131,8 @@ struct Results {
 impl<'a, G: Gpu> LossChunks<'a, G> {
     pub(super) fn new(
         chunks: Chunks<'a, G>,
-        objective: Prepared,
-        targets: Targets<'a>,
+        objective: DeviceObjective,
+        targets: DeviceTargets<'a>,
         so_far: Option<&SoFar>,
         needs_grad: NeedsGrad,
     ) -> Result<Self> {
@@ -140,11 +140,11 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let zeros = |n, dtype| Buffer::zeros(chunks.gpu, n, dtype, chunks.logits.tensor.device());
         let gradients = || {
             let so_far = so_far.filter(|_| needs_grad.weight).and_then(SoFar::take);
-            let has_own = matches!(targets, Targets::Own(_));
-            GradientBuffers::new(&chunks, objective.terms.gradient_filter > 0.0, has_own, so_far, needs_grad)
+            let has_own = matches!(targets, DeviceTargets::Own(_));
+            DeviceGradients::new(&chunks, objective.terms.gradient_filter > 0.0, has_own, so_far, needs_grad)
         };
         Ok(LossChunks {
-            results: Results {
+            results: DeviceResults {
                 nll: zeros(positions, DType::F32)?,
                 losses: zeros(positions, DType::F32)?,
                 argmax: zeros(positions, DType::U32)?,
@@ -190,7 +190,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     }
 
     pub(super) fn arguments(&self, positions: &Range<usize>) -> [Argument; 3] {
-        let own = if let Targets::Own(logits) = &self.targets { Some(logits) } else { None };
+        let own = if let DeviceTargets::Own(logits) = &self.targets { Some(logits) } else { None };
         self.chunks.arguments(positions, self.objective.argument(positions.start), own)
     }
 
@@ -199,7 +199,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let [.., row_values] = self.arguments(positions);
         let Chunks { gpu, inputs, .. } = &self.chunks;
         let rows = inputs.rows(positions);
-        let Some(GradientBuffers { logits: LogitGradient::Filtered(_, live), .. }) = &mut self.gradients else {
+        let Some(DeviceGradients { logits: LogitGradient::Filtered(_, live), .. }) = &mut self.gradients else {
             return Ok(());
         };
         let (indices, count) = (live.rows.at(0), Argument::Write(live.count.at(0)));
@@ -223,7 +223,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         self.chunks.logits(&positions, &self.arguments(&positions))?;
         match &self.targets {
-            Targets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
+            DeviceTargets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
             _ => Ok(()),
         }
     }
@@ -235,17 +235,17 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let arguments @ [logits, objective, row_values] = self.arguments(&positions);
         let [position_count, components] = [positions.len(), components].map(|n| Argument::Int(n as i32));
 
-        let Results { nll, losses, argmax, masses } = &self.results;
+        let DeviceResults { nll, losses, argmax, masses } = &self.results;
         let [nll, losses, argmax] = [nll, losses, argmax].map(|buffer| buffer.at(positions.start));
         let [of_nll, of_losses] = [nll, losses].map(Argument::Write);
         let position_loss = [objective, row_values, of_nll, of_losses, position_count, components];
         gpu.launch("position_loss", position_blocks, &position_loss)?;
 
-        let soft = if let Targets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
+        let soft = if let DeviceTargets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
         let log_probs = Argument::Read(self.targets.log_probs().map_or(0, |log_probs| log_probs.at(0)));
         let scored = match &self.targets {
-            Targets::Scored(scores) => scores.argument(&positions),
-            _ => arguments::Scored::default(),
+            DeviceTargets::Scored(scores) => scores.argument(&positions),
+            _ => arguments::ScoredArgument::default(),
         };
         let scored_values = Argument::Scored(scored);
         if soft.is_some() || self.objective.terms.correct {
@@ -253,7 +253,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             let argmax = if self.objective.terms.correct { argmax } else { 0 };
             self.chunks.mix(&positions, &arguments, Mixed { log_probs: to, losses, argmax })?;
         }
-        if soft.is_some() || matches!(self.targets, Targets::Scored(_)) {
+        if soft.is_some() || matches!(self.targets, DeviceTargets::Scored(_)) {
             let arguments = [logits, objective, row_values, scored_values, log_probs];
             gpu.launch("row_soft_mass", rows.len(), &arguments)?;
         }
@@ -277,11 +277,11 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
 
         // Without live rows there is nothing to add: the gradients start as zeros.
         let Some(bias) = gradients.bias.as_ref().filter(|_| row_count > 0) else { return Ok(()) };
-        gpu.multiply(&Product {
+        gpu.multiply(&DeviceProduct {
             m: vocab,
             n: 1,
             k: row_count,
-            lhs: Matrix { transposed: true, ..matrix_of_logits },
+            lhs: DeviceMatrix { transposed: true, ..matrix_of_logits },
             rhs: matrix(&bias.ones, 0, 1),
             out: bias.sum.at(0),
             out_stride: 1,
@@ -298,7 +298,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             let Some(contexts) = &gradient.contexts else { continue };
             let destination = contexts.at(inputs.rows(&positions).start * part.width);
             let live = gradients.live().map(|live| (live, live.parts[i].context_gradients.at(0)));
-            gpu.multiply(&Product {
+            gpu.multiply(&DeviceProduct {
                 m: row_count,
                 n: part.width,
                 k: inputs.sizes.vocab,
@@ -330,11 +330,11 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         }
         for (i, (part, gradient)) in inputs.parts.iter().zip(&gradients.parts).enumerate() {
             let Some(decoder) = &gradient.decoder else { continue };
-            gpu.multiply(&Product {
+            gpu.multiply(&DeviceProduct {
                 m: inputs.sizes.vocab,
                 n: part.width,
                 k: row_count,
-                lhs: Matrix { transposed: true, ..gradients.logit_matrix(&self.chunks) },
+                lhs: DeviceMatrix { transposed: true, ..gradients.logit_matrix(&self.chunks) },
                 rhs: gradients.contexts(&self.chunks, &positions, i),
                 out: decoder.at(0),
                 out_stride: part.width,

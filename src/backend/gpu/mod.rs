@@ -35,7 +35,7 @@ use crate::backend::ranking::{tensors, Best};
 use crate::backend::task::{ScoreTask, Task};
 use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
-use device::{Buffer, Gpu, Kind};
+use device::{Buffer, Gpu, GpuKind};
 use log_prob_loss::log_prob_loss;
 use log_probs::log_probs;
 use logit_offsets::logit_offsets;
@@ -139,7 +139,7 @@ impl<G: Gpu> Backend for On<G> {
 const MAX_K_ON_DEVICE: usize = 64;
 
 /// The plan of a task with these sizes and operands of `dtype`.
-fn plan(kind: &Kind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
+fn plan(kind: &GpuKind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
     let Sizes { components, context_dim, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let f32_size = DType::F32.size_in_bytes();

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{self, Argument};
 use super::device::{Buffer, Gpu, BLOCK};
-use crate::backend::objective::{GradScale, Objective, Scored, TargetLoss, Terms};
+use crate::backend::objective::{GradScale, LossTerms, Objective, Scored, TargetLoss};
 use crate::backend::operands::{Operands, Sizes};
 use crate::error::{Error, Result};
 
@@ -19,7 +19,7 @@ pub(super) struct TargetIds {
 }
 
 /// An objective on the device.
-pub(super) struct Prepared {
+pub(super) struct DeviceObjective {
     pub(super) ids: Option<TargetIds>,
     /// `[positions]`: the scale of each position's gradients, if they differ
     pub(super) scales: Option<Buffer>,
@@ -27,7 +27,7 @@ pub(super) struct Prepared {
     soft: Option<Buffer>,
     soft_stride: usize,
     /// All zero without targets
-    pub(super) terms: Terms,
+    pub(super) terms: LossTerms,
     unit: f32,
     /// Scalar: the kernels leave out this factor of the gradients.
     pub(super) factor: Tensor,
@@ -66,7 +66,7 @@ fn half_unit(objective: &Objective) -> f32 {
     }
 }
 
-impl Prepared {
+impl DeviceObjective {
     /// The objective of a mixture with these operands.
     pub(super) fn new<G: Gpu>(gpu: &G, objective: &Objective, operands: &Operands) -> Result<Self> {
         let Sizes { positions, vocab, .. } = operands.sizes;
@@ -80,12 +80,12 @@ impl Prepared {
                 // A bound on all masses: each is a part of the position's upstream gradient.
                 let largest = upstream.abs()?.sum(1)?.max(0)?;
                 let factor = largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?;
-                return Ok(Prepared {
+                return Ok(DeviceObjective {
                     ids: None,
                     scales: None,
                     soft: Some(Buffer::new(gpu, upstream.broadcast_div(&factor)?.neg()?)?),
                     soft_stride: vocab,
-                    terms: Terms::default(),
+                    terms: LossTerms::default(),
                     unit,
                     logits_factors: logits_factors(&factor)?,
                     factor,
@@ -179,7 +179,7 @@ impl Prepared {
         } else {
             None
         };
-        Ok(Prepared {
+        Ok(DeviceObjective {
             ids: Some(TargetIds { ids, hard, weights, count }),
             scales: Some(scales),
             soft,
@@ -197,12 +197,12 @@ impl Prepared {
         let device = operands.contexts.device();
         let unit = if dtype == DType::F16 { UNIT as f32 } else { 1.0 };
         let factor = Tensor::full(1.0 / scored.temperature as f32, (), device)?;
-        Ok(Prepared {
+        Ok(DeviceObjective {
             ids: None,
             scales: Some(Buffer::zeros(gpu, operands.sizes.positions, DType::F32, device)?),
             soft: None,
             soft_stride: 0,
-            terms: Terms::default(),
+            terms: LossTerms::default(),
             unit,
             logits_factors: LogitsFactors::new(gpu, dtype, &factor, unit, operands.logit_scale)?,
             factor,
@@ -239,17 +239,17 @@ impl Prepared {
     }
 
     /// The kernels' argument for the positions from `first` on.
-    pub(super) fn argument(&self, first: usize) -> arguments::Objective {
+    pub(super) fn argument(&self, first: usize) -> arguments::ObjectiveArgument {
         let soft = self.soft.as_ref().map_or(0, |soft| soft.at(first * self.soft_stride));
         let (ids, hard) = self.ids.as_ref().map_or((0, 0), |ids| (ids.ids.at(first), ids.hard.at(first)));
-        arguments::Objective {
+        arguments::ObjectiveArgument {
             ids,
             hard,
             scales: self.scales.as_ref().map_or(0, |scales| scales.at(first)),
             soft,
             factor: Buffer::or_null(&self.logits_factors.kernel),
             soft_stride: self.soft_stride as i64,
-            terms: arguments::Terms::new(&self.terms, self.unit),
+            terms: arguments::TermsArgument::new(&self.terms, self.unit),
         }
     }
 }

@@ -8,13 +8,13 @@ use candle_core::{DType, Tensor};
 use super::arguments::{self, Argument};
 use super::chunks::{is_best, Chunks, Mixed};
 use super::device::{Buffer, Gpu, BLOCK};
-use super::objective::Prepared;
+use super::objective::DeviceObjective;
 use crate::backend::objective::{Scored, OF_POSITION};
 use crate::backend::operands::Sizes;
 use crate::error::Result;
 
 /// The scores of all positions, and what the kernels keep of a chunk's.
-pub(super) struct ScoreRows {
+pub(super) struct DeviceScores {
     /// `[positions, n]`, i64
     ids: Buffer,
     candidates: usize,
@@ -40,7 +40,7 @@ pub(super) fn numbers_of_scores(candidates: usize, components: usize) -> usize {
     5 + (3 + components) * candidates
 }
 
-impl ScoreRows {
+impl DeviceScores {
     pub(super) fn new<G: Gpu>(chunks: &Chunks<'_, G>, scored: &Scored) -> Result<Self> {
         let Sizes { positions, components, .. } = chunks.inputs.sizes;
         let (gpu, device) = (chunks.gpu, chunks.logits.tensor.device());
@@ -52,7 +52,7 @@ impl ScoreRows {
             0 => Tensor::zeros(1, DType::I64, device)?,
             _ => scored.token_ids.to_dtype(DType::I64)?,
         };
-        Ok(ScoreRows {
+        Ok(DeviceScores {
             ids: Buffer::new(gpu, ids)?,
             candidates,
             stride,
@@ -67,8 +67,8 @@ impl ScoreRows {
     }
 
     /// The kernels' argument for a chunk's positions.
-    pub(super) fn argument(&self, positions: &Range<usize>) -> arguments::Scored {
-        arguments::Scored {
+    pub(super) fn argument(&self, positions: &Range<usize>) -> arguments::ScoredArgument {
+        arguments::ScoredArgument {
             ids: self.ids.at(positions.start * self.candidates),
             numbers: self.numbers.at(0),
             stride: self.stride as i64,
@@ -108,7 +108,7 @@ impl ScoreRows {
         chunks: &Chunks<'_, G>,
         positions: &Range<usize>,
         upstream: Tensor,
-        objective: &Prepared,
+        objective: &DeviceObjective,
     ) -> Result<Tensor> {
         let upstream = Buffer::new(chunks.gpu, upstream)?;
         let arguments = [

@@ -2,12 +2,12 @@
 
 use candle_core::{DType, Tensor};
 
-use super::arguments::Objective;
+use super::arguments::ObjectiveArgument;
 use super::chunks::Chunks;
 use super::device::Gpu;
-use super::loss::{LossChunks, Targets};
-use super::objective::Prepared;
-use super::score_rows::ScoreRows;
+use super::loss::{DeviceTargets, LossChunks};
+use super::objective::DeviceObjective;
+use super::score_rows::DeviceScores;
 use crate::backend::contract::LossResults;
 use crate::backend::objective::{ScoreTerms, Scored};
 use crate::backend::operands::{NeedsGrad, Operands};
@@ -24,9 +24,9 @@ pub(super) fn scores<G: Gpu>(
     plan: &Plan,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let chunks = Chunks::new(gpu, operands, plan)?;
-    let rows = ScoreRows::new(&chunks, scored)?;
+    let rows = DeviceScores::new(&chunks, scored)?;
     for positions in plan.chunks() {
-        let arguments = chunks.arguments(&positions, Objective::default(), None);
+        let arguments = chunks.arguments(&positions, ObjectiveArgument::default(), None);
         chunks.logits(&positions, &arguments)?;
         rows.compute(&chunks, &positions, &arguments)?;
     }
@@ -44,9 +44,9 @@ pub(super) fn score_loss<G: Gpu>(
     plan: &Plan,
 ) -> Result<LossResults> {
     let chunks = Chunks::new(gpu, operands, plan)?;
-    let rows = ScoreRows::new(&chunks, scored)?;
-    let objective = Prepared::of_scores(gpu, scored, operands)?;
-    let mut loss = LossChunks::new(chunks, objective, Targets::Scored(&rows), None, needs_grad)?;
+    let rows = DeviceScores::new(&chunks, scored)?;
+    let objective = DeviceObjective::of_scores(gpu, scored, operands)?;
+    let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&rows), None, needs_grad)?;
     let mut values = Vec::new();
     for positions in plan.chunks() {
         loss.logits(positions.clone())?;

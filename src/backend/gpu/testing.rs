@@ -11,11 +11,11 @@ use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 
 use super::arguments::Argument;
-use super::device::{Gpu, Kind, Matrix, Product};
+use super::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind};
 use crate::backend::cuda;
 use crate::backend::metal;
 use crate::backend::metal::arguments::{bindings, Binding};
-use crate::backend::metal::products::{self, Products, Scratch};
+use crate::backend::metal::products::{self, F32Products, ProductBuffers};
 use crate::error::Result;
 
 /// Launches a kernel by its name, with a number of blocks, a pointer for each argument and the sizes of the arguments.
@@ -39,7 +39,7 @@ impl Language {
         [own, ("rows.h", include_str!("rows.h"))]
     }
 
-    pub(super) fn kind(self) -> &'static Kind {
+    pub(super) fn kind(self) -> &'static GpuKind {
         match self {
             Language::Cuda => &cuda::kind::KIND,
             Language::Metal => &metal::kind::KIND,
@@ -52,7 +52,7 @@ impl Language {
 pub(super) struct EmulatedGpu {
     pub(super) language: Language,
     launch: &'static Mutex<Launch>,
-    scratch: Scratch,
+    scratch: ProductBuffers,
     /// The tensors, kept alive, and their copies.
     copies: RefCell<Vec<(Tensor, Guarded)>>,
 }
@@ -71,7 +71,7 @@ impl EmulatedGpu {
     }
 
     fn with(language: Language, launch: &'static Mutex<Launch>) -> Self {
-        EmulatedGpu { language, launch, scratch: Scratch::default(), copies: RefCell::default() }
+        EmulatedGpu { language, launch, scratch: ProductBuffers::default(), copies: RefCell::default() }
     }
 
     /// Copies what the kernels wrote back to the tensors.
@@ -194,7 +194,7 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
 }
 
 impl Gpu for EmulatedGpu {
-    fn kind(&self) -> &'static Kind {
+    fn kind(&self) -> &'static GpuKind {
         self.language.kind()
     }
 
@@ -244,7 +244,7 @@ impl Gpu for EmulatedGpu {
         Ok(())
     }
 
-    fn multiply(&self, product: &Product) -> Result<()> {
+    fn multiply(&self, product: &DeviceProduct) -> Result<()> {
         match self.language {
             Language::Cuda => self.multiply_on_host(product),
             Language::Metal => products::multiply(self, product),
@@ -278,8 +278,8 @@ fn bound_pointer(binding: &mut Binding) -> *mut c_void {
     }
 }
 
-impl Products for EmulatedGpu {
-    fn multiply_f32(&self, product: &Product) -> Result<()> {
+impl F32Products for EmulatedGpu {
+    fn multiply_f32(&self, product: &DeviceProduct) -> Result<()> {
         assert_eq!((product.lhs.dtype, product.rhs.dtype, product.alpha), (DType::F32, DType::F32, None));
         self.multiply_on_host(product)
     }
@@ -293,7 +293,7 @@ impl Products for EmulatedGpu {
         16
     }
 
-    fn scratch(&self) -> &Scratch {
+    fn scratch(&self) -> &ProductBuffers {
         &self.scratch
     }
 
@@ -303,11 +303,11 @@ impl Products for EmulatedGpu {
 }
 
 impl EmulatedGpu {
-    fn multiply_on_host(&self, p: &Product) -> Result<()> {
+    fn multiply_on_host(&self, p: &DeviceProduct) -> Result<()> {
         assert_eq!(p.lhs.dtype, p.rhs.dtype);
         assert!(p.k > 0, "sums without terms: {p:?}");
         let alpha = p.alpha.map_or(1.0, |alpha| read(alpha, 0, DType::F32));
-        let at = |matrix: &Matrix, row: usize, column: usize| {
+        let at = |matrix: &DeviceMatrix, row: usize, column: usize| {
             let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
             read(matrix.address, row * matrix.stride + column, matrix.dtype)
         };

@@ -16,9 +16,9 @@ use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSi
 
 use super::arguments::{bindings, Binding};
 use super::kind::{source, KIND};
-use super::products::{multiply, Products, Scratch};
+use super::products::{multiply, F32Products, ProductBuffers};
 use crate::backend::gpu::arguments::Argument;
-use crate::backend::gpu::device::{Gpu, Kind, Matrix, Product, BLOCK};
+use crate::backend::gpu::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind, BLOCK};
 use crate::error::{Error, Result};
 
 /// A device, and the buffers of one mixture on it.
@@ -26,7 +26,7 @@ pub(in crate::backend) struct Metal {
     device: MetalDevice,
     /// All buffers that have an address, which is the index of a buffer, from one, and a byte offset within it.
     buffers: RefCell<Vec<Buffer>>,
-    scratch: Scratch,
+    scratch: ProductBuffers,
 }
 
 /// The number of low bits of an address that hold the byte offset.
@@ -36,7 +36,7 @@ impl Metal {
     pub(in crate::backend) fn of(device: &Device) -> Result<Self> {
         match device {
             Device::Metal(device) => {
-                Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: Scratch::default() })
+                Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: ProductBuffers::default() })
             }
             device => Err(wrong_device(format!("{:?}", device.location()))),
         }
@@ -92,7 +92,7 @@ fn wrong_device(got: String) -> Error {
 }
 
 impl Gpu for Metal {
-    fn kind(&self) -> &'static Kind {
+    fn kind(&self) -> &'static GpuKind {
         &KIND
     }
 
@@ -140,7 +140,7 @@ impl Gpu for Metal {
         Ok(())
     }
 
-    fn multiply(&self, product: &Product) -> Result<()> {
+    fn multiply(&self, product: &DeviceProduct) -> Result<()> {
         multiply(self, product)
     }
 }
@@ -151,7 +151,7 @@ fn size(width: usize, height: usize) -> MTLSize {
 
 /// `GEMMParams` of candle's `mlx_gemm.metal`.
 #[repr(C)]
-struct Sizes {
+struct GemmParams {
     m: i32,
     n: i32,
     k: i32,
@@ -177,7 +177,7 @@ struct Addition {
 }
 
 /// The tiling of a product by candle's kernel: rows, columns and terms of a tile, and the warps along rows and columns.
-struct Tiles {
+struct GemmTiling {
     rows: usize,
     columns: usize,
     terms: usize,
@@ -186,7 +186,7 @@ struct Tiles {
 
 impl Metal {
     /// One of the tilings that candle's kernel is compiled for, chosen as candle does for f32.
-    fn tiles(&self, p: &Product) -> Tiles {
+    fn tiles(&self, p: &DeviceProduct) -> GemmTiling {
         let by_transposed = !p.lhs.transposed && p.rhs.transposed;
         let is_large = p.m * p.n >= 1 << 20;
         let (rows, columns, terms, warps) = match self.device.metal_device().device_type() {
@@ -197,14 +197,14 @@ impl Metal {
             _ if by_transposed => (32, 64, 16, (1, 2)),
             _ => (64, 32, 32, (2, 2)),
         };
-        Tiles { rows, columns, terms, warps }
+        GemmTiling { rows, columns, terms, warps }
     }
 
     /// Computes a product and adds the matrix at the address `addend` if it accumulates. That matrix has the strides of
     /// the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last tile that
     /// the result does not have.
-    fn multiply_tiles(&self, p: &Product, tiles: &Tiles, addend: u64) -> Result<()> {
-        let letter = |matrix: &Matrix| if matrix.transposed { 't' } else { 'n' };
+    fn multiply_tiles(&self, p: &DeviceProduct, tiles: &GemmTiling, addend: u64) -> Result<()> {
+        let letter = |matrix: &DeviceMatrix| if matrix.transposed { 't' } else { 'n' };
         let name = format!(
             "gemm_{}{}_f32_f32_{}_{}_{}_{}_{}",
             letter(&p.lhs),
@@ -224,7 +224,7 @@ impl Metal {
             (202, Value::Bool(p.k.is_multiple_of(tiles.terms))),   // align_K
             (300, Value::Bool(false)),                             // do_gather
         ]);
-        let sizes = Sizes {
+        let sizes = GemmParams {
             m: p.m as i32,
             n: p.n as i32,
             k: p.k as i32,
@@ -291,8 +291,8 @@ impl Metal {
     }
 }
 
-impl Products for Metal {
-    fn multiply_f32(&self, p: &Product) -> Result<()> {
+impl F32Products for Metal {
+    fn multiply_f32(&self, p: &DeviceProduct) -> Result<()> {
         let tiles = self.tiles(p);
         let bytes = |elements: usize| elements * DType::F32.size_in_bytes();
         let (out, offset) = self.buffer(p.out);
@@ -303,21 +303,21 @@ impl Products for Metal {
         // The buffer ends within the last tile: the rows of this tile are added from a copy in a larger buffer.
         let before = p.m - p.m % tiles.rows;
         let before_in_lhs = if p.lhs.transposed { before } else { before * p.lhs.stride };
-        let last = Product {
+        let last = DeviceProduct {
             m: p.m - before,
-            lhs: Matrix { address: p.lhs.address + bytes(before_in_lhs) as u64, ..p.lhs },
+            lhs: DeviceMatrix { address: p.lhs.address + bytes(before_in_lhs) as u64, ..p.lhs },
             out: p.out + bytes(before * p.out_stride) as u64,
             ..*p
         };
         let copy = self.scratch.last_rows(self, tiles.rows * p.out_stride)?;
         self.copy(last.out, copy, last.m, last.n, last.out_stride)?;
         if before > 0 {
-            self.multiply_tiles(&Product { m: before, ..*p }, &tiles, p.out)?;
+            self.multiply_tiles(&DeviceProduct { m: before, ..*p }, &tiles, p.out)?;
         }
         self.multiply_tiles(&last, &tiles, copy)
     }
 
-    fn scratch(&self) -> &Scratch {
+    fn scratch(&self) -> &ProductBuffers {
         &self.scratch
     }
 

@@ -1,7 +1,7 @@
 //! The properties of Metal that the chunks and their plan depend on, and the source of its kernels.
 
 use super::products;
-use crate::backend::gpu::device::Kind;
+use crate::backend::gpu::device::GpuKind;
 use crate::backend::plan::Kernels;
 
 /// The source of the kernels.
@@ -11,7 +11,7 @@ pub(in crate::backend) fn source() -> String {
 }
 
 /// Products are in f32. candle rounds allocations up to a power of two.
-pub(in crate::backend) const KIND: Kind = Kind {
+pub(in crate::backend) const KIND: GpuKind = GpuKind {
     kernels: Kernels::Metal,
     f32_gradient: true,
     reads_transposed: false,

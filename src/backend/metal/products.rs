@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use candle_core::{DType, Tensor};
 
 use crate::backend::gpu::arguments::Argument;
-use crate::backend::gpu::device::{Buffer, Gpu, Matrix, Product, BLOCK};
+use crate::backend::gpu::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use crate::backend::operands::Sizes;
 use crate::error::Result;
 
@@ -26,11 +26,11 @@ const MOST_TILE_ROWS: usize = 64;
 const WARP: usize = 32;
 
 /// A device that has products in f32.
-pub(in crate::backend) trait Products: Gpu {
+pub(in crate::backend) trait F32Products: Gpu {
     /// Computes a product of f32 matrices, without a factor.
-    fn multiply_f32(&self, product: &Product) -> Result<()>;
+    fn multiply_f32(&self, product: &DeviceProduct) -> Result<()>;
     /// The buffers that products share.
-    fn scratch(&self) -> &Scratch;
+    fn scratch(&self) -> &ProductBuffers;
     /// An f32 tensor of `elements` arbitrary values.
     fn fresh(&self, elements: usize) -> Result<Tensor>;
     /// The most elements of the right operand that are widened at a time.
@@ -46,17 +46,17 @@ pub(in crate::backend) trait Products: Gpu {
 /// The widened left (0) and right (1) operands of a product, and the last rows of what it adds to (2), valid until the
 /// next product.
 #[derive(Default)]
-pub(in crate::backend) struct Scratch(RefCell<[Option<Buffer>; 3]>);
+pub(in crate::backend) struct ProductBuffers(RefCell<[Option<Buffer>; 3]>);
 
-impl Scratch {
+impl ProductBuffers {
     /// The address of at least `elements` f32 values for the last rows of what a product adds to.
     #[cfg(feature = "metal")]
-    pub(super) fn last_rows<G: Products>(&self, gpu: &G, elements: usize) -> Result<u64> {
+    pub(super) fn last_rows<G: F32Products>(&self, gpu: &G, elements: usize) -> Result<u64> {
         self.address(gpu, 2, elements)
     }
 
     /// The address of at least `elements` f32 values for a matrix, in the previous buffer if it is large enough.
-    fn address<G: Products>(&self, gpu: &G, matrix: usize, elements: usize) -> Result<u64> {
+    fn address<G: F32Products>(&self, gpu: &G, matrix: usize, elements: usize) -> Result<u64> {
         let cached = &mut self.0.borrow_mut()[matrix];
         if let Some(buffer) = cached.as_ref().filter(|buffer| buffer.tensor.elem_count() >= elements) {
             return Ok(buffer.at(0));
@@ -77,8 +77,8 @@ pub(super) fn bytes(sizes: Sizes, dtype: DType) -> (usize, usize) {
 }
 
 /// Computes any product of the chunks.
-pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> Result<()> {
-    let Product { m, n, k, lhs, rhs, .. } = *product;
+pub(in crate::backend) fn multiply<G: F32Products>(gpu: &G, product: &DeviceProduct) -> Result<()> {
+    let DeviceProduct { m, n, k, lhs, rhs, .. } = *product;
     debug_assert!(product.alpha.is_none(), "the kernel has already scaled the gradient");
     if m == 0 || n == 0 {
         return Ok(());
@@ -102,14 +102,14 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
     while first < rows {
         let tile_rows = at_once.max(1).min(rows - first);
         let address = rhs.address + (first * rhs.stride * rhs.dtype.size_in_bytes()) as u64;
-        let tile = widened(gpu, 1, Matrix { address, ..rhs }, tile_rows)?;
-        let part = Product { lhs, rhs: tile, ..*product };
+        let tile = widened(gpu, 1, DeviceMatrix { address, ..rhs }, tile_rows)?;
+        let part = DeviceProduct { lhs, rhs: tile, ..*product };
         gpu.multiply_f32(&if rhs.transposed {
-            Product { n: tile_rows, out: product.out + offset(first), ..part }
+            DeviceProduct { n: tile_rows, out: product.out + offset(first), ..part }
         } else {
             let first_of_lhs = if lhs.transposed { first * lhs.stride } else { first };
-            let lhs = Matrix { address: lhs.address + offset(first_of_lhs), ..lhs };
-            Product { k: tile_rows, lhs, accumulate: product.accumulate || first > 0, ..part }
+            let lhs = DeviceMatrix { address: lhs.address + offset(first_of_lhs), ..lhs };
+            DeviceProduct { k: tile_rows, lhs, accumulate: product.accumulate || first > 0, ..part }
         })?;
         first += tile_rows;
     }
@@ -117,7 +117,7 @@ pub(in crate::backend) fn multiply<G: Products>(gpu: &G, product: &Product) -> R
 }
 
 /// The first stored rows of a matrix, in f32.
-fn widened<G: Products>(gpu: &G, operand: usize, matrix: Matrix, rows: usize) -> Result<Matrix> {
+fn widened<G: F32Products>(gpu: &G, operand: usize, matrix: DeviceMatrix, rows: usize) -> Result<DeviceMatrix> {
     if matrix.dtype == DType::F32 {
         return Ok(matrix);
     }
@@ -125,11 +125,11 @@ fn widened<G: Products>(gpu: &G, operand: usize, matrix: Matrix, rows: usize) ->
     let address = gpu.scratch().address(gpu, operand, count.max(1))?;
     let arguments = [Argument::Read(matrix.address), Argument::Write(address), Argument::Int(count as i32)];
     gpu.launch(&format!("widen_{}", matrix.dtype.as_str()), count.div_ceil(BLOCK), &arguments)?;
-    Ok(Matrix { address, dtype: DType::F32, ..matrix })
+    Ok(DeviceMatrix { address, dtype: DType::F32, ..matrix })
 }
 
-fn inner_products<G: Products>(gpu: &G, product: &Product) -> Result<()> {
-    let Product { m, n, k, lhs, rhs, out, out_stride, .. } = *product;
+fn inner_products<G: F32Products>(gpu: &G, product: &DeviceProduct) -> Result<()> {
+    let DeviceProduct { m, n, k, lhs, rhs, out, out_stride, .. } = *product;
     let int = |n: usize| Argument::Int(n as i32);
     let arguments = [
         Argument::Read(lhs.address),

@@ -22,7 +22,7 @@ const MOST_LAYERS: usize = 1024;
 /// - Jozefowicz, Vinyals, Schuster, Shazeer, Wu: Exploring the Limits of Language Modeling. 2016, arXiv 1602.02410.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(from = "Read"))]
+#[cfg_attr(feature = "serde", serde(from = "CharCnnFields"))]
 #[non_exhaustive]
 pub struct CharCnnConfig {
     /// Size of a row, d.
@@ -123,7 +123,7 @@ impl CharCnnConfig {
 /// The configuration as deserialized: the size is required, and options default to the values of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
-struct Read {
+struct CharCnnFields {
     #[serde(alias = "context")]
     context_dim: usize,
     embedding: Option<usize>,
@@ -135,8 +135,8 @@ struct Read {
 }
 
 #[cfg(feature = "serde")]
-impl From<Read> for CharCnnConfig {
-    fn from(read: Read) -> Self {
+impl From<CharCnnFields> for CharCnnConfig {
+    fn from(read: CharCnnFields) -> Self {
         let default = CharCnnConfig::new(read.context_dim);
         CharCnnConfig {
             embedding: read.embedding.unwrap_or(default.embedding),

@@ -219,7 +219,7 @@ impl CharCnn {
         }
         let (dtype, device) = (self.parameter().dtype(), self.parameter().device());
         let accumulation = accumulation_dtype("embedding.weight", dtype)?;
-        let groups = Groups::new(&self.config, &spellings, accumulation.size_in_bytes());
+        let groups = SpellingGroups::new(&self.config, &spellings, accumulation.size_in_bytes());
         let config = self.config.clone();
         let values: Parameters = self.parameters.iter().map(Tensor::detach).collect();
         let rows = {
@@ -265,13 +265,13 @@ impl CharCnn {
 }
 
 /// Entries in groups of similar length, each within the budget.
-struct Groups {
+struct SpellingGroups {
     /// The entries from short to long.
     order: Vec<u32>,
     sizes: Vec<usize>,
 }
 
-impl Groups {
+impl SpellingGroups {
     fn new(config: &CharCnnConfig, spellings: &[Vec<u32>], bytes_of_number: usize) -> Self {
         let mut order: Vec<u32> = (0..spellings.len() as u32).collect();
         order.sort_by_key(|&entry| spellings[entry as usize].len());
@@ -285,7 +285,7 @@ impl Groups {
             size += 1;
         }
         sizes.push(size);
-        Groups { order, sizes }
+        SpellingGroups { order, sizes }
     }
 
     /// Returns what `f` makes of each group.

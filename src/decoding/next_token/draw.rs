@@ -6,7 +6,7 @@ use super::kept::kept;
 use super::noise::Noise;
 use crate::backend::distribution::{Computed, TILE};
 use crate::backend::ranking::best;
-use crate::decoding::multinomial::{nucleus, Masses};
+use crate::decoding::multinomial::{nucleus, TileMasses};
 use crate::decoding::Sampling;
 
 /// A token id, and its log-probability under the distribution that it was drawn from.
@@ -47,7 +47,7 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     let log_prob = match kept {
         Some(kept) => kept.log_prob(of_id),
         None if are_log_probs && temperature == 1.0 => of_id,
-        None => Masses::new(&Computed::of(z), temperature).log_prob(of_id),
+        None => TileMasses::new(&Computed::of(z), temperature).log_prob(of_id),
     };
     Some(Drawn { id, log_prob })
 }

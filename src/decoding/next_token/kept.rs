@@ -6,7 +6,7 @@ use crate::decoding::Sampling;
 
 /// The ids that are kept.
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(super) struct Truncated {
     /// The logit of the last one
     z: f64,
     /// Of equals, the last one
@@ -16,7 +16,7 @@ pub(super) struct Kept {
     mass: f64,
 }
 
-impl Kept {
+impl Truncated {
     pub(super) fn has(&self, z: f64, id: u32) -> bool {
         z > self.z || z == self.z && id <= self.id
     }
@@ -34,7 +34,7 @@ const PER_UNIT: f64 = 32.0;
 const PARTS: usize = 16;
 
 /// What top-p and min-p keep of logits, one of which at least is finite. There is no top-k.
-pub(super) fn kept(z: &[f64], sampling: &Sampling) -> Kept {
+pub(super) fn kept(z: &[f64], sampling: &Sampling) -> Truncated {
     let temperature = sampling.temperature;
     let part = z.len().div_ceil(PARTS).max(1);
     let largest = z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max);
@@ -63,13 +63,13 @@ pub(super) fn kept(z: &[f64], sampling: &Sampling) -> Kept {
     ids.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
     // Without an id of the interval, the ids before it are all.
     let z_before = largest - last as f64 / PER_UNIT * temperature;
-    let mut kept = Kept { z: z_before, id: u32::MAX, largest, temperature, mass };
+    let mut kept = Truncated { z: z_before, id: u32::MAX, largest, temperature, mass };
     for (z, id) in ids {
         // The id that completes the nucleus is in it; the most probable one always is.
         if kept.mass > 0.0 && kept.mass >= wanted || relative(z) < least {
             break;
         }
-        kept = Kept { z, id, mass: kept.mass + relative(z).exp(), ..kept };
+        kept = Truncated { z, id, mass: kept.mass + relative(z).exp(), ..kept };
     }
     kept
 }

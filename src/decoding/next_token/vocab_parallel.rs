@@ -2,7 +2,7 @@
 
 use super::{AllIds, Next, NextToken, TokenRequest};
 use crate::backend;
-use crate::backend::agreement::{Call, Number};
+use crate::backend::agreement::{Agreed, Call};
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::mixture::Mixture;
@@ -24,7 +24,7 @@ impl Mixture {
         let operands = self.operands();
         let checked = self.check_shard(shard);
         let checked = checked.and_then(|()| Next::new(requests, operands.sizes.positions, shard.vocab_size()));
-        let of_requests = Number::hashed("requests", |state| requests.iter().for_each(|request| request.hash(state)));
+        let of_requests = Agreed::hashed("requests", |state| requests.iter().for_each(|request| request.hash(state)));
         let next = self.agree(shard, Call::Decoding, checked, &[of_requests])?;
         let own = backend::visit_shard(operands, shard, &AllIds)?;
 

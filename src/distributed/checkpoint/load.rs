@@ -69,12 +69,12 @@ pub(super) struct Stored {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     /// In the order of the rows, without gaps.
-    pieces: Vec<Piece>,
+    pieces: Vec<FileRows>,
 }
 
 /// Consecutive rows of a tensor in one file: all of them if the tensor is whole.
 #[derive(Debug)]
-struct Piece {
+struct FileRows {
     file: usize,
     rows: Range<usize>,
     info: TensorInfo,
@@ -137,13 +137,13 @@ impl ShardedCheckpoint {
             let all = info.shape.first().copied().unwrap_or(1);
             let of_tensor = RowsName::parse(&name).filter(|_| !info.shape.is_empty());
             let RowsName { tensor, rows, all } = of_tensor.unwrap_or(RowsName { tensor: name, rows: 0..all, all });
-            pieces.push((tensor, all, Piece { file, rows, info: info.clone() }));
+            pieces.push((tensor, all, FileRows { file, rows, info: info.clone() }));
         }
         pieces.sort_by(|(a, _, of_a), (b, _, of_b)| {
             (a, of_a.rows.start, of_a.rows.end).cmp(&(b, of_b.rows.start, of_b.rows.end))
         });
         let mut tensors: BTreeMap<String, Stored> = BTreeMap::new();
-        for (name, all, Piece { file, rows, info }) in pieces {
+        for (name, all, FileRows { file, rows, info }) in pieces {
             let place = &files[file].path;
             let stored = tensors.entry(name.clone()).or_insert_with(|| {
                 let whole = info.shape.iter().enumerate().map(|(dim, &size)| if dim == 0 { all } else { size });
@@ -161,7 +161,7 @@ impl ShardedCheckpoint {
                 let expected = format!("the rows {rows:?} of {name}, with columns {columns:?}, in {dtype}");
                 return Err(Error::checkpoint(place, expected, format!("{:?} in {}", info.shape, info.dtype)));
             }
-            stored.pieces.push(Piece { file, rows, info });
+            stored.pieces.push(FileRows { file, rows, info });
         }
         match tensors.iter().find(|(_, stored)| stored.end() != stored.rows()) {
             None => Ok(ShardedCheckpoint { path: path.to_owned(), files, tensors }),
@@ -239,7 +239,7 @@ impl ShardedCheckpoint {
         rows: Range<usize>,
         mut take: impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
-        for Piece { file, rows: own, info } in &stored.pieces {
+        for FileRows { file, rows: own, info } in &stored.pieces {
             let (start, end) = (rows.start.max(own.start), rows.end.min(own.end));
             if start < end {
                 let bytes = info.data_offsets.1 - info.data_offsets.0;

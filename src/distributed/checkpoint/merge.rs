@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::load::ShardedCheckpoint;
 use crate::error::Result;
-use crate::tensors::tensor_file::{unwritten, Listed, Unplaced};
+use crate::tensors::tensor_file::{unwritten, TensorEntry, Unplaced};
 
 impl ShardedCheckpoint {
     /// Writes all tensors to one `.safetensors` file, whole and under their own names. The bytes are copied block by
@@ -27,7 +27,7 @@ impl ShardedCheckpoint {
     /// ```
     pub fn merge(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let tensors = self.tensors().iter().map(|(name, stored)| Listed {
+        let tensors = self.tensors().iter().map(|(name, stored)| TensorEntry {
             name: name.clone(),
             dtype: stored.dtype,
             shape: stored.shape.clone(),

@@ -9,11 +9,11 @@ use candle_core::Tensor;
 
 use super::index::{Index, Names, RowsName};
 use super::load::ShardedCheckpoint;
-use crate::backend::agreement::{first_other, Call, Number, WITHOUT_ERROR};
+use crate::backend::agreement::{first_other, Agreed, Call, WITHOUT_ERROR};
 use crate::backend::collectives::Numbers;
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, Result};
-use crate::tensors::tensor_file::{tensor_bytes, unwritten, write_values, Listed, Unplaced};
+use crate::tensors::tensor_file::{tensor_bytes, unwritten, write_values, TensorEntry, Unplaced};
 
 /// Saves tensors of which each rank has its own rows, and `replicated` ones that all ranks have alike. Every rank calls
 /// it with the same names and the same path of an index, `{stem}.safetensors.index.json`, in a folder that all ranks
@@ -62,7 +62,7 @@ pub fn save_sharded(
 ) -> Result<()> {
     let index = index.as_ref();
     let save = Save { shard, index, rows: rows.iter().collect(), replicated: replicated.iter().collect() };
-    let alike = [Number::hashed(ALIKE, |state| save.hash_tensors(state))];
+    let alike = [Agreed::hashed(ALIKE, |state| save.hash_tensors(state))];
     let (names, earlier) = match shard.agree(Call::Save, save.checked(), &alike) {
         Err(Error::Ranks { argument: ALIKE, of_ranks, .. }) => {
             let element = save.first_other()?;
@@ -145,7 +145,7 @@ impl<'a> Save<'a> {
 
     /// The name of the first tensor that another rank has otherwise.
     fn first_other(&self) -> Result<Option<String>> {
-        let hash = |tensor: (_, _, _)| Number::hashed(ALIKE, |state| tensor.hash(state)).value();
+        let hash = |tensor: (_, _, _)| Agreed::hashed(ALIKE, |state| tensor.hash(state)).value();
         let hashes: Vec<f64> = self.alike().map(hash).collect();
         let first = first_other(&**self.shard.collectives(), &hashes)?;
         Ok(first.and_then(|i| self.alike().nth(i)).map(|(name, ..)| name.to_owned()))
@@ -172,7 +172,7 @@ impl<'a> Save<'a> {
     fn write(&self, names: &Names, number: u64) -> Result<Unplaced> {
         let ranks = self.shard.collectives();
         let file = names.path(&names.file_name(number, ranks.rank(), ranks.ranks()));
-        let listed = |name: String, &values: &&'a Tensor| Listed {
+        let listed = |name: String, &values: &&'a Tensor| TensorEntry {
             name,
             dtype: values.dtype().into(),
             shape: values.dims().to_vec(),

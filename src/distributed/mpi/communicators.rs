@@ -10,7 +10,7 @@ use mpi::topology::{Color, SimpleCommunicator};
 use mpi::traits::{Communicator, Destination, Source};
 use mpi::Threading;
 
-use super::operations::{Buffers, Operation, Together};
+use super::operations::{Operation, SendBuffers, Together};
 use super::state::State;
 use crate::error::{Error, Result};
 
@@ -57,7 +57,7 @@ impl Members {
 }
 
 /// A communicator.
-struct Group {
+struct RankGroup {
     communicator: SimpleCommunicator,
     members: Members,
     /// The members that make no more operations.
@@ -66,11 +66,11 @@ struct Group {
 
 /// All communicators of this process: the whole program first, then its splits.
 pub(super) struct Communicators {
-    groups: Vec<Group>,
+    groups: Vec<RankGroup>,
     limit: Duration,
     /// The ranks that have not come in time: the others can do nothing more.
     timeout: Option<Vec<usize>>,
-    buffers: Buffers,
+    buffers: SendBuffers,
     state: Arc<State>,
     /// Ends MPI when it is dropped, after the communicators.
     _universe: Universe,
@@ -91,8 +91,8 @@ impl Communicators {
         }
         let world = universe.world();
         let ranks = (0..world.size() as usize).collect();
-        let groups = vec![Group::new(world, 0, ranks)];
-        Ok(Communicators { groups, limit, timeout: None, buffers: Buffers::default(), state, _universe: universe })
+        let groups = vec![RankGroup::new(world, 0, ranks)];
+        Ok(Communicators { groups, limit, timeout: None, buffers: SendBuffers::default(), state, _universe: universe })
     }
 
     /// The ranks of the whole program.
@@ -125,12 +125,12 @@ impl Communicators {
             .together(group, Announcement::new(Operation::Split, 0), |Together { ranks, state, .. }| {
                 let key = ranks.rank();
                 let split = state.inside(|| ranks.split_by_color_with_key(Color::with_value(color), key))?;
-                let of_ranks = Together { ranks: &split, state, buffers: &mut Buffers::default() }.gather(&[own]);
+                let of_ranks = Together { ranks: &split, state, buffers: &mut SendBuffers::default() }.gather(&[own]);
                 Some((split, of_ranks))
             })?
             .ok_or_else(|| Error::config("group", "one that MPI takes", color))?;
         let ranks = ranks.into_iter().map(|rank| rank as usize).collect();
-        self.groups.push(Group::new(split, self.groups.len(), ranks));
+        self.groups.push(RankGroup::new(split, self.groups.len(), ranks));
         Ok(self.groups[self.groups.len() - 1].members.clone())
     }
 
@@ -176,7 +176,7 @@ impl Communicators {
             let absent: Vec<usize> = self.groups[0].that_go_on().collect();
             self.timeout = (!absent.is_empty()).then_some(absent);
         }
-        let Group { communicator, members, .. } = &self.groups[0];
+        let RankGroup { communicator, members, .. } = &self.groups[0];
         if let Some(ranks) = &self.timeout {
             print(members, &Error::Timeout { ranks: ranks.clone(), limit: self.limit });
         }
@@ -188,11 +188,11 @@ impl Communicators {
     }
 }
 
-impl Group {
+impl RankGroup {
     fn new(communicator: SimpleCommunicator, group: usize, ranks: Vec<usize>) -> Self {
         let have_ended = vec![false; ranks.len()];
         let members = Members { group, rank: communicator.rank() as usize, ranks };
-        Group { communicator, members, have_ended }
+        RankGroup { communicator, members, have_ended }
     }
 
     /// The other members that have not ended, by their ranks in the whole program.

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// it, and other threads can give up an operation that does not return.
 pub(super) struct Engine {
     /// `None` once MPI ends.
-    operations: Option<Sender<Call>>,
+    operations: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     state: Arc<State>,
     limit: Duration,
@@ -24,7 +24,7 @@ pub(super) struct Engine {
 }
 
 /// What the thread runs.
-type Call = Box<dyn FnOnce(&mut Communicators) + Send>;
+type Job = Box<dyn FnOnce(&mut Communicators) + Send>;
 
 /// How often a thread that waits for MPI looks whether it is stuck.
 const LOOK: Duration = Duration::from_millis(500);
@@ -32,7 +32,7 @@ const LOOK: Duration = Duration::from_millis(500);
 impl Engine {
     /// Starts MPI; returns the ranks of the whole program too.
     pub(super) fn start(limit: Duration) -> Result<(Self, Members)> {
-        let (operations, calls) = channel::<Call>();
+        let (operations, calls) = channel::<Job>();
         let (started, is_started) = channel();
         let state = Arc::new(State::new());
         let of_thread = state.clone();
@@ -79,7 +79,7 @@ impl Engine {
     fn run<T: Send + 'static>(&self, call: impl FnOnce(&mut Communicators) -> Result<T> + Send + 'static) -> Result<T> {
         let (answer, answers) = channel();
         // Whoever calls waits for the answer, unless MPI is stuck.
-        let call: Call = Box::new(move |communicators| drop(answer.send(call(communicators))));
+        let call: Job = Box::new(move |communicators| drop(answer.send(call(communicators))));
         let operations = self.operations.as_ref().ok_or_else(ended)?;
         operations.send(call).map_err(|_| ended())?;
         self.wait(&answers)?

@@ -14,7 +14,7 @@ use crate::backend::collectives::{check_rank, Collectives, Numbers};
 use crate::error::{Error, Result};
 use communicators::{Announcement, Members};
 use engine::Engine;
-use operations::{Number, Operation};
+use operations::{MpiNumber, Operation};
 
 /// The ranks of a program that `mpirun` has started, or some of them ([`Mpi::split`]).
 ///
@@ -99,7 +99,7 @@ impl Mpi {
     }
 
     /// The sums of numbers over all ranks.
-    fn sums<T: Number>(&self, mut numbers: Vec<T>) -> Result<Vec<T>> {
+    fn sums<T: MpiNumber>(&self, mut numbers: Vec<T>) -> Result<Vec<T>> {
         self.engine.call(&self.members, Announcement::new(T::SUM, numbers.len()), move |ranks| {
             ranks.add_up(&mut numbers);
             numbers
@@ -107,7 +107,7 @@ impl Mpi {
     }
 
     /// The numbers of the rank `root`.
-    fn sent<T: Number>(&self, mut numbers: Vec<T>, root: usize) -> Result<Vec<T>> {
+    fn sent<T: MpiNumber>(&self, mut numbers: Vec<T>, root: usize) -> Result<Vec<T>> {
         let announcement = Announcement::new(T::BROADCAST, numbers.len()).with_root(root);
         self.engine.call(&self.members, announcement, move |ranks| {
             ranks.broadcast(&mut numbers, root);

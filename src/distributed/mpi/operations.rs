@@ -20,31 +20,31 @@ pub(super) enum Operation {
 }
 
 /// A number that MPI adds up and sends.
-pub(super) trait Number: Equivalence + Copy + Default + Send + 'static {
+pub(super) trait MpiNumber: Equivalence + Copy + Default + Send + 'static {
     const SUM: Operation;
     const BROADCAST: Operation;
 
-    fn buffer(buffers: &mut Buffers) -> &mut Vec<Self>;
+    fn buffer(buffers: &mut SendBuffers) -> &mut Vec<Self>;
 }
 
 /// What an operation sends, kept for the next one.
 #[derive(Default)]
-pub(super) struct Buffers(Vec<f32>, Vec<f64>);
+pub(super) struct SendBuffers(Vec<f32>, Vec<f64>);
 
-impl Number for f32 {
+impl MpiNumber for f32 {
     const SUM: Operation = Operation::SumF32;
     const BROADCAST: Operation = Operation::BroadcastF32;
 
-    fn buffer(Buffers(buffer, _): &mut Buffers) -> &mut Vec<f32> {
+    fn buffer(SendBuffers(buffer, _): &mut SendBuffers) -> &mut Vec<f32> {
         buffer
     }
 }
 
-impl Number for f64 {
+impl MpiNumber for f64 {
     const SUM: Operation = Operation::SumF64;
     const BROADCAST: Operation = Operation::BroadcastF64;
 
-    fn buffer(Buffers(_, buffer): &mut Buffers) -> &mut Vec<f64> {
+    fn buffer(SendBuffers(_, buffer): &mut SendBuffers) -> &mut Vec<f64> {
         buffer
     }
 }
@@ -56,12 +56,12 @@ const MOST: usize = 1 << 20;
 pub(super) struct Together<'a> {
     pub(super) ranks: &'a SimpleCommunicator,
     pub(super) state: &'a State,
-    pub(super) buffers: &'a mut Buffers,
+    pub(super) buffers: &'a mut SendBuffers,
 }
 
 impl Together<'_> {
     /// Replaces numbers by their sums over all ranks.
-    pub(super) fn add_up<T: Number>(&mut self, numbers: &mut [T]) {
+    pub(super) fn add_up<T: MpiNumber>(&mut self, numbers: &mut [T]) {
         let sent = T::buffer(self.buffers);
         for sum in numbers.chunks_mut(MOST) {
             sent.clear();
@@ -71,7 +71,7 @@ impl Together<'_> {
     }
 
     /// Replaces numbers by a rank's.
-    pub(super) fn broadcast<T: Number>(&mut self, numbers: &mut [T], root: usize) {
+    pub(super) fn broadcast<T: MpiNumber>(&mut self, numbers: &mut [T], root: usize) {
         let root = self.ranks.process_at_rank(root as i32);
         for sent in numbers.chunks_mut(MOST) {
             self.state.inside(|| root.broadcast_into(sent));

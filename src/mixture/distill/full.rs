@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::options::DistillOptions;
 use super::positions::Counted;
-use super::terms::{mixed, Terms};
+use super::terms::{mixed, DistillTerms};
 use crate::backend;
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad};
@@ -50,7 +50,7 @@ impl FullTeacher {
         counted: &Counted,
         targets: Option<Tensor>,
         options: &DistillOptions,
-    ) -> Result<Terms> {
+    ) -> Result<DistillTerms> {
         let scales = &counted.scales(&positions)?;
         let hard = options.hard_weight;
         let targets = targets.map(|targets| targets.unsqueeze(1)).transpose()?;
@@ -66,6 +66,6 @@ impl FullTeacher {
         if let Some(targets) = &targets {
             derivatives.scatter_add_set(targets, &(scales * -hard)?.unsqueeze(1)?, 1)?;
         }
-        Ok(Terms { objective: mixed(divergence, nll, hard)?, derivatives })
+        Ok(DistillTerms { objective: mixed(divergence, nll, hard)?, derivatives })
     }
 }

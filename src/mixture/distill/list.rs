@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, D};
 
 use super::options::{DistillOptions, MissingIds};
 use super::positions::Counted;
-use super::terms::{check_dims, mixed, Terms};
+use super::terms::{check_dims, mixed, DistillTerms};
 use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
@@ -200,7 +200,7 @@ impl ListTeacher {
         (log_prob, log_outside): (Tensor, Tensor),
         counted: &Counted,
         options: &DistillOptions,
-    ) -> Result<Terms> {
+    ) -> Result<DistillTerms> {
         let scales = &counted.scales(positions)?;
         let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         let (divergence, n) = (options.divergence, self.log_probs.dim(1)?);
@@ -252,6 +252,6 @@ impl ListTeacher {
             nll = Some(log_p.neg()?);
         }
         derivatives.push(scaled(&share(&log_outside)?)?);
-        Ok(Terms { objective: mixed(objective, nll, hard)?, derivatives: Tensor::cat(&derivatives, 1)? })
+        Ok(DistillTerms { objective: mixed(objective, nll, hard)?, derivatives: Tensor::cat(&derivatives, 1)? })
     }
 }

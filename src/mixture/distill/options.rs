@@ -28,10 +28,10 @@ use crate::tensors::checks::check_number;
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-pub struct Teacher(pub(super) Kind);
+pub struct Teacher(pub(super) TeacherKind);
 
 #[derive(Clone, Debug)]
-pub(super) enum Kind {
+pub(super) enum TeacherKind {
     Mixture(Mixture),
     LogProbs(Tensor),
     TopK { token_ids: Tensor, log_probs: Tensor, missing: MissingIds },
@@ -41,7 +41,7 @@ impl Teacher {
     /// The distributions of a mixture with the same token ids, whose log-probabilities are computed chunk by chunk. For a
     /// head: [`MixtureLayer::mixture`](crate::MixtureLayer::mixture) of its own hidden states.
     pub fn of_mixture(mixture: &Mixture) -> Self {
-        Teacher(Kind::Mixture(mixture.detach()))
+        Teacher(TeacherKind::Mixture(mixture.detach()))
     }
 
     /// Distributions that are given as log-probabilities.
@@ -50,7 +50,7 @@ impl Teacher {
     ///
     /// - log_probs: `[.., vocab]`, at most zero; a float type
     pub fn of_log_probs(log_probs: &Tensor) -> Self {
-        Teacher(Kind::LogProbs(log_probs.detach()))
+        Teacher(TeacherKind::LogProbs(log_probs.detach()))
     }
 
     /// Distributions of which only some ids are known, in any order. An id that is listed again counts once, with its first
@@ -65,7 +65,7 @@ impl Teacher {
     /// - log_probs: `[.., n]`, at most zero; a float type
     pub fn of_top_k(token_ids: &Tensor, log_probs: &Tensor, missing: MissingIds) -> Self {
         let (token_ids, log_probs) = (token_ids.detach(), log_probs.detach());
-        Teacher(Kind::TopK { token_ids, log_probs, missing })
+        Teacher(TeacherKind::TopK { token_ids, log_probs, missing })
     }
 }
 
@@ -254,7 +254,7 @@ impl DistillOptions {
         if self.targets.is_none() && (self.is_mixed() || self.ignore_index.is_some()) {
             return Err(Error::config("targets", "targets, because of hard_weight or ignore_index", "none"));
         }
-        let Kind::TopK { missing, .. } = &teacher.0 else { return Ok(()) };
+        let TeacherKind::TopK { missing, .. } = &teacher.0 else { return Ok(()) };
         if self.divergence == Divergence::ReverseKl && *missing != MissingIds::Tail {
             return Err(Error::config(
                 "missing",

@@ -6,9 +6,9 @@ use candle_core::{Device, Tensor, D};
 
 use super::full::FullTeacher;
 use super::list::ListTeacher;
-use super::options::{DistillOptions, Kind, Teacher};
+use super::options::{DistillOptions, Teacher, TeacherKind};
 use super::positions::Counted;
-use super::terms::{check_dims, Terms};
+use super::terms::{check_dims, DistillTerms};
 use crate::backend::contract::LossResults;
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
@@ -21,12 +21,12 @@ use crate::tensors::checks::{check_device, check_float, leading};
 #[derive(Clone)]
 pub(crate) struct Distillation {
     counted: Counted,
-    teacher: Prepared,
+    teacher: PreparedTeacher,
     options: DistillOptions,
 }
 
 #[derive(Clone)]
-enum Prepared {
+enum PreparedTeacher {
     Full(FullTeacher),
     List(ListTeacher),
 }
@@ -57,7 +57,7 @@ impl Distillation {
         let dtype = accumulation_dtype("hidden", like.dtype())?;
         let counted = Counted::new(leading, vocab, like, dtype, options)?;
         let teacher = match &teacher.0 {
-            Kind::Mixture(mixture) => {
+            TeacherKind::Mixture(mixture) => {
                 if mixture.leading() != leading {
                     return Err(Error::shape("teacher", format!("{leading:?}"), mixture.leading()));
                 }
@@ -66,24 +66,24 @@ impl Distillation {
                     return Err(Error::config("vocab_size of the teacher", vocab.to_string(), of_teacher));
                 }
                 check_device("teacher", &mixture.operands().contexts, like)?;
-                Prepared::Full(FullTeacher::Mixture(counted.mixture(mixture)?, dtype))
+                PreparedTeacher::Full(FullTeacher::Mixture(counted.mixture(mixture)?, dtype))
             }
-            Kind::LogProbs(log_probs) => {
+            TeacherKind::LogProbs(log_probs) => {
                 check_dims("log_probs of the teacher", log_probs, &[leading, &[vocab]].concat(), like)?;
                 check_float("log_probs of the teacher", log_probs)?;
                 let rows = log_probs.reshape((leading.iter().product::<usize>(), vocab))?;
-                Prepared::Full(FullTeacher::LogProbs { rows, dtype, counted: counted.clone() })
+                PreparedTeacher::Full(FullTeacher::LogProbs { rows, dtype, counted: counted.clone() })
             }
-            Kind::TopK { token_ids, log_probs, missing } => {
+            TeacherKind::TopK { token_ids, log_probs, missing } => {
                 let list = ListTeacher::new(leading, vocab, like, (token_ids, log_probs, *missing), &counted, options)?;
-                Prepared::List(list)
+                PreparedTeacher::List(list)
             }
         };
         Ok(Distillation { counted, teacher, options: options.clone() })
     }
 
     /// The terms of positions with these log-probabilities of all ids, which it may overwrite.
-    fn of_log_probs(&self, teacher: &FullTeacher, positions: Range<usize>, log_probs: Tensor) -> Result<Terms> {
+    fn of_log_probs(&self, teacher: &FullTeacher, positions: Range<usize>, log_probs: Tensor) -> Result<DistillTerms> {
         teacher.terms(positions.clone(), log_probs, &self.counted, self.targets(&positions)?, &self.options)
     }
 
@@ -102,7 +102,7 @@ impl Distillation {
     ) -> Result<Loss> {
         let none = self.counted.positions.is_empty();
         let (columns, terms) = match &self.teacher {
-            Prepared::Full(teacher) => {
+            PreparedTeacher::Full(teacher) => {
                 let log_probs = log_probs()?;
                 let rows = log_probs.to_dtype(accumulation_dtype("log_probs", log_probs.dtype())?)?;
                 if none {
@@ -111,7 +111,7 @@ impl Distillation {
                 let terms = self.of_log_probs(teacher, 0..rows.dim(0)?, rows.detach().copy()?)?;
                 (rows, terms)
             }
-            Prepared::List(list) => {
+            PreparedTeacher::List(list) => {
                 let scores = scores(&list.token_ids, &list.score_options(&self.options))?;
                 if none {
                     return self.zero_loss(&scores.log_prob);
@@ -212,7 +212,7 @@ impl Mixture {
             Ok(LossResults { sum, ..results })
         };
         let (loss, objective) = match distillation.teacher.clone() {
-            Prepared::Full(teacher) => {
+            PreparedTeacher::Full(teacher) => {
                 let bytes = distillation.options.workspace_bytes;
                 let loss = self.log_prob_loss_of(bytes, reduced, move |positions, log_probs| {
                     let terms = distillation.of_log_probs(&teacher, positions, log_probs)?;
@@ -221,7 +221,7 @@ impl Mixture {
                 let objective = loss.nll.clone();
                 (loss, objective)
             }
-            Prepared::List(list) => {
+            PreparedTeacher::List(list) => {
                 let (ids, options) = (list.token_ids.clone(), list.score_options(&distillation.options));
                 let n = ids.dim(1)?;
                 self.score_loss_and_values(
@@ -230,7 +230,7 @@ impl Mixture {
                     reduced,
                     move |ChunkScores { positions, log_prob, log_outside, .. }| {
                         let scores = (log_prob, log_outside);
-                        let Terms { objective, derivatives } =
+                        let DistillTerms { objective, derivatives } =
                             list.terms(&positions, scores, &distillation.counted, &distillation.options)?;
                         let by_outside = derivatives.narrow(1, n, 1)?.squeeze(1)?;
                         let terms = ChunkTerms::new(objective, derivatives.narrow(1, 0, n)?);

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::tensors::checks::check_device;
 
 /// The objective of a chunk's positions, before their weights, and its derivatives, times these.
-pub(super) struct Terms {
+pub(super) struct DistillTerms {
     pub(super) objective: Tensor,
     pub(super) derivatives: Tensor,
 }

@@ -21,7 +21,7 @@
 use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
 use crate::backend::cpu::vector::math::{not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
-use crate::backend::objective::Terms;
+use crate::backend::objective::LossTerms;
 
 /// What a position's objective depends on besides its logits.
 #[derive(Clone, Copy, Default)]
@@ -35,7 +35,7 @@ pub(crate) struct Target<'a, F> {
     pub(crate) outside: F,
     /// The rest of `q`, if any.
     pub(crate) soft: Option<Soft<'a, F>>,
-    pub(crate) terms: Terms,
+    pub(crate) terms: LossTerms,
 }
 
 /// Masses of all ids. Any scalar function of a position's distribution has the gradient of an objective whose masses are

@@ -25,7 +25,7 @@ pub(crate) fn divergence<F: Float + Element>(
         let rows = rows.par_chunks_exact_mut(vocab).zip(teacher.par_chunks_exact(vocab));
         let values = values.par_iter_mut().zip(&scales);
         rows.zip(values).for_each(|((student, teacher), (value, &scale))| {
-            let row = Row { student, teacher, power, scale };
+            let row = DivergenceRow { student, teacher, power, scale };
             *value = match terms.divergence {
                 Divergence::ForwardKl => F::dispatch(isa, Sweep(row, Forward)),
                 Divergence::ReverseKl => F::dispatch(isa, Sweep(row, Reverse)),
@@ -37,7 +37,7 @@ pub(crate) fn divergence<F: Float + Element>(
     Ok((Tensor::from_vec(values, n, &Device::Cpu)?, Tensor::from_vec(rows, (n, vocab), &Device::Cpu)?))
 }
 
-struct Row<'a, F> {
+struct DivergenceRow<'a, F> {
     /// The student's log-probabilities, then the derivatives.
     student: &'a mut [F],
     teacher: &'a [F],
@@ -113,14 +113,14 @@ impl<F: Float> Term<F> for JensenShannon<F> {
 }
 
 /// The divergence of a row, whose derivatives replace the student's log-probabilities.
-struct Sweep<'a, F, T>(Row<'a, F>, T);
+struct Sweep<'a, F, T>(DivergenceRow<'a, F>, T);
 
 impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
     type Output = F;
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> F {
-        let Sweep(Row { student, teacher, power, scale }, term) = self;
+        let Sweep(DivergenceRow { student, teacher, power, scale }, term) = self;
         let zero = v.splat(F::zero());
         let is_tempered = power != F::one();
         let norms =

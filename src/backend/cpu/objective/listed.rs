@@ -6,7 +6,7 @@ use crate::tensors::checks::read_ids;
 
 /// The ids of each position whose logits are needed one by one: each once, in ascending order.
 #[derive(Clone, Copy)]
-pub(crate) enum Listed<'a> {
+pub(crate) enum ListedIds<'a> {
     /// None of any position.
     Nothing,
     /// The target of each position that is not ignored.
@@ -14,13 +14,13 @@ pub(crate) enum Listed<'a> {
     Candidates(&'a Candidates),
 }
 
-impl<'a> Listed<'a> {
+impl<'a> ListedIds<'a> {
     /// The ids of position `t`; `None` if it is ignored.
     pub(crate) fn of(self, t: usize) -> Option<&'a [usize]> {
         match self {
-            Listed::Nothing => Some(&[]),
-            Listed::Targets(ids) => ids[t].as_ref().map(std::slice::from_ref),
-            Listed::Candidates(candidates) => Some(candidates.of(t)),
+            ListedIds::Nothing => Some(&[]),
+            ListedIds::Targets(ids) => ids[t].as_ref().map(std::slice::from_ref),
+            ListedIds::Candidates(candidates) => Some(candidates.of(t)),
         }
     }
 }

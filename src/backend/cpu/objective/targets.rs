@@ -4,11 +4,11 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::components::{ScoreUpstream, Soft, Target};
-use super::listed::{Candidates, Listed};
+use super::listed::{Candidates, ListedIds};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
-use crate::backend::objective::{GradScale, Objective, Scored, TargetLoss, Terms, OF_POSITION};
+use crate::backend::objective::{GradScale, LossTerms, Objective, Scored, TargetLoss, OF_POSITION};
 use crate::backend::operands::Sizes;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
@@ -27,7 +27,7 @@ pub(crate) struct Targets<F> {
     /// The position that `soft` starts at.
     soft_first: usize,
     stride: usize,
-    pub(crate) terms: Terms,
+    pub(crate) terms: LossTerms,
 }
 
 /// The upstream gradients of the scores of some positions.
@@ -53,7 +53,7 @@ impl<F: Float> ScoreMasses<F> {
             return None;
         }
         let soft = (!is_plain || power != F::one()).then_some(Soft::Scores { upstream, power });
-        Some(Target { hard: None, candidates, outside: -power * upstream.outside, soft, terms: Terms::default() })
+        Some(Target { hard: None, candidates, outside: -power * upstream.outside, soft, terms: LossTerms::default() })
     }
 }
 
@@ -117,7 +117,7 @@ impl<F: Float> Targets<F> {
     /// No targets: the objective is not known before the scores.
     pub(crate) fn none(sizes: Sizes) -> Self {
         let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        let terms = Terms::default();
+        let terms = LossTerms::default();
         Targets { ids: None, scores: None, soft: vec![], soft_step: 0, soft_first: 0, stride, terms }
     }
 
@@ -183,8 +183,8 @@ impl<F: Float> Targets<F> {
     }
 
     /// The row of each position's target.
-    pub(crate) fn listed(&self) -> Listed<'_> {
-        Listed::Targets(self.ids.as_ref().map_or(&[], |ids| &ids.rows))
+    pub(crate) fn listed(&self) -> ListedIds<'_> {
+        ListedIds::Targets(self.ids.as_ref().map_or(&[], |ids| &ids.rows))
     }
 
     /// What is added to the logit of position `t`'s target, if targets are entries of their own.

@@ -30,7 +30,7 @@ use crate::backend::operands::Sizes;
 const MARGIN: f64 = 1e-3;
 
 /// The search of a chunk's positions.
-pub(super) struct Search<'a, T: Element, X> {
+pub(super) struct ArgmaxSearch<'a, T: Element, X> {
     pub(super) format: X,
     pub(super) inputs: &'a Inputs<'a, T>,
     pub(super) layout: &'a Layout,
@@ -41,7 +41,7 @@ pub(super) struct Search<'a, T: Element, X> {
 }
 
 /// What a thread computes of a position and a tile.
-struct Buffers<T: Element, X: Format<T>> {
+struct SearchBuffers<T: Element, X: Format<T>> {
     /// The position's contexts as operands of the first product
     packed: Aligned<X::Packed>,
     decoder: X::DecoderBuffers,
@@ -68,17 +68,17 @@ struct Scales<F> {
     log_scale: Vec<F>,
 }
 
-impl<T: Element, X: Format<T>> Search<'_, T, X> {
+impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
     /// For each position, the place of its most probable id among the listed ones; `None` if another id is more
     /// probable, or no id has a probability. Among equals the lowest id counts as the most probable.
     pub(super) fn run(&self, positions: &[usize]) -> Vec<Option<usize>> {
-        let buffers = || Buffers {
+        let buffers = || SearchBuffers {
             packed: Aligned::default(),
             decoder: X::DecoderBuffers::default(),
             logits: X::LogitBuffers::default(),
             values: Vec::new(),
         };
-        let of_position = |buffers: &mut Buffers<T, X>, (i, &t): (usize, &usize)| {
+        let of_position = |buffers: &mut SearchBuffers<T, X>, (i, &t): (usize, &usize)| {
             let (place, leader) = self.leader(i, t)?;
             (!self.is_beaten(&leader, buffers)).then_some(place)
         };
@@ -149,7 +149,7 @@ impl<T: Element, X: Format<T>> Search<'_, T, X> {
     }
 
     /// Whether an id that is not listed is more probable, or as probable and lower.
-    fn is_beaten(&self, leader: &Leader<T::Acc>, buffers: &mut Buffers<T, X>) -> bool {
+    fn is_beaten(&self, leader: &Leader<T::Acc>, buffers: &mut SearchBuffers<T, X>) -> bool {
         let own = leader.id / self.layout.tile_ids;
         if self.inputs.sizes.components == 1 {
             let mut is_tied = false;
@@ -189,7 +189,7 @@ impl<T: Element, X: Format<T>> Search<'_, T, X> {
     }
 
     /// Packs the contexts of a position.
-    fn pack(&self, leader: &Leader<T::Acc>, buffers: &mut Buffers<T, X>) {
+    fn pack(&self, leader: &Leader<T::Acc>, buffers: &mut SearchBuffers<T, X>) {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let per_row = self.format.packed_per_row(d);
         let packed = buffers.packed.at_least(self.layout.columns(components) * per_row);
@@ -200,8 +200,8 @@ impl<T: Element, X: Format<T>> Search<'_, T, X> {
     }
 
     /// Whether a tile has an id that is more probable than the leader, or as probable and lower.
-    fn has_better(&self, tile: usize, leader: &Leader<T::Acc>, buffers: &mut Buffers<T, X>) -> bool {
-        let Buffers { packed, decoder, logits, values } = buffers;
+    fn has_better(&self, tile: usize, leader: &Leader<T::Acc>, buffers: &mut SearchBuffers<T, X>) -> bool {
+        let SearchBuffers { packed, decoder, logits, values } = buffers;
         let per_row = self.format.packed_per_row(self.inputs.sizes.context_dim);
         let ids = self.layout.ids(tile);
         let decoder = self.format.decoder(self.inputs, ids.clone(), decoder);

@@ -5,15 +5,15 @@ use rayon::prelude::*;
 
 use super::exponentials::Running;
 use super::layout::{Layout, Panel};
-use super::listed::{ChunkIds, Entry};
-use super::part::Part;
+use super::listed::{ChunkIds, ListedId};
+use super::part::SegmentPart;
 use crate::backend::cpu::objective::components::{Components, PositionLoss};
 use crate::backend::cpu::objective::listed::Candidates;
 use crate::backend::cpu::objective::targets::Targets;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::Dots;
+use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
@@ -25,7 +25,7 @@ use crate::backend::shared_rows::SharedRow;
 
 /// A row once its log-sum-exp is known.
 #[derive(Clone, Copy)]
-pub(super) struct Row<F> {
+pub(super) struct GradientRow<F> {
     /// The place of its first entry, and how many it has.
     entries: (usize, usize),
     /// The factor of `exp(z - largest)` in the gradient, without `scale`.
@@ -44,13 +44,13 @@ pub(super) struct Row<F> {
 /// The rows of a chunk, and the entries of all of them.
 #[derive(Default)]
 pub(super) struct ChunkRows<F> {
-    pub(super) rows: Vec<Row<F>>,
-    pub(super) entries: Vec<Entry<F>>,
+    pub(super) rows: Vec<GradientRow<F>>,
+    pub(super) entries: Vec<ListedId<F>>,
 }
 
-impl<F: Float> Row<F> {
+impl<F: Float> GradientRow<F> {
     /// Its entries among those of all rows.
-    pub(super) fn entries<'e>(&self, entries: &'e [Entry<F>]) -> &'e [Entry<F>] {
+    pub(super) fn entries<'e>(&self, entries: &'e [ListedId<F>]) -> &'e [ListedId<F>] {
         &entries[self.entries.0..][..self.entries.1]
     }
 
@@ -86,7 +86,7 @@ pub(super) fn own_logits<T: Element>(
         inputs.decoder.row(id, decoder_row);
         let to = &mut ViewMut::new(logits, components, 1, 1);
         let decoder = &decoder_row[..];
-        T::Acc::dispatch(inputs.isa, Dots::<T::Acc> { contexts, decoder, d, add: false, to });
+        T::Acc::dispatch(inputs.isa, DecoderDots::<T::Acc> { contexts, decoder, d, add: false, to });
         logits.iter_mut().for_each(|z| *z = *z * inputs.logit_scale + inputs.bias[id] + shift);
     });
     logits
@@ -124,7 +124,7 @@ impl<F: Float> RowSums<F> {
 /// What the first pass leaves of a chunk.
 pub(super) struct Passed<'a, F> {
     pub(super) ids: ChunkIds<'a>,
-    pub(super) parts: Vec<Part<F>>,
+    pub(super) parts: Vec<SegmentPart<F>>,
     /// `[entries]`: the logits of the listed ids
     logits: Vec<F>,
     /// `[rows]`
@@ -133,7 +133,13 @@ pub(super) struct Passed<'a, F> {
 
 impl<'a, F: Float> Passed<'a, F> {
     /// `own` are the logits of targets that are entries of their own; else it is empty.
-    pub(super) fn new(layout: &Layout, panels: &[Panel], ids: ChunkIds<'a>, parts: Vec<Part<F>>, own: Vec<F>) -> Self {
+    pub(super) fn new(
+        layout: &Layout,
+        panels: &[Panel],
+        ids: ChunkIds<'a>,
+        parts: Vec<SegmentPart<F>>,
+        own: Vec<F>,
+    ) -> Self {
         let mut logits = own;
         // What no part has, another rank has.
         logits.resize(ids.entries(), F::neg_infinity());
@@ -173,9 +179,9 @@ impl<'a, F: Float> Passed<'a, F> {
 pub(super) fn parts_of<'p, F>(
     layout: &Layout,
     panels: &'p [Panel],
-    parts: &'p [Part<F>],
+    parts: &'p [SegmentPart<F>],
     row: usize,
-) -> impl Iterator<Item = (&'p Part<F>, usize)> + Clone {
+) -> impl Iterator<Item = (&'p SegmentPart<F>, usize)> + Clone {
     let panel = layout.panel_of(row);
     parts.iter().skip(panel).step_by(panels.len()).map(move |part| (part, row - panels[panel].first))
 }
@@ -228,7 +234,7 @@ fn log_term<F: Float>((sums, (largest, log_scale)): (&RowSums<F>, (F, F))) -> F 
 }
 
 /// A position's place in the chunk, the position, and the entries of its rows.
-type Indexed<'e, F> = (usize, (&'e usize, &'e mut [Entry<F>]));
+type Indexed<'e, F> = (usize, (&'e usize, &'e mut [ListedId<F>]));
 
 /// The loss of each position, and its rows.
 pub(super) fn rows<T: Element>(
@@ -240,7 +246,7 @@ pub(super) fn rows<T: Element>(
     passed: &Passed<'_, T::Acc>,
 ) -> (Vec<PositionLoss>, ChunkRows<T::Acc>) {
     let components = inputs.sizes.components;
-    let mut entries = vec![Entry::default(); passed.ids.entries()];
+    let mut entries = vec![ListedId::default(); passed.ids.entries()];
     let mut of_positions = Vec::with_capacity(positions.len());
     let mut rest = &mut entries[..];
     for i in 0..positions.len() {
@@ -282,10 +288,10 @@ pub(super) fn rows<T: Element>(
             let entry = |(j, (&id, &z)): (usize, (&usize, &T::Acc))| {
                 let slope = inputs.softcap.map_or(T::Acc::of(1.0), |softcap| softcap.slope_at(z));
                 if id == ELSEWHERE {
-                    return Entry { id, mass: T::Acc::zero() };
+                    return ListedId { id, mass: T::Acc::zero() };
                 }
                 let mass = (mass(j).f64() - weighted(of_softmax, sums[k].softmax(z))) * slope.f64();
-                Entry { id, mass: flushed(T::Acc::of(weighted(logit_scale, mass))) }
+                ListedId { id, mass: flushed(T::Acc::of(weighted(logit_scale, mass))) }
             };
             let listed = passed.ids.of_position(i).iter().zip(passed.logits(row)).enumerate();
             for (to, of_id) in entries[k * n..].iter_mut().zip(listed) {
@@ -295,7 +301,7 @@ pub(super) fn rows<T: Element>(
                 factor == 0.0 && outside_factor == 0.0 && of_softmax == 0.0 && (0..n).all(|j| mass(j).is_zero());
             let has_gradient = logit_scale != 0.0 && !is_zero;
             let parts = parts_of(layout, panels, &passed.parts, row);
-            Row {
+            GradientRow {
                 entries: (passed.ids.of_row(row).0, n),
                 factor: if lse.log_sum == T::Acc::neg_infinity() {
                     // There is no distribution if all logits are minus infinity.
@@ -319,12 +325,15 @@ pub(super) fn rows<T: Element>(
 }
 
 /// A row's sums, from its parts of all segments and the logits of its listed ids.
-fn row_sums<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone, listed: &[F]) -> RowSums<F> {
+fn row_sums<'p, F: Float>(
+    parts: impl Iterator<Item = (&'p SegmentPart<F>, usize)> + Clone,
+    listed: &[F],
+) -> RowSums<F> {
     let least = F::neg_infinity();
     let largest_outside = parts.clone().map(|(part, r)| part.running.largest[r]).fold(least, num_traits::Float::max);
     let largest = finite_or_zero(listed.iter().copied().fold(largest_outside, num_traits::Float::max));
     let largest_outside = finite_or_zero(largest_outside);
-    let sum = |(part, r): (&Part<F>, usize)| match part.running.sum[r] {
+    let sum = |(part, r): (&SegmentPart<F>, usize)| match part.running.sum[r] {
         0.0 => 0.0,
         sum => sum * (part.running.offset[r] - largest_outside).f64().exp(),
     };
@@ -341,7 +350,7 @@ fn row_sums<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Cl
 }
 
 /// The entropy of a row from its sums and moments over the segments and the logits of its listed ids, `log s - m / s`.
-fn entropy<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clone, listed: &[F]) -> f64 {
+fn entropy<'p, F: Float>(parts: impl Iterator<Item = (&'p SegmentPart<F>, usize)> + Clone, listed: &[F]) -> f64 {
     let possible = parts.filter(|(part, r)| part.running.sum[*r] != 0.0);
     let listed = listed.iter().map(|z| z.f64()).filter(|&z| z != f64::NEG_INFINITY);
     let offsets = possible.clone().map(|(part, r)| part.running.offset[r].f64());
@@ -360,9 +369,9 @@ fn entropy<'p, F: Float>(parts: impl Iterator<Item = (&'p Part<F>, usize)> + Clo
 /// The factors of all rows, for the offsets of each segment and of each tile.
 #[derive(Clone, Copy)]
 pub(super) struct Factors<'p, F> {
-    pub(super) parts: &'p [Part<F>],
-    pub(super) rows: &'p [Row<F>],
-    pub(super) entries: &'p [Entry<F>],
+    pub(super) parts: &'p [SegmentPart<F>],
+    pub(super) rows: &'p [GradientRow<F>],
+    pub(super) entries: &'p [ListedId<F>],
     pub(super) layout: &'p Layout,
     pub(super) panels: &'p [Panel],
     /// `[segment][column]`: for the offsets at the end of each segment, which the sums have
@@ -373,8 +382,8 @@ pub(super) struct Factors<'p, F> {
 pub(super) fn of_segments<F: Float>(
     layout: &Layout,
     panels: &[Panel],
-    parts: &[Part<F>],
-    rows: &[Row<F>],
+    parts: &[SegmentPart<F>],
+    rows: &[GradientRow<F>],
 ) -> Vec<Vec<F>> {
     let of_segment = |segment: usize| {
         let mut factors = vec![F::zero(); layout.columns(rows.len())];

@@ -8,7 +8,7 @@ use super::exponentials::{Capped, Exponentials, Offsets, Running};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
 use super::listed::ChunkIds;
-use super::part::Part;
+use super::part::SegmentPart;
 use super::scaling::Scaled;
 use super::top_k::{Floors, TopLogits};
 use crate::backend::cpu::operands::dtype::Element;
@@ -32,11 +32,11 @@ pub(super) struct LeftOut<'a> {
 pub(super) fn part_bytes<F: Float>(rows: usize) -> usize {
     // An offset, the largest logit, a factor, the sum and the moment of each row.
     let numbers = 3 * size_of::<F>() + 2 * size_of::<f64>();
-    numbers + (size_of::<Part<F>>() + size_of::<Piece<'_, F, F>>()).div_ceil(rows)
+    numbers + (size_of::<SegmentPart<F>>() + size_of::<Piece<'_, F, F>>()).div_ceil(rows)
 }
 
 /// Buffers of the first pass.
-pub(super) struct Buffers<'b, F, P, K> {
+pub(super) struct FirstProductBuffers<'b, F, P, K> {
     /// `[tile][panel][padded id][row]`; empty if they are not kept
     pub(super) exponentials: &'b mut [K],
     /// `[segment][panel][padded d][row]`: the products O of exponentials and decoder; empty if not needed
@@ -53,8 +53,8 @@ pub(super) fn first_pass<T: Element, X: Format<T>>(
     panels: &[Panel],
     contexts: &[T::Acc],
     left_out: LeftOut<'_>,
-    Buffers { exponentials, sums, packed }: Buffers<'_, T::Acc, X::Packed, X::Kept>,
-) -> Vec<Part<T::Acc>> {
+    FirstProductBuffers { exponentials, sums, packed }: FirstProductBuffers<'_, T::Acc, X::Packed, X::Exponential>,
+) -> Vec<SegmentPart<T::Acc>> {
     let d = inputs.sizes.context_dim;
     let of_panels = split(packed, panels, format.packed_per_row(d));
     of_panels.into_par_iter().zip(panels).for_each(|(to, panel)| format.pack(inputs, contexts, *panel, to));
@@ -62,7 +62,7 @@ pub(super) fn first_pass<T: Element, X: Format<T>>(
 
     let mut sums = sums.chunks_exact_mut(layout.panel_rows * layout.padded(d));
     let together = layout.panels_at_a_time(panels.len(), format.most_panels());
-    let mut pieces: Vec<Piece<'_, T::Acc, X::Kept>> = (0..layout.segments())
+    let mut pieces: Vec<Piece<'_, T::Acc, X::Exponential>> = (0..layout.segments())
         .flat_map(|segment| panels.chunks(together).map(move |panels| (segment, panels)))
         .map(|(segment, panels)| {
             let sums = panels.iter().map(|_| sums.next().unwrap_or_default()).collect();
@@ -95,7 +95,7 @@ struct Piece<'b, F, K> {
 
 impl<F: Float, K> Piece<'_, F, K> {
     /// `packed` has the contexts of all panels.
-    fn run<T: Element<Acc = F>, X: Format<T, Kept = K>>(
+    fn run<T: Element<Acc = F>, X: Format<T, Exponential = K>>(
         mut self,
         format: X,
         inputs: &Inputs<'_, T>,
@@ -103,20 +103,20 @@ impl<F: Float, K> Piece<'_, F, K> {
         packed: &[X::Packed],
         left_out: &LeftOut<'_>,
         (decoder_buffers, logit_buffers): &mut (X::DecoderBuffers, X::LogitBuffers),
-    ) -> Vec<Part<F>> {
+    ) -> Vec<SegmentPart<F>> {
         let d = inputs.sizes.context_dim;
         let per_row = format.packed_per_row(d);
         let running = |panel: &Panel| {
             Running::new(panel.width, left_out.with_entropy, left_out.with_tiles || left_out.top_k.is_some())
         };
-        let part = |panel: &Panel| Part {
+        let part = |panel: &Panel| SegmentPart {
             running: running(panel),
             offsets: vec![],
             tile_largest: vec![],
             top_k: left_out.top_k.map(|(n, _)| TopLogits::new(n, *panel)),
             listed_logits: vec![],
         };
-        let mut parts: Vec<Part<F>> = self.panels.iter().map(part).collect();
+        let mut parts: Vec<SegmentPart<F>> = self.panels.iter().map(part).collect();
         let mut tiles = self.tiles.into_iter();
         for (i, tile) in layout.segment(self.segment).enumerate() {
             let ids = layout.ids(tile);
@@ -151,7 +151,7 @@ impl<F: Float, K> Piece<'_, F, K> {
     }
 }
 
-impl<F: Float> Part<F> {
+impl<F: Float> SegmentPart<F> {
     /// Turns the logits `[ids, width]` of a tile into exponentials, which are zero for the listed ids. Multiplies the
     /// sums of earlier tiles, if there are any, by the factors that changed offsets need.
     #[allow(clippy::too_many_arguments)]

@@ -7,7 +7,7 @@ use num_traits::Zero;
 
 use super::factors::Factors;
 use super::layout::{Blocks, Panel};
-use crate::backend::cpu::memory::Number;
+use crate::backend::cpu::memory::BufferElement;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 
@@ -15,9 +15,9 @@ use crate::backend::cpu::operands::inputs::Inputs;
 /// `T::Acc`.
 pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     /// A number of the packed contexts.
-    type Packed: Number;
+    type Packed: BufferElement;
     /// An exponential that is kept for the third product.
-    type Kept: Number;
+    type Exponential: BufferElement;
     /// The operands that a tile of the decoder is, perhaps in buffers.
     type Decoder<'t>
     where
@@ -77,7 +77,7 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     fn add_products(
         self,
         gradient: &DecoderGradient<'_, T>,
-        tiles: &mut [Tile<'_, T::Acc, Self::Kept>],
+        tiles: &mut [Tile<'_, T::Acc, Self::Exponential>],
         scaled: &[Self::Scaled],
         buffers: &mut Self::GradientBuffers,
     );
@@ -91,7 +91,7 @@ pub(crate) struct FirstOperands<'a, 't, T: Element, X: Format<T>> {
     pub(super) panel: Panel,
     pub(super) packed: &'a [X::Packed],
     /// `[padded ids, width]`, if the exponentials are kept
-    pub(super) kept: Option<&'a mut [X::Kept]>,
+    pub(super) kept: Option<&'a mut [X::Exponential]>,
     pub(super) sums: &'a mut [T::Acc],
     pub(super) is_first: bool,
 }
@@ -113,13 +113,13 @@ pub(crate) struct Tile<'b, F, K> {
     /// `[column]`: the rows' factors
     pub(super) factors: Vec<F>,
     /// The gradients of the parts of the decoder that need one
-    pub(super) parts: Vec<Part<'b, F>>,
+    pub(super) parts: Vec<TileGradient<'b, F>>,
     /// `[ids]`, if it is needed
     pub(super) bias: Option<&'b mut [F]>,
 }
 
 /// The gradient of some columns of a tile's ids.
-pub(crate) struct Part<'b, F> {
+pub(crate) struct TileGradient<'b, F> {
     pub(super) columns: Range<usize>,
     /// `[ids, columns]`
     pub(super) values: &'b mut [F],

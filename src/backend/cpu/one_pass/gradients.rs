@@ -6,9 +6,9 @@ use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::factors::ChunkRows;
-use super::format::{DecoderGradient, Format, Part, Tile};
+use super::format::{DecoderGradient, Format, Tile, TileGradient};
 use super::layout::{Layout, Panel};
-use super::listed::Entry;
+use super::listed::ListedId;
 use super::scaling::{AddScaled, Scaled};
 use crate::backend::cpu::objective::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::operands::dtype::Element;
@@ -51,7 +51,7 @@ pub(super) fn context_gradient<T: Element>(
                 if !row.is_void {
                     gradient.copy_from_slice(values);
                 }
-                for &Entry { id, mass } in row.entries(entries).iter().filter(|entry| !entry.mass.is_zero()) {
+                for &ListedId { id, mass } in row.entries(entries).iter().filter(|entry| !entry.mass.is_zero()) {
                     inputs.decoder.row(id, decoder_row);
                     gradient.iter_mut().zip(&*decoder_row).for_each(|(g, &w)| *g -= mass * w);
                 }
@@ -69,7 +69,7 @@ pub(super) struct SecondPass<'a, T: Element, X> {
 impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
     /// The second pass over the vocabulary: `dW += E (f C) - m c` for the listed ids, the adapter and the bias likewise,
     /// as far as they are needed. Targets outside the vocabulary have rows behind it.
-    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<T::Acc>, exponentials: &mut [X::Kept]) {
+    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<T::Acc>, exponentials: &mut [X::Exponential]) {
         let layout = self.operands.factors.layout;
         let Layout { tile_ids, vocab, .. } = *layout;
         let columns = layout.columns(self.operands.factors.rows.len());
@@ -82,13 +82,14 @@ impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
             parts: vec![],
             bias: None,
         };
-        let mut tiles: Vec<Tile<'_, T::Acc, X::Kept>> = of_tiles.enumerate().map(tile).collect();
+        let mut tiles: Vec<Tile<'_, T::Acc, X::Exponential>> = of_tiles.enumerate().map(tile).collect();
         let mut behind = Vec::new();
         let (parts, bias) = gradients.parts();
         for ColumnGradient { columns, values, rounded, is_started } in parts {
             let of_vocab = values.len().min(vocab * columns.len());
             let (of_vocab, others) = values.split_at_mut(of_vocab);
-            let part = |values, rounded| Part { columns: columns.clone(), values, rounded, is_started: *is_started };
+            let part =
+                |values, rounded| TileGradient { columns: columns.clone(), values, rounded, is_started: *is_started };
             let mut values = of_vocab.chunks_mut(tile_ids * columns.len());
             let mut rounded = rounded.chunks_mut(tile_ids * columns.len());
             for tile in &mut tiles {
@@ -120,12 +121,17 @@ impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
     }
 
     /// Subtracts the listed ids among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
-    fn subtract_listed(&self, ids: Range<usize>, parts: &mut [Part<'_, T::Acc>], mut bias: Option<&mut [T::Acc]>) {
+    fn subtract_listed(
+        &self,
+        ids: Range<usize>,
+        parts: &mut [TileGradient<'_, T::Acc>],
+        mut bias: Option<&mut [T::Acc]>,
+    ) {
         self.operands.each_listed(&ids, |id, mass, context| {
             if let Some(bias) = &mut bias {
                 bias[id] -= mass;
             }
-            for Part { columns, values, .. } in parts.iter_mut().filter(|part| part.rounded.is_empty()) {
+            for TileGradient { columns, values, .. } in parts.iter_mut().filter(|part| part.rounded.is_empty()) {
                 let gradient = &mut values[id * columns.len()..(id + 1) * columns.len()];
                 gradient.iter_mut().zip(&context[columns.clone()]).for_each(|(g, &c)| *g -= mass * c);
             }
@@ -133,11 +139,11 @@ impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
     }
 
     /// Sets the exponentials of void rows to zero.
-    fn clear_void_rows(&self, ids: usize, exponentials: &mut [X::Kept]) {
+    fn clear_void_rows(&self, ids: usize, exponentials: &mut [X::Exponential]) {
         for (r, _) in self.operands.factors.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
             let panel = self.operands.factors.panels[self.operands.factors.layout.panel_of(r)];
             let tile = &mut exponentials[ids * panel.first..][..ids * panel.width];
-            tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = X::Kept::default());
+            tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = X::Exponential::default());
         }
     }
 }

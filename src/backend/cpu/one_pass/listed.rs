@@ -1,11 +1,11 @@
 //! The listed ids of a chunk: each row has the logits of a few ids one by one, the targets or candidates of its
 //! position. Their exponentials are left out of the sums and products over the other ids.
 
-use crate::backend::cpu::objective::listed::Listed;
+use crate::backend::cpu::objective::listed::ListedIds;
 
 /// A listed id of a row, once the row's gradient is known.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Entry<F> {
+pub(super) struct ListedId<F> {
     pub(super) id: usize,
     /// The gradient of its logit, negated.
     pub(super) mass: F,
@@ -23,7 +23,7 @@ pub(super) struct ChunkIds<'a> {
 
 impl<'a> ChunkIds<'a> {
     /// The ids of these positions, none of which is ignored.
-    pub(super) fn new(listed: Listed<'a>, positions: &[usize], components: usize) -> Self {
+    pub(super) fn new(listed: ListedIds<'a>, positions: &[usize], components: usize) -> Self {
         let ids: Vec<&[usize]> = positions.iter().map(|&t| listed.of(t).unwrap_or_default()).collect();
         let mut starts = vec![0];
         starts.extend(ids.iter().scan(0, |end, ids| {

@@ -35,7 +35,7 @@ use std::ops::Range;
 
 use super::memory::{Aligned, Workspace};
 use super::objective::components::PositionLoss;
-use super::objective::listed::{Candidates, Listed};
+use super::objective::listed::{Candidates, ListedIds};
 use super::objective::ranks::Ranks;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Targets;
@@ -53,9 +53,9 @@ use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::join;
 use crate::backend::task::Task;
 use crate::error::Result;
-use best::Search;
+use best::ArgmaxSearch;
 use factors::{own_logits, ChunkRows, Factors, Passed};
-use first_pass::{first_pass, part_bytes, Buffers, LeftOut};
+use first_pass::{first_pass, part_bytes, FirstProductBuffers, LeftOut};
 use format::DecoderGradient;
 pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};
@@ -91,7 +91,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     // The exponentials, the offsets of each tile, the factors of each segment, and what its tiles share; or each
     // segment's part and factors.
     let kept = if needs_grad.decoder() {
-        let exponentials = layout.padded(vocab) * size_of::<X::Kept>();
+        let exponentials = layout.padded(vocab) * size_of::<X::Exponential>();
         exponentials + 2 * layout.tiles() * element + format.scaled_bytes(d)
     } else {
         let of_segment = part_bytes::<T::Acc>(panel) + usize::from(needs_grad.contexts) * element;
@@ -121,7 +121,7 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     format: X,
     inputs: Inputs<'a, T>,
     targets: &'a Targets<T::Acc>,
-    listed: Listed<'a>,
+    listed: ListedIds<'a>,
     with_entropy: bool,
     /// Whether each position's most probable id is needed, if it is listed.
     with_best: bool,
@@ -135,7 +135,7 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     pub(super) gradients: BufferedGradients<T>,
 
     /// `[tile][panel][padded id][row]`; empty if the decoder needs no gradient
-    exponentials: Aligned<X::Kept>,
+    exponentials: Aligned<X::Exponential>,
     /// `[segment][panel][padded d][row]`: O; empty if the contexts need no gradient
     sums: Aligned<T::Acc>,
     /// `[panel]`: the contexts as operands of the first product
@@ -204,7 +204,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     /// each candidate is the most probable id if that is asked for.
     pub(super) fn with_candidates(self, candidates: &'a Candidates, scored: &Scored) -> Self {
         let &Scored { entropy, best, .. } = scored;
-        OnePass { listed: Listed::Candidates(candidates), with_entropy: entropy, with_best: best, ..self }
+        OnePass { listed: ListedIds::Candidates(candidates), with_entropy: entropy, with_best: best, ..self }
     }
 
     /// Computes the loss of the whole vocabulary, of which others have the rest.
@@ -214,7 +214,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
 
     /// Computes the `k` most probable ids of each position, whose single component ranks them.
     pub(super) fn with_top_k(self, k: usize) -> Self {
-        OnePass { listed: Listed::Nothing, top_k: Some(k), ..self }
+        OnePass { listed: ListedIds::Nothing, top_k: Some(k), ..self }
     }
 
     /// The `k` most probable ids of the chunk's positions and their log-probabilities, in descending order.
@@ -318,7 +318,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
             top_k: self.top_k.map(|k| (k, &floors)),
         };
         let format = self.format;
-        let buffers = Buffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
+        let buffers = FirstProductBuffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
         let (contexts, panels) = (self.contexts(chunk.clone()), &self.chunk.panels);
         let parts = first_pass(format, &self.inputs, &self.layout, panels, contexts, left_out, buffers);
         let own = own_logits(&self.inputs, self.targets, &self.chunk.positions, contexts);
@@ -332,7 +332,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         let best = if self.with_best {
             let (inputs, layout, passed) = (&self.inputs, &self.layout, &passed);
             let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
-            Search { format, inputs, layout, panels, contexts, passed }.run(&self.chunk.positions)
+            ArgmaxSearch { format, inputs, layout, panels, contexts, passed }.run(&self.chunk.positions)
         } else {
             vec![]
         };

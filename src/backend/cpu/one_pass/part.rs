@@ -4,7 +4,7 @@ use super::exponentials::Running;
 use super::top_k::TopLogits;
 
 /// What the first pass leaves of a panel and a segment.
-pub(super) struct Part<F> {
+pub(super) struct SegmentPart<F> {
     pub(super) running: Running<F>,
     /// `[tiles, width]`: the offsets of each tile's exponentials, if these are kept
     pub(super) offsets: Vec<F>,

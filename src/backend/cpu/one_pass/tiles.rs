@@ -6,14 +6,14 @@ use std::ops::Range;
 use candle_core::DType;
 use half::bf16;
 
-use super::format::{DecoderGradient, FirstOperands, Format, Part, Tile};
+use super::format::{DecoderGradient, FirstOperands, Format, Tile, TileGradient};
 use super::layout::{Blocks, Panel};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
-use crate::backend::cpu::tiles::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{steps, Operand, TileProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
@@ -42,7 +42,7 @@ pub(crate) type ScaledContexts = Aligned<Pair>;
 
 impl<T: Element<Acc = f32>> Format<T> for Tiles {
     type Packed = Pair;
-    type Kept = bf16;
+    type Exponential = bf16;
     type Decoder<'t>
         = &'t DecoderSquares
     where
@@ -138,7 +138,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         if sums.is_empty() {
             return;
         }
-        self.unit.multiply(Product {
+        self.unit.multiply(TileProduct {
             left: Operand { values: &decoder.columns, row: SIDE, step: SQUARE, square: n / SIDE * SQUARE },
             right: Operand { values: pairs, row: SIDE, step: PAIRS * SIDE, square: 0 },
             steps: n / SIDE,
@@ -173,7 +173,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
             for Tile { ids, exponentials, factors, bias, .. } in tiles {
                 let Some(bias) = bias else { continue };
                 let (ids, panels) = (ids.len().next_multiple_of(SIDE), gradient.factors.panels.len());
-                f32::dispatch(self.isa, WeightedSums { exponentials, ids, panels, factors, to: bias });
+                f32::dispatch(self.isa, TileWeightedSums { exponentials, ids, panels, factors, to: bias });
             }
         }
     }
@@ -234,7 +234,7 @@ impl Tiles {
                     };
                     let left = &tile.exponentials[panels.start * SIDE * n..];
                     let right = &right[(panels.start * SIDE - first) / 2 * SIDE..];
-                    self.unit.multiply(Product {
+                    self.unit.multiply(TileProduct {
                         left: Operand { values: left, row: SIDE, step: SIDE * n, square: SQUARE },
                         right: Operand { values: right, row: SIDE, step: PAIRS * SIDE, square: pairs * SIDE },
                         steps: panels.len(),
@@ -260,7 +260,7 @@ fn store<T: Element<Acc = f32>>(
     isa: Isa,
     gradient: &DecoderGradient<'_, T>,
     ids: &Range<usize>,
-    Part { columns: of_part, values, rounded, is_started }: &mut Part<'_, f32>,
+    TileGradient { columns: of_part, values, rounded, is_started }: &mut TileGradient<'_, f32>,
     columns: Range<usize>,
     sums: &mut [f32],
     width: usize,
@@ -387,7 +387,7 @@ impl Kernel<f32> for ScaledPairs<'_> {
 }
 
 /// `to[id] += sum_r E[id, r] factors[r]` over the rows of some panels.
-struct WeightedSums<'a> {
+struct TileWeightedSums<'a> {
     /// `[panel][ids, SIDE]`
     exponentials: &'a [bf16],
     ids: usize,
@@ -396,7 +396,7 @@ struct WeightedSums<'a> {
     to: &'a mut [f32],
 }
 
-impl Kernel<f32> for WeightedSums<'_> {
+impl Kernel<f32> for TileWeightedSums<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::layout::Panel;
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::distribution::Real;
-use crate::backend::ranking::{Candidates, Ranked};
+use crate::backend::ranking::{Ranked, Ranking};
 
 /// Lower bounds of the logits that are wanted of each row, as far as any segment knows. What is left out because of them
 /// depends on the threads; what remains once the best of all segments are ranked does not.
@@ -35,13 +35,13 @@ impl Floors {
 pub(super) struct TopLogits<F> {
     panel: Panel,
     /// `[rows]`
-    rows: Vec<Candidates<F>>,
+    rows: Vec<Ranking<F>>,
 }
 
 impl<F: Float> TopLogits<F> {
     /// None so far, of the `n` largest of each row.
     pub(super) fn new(n: usize, panel: Panel) -> Self {
-        let rows = (0..panel.rows).map(|_| Candidates::new(n)).collect();
+        let rows = (0..panel.rows).map(|_| Ranking::new(n)).collect();
         TopLogits { panel, rows }
     }
 
@@ -72,5 +72,5 @@ impl<F: Float> TopLogits<F> {
 
 /// Bytes of the `n` largest logits of a row.
 pub(super) fn bytes<F: Float>(n: usize) -> usize {
-    size_of::<Candidates<F>>() + Candidates::<F>::capacity(n) * size_of::<Ranked<F>>()
+    size_of::<Ranking<F>>() + Ranking::<F>::capacity(n) * size_of::<Ranked<F>>()
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use num_traits::Zero;
 
-use super::format::{DecoderGradient, FirstOperands, Format, Part, Tile};
+use super::format::{DecoderGradient, FirstOperands, Format, Tile, TileGradient};
 use super::layout::{Blocks, Panel};
 use super::scaling::{ScaledRows, WeightedSums};
 use crate::backend::cpu::memory::Aligned;
@@ -12,7 +12,7 @@ use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::operands::matrix::{transpose, Block};
 use crate::backend::cpu::products::multiplier::Vectors;
-use crate::backend::cpu::products::panel::{Left, Product, Registers, Start};
+use crate::backend::cpu::products::panel::{Left, PanelProduct, Registers, Start};
 use crate::backend::cpu::vector::simd::Float;
 
 /// Columns of the decoder that the first product sums over at a time, so that the packed contexts stay in the cache.
@@ -28,7 +28,7 @@ const MOST_PANELS: usize = 8;
 
 impl<T: Element> Format<T> for Vectors {
     type Packed = T::Acc;
-    type Kept = T::Acc;
+    type Exponential = T::Acc;
     /// The parts of the decoder, each with its columns.
     type Decoder<'t>
         = Vec<(Range<usize>, Block<'t, T::Acc>)>
@@ -124,7 +124,10 @@ impl<T: Element> Format<T> for Vectors {
             let left = Left { values: block.values, row: block.column, step: block.id, depth: ids.len() };
             let (rows, left, right) = (columns.len(), &[left][..], &exponentials[..]);
             let to = &mut sums[columns.start * width..];
-            T::Acc::dispatch(self.0, Product { start, rows, left, right, width, to, to_row: width, columns: width });
+            T::Acc::dispatch(
+                self.0,
+                PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width },
+            );
         }
     }
 
@@ -179,11 +182,11 @@ impl Vectors {
                     scaled_by = factors;
                 }
                 let left = left(exponentials, panels, ids.len());
-                let Part { values, is_started, .. } = &mut parts[part];
+                let TileGradient { values, is_started, .. } = &mut parts[part];
                 let start = if *is_started || first > 0 { Start::Stored } else { Start::Zero };
                 let (rows, left, right) = (ids.len(), &left[..], &scaled[..]);
                 let to = &mut values[column - of_part.start..];
-                T::Acc::dispatch(self.0, Product { start, rows, left, right, width, to, to_row, columns });
+                T::Acc::dispatch(self.0, PanelProduct { start, rows, left, right, width, to, to_row, columns });
             }
         }
     }
@@ -212,7 +215,7 @@ fn logits<T: Element>(
             let first = columns.start + first;
             let start = if first == 0 { Start::Rows(&inputs.bias[ids.clone()]) } else { Start::Stored };
             let (rows, left, right) = (ids.len(), &[left][..], &packed[first * width..]);
-            let product = Product { start, rows, left, right, width, to, to_row: width, columns: width };
+            let product = PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width };
             T::Acc::dispatch(inputs.isa, product);
         }
     }

@@ -1,7 +1,7 @@
 //! The operands of a computation as slices and numbers.
 
 use super::dtype::{with_slice, Element};
-use super::matrix::{Decoder, DecoderMatrix};
+use super::matrix::{DecoderMatrix, DecoderView};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::simd::{Float, Isa, ROW_ALIGN};
 use crate::backend::cpu::vector::softcap::Softcap;
@@ -15,7 +15,7 @@ pub(crate) struct Inputs<'a, T: Element> {
     pub(crate) softcap: Option<Softcap<T::Acc>>,
     /// `[positions, K, d]`
     pub(crate) contexts: &'a [T],
-    pub(crate) decoder: Decoder<'a, T>,
+    pub(crate) decoder: DecoderView<'a, T>,
     /// `[positions, K]`
     pub(crate) log_priors: Vec<T::Acc>,
     /// `[rows of the decoder]`, times the logit scale, padded with minus infinity to a multiple of [`ROW_ALIGN`]
@@ -46,7 +46,7 @@ impl<T: Element> Inputs<'_, T> {
                 with_adapter(operands, |adapter| {
                     let columns = operands.adapter_columns()?;
                     let matrix = |values, width, transposed| DecoderMatrix { values, vocab: rows, width, transposed };
-                    let decoder = Decoder {
+                    let decoder = DecoderView {
                         weight: matrix(values, columns.start, transposed),
                         adapter: adapter.map(|values| matrix(values, columns.len(), false)),
                     };

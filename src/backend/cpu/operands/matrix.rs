@@ -89,12 +89,12 @@ impl<'a, F> ViewMut<'a, F> {
 
 /// The decoder: its weight, and to the right of it the columns of an adapter.
 #[derive(Clone, Copy)]
-pub(crate) struct Decoder<'a, T> {
+pub(crate) struct DecoderView<'a, T> {
     pub(crate) weight: DecoderMatrix<'a, T>,
     pub(crate) adapter: Option<DecoderMatrix<'a, T>>,
 }
 
-impl<'a, T: Element> Decoder<'a, T> {
+impl<'a, T: Element> DecoderView<'a, T> {
     /// The matrices side by side, each with its columns of the decoder.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, T>)> {
         let d = self.weight.width;

@@ -6,7 +6,7 @@ use half::bf16;
 
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::matrix::Decoder;
+use crate::backend::cpu::operands::matrix::DecoderView;
 use crate::backend::cpu::tiles::product::SIDE;
 use crate::backend::cpu::tiles::rounding::RoundedRow;
 use crate::backend::cpu::tiles::squares::store_line;
@@ -24,7 +24,7 @@ pub(crate) struct DecoderSquares {
 
 impl DecoderSquares {
     /// Copies the rows of some ids, and transposes them.
-    pub(crate) fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
+    pub(crate) fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &DecoderView<'_, T>, ids: Range<usize>) {
         let (down, across) = (ids.len().div_ceil(SIDE), decoder.width().div_ceil(SIDE));
         self.read_rows(isa, decoder, ids);
         if !decoder.weight.transposed {
@@ -35,7 +35,12 @@ impl DecoderSquares {
 
     /// Copies the rows of some ids. A weight is copied as it is stored: if that is its transpose, these are the
     /// transpose's columns.
-    pub(crate) fn read_rows<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &Decoder<'_, T>, ids: Range<usize>) {
+    pub(crate) fn read_rows<T: Element<Acc = f32>>(
+        &mut self,
+        isa: Isa,
+        decoder: &DecoderView<'_, T>,
+        ids: Range<usize>,
+    ) {
         let (d, n) = (decoder.width().next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let rows = self.rows.at_least(n * d);
         self.line.clear();

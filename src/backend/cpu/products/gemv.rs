@@ -16,7 +16,7 @@ const ROWS: usize = 6;
 const MOST_INTERLEAVED: usize = 3 * ROWS;
 
 /// `to[row, id] = contexts[row] . decoder[id]`
-pub(crate) struct Dots<'a, 'b, T: Element> {
+pub(crate) struct DecoderDots<'a, 'b, T: Element> {
     /// `[rows, d]`
     pub(crate) contexts: &'a [T::Acc],
     /// `[ids, d]`
@@ -27,19 +27,19 @@ pub(crate) struct Dots<'a, 'b, T: Element> {
     pub(crate) to: &'a mut ViewMut<'b, T::Acc>,
 }
 
-impl<T: Element> Kernel<T::Acc> for Dots<'_, '_, T> {
+impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
-        let Dots { contexts, decoder, d, add, to } = self;
+        let DecoderDots { contexts, decoder, d, add, to } = self;
         let rows = (CONTEXT_BYTES / (d * size_of::<T::Acc>()) / ROWS).max(1) * ROWS;
         let ids = decoder.len() / d;
         for (block, contexts) in contexts.chunks(rows * d).enumerate() {
             let mut id = 0;
             while id < ids {
                 let decoder = &decoder[id * d..];
-                let to = &mut Columns { matrix: to, first_row: block * rows, first: id, add };
+                let to = &mut ProductColumns { matrix: to, first_row: block * rows, first: id, add };
                 id += match (ids - id, contexts.len() <= MOST_INTERLEAVED * d) {
                     // All sums stay in registers.
                     (4.., true) if V::REGISTERS >= 32 => few_ids::<4, true, T, V>(v, contexts, decoder, d, to),
@@ -53,7 +53,7 @@ impl<T: Element> Kernel<T::Acc> for Dots<'_, '_, T> {
 }
 
 /// Where the products of some ids are stored.
-struct Columns<'a, 'b, F> {
+struct ProductColumns<'a, 'b, F> {
     matrix: &'a mut ViewMut<'b, F>,
     first_row: usize,
     first: usize,
@@ -61,7 +61,7 @@ struct Columns<'a, 'b, F> {
     add: bool,
 }
 
-impl<F: Copy + std::ops::AddAssign> Columns<'_, '_, F> {
+impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
     fn store(&mut self, row: usize, sums: &[F]) {
         let to = &mut self.matrix.row_mut(self.first_row + row)[self.first..self.first + sums.len()];
         if self.add {
@@ -79,7 +79,7 @@ fn few_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Ac
     contexts: &[T::Acc],
     decoder: &[T],
     d: usize,
-    to: &mut Columns<'_, '_, T::Acc>,
+    to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
     let ids: [&[T]; IDS] = std::array::from_fn(|j| &decoder[j * d..][..d]);
     // Prefetches the next ids during these products: the hardware does not prefetch that far ahead.

@@ -21,9 +21,9 @@ pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> R
             let (context, ids) = (T::widen_slice(&contexts[t * d..][..d], wide), lists.list(t));
             let to = &mut to[..ids.len()];
             if matrix.transposed {
-                dispatch(isa, Dots { context, rows: &copied_rows(&matrix, ids, rows), to })
+                dispatch(isa, ListDots { context, rows: &copied_rows(&matrix, ids, rows), to })
             } else {
-                dispatch(isa, Dots { context, rows: &stored_rows(&matrix, ids), to })
+                dispatch(isa, ListDots { context, rows: &stored_rows(&matrix, ids), to })
             }
         };
         // No list is longer than none.
@@ -78,7 +78,7 @@ fn context_gradients<T: Element>(
 }
 
 /// An id, a position, and the gradient of their product.
-type Entry<F> = (u32, usize, F);
+type ListGradient<F> = (u32, usize, F);
 
 /// `[rows of the matrix, d]`. One task sums the products of a row, in the order of the positions: the result does not
 /// depend on the number of threads.
@@ -94,10 +94,10 @@ fn matrix_gradient<T: Element>(
         let of_ids = std::iter::zip(list, &upstream[t * n..]).filter(|(_, &g)| has_effect(g));
         of_ids.map(move |(&id, &g)| (id, t, g))
     };
-    let mut entries: Vec<Entry<T::Acc>> = lists.iter().enumerate().flat_map(of_list).collect();
+    let mut entries: Vec<ListGradient<T::Acc>> = lists.iter().enumerate().flat_map(of_list).collect();
     entries.par_sort_unstable_by_key(|&(id, t, _)| (id, t));
     let groups: Vec<_> = entries.chunk_by(|a, b| a.0 == b.0).collect();
-    let of_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[Entry<T::Acc>])| {
+    let of_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[ListGradient<T::Acc>])| {
         let rows: Vec<&[T]> = entries.iter().map(|&(_, t, _)| &contexts[t * d..][..d]).collect();
         let factors: Vec<T::Acc> = entries.iter().map(|entry| entry.2).collect();
         sum.clear();
@@ -180,13 +180,13 @@ fn dispatch<F: Float, K: Kernel<F, Output = ()>>(isa: Isa, kernel: K) {
 const ROWS: usize = 4;
 
 /// `to[i] = context . rows[i]`
-struct Dots<'a, T: Element> {
+struct ListDots<'a, T: Element> {
     context: &'a [T::Acc],
     rows: &'a [&'a [T]],
     to: &'a mut [T::Acc],
 }
 
-impl<T: Element> Kernel<T::Acc> for Dots<'_, T> {
+impl<T: Element> Kernel<T::Acc> for ListDots<'_, T> {
     type Output = ();
 
     #[inline(always)]

@@ -6,7 +6,7 @@ use half::bf16;
 
 use crate::backend::cpu::operands::dtype::with_slice;
 use crate::backend::cpu::operands::rounding::{rounded, widened};
-use crate::backend::cpu::tiles::matmul::{self, Matrix};
+use crate::backend::cpu::tiles::matmul::{self, TileMatrix};
 use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;
 use crate::error::Result;
@@ -24,8 +24,8 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let ((a, left_transposed), (b, right_transposed)) = (stored(left)?, stored(right)?);
     let product = with_slice("left", &a, |a: &[bf16]| {
         with_slice("right", &b, |b: &[bf16]| {
-            let left = Matrix { values: a, rows: m, columns: k, transposed: left_transposed };
-            let right = Matrix { values: b, rows: k, columns: n, transposed: right_transposed };
+            let left = TileMatrix { values: a, rows: m, columns: k, transposed: left_transposed };
+            let right = TileMatrix { values: b, rows: k, columns: n, transposed: right_transposed };
             Ok(matmul::matmul(unit, isa, left, right))
         })
     })?;

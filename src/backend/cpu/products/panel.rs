@@ -73,7 +73,7 @@ pub(crate) enum Start<'a, F> {
 }
 
 /// `to[rows, columns] = start + left[rows, depth] right[depth, width]`
-pub(crate) struct Product<'a, F> {
+pub(crate) struct PanelProduct<'a, F> {
     pub(crate) start: Start<'a, F>,
     pub(crate) rows: usize,
     /// Parts of the left operand, side by side.
@@ -89,7 +89,7 @@ pub(crate) struct Product<'a, F> {
     pub(crate) columns: usize,
 }
 
-impl<F: Float> Kernel<F> for Product<'_, F> {
+impl<F: Float> Kernel<F> for PanelProduct<'_, F> {
     type Output = ();
 
     #[inline(always)]
@@ -122,7 +122,7 @@ impl<F: Float> Kernel<F> for Product<'_, F> {
 
 /// Computes `ROWS` rows at a time, then four, then one.
 #[inline(always)]
-fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut product: Product<'_, F>) {
+fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut product: PanelProduct<'_, F>) {
     let across = product.left.iter().all(|left| left.row == 1);
     let mut row = 0;
     while row < product.rows {
@@ -143,7 +143,7 @@ fn product<const ROWS: usize, const N: usize, F: Float, V: Vector<F>>(v: V, mut 
 #[inline(always)]
 fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vector<F>>(
     v: V,
-    product: &mut Product<'_, F>,
+    product: &mut PanelProduct<'_, F>,
     row: usize,
 ) -> usize {
     let (lanes, width) = (lanes::<F, V>(), product.width);
@@ -272,7 +272,10 @@ mod tests {
                         let mut to = before.clone();
                         let left = left_parts.as_slice();
                         let right = &right[..];
-                        F::dispatch(isa, Product { start, rows, left, right, width, to: &mut to, to_row, columns });
+                        F::dispatch(
+                            isa,
+                            PanelProduct { start, rows, left, right, width, to: &mut to, to_row, columns },
+                        );
                         for (i, (found, &before)) in to.iter().zip(&before).enumerate() {
                             let (row, column) = (i / to_row, i % to_row);
                             let sum: F =

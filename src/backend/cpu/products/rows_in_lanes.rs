@@ -1,7 +1,7 @@
 //! The first product for panels of contexts: the lanes of a register are rows, and each element of the decoder is
 //! broadcast to them from where it lies.
 
-use super::panel::{lanes, Left, Product, Start};
+use super::panel::{lanes, Left, PanelProduct, Start};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
@@ -11,7 +11,7 @@ const MOST_DEPTH: usize = 512;
 
 /// Contexts as the columns of a panel.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Panel {
+pub(crate) struct ContextPanel {
     /// Index of its first row.
     pub(crate) first: usize,
     pub(crate) rows: usize,
@@ -21,7 +21,7 @@ pub(crate) struct Panel {
 
 /// `to[row, id] = contexts[row] . decoder[id]` for the rows of a panel and some ids.
 pub(crate) struct RowsInLanes<'a, 'b, F> {
-    pub(crate) panel: Panel,
+    pub(crate) panel: ContextPanel,
     /// `[d, width]`
     pub(crate) contexts: &'a [F],
     /// The rows of the decoder, in parts.
@@ -47,28 +47,31 @@ impl<F: Float> RowsInLanes<'_, '_, F> {
                 let depth = depth.min(part.depth - first);
                 let left = &[Left { values: &part.values[first * part.step..], depth, ..*part }];
                 let to = &mut *products;
-                F::dispatch(isa, Product { start, rows: ids, left, right, width, to, to_row: width, columns: width });
+                F::dispatch(
+                    isa,
+                    PanelProduct { start, rows: ids, left, right, width, to, to_row: width, columns: width },
+                );
                 (start, right) = (Start::Stored, &right[depth * width..]);
             }
         }
-        F::dispatch(isa, Transposed { panel, products, first_id, to });
+        F::dispatch(isa, StoreTransposed { panel, products, first_id, to });
     }
 }
 
 /// Writes products `[ids, width]` to the rows of a panel.
-struct Transposed<'a, 'b, F> {
-    panel: Panel,
+struct StoreTransposed<'a, 'b, F> {
+    panel: ContextPanel,
     products: &'a [F],
     first_id: usize,
     to: &'a mut ViewMut<'b, F>,
 }
 
-impl<F: Float> Kernel<F> for Transposed<'_, '_, F> {
+impl<F: Float> Kernel<F> for StoreTransposed<'_, '_, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let Transposed { panel: Panel { first, rows, width }, products, first_id, to } = self;
+        let StoreTransposed { panel: ContextPanel { first, rows, width }, products, first_id, to } = self;
         let lanes = lanes::<F, V>();
         for (block, products) in products.chunks(lanes * width).enumerate() {
             let ids = products.len() / width;

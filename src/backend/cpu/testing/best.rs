@@ -36,7 +36,7 @@ fn is_correct<T: Served>(
         ignore_index: Some(-100),
         position_weights: None,
         class_weights: None,
-        terms: Terms { correct: true, ..Terms::default() },
+        terms: LossTerms { correct: true, ..LossTerms::default() },
         scale: GradScale::OneOverCount,
         shard: None,
         own_shifts: None,

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
-use super::product::{Product, SIDE};
+use super::product::{TileProduct, SIDE};
 use super::rounding::Pair;
 
 /// The proof that this process may use AMX for bf16.
@@ -22,8 +22,8 @@ impl Amx {
         is_there.then_some(Amx(PhantomData))
     }
 
-    pub(super) fn multiply(self, product: Product<'_>) {
-        let Product { left, right, steps, to, to_row, rows, columns, add } = product;
+    pub(super) fn multiply(self, product: TileProduct<'_>) {
+        let TileProduct { left, right, steps, to, to_row, rows, columns, add } = product;
         let (left_squares, right_squares, to) = (left.values.as_ptr(), right.values.as_ptr(), to.as_mut_ptr());
         let mut squares = [Square::default(); AT_A_TIME];
         let mut count = 0;
@@ -43,7 +43,7 @@ impl Amx {
                 };
                 count += 1;
                 if count == AT_A_TIME || row + 1 == rows && column + 1 == columns {
-                    // SAFETY: `self` proves that the instructions may be used, and `Product::run` has checked that the
+                    // SAFETY: `self` proves that the instructions may be used, and `TileProduct::run` has checked that the
                     // operands and the result of all squares lie in borrowed slices.
                     unsafe { multiply(&squares[..count]) };
                     count = 0;

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
-use super::product::{Product, PAIRS, SIDE};
+use super::product::{TileProduct, PAIRS, SIDE};
 use super::rounding::{pair, Pair};
 
 /// Lanes of a vector.
@@ -19,12 +19,12 @@ const ZEN_5: u32 = 0x1a;
 
 /// The proof that this machine has AVX512-BF16.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Dots(PhantomData<()>);
+pub(crate) struct Bf16Dots(PhantomData<()>);
 
-impl Dots {
+impl Bf16Dots {
     pub(super) fn detect() -> Option<Self> {
         let is_there = std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512bf16");
-        is_there.then_some(Dots(PhantomData))
+        is_there.then_some(Bf16Dots(PhantomData))
     }
 
     /// Whether this processor multiplies pairs of bf16 so much faster than numbers in f32 that rounding the operands is
@@ -40,13 +40,13 @@ impl Dots {
         })
     }
 
-    pub(super) fn multiply(self, product: Product<'_>) {
+    pub(super) fn multiply(self, product: TileProduct<'_>) {
         // SAFETY: `self` proves that the machine has the instructions.
         unsafe { multiply(product) }
     }
 }
 
-/// As [`Dots::beats_fma`], for a processor of this vendor and signature.
+/// As [`Bf16Dots::beats_fma`], for a processor of this vendor and signature.
 fn beats_fma(vendor: [u32; 3], signature: u32) -> bool {
     let is_amd = vendor == [*b"Auth", *b"enti", *b"cAMD"].map(u32::from_le_bytes);
     let (base, extended) = (signature >> 8 & 0xf, signature >> 20 & 0xff);
@@ -54,8 +54,8 @@ fn beats_fma(vendor: [u32; 3], signature: u32) -> bool {
 }
 
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn multiply(product: Product<'_>) {
-    let Product { left, right, steps, to, to_row, rows, columns, add } = product;
+fn multiply(product: TileProduct<'_>) {
+    let TileProduct { left, right, steps, to, to_row, rows, columns, add } = product;
     for (column, first) in (0..columns).flat_map(|column| (0..SIDE * rows).step_by(ROWS).map(move |row| (column, row)))
     {
         let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];

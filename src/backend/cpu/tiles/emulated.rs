@@ -3,11 +3,11 @@
 //! The even and the odd products of a square's depth are summed separately, with one rounding for each product, added,
 //! and then added to the result. Subnormal numbers are zero, as operands and as results.
 
-use super::product::{Product, PAIRS, SIDE};
+use super::product::{TileProduct, PAIRS, SIDE};
 use super::rounding::widened;
 
-pub(super) fn multiply(product: Product<'_>) {
-    let Product { left, right, steps, to, to_row, rows, columns, add } = product;
+pub(super) fn multiply(product: TileProduct<'_>) {
+    let TileProduct { left, right, steps, to, to_row, rows, columns, add } = product;
     for (row, column) in (0..SIDE * rows).flat_map(|row| (0..SIDE * columns).map(move |column| (row, column))) {
         let to = &mut to[row * to_row + column];
         let mut total = if add { normal(*to) } else { 0.0 };

@@ -19,7 +19,7 @@ const ACROSS: usize = 8;
 
 /// A matrix `[rows, columns]`, which may be stored as its transpose.
 #[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
+pub(crate) struct TileMatrix<'a> {
     pub(crate) values: &'a [bf16],
     pub(crate) rows: usize,
     pub(crate) columns: usize,
@@ -27,7 +27,7 @@ pub(crate) struct Matrix<'a> {
 }
 
 /// `left right`, `[left.rows, right.columns]`, with sums in f32. No size is zero.
-pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'_>) -> Vec<bf16> {
+pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: TileMatrix<'_>, right: TileMatrix<'_>) -> Vec<bf16> {
     assert!(left.columns == right.rows);
     let depth = left.columns.div_ceil(SIDE);
     let pairs = right.pairs(isa);
@@ -51,7 +51,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: Matrix<'_>, right: Matrix<'
     product
 }
 
-impl Matrix<'_> {
+impl TileMatrix<'_> {
     /// Some rows in squares, padded with zeros.
     fn squares(self, isa: Isa, rows: Range<usize>, to: &mut Aligned<bf16>) {
         let (down, across) = (rows.len().div_ceil(SIDE), self.columns.div_ceil(SIDE));
@@ -74,7 +74,7 @@ impl Matrix<'_> {
         of_squares.for_each_init(Aligned::default, |squares, (square, pairs)| {
             let columns = square * SIDE..self.columns.min((square + 1) * SIDE);
             if self.transposed {
-                let rows = Matrix { rows: self.columns, columns: self.rows, transposed: false, ..self };
+                let rows = TileMatrix { rows: self.columns, columns: self.rows, transposed: false, ..self };
                 rows.squares(isa, columns, squares);
                 return transpose::pairs(isa, squares, pairs);
             }
@@ -124,8 +124,8 @@ mod tests {
                 for (left_transposed, right_transposed) in [(false, false), (false, true), (true, false), (true, true)]
                 {
                     let (a, b) = (values(m * k, 1), values(k * n, 2));
-                    let left = Matrix { values: &a, rows: m, columns: k, transposed: left_transposed };
-                    let right = Matrix { values: &b, rows: k, columns: n, transposed: right_transposed };
+                    let left = TileMatrix { values: &a, rows: m, columns: k, transposed: left_transposed };
+                    let right = TileMatrix { values: &b, rows: k, columns: n, transposed: right_transposed };
                     let found = matmul(unit, isa, left, right);
                     for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
                         let of_left = |l: usize| if left_transposed { a[l * m + i] } else { a[i * k + l] }.to_f64();

@@ -40,7 +40,7 @@ impl<E> Operand<'_, E> {
 }
 
 /// `to = left right`, or `to += left right`.
-pub(crate) struct Product<'a> {
+pub(crate) struct TileProduct<'a> {
     pub(crate) left: Operand<'a, bf16>,
     pub(crate) right: Operand<'a, Pair>,
     /// Squares in the direction of the sums.
@@ -54,7 +54,7 @@ pub(crate) struct Product<'a> {
     pub(crate) add: bool,
 }
 
-impl Product<'_> {
+impl TileProduct<'_> {
     /// Whether the product has a square.
     pub(super) fn is_empty(&self) -> bool {
         self.rows == 0 || self.columns == 0
@@ -62,7 +62,7 @@ impl Product<'_> {
 
     /// Checks that all squares lie in the operands and in the result.
     pub(super) fn check(&self) {
-        let Product { left, right, steps, to_row, rows, columns, .. } = *self;
+        let TileProduct { left, right, steps, to_row, rows, columns, .. } = *self;
         assert!(steps > 0 && left.contains(rows, steps, SIDE) && right.contains(columns, steps, PAIRS));
         assert!(SIDE * columns <= to_row && (SIDE * rows - 1) * to_row + SIDE * columns <= self.to.len());
     }

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::product::{steps, Operand, Product, PAIRS, SIDE, SQUARE};
+use super::product::{steps, Operand, TileProduct, PAIRS, SIDE, SQUARE};
 use super::rounding::Pair;
 use crate::backend::cpu::vector::simd::Isa;
 use crate::backend::plan::Kernels;
@@ -16,7 +16,7 @@ pub(crate) enum TileUnit {
     Amx(super::amx::Amx),
     /// AVX512-BF16, on x86-64: vectors do the unit's work.
     #[cfg(target_arch = "x86_64")]
-    Dots(super::dots::Dots),
+    Bf16Dots(super::dots::Bf16Dots),
     /// The numbers of AMX, bit for bit, without the unit.
     #[cfg(any(test, not(target_arch = "x86_64")))]
     #[cfg_attr(not(test), allow(dead_code))]
@@ -44,7 +44,7 @@ impl TileUnit {
             return Vec::new();
         }
         let amx = super::amx::Amx::detect().map(TileUnit::Amx);
-        amx.into_iter().chain(super::dots::Dots::detect().map(TileUnit::Dots)).collect()
+        amx.into_iter().chain(super::dots::Bf16Dots::detect().map(TileUnit::Bf16Dots)).collect()
     }
 
     /// There are none.
@@ -57,7 +57,7 @@ impl TileUnit {
     fn beats_vectors(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
-            TileUnit::Dots(unit) => unit.beats_fma(),
+            TileUnit::Bf16Dots(unit) => unit.beats_fma(),
             _ => true,
         }
     }
@@ -65,7 +65,7 @@ impl TileUnit {
     pub(crate) fn kernels(self) -> Kernels {
         match self {
             #[cfg(target_arch = "x86_64")]
-            TileUnit::Dots(_) => Kernels::Avx512Bf16,
+            TileUnit::Bf16Dots(_) => Kernels::Avx512Bf16,
             _ => Kernels::Amx,
         }
     }
@@ -81,7 +81,7 @@ impl TileUnit {
         (rows, width): (usize, usize),
     ) {
         for steps in steps(0..depth) {
-            self.multiply(Product {
+            self.multiply(TileProduct {
                 left: Operand {
                     values: &left[steps.start * SQUARE..],
                     row: SIDE,
@@ -105,7 +105,7 @@ impl TileUnit {
     }
 
     /// Computes the product.
-    pub(crate) fn multiply(self, product: Product<'_>) {
+    pub(crate) fn multiply(self, product: TileProduct<'_>) {
         if product.is_empty() {
             return;
         }
@@ -114,7 +114,7 @@ impl TileUnit {
             #[cfg(target_arch = "x86_64")]
             TileUnit::Amx(unit) => unit.multiply(product),
             #[cfg(target_arch = "x86_64")]
-            TileUnit::Dots(unit) => unit.multiply(product),
+            TileUnit::Bf16Dots(unit) => unit.multiply(product),
             #[cfg(any(test, not(target_arch = "x86_64")))]
             TileUnit::Emulated => super::emulated::multiply(product),
         }
@@ -161,7 +161,7 @@ mod tests {
             .collect();
         let to_row = SIDE * columns + 1;
         let mut to = numbers(SIDE * rows * to_row, 3, odd);
-        unit.multiply(Product {
+        unit.multiply(TileProduct {
             left: Operand { values: &left, row: depth, step: SIDE, square: SIDE * depth },
             right: Operand { values: &right, row: across, step: PAIRS * across, square: SIDE },
             steps,

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::mix::{largest_term, Logits};
+use super::mix::{largest_term, PositionLogits};
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::math::exp;
 use crate::backend::cpu::vector::simd::{Float, Vector};
@@ -106,7 +106,7 @@ fn larger<F: Float>(largest: F, other: F) -> F {
     }
 }
 
-impl<F: Float> Logits<'_, F> {
+impl<F: Float> PositionLogits<'_, F> {
     /// Whether one of these ids is more probable than an id of another rank with these logits, `[K]`; or as probable, if
     /// `or_equal`.
     #[inline(always)]

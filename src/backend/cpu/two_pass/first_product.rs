@@ -16,11 +16,11 @@ use rayon::prelude::*;
 use super::products::VOCAB_TILE;
 use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::matrix::{transpose, Decoder, DecoderMatrix, ViewMut};
-use crate::backend::cpu::products::gemv::Dots;
+use crate::backend::cpu::operands::matrix::{transpose, DecoderMatrix, DecoderView, ViewMut};
+use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, Registers};
-use crate::backend::cpu::products::rows_in_lanes::{Panel, RowsInLanes, Widened};
+use crate::backend::cpu::products::rows_in_lanes::{ContextPanel, RowsInLanes, Widened};
 use crate::backend::cpu::vector::simd::{Float, Isa};
 
 /// Maximum rows of other results that have the bits of decoding.
@@ -60,14 +60,18 @@ pub(crate) trait FirstProduct<T: Element>: Copy + Send + Sync {
     fn workspace(self, d: usize, vocab: usize) -> Workspace;
 
     /// The contexts as an operand, for the form of the product that serves these positions.
-    fn contexts<'c>(self, contexts: &'c [T::Acc], decoder: &Decoder<'_, T>, positions: Positions)
-        -> Self::Contexts<'c>;
+    fn contexts<'c>(
+        self,
+        contexts: &'c [T::Acc],
+        decoder: &DecoderView<'_, T>,
+        positions: Positions,
+    ) -> Self::Contexts<'c>;
 
     /// Writes the products of all rows and some ids to the columns of a tile, from the first on.
     fn multiply(
         self,
         contexts: &Self::Contexts<'_>,
-        decoder: &Decoder<'_, T>,
+        decoder: &DecoderView<'_, T>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, T::Acc>,
         buffers: &mut Self::Buffers,
@@ -81,7 +85,7 @@ pub(super) fn logits<T: Element, X: FirstProduct<T>, O: Send>(
     to: &mut [T::Acc],
     stride: usize,
     (contexts, positions): (&[T::Acc], Positions),
-    decoder: Decoder<'_, T>,
+    decoder: DecoderView<'_, T>,
     summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
 ) -> Vec<O> {
     let (vocab, rows) = (decoder.weight.vocab, contexts.len() / decoder.width());
@@ -98,7 +102,7 @@ pub(super) fn logits<T: Element, X: FirstProduct<T>, O: Send>(
 }
 
 /// The contexts of a chunk, for the form of the product that serves it.
-pub(crate) enum Contexts<'c, F: Copy> {
+pub(crate) enum PackedContexts<'c, F: Copy> {
     /// For inner products: the columns of each part of the decoder, `[rows, columns]`.
     Rows(Vec<Cow<'c, [F]>>),
     Panels(Panels<F>),
@@ -107,7 +111,7 @@ pub(crate) enum Contexts<'c, F: Copy> {
 /// Contexts whose rows are lanes of registers.
 pub(crate) struct Panels<F> {
     d: usize,
-    panels: Vec<Panel>,
+    panels: Vec<ContextPanel>,
     /// The panels one after the other, each `[d, width]`.
     packed: Aligned<F>,
 }
@@ -123,7 +127,7 @@ pub(crate) struct VectorBuffers<F> {
 
 impl<T: Element> FirstProduct<T> for Vectors {
     type Contexts<'c>
-        = Contexts<'c, T::Acc>
+        = PackedContexts<'c, T::Acc>
     where
         T: 'c;
     type Buffers = VectorBuffers<T::Acc>;
@@ -144,9 +148,9 @@ impl<T: Element> FirstProduct<T> for Vectors {
     fn contexts<'c>(
         self,
         contexts: &'c [T::Acc],
-        decoder: &Decoder<'_, T>,
+        decoder: &DecoderView<'_, T>,
         positions: Positions,
-    ) -> Contexts<'c, T::Acc> {
+    ) -> PackedContexts<'c, T::Acc> {
         let Registers { lanes, .. } = Registers::of::<T::Acc>(self.0);
         let d = decoder.width();
         let rows = contexts.len() / d;
@@ -154,7 +158,7 @@ impl<T: Element> FirstProduct<T> for Vectors {
         // Lanes without a row cost as much as others, and panels need widened numbers.
         let most = if T::IS_ACC { (lanes / 2).max(1) } else { lanes };
         if decoder.weight.transposed || rows > most {
-            return Contexts::Panels(Panels::new(self.0, contexts, d));
+            return PackedContexts::Panels(Panels::new(self.0, contexts, d));
         }
         let of_part = |columns: Range<usize>| {
             if columns.len() < d {
@@ -163,27 +167,27 @@ impl<T: Element> FirstProduct<T> for Vectors {
                 Cow::Borrowed(contexts)
             }
         };
-        Contexts::Rows(decoder.parts().map(|(columns, _)| of_part(columns)).collect())
+        PackedContexts::Rows(decoder.parts().map(|(columns, _)| of_part(columns)).collect())
     }
 
     fn multiply(
         self,
-        contexts: &Contexts<'_, T::Acc>,
-        decoder: &Decoder<'_, T>,
+        contexts: &PackedContexts<'_, T::Acc>,
+        decoder: &DecoderView<'_, T>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, T::Acc>,
         buffers: &mut VectorBuffers<T::Acc>,
     ) {
         match contexts {
-            Contexts::Rows(parts) => {
+            PackedContexts::Rows(parts) => {
                 for (contexts, (columns, matrix)) in parts.iter().zip(decoder.parts()) {
                     let d = columns.len();
                     let decoder = &matrix.values[ids.start * d..ids.end * d];
                     let (add, to) = (columns.start > 0, &mut *tile);
-                    T::Acc::dispatch(self.0, Dots { contexts, decoder, d, add, to });
+                    T::Acc::dispatch(self.0, DecoderDots { contexts, decoder, d, add, to });
                 }
             }
-            Contexts::Panels(panels) => self.multiply_panels(panels, decoder, ids, tile, buffers),
+            PackedContexts::Panels(panels) => self.multiply_panels(panels, decoder, ids, tile, buffers),
         }
     }
 }
@@ -198,9 +202,9 @@ impl<F: Float> Panels<F> {
         let start = |panel: usize| panel * vectors / count * lanes;
         let panel = |i: usize| {
             let (first, end) = (start(i), start(i + 1));
-            Panel { first, rows: end.min(rows) - first, width: end - first }
+            ContextPanel { first, rows: end.min(rows) - first, width: end - first }
         };
-        let panels: Vec<Panel> = (0..count).map(panel).collect();
+        let panels: Vec<ContextPanel> = (0..count).map(panel).collect();
         let mut packed: Aligned<F> = Aligned::zeros(vectors * lanes * d);
         let mut rest = &mut packed[..];
         let mut pack = Vec::with_capacity(count);
@@ -220,7 +224,7 @@ impl Vectors {
     fn multiply_panels<T: Element>(
         self,
         &Panels { d, ref panels, ref packed }: &Panels<T::Acc>,
-        decoder: &Decoder<'_, T>,
+        decoder: &DecoderView<'_, T>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, T::Acc>,
         VectorBuffers { widened, products }: &mut VectorBuffers<T::Acc>,
@@ -311,7 +315,7 @@ mod tests {
         let (weight, adapter) = (values::<T>(vocab * widths[0], 2), values::<T>(vocab * widths[1], 3));
         let matrix = |values, width, transposed| DecoderMatrix { values, vocab, width, transposed };
         let adapter_matrix = matrix(&adapter[..], widths[1], false);
-        let decoder = Decoder {
+        let decoder = DecoderView {
             weight: matrix(&weight[..], widths[0], transposed),
             adapter: (widths[1] > 0).then_some(adapter_matrix),
         };

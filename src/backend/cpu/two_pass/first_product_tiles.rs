@@ -6,10 +6,10 @@ use candle_core::DType;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::first_product::{Contexts, FirstProduct, Positions};
+use super::first_product::{FirstProduct, PackedContexts, Positions};
 use crate::backend::cpu::memory::{Aligned, Workspace};
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::matrix::{Decoder, ViewMut};
+use crate::backend::cpu::operands::matrix::{DecoderView, ViewMut};
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::{Tiles, Vectors};
 use crate::backend::cpu::tiles::product::{PAIRS, SIDE, SQUARE};
@@ -29,7 +29,7 @@ const ROWS: usize = SIDE;
 
 /// The contexts of a few rows as they are, or in bf16, in squares.
 pub(crate) enum TileContexts<'c> {
-    Few(Contexts<'c, f32>),
+    Few(PackedContexts<'c, f32>),
     Squares(Aligned<bf16>),
 }
 
@@ -64,7 +64,7 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
         }
     }
 
-    fn contexts<'c>(self, contexts: &'c [f32], decoder: &Decoder<'_, T>, positions: Positions) -> TileContexts<'c> {
+    fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, T>, positions: Positions) -> TileContexts<'c> {
         let d = decoder.width();
         let most = if T::DTYPE == DType::BF16 { MOST_FEW } else { MOST_FEW_OF_WIDE };
         if positions.rows_of_form(contexts.len() / d) <= most && !decoder.weight.transposed {
@@ -87,7 +87,7 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
     fn multiply(
         self,
         contexts: &TileContexts<'_>,
-        decoder: &Decoder<'_, T>,
+        decoder: &DecoderView<'_, T>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, f32>,
         Buffers { decoder: squares, pairs, sums }: &mut Buffers,

@@ -1,7 +1,7 @@
 //! The row kernel between the products: the loss of one position from its K rows of logits, and their gradient, written
 //! over them. The equations are in `components`.
 
-use super::mix::{Logits, Masses, Scratch, Tempered};
+use super::mix::{IdMasses, PositionLogits, Scratch, Tempered};
 use super::rank_sums::RankTerms;
 use super::single::{single_gradient, single_sums};
 use crate::backend::cpu::objective::components::{PositionLoss, ScoreUpstream, Soft, Target};
@@ -26,7 +26,7 @@ pub(super) struct RowGradients<'a, F> {
 
 /// The objective of one position; its gradient replaces the logits.
 pub(super) struct LossRows<'a, F> {
-    pub(super) logits: Logits<'a, F>,
+    pub(super) logits: PositionLogits<'a, F>,
     pub(super) target: Target<'a, F>,
     /// If other ranks have the rest of the vocabulary: what all ids of the position add up to
     pub(super) of_ranks: Option<RankTerms<'a, F>>,
@@ -82,13 +82,13 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
     }
 }
 
-impl<F: Float> Logits<'_, F> {
+impl<F: Float> PositionLogits<'_, F> {
     /// The masses of all ids. If they depend on the whole distribution, this computes its log-probabilities. Masses of the
     /// ids outside the candidates are not theirs: then the candidates get all of their own here.
     #[inline(always)]
-    fn masses<'m, V: Vector<F>>(&self, v: V, soft: Soft<'m, F>, scratch: &mut Scratch<F>) -> Masses<'m, F> {
+    fn masses<'m, V: Vector<F>>(&self, v: V, soft: Soft<'m, F>, scratch: &mut Scratch<F>) -> IdMasses<'m, F> {
         match soft {
-            Soft::Given(masses) => Masses::Given(masses),
+            Soft::Given(masses) => IdMasses::Given(masses),
             Soft::Scores { upstream: ScoreUpstream { log_probs, entropy, outside }, power } => {
                 let (is_plain, zero) = (power == F::one(), F::zero());
                 if !is_plain || outside != zero {
@@ -111,7 +111,7 @@ impl<F: Float> Logits<'_, F> {
                     let ids = tempered.outside(v, &mut scratch.log_probs, candidates);
                     others = (!ids.is_empty()).then_some((-power * outside, ids));
                 }
-                Masses::OfProbability { tempered, constant, slope, outside: others }
+                IdMasses::OfProbability { tempered, constant, slope, outside: others }
             }
         }
     }
@@ -122,7 +122,7 @@ impl<F: Float> Logits<'_, F> {
     pub(super) fn add_masses<V: Vector<F>>(
         &self,
         v: V,
-        masses: Masses<'_, F>,
+        masses: IdMasses<'_, F>,
         single: bool,
         scratch: &mut Scratch<F>,
     ) -> f64 {
@@ -140,7 +140,7 @@ impl<F: Float> Logits<'_, F> {
             scratch.components.magnitude[k] += magnitude;
         }
         let mut objective = F::zero();
-        if let Masses::Given(masses) = masses {
+        if let IdMasses::Given(masses) = masses {
             for (&q, &log_p) in masses[..self.vocab].iter().zip(&scratch.log_probs) {
                 objective += weighted(q, -log_p);
             }
@@ -153,7 +153,7 @@ impl<F: Float> Logits<'_, F> {
     fn gradient<V: Vector<F>>(
         &mut self,
         v: V,
-        (target, single): (&Target<'_, F>, Option<Masses<'_, F>>),
+        (target, single): (&Target<'_, F>, Option<IdMasses<'_, F>>),
         least_magnitude: F,
         mut gradients: RowGradients<'_, F>,
         scratch: &Scratch<F>,
@@ -312,7 +312,7 @@ mod tests {
         let mut gradients = vec![F::zero(); components];
         let mut live = vec![false; components];
         let kernel = LossRows {
-            logits: Logits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
+            logits: PositionLogits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
             of_ranks: None,
             target: Target {
                 hard: Some((0, F::of(0.9))),

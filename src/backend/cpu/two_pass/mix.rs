@@ -7,7 +7,7 @@ use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The logits of one position.
-pub(super) struct Logits<'a, F> {
+pub(super) struct PositionLogits<'a, F> {
     /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity
     pub(super) rows: &'a mut [F],
     pub(super) stride: usize,
@@ -45,7 +45,7 @@ impl<F: Float> Scratch<F> {
 
 /// The log-probabilities of one position, written to `scratch.log_probs`.
 pub(super) struct LogProbRows<'a, F> {
-    pub(super) logits: Logits<'a, F>,
+    pub(super) logits: PositionLogits<'a, F>,
     pub(super) scratch: &'a mut Scratch<F>,
 }
 
@@ -61,20 +61,20 @@ impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
 
 /// The masses `soft_v` of ids.
 #[derive(Clone, Copy)]
-pub(super) enum Masses<'a, F> {
+pub(super) enum IdMasses<'a, F> {
     /// Padded with zeros
     Given(&'a [F]),
     /// `Q(v) (constant + slope log Q(v))`, and of the ids outside the candidates a share of `outside` besides
     OfProbability { tempered: Tempered<F>, constant: F, slope: F, outside: Option<(F, Outside<F>)> },
 }
 
-impl<F: Float> Masses<'_, F> {
+impl<F: Float> IdMasses<'_, F> {
     /// The masses of the ids of register `i`, which have these log-probabilities.
     #[inline(always)]
     pub(super) fn of<V: Vector<F>>(self, v: V, i: usize, log_p: V::Reg) -> V::Reg {
         match self {
-            Masses::Given(masses) => V::registers(masses)[i],
-            Masses::OfProbability { tempered, constant, slope, outside } => {
+            IdMasses::Given(masses) => V::registers(masses)[i],
+            IdMasses::OfProbability { tempered, constant, slope, outside } => {
                 let (log_q, q) = tempered.of(v, log_p);
                 let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
                 let zero = v.splat(F::zero());
@@ -215,7 +215,7 @@ fn within_bounds<F: Float>(entropy: F, vocab: usize) -> F {
     }
 }
 
-impl<F: Float> Logits<'_, F> {
+impl<F: Float> PositionLogits<'_, F> {
     /// `-sum_v p(v) log p(v)`, in one pass over the logits.
     #[inline(always)]
     pub(super) fn entropy<V: Vector<F>>(&self, v: V, scratch: &Scratch<F>) -> F {
@@ -232,7 +232,7 @@ impl<F: Float> Logits<'_, F> {
 
     /// Computes `log p(v)` for every id and, for soft targets, its `reference` and `share`.
     #[inline(always)]
-    pub(super) fn mix<V: Vector<F>>(&self, v: V, soft: Option<Masses<'_, F>>, scratch: &mut Scratch<F>) {
+    pub(super) fn mix<V: Vector<F>>(&self, v: V, soft: Option<IdMasses<'_, F>>, scratch: &mut Scratch<F>) {
         let rows = V::registers(self.rows);
         let log_probs = V::registers_mut(&mut scratch.log_probs);
         let (references, shares) = (V::registers_mut(&mut scratch.reference), V::registers_mut(&mut scratch.share));

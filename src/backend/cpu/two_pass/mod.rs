@@ -43,7 +43,7 @@ use distribution::PositionRows;
 pub(crate) use first_product::FirstProduct;
 use first_product::{logits, Positions};
 use loss_rows::{LossRows, RowGradients};
-use mix::{LogProbRows, Logits, Scratch};
+use mix::{LogProbRows, PositionLogits, Scratch};
 use rank_sums::{RankSums, RankTerms};
 use score_rows::ScoreRows;
 use tile_log_sum_exp::TileLogSumExp;
@@ -192,7 +192,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             .for_each_init(
                 || Scratch::new(components, stride, true, false),
                 |scratch, (((rows, log_priors), lse), to)| {
-                    let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
+                    let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
                     T::Acc::dispatch(isa, LogProbRows { logits, scratch });
                     for (to, &from) in to.iter_mut().zip(&scratch.log_probs) {
                         *to = O::narrow(from);
@@ -226,7 +226,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             .for_each_init(
                 || Scratch::new(components, stride, scored.is_tempered() || outside, false),
                 |scratch, (i, ((((rows, log_priors), lse), best), to))| {
-                    let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
+                    let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
                     let ids = candidates.given(positions.start + i);
                     T::Acc::dispatch(
                         isa,
@@ -317,7 +317,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
                         let position = positions.start + i * part + j;
                         let Some(target) = targets.position(position) else { continue };
                         let kernel = LossRows {
-                            logits: Logits {
+                            logits: PositionLogits {
                                 rows: logits,
                                 stride,
                                 vocab,
@@ -375,7 +375,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
             |scratch, (i, ((((rows, lse), log_priors), target_logits), to))| {
                 let position = positions.start + i;
                 let (Some(target), Some(id)) = (targets.position(position), targets.id(position)) else { return };
-                let logits = Logits { rows, stride, vocab, lse, log_priors, softcap };
+                let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
                 let are_lower = ranks.shard.range().end <= id;
                 T::Acc::dispatch(isa, RankSums { logits, target, target_logits, are_lower, scratch, to });
             },

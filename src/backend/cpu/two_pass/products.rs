@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::backend::cpu::objective::results::ColumnGradient;
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::matrix::{Decoder, DecoderMatrix, View, ViewMut};
+use crate::backend::cpu::operands::matrix::{DecoderMatrix, DecoderView, View, ViewMut};
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
 
 /// Ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The AVX-512
@@ -57,7 +57,7 @@ pub(super) fn context_gradient<T: Element>(
     d: usize,
     logit_gradient: &[T::Acc],
     stride: usize,
-    decoder: Decoder<'_, T>,
+    decoder: DecoderView<'_, T>,
 ) {
     let rows = gradient.len() / d;
     for (columns, matrix) in decoder.parts() {

@@ -1,6 +1,6 @@
 //! What the ranks add up of a position between its log-sum-exps and its gradient, if its objective depends on all ids.
 
-use super::mix::{Logits, Masses, Scratch};
+use super::mix::{IdMasses, PositionLogits, Scratch};
 use crate::backend::cpu::objective::components::{Components, Soft, Target};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::shard::ELSEWHERE;
@@ -38,7 +38,7 @@ impl<F: Float> RankTerms<'_, F> {
 /// What the ids of this rank add to the sums of a position: the soft masses of each component, and their magnitudes; their
 /// objective; and one if an id is more probable than the target.
 pub(super) struct RankSums<'a, F> {
-    pub(super) logits: Logits<'a, F>,
+    pub(super) logits: PositionLogits<'a, F>,
     pub(super) target: Target<'a, F>,
     /// `[K]`
     pub(super) target_logits: &'a [F],
@@ -58,7 +58,7 @@ impl<F: Float> Kernel<F> for RankSums<'_, F> {
         let components = logits.log_priors.len();
         scratch.components.set(logits.lse, logits.log_priors);
         if let Some(Soft::Given(masses)) = target.soft {
-            let (masses, single) = (Masses::Given(masses), components == 1);
+            let (masses, single) = (IdMasses::Given(masses), components == 1);
             if !single {
                 logits.mix(v, Some(masses), scratch);
             }

@@ -1,12 +1,12 @@
 //! The scores of one position from its K rows of logits: log-probabilities of some ids, the entropy, and the logarithm
 //! of the mass outside these ids.
 
-use super::mix::{Logits, Scratch, Tempered};
+use super::mix::{PositionLogits, Scratch, Tempered};
 use crate::backend::cpu::vector::math::not_negative;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
 pub(super) struct ScoreRows<'a, F> {
-    pub(super) logits: Logits<'a, F>,
+    pub(super) logits: PositionLogits<'a, F>,
     pub(super) ids: &'a [usize],
     /// The inverse of the temperature.
     pub(super) power: F,

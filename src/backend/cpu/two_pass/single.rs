@@ -1,6 +1,6 @@
 //! Soft masses of a single component: its responsibility for every id is one, so that no id needs a share.
 
-use super::mix::Masses;
+use super::mix::IdMasses;
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::math::exp;
 use crate::backend::cpu::vector::simd::{Float, Vector};
@@ -25,7 +25,7 @@ fn possible<F: Float, V: Vector<F>>(v: V, z: V::Reg, mass: V::Reg) -> V::Reg {
 pub(super) fn single_sums<F: Float, V: Vector<F>>(
     v: V,
     row: &[F],
-    masses: Masses<'_, F>,
+    masses: IdMasses<'_, F>,
     components: &Components<F>,
 ) -> SingleSums<F> {
     let (largest, log_scale) = (v.splat(components.lse[0].largest), v.splat(components.log_scale[0]));
@@ -34,7 +34,7 @@ pub(super) fn single_sums<F: Float, V: Vector<F>>(
     for (i, &z) in V::registers(row).iter().enumerate() {
         let log_p = v.add(v.sub(z, largest), log_scale);
         let mass = masses.of(v, i, log_p);
-        if let Masses::Given(_) = masses {
+        if let IdMasses::Given(_) = masses {
             // An id without mass adds nothing, whatever its probability.
             let term = v.mul(mass, log_p);
             objective = v.sub(objective, v.if_equal(mass, zero, zero, term));
@@ -51,7 +51,7 @@ pub(super) fn single_sums<F: Float, V: Vector<F>>(
 pub(super) fn single_gradient<F: Float, V: Vector<F>>(
     v: V,
     row: &mut [F],
-    masses: Masses<'_, F>,
+    masses: IdMasses<'_, F>,
     components: &Components<F>,
     (exp_scale, scale): (F, F),
     softcap: Option<Softcap<F>>,

@@ -185,10 +185,10 @@ impl Isa {
 
 /// A kernel with its instruction set, which `pulp` compiles with the right target features.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-struct Call<K, F, V>(K, V, std::marker::PhantomData<F>);
+struct KernelCall<K, F, V>(K, V, std::marker::PhantomData<F>);
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-impl<F: Copy, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for Call<K, F, V> {
+impl<F: Copy, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for KernelCall<K, F, V> {
     type Output = K::Output;
 
     #[inline(always)]
@@ -205,11 +205,11 @@ macro_rules! impl_float {
             fn dispatch<K: Kernel<Self>>(isa: Isa, kernel: K) -> K::Output {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512(v) => v.vectorize(Call(kernel, v, std::marker::PhantomData)),
+                    Isa::Avx512(v) => v.vectorize(KernelCall(kernel, v, std::marker::PhantomData)),
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2(v) => v.vectorize(Call(kernel, v, std::marker::PhantomData)),
+                    Isa::Avx2(v) => v.vectorize(KernelCall(kernel, v, std::marker::PhantomData)),
                     #[cfg(target_arch = "aarch64")]
-                    Isa::Neon(v) => v.vectorize(Call(kernel, v, std::marker::PhantomData)),
+                    Isa::Neon(v) => v.vectorize(KernelCall(kernel, v, std::marker::PhantomData)),
                     Isa::Scalar(v) => kernel.run(v),
                 }
             }

@@ -80,9 +80,9 @@ mod tests {
     use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
     /// Transposes `[lanes, lanes]` numbers; returns them with the number of lanes.
-    struct Transposed;
+    struct TransposeSquare;
 
-    impl<F: Float> Kernel<F> for Transposed {
+    impl<F: Float> Kernel<F> for TransposeSquare {
         type Output = (Vec<F>, usize);
 
         #[inline(always)]
@@ -103,7 +103,7 @@ mod tests {
 
     fn check<F: Float>() {
         for isa in Isa::available() {
-            let (found, lanes) = F::dispatch(isa, Transposed);
+            let (found, lanes) = F::dispatch(isa, TransposeSquare);
             for (i, x) in found.into_iter().enumerate() {
                 assert_eq!(x.f64(), (i % lanes * lanes + i / lanes) as f64, "{}", isa.kernels());
             }

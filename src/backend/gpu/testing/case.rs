@@ -1,7 +1,7 @@
 //! Test cases for the whole backend, and the errors of its results relative to the CPU's in f64 (the truth).
 
 use super::*;
-use crate::backend::objective::{GradScale, Objective, TargetLoss, Terms};
+use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::task::Task;
 use crate::backend::{self, gpu};
@@ -166,7 +166,7 @@ impl Case {
 }
 
 /// A loss without weights and ignored positions.
-pub(super) fn plain_objective(targets: Vec<i64>, terms: Terms, scale: GradScale) -> Objective {
+pub(super) fn plain_objective(targets: Vec<i64>, terms: LossTerms, scale: GradScale) -> Objective {
     Objective::Targets(TargetLoss {
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         position_weights: None,

@@ -6,7 +6,7 @@ use super::case::{best_ids, case, error, options, plain_objective, random, Case,
 use super::*;
 
 use crate::backend::contract::Backend;
-use crate::backend::objective::{GradScale, Objective, TargetLoss, Terms};
+use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss};
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::task::Task;
 use crate::backend::{self, gpu};
@@ -132,7 +132,7 @@ fn responsibilities_of_improbable_targets_sum_to_one() {
             let plan = case.plan(&gpu);
             let operands = case.operands(DType::F32);
             let objective =
-                plain_objective((0..9).map(|t| t * 4).collect(), Terms::default(), GradScale::Constant(1.0));
+                plain_objective((0..9).map(|t| t * 4).collect(), LossTerms::default(), GradScale::Constant(1.0));
             let outcome = gpu::loss(&gpu, &operands, &objective, ALL, &plan).unwrap();
             let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
             assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", gpu.language);
@@ -282,7 +282,7 @@ fn ties_are_ranked_by_id_and_a_nan_comes_first() {
 fn a_target_outside_the_vocabulary_has_a_nan_loss() {
     for gpu in EmulatedGpu::all() {
         let case = case(4, 2, 3, 10);
-        let objective = plain_objective(vec![1, 10, i64::MAX, -1], Terms::default(), GradScale::OneOverCount);
+        let objective = plain_objective(vec![1, 10, i64::MAX, -1], LossTerms::default(), GradScale::OneOverCount);
         let outcome = gpu::loss(&gpu, &case.operands(DType::F32), &objective, ALL, &case.plan(&gpu)).unwrap();
         let nll = outcome.nll.to_vec1::<f32>().unwrap();
         assert!(nll[0].is_finite() && nll[1..].iter().all(|x| x.is_nan()), "{nll:?}");

@@ -17,12 +17,12 @@ mutant metal/arguments.rs 'if address == 0 { Binding::Absent } else { Binding::W
 
 # Products, tile by tile
 expect cargo test --locked --lib testing::tests
-mutant metal/products.rs 'product.accumulate || first > 0' 'product.accumulate'
-mutant metal/products.rs 'out: product.out + offset(first)' 'out: product.out'
-mutant metal/products.rs 'lhs.address + offset(first_of_lhs)' 'lhs.address'
-mutant metal/products.rs '.min(rows - first)' '.min(rows)'
-mutant metal/products.rs 'Argument::Read(lhs.address),' 'Argument::Read(rhs.address),'
-mutant metal/products.rs 'n.div_ceil(BLOCK / WARP)' 'n / (BLOCK / WARP)'
+mutant metal/f32_products.rs 'product.accumulate || first > 0' 'product.accumulate'
+mutant metal/f32_products.rs 'out: product.out + offset(first)' 'out: product.out'
+mutant metal/f32_products.rs 'lhs.address + offset(first_of_lhs)' 'lhs.address'
+mutant metal/f32_products.rs '.min(rows - first)' '.min(rows)'
+mutant metal/f32_products.rs 'Argument::Read(lhs.address),' 'Argument::Read(rhs.address),'
+mutant metal/f32_products.rs 'n.div_ceil(BLOCK / WARP)' 'n / (BLOCK / WARP)'
 
 # The calls of candle's encoder
 expect scripts/check-metal-on-linux.sh --test training

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::tensors::kept::{sorted, IdLists, Restriction};
+use crate::tensors::id_lists::{sorted, IdLists, Restriction};
 
 /// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each,
 /// such as what a sampler kept of the distribution. [`Mixture::restricted`](crate::Mixture::restricted) and

@@ -8,13 +8,13 @@
 //! single softmax needs the decoder's rows of its set alone ([`single`]); a mixture of several needs the log-sum-exps
 //! over all ids. [`rows`] chooses how the log-probabilities of the sets are computed, [`decoding`] how ids are chosen.
 
-mod decoding;
-mod head;
+mod choice;
+mod gathered_rows;
 mod ids;
-mod restricted;
+mod restricted_head;
+mod restricted_mixture;
 mod rows;
-mod single;
 
-pub use head::Restricted;
 pub use ids::AllowedIds;
-pub use restricted::RestrictedMixture;
+pub use restricted_head::Restricted;
+pub use restricted_mixture::RestrictedMixture;

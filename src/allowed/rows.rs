@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use candle_core::{Tensor, D};
 
-use super::single::{gathered, is_single, logits_of_lists};
+use super::gathered_rows::{gathered, is_single, logits_of_lists};
 use crate::backend::operands::{accumulation_dtype, Sizes};
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;
 use crate::tensors::autograd::Leaf;
-use crate::tensors::kept::{IdLists, Restriction};
+use crate::tensors::id_lists::{IdLists, Restriction};
 use crate::tensors::transfer;
 
 /// The most candidates of a position whose log-probabilities under a mixture of several softmaxes are computed without

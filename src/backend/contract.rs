@@ -12,7 +12,7 @@ use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
 use crate::backend::task::Task;
 use crate::error::{Error, Result};
-use crate::tensors::kept::{self, IdLists};
+use crate::tensors::id_lists::{self, IdLists};
 
 /// The gradients of the operands that need one, each with its operand's shape, in the accumulation dtype; the weight's
 /// may be rounded to its own dtype already.
@@ -127,7 +127,7 @@ pub(crate) trait Backend {
     /// in the accumulation dtype; of no meaning beyond a list. The matrix is contiguous, or the transpose of a
     /// contiguous one.
     fn list_products(&self, contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
-        kept::list_products(contexts, matrix, lists)
+        id_lists::list_products(contexts, matrix, lists)
     }
 
     /// The gradients of contexts and matrix from the `upstream` of [`Backend::list_products`], as far as `needed`, in
@@ -140,13 +140,13 @@ pub(crate) trait Backend {
         upstream: &Tensor,
         needed: [bool; 2],
     ) -> Result<[Option<Tensor>; 2]> {
-        kept::list_product_gradients(contexts, matrix, lists, upstream, needed)
+        id_lists::list_product_gradients(contexts, matrix, lists, upstream, needed)
     }
 
     /// A matrix `[rows, d]` with these values at the rows `ids`, in ascending order without repeats, and zeros
     /// elsewhere.
     fn scattered_rows(&self, values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
-        kept::scattered_rows(values, ids, rows)
+        id_lists::scattered_rows(values, ids, rows)
     }
 
     /// A gradient in the dtype of its operand.

@@ -28,7 +28,7 @@ pub(crate) mod task;
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::tensors::kept::IdLists;
+use crate::tensors::id_lists::IdLists;
 use contract::{Backend, Gradients, LossResults};
 use distribution::Visit;
 use divergence::DivergenceTerms;

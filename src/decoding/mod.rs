@@ -9,8 +9,8 @@ mod next_token;
 mod pruning;
 mod sampler;
 mod sampling;
+mod shard_top_k;
 mod top_k;
-mod vocab_parallel;
 mod within;
 
 pub(crate) use log_probs::check_log_probs;

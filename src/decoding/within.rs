@@ -11,7 +11,7 @@ use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::Best;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
-use crate::tensors::kept::Restriction;
+use crate::tensors::id_lists::Restriction;
 use crate::tensors::transfer;
 
 /// A query of each position's distribution over the ids that are kept. Its ids are places among these.

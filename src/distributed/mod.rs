@@ -2,16 +2,16 @@
 
 mod checkpoint;
 mod data_parallel;
-mod head;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
+mod vocab_parallel;
 
 pub use checkpoint::{save_sharded, ShardedCheckpoint};
 pub use data_parallel::DataParallel;
-pub use head::VocabParallel;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
+pub use vocab_parallel::VocabParallel;

@@ -5,7 +5,7 @@ use candle_core::{Tensor, TensorId};
 use super::node::{self, needs_grad, Known};
 use super::sample::Sample;
 use super::sampled_softmax::{self, small_loss};
-use super::{vocab_parallel, Mixture};
+use super::{shard_loss, Mixture};
 use crate::backend;
 use crate::backend::objective::{GradScale, Objective, TargetLoss};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
@@ -14,7 +14,7 @@ use crate::backend::task::Task;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, Unchecked};
 use crate::tensors::autograd::variables;
-use crate::tensors::kept::rows_of;
+use crate::tensors::id_lists::rows_of;
 
 impl Mixture {
     /// The loss of the targets and, in the same three matrix products, the gradients of contexts, priors, weight and
@@ -110,7 +110,7 @@ impl Mixture {
                 // Ranks that count correct predictions compute in two passes, as the plan does.
                 objective.terms.correct &= objective.shard.is_some();
                 if let Some(shard) = &objective.shard {
-                    vocab_parallel::agree_on_backward(shard, upstream.as_ref())?;
+                    shard_loss::agree_on_backward(shard, upstream.as_ref())?;
                 }
                 if let Some(upstream) = upstream {
                     objective.scale = GradScale::Upstream(upstream);

@@ -15,7 +15,7 @@ mod sample;
 mod sampled_softmax;
 mod score;
 mod score_loss;
-mod vocab_parallel;
+mod shard_loss;
 
 use candle_core::{DType, Tensor};
 

@@ -3,8 +3,8 @@
 pub(crate) mod autograd;
 pub(crate) mod checks;
 pub(crate) mod dropout;
+pub(crate) mod id_lists;
 pub(crate) mod initial_values;
-pub(crate) mod kept;
 pub(crate) mod linear;
 pub(crate) mod permutation;
 pub(crate) mod tensor_file;

@@ -3,7 +3,7 @@
 
 mod activation;
 mod decoding;
-mod log_prob_loss;
+mod log_prob_terms;
 mod memory;
 mod objective;
 mod one_pass;
@@ -31,8 +31,8 @@ use crate::backend::shard::VocabShard;
 use crate::backend::task::Task;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
-use crate::tensors::kept::IdLists;
-use log_prob_loss::log_prob_loss;
+use crate::tensors::id_lists::IdLists;
+use log_prob_terms::log_prob_loss;
 use memory::filled;
 use objective::divergence::divergence;
 use objective::results::{results, BufferedGradients};

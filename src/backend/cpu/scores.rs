@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 
 use super::objective::components::PositionLoss;
-use super::objective::listed::Candidates;
+use super::objective::listed_ids::Candidates;
 use super::objective::results::{results, BufferedGradients};
 use super::objective::targets::Targets;
 use super::one_pass::OnePass;

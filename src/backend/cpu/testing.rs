@@ -1,7 +1,7 @@
 //! Both computations of a loss agree wherever both can serve, in the workspace of their plan and with any number of
 //! threads.
 
-mod best;
+mod argmax;
 
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};

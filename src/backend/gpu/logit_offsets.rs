@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor, D};
 
 use crate::backend::operands::Operands;
 use crate::error::Result;
-use crate::tensors::kept::rows_of;
+use crate::tensors::id_lists::rows_of;
 
 /// The offset of each position; none for several softmaxes.
 pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Result<Vec<f32>> {

@@ -9,14 +9,14 @@
 pub(super) mod arguments;
 mod chunks;
 pub(super) mod device;
+mod device_scores;
 mod gradients;
-mod log_prob_loss;
+mod log_prob_terms;
 mod log_probs;
 mod logit_offsets;
 mod loss;
 mod objective;
 mod own_targets;
-mod score_rows;
 mod scores;
 mod shared_targets;
 
@@ -36,11 +36,11 @@ use crate::backend::task::{ScoreTask, Task};
 use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
 use device::{Buffer, Gpu, GpuKind};
-use log_prob_loss::log_prob_loss;
+use device_scores::numbers_of_scores;
+use log_prob_terms::log_prob_loss;
 use log_probs::log_probs;
 use logit_offsets::logit_offsets;
 use loss::loss;
-use score_rows::numbers_of_scores;
 use scores::{score_loss, scores};
 
 /// The backend of a GPU, in f16, bf16 and f32.

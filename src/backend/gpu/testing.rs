@@ -15,7 +15,7 @@ use super::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind};
 use crate::backend::cuda;
 use crate::backend::metal;
 use crate::backend::metal::arguments::{bindings, Binding};
-use crate::backend::metal::products::{self, F32Products, ProductBuffers};
+use crate::backend::metal::f32_products::{self, F32Products, ProductBuffers};
 use crate::error::Result;
 
 /// Launches a kernel by its name, with a number of blocks, a pointer for each argument and the sizes of the arguments.
@@ -247,7 +247,7 @@ impl Gpu for EmulatedGpu {
     fn multiply(&self, product: &DeviceProduct) -> Result<()> {
         match self.language {
             Language::Cuda => self.multiply_on_host(product),
-            Language::Metal => products::multiply(self, product),
+            Language::Metal => f32_products::multiply(self, product),
         }
     }
 }
@@ -337,7 +337,7 @@ fn read(address: u64, index: usize, dtype: DType) -> f32 {
 }
 
 mod case;
-mod log_prob_loss;
+mod log_prob_terms;
 mod mutants;
 mod scores;
 mod tests;

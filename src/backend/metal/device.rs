@@ -15,8 +15,8 @@ use candle_metal_kernels::{call_copy2d, copy2d};
 use objc2_metal::{MTLCompileOptions, MTLDevice, MTLGPUFamily, MTLMathMode, MTLSize};
 
 use super::arguments::{bindings, Binding};
+use super::f32_products::{multiply, F32Products, ProductBuffers};
 use super::kind::{source, KIND};
-use super::products::{multiply, F32Products, ProductBuffers};
 use crate::backend::gpu::arguments::Argument;
 use crate::backend::gpu::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind, BLOCK};
 use crate::error::{Error, Result};
@@ -206,7 +206,7 @@ impl Metal {
     fn multiply_tiles(&self, p: &DeviceProduct, tiles: &GemmTiling, addend: u64) -> Result<()> {
         let letter = |matrix: &DeviceMatrix| if matrix.transposed { 't' } else { 'n' };
         let name = format!(
-            "gemm_{}{}_f32_f32_{}_{}_{}_{}_{}",
+            "gemm_{}{}_f32_{}_{}_{}_{}_{}",
             letter(&p.lhs),
             letter(&p.rhs),
             tiles.rows,

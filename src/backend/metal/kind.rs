@@ -1,6 +1,6 @@
 //! The properties of Metal that the chunks and their plan depend on, and the source of its kernels.
 
-use super::products;
+use super::f32_products;
 use crate::backend::gpu::device::GpuKind;
 use crate::backend::plan::Kernels;
 
@@ -15,7 +15,7 @@ pub(in crate::backend) const KIND: GpuKind = GpuKind {
     kernels: Kernels::Metal,
     f32_gradient: true,
     reads_transposed: false,
-    product_bytes: products::bytes,
+    product_bytes: f32_products::bytes,
     allocated: 2,
     default_rows: 512,
     default_bytes: 256 << 20,

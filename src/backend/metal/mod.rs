@@ -4,10 +4,10 @@
 pub(super) mod arguments;
 #[cfg(feature = "metal")]
 mod device;
+pub(super) mod f32_products;
 pub(super) mod kind;
 #[cfg(test)]
 mod language_rules;
-pub(super) mod products;
 
 #[cfg(feature = "metal")]
 pub(super) use device::Metal;

@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::kept::kept;
 use super::noise::Noise;
+use super::truncation::kept;
 use crate::backend::distribution::{Computed, TILE};
 use crate::backend::ranking::best;
 use crate::decoding::multinomial::{nucleus, TileMasses};

@@ -2,10 +2,10 @@
 
 mod constraints;
 mod draw;
-mod kept;
 mod noise;
 mod request;
-mod vocab_parallel;
+mod shard_choice;
+mod truncation;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;

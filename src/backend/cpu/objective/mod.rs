@@ -2,7 +2,7 @@
 
 pub(crate) mod components;
 pub(crate) mod divergence;
-pub(crate) mod listed;
+pub(crate) mod listed_ids;
 pub(crate) mod ranks;
 pub(crate) mod results;
 pub(crate) mod targets;

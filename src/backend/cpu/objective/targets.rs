@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::components::{ScoreUpstream, Soft, Target};
-use super::listed::{Candidates, ListedIds};
+use super::listed_ids::{Candidates, ListedIds};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};

@@ -5,10 +5,10 @@ use std::ops::Range;
 use num_traits::Zero;
 use rayon::prelude::*;
 
-use super::factors::ChunkRows;
+use super::chunk_ids::ListedId;
 use super::format::{DecoderGradient, Format, Tile, TileGradient};
 use super::layout::{Layout, Panel};
-use super::listed::ListedId;
+use super::rows::ChunkRows;
 use super::scaling::{AddScaled, Scaled};
 use crate::backend::cpu::objective::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::operands::dtype::Element;

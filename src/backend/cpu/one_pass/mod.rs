@@ -17,25 +17,25 @@
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. The loss
 //! alone ends after the rows. Exponentials are kept for the second pass alone: with a frozen decoder, for a tile.
 
-mod best;
+mod argmax;
+mod chunk_ids;
 mod exponentials;
-mod factors;
-mod first_pass;
+mod first_product;
 mod format;
 mod gradients;
 mod layout;
-mod listed;
-mod part;
+mod rows;
 mod scaling;
+mod segment_part;
 mod tiles;
-mod top_k;
+mod top_logits;
 mod vectors;
 
 use std::ops::Range;
 
 use super::memory::{Aligned, Workspace};
 use super::objective::components::PositionLoss;
-use super::objective::listed::{Candidates, ListedIds};
+use super::objective::listed_ids::{Candidates, ListedIds};
 use super::objective::ranks::Ranks;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Targets;
@@ -53,15 +53,15 @@ use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::join;
 use crate::backend::task::Task;
 use crate::error::Result;
-use best::ArgmaxSearch;
-use factors::{own_logits, ChunkRows, Factors, Passed};
-use first_pass::{first_pass, part_bytes, FirstProductBuffers, LeftOut};
+use argmax::ArgmaxSearch;
+use chunk_ids::ChunkIds;
+use first_product::{first_pass, part_bytes, FirstProductBuffers, LeftOut};
 use format::DecoderGradient;
 pub(crate) use format::Format;
 use gradients::{context_gradient, SecondPass};
 use layout::{Layout, Panel};
-use listed::ChunkIds;
-use top_k::Floors;
+use rows::{own_logits, ChunkRows, Factors, Passed};
+use top_logits::Floors;
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
@@ -107,7 +107,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     } else {
         (0, 0)
     };
-    let of_top_k = task.top_k.map_or(0, |k| layout.segments() * top_k::bytes::<T::Acc>(k));
+    let of_top_k = task.top_k.map_or(0, |k| layout.segments() * top_logits::bytes::<T::Acc>(k));
     let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
     // The contexts exist packed and gathered.
     let packed = format.packed_per_row(d) * size_of::<X::Packed>();
@@ -227,7 +227,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
                 return Err(defect.at(position));
             }
             let log_scale = log_prior - lse.log_sum;
-            let parts = factors::parts_of(&self.layout, panels, &passed.parts, row);
+            let parts = rows::parts_of(&self.layout, panels, &passed.parts, row);
             let of_parts = parts.filter_map(|(part, r)| part.top_k.as_ref().map(|top_k| top_k.of_row(r)));
             let mut best: Vec<_> = of_parts.flatten().copied().collect();
             best.sort_unstable_by(order);
@@ -250,7 +250,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<T::Acc> {
         let Chunk { positions, panels, passed, .. } = &self.chunk;
         let Some(passed) = passed else { return vec![] };
-        factors::scores(&self.inputs, (candidates, scored), positions, &self.layout, panels, passed)
+        rows::scores(&self.inputs, (candidates, scored), positions, &self.layout, panels, passed)
     }
 
     /// The loss of each of the chunk's positions, and its rows.
@@ -259,9 +259,9 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         let Chunk { positions, panels, passed, rows, best, segment_factors } = &mut self.chunk;
         let Some(passed) = passed else { return };
         let losses;
-        (losses, *rows) = factors::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
+        (losses, *rows) = rows::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
         if self.gradients.needed {
-            *segment_factors = factors::of_segments(&self.layout, panels, &passed.parts, &rows.rows);
+            *segment_factors = rows::of_segments(&self.layout, panels, &passed.parts, &rows.rows);
         }
         let of_positions = positions.iter().zip(losses).zip(rows.rows.chunks_exact(components));
         for (i, ((&t, loss), rows)) in of_positions.enumerate() {

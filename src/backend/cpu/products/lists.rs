@@ -10,7 +10,7 @@ use crate::backend::cpu::operands::dtype::{with_slice, with_type, Element};
 use crate::backend::cpu::operands::matrix::DecoderMatrix;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::error::Result;
-use crate::tensors::kept::IdLists;
+use crate::tensors::id_lists::IdLists;
 
 /// `[positions, longest]`: the products of each context `[positions, d]` with the rows of its list; zero beyond a list.
 pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
@@ -257,7 +257,7 @@ mod tests {
     use candle_core::{DType, Result};
 
     use super::*;
-    use crate::tensors::kept;
+    use crate::tensors::id_lists;
 
     fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
         let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -278,13 +278,14 @@ mod tests {
                     let transposed = weight.t()?.contiguous()?.t()?;
                     for weight in [&weight, &transposed] {
                         let (found, expected) =
-                            (products(&contexts, weight, &lists)?, kept::list_products(&contexts, weight, &lists)?);
+                            (products(&contexts, weight, &lists)?, id_lists::list_products(&contexts, weight, &lists)?);
                         let mask = lists.mask().unwrap_or_else(|| vec![1; found.elem_count()]);
                         let mask = Tensor::from_vec(mask, found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
                         assert!(largest_difference(&found, &(expected * mask)?) <= tolerance, "{dtype:?} {d}");
                         let upstream = Tensor::randn(0f64, 1., found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
                         let found = gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
-                        let expected = kept::list_product_gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
+                        let expected =
+                            id_lists::list_product_gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
                         for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
                             assert!(largest_difference(found, expected) <= tolerance, "{dtype:?} {d} {count}");
                         }
@@ -303,7 +304,7 @@ mod tests {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
             let values = Tensor::randn(0f32, 1., (3, 5), &Device::Cpu)?.to_dtype(dtype)?;
             let (found, expected) =
-                (scattered_rows(&values, &[0, 4, 8], 9)?, kept::scattered_rows(&values, &[0, 4, 8], 9)?);
+                (scattered_rows(&values, &[0, 4, 8], 9)?, id_lists::scattered_rows(&values, &[0, 4, 8], 9)?);
             assert_eq!(largest_difference(&found, &expected), 0.0);
             assert_eq!(largest_difference(&found.get(4)?, &values.get(1)?), 0.0);
         }

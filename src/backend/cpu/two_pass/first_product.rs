@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::products::VOCAB_TILE;
+use super::gradients::VOCAB_TILE;
 use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::{transpose, DecoderMatrix, DecoderView, ViewMut};

@@ -3,17 +3,17 @@
 //! The first product writes the logits, and the log-sum-exps of a tile are taken while it is in the cache. For a loss,
 //! a row kernel then replaces the logits by their gradient, which is an operand of the second and third product.
 
-mod best;
+mod argmax;
 mod distribution;
 mod first_product;
-mod first_product_tiles;
-mod loss_rows;
+mod gradients;
 mod mix;
-mod products;
 mod rank_sums;
+mod rows;
 mod score_rows;
-mod single;
+mod single_softmax;
 mod tile_log_sum_exp;
+mod tiles;
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ use rayon::prelude::*;
 
 use super::memory::{zeros, Workspace};
 use super::objective::components::PositionLoss;
-use super::objective::listed::Candidates;
+use super::objective::listed_ids::Candidates;
 use super::objective::ranks::Ranks;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Targets;
@@ -42,9 +42,9 @@ use crate::error::Result;
 use distribution::PositionRows;
 pub(crate) use first_product::FirstProduct;
 use first_product::{logits, Positions};
-use loss_rows::{LossRows, RowGradients};
 use mix::{LogProbRows, PositionLogits, Scratch};
 use rank_sums::{RankSums, RankTerms};
+use rows::{LossRows, RowGradients};
 use score_rows::ScoreRows;
 use tile_log_sum_exp::TileLogSumExp;
 
@@ -55,7 +55,7 @@ const BIAS_PARTS: usize = 16;
 pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes, task: Task) -> Workspace {
     let Sizes { context_dim, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
-    let tile = products::VOCAB_TILE.min(stride);
+    let tile = gradients::VOCAB_TILE.min(stride);
     // The log-sum-exp of each tile, in two parts.
     let summaries = 2 * vocab.div_ceil(tile);
     // Contexts and their gradient, if they are widened or only some rows are live.
@@ -444,10 +444,18 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
         let (rows, d) = (self.rows(positions), self.inputs.sizes.context_dim);
         let gradient = &mut self.gradients.contexts[rows.start * d..rows.end * d];
         match &self.live_rows {
-            LiveRows::All(_) => products::context_gradient(gradient, d, &self.logits, self.stride, self.inputs.decoder),
+            LiveRows::All(_) => {
+                gradients::context_gradient(gradient, d, &self.logits, self.stride, self.inputs.decoder)
+            }
             LiveRows::Some(rows) => {
                 self.chunk_gradient.resize(rows.len() * d, num_traits::Zero::zero());
-                products::context_gradient(&mut self.chunk_gradient, d, &self.logits, self.stride, self.inputs.decoder);
+                gradients::context_gradient(
+                    &mut self.chunk_gradient,
+                    d,
+                    &self.logits,
+                    self.stride,
+                    self.inputs.decoder,
+                );
                 for (&row, values) in rows.iter().zip(self.chunk_gradient.chunks_exact(d)) {
                     gradient[row * d..(row + 1) * d].copy_from_slice(values);
                 }
@@ -469,7 +477,7 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
         };
         if live > 0 {
             for gradient in self.gradients.decoder.parts().0 {
-                products::decoder_gradient(gradient, &self.logits, self.stride, contexts, d);
+                gradients::decoder_gradient(gradient, &self.logits, self.stride, contexts, d);
             }
         }
         Ok(())

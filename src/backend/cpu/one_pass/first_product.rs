@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::chunk_ids::ChunkIds;
 use super::exponentials::{Capped, Exponentials, Offsets, Running};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
-use super::listed::ChunkIds;
-use super::part::SegmentPart;
 use super::scaling::Scaled;
-use super::top_k::{Floors, TopLogits};
+use super::segment_part::SegmentPart;
+use super::top_logits::{Floors, TopLogits};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::vector::simd::Float;

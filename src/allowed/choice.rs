@@ -2,12 +2,12 @@
 
 use candle_core::{Tensor, D};
 
-use super::restricted::RestrictedMixture;
-use super::single::{gathered, is_single};
+use super::gathered_rows::{gathered, is_single};
+use super::restricted_mixture::RestrictedMixture;
 use crate::decoding::{Sampler, TopK};
 use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
-use crate::tensors::kept::{IdLists, Restriction};
+use crate::tensors::id_lists::{IdLists, Restriction};
 
 impl RestrictedMixture {
     /// The `k` most probable token ids of the set at each position; among equals the lowest id comes first. No id is

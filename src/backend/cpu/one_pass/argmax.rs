@@ -15,9 +15,9 @@ use num_traits::{Float as _, Zero};
 use rayon::prelude::*;
 
 use super::exponentials::Capped;
-use super::factors::{parts_of, Passed};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
+use super::rows::{parts_of, Passed};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;

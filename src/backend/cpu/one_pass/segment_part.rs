@@ -1,7 +1,7 @@
 //! What the first pass leaves for the rows.
 
 use super::exponentials::Running;
-use super::top_k::TopLogits;
+use super::top_logits::TopLogits;
 
 /// What the first pass leaves of a panel and a segment.
 pub(super) struct SegmentPart<F> {

@@ -1,7 +1,7 @@
 //! The listed ids of a chunk: each row has the logits of a few ids one by one, the targets or candidates of its
 //! position. Their exponentials are left out of the sums and products over the other ids.
 
-use crate::backend::cpu::objective::listed::ListedIds;
+use crate::backend::cpu::objective::listed_ids::ListedIds;
 
 /// A listed id of a row, once the row's gradient is known.
 #[derive(Clone, Copy, Default)]

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::ids::AllowedIds;
-use super::restricted::RestrictedMixture;
+use super::restricted_mixture::RestrictedMixture;
 use crate::decoding::{Sampler, TopK};
 use crate::error::Result;
 use crate::heads::{loss_of_scores, MixtureLayer, OutputLayer};

@@ -3,7 +3,7 @@
 
 use super::mix::{IdMasses, PositionLogits, Scratch, Tempered};
 use super::rank_sums::RankTerms;
-use super::single::{single_gradient, single_sums};
+use super::single_softmax::{single_gradient, single_sums};
 use crate::backend::cpu::objective::components::{PositionLoss, ScoreUpstream, Soft, Target};
 use crate::backend::cpu::vector::math::{exp, flushed, weighted};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};

@@ -9,7 +9,7 @@ use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::tensors::autograd::{attach, Leaf};
-use crate::tensors::kept::{self, IdLists};
+use crate::tensors::id_lists::{self, IdLists};
 
 /// Whether a mixture is a single softmax without a log-prior.
 pub(super) fn is_single(mixture: &Mixture) -> bool {
@@ -31,7 +31,7 @@ pub(super) fn gathered(mixture: &Mixture, ids: &[u32]) -> Result<(Mixture, Vec<L
 
 /// Some rows of a matrix.
 fn rows(matrix: &Tensor, ids: &[u32], leaves: &mut Vec<Leaf>) -> Result<Tensor> {
-    let rows = kept::rows_of(&matrix.detach(), &Tensor::new(ids, matrix.device())?)?;
+    let rows = id_lists::rows_of(&matrix.detach(), &Tensor::new(ids, matrix.device())?)?;
     let (ids, all, none) = (ids.to_vec(), matrix.dim(0)?, nothing_like(matrix)?);
     let rows = attach("rows of the decoder", rows, [matrix, &none, &none], move |_, _, upstream| {
         Ok([Some(backend::scattered_rows(&upstream.contiguous()?, &ids, all)?), None, None])

@@ -2,16 +2,16 @@
 
 use candle_core::{DType, Tensor};
 
+use super::gathered_rows::{gathered, is_single};
 use super::ids::AllowedIds;
 use super::rows::{expanded, SetLogProbs};
-use super::single::{gathered, is_single};
 use crate::backend::operands::Sizes;
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
 use crate::scores::{are_best, candidates, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
-use crate::tensors::kept::Restriction;
+use crate::tensors::id_lists::Restriction;
 use crate::tensors::transfer;
 
 /// A mixture whose distribution at each position is renormalised over the ids that are allowed there, from

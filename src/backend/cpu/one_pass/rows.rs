@@ -3,12 +3,12 @@
 use num_traits::{Float as _, Zero};
 use rayon::prelude::*;
 
+use super::chunk_ids::{ChunkIds, ListedId};
 use super::exponentials::Running;
 use super::layout::{Layout, Panel};
-use super::listed::{ChunkIds, ListedId};
-use super::part::SegmentPart;
+use super::segment_part::SegmentPart;
 use crate::backend::cpu::objective::components::{Components, PositionLoss};
-use crate::backend::cpu::objective::listed::Candidates;
+use crate::backend::cpu::objective::listed_ids::Candidates;
 use crate::backend::cpu::objective::targets::Targets;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;

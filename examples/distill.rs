@@ -151,10 +151,10 @@ impl<H: MixtureLayer> Model<H> {
             let options = options.with_hard_weight(HARD_WEIGHT);
             let of_teacher = teacher.hidden(words)?;
             let teacher = match k {
-                None => Teacher::of_mixture(&teacher.head.mixture(&of_teacher, DropoutMasks::Off)?),
+                None => Teacher::from_mixture(&teacher.head.mixture(&of_teacher, DropoutMasks::Off)?),
                 Some(k) => {
                     let top = teacher.head.top_k(&of_teacher, k)?;
-                    Teacher::of_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail)
+                    Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail)
                 }
             };
             self.head.distill(hidden, &teacher, &options)

@@ -258,7 +258,7 @@ fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
             let token_ids = ids(&lists.iter().flat_map(of_lists).collect::<Vec<_>>(), &[3, 4, 2]);
             let of_ids = log_teacher.gather(&token_ids, 2)?;
             for teacher in
-                [Teacher::of_log_probs(&log_teacher), Teacher::of_top_k(&token_ids, &of_ids, MissingIds::Tail)]
+                [Teacher::from_log_probs(&log_teacher), Teacher::from_top_k(&token_ids, &of_ids, MissingIds::Tail)]
             {
                 for divergence in [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.3)] {
                     let options = DistillOptions::new(divergence).with_position_weights(weights.clone());
@@ -297,7 +297,7 @@ fn beam_search_never_leaves_the_set() -> Result<()> {
             let log_probs = head.log_probs(&embeddings.index_select(tokens, 0)?)?;
             let index = Tensor::new(shared.as_slice(), &Device::Cpu)?;
             let small = log_softmax(&log_probs.index_select(&index, 1)?, 1)?;
-            let mut top = mos_head::TopK::of_log_probs(&small, k.min(6))?;
+            let mut top = mos_head::TopK::from_log_probs(&small, k.min(6))?;
             top.token_ids = index.index_select(&top.token_ids.flatten_all()?, 0)?.reshape(top.token_ids.shape())?;
             Ok(top)
         })?;

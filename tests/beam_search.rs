@@ -241,7 +241,7 @@ on_each_device! {
         assert_eq!(message, "start: expected token ids, which fit u32, got -1 at index 1");
         let found = of().search(VOCAB, &start, |tokens, _, k| {
             let log_probs = Tensor::zeros((tokens.dim(0)?, VOCAB), DType::F32, tokens.device())?;
-            let mut top = TopK::of_log_probs(&log_probs, k)?;
+            let mut top = TopK::from_log_probs(&log_probs, k)?;
             top.log_probs = top.log_probs.narrow(0, 0, 1)?;
             Ok::<_, Error>(top)
         });
@@ -249,7 +249,7 @@ on_each_device! {
         let bad_row = |bad: f32, dtype: DType| {
             let found = of().search(VOCAB, &start, |tokens, _, k| {
                 let log_probs = Tensor::full(-2f32, (tokens.dim(0)?, VOCAB), tokens.device())?;
-                let mut top = TopK::of_log_probs(&log_probs, k)?;
+                let mut top = TopK::from_log_probs(&log_probs, k)?;
                 let log_probs = Tensor::new(&[[-1f32, -1.0, -1.0], [-1.0, bad, f32::NEG_INFINITY]], tokens.device())?;
                 top.token_ids = Tensor::new(&[[1u32, 2, 3], [3, 4, 0]], tokens.device())?;
                 top.log_probs = log_probs.to_dtype(dtype)?;

@@ -256,7 +256,7 @@ fn decoding(cases: &mut Cases) {
     }
     cases.run("from_log_probs", "softmax", BASE, DType::F32, |_, digest| {
         let log_probs = candle_nn::ops::log_softmax(&uniform(&[4, 101], 3.0, 9)?, D::Minus1)?;
-        digest.top_k(&TopK::of_log_probs(&log_probs, 7)?)?;
+        digest.top_k(&TopK::from_log_probs(&log_probs, 7)?)?;
         digest.tensor(&sampler("temperature+top_k+top_p+min_p")?.sample(&log_probs)?)
     });
 }

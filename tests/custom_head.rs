@@ -142,7 +142,7 @@ on_each_device! {
         // One position without leading dimensions.
         let one = hidden.narrow(0, 0, 1)?.narrow(1, 0, 1)?.reshape(SIZES.hidden)?.unsqueeze(0)?;
         let log_probs = head.log_probs(&one)?.squeeze(0)?;
-        assert_eq!(TopK::of_log_probs(&log_probs, 2)?.token_ids.dims(), [2]);
+        assert_eq!(TopK::from_log_probs(&log_probs, 2)?.token_ids.dims(), [2]);
         Ok(())
     }
 
@@ -185,7 +185,7 @@ on_each_device! {
         let step = |tokens: &Tensor, _: &Tensor| -> Result<Tensor> { Ok(states.index_select(tokens, 0)?) };
         let (mine, theirs) = (search.run(&head, &start, step)?, search.run(&fused, &start, step)?);
         let without = search.search(SIZES.vocab, &start, |tokens, parents, k| {
-            TopK::of_log_probs(&head.log_probs(&step(tokens, parents)?)?, k)
+            TopK::from_log_probs(&head.log_probs(&step(tokens, parents)?)?, k)
         })?;
         for ((mine, theirs), without) in mine.iter().zip(&theirs).zip(&without) {
             let tokens = |found: &Vec<mos_head::Hypothesis>| found.iter().map(|h| h.token_ids.clone()).collect::<Vec<_>>();

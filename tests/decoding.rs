@@ -305,7 +305,7 @@ on_each_device! {
         ];
         let errors = |log_probs: &Tensor| -> Vec<Error> {
             let drawn = samplings.iter().map(|sampling| sampler(sampling.clone(), 1).sample(log_probs).map(|_| ()));
-            let drawn: Vec<Result<()>> = drawn.chain([TopK::of_log_probs(log_probs, 2).map(|_| ())]).collect();
+            let drawn: Vec<Result<()>> = drawn.chain([TopK::from_log_probs(log_probs, 2).map(|_| ())]).collect();
             drawn.into_iter().map(|result| result.expect_err("no log-probabilities")).collect()
         };
         for bad in [f32::NAN, f32::INFINITY] {
@@ -344,11 +344,11 @@ on_each_device! {
                 let rows = Tensor::new(&[[first, -9.0, -9.5]], &Device::Cpu)?;
                 Ok(rows.to_dtype(dtype)?.to_device(device)?)
             };
-            let best = TopK::of_log_probs(&rows(taken)?, 2)?;
+            let best = TopK::from_log_probs(&rows(taken)?, 2)?;
             assert_eq!(ids(&best.token_ids)?, [0, 1], "{dtype:?}");
             assert_eq!(ids(&sampler(Sampling::greedy(), 1).sample(&rows(taken)?)?)?, [0], "{dtype:?}");
             let is_refused = |result: Result<()>| matches!(result, Err(Error::Value { position: 0, index: 0, .. }));
-            assert!(is_refused(TopK::of_log_probs(&rows(refused)?, 2).map(|_| ())), "{dtype:?}");
+            assert!(is_refused(TopK::from_log_probs(&rows(refused)?, 2).map(|_| ())), "{dtype:?}");
             assert!(is_refused(sampler(Sampling::greedy(), 1).sample(&rows(refused)?).map(|_| ())), "{dtype:?}");
         }
         Ok(())

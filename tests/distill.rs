@@ -119,12 +119,12 @@ impl Distill {
         Ok(match self.kind {
             Kind::Mixture => {
                 let operands = operands.each_ref().map(|t| t.to_device(device).expect("a copy"));
-                Teacher::of_mixture(&Self::mixture(&self.teacher, &operands)?)
+                Teacher::from_mixture(&Self::mixture(&self.teacher, &operands)?)
             }
-            Kind::Tensor => Teacher::of_log_probs(&on(log_teacher, accumulation)?),
+            Kind::Tensor => Teacher::from_log_probs(&on(log_teacher, accumulation)?),
             Kind::List(n, missing) => {
                 let (ids, log_probs) = self.list(&log_teacher, n)?;
-                Teacher::of_top_k(&ids.to_device(device)?, &on(log_probs, accumulation)?, missing)
+                Teacher::from_top_k(&ids.to_device(device)?, &on(log_probs, accumulation)?, missing)
             }
         })
     }
@@ -329,7 +329,7 @@ fn pair(seed: u64) -> Result<(Mixture, Mixture, Var)> {
 }
 
 fn value(student: &Mixture, teacher: &Mixture, divergence: Divergence) -> Result<f64> {
-    let loss = student.distill(&Teacher::of_mixture(teacher), &DistillOptions::new(divergence))?;
+    let loss = student.distill(&Teacher::from_mixture(teacher), &DistillOptions::new(divergence))?;
     Ok(loss.value.to_scalar()?)
 }
 
@@ -341,7 +341,7 @@ fn the_laws_of_divergences_hold() -> Result<()> {
             assert!(value(&student, &teacher, divergence)? > 1e-3);
             // A teacher equal to the student.
             let options = DistillOptions::new(divergence);
-            let loss = student.distill(&Teacher::of_mixture(&student), &options)?;
+            let loss = student.distill(&Teacher::from_mixture(&student), &options)?;
             assert!((0.0..1e-14).contains(&loss.value.to_scalar::<f64>()?), "{divergence:?}");
             let gradients = loss.backward()?;
             let largest = gradients.get(&contexts).expect("a gradient").abs()?.max_all()?.to_scalar::<f64>()?;
@@ -363,7 +363,7 @@ fn the_laws_of_divergences_hold() -> Result<()> {
         // A list of all ids is the distribution.
         let top = teacher.top_k(23)?;
         for divergence in DIVERGENCES {
-            let list = Teacher::of_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+            let list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
             let of_list = student.distill(&list, &DistillOptions::new(divergence))?.value.to_scalar::<f64>()?;
             assert!((of_list - value(&student, &teacher, divergence)?).abs() < 1e-12, "{divergence:?}");
         }
@@ -388,7 +388,7 @@ fn impossible_ids_have_finite_values_and_gradients() -> Result<()> {
                 let is_infinite = divergence == Divergence::ReverseKl && of_student.is_none();
                 for temperature in [1.0, 2.0] {
                     let options = DistillOptions::new(divergence).with_temperature(temperature);
-                    let loss = student.distill(&Teacher::of_mixture(&teacher), &options);
+                    let loss = student.distill(&Teacher::from_mixture(&teacher), &options);
                     if is_infinite {
                         assert!(matches!(loss, Err(Error::InfiniteDivergence { position: 0 })), "{loss:?}");
                         continue;
@@ -426,8 +426,8 @@ fn padding_of_a_list_counts_as_missing() -> Result<()> {
             }
             let targets = Tensor::new(&[0i64, 3, 5, 7], &Device::Cpu)?;
             let options = DistillOptions::new(divergence).with_targets(targets).with_hard_weight(0.2);
-            let plain = student.distill(&Teacher::of_top_k(&top.token_ids, &top.log_probs, missing), &options)?;
-            let padded = student.distill(&Teacher::of_top_k(&ids, &log_probs, missing), &options)?;
+            let plain = student.distill(&Teacher::from_top_k(&top.token_ids, &top.log_probs, missing), &options)?;
+            let padded = student.distill(&Teacher::from_top_k(&ids, &log_probs, missing), &options)?;
             let difference = (plain.value.to_scalar::<f64>()? - padded.value.to_scalar::<f64>()?).abs();
             assert!(difference < 1e-14, "{divergence:?} {missing:?}: {difference}");
             let (plain, padded) = (plain.backward()?, padded.backward()?);
@@ -449,7 +449,7 @@ fn a_tail_without_mass_stays_exact() -> Result<()> {
     let student = Mixture::new(&contexts, None, &weight, None)?;
     let ids = Tensor::new(&[[0u32, 1]], &Device::Cpu)?;
     let half = Tensor::new(&[[0.4f32.ln(), 0.4f32.ln()]], &Device::Cpu)?;
-    let list = Teacher::of_top_k(&ids, &half, MissingIds::Tail);
+    let list = Teacher::from_top_k(&ids, &half, MissingIds::Tail);
     let loss = student.distill(&list, &DistillOptions::new(Divergence::ForwardKl))?;
     let expected = 0.8 * (0.4f32 / 0.5).ln() + 0.2 * (0.2f32.ln() + 40.0);
     assert!((loss.value.to_scalar::<f32>()? - expected).abs() < 1e-4, "{}", loss.value);
@@ -486,8 +486,8 @@ fn every_output_layer_distills() -> Result<()> {
     let hidden = Tensor::randn(0f64, 1.0, (2, 3, 8), &Device::Cpu)?;
     let teacher = SoftmaxHead::from_tensors(Tensor::randn(0f64, 1.0, (60, 8), &Device::Cpu)?, None)?;
     let top = teacher.top_k(&hidden, 5)?;
-    let of_mixture = Teacher::of_mixture(&teacher.mixture(&hidden, DropoutMasks::Off)?);
-    let of_list = Teacher::of_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+    let of_mixture = Teacher::from_mixture(&teacher.mixture(&hidden, DropoutMasks::Off)?);
+    let of_list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
     let students: [Box<dyn OutputLayer>; 2] = [
         Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(8, 60, vec![20]), vb.pp("adaptive"))?),
         Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 60, 3), vb.pp("mos"))?),
@@ -545,9 +545,10 @@ fn a_loss_of_all_log_probabilities_has_its_gradient() -> Result<()> {
 fn bad_arguments_are_errors() -> Result<()> {
     let hidden = Tensor::zeros((2, 3, 4), DType::F32, &Device::Cpu)?;
     let head = SoftmaxHead::from_tensors(Tensor::zeros((10, 4), DType::F32, &Device::Cpu)?, None)?;
-    let full = Teacher::of_log_probs(&Tensor::zeros((2, 3, 10), DType::F32, &Device::Cpu)?);
+    let full = Teacher::from_log_probs(&Tensor::zeros((2, 3, 10), DType::F32, &Device::Cpu)?);
     let ids = Tensor::zeros((2, 3, 2), DType::U32, &Device::Cpu)?;
-    let list = |missing| Teacher::of_top_k(&ids, &Tensor::zeros((2, 3, 2), DType::F32, &Device::Cpu).unwrap(), missing);
+    let list =
+        |missing| Teacher::from_top_k(&ids, &Tensor::zeros((2, 3, 2), DType::F32, &Device::Cpu).unwrap(), missing);
     let new = DistillOptions::default;
     let error =
         |teacher: &Teacher, options: DistillOptions| head.distill(&hidden, teacher, &options).unwrap_err().to_string();
@@ -574,11 +575,11 @@ fn bad_arguments_are_errors() -> Result<()> {
             "targets: 10 at position 0 is not in 0..10, the vocabulary",
         ),
         (
-            error(&Teacher::of_log_probs(&Tensor::zeros((2, 3, 9), DType::F32, &Device::Cpu)?), new()),
+            error(&Teacher::from_log_probs(&Tensor::zeros((2, 3, 9), DType::F32, &Device::Cpu)?), new()),
             "log_probs of the teacher: expected shape [2, 3, 10], got [2, 3, 9]",
         ),
         (
-            error(&Teacher::of_top_k(&ids, &Tensor::zeros((2, 3, 3), DType::F32, &Device::Cpu)?, MissingIds::Zero), new()),
+            error(&Teacher::from_top_k(&ids, &Tensor::zeros((2, 3, 3), DType::F32, &Device::Cpu)?, MissingIds::Zero), new()),
             "log_probs of the teacher: expected shape [2, 3, 2], got [2, 3, 3]",
         ),
     ];
@@ -586,7 +587,7 @@ fn bad_arguments_are_errors() -> Result<()> {
         assert_eq!(found, expected);
     }
     let other = SoftmaxHead::from_tensors(Tensor::zeros((11, 4), DType::F32, &Device::Cpu)?, None)?;
-    let teacher = Teacher::of_mixture(&other.mixture(&hidden, DropoutMasks::Off)?);
+    let teacher = Teacher::from_mixture(&other.mixture(&hidden, DropoutMasks::Off)?);
     assert_eq!(error(&teacher, new()), "vocab_size of the teacher: expected 10, got 11");
     Ok(())
 }
@@ -598,7 +599,7 @@ fn an_id_outside_the_vocabulary_is_named_by_its_place_in_the_list() -> Result<()
     let hidden =
         [Tensor::zeros((4, 4), DType::F32, &Device::Cpu)?, Tensor::arange(0f32, 4., &Device::Cpu)?.unsqueeze(1)?];
     let token_ids = Tensor::new(&[[0u32, 1], [2, 3], [4, 5], [6, 10]], &Device::Cpu)?;
-    let teacher = Teacher::of_top_k(&token_ids, &Tensor::full(-2f32, (4, 2), &Device::Cpu)?, MissingIds::Tail);
+    let teacher = Teacher::from_top_k(&token_ids, &Tensor::full(-2f32, (4, 2), &Device::Cpu)?, MissingIds::Tail);
     let targets = Tensor::new(&[1i64, -100, 2, 3], &Device::Cpu)?;
     // The second position does not count; with a hard weight, the target is scored beside the list.
     for hard_weight in [0.0, 0.5] {

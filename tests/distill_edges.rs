@@ -38,10 +38,10 @@ fn no_positions_and_ignored_ones_have_no_loss() -> Result<()> {
         for (i, student) in students.iter().enumerate() {
             let hidden = Tensor::randn(0f32, 1.0, (positions, student.hidden_size()), &Device::Cpu)?;
             for divergence in DIVERGENCES {
-                let lists = MISSING.map(|missing| (Teacher::of_top_k(&ids, &of_ids, missing), missing));
+                let lists = MISSING.map(|missing| (Teacher::from_top_k(&ids, &of_ids, missing), missing));
                 let finite = |missing| divergence != Divergence::ReverseKl || missing == MissingIds::Tail;
                 let lists = lists.into_iter().filter(|(_, missing)| finite(*missing)).map(|(teacher, _)| teacher);
-                for teacher in lists.chain([Teacher::of_log_probs(&full)]) {
+                for teacher in lists.chain([Teacher::from_log_probs(&full)]) {
                     let options = DistillOptions::new(divergence).with_targets(none.clone()).with_ignore_index(-1);
                     let loss = student.distill(&hidden, &teacher, &options)?;
                     assert_eq!((loss.value.to_scalar::<f32>()?, loss.count.to_scalar::<f32>()?), (0.0, 0.0));
@@ -70,7 +70,7 @@ fn divergences(logits: [f64; 4], ids: &[i64], log_probs: &[f64], missing: Missin
     let shape = (1, ids.len());
     let (ids, log_probs) =
         (Tensor::from_slice(ids, shape, &Device::Cpu)?, Tensor::from_slice(log_probs, shape, &Device::Cpu)?);
-    let teacher = Teacher::of_top_k(&ids, &log_probs, missing);
+    let teacher = Teacher::from_top_k(&ids, &log_probs, missing);
     let mut found = [None; 3];
     for (divergence, found) in
         [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5)].into_iter().zip(&mut found)
@@ -144,7 +144,7 @@ fn the_tail_of_a_list_is_exact() -> Result<()> {
         let ids = Tensor::zeros((1, 1), DType::U32, &Device::Cpu)?;
         for dtype in [DType::F64, DType::F32] {
             let log_probs = Tensor::new(&[[log_prob]], &Device::Cpu)?.to_dtype(dtype)?;
-            let teacher = Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail);
+            let teacher = Teacher::from_top_k(&ids, &log_probs, MissingIds::Tail);
             // Of the reverse divergence: Q(other) Q(list) times the difference of both log-ratios.
             let loss = head.distill(&hidden, &teacher, &DistillOptions::new(Divergence::ReverseKl))?;
             let q = 8f64.exp() / (8f64.exp() + 2.0);
@@ -172,7 +172,7 @@ fn a_mass_that_underflows_outside_a_list_has_its_gradient() -> Result<()> {
         let given = Given(student.log_probs()?);
         let ids = Tensor::new(&[[1u32]], &Device::Cpu)?;
         let log_probs = Tensor::new(&[[0.9f64.ln()]], &Device::Cpu)?.to_dtype(dtype)?;
-        let teacher = Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail);
+        let teacher = Teacher::from_top_k(&ids, &log_probs, MissingIds::Tail);
         let options = DistillOptions::new(Divergence::ForwardKl);
         let log_outside = 1f64.exp().ln_1p() - x;
         let expected = 0.9 * 0.9f64.ln() + 0.1 * (0.1f64.ln() - log_outside);
@@ -199,7 +199,7 @@ fn numbers_above_zero_are_no_log_probabilities_of_a_teacher() -> Result<()> {
     let ids = Tensor::new(&[[0u32, 1, 2]], &Device::Cpu)?.repeat((3, 1))?;
     for (number, is_wrong) in [(3.75f32, true), (f32::INFINITY, true), (f32::NAN, false), (5e-5, false)] {
         let log_probs = Tensor::new(&[[-1f32, -2.0, -1.0], [9.0, 9.0, 9.0], [-1.0, number, -2.0]], &Device::Cpu)?;
-        for teacher in [Teacher::of_log_probs(&log_probs), Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail)] {
+        for teacher in [Teacher::from_log_probs(&log_probs), Teacher::from_top_k(&ids, &log_probs, MissingIds::Tail)] {
             for student in [&student as &dyn OutputLayer, &Given(student.log_probs(&hidden)?)] {
                 let hidden = Tensor::new(&[[0f32], [1.0], [2.0]], &Device::Cpu)?;
                 let options = DistillOptions::default().with_position_weights(weights.clone());
@@ -240,7 +240,7 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
         ] {
             let options = DistillOptions::new(divergence).with_temperature(temperature);
             let options = options.with_position_weights(weights.clone());
-            let teacher = Teacher::of_log_probs(teacher);
+            let teacher = Teacher::from_log_probs(teacher);
             let mut losses = vec![Given(student.clone()).distill(&places(&[3, 1])?, &teacher, &options)];
             if std::ptr::eq(student, &all) {
                 // The logits of a position are its row.
@@ -263,7 +263,7 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
     let lists = AllowedIds::per_position(&[0, 1, 2, 0, 1, 2, 0, 2], &[0, 3, 6, 8])?;
     for (allowed, first) in [(lists, 2), (AllowedIds::new(&[0, 2]), 0)] {
         let restricted = Restricted::new(&head, allowed)?;
-        let loss = restricted.distill(&hidden, &Teacher::of_log_probs(&all), &DistillOptions::default());
+        let loss = restricted.distill(&hidden, &Teacher::from_log_probs(&all), &DistillOptions::default());
         assert_eq!(position(loss), first);
     }
     // A list whose tail the student excludes, and one that has all of the probability.
@@ -273,7 +273,7 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
     let ids = Tensor::new(&[[0u32, 1]], &Device::Cpu)?.repeat((3, 1))?;
     for (left, is_infinite) in [(0.2, true), (0.0, false)] {
         let of_ids = Tensor::new(&[[0.5 - left, 0.5]], &Device::Cpu)?.log()?.repeat((3, 1))?;
-        let teacher = Teacher::of_top_k(&ids, &of_ids, MissingIds::Tail);
+        let teacher = Teacher::from_top_k(&ids, &of_ids, MissingIds::Tail);
         let loss = student.distill(&hidden, &teacher, &DistillOptions::default());
         if is_infinite {
             assert_eq!(position(loss), 0)
@@ -292,7 +292,7 @@ fn a_weight_that_underflows_leaves_the_objective_of_its_position() -> Result<()>
     let log_probs = Tensor::new(&[[0.2f32, 0.5, 0.3], [0.6, 0.1, 0.3]], &Device::Cpu)?.log()?;
     let ids = Tensor::new(&[[0u32, 1], [2, 0]], &Device::Cpu)?;
     let of_ids = log_probs.gather(&ids, 1)?;
-    for teacher in [Teacher::of_log_probs(&log_probs), Teacher::of_top_k(&ids, &of_ids, MissingIds::Tail)] {
+    for teacher in [Teacher::from_log_probs(&log_probs), Teacher::from_top_k(&ids, &of_ids, MissingIds::Tail)] {
         let nll = |options: DistillOptions| {
             student.distill(&hidden, &teacher, &options)?.nll.to_vec1::<f32>().map_err(Error::from)
         };

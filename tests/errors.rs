@@ -509,7 +509,7 @@ fn an_element_of_a_list_is_named_by_its_index() {
     assert_config(NoiseDistribution::unigram(&[1.0, 2.0, -1.0]), "counts", &["at least 0, got -1 at index 2"]);
     assert_config(NoiseDistribution::unigram(&[f64::NAN, 1.0]), "counts", &["got NaN at index 0"]);
     assert_config(NoiseDistribution::unigram(&[0.0; 3]), "counts", &["a positive, finite sum, got 0"]);
-    assert_config(Classes::of_frequencies(&[1.0, f64::NAN], 2), "frequencies", &["got NaN at index 1"]);
+    assert_config(Classes::from_frequencies(&[1.0, f64::NAN], 2), "frequencies", &["got NaN at index 1"]);
     let vb = || VarBuilder::zeros(DType::F32, &Device::Cpu);
     let adaptive = |cutoffs: &[usize]| AdaptiveSoftmax::new(&AdaptiveConfig::new(8, 100, cutoffs.to_vec()), vb());
     assert_config(adaptive(&[]), "cutoffs", &["got none"]);
@@ -580,7 +580,7 @@ fn tensors_whose_elements_overflow_are_refused() {
         assert_shape(head.loss(&hidden, &weight, &options), "targets", &["[2]", "[4611686018427387904, 4]"]);
         let mixed = MixtureOfSoftmaxes::from_tensors(parameters(), ContextActivation::Tanh).expect("a head");
         assert_shape(mixed.log_probs(&broadcast(&[1 << 62, 4, 5])), "hidden", &["at most"]);
-        assert_shape(TopK::of_log_probs(&weight, 1), "log_probs", &shape);
+        assert_shape(TopK::from_log_probs(&weight, 1), "log_probs", &shape);
         let sampler = Sampler::new(Sampling::new(), 1);
         assert_shape(sampler.expect("a sampler").sample(&weight), "log_probs", &shape);
     }

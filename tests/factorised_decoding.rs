@@ -26,7 +26,7 @@ fn sharpened(mut values: Values, factor: f64) -> Values {
 }
 
 fn assert_same_top_k(head: &dyn OutputLayer, hidden: &Tensor, k: usize, context: &str) -> Result<()> {
-    let (found, expected) = (head.top_k(hidden, k)?, TopK::of_log_probs(&head.log_probs(hidden)?, k)?);
+    let (found, expected) = (head.top_k(hidden, k)?, TopK::from_log_probs(&head.log_probs(hidden)?, k)?);
     assert_eq!(found.token_ids.dims(), expected.token_ids.dims());
     assert_eq!(numbers(&found.token_ids), numbers(&expected.token_ids), "{context}");
     assert_eq!(found.log_probs.dtype(), expected.log_probs.dtype());
@@ -317,7 +317,7 @@ fn classes_with_gaps_or_of_another_number_of_ids_are_errors() {
 #[test]
 fn classes_of_frequencies_have_about_equal_mass() -> Result<()> {
     let frequencies: Vec<f64> = (0..1000).map(|id| 1.0 / ((id * 7 % 1000) as f64 + 10.0)).collect();
-    let Classes::Given(classes) = Classes::of_frequencies(&frequencies, 8)? else { panic!("given classes") };
+    let Classes::Given(classes) = Classes::from_frequencies(&frequencies, 8)? else { panic!("given classes") };
     let mut mass = [0.0; 8];
     classes.iter().zip(&frequencies).for_each(|(&class, f)| mass[class as usize] += f);
     let total: f64 = mass.iter().sum();
@@ -327,11 +327,11 @@ fn classes_of_frequencies_have_about_equal_mass() -> Result<()> {
         assert!(classes.iter().zip(&frequencies).all(|(b, fb)| fa <= fb || a <= b));
     }
     // One id with nearly all the mass leaves fewer classes, without a gap.
-    let few = Classes::of_frequencies(&[1.0, 1000.0, 1.0, 0.0], 4)?;
+    let few = Classes::from_frequencies(&[1.0, 1000.0, 1.0, 0.0], 4)?;
     assert_eq!(few, Classes::Given(vec![1, 0, 1, 1]));
     HierarchicalSoftmax::new(&HierarchicalConfig::new(4, 4).with_classes(few), vb())?;
     for (frequencies, classes) in [(&[][..], 2), (&[0.0], 1), (&[1.0, -1.0], 1), (&[f64::NAN], 1), (&[1.0], 0)] {
-        assert!(matches!(Classes::of_frequencies(frequencies, classes), Err(Error::Config { .. })));
+        assert!(matches!(Classes::from_frequencies(frequencies, classes), Err(Error::Config { .. })));
     }
     Ok(())
 }

@@ -160,7 +160,7 @@ fn all_gradients(head: &dyn OutputLayer, hidden: &Tensor) -> Result<Vec<(&'stati
     // Some ids of a restricted head are impossible.
     if !teacher.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?.contains(&f32::NEG_INFINITY) {
         let options = DistillOptions::new(Divergence::ForwardKl);
-        results.push(("distill", head.distill(hidden, &Teacher::of_log_probs(&teacher), &options)?.backward()?));
+        results.push(("distill", head.distill(hidden, &Teacher::from_log_probs(&teacher), &options)?.backward()?));
         results.push(("log_probs", head.log_probs(hidden)?.sqr()?.mean_all()?.backward()?));
     }
     Ok(results)

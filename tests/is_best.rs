@@ -251,15 +251,15 @@ fn distributions_of_ones_own_have_it() -> Result<()> {
     let log_probs = Tensor::new(&rows, &Device::Cpu)?.log()?;
     let ids = Tensor::new(&[[0u32, 1, 2], [2, 1, 1], [0, 1, 2], [0, 1, 2]], &Device::Cpu)?;
     let options = ScoreOptions::new().with_is_best(true);
-    let found = Scores::of_log_probs(&log_probs, &ids, &options)?;
+    let found = Scores::from_log_probs(&log_probs, &ids, &options)?;
     assert_eq!(bits(&found.is_best), [1., 0., 0., 0., 1., 1., 0., 0., 0., 0., 1., 0.]);
-    let nothing = Scores::of_log_probs(
+    let nothing = Scores::from_log_probs(
         &Tensor::full(impossible, (1, 2), &Device::Cpu)?,
         &Tensor::new(&[0u32], &Device::Cpu)?,
         &options,
     )?;
     assert_eq!(bits(&nothing.is_best), [0.0]);
-    let empty = Scores::of_log_probs(&log_probs.narrow(0, 0, 0)?, &ids.narrow(0, 0, 0)?, &options)?;
+    let empty = Scores::from_log_probs(&log_probs.narrow(0, 0, 0)?, &ids.narrow(0, 0, 0)?, &options)?;
     assert_eq!(empty.is_best.expect("asked for").dims(), [0, 3]);
     Ok(())
 }

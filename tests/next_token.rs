@@ -323,14 +323,14 @@ fn the_best_ids_are_those_of_a_full_sort() -> Result<()> {
     let values = [-1.0, f64::NEG_INFINITY, -1.0, 0.5, -1.0, f64::NEG_INFINITY, 0.5f64];
     let log_probs = candle_nn::ops::log_softmax(&Tensor::new(&[values], &Device::Cpu)?, 1)?;
     let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(7);
-    let token = &NextToken::of_log_probs(&log_probs, &[&request])?[0];
+    let token = &NextToken::from_log_probs(&log_probs, &[&request])?[0];
     assert_eq!(token.token_id, 3);
     assert_eq!(token.best.iter().map(|best| best.0).collect::<Vec<_>>(), [3, 6, 0, 2, 4, 1, 5]);
     assert_eq!((token.sampled_log_prob, token.entropy), (0.0, None));
     let drawn: HashMap<u32, usize> = (0..300)
         .map(|seed| {
             let request = TokenRequest::new(Sampling::new(), seed)?;
-            Ok(NextToken::of_log_probs(&log_probs, &[&request])?[0].token_id)
+            Ok(NextToken::from_log_probs(&log_probs, &[&request])?[0].token_id)
         })
         .collect::<Result<Vec<_>>>()?
         .into_iter()
@@ -353,7 +353,7 @@ fn heads_have_them_too() -> Result<()> {
         (0..8).map(|seed| request(&Sampling::new(), seed, &constraints)).collect::<Result<_>>()?;
     let requests: Vec<_> = requests.iter().collect();
     let tokens = head.next_tokens(&hidden, &requests)?;
-    let composed = NextToken::of_log_probs(&head.log_probs(&hidden)?, &requests)?;
+    let composed = NextToken::from_log_probs(&head.log_probs(&hidden)?, &requests)?;
     for (token, composed) in tokens.iter().zip(&composed) {
         assert_eq!(token.token_id, composed.token_id);
         assert!((token.sampled_log_prob - composed.sampled_log_prob).abs() < 1e-12);
@@ -387,7 +387,7 @@ fn ids_of_the_text_outside_the_vocabulary_change_nothing() -> Result<()> {
                 }
                 let of = |requests: &[TokenRequest]| -> Result<[Vec<NextToken>; 2]> {
                     let requests: Vec<&TokenRequest> = requests.iter().collect();
-                    Ok([mixture.next_tokens(&requests)?, NextToken::of_log_probs(&log_probs, &requests)?])
+                    Ok([mixture.next_tokens(&requests)?, NextToken::from_log_probs(&log_probs, &requests)?])
                 };
                 assert_eq!(of(&plain)?, of(&with_images)?, "{constraints:?} {sampling:?}");
                 // One that was generated has its place in the text.
@@ -466,7 +466,7 @@ fn an_error_names_the_request_and_a_request_is_checked_alone() -> Result<()> {
     ] {
         let requests = [&good, &good, &bad, &good, &bad];
         let log_probs = Tensor::full(-(3f32.ln()), (5, 3), &Device::Cpu)?;
-        for result in [next_of(&logits, &requests), NextToken::of_log_probs(&log_probs, &requests)] {
+        for result in [next_of(&logits, &requests), NextToken::from_log_probs(&log_probs, &requests)] {
             let error = result.expect_err("ids outside the vocabulary");
             assert_eq!(error.to_string(), format!("request 2: {message}"));
             let Error::Request { index: 2, error } = error else { panic!("{error:?}") };
@@ -513,7 +513,7 @@ fn numbers_that_are_no_log_probabilities_are_refused() -> Result<()> {
     for sampling in samplings() {
         let request = TokenRequest::new(sampling, 1)?.with_best(2).with_entropy(true);
         let error = |log_probs: &Tensor| {
-            NextToken::of_log_probs(log_probs, &[&request, &request]).expect_err("no log-probabilities")
+            NextToken::from_log_probs(log_probs, &[&request, &request]).expect_err("no log-probabilities")
         };
         for bad in [f32::NAN, f32::INFINITY] {
             let error = error(&rows(&[[-1.0; 4], [0.0, -1.0, bad, -0.5]])?);
@@ -527,7 +527,7 @@ fn numbers_that_are_no_log_probabilities_are_refused() -> Result<()> {
         // Rounding in half precision is known of the tensor alone.
         let rounded = rows(&[[0.015, -9.0, -9.0, -9.0]; 2])?;
         assert!(matches!(error(&rounded), Error::Value { position: 0, index: 0, .. }));
-        NextToken::of_log_probs(&rounded.to_dtype(DType::BF16)?, &[&request, &request])?;
+        NextToken::from_log_probs(&rounded.to_dtype(DType::BF16)?, &[&request, &request])?;
     }
     Ok(())
 }
@@ -640,10 +640,10 @@ fn bad_arguments_are_errors() -> Result<()> {
     let mut log_probs = vec![vec![-1.0f32; 3]; 2];
     log_probs[1][2] = f32::NAN;
     let request = new()?;
-    let result = NextToken::of_log_probs(&Tensor::new(log_probs, &Device::Cpu)?, &[&request, &request]);
+    let result = NextToken::from_log_probs(&Tensor::new(log_probs, &Device::Cpu)?, &[&request, &request]);
     assert!(matches!(result, Err(Error::Distribution { position: 1 })));
     // No texts.
     let nothing = Tensor::zeros((0, 3), DType::F32, &Device::Cpu)?;
-    assert!(NextToken::of_log_probs(&nothing, &[])?.is_empty());
+    assert!(NextToken::from_log_probs(&nothing, &[])?.is_empty());
     Ok(())
 }

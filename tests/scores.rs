@@ -90,7 +90,7 @@ fn scores_of_no_positions_can_be_read() -> Result<()> {
                 mixture.score(&ids, &options)?,
                 shared.score(&ids, &options)?,
                 each.score(&ids, &options)?,
-                Scores::of_log_probs(&log_probs, &ids, &options)?,
+                Scores::from_log_probs(&log_probs, &ids, &options)?,
             ] {
                 let of_positions = [scores.entropy.expect("asked for"), scores.log_outside.expect("asked for")];
                 for scores in of_positions {
@@ -167,7 +167,7 @@ fn raw_logits_have_no_scores() -> Result<()> {
     for dtype in DTYPES {
         for (number, is_wrong) in [(3.75, true), (f64::INFINITY, true), (f64::NAN, false), (0.0, false)] {
             let log_probs = Tensor::new(&[[-1.0, -0.5], [-1.5, number]], &Device::Cpu)?.to_dtype(dtype)?;
-            let scores = Scores::of_log_probs(&log_probs, &ids, &ScoreOptions::new());
+            let scores = Scores::from_log_probs(&log_probs, &ids, &ScoreOptions::new());
             if is_wrong {
                 assert!(matches!(scores, Err(Error::Value { position: 1, index: 1, .. })), "{scores:?}")
             } else {
@@ -191,7 +191,7 @@ fn no_entropy_is_minus_zero() -> Result<()> {
         let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
         for temperature in [1e-6, 1e-3] {
             let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
-            let composed = Scores::of_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
+            let composed = Scores::from_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
             for scores in [head.score(&hidden, &ids, &options)?, mixture.score(&ids, &options)?, composed] {
                 let entropy = scores.entropy.expect("asked for").to_dtype(DType::F64)?.to_vec1::<f64>()?[0];
                 assert_eq!(entropy.to_bits(), 0f64.to_bits(), "{dtype:?} T = {temperature}");
@@ -240,7 +240,7 @@ on_each_device! {
                         let by_outside = scores.log_outside.ones_like()?;
                         Ok(ChunkTerms::new(scores.log_outside, nothing).with_by_outside(by_outside))
                     })?;
-                    let composed = Scores::of_log_probs(&mixture.log_probs()?, &ids, &options)?;
+                    let composed = Scores::from_log_probs(&mixture.log_probs()?, &ids, &options)?;
                     let value = |scores: Scores| scores.log_outside.expect("asked for").sum_all();
                     let expected = gradient_of_the_mass_outside(&logits, 1, temperature);
                     // What a log-probability is rounded by.
@@ -521,7 +521,7 @@ fn heads_and_log_probabilities_have_them_too() -> Result<()> {
     for temperature in [1.0, 2.0] {
         let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
         let scores = head.score(&hidden, &ids, &options)?;
-        let composed = Scores::of_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
+        let composed = Scores::from_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
         compare("log_prob", &temperature, DType::F64, &scores.log_prob, &composed.log_prob, 1e-13)?;
         let (a, b) = (scores.entropy.expect("asked for"), composed.entropy.expect("asked for"));
         assert_eq!(a.dims(), [2, 4]);

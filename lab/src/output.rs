@@ -135,7 +135,7 @@ impl Output {
                 Ok(Box::new(AdaptiveSoftmax::with_head(&config, head, vb)?))
             }
             _ => {
-                let classes = Classes::of_frequencies(&entries.counts, (vocab as f64).sqrt().ceil() as usize)?;
+                let classes = Classes::from_frequencies(&entries.counts, (vocab as f64).sqrt().ceil() as usize)?;
                 let config = HierarchicalConfig::new(hidden, vocab).with_classes(classes);
                 let classes = first_level(config.class_count()?, vb.pp("class"))?;
                 Ok(Box::new(HierarchicalSoftmax::with_class_layer(&config, classes, vb)?))

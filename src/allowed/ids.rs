@@ -55,7 +55,7 @@ enum Sets {
 impl AllowedIds {
     /// The same ids at all positions.
     pub fn new(token_ids: &[u32]) -> Self {
-        Self::of(Sets::Shared(sorted(token_ids.to_vec()), None))
+        Self::from_sets(Sets::Shared(sorted(token_ids.to_vec()), None))
     }
 
     /// The ids whose place in a mask is not zero, at all positions.
@@ -76,7 +76,7 @@ impl AllowedIds {
         }
         let mask = mask.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
         let ids = (0u32..).zip(&mask).filter(|(_, &is_allowed)| is_allowed != 0).map(|(id, _)| id);
-        Ok(Self::of(Sets::Shared(ids.collect(), Some(mask.len()))))
+        Ok(Self::from_sets(Sets::Shared(ids.collect(), Some(mask.len()))))
     }
 
     /// A list of ids for each position, in the order of the flattened leading dimensions, as compressed sparse rows:
@@ -98,10 +98,10 @@ impl AllowedIds {
             return Err(invalid(&format!("{} after {} at index {index}", offsets[index], offsets[index - 1])));
         }
         let lists = offsets.windows(2).map(|pair| token_ids[pair[0]..pair[1]].to_vec());
-        Ok(Self::of(Sets::Each(IdLists::new(lists))))
+        Ok(Self::from_sets(Sets::Each(IdLists::new(lists))))
     }
 
-    fn of(sets: Sets) -> Self {
+    fn from_sets(sets: Sets) -> Self {
         AllowedIds { sets, targets_added: false, empty_as_full: false }
     }
 

@@ -97,7 +97,7 @@ pub(crate) struct Computed<'a, F> {
 }
 
 impl<'a, F> Computed<'a, F> {
-    pub(crate) fn of(log_probs: &'a [F]) -> Self {
+    pub(crate) fn new(log_probs: &'a [F]) -> Self {
         Computed { log_probs, logit_offset: None }
     }
 

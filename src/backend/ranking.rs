@@ -152,14 +152,14 @@ mod tests {
             let mut sorted: Vec<Ranked<f32>> = values.iter().copied().zip(0..).collect();
             sorted.sort_by(order);
             sorted.truncate(n);
-            prop_assert_eq!(best(&Computed::of(&values), n), sorted);
+            prop_assert_eq!(best(&Computed::new(&values), n), sorted);
         }
     }
 
     #[test]
     fn minus_infinity_is_ranked_last() {
         let values = [f32::NEG_INFINITY, -2.0, f32::NEG_INFINITY, -1.0];
-        let ids: Vec<u32> = best(&Computed::of(&values), 9).iter().map(|&(_, id)| id).collect();
+        let ids: Vec<u32> = best(&Computed::new(&values), 9).iter().map(|&(_, id)| id).collect();
         assert_eq!(ids, [3, 1, 0, 2]);
     }
 

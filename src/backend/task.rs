@@ -49,7 +49,7 @@ pub(crate) struct ScoreTask {
 
 impl Task {
     /// Computes a loss over targets, and the gradients of the operands that need one.
-    pub(crate) fn of(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
+    pub(crate) fn target_loss(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
         Task {
             own_targets: loss.own_shifts.is_some(),
             is_shard: loss.shard.is_some(),
@@ -115,7 +115,7 @@ impl Objective {
     /// The task of a plan for this objective and the gradients of the operands that need one.
     pub(crate) fn task(&self, needs_grad: NeedsGrad) -> Task {
         match self {
-            Objective::Targets(loss) => Task::of(loss, needs_grad),
+            Objective::Targets(loss) => Task::target_loss(loss, needs_grad),
             Objective::LogProbs { .. } => Task::log_probs(needs_grad),
         }
     }

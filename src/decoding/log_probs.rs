@@ -30,7 +30,7 @@ pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> 
     fn rows<F: Real, V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
         let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
         check_log_probs("log_probs", &rows, rounded)?;
-        let of_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::of(row));
+        let of_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::new(row));
         V::answers(rows.par_iter().enumerate().map(of_position))
     }
     check_float("log_probs", log_probs)?;

@@ -48,6 +48,6 @@ impl Mixture {
         };
         let best: Vec<_> = (0..operands.sizes.positions).map(of_position).collect();
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
-        TopK::of_ranked(&best, &[self.leading(), &[k]].concat(), dtype, operands.contexts.device())
+        TopK::from_ranked(&best, &[self.leading(), &[k]].concat(), dtype, operands.contexts.device())
     }
 }

@@ -57,21 +57,21 @@ impl TopK {
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let log_probs = Tensor::new(&[[0.1f32, 0.6, 0.3]], &Device::Cpu)?.log()?;
-    /// assert_eq!(TopK::of_log_probs(&log_probs, 2)?.token_ids.to_vec2::<u32>()?, [[1, 2]]);
+    /// assert_eq!(TopK::from_log_probs(&log_probs, 2)?.token_ids.to_vec2::<u32>()?, [[1, 2]]);
     /// # Ok(())
     /// # }
     /// ```
-    pub fn of_log_probs(log_probs: &Tensor, k: usize) -> Result<Self> {
+    pub fn from_log_probs(log_probs: &Tensor, k: usize) -> Result<Self> {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         Self::check_k(k, vocab)?;
         let found = super::log_probs::visit(log_probs, log_probs.dtype(), &Best { k })?;
         let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        Self::of_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
+        Self::from_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
     }
 
     /// Makes tensors of this shape from the ranked ids of each position, with log-probabilities in this dtype.
-    pub(crate) fn of_ranked(
+    pub(crate) fn from_ranked(
         found: &[Vec<Ranked<f64>>],
         shape: &[usize],
         dtype: DType,

@@ -24,7 +24,7 @@ impl<V: Visit> Visit for Within<'_, V> {
     type Output = V::Output;
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<V::Output> {
-        let Some(ids) = self.kept.of(position) else { return self.visit.visit(position, distribution) };
+        let Some(ids) = self.kept.ids(position) else { return self.visit.visit(position, distribution) };
         distribution.check(position)?;
         let (mut log_probs, mut buffer) = (Vec::with_capacity(ids.len()), Vec::new());
         for ids in ids.chunk_by(|a, b| *a as usize / TILE == *b as usize / TILE) {
@@ -38,7 +38,7 @@ impl<V: Visit> Visit for Within<'_, V> {
         let sum: f64 = log_probs.iter().map(|x| (x.f64() - largest).exp()).sum();
         let of_all = largest + sum.ln();
         log_probs.iter_mut().for_each(|x| *x = <F as candle_core::WithDType>::from_f64(x.f64() - of_all));
-        self.visit.visit(position, &Computed::of(&log_probs))
+        self.visit.visit(position, &Computed::new(&log_probs))
     }
 }
 
@@ -54,7 +54,7 @@ impl Mixture {
         };
         let n = found.iter().map(Vec::len).max().unwrap_or(of_none);
         for (position, best) in found.iter_mut().enumerate() {
-            if let Some(ids) = kept.of(position) {
+            if let Some(ids) = kept.ids(position) {
                 best.iter_mut().for_each(|(_, place)| *place = ids[*place as usize]);
             }
             if let Some(&(_, last)) = best.last() {
@@ -62,7 +62,7 @@ impl Mixture {
             }
         }
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
-        TopK::of_ranked(&found, &[self.leading(), &[n]].concat(), dtype, operands.contexts.device())
+        TopK::from_ranked(&found, &[self.leading(), &[n]].concat(), dtype, operands.contexts.device())
     }
 
     /// Draws one of the ids that are kept at each position. The sampler draws no components.
@@ -76,7 +76,7 @@ impl Mixture {
         let draw = Draw { sampling: sampler.sampling(), uniform: &uniform };
         let mut ids = backend::visit(operands, &Within { visit: &draw, kept })?;
         for (position, id) in ids.iter_mut().enumerate() {
-            if let Some(ids) = kept.of(position) {
+            if let Some(ids) = kept.ids(position) {
                 *id = ids[*id as usize];
             }
         }

@@ -257,7 +257,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
     /// let student = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
     /// let top = teacher.top_k(&Tensor::randn(0f32, 1., (2, 3, 16), &Device::Cpu)?, 8)?;
-    /// let list = Teacher::of_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+    /// let list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
     /// let hidden = Tensor::randn(0f32, 1., (2, 3, 8), &Device::Cpu)?; // [batch, seq, hidden]
     /// let loss = student.distill(&hidden, &list, &DistillOptions::new(Divergence::ForwardKl))?;
     /// let gradients = loss.backward()?;
@@ -306,7 +306,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a
     /// distribution is NaN, infinite or impossible.
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        TopK::of_log_probs(&self.log_probs(hidden)?, k)
+        TopK::from_log_probs(&self.log_probs(hidden)?, k)
     }
 
     /// The most probable token id, `[..]` (u32), after hidden states `[.., hidden]`; of equals the lowest.

@@ -87,7 +87,7 @@ impl Mixture {
         let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too: a budget that is too small is an error before any work.
         let plan = |needs_grad| {
-            let plan = backend::plan(&operands, Task::of(&objective, needs_grad), options.workspace_bytes);
+            let plan = backend::plan(&operands, Task::target_loss(&objective, needs_grad), options.workspace_bytes);
             match &objective.shard {
                 Some(shard) => shard.agreed(plan),
                 None => plan,

@@ -194,7 +194,7 @@ impl Scores {
     ///
     /// If the shapes do not match, or the temperature is out of range. On the CPU [`Error::Value`] if a number is above zero
     /// by more than rounding in its dtype, such as a raw logit.
-    pub fn of_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
+    pub fn from_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
         Self::from_rounded(log_probs, log_probs.dtype(), token_ids, options)
     }
 

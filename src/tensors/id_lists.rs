@@ -88,7 +88,7 @@ pub(crate) enum Restriction {
 
 impl Restriction {
     /// The ids of a position; `None` if they are all.
-    pub(crate) fn of(&self, position: usize) -> Option<&[u32]> {
+    pub(crate) fn ids(&self, position: usize) -> Option<&[u32]> {
         match self {
             Restriction::All => None,
             Restriction::Shared(ids) => Some(ids),

@@ -63,12 +63,12 @@ impl Classes {
     /// use mos_head::Classes;
     ///
     /// # fn main() -> mos_head::Result<()> {
-    /// let classes = Classes::of_frequencies(&[1.0, 4.0, 1.0, 2.0], 2)?;
+    /// let classes = Classes::from_frequencies(&[1.0, 4.0, 1.0, 2.0], 2)?;
     /// assert_eq!(classes, Classes::Given(vec![1, 0, 1, 1]));
     /// # Ok(())
     /// # }
     /// ```
-    pub fn of_frequencies(frequencies: &[f64], classes: usize) -> Result<Self> {
+    pub fn from_frequencies(frequencies: &[f64], classes: usize) -> Result<Self> {
         check_sizes(&[("classes", classes)])?;
         let is_valid = |x: &f64| *x >= 0.0 && x.is_finite();
         if let Some(index) = frequencies.iter().position(|x| !is_valid(x)) {

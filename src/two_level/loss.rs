@@ -44,7 +44,7 @@ struct ClusterLoss {
 }
 
 impl ClusterLoss {
-    fn of(loss: Loss) -> Self {
+    fn from_loss(loss: Loss) -> Self {
         ClusterLoss { leaves: loss.leaves().collect(), value: loss.value, nll: loss.nll }
     }
 }
@@ -82,7 +82,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
         let root = self.root.loss(hidden, &to_device::<i64>(entries, leading, device)?, &of_root)?;
 
         let (groups, sorted) = self.groups(&places);
-        let mut part = ClusterLoss::of(root);
+        let mut part = ClusterLoss::from_loss(root);
         if !groups.is_empty() {
             let order: Vec<u32> = sorted.iter().map(|&(position, _)| position as u32).collect();
             let shared = ClusterGroups {
@@ -151,7 +151,7 @@ impl ClusterGroups<'_> {
                 options.position_weights = Some(weights.narrow(0, group.start, group.positions)?);
             }
             let targets = self.targets.narrow(0, group.start, group.positions)?;
-            return Ok(ClusterLoss::of(group.cluster.mixture(hidden)?.loss(&targets, &options)?));
+            return Ok(ClusterLoss::from_loss(group.cluster.mixture(hidden)?.loss(&targets, &options)?));
         }
         let (left, right) = groups.split_at(groups.len() / 2);
         let cut: usize = left.iter().map(|group| group.positions).sum();

@@ -27,7 +27,7 @@ struct ClusterSearch<'a> {
 impl ClusterSearch<'_> {
     /// The most probable cluster.
     fn first(&self) -> Option<usize> {
-        ranking::best(&Computed::of(self.clusters), 1).first().map(|cluster| cluster.1 as usize)
+        ranking::best(&Computed::new(self.clusters), 1).first().map(|cluster| cluster.1 as usize)
     }
 
     /// Whether one of the `k` best ids may be in a cluster.
@@ -44,8 +44,8 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
         let root = matrix(&self.root_log_probs(&rows, accumulation)?.detach())?;
         let of_shortlist = |(position, root): (usize, &Vec<f64>)| {
-            Computed::of(root).check(position)?;
-            Ok(ranking::best(&Computed::of(&root[..self.shortlist]), k))
+            Computed::new(root).check(position)?;
+            Ok(ranking::best(&Computed::new(&root[..self.shortlist]), k))
         };
         let found = root.iter().enumerate().map(of_shortlist).collect::<Result<Vec<_>>>()?;
         let clusters = root.iter().map(|root| &root[self.shortlist..]);
@@ -75,7 +75,7 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
             self.visit(cluster, &positions, &rows, k, &mut searches)?;
         }
         let found: Vec<_> = searches.into_iter().map(|search| search.found).collect();
-        TopK::of_ranked(&found, &[leading(hidden)?, &[k]].concat(), accumulation, hidden.device())
+        TopK::from_ranked(&found, &[leading(hidden)?, &[k]].concat(), accumulation, hidden.device())
     }
 
     /// Adds the best ids of a cluster to the searches at these positions.

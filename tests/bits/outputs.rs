@@ -120,12 +120,12 @@ impl Problem {
         let log_priors = log_probs(&[leading, &[2]].concat(), dtype, 79)?;
         let contexts = constant(&[leading, &[2, 6]].concat(), 83)?;
         let mixture = Mixture::new(&contexts, Some(&log_priors), &constant(&[vocab, 6], 89)?, None)?;
-        let mut teachers = vec![Teacher::of_log_probs(&of_all), Teacher::of_mixture(&mixture)];
+        let mut teachers = vec![Teacher::from_log_probs(&of_all), Teacher::from_mixture(&mixture)];
         let is_mixed_and_tempered = has(names, "temperature") && has(names, "hard");
         for missing in [MissingIds::Tail, MissingIds::Zero, MissingIds::Renormalized] {
             let is_infinite = divergence == Divergence::ReverseKl && missing != MissingIds::Tail;
             if !is_infinite && !is_mixed_and_tempered {
-                teachers.push(Teacher::of_top_k(&listed, &of_list, missing));
+                teachers.push(Teacher::from_top_k(&listed, &of_list, missing));
             }
         }
         for teacher in teachers {

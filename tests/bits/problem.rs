@@ -220,7 +220,7 @@ fn head(name: &str, sizes: &Sizes, vb: &VarBuilder) -> Result<Head> {
         let frequencies: Vec<f64> = (0..vocab).map(|id| 1.0 / (1 + id % 17) as f64).collect();
         let config = HierarchicalConfig::new(hidden, vocab).with_bias(!has(name, "no_bias"));
         let config =
-            if has(name, "given") { config.with_classes(Classes::of_frequencies(&frequencies, 9)?) } else { config };
+            if has(name, "given") { config.with_classes(Classes::from_frequencies(&frequencies, 9)?) } else { config };
         if has(name, "mos3") {
             Box::new(HierarchicalSoftmax::with_class_layer(&config, root(config.class_count()?)?, vb.clone())?)
         } else {

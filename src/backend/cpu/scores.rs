@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, WithDType};
 
 use super::objective::components::PositionLoss;
 use super::objective::listed_ids::Candidates;
@@ -89,7 +89,7 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
                     let scores = pass.scores(&candidates, scored);
                     let upstream: Vec<T::Acc> = evaluated(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
-                        let (first, power) = (positions.start, T::Acc::of(1.0));
+                        let (first, power) = (positions.start, T::Acc::from_f64(1.0));
                         let targets = Targets::of_scores(scored, &candidates, &upstream, first, power, sizes);
                         pass.objective_rows(&targets);
                         pass.gradients_of_rows(positions, needs_grad)?;
@@ -104,7 +104,7 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
                     let (scores, _) = passes.score_rows(positions.clone(), &candidates, scored);
                     let upstream: Vec<T::Acc> = evaluated(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
-                        let (first, power) = (positions.start, T::Acc::of(1.0 / scored.temperature));
+                        let (first, power) = (positions.start, T::Acc::from_f64(1.0 / scored.temperature));
                         let targets = Targets::of_scores(scored, &candidates, &upstream, first, power, sizes);
                         passes.objective_rows(&targets, positions.clone())?;
                         passes.gradients_of_rows(positions, needs_grad)?;

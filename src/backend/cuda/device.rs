@@ -36,7 +36,7 @@ pub(in crate::backend) struct Cuda {
 
 impl Cuda {
     /// The cached state of this device, created on the first call of a thread.
-    pub(in crate::backend) fn of(device: &Device) -> Result<Self> {
+    pub(in crate::backend) fn from_device(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Self::cached(device),
             device => Err(wrong_device(device)),

@@ -64,8 +64,8 @@ impl DeviceOperands {
             sizes: operands.sizes,
             dtype: operands.contexts.dtype(),
             parts: std::iter::once(of_weight).chain(of_adapter).collect(),
-            log_priors: Buffer::of(gpu, &operands.log_priors)?,
-            bias: Buffer::of(gpu, &operands.bias)?,
+            log_priors: Buffer::from_option(gpu, &operands.log_priors)?,
+            bias: Buffer::from_option(gpu, &operands.bias)?,
             logit_scale: operands.logit_scale as f32,
             softcap: operands.softcap.unwrap_or(0.0) as f32,
         })

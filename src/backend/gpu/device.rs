@@ -66,7 +66,7 @@ impl Buffer {
     }
 
     /// The buffer of an optional tensor.
-    pub(super) fn of<G: Gpu>(gpu: &G, tensor: &Option<Tensor>) -> Result<Option<Self>> {
+    pub(super) fn from_option<G: Gpu>(gpu: &G, tensor: &Option<Tensor>) -> Result<Option<Self>> {
         tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose()
     }
 

@@ -125,7 +125,7 @@ impl DeviceScores {
     }
 
     /// The scores of some positions, `[positions, n + 2]`.
-    pub(super) fn of(&self, positions: Range<usize>) -> Result<Tensor> {
+    pub(super) fn rows(&self, positions: Range<usize>) -> Result<Tensor> {
         let columns = self.candidates + OF_POSITION;
         let scores = self.scores.tensor.narrow(0, positions.start * columns, positions.len() * columns)?;
         Ok(scores.reshape((positions.len(), columns))?)
@@ -139,7 +139,7 @@ impl DeviceScores {
             return Ok(Some(Tensor::zeros(shape, DType::U8, argmax.tensor.device())?));
         }
         let argmax = argmax.tensor.narrow(0, 0, positions)?.to_dtype(DType::I64)?.unsqueeze(1)?.broadcast_as(shape)?;
-        let log_probs = self.of(0..positions)?.narrow(1, 0, self.candidates)?;
+        let log_probs = self.rows(0..positions)?.narrow(1, 0, self.candidates)?;
         let ids = self.ids.tensor.reshape(shape)?;
         Ok(Some(is_best(&argmax.contiguous()?, &ids, &log_probs.contiguous()?)?))
     }

@@ -121,7 +121,7 @@ impl<G: Gpu> Backend for On<G> {
         let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
         let offsets = if visit.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
         let of_position = |(position, row): (usize, &Vec<f32>)| {
-            visit.visit(position, &Computed::of(row).with_logit_offset(offsets.get(position).copied()))
+            visit.visit(position, &Computed::new(row).with_logit_offset(offsets.get(position).copied()))
         };
         V::answers(log_probs.par_iter().enumerate().map(of_position))
     }

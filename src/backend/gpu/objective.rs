@@ -105,7 +105,8 @@ impl DeviceObjective {
             _ => targets.to_dtype(DType::I64)?,
         };
         let targets = Buffer::new(gpu, targets)?;
-        let (position_weights, class_weights) = (Buffer::of(gpu, position_weights)?, Buffer::of(gpu, class_weights)?);
+        let (position_weights, class_weights) =
+            (Buffer::from_option(gpu, position_weights)?, Buffer::from_option(gpu, class_weights)?);
         let ids = Buffer::new(gpu, Tensor::full(u32::MAX, positions.max(1), device)?)?;
         let (hard, weights, counts, scales) = (floats()?, floats()?, floats()?, floats()?);
         let blocks = positions.div_ceil(BLOCK);

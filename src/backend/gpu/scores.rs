@@ -31,7 +31,7 @@ pub(super) fn scores<G: Gpu>(
         rows.compute(&chunks, &positions, &arguments)?;
     }
     let positions = operands.sizes.positions;
-    Ok((rows.of(0..positions)?, rows.are_best(positions)?))
+    Ok((rows.rows(0..positions)?, rows.are_best(positions)?))
 }
 
 /// A loss and its gradients. Nothing waits for the device, unless `terms` do.
@@ -51,7 +51,7 @@ pub(super) fn score_loss<G: Gpu>(
     for positions in plan.chunks() {
         loss.logits(positions.clone())?;
         rows.compute(&loss.chunks, &positions, &loss.arguments(&positions))?;
-        let (of_chunk, upstream) = terms(positions.clone(), &rows.of(positions.clone())?)?;
+        let (of_chunk, upstream) = terms(positions.clone(), &rows.rows(positions.clone())?)?;
         values.push(of_chunk);
         if needs_grad.any() {
             let magnitudes = rows.take_upstream(&loss.chunks, &positions, upstream, &loss.objective)?;
@@ -68,7 +68,7 @@ pub(super) fn score_loss<G: Gpu>(
         _ => {
             let objective = Tensor::cat(&values, 0)?;
             let sum = objective.sum_all()?;
-            (objective, rows.of(0..positions)?.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?, sum)
+            (objective, rows.rows(0..positions)?.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?, sum)
         }
     };
     let count = Tensor::full(positions as f32, (), device)?;

@@ -33,7 +33,7 @@ pub(in crate::backend) struct Metal {
 const OFFSET_BITS: u32 = 40;
 
 impl Metal {
-    pub(in crate::backend) fn of(device: &Device) -> Result<Self> {
+    pub(in crate::backend) fn from_device(device: &Device) -> Result<Self> {
         match device {
             Device::Metal(device) => {
                 Ok(Metal { device: device.clone(), buffers: RefCell::default(), scratch: ProductBuffers::default() })

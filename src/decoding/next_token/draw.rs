@@ -20,13 +20,13 @@ pub(super) struct Drawn {
 pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: Noise) -> Option<Drawn> {
     let temperature = sampling.temperature;
     if temperature == 0.0 {
-        return best(&Computed::of(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
+        return best(&Computed::new(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
     }
     // Differences from the largest logit: a small temperature makes quotients of the logits themselves infinite, or so
     // large that the noise, which decides among equals, is lost in them.
     let relative = |z: f64, largest: f64| (z - largest) / temperature;
     if sampling.top_k.is_some() {
-        let kept = nucleus(&Computed::of(z), sampling)?;
+        let kept = nucleus(&Computed::new(z), sampling)?;
         let largest = kept.ids.first()?.0;
         let ids = kept.ids.iter().map(|&(z, id)| (relative(z, largest), id));
         let (_, id) = ids.fold(None, |chosen, (z, id)| chosen_of(chosen, z, id, noise))?;
@@ -47,7 +47,7 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     let log_prob = match kept {
         Some(kept) => kept.log_prob(of_id),
         None if are_log_probs && temperature == 1.0 => of_id,
-        None => TileMasses::new(&Computed::of(z), temperature).log_prob(of_id),
+        None => TileMasses::new(&Computed::new(z), temperature).log_prob(of_id),
     };
     Some(Drawn { id, log_prob })
 }

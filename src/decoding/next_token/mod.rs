@@ -34,7 +34,7 @@ pub use request::TokenRequest;
 /// # fn main() -> mos_head::Result<()> {
 /// let log_probs = Tensor::new(&[[0.1f32, 0.6, 0.3]], &Device::Cpu)?.log()?; // one position
 /// let request = TokenRequest::new(Sampling::new().with_top_k(2), 42)?.with_best(2).with_entropy(true);
-/// let next = &NextToken::of_log_probs(&log_probs, &[&request])?[0];
+/// let next = &NextToken::from_log_probs(&log_probs, &[&request])?[0];
 /// assert_eq!([next.best[0].0, next.best[1].0], [1, 2]);
 /// // It was drawn from two ids, whose probabilities sum to 0.9.
 /// assert!((next.log_prob - next.sampled_log_prob - 0.9f64.ln()).abs() < 1e-6);
@@ -71,7 +71,7 @@ impl NextToken {
     ///
     /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens), and [`Error::Value`] if a log-probability is
     /// above zero by more than rounding, as a logit may be.
-    pub fn of_log_probs(log_probs: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
+    pub fn from_log_probs(log_probs: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
         Self::from_rounded(log_probs, log_probs.dtype(), requests)
     }
 
@@ -150,7 +150,7 @@ impl Next<'_> {
         let request = self.requests[position];
         let best = match request.best {
             0 => Vec::new(),
-            n => best(&Computed::of(log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
+            n => best(&Computed::new(log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
         };
         let changed = request.constraints.changed(log_probs, offset, &request.history);
         let z = changed.as_deref().unwrap_or(log_probs);

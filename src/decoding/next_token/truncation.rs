@@ -94,7 +94,7 @@ mod tests {
             let mut z = values;
             z.iter_mut().zip(&impossible).skip(1).filter(|(_, &no)| no).for_each(|(z, _)| *z = f64::NEG_INFINITY);
             let sampling = Sampling::new().with_top_p(top_p).with_min_p(min_p).with_temperature(temperature);
-            let ranked = nucleus(&Computed::of(&z), &sampling).expect("an id");
+            let ranked = nucleus(&Computed::new(&z), &sampling).expect("an id");
             let found = kept(&z, &sampling);
             let mut ids: Vec<u32> = ranked.ids.iter().map(|id| id.1).collect();
             ids.sort_unstable();

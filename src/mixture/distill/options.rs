@@ -19,10 +19,10 @@ use crate::tensors::checks::check_number;
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
 /// let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?;
-/// let of_head = Teacher::of_mixture(&head.mixture(&hidden, DropoutMasks::Off)?);
+/// let of_head = Teacher::from_mixture(&head.mixture(&hidden, DropoutMasks::Off)?);
 /// let top = head.top_k(&hidden, 16)?;
-/// let of_list = Teacher::of_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
-/// let of_tensor = Teacher::of_log_probs(&head.log_probs(&hidden)?);
+/// let of_list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+/// let of_tensor = Teacher::from_log_probs(&head.log_probs(&hidden)?);
 /// # let _ = (of_head, of_list, of_tensor);
 /// # Ok(())
 /// # }
@@ -40,7 +40,7 @@ pub(super) enum TeacherKind {
 impl Teacher {
     /// The distributions of a mixture with the same token ids, whose log-probabilities are computed chunk by chunk. For a
     /// head: [`MixtureLayer::mixture`](crate::MixtureLayer::mixture) of its own hidden states.
-    pub fn of_mixture(mixture: &Mixture) -> Self {
+    pub fn from_mixture(mixture: &Mixture) -> Self {
         Teacher(TeacherKind::Mixture(mixture.detach()))
     }
 
@@ -49,7 +49,7 @@ impl Teacher {
     /// # Shapes
     ///
     /// - log_probs: `[.., vocab]`, at most zero; a float type
-    pub fn of_log_probs(log_probs: &Tensor) -> Self {
+    pub fn from_log_probs(log_probs: &Tensor) -> Self {
         Teacher(TeacherKind::LogProbs(log_probs.detach()))
     }
 
@@ -63,7 +63,7 @@ impl Teacher {
     ///
     /// - token_ids: `[.., n]`; u8, u32 or i64
     /// - log_probs: `[.., n]`, at most zero; a float type
-    pub fn of_top_k(token_ids: &Tensor, log_probs: &Tensor, missing: MissingIds) -> Self {
+    pub fn from_top_k(token_ids: &Tensor, log_probs: &Tensor, missing: MissingIds) -> Self {
         let (token_ids, log_probs) = (token_ids.detach(), log_probs.detach());
         Teacher(TeacherKind::TopK { token_ids, log_probs, missing })
     }
@@ -90,7 +90,7 @@ impl Teacher {
 ///     (MissingIds::Renormalized, term(2.0 / 3.0, 0.25) + term(1.0 / 3.0, 0.25)),
 ///     (MissingIds::Tail, term(0.5, 0.25) + term(0.25, 0.25) + term(0.25, 0.5)),
 /// ] {
-///     let teacher = Teacher::of_top_k(&token_ids, &log_probs, missing);
+///     let teacher = Teacher::from_top_k(&token_ids, &log_probs, missing);
 ///     let loss = student.distill(&hidden, &teacher, &DistillOptions::new(Divergence::ForwardKl))?;
 ///     assert!((loss.value.to_scalar::<f32>()? - expected).abs() < 1e-5);
 /// }

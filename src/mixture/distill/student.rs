@@ -191,7 +191,7 @@ impl Mixture {
     /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
     /// let student = Mixture::new(&contexts, None, &weight, None)?;
     /// let teacher = Mixture::new(&contexts.detach().affine(2.0, 0.0)?, None, &weight, None)?;
-    /// let loss = student.distill(&Teacher::of_mixture(&teacher), &DistillOptions::new(Divergence::ReverseKl))?;
+    /// let loss = student.distill(&Teacher::from_mixture(&teacher), &DistillOptions::new(Divergence::ReverseKl))?;
     /// let gradients = loss.backward()?;
     /// # assert!(gradients.get(&contexts).is_some());
     /// # Ok(())

@@ -67,7 +67,7 @@ impl<'a> Timed<'a> {
         });
         let teacher = match score {
             Score::List => Some(list(leaves)?),
-            Score::Teacher => Some(Teacher::of_mixture(&other(mixture, leaves)?)),
+            Score::Teacher => Some(Teacher::from_mixture(&other(mixture, leaves)?)),
             _ => None,
         };
         let targets = match score {
@@ -97,7 +97,7 @@ fn list(Leaves { targets, weight, .. }: &Leaves) -> Result<Teacher> {
     let ids: Vec<u32> = (0..positions).flat_map(|t| (0..n).map(move |i| id(t, i))).collect();
     let log_probs = Tensor::full((0.9 / n as f32).ln(), (positions, n), targets.device())?;
     let ids = Tensor::from_vec(ids, (positions, n), targets.device())?;
-    Ok(Teacher::of_top_k(&ids, &log_probs, MissingIds::Tail))
+    Ok(Teacher::from_top_k(&ids, &log_probs, MissingIds::Tail))
 }
 
 /// A mixture of the same sizes that is another distribution.

@@ -73,7 +73,7 @@ fn search_batch(
         length += 1;
         let Some(without) = without.as_mut().filter(|_| length <= FIRST) else {
             return match model.setting.target.codes() {
-                Some(_) => Ok(TopK::of_log_probs(&log_probs(model, &hidden, tokens)?, k)?),
+                Some(_) => Ok(TopK::from_log_probs(&log_probs(model, &hidden, tokens)?, k)?),
                 None => Ok(model.head().top_k(&hidden, k)?),
             };
         };
@@ -81,14 +81,14 @@ fn search_batch(
         let usual = model.head().log_probs(&step(without, tokens, parents)?)?;
         // The difference is largest for the rarest tokens: only the most probable ones are candidates.
         let candidates = CANDIDATES.min(model.head().vocab_size());
-        let least = TopK::of_log_probs(&log_probs, candidates)?.log_probs.narrow(1, candidates - 1, 1)?;
+        let least = TopK::from_log_probs(&log_probs, candidates)?.log_probs.narrow(1, candidates - 1, 1)?;
         let other = Tensor::full(f32::NEG_INFINITY, log_probs.shape(), device)?;
         let mut changed = log_probs.broadcast_ge(&least)?.where_cond(&(&log_probs - (usual * diversity)?)?, &other)?;
         if length == 1 {
             // No target is empty, so its end is the least probable first token, and would gain the most.
             changed = changed.broadcast_add(&never_end)?;
         }
-        Ok(TopK::of_log_probs(&changed, k)?)
+        Ok(TopK::from_log_probs(&changed, k)?)
     })
 }
 

@@ -117,7 +117,7 @@ impl<F: Float> Components<F> {
 
     /// Log p of an id, from its logits; at most zero.
     pub(crate) fn log_prob(&self, logit: impl Fn(usize) -> F) -> LogSumExp<F> {
-        LogSumExp::of((0..self.lse.len()).map(|k| logit(k) - self.lse[k].largest + self.log_scale[k]))
+        LogSumExp::from_terms((0..self.lse.len()).map(|k| logit(k) - self.lse[k].largest + self.log_scale[k]))
     }
 
     /// Adds the candidates' masses. `target_logit` is of a component and a candidate's index, `slope` the softcap's at a
@@ -154,7 +154,7 @@ impl<F: Float> Components<F> {
         self.hard_mass.fill(F::zero());
         if let Some((y, hard)) = target.hard {
             let joint = |k: usize| target_logit(k, y) - self.lse[k].largest + self.log_scale[k];
-            let log_p = LogSumExp::of((0..components).map(joint));
+            let log_p = LogSumExp::from_terms((0..components).map(joint));
             let nll = not_negative(-log_p.value());
             loss.nll = nll.f64();
             loss.objective = weighted(hard, nll).f64();
@@ -164,7 +164,7 @@ impl<F: Float> Components<F> {
                 self.hard_mass[k] = weighted(hard, r);
             }
         }
-        let z_loss = F::of(target.terms.z_loss);
+        let z_loss = F::from_f64(target.terms.z_loss);
         if z_loss != F::zero() {
             let squares: F = self.lse.iter().map(|lse| lse.value() * lse.value()).sum();
             loss.objective += (z_loss * squares).f64() / components as f64;
@@ -179,19 +179,19 @@ impl<F: Float> Components<F> {
     /// `R_k + 2 zeta lse_k / K`, the factor of component k's softmax in the gradient of its logits.
     #[inline(always)]
     pub(crate) fn softmax_mass(&self, target: &Target<'_, F>, k: usize) -> F {
-        let z_loss = F::of(target.terms.z_loss) / F::of(self.lse.len() as f64);
-        self.mass[k] + F::of(2.0) * z_loss * self.lse[k].value()
+        let z_loss = F::from_f64(target.terms.z_loss) / F::from_f64(self.lse.len() as f64);
+        self.mass[k] + F::from_f64(2.0) * z_loss * self.lse[k].value()
     }
 
     /// The same in f64; without a z-loss it is finite even if the log-sum-exp is not.
     pub(crate) fn precise_softmax_mass(&self, target: &Target<'_, F>, k: usize) -> f64 {
-        let z_loss = 2.0 * F::of(target.terms.z_loss).f64() / self.lse.len() as f64;
+        let z_loss = 2.0 * F::from_f64(target.terms.z_loss).f64() / self.lse.len() as f64;
         self.mass[k].f64() + weighted(z_loss, self.lse[k].value().f64())
     }
 
     /// The magnitude below which the filter drops a row; records the dropped magnitude in `loss`.
     pub(crate) fn least_magnitude(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
-        let filter = F::of(target.terms.gradient_filter);
+        let filter = F::from_f64(target.terms.gradient_filter);
         if filter == F::zero() {
             return F::zero();
         }

@@ -19,7 +19,7 @@ pub(crate) fn divergence<F: Float + Element>(
     let ((n, vocab), isa) = (log_probs.dims2()?, Isa::best()?);
     let mut rows: Vec<F> = take_values(log_probs)?;
     let scales: Vec<F> = terms.scales.to_vec1()?;
-    let power = F::of(1.0 / terms.temperature);
+    let power = F::from_f64(1.0 / terms.temperature);
     let mut values = vec![F::zero(); n];
     with_slice("log_teacher", log_teacher, |teacher: &[F]| {
         let rows = rows.par_chunks_exact_mut(vocab).zip(teacher.par_chunks_exact(vocab));
@@ -29,7 +29,7 @@ pub(crate) fn divergence<F: Float + Element>(
             *value = match terms.divergence {
                 Divergence::ForwardKl => F::dispatch(isa, Sweep(row, Forward)),
                 Divergence::ReverseKl => F::dispatch(isa, Sweep(row, Reverse)),
-                Divergence::JensenShannon(beta) => F::dispatch(isa, Sweep(row, JensenShannon::of(beta))),
+                Divergence::JensenShannon(beta) => F::dispatch(isa, Sweep(row, JensenShannon::new(beta))),
             };
         });
         Ok(())
@@ -50,7 +50,7 @@ struct DivergenceRow<'a, F> {
 /// What one id adds, from the log-probabilities of student and teacher: to the divergence, and to its derivative by the
 /// student's log-probability, up to a constant times the probability.
 trait Term<F: Float>: Copy {
-    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg);
+    fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg);
 }
 
 /// `factor x`, and zero for a probability of zero.
@@ -66,7 +66,7 @@ struct Forward;
 
 impl<F: Float> Term<F> for Forward {
     #[inline(always)]
-    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
+    fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
         let t = exp(v, log_t);
         (weighted(v, t, v.sub(log_t, log_q)), v.sub(v.splat(F::zero()), t))
     }
@@ -78,7 +78,7 @@ struct Reverse;
 
 impl<F: Float> Term<F> for Reverse {
     #[inline(always)]
-    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
+    fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
         let term = weighted(v, exp(v, log_q), v.sub(log_q, log_t));
         (term, term)
     }
@@ -93,14 +93,18 @@ struct JensenShannon<F> {
 }
 
 impl<F: Float> JensenShannon<F> {
-    fn of(beta: f64) -> Self {
-        JensenShannon { beta: F::of(beta), log_beta: F::of(beta.ln()), log_rest: F::of((1.0 - beta).ln()) }
+    fn new(beta: f64) -> Self {
+        JensenShannon {
+            beta: F::from_f64(beta),
+            log_beta: F::from_f64(beta.ln()),
+            log_rest: F::from_f64((1.0 - beta).ln()),
+        }
     }
 }
 
 impl<F: Float> Term<F> for JensenShannon<F> {
     #[inline(always)]
-    fn of<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
+    fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
         let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
         let (a, b) = (v.add(log_t, v.splat(self.log_beta)), v.add(log_q, v.splat(self.log_rest)));
         let largest = v.max(a, b);
@@ -133,7 +137,7 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
         if !is_tempered {
             let scale = v.splat(scale);
             each(v, student, teacher, |log_q, log_t| {
-                let (of_value, of_slope) = term.of(v, log_q, log_t);
+                let (of_value, of_slope) = term.value_and_slope(v, log_q, log_t);
                 value = v.add(value, of_value);
                 weighted(v, scale, of_slope)
             });
@@ -141,14 +145,14 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
         }
         each(v, student, teacher, |log_q, log_t| {
             let (tempered_q, tempered_t) = tempered(log_q, log_t);
-            let (of_value, of_slope) = term.of(v, tempered_q, tempered_t);
+            let (of_value, of_slope) = term.value_and_slope(v, tempered_q, tempered_t);
             (value, slope) = (v.add(value, of_value), v.add(slope, of_slope));
             log_q
         });
         let (slope, scale) = (v.splat(v.sum(slope)), v.splat(scale * power));
         each(v, student, teacher, |log_q, log_t| {
             let (tempered_q, tempered_t) = tempered(log_q, log_t);
-            let of_slope = term.of(v, tempered_q, tempered_t).1;
+            let of_slope = term.value_and_slope(v, tempered_q, tempered_t).1;
             weighted(v, scale, v.sub(of_slope, weighted(v, exp(v, tempered_q), slope)))
         });
         not_negative(v.sum(value))

@@ -16,11 +16,11 @@ pub(crate) enum ListedIds<'a> {
 
 impl<'a> ListedIds<'a> {
     /// The ids of position `t`; `None` if it is ignored.
-    pub(crate) fn of(self, t: usize) -> Option<&'a [usize]> {
+    pub(crate) fn at(self, t: usize) -> Option<&'a [usize]> {
         match self {
             ListedIds::Nothing => Some(&[]),
             ListedIds::Targets(ids) => ids[t].as_ref().map(std::slice::from_ref),
-            ListedIds::Candidates(candidates) => Some(candidates.of(t)),
+            ListedIds::Candidates(candidates) => Some(candidates.at(t)),
         }
     }
 }
@@ -58,7 +58,7 @@ impl Candidates {
     }
 
     /// The ids of position `t`.
-    pub(crate) fn of(&self, t: usize) -> &[usize] {
+    pub(crate) fn at(&self, t: usize) -> &[usize] {
         &self.ids[self.starts[t]..self.starts[t + 1]]
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, WithDType};
 use half::bf16;
 
 use super::components::PositionLoss;
@@ -11,7 +11,6 @@ use crate::backend::contract::{Gradients, LossResults};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::math::weighted;
-use crate::backend::cpu::vector::simd::Float;
 use crate::backend::operands::{NeedsGrad, Sizes};
 use crate::error::{Error, Result};
 
@@ -128,9 +127,9 @@ pub(crate) fn results<T: Element>(
     gradients: BufferedGradients<T>,
 ) -> Result<LossResults> {
     // The sum of no numbers is minus zero.
-    let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::of(value + 0.0)], (), &Device::Cpu)?);
+    let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::from_f64(value + 0.0)], (), &Device::Cpu)?);
     let vector = |values: &[f64]| {
-        let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::of(x)).collect();
+        let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::from_f64(x)).collect();
         Ok::<_, Error>(Tensor::from_vec(values, sizes.positions, &Device::Cpu)?)
     };
     let enumerated = || losses.iter().enumerate();

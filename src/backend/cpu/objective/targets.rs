@@ -87,7 +87,7 @@ impl<F: Float> Targets<F> {
         let of_score = |is_needed: bool, g: F| if is_needed { g } else { F::zero() };
         for (t, row) in (first..).zip(upstream.chunks_exact(n + OF_POSITION)) {
             let start = masses.len();
-            masses.extend(candidates.of(t).iter().map(|&id| (id, F::zero())));
+            masses.extend(candidates.at(t).iter().map(|&id| (id, F::zero())));
             for (&place, &g) in candidates.places(t).iter().zip(row) {
                 masses[start + place].1 += -power * g;
             }
@@ -139,13 +139,13 @@ impl<F: Float> Targets<F> {
         };
         let read = |numbers: &Option<Tensor>| numbers.as_ref().map(|numbers| numbers.to_vec1::<F>()).transpose();
         let (position_weights, class_weights) = (read(position_weights)?, read(class_weights)?);
-        let smoothing = F::of(terms.label_smoothing);
+        let smoothing = F::from_f64(terms.label_smoothing);
         let mut soft = Vec::new();
         if terms.label_smoothing > 0.0 {
             let whole = 0..sizes.vocab;
             let (vocab, own) =
                 loss.shard.as_ref().map_or((sizes.vocab, whole), |shard| (shard.vocab_size(), shard.range()));
-            let share = smoothing / F::of(vocab as f64);
+            let share = smoothing / F::from_f64(vocab as f64);
             soft = match &class_weights {
                 Some(weights) => weights[own].iter().map(|&c| c * share).collect(),
                 None => vec![share; sizes.vocab],
@@ -169,7 +169,7 @@ impl<F: Float> Targets<F> {
     }
 
     pub(crate) fn has_filter(&self) -> bool {
-        F::of(self.terms.gradient_filter) > F::zero()
+        F::from_f64(self.terms.gradient_filter) > F::zero()
     }
 
     /// The row of the target of position `t`; `None` if it is ignored.
@@ -241,7 +241,7 @@ impl<F: Float> Ids<F> {
             }
             GradScale::Upstream(upstream) => upstream.to_vec1::<F>()?.into_iter().map(|x| x.f64()).collect(),
         };
-        let scale = |(t, factor)| F::of(weighted(self.position_weight(t), factor));
+        let scale = |(t, factor)| F::from_f64(weighted(self.position_weight(t), factor));
         Ok(factors.into_iter().enumerate().map(scale).collect())
     }
 

@@ -252,7 +252,7 @@ impl<F: Float> Kernel<F> for AddTerms<'_, F> {
         const MOST_EXPONENT: f64 = 60.0;
         let AddTerms { logits, largest, log_scale, to } = self;
         let (largest, log_scale) = (V::registers(largest), V::registers(log_scale));
-        let most = v.splat(F::of(MOST_EXPONENT));
+        let most = v.splat(F::from_f64(MOST_EXPONENT));
         for (to, logits) in to.iter_mut().zip(V::registers(logits).chunks_exact(largest.len())) {
             let mut sum = v.splat(F::zero());
             for ((&z, &largest), &log_scale) in logits.iter().zip(largest).zip(log_scale) {

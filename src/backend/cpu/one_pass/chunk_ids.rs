@@ -24,7 +24,7 @@ pub(super) struct ChunkIds<'a> {
 impl<'a> ChunkIds<'a> {
     /// The ids of these positions, none of which is ignored.
     pub(super) fn new(listed: ListedIds<'a>, positions: &[usize], components: usize) -> Self {
-        let ids: Vec<&[usize]> = positions.iter().map(|&t| listed.of(t).unwrap_or_default()).collect();
+        let ids: Vec<&[usize]> = positions.iter().map(|&t| listed.at(t).unwrap_or_default()).collect();
         let mut starts = vec![0];
         starts.extend(ids.iter().scan(0, |end, ids| {
             *end += components * ids.len();

@@ -87,7 +87,7 @@ impl<F: Float> Kernel<F> for Offsets<'_, F> {
             }
             let largest = &mut V::registers_mut(&mut running.largest)[j];
             *largest = v.max(*largest, tile_largest);
-            let limit = v.add(V::registers(&running.offset)[j], v.splat(F::of(SLACK)));
+            let limit = v.add(V::registers(&running.offset)[j], v.splat(F::from_f64(SLACK)));
             let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
             exceeds |= v.sum(v.if_less(limit, tile_largest, one, zero)) > F::zero();
         }
@@ -96,7 +96,7 @@ impl<F: Float> Kernel<F> for Offsets<'_, F> {
         }
         running.rescale.fill(F::one());
         for r in 0..running.offset.len() {
-            if running.largest[r] > running.offset[r] + F::of(SLACK) {
+            if running.largest[r] > running.offset[r] + F::from_f64(SLACK) {
                 running.set_offset(r, running.largest[r]);
             }
         }

@@ -107,11 +107,11 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     } else {
         (0, 0)
     };
-    let of_top_k = task.top_k.map_or(0, |k| layout.segments() * top_logits::bytes::<T::Acc>(k));
+    let top_k_numbers = task.top_k.map_or(0, |k| layout.segments() * top_logits::bytes::<T::Acc>(k));
     let of_pieces = (layout.more_pieces() + 1) * panel * (of_sums + of_scaled);
     // The contexts exist packed and gathered.
     let packed = format.packed_per_row(d) * size_of::<X::Packed>();
-    let per_row = kept + of_tiles + of_top_k + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
+    let per_row = kept + of_tiles + top_k_numbers + of_sums + packed + (d + ROW_NUMBERS + listed) * element;
     let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * of_sums + of_search;
     let fixed = layout.lanes * per_row + of_pieces + vocab.next_multiple_of(ROW_ALIGN) * element;
     Workspace { per_row, fixed, per_thread }
@@ -293,7 +293,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
     fn logits(&mut self, positions: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let chunk = positions.clone();
-        let positions: Vec<usize> = positions.filter(|&t| self.listed.of(t).is_some()).collect();
+        let positions: Vec<usize> = positions.filter(|&t| self.listed.at(t).is_some()).collect();
         self.gathered.clear();
         if !T::IS_ACC || positions.len() < chunk.len() {
             for t in &positions {

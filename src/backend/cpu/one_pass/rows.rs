@@ -1,5 +1,6 @@
 //! Between the passes: the loss of each position, and the numbers that turn a row's exponentials into its gradient.
 
+use candle_core::WithDType;
 use num_traits::{Float as _, Zero};
 use rayon::prelude::*;
 
@@ -65,7 +66,7 @@ impl<F: Float> GradientRow<F> {
         if relative.abs() < F::NEGLIGIBLE.f64() {
             F::zero()
         } else {
-            flushed(F::of(weighted(self.scale, relative)))
+            flushed(F::from_f64(weighted(self.scale, relative)))
         }
     }
 }
@@ -212,7 +213,7 @@ pub(super) fn scores<T: Element>(
         }
         if scored.entropy {
             let parts = parts_of(layout, panels, &passed.parts, first);
-            to[candidates.n] = T::Acc::of(entropy(parts, passed.logits(first)));
+            to[candidates.n] = T::Acc::from_f64(entropy(parts, passed.logits(first)));
         }
         if scored.outside {
             to[candidates.n + 1] = bounded(log_outside(state, sums));
@@ -225,7 +226,7 @@ pub(super) fn scores<T: Element>(
 
 /// The logarithm of the mass of the ids that are not listed, `log sum_k pi_k s_k(outside)`, from its terms.
 fn log_outside<F: Float>(state: &Components<F>, sums: &[RowSums<F>]) -> LogSumExp<F> {
-    LogSumExp::of(sums.iter().zip(state.scales()).map(log_term))
+    LogSumExp::from_terms(sums.iter().zip(state.scales()).map(log_term))
 }
 
 /// `log(pi_k s_k(outside))`, from the sums and scales of component k.
@@ -286,12 +287,12 @@ pub(super) fn rows<T: Element>(
                 None => state.candidate_masses.get(j * components + k).copied().unwrap_or_default(),
             };
             let entry = |(j, (&id, &z)): (usize, (&usize, &T::Acc))| {
-                let slope = inputs.softcap.map_or(T::Acc::of(1.0), |softcap| softcap.slope_at(z));
+                let slope = inputs.softcap.map_or(T::Acc::from_f64(1.0), |softcap| softcap.slope_at(z));
                 if id == ELSEWHERE {
                     return ListedId { id, mass: T::Acc::zero() };
                 }
                 let mass = (mass(j).f64() - weighted(of_softmax, sums[k].softmax(z))) * slope.f64();
-                ListedId { id, mass: flushed(T::Acc::of(weighted(logit_scale, mass))) }
+                ListedId { id, mass: flushed(T::Acc::from_f64(weighted(logit_scale, mass))) }
             };
             let listed = passed.ids.of_position(i).iter().zip(passed.logits(row)).enumerate();
             for (to, of_id) in entries[k * n..].iter_mut().zip(listed) {
@@ -312,7 +313,7 @@ pub(super) fn rows<T: Element>(
                 largest: lse.largest,
                 outside: (outside_factor, sums[k].outside.largest),
                 scale: logit_scale,
-                log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::of(outside))),
+                log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::from_f64(outside))),
                 is_void: !has_gradient && parts.into_iter().any(|(part, r)| !part.running.sum[r].is_finite()),
             }
         };
@@ -344,8 +345,8 @@ fn row_sums<'p, F: Float>(
     };
     let of_listed = listed.iter().map(|&z| (z - largest).f64().exp());
     RowSums {
-        lse: LogSumExp { largest, log_sum: F::of((of_outside + of_listed.sum::<f64>()).ln()) },
-        outside: LogSumExp { largest: largest_outside, log_sum: F::of(outside.ln()) },
+        lse: LogSumExp { largest, log_sum: F::from_f64((of_outside + of_listed.sum::<f64>()).ln()) },
+        outside: LogSumExp { largest: largest_outside, log_sum: F::from_f64(outside.ln()) },
     }
 }
 

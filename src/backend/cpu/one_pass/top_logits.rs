@@ -20,7 +20,7 @@ impl Floors {
         Floors((0..rows).map(|_| AtomicU64::new(f64::NEG_INFINITY.to_bits())).collect())
     }
 
-    fn of(&self, row: usize) -> f64 {
+    fn at(&self, row: usize) -> f64 {
         f64::from_bits(self.0[row].load(Ordering::Relaxed))
     }
 
@@ -49,7 +49,7 @@ impl<F: Float> TopLogits<F> {
     pub(super) fn add(&mut self, ids: &Range<usize>, tile: &[F], largest: &[F], floors: &Floors) {
         for (row, (candidates, &largest)) in self.rows.iter_mut().zip(largest).enumerate() {
             // Of equals another segment may have the lower id.
-            let floor = F::of(floors.of(self.panel.first + row));
+            let floor = F::from_f64(floors.at(self.panel.first + row));
             if largest < floor || !candidates.has_place(largest) {
                 continue;
             }

@@ -3,10 +3,11 @@
 use super::dtype::{with_slice, Element};
 use super::matrix::{DecoderMatrix, DecoderView};
 use crate::backend::cpu::memory::zeros;
-use crate::backend::cpu::vector::simd::{Float, Isa, ROW_ALIGN};
+use crate::backend::cpu::vector::simd::{Isa, ROW_ALIGN};
 use crate::backend::cpu::vector::softcap::Softcap;
 use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
+use candle_core::WithDType;
 
 pub(crate) struct Inputs<'a, T: Element> {
     pub(crate) sizes: Sizes,
@@ -31,14 +32,14 @@ impl<T: Element> Inputs<'_, T> {
             Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
             None => zeros(positions * components),
         };
-        let logit_scale = T::Acc::of(operands.logit_scale);
+        let logit_scale = T::Acc::from_f64(operands.logit_scale);
         let mut bias = match &operands.bias {
             Some(bias) => bias.to_vec1()?,
             None => zeros(rows),
         };
         bias.iter_mut().for_each(|b| *b *= logit_scale);
         bias.resize(rows.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
-        let softcap = operands.softcap.map(|cap| Softcap::new(T::Acc::of(cap)));
+        let softcap = operands.softcap.map(|cap| Softcap::new(T::Acc::from_f64(cap)));
         let isa = Isa::best()?;
         let (weight, transposed) = operands.stored_weight()?;
         with_slice("contexts", &operands.contexts, |contexts| {
@@ -59,7 +60,7 @@ impl<T: Element> Inputs<'_, T> {
     /// The inputs whose logits are divided by a temperature.
     pub(crate) fn tempered(mut self, temperature: f64) -> Self {
         if temperature != 1.0 {
-            let power = T::Acc::of(1.0 / temperature);
+            let power = T::Acc::from_f64(1.0 / temperature);
             self.logit_scale *= power;
             self.bias.iter_mut().for_each(|b| *b *= power);
         }

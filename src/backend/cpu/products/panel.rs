@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     fn values<F: Float>(n: usize, seed: usize) -> Vec<F> {
-        (0..n).map(|i| F::of(((i * 7 + seed * 13) % 19) as f64 - 9.0)).collect()
+        (0..n).map(|i| F::from_f64(((i * 7 + seed * 13) % 19) as f64 - 9.0)).collect()
     }
 
     /// Checks both orders of the left operand, in one part and in two, at sizes that do not fill the registers.

@@ -31,12 +31,12 @@ where
 impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> Values<'_, F, V, C> {
     /// The values of the ids of register `i`.
     #[inline(always)]
-    fn of(&self, i: usize) -> V::Reg {
+    fn register(&self, i: usize) -> V::Reg {
         let v = self.v;
         if self.components.len() == 1 {
             return self.rows[i];
         }
-        let most = v.splat(F::of(MOST_EXPONENT));
+        let most = v.splat(F::from_f64(MOST_EXPONENT));
         let mut sum = v.splat(F::zero());
         for (k, (largest, log_scale)) in self.components.clone().enumerate() {
             let term = v.add(v.sub(self.rows[i + k * self.width], v.splat(largest)), v.splat(log_scale));
@@ -49,7 +49,7 @@ impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> Values
     #[inline(always)]
     fn lanes(&self, i: usize) -> ([F; 16], usize) {
         let (mut lanes, n) = ([F::zero(); 16], size_of::<V::Reg>() / size_of::<F>());
-        self.v.store_partial(self.of(i), &mut lanes[..n]);
+        self.v.store_partial(self.register(i), &mut lanes[..n]);
         (lanes, n)
     }
 
@@ -65,7 +65,7 @@ impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> Values
     fn exceed(&self, registers: Range<usize>, value: F, or_equal: bool) -> bool {
         let (v, components) = (self.v, self.components.len());
         // A sum of K terms is at most K times the largest; 1e-2 leaves room for rounding.
-        let least_term = value.ln() - F::of((components as f64).ln() + 1e-2);
+        let least_term = value.ln() - F::from_f64((components as f64).ln() + 1e-2);
         let mut first = registers.start;
         while first < registers.end {
             let end = registers.end.min(first + BLOCK);
@@ -76,7 +76,7 @@ impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> Values
                     v.largest(term) < least_term
                 };
                 if !is_small {
-                    largest = v.max(largest, self.of(i));
+                    largest = v.max(largest, self.register(i));
                 }
             }
             let largest = v.largest(largest);

@@ -81,7 +81,7 @@ impl<F: Float> Kernel<F> for MixTile<'_, F> {
         let rows = V::registers(&of.rows[first..]);
         let components = of.components.iter().copied();
         // A sum of K terms is at most K times the largest; 1e-2 leaves room for rounding.
-        let least_term = floor - F::of((of.components.len() as f64).ln() + 1e-2);
+        let least_term = floor - F::from_f64((of.components.len() as f64).ln() + 1e-2);
         for (i, log_p) in V::registers_mut(to).iter_mut().enumerate() {
             let largest = largest_term(v, &rows[i..], stride, components.clone());
             *log_p = if v.largest(largest) < least_term {

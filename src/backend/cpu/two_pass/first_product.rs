@@ -293,13 +293,15 @@ mod tests {
     use half::{bf16, f16};
 
     use super::*;
+    use candle_core::WithDType;
+
     use crate::backend::distribution::Real;
 
     const MARK: f64 = 77.0;
 
     /// Numbers that every type represents.
     fn values<T: Element>(n: usize, seed: usize) -> Vec<T> {
-        (0..n).map(|i| T::narrow(T::Acc::of(((i * 7 + i / 11 + seed * 13) % 31) as f64 / 8.0 - 2.0))).collect()
+        (0..n).map(|i| T::narrow(T::Acc::from_f64(((i * 7 + i / 11 + seed * 13) % 31) as f64 / 8.0 - 2.0))).collect()
     }
 
     fn f64_of<T: Element>(x: T) -> f64 {
@@ -326,7 +328,7 @@ mod tests {
         };
         for isa in Isa::available() {
             let stride = ids + 3;
-            let mut to = vec![T::Acc::of(MARK); rows * stride];
+            let mut to = vec![T::Acc::from_f64(MARK); rows * stride];
             let (product, positions) = (Vectors(isa), Positions { components, are_independent: true });
             let contexts_of_product = FirstProduct::<T>::contexts(product, &contexts, &decoder, positions);
             let mut tile = ViewMut::new(&mut to, rows, ids, stride);

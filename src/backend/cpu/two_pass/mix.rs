@@ -71,11 +71,11 @@ pub(super) enum IdMasses<'a, F> {
 impl<F: Float> IdMasses<'_, F> {
     /// The masses of the ids of register `i`, which have these log-probabilities.
     #[inline(always)]
-    pub(super) fn of<V: Vector<F>>(self, v: V, i: usize, log_p: V::Reg) -> V::Reg {
+    pub(super) fn at<V: Vector<F>>(self, v: V, i: usize, log_p: V::Reg) -> V::Reg {
         match self {
             IdMasses::Given(masses) => V::registers(masses)[i],
             IdMasses::OfProbability { tempered, constant, slope, outside } => {
-                let (log_q, q) = tempered.of(v, log_p);
+                let (log_q, q) = tempered.temper(v, log_p);
                 let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
                 let zero = v.splat(F::zero());
                 let mass = v.if_equal(q, zero, zero, mass);
@@ -132,7 +132,7 @@ impl<F: Float> Tempered<F> {
 
     /// `log Q(v)` and `Q(v)`
     #[inline(always)]
-    fn of<V: Vector<F>>(self, v: V, log_p: V::Reg) -> (V::Reg, V::Reg) {
+    fn temper<V: Vector<F>>(self, v: V, log_p: V::Reg) -> (V::Reg, V::Reg) {
         let log_q = v.sub(v.mul(log_p, v.splat(self.power)), v.splat(self.log_norm));
         (log_q, exp(v, log_q))
     }
@@ -142,7 +142,7 @@ impl<F: Float> Tempered<F> {
     pub(super) fn entropy<V: Vector<F>>(self, v: V, log_probs: &[F], vocab: usize) -> F {
         let mut sum = v.splat(F::zero());
         for &log_p in V::registers(log_probs) {
-            let (log_q, q) = self.of(v, log_p);
+            let (log_q, q) = self.temper(v, log_p);
             sum = v.add(sum, product(v, q, log_q));
         }
         within_bounds(-v.sum(sum), vocab)
@@ -207,7 +207,7 @@ fn product<F: Float, V: Vector<F>>(v: V, q: V::Reg, log_q: V::Reg) -> V::Reg {
 
 /// An entropy that rounding has not moved beyond 0 or `ln vocab`; NaN stays NaN.
 fn within_bounds<F: Float>(entropy: F, vocab: usize) -> F {
-    match (entropy, F::of((vocab as f64).ln())) {
+    match (entropy, F::from_f64((vocab as f64).ln())) {
         // Minus zero too.
         (x, _) if x <= F::zero() => F::zero(),
         (x, most) if x > most => most,
@@ -245,7 +245,7 @@ impl<F: Float> PositionLogits<'_, F> {
             log_probs[i] = log_p;
             if let Some(soft) = soft {
                 references[i] = reference;
-                let mass = soft.of(v, i, log_p);
+                let mass = soft.at(v, i, log_p);
                 // An id without mass gets no share, nor does an id of probability zero: it contributes no gradient.
                 shares[i] = v.if_equal(mass, zero, zero, v.if_equal(sum, zero, zero, v.div(mass, sum)));
             }

@@ -15,6 +15,7 @@ mod single_softmax;
 mod tile_log_sum_exp;
 mod tiles;
 
+use candle_core::WithDType;
 use std::ops::Range;
 
 use rayon::prelude::*;
@@ -212,7 +213,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
         let (n, &Scored { entropy, outside, .. }) = (candidates.n, scored);
-        let power = T::Acc::of(1.0 / scored.temperature);
+        let power = T::Acc::from_f64(1.0 / scored.temperature);
         let mut scores = zeros(positions.len() * (n + OF_POSITION));
         let mut best = vec![None; positions.len()];
         let log_priors = &self.inputs.log_priors[positions.start * components..];
@@ -428,7 +429,7 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
             }
             lse
         });
-        let of_row = |r: usize| LogSumExp::of_parts(tiles.iter().map(|tile| tile[r]));
+        let of_row = |r: usize| LogSumExp::joined(tiles.iter().map(|tile| tile[r]));
         self.lse = (0..rows.len()).into_par_iter().map(of_row).collect();
         self.join_ranks(chunk)
     }

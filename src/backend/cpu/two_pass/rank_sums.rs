@@ -30,7 +30,9 @@ impl<F: Float> RankTerms<'_, F> {
         let (masses, rest) = self.sums.split_at(components.mass.len());
         let (magnitudes, rest) = rest.split_at(components.magnitude.len());
         let masses = components.mass.iter_mut().zip(masses);
-        masses.chain(components.magnitude.iter_mut().zip(magnitudes)).for_each(|(to, &of_all)| *to += F::of(of_all));
+        masses
+            .chain(components.magnitude.iter_mut().zip(magnitudes))
+            .for_each(|(to, &of_all)| *to += F::from_f64(of_all));
         rest[0]
     }
 }

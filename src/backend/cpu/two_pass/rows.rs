@@ -308,14 +308,14 @@ mod tests {
     ) -> Vec<F> {
         let components = log_priors.len();
         let stride = rows.len() / components;
-        let lse: Vec<_> = rows.chunks(stride).map(|row| LogSumExp::of(row.iter().copied())).collect();
+        let lse: Vec<_> = rows.chunks(stride).map(|row| LogSumExp::from_terms(row.iter().copied())).collect();
         let mut gradients = vec![F::zero(); components];
         let mut live = vec![false; components];
         let kernel = LossRows {
             logits: PositionLogits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
             of_ranks: None,
             target: Target {
-                hard: Some((0, F::of(0.9))),
+                hard: Some((0, F::from_f64(0.9))),
                 candidates: &[],
                 outside: F::zero(),
                 soft: soft.map(Soft::Given),
@@ -338,17 +338,17 @@ mod tests {
     fn check_flush<F: Float>() {
         let stride = 64;
         // Logits from 0 down to -126, and log-priors from 0 down to -88, where an f32 exponential underflows.
-        let logits = |k: usize| (0..stride).map(move |v| F::of(-2.0 * ((v * 5 + k) % stride) as f64));
-        let log_priors: Vec<F> = (0..12).map(|k| F::of(-8.0 * f64::from(k))).collect();
-        let soft = vec![F::of(0.1 / 64.0); stride];
+        let logits = |k: usize| (0..stride).map(move |v| F::from_f64(-2.0 * ((v * 5 + k) % stride) as f64));
+        let log_priors: Vec<F> = (0..12).map(|k| F::from_f64(-8.0 * f64::from(k))).collect();
+        let soft = vec![F::from_f64(0.1 / 64.0); stride];
         for isa in Isa::available() {
             for soft in [None, Some(&soft[..])] {
-                for softcap in [None, Some(Softcap::new(F::of(200.0)))] {
+                for softcap in [None, Some(Softcap::new(F::from_f64(200.0)))] {
                     let mut rows: Vec<F> = (0..log_priors.len()).flat_map(logits).collect();
                     let found = gradient(isa, &mut rows, &log_priors, soft, softcap);
                     let small = found.iter().filter(|g| **g != F::zero() && g.abs() < F::LEAST_GRADIENT).count();
                     assert_eq!(small, 0, "{} soft {} cap {}", isa.kernels(), soft.is_some(), softcap.is_some());
-                    assert!(found.iter().any(|g| g.abs() > F::of(0.1)), "{}", isa.kernels());
+                    assert!(found.iter().any(|g| g.abs() > F::from_f64(0.1)), "{}", isa.kernels());
                     assert!(found.len() > stride + log_priors.len(), "more than one row must be live");
                 }
             }

@@ -33,7 +33,7 @@ pub(super) fn single_sums<F: Float, V: Vector<F>>(
     let (mut sum, mut magnitude, mut objective) = (zero, zero, zero);
     for (i, &z) in V::registers(row).iter().enumerate() {
         let log_p = v.add(v.sub(z, largest), log_scale);
-        let mass = masses.of(v, i, log_p);
+        let mass = masses.at(v, i, log_p);
         if let IdMasses::Given(_) = masses {
             // An id without mass adds nothing, whatever its probability.
             let term = v.mul(mass, log_p);
@@ -61,7 +61,7 @@ pub(super) fn single_gradient<F: Float, V: Vector<F>>(
     let least = v.splat(F::LEAST_GRADIENT);
     for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
         let relative = v.sub(*z, largest);
-        let mass = possible(v, *z, masses.of(v, i, v.add(relative, log_scale)));
+        let mass = possible(v, *z, masses.at(v, i, v.add(relative, log_scale)));
         let mut g = v.mul_add(mass, scale, v.mul(exp(v, relative), exp_scale));
         if let Some(softcap) = softcap {
             // The padding is minus infinity; its softmax is already zero.

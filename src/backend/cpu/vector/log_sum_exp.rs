@@ -19,14 +19,14 @@ impl<F: Float> LogSumExp<F> {
     }
 
     /// The log-sum-exp of a few numbers.
-    pub(crate) fn of(values: impl Iterator<Item = F> + Clone) -> Self {
+    pub(crate) fn from_terms(values: impl Iterator<Item = F> + Clone) -> Self {
         let largest = finite_or_zero(values.clone().fold(F::neg_infinity(), num_traits::Float::max));
         let sum: F = values.map(|x| (x - largest).exp()).sum();
         LogSumExp { largest, log_sum: sum.ln() }
     }
 
     /// Combines the log-sum-exps of a row's parts.
-    pub(crate) fn of_parts(parts: impl Iterator<Item = Self> + Clone) -> Self {
+    pub(crate) fn joined(parts: impl Iterator<Item = Self> + Clone) -> Self {
         let possible = parts.clone().filter(|part| part.log_sum != F::neg_infinity());
         let largest = finite_or_zero(possible.map(|part| part.largest).fold(F::neg_infinity(), num_traits::Float::max));
         let sum: F = parts.map(|part| (part.largest - largest + part.log_sum).exp()).sum();

@@ -33,7 +33,7 @@ pub(crate) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     let (m, e) = v.mantissa_exponent(x);
     let sqrt_2 = v.splat(F::SQRT_2());
     let e = v.if_less(m, sqrt_2, e, v.add(e, one));
-    let m = v.if_less(m, sqrt_2, m, v.mul(m, v.splat(F::of(0.5))));
+    let m = v.if_less(m, sqrt_2, m, v.mul(m, v.splat(F::from_f64(0.5))));
     let s = v.div(v.sub(m, one), v.add(m, one));
     let series = polynomial(v, F::ARTANH_COEFFICIENTS, v.mul(s, s));
     let ln_m = v.mul(v.add(s, s), series);
@@ -47,7 +47,7 @@ pub(crate) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
 pub(crate) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
     let magnitude = v.max(x, v.sub(zero, x));
-    let t = exp(v, v.mul(magnitude, v.splat(F::of(-2.0))));
+    let t = exp(v, v.mul(magnitude, v.splat(F::from_f64(-2.0))));
     let far = v.div(v.sub(one, t), v.add(one, t));
     let far = v.if_less(x, zero, v.sub(zero, far), far);
     // 1 - t cancels near zero; there the series x - x^3/3 + 2x^5/15 - .. is exact to f32 rounding.
@@ -55,12 +55,12 @@ pub(crate) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     let coefficients = [-1382.0 / 155_925.0, 62.0 / 2835.0, -17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0, 1.0];
     let mut near = v.splat(F::zero());
     for c in coefficients {
-        near = v.mul_add(near, square, v.splat(F::of(c)));
+        near = v.mul_add(near, square, v.splat(F::from_f64(c)));
     }
     let near = v.mul(near, x);
     // The bound is where the first omitted term, x^13 / 500, falls below the rounding error of the other branch.
-    let bound = if F::epsilon() < F::of(1e-10) { 0.03 } else { 0.25 };
-    v.if_less(magnitude, v.splat(F::of(bound)), near, far)
+    let bound = if F::epsilon() < F::from_f64(1e-10) { 0.03 } else { 0.25 };
+    v.if_less(magnitude, v.splat(F::from_f64(bound)), near, far)
 }
 
 #[inline(always)]
@@ -129,11 +129,11 @@ mod tests {
 
     fn check<F: Float>(function: Function, inputs: &[f64], truth: fn(f64) -> f64, tolerance: f64) {
         for isa in Isa::available() {
-            let mut row: Vec<F> = inputs.iter().map(|&x| F::of(x)).collect();
+            let mut row: Vec<F> = inputs.iter().map(|&x| F::from_f64(x)).collect();
             row.resize(row.len().next_multiple_of(ROW_ALIGN), F::one());
             F::dispatch(isa, Apply(function, &mut row));
             for (&x, got) in inputs.iter().zip(row) {
-                let (want, got) = (truth(F::of(x).f64()), got.f64());
+                let (want, got) = (truth(F::from_f64(x).f64()), got.f64());
                 let same = got == want || (got.is_nan() && want.is_nan());
                 let error = (got - want).abs() / want.abs().max(f64::MIN_POSITIVE);
                 assert!(

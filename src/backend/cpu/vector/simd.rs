@@ -93,11 +93,6 @@ pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default
 
     /// Runs `kernel` with the instructions of `isa`.
     fn dispatch<K: Kernel<Self>>(isa: Isa, kernel: K) -> K::Output;
-
-    fn of(value: f64) -> Self {
-        // Both types convert from every f64; the fallback is never taken.
-        num_traits::NumCast::from(value).unwrap_or_else(Self::nan)
-    }
 }
 
 /// An instruction set, with the proof that this machine has it.

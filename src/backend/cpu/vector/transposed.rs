@@ -90,7 +90,7 @@ mod tests {
             let mut rows = V::filled(v.splat(F::zero()));
             let lanes = rows.as_ref().len();
             for (i, row) in rows.as_mut().iter_mut().enumerate() {
-                let values: Vec<F> = (0..lanes).map(|j| F::of((lanes * i + j) as f64)).collect();
+                let values: Vec<F> = (0..lanes).map(|j| F::from_f64((lanes * i + j) as f64)).collect();
                 *row = v.load_partial(&values);
             }
             let mut found = vec![F::zero(); lanes * lanes];

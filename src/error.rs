@@ -249,8 +249,8 @@ pub enum OptionName {
     GradientFilter,
     /// [`LossOptions::correct`](crate::LossOptions::correct)
     Correct,
-    /// [`ScoreOptions::is_best`](crate::ScoreOptions::is_best)
-    IsBest,
+    /// [`ScoreOptions::is_argmax`](crate::ScoreOptions::is_argmax)
+    IsArgmax,
     /// [`LossOptions::with_sampled_softmax`](crate::LossOptions::with_sampled_softmax)
     SampledSoftmax,
     /// [`LossOptions::with_nce`](crate::LossOptions::with_nce)
@@ -278,7 +278,7 @@ impl fmt::Display for OptionName {
             OptionName::Temperature => "temperature",
             OptionName::GradientFilter => "gradient_filter",
             OptionName::Correct => "correct",
-            OptionName::IsBest => "is_best",
+            OptionName::IsArgmax => "is_argmax",
             OptionName::SampledSoftmax => "sampled_softmax",
             OptionName::Nce => "nce",
             OptionName::DecoderRows => "decoder_rows",

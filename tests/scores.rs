@@ -75,7 +75,7 @@ fn so_they_do_with_every_kind_of_logits() -> Result<()> {
 #[test]
 fn scores_of_no_positions_can_be_read() -> Result<()> {
     let weight = Tensor::ones((20, 6), DType::F32, &Device::Cpu)?;
-    let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_best(true);
+    let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_argmax(true);
     for components in [1, 2] {
         let log_priors = Tensor::zeros((0, components), DType::F32, &Device::Cpu)?;
         let log_priors = Some(&log_priors).filter(|_| components > 1);
@@ -98,7 +98,7 @@ fn scores_of_no_positions_can_be_read() -> Result<()> {
                     assert_eq!((scores.neg()? + 1.0)?.to_vec1::<f32>()?, [0f32; 0]);
                 }
                 assert_eq!(scores.log_prob.flatten_all()?.to_vec1::<f32>()?, [0f32; 0]);
-                assert_eq!(scores.is_best.expect("asked for").flatten_all()?.to_vec1::<u8>()?, [0u8; 0]);
+                assert_eq!(scores.is_argmax.expect("asked for").flatten_all()?.to_vec1::<u8>()?, [0u8; 0]);
             }
         }
     }
@@ -133,10 +133,11 @@ fn results_of_no_positions_can_be_read() -> Result<()> {
             head.argmax(&hidden)?,
             head.sample(&hidden, &mut Sampler::new(Sampling::new(), 1)?)?,
         ];
-        let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_best(true);
+        let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_argmax(true);
         let scores = head.score(&hidden, &ids, &options)?;
-        results
-            .extend([Some(scores.log_prob), scores.entropy, scores.log_outside, scores.is_best].into_iter().flatten());
+        results.extend(
+            [Some(scores.log_prob), scores.entropy, scores.log_outside, scores.is_argmax].into_iter().flatten(),
+        );
         let batch = PolicyBatch::new(ids.clone(), Tensor::zeros(0, DType::F32, &Device::Cpu)?);
         let mut losses = vec![head.policy_loss(&hidden, &batch, &PolicyOptions::new().with_entropy(0.1))?];
         // The last one has no loss.

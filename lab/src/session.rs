@@ -137,9 +137,9 @@ impl<M: Model> Session<M> {
                 self.save(&leg.path)?;
             }
         }
-        let is_best = self.diverged.is_some() || self.valid_nll()? <= best;
+        let is_argmax = self.diverged.is_some() || self.valid_nll()? <= best;
         let is_saved = self.ranks.first_finds(save.is_some_and(Path::exists))?;
-        if let Some(path) = save.filter(|_| !is_best && is_saved) {
+        if let Some(path) = save.filter(|_| !is_argmax && is_saved) {
             Checkpoint::load(path, self.model.device())?.restore_variables(self.model.varmap())?;
             self.valid_nll = None;
         }

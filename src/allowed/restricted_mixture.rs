@@ -9,7 +9,7 @@ use crate::backend::operands::Sizes;
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
-use crate::scores::{are_best, candidates, ScoreOptions, Scores};
+use crate::scores::{are_argmax, candidates, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
 use crate::tensors::id_lists::Restriction;
 use crate::tensors::transfer;
@@ -135,9 +135,9 @@ impl RestrictedMixture {
         // Not `neg`, which makes a minus zero.
         let nll = rows.log_probs.gather(&places, 1)?.affine(-1.0, 0.0)?;
         let loss = request.loss_of_nll(&at_all_positions(nll)?)?;
-        let scored = ScoreOptions::new().with_is_best(options.correct).scored(places);
-        let loss = match are_best(&rows.log_probs, &scored)? {
-            Some(is_best) => loss.with_is_correct(at_all_positions(is_best)?)?,
+        let scored = ScoreOptions::new().with_is_argmax(options.correct).scored(places);
+        let loss = match are_argmax(&rows.log_probs, &scored)? {
+            Some(is_argmax) => loss.with_is_correct(at_all_positions(is_argmax)?)?,
             None => loss,
         };
         Ok(Loss { parts: rows.leaves, ..loss })
@@ -199,7 +199,7 @@ impl RestrictedMixture {
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]`; u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
     ///   the mass outside `[..]`, in nats
     ///
     /// # Errors

@@ -47,7 +47,7 @@ pub(crate) struct Scored {
     /// Whether the logarithm of the mass outside the ids is needed; if not, its column of the scores is zero.
     pub(crate) outside: bool,
     /// Whether it is needed which of the ids is the most probable of all.
-    pub(crate) best: bool,
+    pub(crate) is_argmax: bool,
     /// Of the mixture's distribution, after scale and softcap.
     pub(crate) temperature: f64,
 }

@@ -17,7 +17,7 @@ pub(crate) fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
 }
 
 /// The `n` most probable ids with their log-probabilities, in descending order.
-pub(crate) fn best<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Vec<Ranked<F>> {
+pub(crate) fn top_k<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Vec<Ranked<F>> {
     let n = n.min(distribution.vocab());
     let tiles = distribution.tiles();
     let part = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
@@ -36,16 +36,16 @@ pub(crate) fn best<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Ve
 }
 
 /// A query for the `k` most probable ids.
-pub(crate) struct Best {
+pub(crate) struct TopKQuery {
     pub(crate) k: usize,
 }
 
-impl Visit for Best {
+impl Visit for TopKQuery {
     type Output = Vec<(f64, u32)>;
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
         distribution.check(position)?;
-        Ok(best(distribution, self.k).into_iter().map(|(log_prob, id)| (log_prob.f64(), id)).collect())
+        Ok(top_k(distribution, self.k).into_iter().map(|(log_prob, id)| (log_prob.f64(), id)).collect())
     }
 }
 
@@ -152,14 +152,14 @@ mod tests {
             let mut sorted: Vec<Ranked<f32>> = values.iter().copied().zip(0..).collect();
             sorted.sort_by(order);
             sorted.truncate(n);
-            prop_assert_eq!(best(&Computed::new(&values), n), sorted);
+            prop_assert_eq!(top_k(&Computed::new(&values), n), sorted);
         }
     }
 
     #[test]
     fn minus_infinity_is_ranked_last() {
         let values = [f32::NEG_INFINITY, -2.0, f32::NEG_INFINITY, -1.0];
-        let ids: Vec<u32> = best(&Computed::new(&values), 9).iter().map(|&(_, id)| id).collect();
+        let ids: Vec<u32> = top_k(&Computed::new(&values), 9).iter().map(|&(_, id)| id).collect();
         assert_eq!(ids, [3, 1, 0, 2]);
     }
 
@@ -171,7 +171,7 @@ mod tests {
             }
             Err(Error::Distribution { position })
         };
-        let answers = Best::answers((0..64usize).into_par_iter().map(of_position));
+        let answers = TopKQuery::answers((0..64usize).into_par_iter().map(of_position));
         assert!(matches!(answers, Err(Error::Distribution { position: 0 })), "{answers:?}");
     }
 }

@@ -22,7 +22,7 @@ pub(crate) struct Task {
     /// How many of each position's most probable ids are needed, and nothing else.
     pub(crate) top_k: Option<usize>,
     /// Whether it is needed if targets or candidates are the most probable ids.
-    pub(crate) best: bool,
+    pub(crate) argmax: bool,
     /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
     pub(crate) own_targets: bool,
     /// Whether other ranks have the rest of the vocabulary ([`TargetLoss::shard`]).
@@ -64,7 +64,7 @@ impl Task {
             needs_grad,
             all_ids: soft_targets,
             soft_targets,
-            best: terms.correct,
+            argmax: terms.correct,
             filters: terms.gradient_filter > 0.0 && needs_grad.any(),
             ..Task::default()
         }
@@ -90,7 +90,7 @@ impl Task {
         let are_few = candidates <= MOST_LISTED;
         let scores =
             ScoreTask { candidates, all_ids: scored.need_all_ids(), of_listed: are_few && is_plain && has_moments };
-        Ok(Task { scores: Some(scores), best: scored.best, ..Self::log_probs(needs_grad) })
+        Ok(Task { scores: Some(scores), argmax: scored.is_argmax, ..Self::log_probs(needs_grad) })
     }
 
     /// Reads each position's distribution, tile by tile.

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::sampling::Sampling;
 use crate::backend::distribution::{Distribution, Real, Visit, TILE};
-use crate::backend::ranking::{best, Ranked};
+use crate::backend::ranking::{self, Ranked};
 use crate::error::{Error, Result};
 
 /// Draws a token id for each position with the random number of its position.
@@ -20,7 +20,7 @@ impl Visit for Draw<'_> {
         distribution.check(position)?;
         let u = self.uniform[position];
         let id = match self.sampling {
-            Sampling { temperature: 0.0, .. } => best(distribution, 1).first().map(|id| id.1),
+            Sampling { temperature: 0.0, .. } => ranking::top_k(distribution, 1).first().map(|id| id.1),
             sampling if sampling.is_truncated() => from_the_best(distribution, sampling, u),
             sampling => TileMasses::new(distribution, sampling.temperature).draw(distribution, u),
         };
@@ -114,7 +114,7 @@ pub(super) fn nucleus<F: Real>(distribution: &impl Distribution<F>, sampling: &S
     // Without top-k the number of ids in the nucleus is unknown, so that the search starts small and grows.
     let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_CANDIDATES) };
     loop {
-        let mut ids = best(distribution, n);
+        let mut ids = ranking::top_k(distribution, n);
         let largest = ids.first()?.0.f64();
         let masses: Vec<f64> = ids.iter().map(|id| relative(id.0.f64(), largest, temperature)).collect();
         let wanted = top_p * all.unwrap_or_else(|| masses.iter().sum());

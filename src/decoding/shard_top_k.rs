@@ -3,7 +3,7 @@
 use crate::backend;
 use crate::backend::agreement::{Agreed, Call};
 use crate::backend::operands::accumulation_dtype;
-use crate::backend::ranking::{order, Best, Ranked};
+use crate::backend::ranking::{order, Ranked, TopKQuery};
 use crate::backend::shard::VocabShard;
 use crate::decoding::TopK;
 use crate::error::Result;
@@ -12,7 +12,7 @@ use crate::mixture::Mixture;
 impl Mixture {
     /// The `k` most probable token ids of the whole vocabulary, of which the decoder of this mixture has the rows of one
     /// rank's `shard`. Every rank calls it with the same contexts, log-priors and k, and gets the same: after the
-    /// log-sum-exps, of two numbers a row, the ranks exchange the best ids of each, `2 k` numbers a position.
+    /// log-sum-exps, of two numbers a row, the ranks exchange the ranked ids of each, `2 k` numbers a position.
     ///
     /// # Shapes
     ///
@@ -25,14 +25,14 @@ impl Mixture {
         let checked = self.check_shard(shard).and_then(|()| TopK::check_k(k, shard.vocab_size()));
         self.agree(shard, Call::Decoding, checked, &[Agreed::equal("k", k as f64)])?;
         let operands = self.operands();
-        let own = backend::visit_shard(operands, shard, &Best { k })?;
+        let own = backend::visit_shard(operands, shard, &TopKQuery { k })?;
 
-        // A rank with fewer ids has others that are never among the best.
+        // A rank with fewer ids has others that are never among the most probable.
         let first = shard.range().start as f64;
         let mut sent = Vec::with_capacity(own.len() * 2 * k);
-        for best in own {
-            let missing = k - best.len();
-            sent.extend(best.into_iter().flat_map(|(log_prob, id)| [log_prob, first + f64::from(id)]));
+        for ranked in own {
+            let missing = k - ranked.len();
+            sent.extend(ranked.into_iter().flat_map(|(log_prob, id)| [log_prob, first + f64::from(id)]));
             sent.extend(std::iter::repeat_n([f64::NEG_INFINITY, f64::INFINITY], missing).flatten());
         }
         let received = shard.collectives().all_gather(&sent)?;
@@ -41,13 +41,13 @@ impl Mixture {
             let of_position = |of_rank: &&'_ [f64]| of_rank[position * 2 * k..][..2 * k].to_vec();
             let pairs: Vec<f64> = of_ranks.iter().flat_map(of_position).collect();
             let possible = pairs.chunks_exact(2).filter(|pair| pair[1].is_finite());
-            let mut best: Vec<Ranked<f64>> = possible.map(|pair| (pair[0], pair[1] as u32)).collect();
-            best.sort_unstable_by(order);
-            best.truncate(k);
-            best
+            let mut ranked: Vec<Ranked<f64>> = possible.map(|pair| (pair[0], pair[1] as u32)).collect();
+            ranked.sort_unstable_by(order);
+            ranked.truncate(k);
+            ranked
         };
-        let best: Vec<_> = (0..operands.sizes.positions).map(of_position).collect();
+        let ranked: Vec<_> = (0..operands.sizes.positions).map(of_position).collect();
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
-        TopK::from_ranked(&best, &[self.leading(), &[k]].concat(), dtype, operands.contexts.device())
+        TopK::from_ranked(&ranked, &[self.leading(), &[k]].concat(), dtype, operands.contexts.device())
     }
 }

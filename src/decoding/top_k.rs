@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor, D};
 
 use crate::backend;
-use crate::backend::ranking::{Best, Ranked};
+use crate::backend::ranking::{Ranked, TopKQuery};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::tensors::transfer;
@@ -65,7 +65,7 @@ impl TopK {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         Self::check_k(k, vocab)?;
-        let found = super::log_probs::visit(log_probs, log_probs.dtype(), &Best { k })?;
+        let found = super::log_probs::visit(log_probs, log_probs.dtype(), &TopKQuery { k })?;
         let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Self::from_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
     }
@@ -77,8 +77,8 @@ impl TopK {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let ids = found.iter().flatten().map(|best| best.1).collect();
-        let of_ids = found.iter().flatten().map(|best| best.0).collect();
+        let ids = found.iter().flatten().map(|ranked| ranked.1).collect();
+        let of_ids = found.iter().flatten().map(|ranked| ranked.0).collect();
         Ok(TopK {
             token_ids: transfer::to_device::<u32>(ids, shape, device)?,
             log_probs: transfer::rounded(of_ids, shape, dtype, device)?,

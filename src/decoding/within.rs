@@ -8,7 +8,7 @@ use super::top_k::TopK;
 use crate::backend;
 use crate::backend::distribution::{Computed, Distribution, Real, Visit, TILE};
 use crate::backend::operands::accumulation_dtype;
-use crate::backend::ranking::Best;
+use crate::backend::ranking::TopKQuery;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::tensors::id_lists::Restriction;
@@ -47,18 +47,18 @@ impl Mixture {
     /// A position with fewer than the others repeats its last id, with a log-probability of minus infinity.
     pub(crate) fn top_k_within(&self, kept: &Restriction, k: usize) -> Result<TopK> {
         let operands = self.operands();
-        let mut found = backend::visit(operands, &Within { visit: &Best { k }, kept })?;
+        let mut found = backend::visit(operands, &Within { visit: &TopKQuery { k }, kept })?;
         let of_none = match kept {
             Restriction::Shared(ids) => ids.len().min(k),
             Restriction::All | Restriction::Each(_) => k,
         };
         let n = found.iter().map(Vec::len).max().unwrap_or(of_none);
-        for (position, best) in found.iter_mut().enumerate() {
+        for (position, ranked) in found.iter_mut().enumerate() {
             if let Some(ids) = kept.ids(position) {
-                best.iter_mut().for_each(|(_, place)| *place = ids[*place as usize]);
+                ranked.iter_mut().for_each(|(_, place)| *place = ids[*place as usize]);
             }
-            if let Some(&(_, last)) = best.last() {
-                best.resize(n, (f64::NEG_INFINITY, last));
+            if let Some(&(_, last)) = ranked.last() {
+                ranked.resize(n, (f64::NEG_INFINITY, last));
             }
         }
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;

@@ -141,7 +141,7 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         let loss_options = LossOptions::new()
             .with_reduction(Reduction::None)
             .with_dropout(DropoutMasks::Off)
-            .with_correct(options.is_best);
+            .with_correct(options.is_argmax);
         let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
         let loss = match scorable(hidden, token_ids, options) {
             Ok(()) => self.loss(hidden, token_ids, &loss_options),
@@ -152,7 +152,7 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         // Not `neg`, which makes a minus zero.
         let log_prob = loss.value.affine(-1.0, 0.0)?;
         let leaves = loss.leaves().collect();
-        Ok(Scores { log_prob, entropy: None, log_outside: None, is_best: loss.is_correct, leaves })
+        Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves })
     }
 
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {

@@ -170,7 +170,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// - hidden: `[.., hidden]`
     /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
     ///   the mass outside `[..]`, in nats
     ///
     /// # Errors

@@ -22,7 +22,7 @@ impl Mixture {
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position;
     ///   u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the
     ///   mass outside `[..]`, in nats
     ///
     /// # Errors
@@ -33,13 +33,13 @@ impl Mixture {
         let n = candidates("token_ids", token_ids, &self.leading)?;
         let is_plain = !options.entropy && !options.outside && options.temperature == 1.0;
         if token_ids.dims() == self.leading && is_plain {
-            let of_loss = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_best);
+            let of_loss = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_argmax);
             let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
             // Not `neg`, which makes a minus zero.
             let loss = self.loss(token_ids, &of_loss).map_err(|error| error.renamed("targets", "token_ids"))?;
             let leaves = loss.leaves().collect();
             let log_prob = loss.value.affine(-1.0, 0.0)?;
-            return Ok(Scores { log_prob, entropy: None, log_outside: None, is_best: loss.is_correct, leaves });
+            return Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves });
         }
         let operands = self.operands.clone();
         let rows = token_ids.reshape((operands.sizes.positions, n))?;
@@ -51,15 +51,15 @@ impl Mixture {
         };
         // The backward pass must fit the budget too.
         let (with_gradients, of_values) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
-        let (mut scores, is_best) = backend::scores(&operands, &scored, &of_values)?;
-        let is_best = is_best.map(|is_best| is_best.reshape(token_ids.shape())).transpose()?;
-        let scored = Scored { best: false, ..scored };
+        let (mut scores, is_argmax) = backend::scores(&operands, &scored, &of_values)?;
+        let is_argmax = is_argmax.map(|is_argmax| is_argmax.reshape(token_ids.shape())).transpose()?;
+        let scored = Scored { is_argmax: false, ..scored };
         if needs_grad.any() {
             scores = node::attach_scores(scores, operands, scored, needs_grad, with_gradients)?;
         }
         let variable = Some(&self.operands.weight).filter(|weight| weight.is_variable());
         let leaves = variable.map(|weight| Leaf { node: scores.id(), variable: weight.clone() }).into_iter().collect();
-        Ok(Scores { is_best, leaves, ..Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)? })
+        Ok(Scores { is_argmax, leaves, ..Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)? })
     }
 
     /// The log-probability of given token ids at each position, f32 (f64 for heads in f64). Differentiable; see

@@ -32,7 +32,7 @@ impl Mixture {
     /// # Errors
     ///
     /// As for the targets of [`Mixture::loss`], if an option is out of range, or if `terms` fails or returns other
-    /// shapes. [`Error::Unsupported`] for [`ScoreOptions::is_best`], which has no derivative.
+    /// shapes. [`Error::Unsupported`] for [`ScoreOptions::is_argmax`], which has no derivative.
     ///
     /// # Examples
     ///
@@ -103,8 +103,8 @@ impl Mixture {
         terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<(Loss, Tensor)> {
         options.validate()?;
-        if options.is_best {
-            return Err(Error::Unsupported { option: OptionName::IsBest, head: "a loss of scores" });
+        if options.is_argmax {
+            return Err(Error::Unsupported { option: OptionName::IsArgmax, head: "a loss of scores" });
         }
         let n = candidates("token_ids", token_ids, &self.leading)?;
         let has_candidates = token_ids.dims() != self.leading;

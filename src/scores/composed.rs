@@ -67,8 +67,8 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
 
 /// Whether each id is the most probable of the distributions `[positions, vocab]`, `[positions, n]` in u8, if it is asked
 /// for: the lowest of equals is.
-pub(crate) fn are_best(log_probs: &Tensor, scored: &Scored) -> Result<Option<Tensor>> {
-    if !scored.best {
+pub(crate) fn are_argmax(log_probs: &Tensor, scored: &Scored) -> Result<Option<Tensor>> {
+    if !scored.is_argmax {
         return Ok(None);
     }
     let (log_probs, shape) = (log_probs.detach(), scored.token_ids.dims2()?);
@@ -83,6 +83,6 @@ pub(crate) fn are_best(log_probs: &Tensor, scored: &Scored) -> Result<Option<Ten
     let is_largest = (log_probs.broadcast_eq(&largest)? * is_valid.broadcast_as(log_probs.shape())?)?;
     let ids = Tensor::arange(0, vocab as u32, device)?.broadcast_as((positions, vocab))?.contiguous()?;
     let nothing = Tensor::full(u32::MAX, (positions, vocab), device)?;
-    let best = is_largest.where_cond(&ids, &nothing)?.min_keepdim(D::Minus1)?.to_dtype(DType::I64)?;
-    Ok(Some(scored.token_ids.to_dtype(DType::I64)?.broadcast_eq(&best)?))
+    let argmax = is_largest.where_cond(&ids, &nothing)?.min_keepdim(D::Minus1)?.to_dtype(DType::I64)?;
+    Ok(Some(scored.token_ids.to_dtype(DType::I64)?.broadcast_eq(&argmax)?))
 }

@@ -11,7 +11,7 @@ use crate::backend::objective::{Scored, OF_POSITION};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_log_probs, check_number, check_targets};
-pub(crate) use composed::{are_best, composed};
+pub(crate) use composed::{are_argmax, composed};
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
 ///
@@ -26,7 +26,7 @@ pub(crate) use composed::{are_best, composed};
 /// let head = SoftmaxHead::from_tensors(weight, None)?;
 /// let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
 /// let token_ids = Tensor::new(&[[1u32, 2]], &Device::Cpu)?; // two candidates
-/// let options = ScoreOptions::new().with_temperature(0.5).with_outside(true).with_is_best(true);
+/// let options = ScoreOptions::new().with_temperature(0.5).with_outside(true).with_is_argmax(true);
 /// let scores = head.score(&hidden, &token_ids, &options)?;
 /// // The logits 6 and 2, of the four logits 0, 6, 2 and 4 at this temperature.
 /// let log_prob = scores.log_prob.to_vec2::<f32>()?;
@@ -34,7 +34,7 @@ pub(crate) use composed::{are_best, composed};
 /// // The candidates and all other ids together have probability one.
 /// let outside = scores.log_outside.expect("asked for").to_vec1::<f32>()?[0];
 /// assert!((log_prob[0][0].exp() + log_prob[0][1].exp() + outside.exp() - 1.0).abs() < 1e-6);
-/// assert_eq!(scores.is_best.expect("asked for").to_vec2::<u8>()?, [[1, 0]]);
+/// assert_eq!(scores.is_argmax.expect("asked for").to_vec2::<u8>()?, [[1, 0]]);
 /// # Ok(())
 /// # }
 /// ```
@@ -49,7 +49,7 @@ pub struct ScoreOptions {
     /// Whether the mass outside the token ids is computed. The default is false.
     pub outside: bool,
     /// Whether it is told which ids are the most probable of all. The default is false.
-    pub is_best: bool,
+    pub is_argmax: bool,
     /// The budget of the workspace in bytes; by default the device decides. See
     /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
     pub workspace_bytes: Option<usize>,
@@ -64,7 +64,7 @@ impl Default for ScoreOptions {
 impl ScoreOptions {
     /// Log-probabilities alone, at temperature 1.
     pub fn new() -> Self {
-        ScoreOptions { temperature: 1.0, entropy: false, outside: false, is_best: false, workspace_bytes: None }
+        ScoreOptions { temperature: 1.0, entropy: false, outside: false, is_argmax: false, workspace_bytes: None }
     }
 
     /// Sets the temperature: from 1e-6 to 1e6.
@@ -82,9 +82,9 @@ impl ScoreOptions {
         ScoreOptions { outside, ..self }
     }
 
-    /// Whether it is told which ids are the most probable of all at their position, [`Scores::is_best`].
-    pub fn with_is_best(self, is_best: bool) -> Self {
-        ScoreOptions { is_best, ..self }
+    /// Whether it is told which ids are the most probable of all at their position, [`Scores::is_argmax`].
+    pub fn with_is_argmax(self, is_argmax: bool) -> Self {
+        ScoreOptions { is_argmax, ..self }
     }
 
     /// Sets the budget of the workspace in bytes.
@@ -94,8 +94,8 @@ impl ScoreOptions {
 
     /// What is asked of the ids `[positions, n]`.
     pub(crate) fn scored(&self, token_ids: Tensor) -> Scored {
-        let &ScoreOptions { temperature, entropy, outside, is_best, .. } = self;
-        Scored { token_ids, entropy, outside, best: is_best, temperature }
+        let &ScoreOptions { temperature, entropy, outside, is_argmax, .. } = self;
+        Scored { token_ids, entropy, outside, is_argmax, temperature }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
@@ -104,7 +104,7 @@ impl ScoreOptions {
     }
 }
 
-/// Scores in nats, f32 (f64 for heads in f64). Differentiable, but for `is_best`.
+/// Scores in nats, f32 (f64 for heads in f64). Differentiable, but for `is_argmax`.
 ///
 /// # Examples
 ///
@@ -136,7 +136,7 @@ pub struct Scores {
     /// Whether each id is the most probable of the vocabulary at its position, of the ids' shape in u8, if it was asked
     /// for: one for the id that `argmax` gives, the lowest among equals, else zero. All are zero where the distribution
     /// is NaN.
-    pub is_best: Option<Tensor>,
+    pub is_argmax: Option<Tensor>,
     /// The decoder, if it is a variable.
     pub(crate) leaves: Vec<Leaf>,
 }
@@ -187,7 +187,7 @@ impl Scores {
     ///
     /// - log_probs: `[.., vocab]`, at most zero; a float type
     /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
-    /// - returns log-probabilities and `is_best` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
     ///   the mass outside `[..]`
     ///
     /// # Errors
@@ -225,8 +225,8 @@ impl Scores {
         options: &ScoreOptions,
     ) -> Result<Self> {
         let scored = options.scored(places);
-        let is_best = are_best(rows, &scored)?.map(|is_best| is_best.reshape(of_ids)).transpose()?;
-        Ok(Scores { is_best, ..Self::of_columns(&composed(rows, &scored)?, of_ids, leading, options)? })
+        let is_argmax = are_argmax(rows, &scored)?.map(|is_argmax| is_argmax.reshape(of_ids)).transpose()?;
+        Ok(Scores { is_argmax, ..Self::of_columns(&composed(rows, &scored)?, of_ids, leading, options)? })
     }
 
     /// From `[positions, n + 2]`, log-probabilities, the entropy, and the logarithm of the mass outside.
@@ -244,7 +244,7 @@ impl Scores {
             log_prob: scores.narrow(1, 0, n)?.reshape(of_ids)?,
             entropy: options.entropy.then(|| column(0)).transpose()?,
             log_outside: options.outside.then(|| column(1)).transpose()?,
-            is_best: None,
+            is_argmax: None,
             leaves: Vec::new(),
         })
     }

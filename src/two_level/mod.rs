@@ -224,7 +224,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        self.best(hidden, k)
+        self.most_probable(hidden, k)
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {

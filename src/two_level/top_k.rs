@@ -27,7 +27,7 @@ struct ClusterSearch<'a> {
 impl ClusterSearch<'_> {
     /// The most probable cluster.
     fn first(&self) -> Option<usize> {
-        ranking::best(&Computed::new(self.clusters), 1).first().map(|cluster| cluster.1 as usize)
+        ranking::top_k(&Computed::new(self.clusters), 1).first().map(|cluster| cluster.1 as usize)
     }
 
     /// Whether one of the `k` best ids may be in a cluster.
@@ -38,14 +38,14 @@ impl ClusterSearch<'_> {
 }
 
 impl<S, R: MixtureLayer> TwoLevel<S, R> {
-    pub(super) fn best(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
+    pub(super) fn most_probable(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         TopK::check_k(k, self.vocab_size)?;
         let rows = self.rows(hidden)?.detach();
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
         let root = matrix(&self.root_log_probs(&rows, accumulation)?.detach())?;
         let of_shortlist = |(position, root): (usize, &Vec<f64>)| {
             Computed::new(root).check(position)?;
-            Ok(ranking::best(&Computed::new(&root[..self.shortlist]), k))
+            Ok(ranking::top_k(&Computed::new(&root[..self.shortlist]), k))
         };
         let found = root.iter().enumerate().map(of_shortlist).collect::<Result<Vec<_>>>()?;
         let clusters = root.iter().map(|root| &root[self.shortlist..]);

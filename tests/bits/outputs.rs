@@ -46,7 +46,7 @@ impl Problem {
     /// Scores of the targets, and of three candidates at each position.
     pub(crate) fn scores(&self, layer: &dyn OutputLayer, names: &str, digest: &mut Digest) -> Result<()> {
         let options = ScoreOptions::new().with_entropy(has(names, "entropy")).with_outside(has(names, "outside"));
-        let options = options.with_is_best(has(names, "best"));
+        let options = options.with_is_argmax(has(names, "best"));
         let options = options.with_temperature(if has(names, "temperature") { 0.7 } else { 1.0 });
         let candidates = ids(&[self.sizes.leading, &[3]].concat(), self.sizes.vocab, 7)?;
         for token_ids in [&self.targets, &candidates] {
@@ -64,7 +64,7 @@ impl Problem {
                 sum = (sum + weighted(score, seed)?)?;
             }
         }
-        digest.optional(scores.is_best.as_ref())?;
+        digest.optional(scores.is_argmax.as_ref())?;
         digest.gradients(&scores.backward(&sum)?, &self.vars)
     }
 

@@ -24,7 +24,7 @@ pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor
 
 /// Runs [`TanhRow`] on the elements of `a` and `b`; `b` is repeated if it is shorter than `a`.
 fn run<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let isa = Isa::best()?;
+    let isa = Isa::detected()?;
     let values = with_slice("hidden", a, |a: &[T]| {
         with_slice("hidden", b, |b: &[T]| {
             let mut out = vec![T::zero(); a.len()];

@@ -13,7 +13,7 @@ use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::distribution::Visit;
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::plan::{Computation, Plan};
-use crate::backend::ranking::{tensors, Best};
+use crate::backend::ranking::{tensors, TopKQuery};
 use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
@@ -25,20 +25,20 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
     k: usize,
     plan: &Plan,
 ) -> Result<(Tensor, Tensor)> {
-    let best = match plan.computation {
+    let ranked = match plan.computation {
         Computation::OnePass => Inputs::with(operands, |inputs: Inputs<'_, T>| {
             let (targets, none) = (Targets::none(operands.sizes), BufferedGradients::none(operands.sizes));
             let pass = OnePass::new(products, inputs, &targets, none, NeedsGrad::default(), plan);
-            let (mut pass, mut best) = (pass.with_top_k(k), Vec::with_capacity(operands.sizes.positions));
+            let (mut pass, mut ranked) = (pass.with_top_k(k), Vec::with_capacity(operands.sizes.positions));
             for positions in plan.chunks() {
                 pass.logits(positions)?;
-                best.extend(pass.most_probable(k)?);
+                ranked.extend(pass.most_probable(k)?);
             }
-            Ok(best)
+            Ok(ranked)
         }),
-        Computation::TwoPasses => visit::<T, _, _>(products, operands, None, plan, &Best { k }),
+        Computation::TwoPasses => visit::<T, _, _>(products, operands, None, plan, &TopKQuery { k }),
     }?;
-    tensors(&best, k, T::Acc::DTYPE, &Device::Cpu)
+    tensors(&ranked, k, T::Acc::DTYPE, &Device::Cpu)
 }
 
 /// Runs a query on each position's distribution, or on a shard's part of it.

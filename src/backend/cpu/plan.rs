@@ -33,7 +33,7 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
         Task { own_targets: true, .. } => Computation::OnePass,
-        Task { is_shard: true, best: true, .. } => Computation::TwoPasses,
+        Task { is_shard: true, argmax: true, .. } => Computation::TwoPasses,
         Task { top_k: Some(k), .. } if sizes.components == 1 && *k <= MOST_TOP_K => Computation::OnePass,
         Task { scores: Some(ScoreTask { of_listed: true, .. }), needs_grad, .. }
             if needs_grad.any() || rows > FEW_ROWS =>
@@ -49,11 +49,11 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
 
 /// The products of the tile unit, where there is one, and the operands are bf16 or may be rounded to it.
 fn tiles_of<T: Served>(operands: &Operands, task: &Task) -> Result<Option<T::Tiles>> {
-    let isa = Isa::best()?;
+    let isa = Isa::detected()?;
     let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
     // Decoding passes a decoder over few rows: vectors spend more on its transpose than they save.
     let serves = |unit: &TileUnit| may_round && (!task.few_rows || unit.kernels() == Kernels::Amx);
-    let unit = TileUnit::best()?.filter(serves);
+    let unit = TileUnit::detected()?.filter(serves);
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
 
@@ -69,7 +69,7 @@ pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<us
 
 fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, tiles: Option<T::Tiles>) -> Result<Plan> {
     let Sizes { positions, components, context_dim, .. } = operands.sizes;
-    let (threads, isa) = (rayon::current_num_threads(), Isa::best()?);
+    let (threads, isa) = (rayon::current_num_threads(), Isa::detected()?);
     let computation = computation(&task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
@@ -96,7 +96,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
     let least_bytes = if task.top_k.is_some() { 0 } else { default::CPU_BYTES };
-    let kernels = match TileUnit::best()? {
+    let kernels = match TileUnit::detected()? {
         Some(unit) if tiles.is_some() => unit.kernels(),
         _ => isa.kernels(),
     };

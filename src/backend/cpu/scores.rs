@@ -34,7 +34,7 @@ pub(super) fn scores<T: Element, X: Products<T>>(
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let candidates = Candidates::new(scored, vocab)?;
         let columns = candidates.n + OF_POSITION;
-        let (mut scores, mut are_best) = (Vec::with_capacity(positions * columns), Vec::new());
+        let (mut scores, mut are_argmax) = (Vec::with_capacity(positions * columns), Vec::new());
         match plan.computation {
             Computation::OnePass => {
                 let (inputs, none) = (inputs.tempered(scored.temperature), BufferedGradients::none(sizes));
@@ -44,22 +44,22 @@ pub(super) fn scores<T: Element, X: Products<T>>(
                 for positions in plan.chunks() {
                     pass.logits(positions)?;
                     scores.extend(pass.scores(&candidates, scored));
-                    are_best.extend(pass.are_best(&candidates));
+                    are_argmax.extend(pass.are_argmax(&candidates));
                 }
             }
             Computation::TwoPasses => {
                 let mut passes = TwoPasses::new(products, inputs, plan);
                 for positions in plan.chunks() {
                     passes.logits(positions.clone())?;
-                    let (of_chunk, best) = passes.score_rows(positions, &candidates, scored);
+                    let (of_chunk, argmax) = passes.score_rows(positions, &candidates, scored);
                     scores.extend(of_chunk);
-                    are_best.extend(best);
+                    are_argmax.extend(argmax);
                 }
             }
         }
-        let are_best = || Tensor::from_vec(are_best, (positions, candidates.n), &Device::Cpu);
-        let are_best = scored.best.then(are_best).transpose()?;
-        Ok((Tensor::from_vec(scores, (positions, columns), &Device::Cpu)?, are_best))
+        let are_argmax = || Tensor::from_vec(are_argmax, (positions, candidates.n), &Device::Cpu);
+        let are_argmax = scored.is_argmax.then(are_argmax).transpose()?;
+        Ok((Tensor::from_vec(scores, (positions, columns), &Device::Cpu)?, are_argmax))
     })
 }
 

@@ -40,7 +40,7 @@ served_by_tiles!(f32 f16 bf16);
 
 /// The products of the tile unit that the plan is made for; `None` if it is made for vectors.
 pub(super) fn tiles_of<T: Served>(plan: &Plan) -> Result<Option<T::Tiles>> {
-    let (unit, isa) = (TileUnit::best()?, Isa::best()?);
+    let (unit, isa) = (TileUnit::detected()?, Isa::detected()?);
     let unit = unit.filter(|_| Kernels::OF_TILES.contains(&plan.kernels));
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
@@ -52,7 +52,7 @@ macro_rules! with_products {
             Some($products) => $compute,
             None => {
                 let $products = $crate::backend::cpu::products::multiplier::Vectors(
-                    $crate::backend::cpu::vector::simd::Isa::best()?,
+                    $crate::backend::cpu::vector::simd::Isa::detected()?,
                 );
                 $compute
             }

@@ -128,7 +128,7 @@ impl Case {
         let (tolerance, epsilon) = if self.dtype == DType::F64 { (1e-12, f64::EPSILON) } else { (1e-5, 1.2e-7) };
         // The relative error of an exponential is the absolute error of its logit.
         let tolerance = tolerance + 2.0 * self.slope.abs() * epsilon;
-        let has_tiles = self.dtype == DType::BF16 && TileUnit::best()?.is_some();
+        let has_tiles = self.dtype == DType::BF16 && TileUnit::detected()?.is_some();
         let tolerances = if has_tiles { (tolerance, OF_TILES) } else { (tolerance, tolerance) };
         self.compare(one, two, tolerances);
         Ok(())
@@ -156,7 +156,7 @@ impl Case {
         let weight = represented(&weight)?;
         operands.weight = if is_transposed { weight.t()? } else { weight };
         operands.adapter = operands.adapter.as_ref().map(represented).transpose()?;
-        let isa = Isa::best()?;
+        let isa = Isa::detected()?;
         let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
         for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
             let tiles = Tiles { unit, isa };
@@ -362,8 +362,8 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
 
 #[test]
 fn nor_do_those_of_tiles() -> Result<()> {
-    let isa = Isa::best()?;
-    let unit = TileUnit::best()?.unwrap_or(TileUnit::Emulated);
+    let isa = Isa::detected()?;
+    let unit = TileUnit::detected()?.unwrap_or(TileUnit::Emulated);
     let with_threads = |threads: usize| {
         in_pool(threads, || {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
@@ -419,7 +419,7 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let targets = Targets::new(&objective, operands.sizes, rows)?;
                 let columns = operands.adapter_columns()?;
                 let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, None, false);
-                let format = Vectors(Isa::best()?);
+                let format = Vectors(Isa::detected()?);
                 let allocated = OnePass::new(format, inputs, &targets, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if needs_grad != ALL {

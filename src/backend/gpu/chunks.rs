@@ -233,7 +233,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 }
 
 /// Where `ids` are the most probable ids, and have a probability.
-pub(super) fn is_best(argmax: &Tensor, ids: &Tensor, log_prob: &Tensor) -> candle_core::Result<Tensor> {
+pub(super) fn is_argmax(argmax: &Tensor, ids: &Tensor, log_prob: &Tensor) -> candle_core::Result<Tensor> {
     argmax.eq(ids)? * log_prob.gt(f32::NEG_INFINITY)?
 }
 

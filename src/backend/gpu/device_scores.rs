@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{self, Argument};
-use super::chunks::{is_best, Chunks, Mixed};
+use super::chunks::{is_argmax, Chunks, Mixed};
 use super::device::{Buffer, Gpu, BLOCK};
 use super::objective::DeviceObjective;
 use crate::backend::objective::{Scored, OF_POSITION};
@@ -61,7 +61,7 @@ impl DeviceScores {
             numbers: zeros(chunks.rows_per_chunk / components * stride)?,
             log_probs: scored.need_all_ids().then(|| chunks.log_prob_rows()).transpose()?,
             scores: zeros(positions * (candidates + OF_POSITION))?,
-            argmax: scored.best.then(|| Buffer::zeros(gpu, positions, DType::U32, device)).transpose()?,
+            argmax: scored.is_argmax.then(|| Buffer::zeros(gpu, positions, DType::U32, device)).transpose()?,
             magnitudes: zeros(positions)?,
         })
     }
@@ -132,7 +132,7 @@ impl DeviceScores {
     }
 
     /// Whether each id is the most probable of all, `[positions, n]` in u8, if it is needed.
-    pub(super) fn are_best(&self, positions: usize) -> Result<Option<Tensor>> {
+    pub(super) fn are_argmax(&self, positions: usize) -> Result<Option<Tensor>> {
         let Some(argmax) = &self.argmax else { return Ok(None) };
         let shape = (positions, self.candidates);
         if positions * self.candidates == 0 {
@@ -141,7 +141,7 @@ impl DeviceScores {
         let argmax = argmax.tensor.narrow(0, 0, positions)?.to_dtype(DType::I64)?.unsqueeze(1)?.broadcast_as(shape)?;
         let log_probs = self.rows(0..positions)?.narrow(1, 0, self.candidates)?;
         let ids = self.ids.tensor.reshape(shape)?;
-        Ok(Some(is_best(&argmax.contiguous()?, &ids, &log_probs.contiguous()?)?))
+        Ok(Some(is_argmax(&argmax.contiguous()?, &ids, &log_probs.contiguous()?)?))
     }
 
     fn first_score(&self, positions: &Range<usize>) -> u64 {

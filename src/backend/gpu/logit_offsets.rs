@@ -12,8 +12,8 @@ pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Resu
     if operands.sizes.components > 1 || log_probs.is_empty() {
         return Ok(Vec::new());
     }
-    let best = |row: &Vec<f32>| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap_or(0) as u32;
-    let ids: Vec<u32> = log_probs.iter().map(best).collect();
+    let argmax = |row: &Vec<f32>| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap_or(0) as u32;
+    let ids: Vec<u32> = log_probs.iter().map(argmax).collect();
     let of_best = log_probs.iter().zip(&ids).map(|(row, &id)| row[id as usize]);
     let id_tensor = Tensor::new(ids.as_slice(), operands.contexts.device())?;
     let mut rows = rows_of(&operands.weight, &id_tensor)?;

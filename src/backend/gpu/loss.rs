@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{self, Argument};
-use super::chunks::{is_best, matrix, Chunks, Mixed};
+use super::chunks::{is_argmax, matrix, Chunks, Mixed};
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use super::device_scores::DeviceScores;
 use super::gradients::{DeviceGradients, LogitGradient};
@@ -55,7 +55,7 @@ pub(super) fn loss<G: Gpu>(
     };
     let weighted = weigh(&ids.weights.tensor, losses)?;
     // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
-    let is_correct = || is_best(&argmax.tensor, &ids.ids.tensor, &nll.neg()?)?.narrow(0, 0, positions);
+    let is_correct = || is_argmax(&argmax.tensor, &ids.ids.tensor, &nll.neg()?)?.narrow(0, 0, positions);
     let is_correct = objective.terms.correct.then(is_correct).transpose()?;
     let share_of_dropped = || {
         let masses = masses.tensor.reshape(((), 2))?;

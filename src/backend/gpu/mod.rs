@@ -31,7 +31,7 @@ use crate::backend::distribution::{Computed, Visit};
 use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::{default, Computation, Needs, Plan};
-use crate::backend::ranking::{tensors, Best};
+use crate::backend::ranking::{tensors, TopKQuery};
 use crate::backend::task::{ScoreTask, Task};
 use crate::error::{Error, Result};
 use chunks::{Chunks, ROW_ALIGN};
@@ -99,7 +99,7 @@ impl<G: Gpu> Backend for On<G> {
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
         if k > MAX_K_ON_DEVICE {
-            return tensors(&self.visit(operands, &Best { k })?, k, DType::F32, operands.contexts.device());
+            return tensors(&self.visit(operands, &TopKQuery { k })?, k, DType::F32, operands.contexts.device());
         }
         let task = Task { soft_targets: true, ..Task::log_probs(NeedsGrad::default()) };
         let plan = self.plan(operands, task, None)?;

@@ -31,7 +31,7 @@ pub(super) fn scores<G: Gpu>(
         rows.compute(&chunks, &positions, &arguments)?;
     }
     let positions = operands.sizes.positions;
-    Ok((rows.rows(0..positions)?, rows.are_best(positions)?))
+    Ok((rows.rows(0..positions)?, rows.are_argmax(positions)?))
 }
 
 /// A loss and its gradients. Nothing waits for the device, unless `terms` do.

@@ -103,6 +103,6 @@ fn max_over_windows(products: Tensor, spellings: &[&[u32]], width: usize) -> Res
     });
     let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (count, windows, 1), products.device())?;
     // `max` would give each of several equal windows the whole gradient.
-    let best = products.detach().broadcast_add(&mask.to_dtype(products.dtype())?)?.argmax_keepdim(1)?;
-    Ok(products.gather(&best, 1)?.squeeze(1)?)
+    let largest = products.detach().broadcast_add(&mask.to_dtype(products.dtype())?)?.argmax_keepdim(1)?;
+    Ok(products.gather(&largest, 1)?.squeeze(1)?)
 }

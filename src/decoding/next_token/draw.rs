@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::noise::Noise;
 use super::truncation::kept;
 use crate::backend::distribution::{Computed, TILE};
-use crate::backend::ranking::best;
+use crate::backend::ranking::top_k;
 use crate::decoding::multinomial::{nucleus, TileMasses};
 use crate::decoding::Sampling;
 
@@ -20,7 +20,7 @@ pub(super) struct Drawn {
 pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: Noise) -> Option<Drawn> {
     let temperature = sampling.temperature;
     if temperature == 0.0 {
-        return best(&Computed::new(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
+        return top_k(&Computed::new(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
     }
     // Differences from the largest logit: a small temperature makes quotients of the logits themselves infinite, or so
     // large that the noise, which decides among equals, is lost in them.

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::backend;
 use crate::backend::distribution::{Computed, Distribution, Real, Visit, TILE};
-use crate::backend::ranking::best;
+use crate::backend::ranking::top_k;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_elements;
@@ -150,7 +150,7 @@ impl Next<'_> {
         let request = self.requests[position];
         let best = match request.best {
             0 => Vec::new(),
-            n => best(&Computed::new(log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
+            n => top_k(&Computed::new(log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
         };
         let changed = request.constraints.changed(log_probs, offset, &request.history);
         let z = changed.as_deref().unwrap_or(log_probs);

@@ -123,9 +123,9 @@ impl Score {
                 Ok(Some((log_prob.detach() + entropy.detach())?.mean_all()?))
             }
             Score::Best | Score::BestOfBest => {
-                let scores = mixture.score(targets, &ScoreOptions::new().with_is_best(true))?;
-                let Some(is_best) = scores.is_best else { candle_core::bail!("not told") };
-                Ok(Some(is_best.to_dtype(DType::F32)?.mean_all()?))
+                let scores = mixture.score(targets, &ScoreOptions::new().with_is_argmax(true))?;
+                let Some(is_argmax) = scores.is_argmax else { candle_core::bail!("not told") };
+                Ok(Some(is_argmax.to_dtype(DType::F32)?.mean_all()?))
             }
             Score::TopK => Ok(Some(mixture.top_k(10)?.log_probs.mean_all()?)),
             Score::Argmax => Ok(Some(mixture.argmax()?.to_dtype(DType::F32)?.mean_all()?)),

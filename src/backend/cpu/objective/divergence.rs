@@ -16,7 +16,7 @@ pub(crate) fn divergence<F: Float + Element>(
     log_teacher: &Tensor,
     terms: &DivergenceTerms,
 ) -> Result<(Tensor, Tensor)> {
-    let ((n, vocab), isa) = (log_probs.dims2()?, Isa::best()?);
+    let ((n, vocab), isa) = (log_probs.dims2()?, Isa::detected()?);
     let mut rows: Vec<F> = take_values(log_probs)?;
     let scales: Vec<F> = terms.scales.to_vec1()?;
     let power = F::from_f64(1.0 / terms.temperature);

@@ -101,7 +101,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     let of_sums = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
     let of_scaled = if needs_grad.decoder() { format.scaled_bytes(d) } else { 0 };
     // The largest logit of each tile, and what a search computes of a position and a tile.
-    let (of_tiles, of_search) = if task.best {
+    let (of_tiles, of_search) = if task.argmax {
         let of_position = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
         (layout.tiles() * element, of_position + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
     } else {
@@ -124,7 +124,7 @@ pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     listed: ListedIds<'a>,
     with_entropy: bool,
     /// Whether each position's most probable id is needed, if it is listed.
-    with_best: bool,
+    with_argmax: bool,
     /// How many of each position's most probable ids are needed.
     top_k: Option<usize>,
     /// The ranks that have the rest of the vocabulary, if there are any.
@@ -154,14 +154,14 @@ struct Chunk<'a, F> {
     rows: ChunkRows<F>,
     /// `[positions]`: the place of the most probable id among the listed ones; `None` if another is more probable. Empty
     /// unless it is needed
-    best: Vec<Option<usize>>,
+    argmax: Vec<Option<usize>>,
     /// `[segment][column]`
     segment_factors: Vec<Vec<F>>,
 }
 
 impl<F: Default> Chunk<'_, F> {
     fn new(positions: Vec<usize>, panels: Vec<Panel>) -> Self {
-        Chunk { positions, panels, passed: None, rows: ChunkRows::default(), best: vec![], segment_factors: vec![] }
+        Chunk { positions, panels, passed: None, rows: ChunkRows::default(), argmax: vec![], segment_factors: vec![] }
     }
 }
 
@@ -186,7 +186,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             targets,
             listed: targets.listed(),
             with_entropy: false,
-            with_best: targets.terms.correct,
+            with_argmax: targets.terms.correct,
             top_k: None,
             ranks: None,
             layout,
@@ -203,8 +203,8 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     /// Computes the scores of candidates, the entropy if it is asked for and there is a single component, and whether
     /// each candidate is the most probable id if that is asked for.
     pub(super) fn with_candidates(self, candidates: &'a Candidates, scored: &Scored) -> Self {
-        let &Scored { entropy, best, .. } = scored;
-        OnePass { listed: ListedIds::Candidates(candidates), with_entropy: entropy, with_best: best, ..self }
+        let &Scored { entropy, is_argmax, .. } = scored;
+        OnePass { listed: ListedIds::Candidates(candidates), with_entropy: entropy, with_argmax: is_argmax, ..self }
     }
 
     /// Computes the loss of the whole vocabulary, of which others have the rest.
@@ -229,21 +229,21 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             let log_scale = log_prior - lse.log_sum;
             let parts = rows::parts_of(&self.layout, panels, &passed.parts, row);
             let of_parts = parts.filter_map(|(part, r)| part.top_k.as_ref().map(|top_k| top_k.of_row(r)));
-            let mut best: Vec<_> = of_parts.flatten().copied().collect();
-            best.sort_unstable_by(order);
-            best.truncate(k);
-            Ok(best.into_iter().map(|(z, id)| ((z - lse.largest + log_scale).f64(), id)).collect())
+            let mut ranked: Vec<_> = of_parts.flatten().copied().collect();
+            ranked.sort_unstable_by(order);
+            ranked.truncate(k);
+            Ok(ranked.into_iter().map(|(z, id)| ((z - lse.largest + log_scale).f64(), id)).collect())
         };
         positions.iter().enumerate().map(of_position).collect()
     }
 
     /// Whether each candidate of the chunk's positions is the most probable id, `[positions, n]`, if it is needed.
-    pub(super) fn are_best(&self, candidates: &Candidates) -> Vec<u8> {
-        let of_position = |(best, &t): (&Option<usize>, &usize)| {
-            let best = *best;
-            candidates.places(t).iter().map(move |&place| u8::from(best == Some(place)))
+    pub(super) fn are_argmax(&self, candidates: &Candidates) -> Vec<u8> {
+        let of_position = |(argmax, &t): (&Option<usize>, &usize)| {
+            let argmax = *argmax;
+            candidates.places(t).iter().map(move |&place| u8::from(argmax == Some(place)))
         };
-        self.chunk.best.iter().zip(&self.chunk.positions).flat_map(of_position).collect()
+        self.chunk.argmax.iter().zip(&self.chunk.positions).flat_map(of_position).collect()
     }
 
     /// The scores of the chunk's positions, `[positions, n + 2]`.
@@ -256,7 +256,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     /// The loss of each of the chunk's positions, and its rows.
     pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>) {
         let components = self.inputs.sizes.components;
-        let Chunk { positions, panels, passed, rows, best, segment_factors } = &mut self.chunk;
+        let Chunk { positions, panels, passed, rows, argmax, segment_factors } = &mut self.chunk;
         let Some(passed) = passed else { return };
         let losses;
         (losses, *rows) = rows::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
@@ -265,7 +265,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         }
         let of_positions = positions.iter().zip(losses).zip(rows.rows.chunks_exact(components));
         for (i, ((&t, loss), rows)) in of_positions.enumerate() {
-            let is_correct = best.get(i) == Some(&Some(0));
+            let is_correct = argmax.get(i) == Some(&Some(0));
             self.losses[t] = PositionLoss { is_correct, ..loss };
             if self.gradients.needed {
                 let gradients = &mut self.gradients.log_priors[t * components..][..components];
@@ -314,7 +314,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
             ids: &ids,
             are_own: self.targets.are_own(),
             with_entropy: self.with_entropy,
-            with_tiles: self.with_best,
+            with_tiles: self.with_argmax,
             top_k: self.top_k.map(|k| (k, &floors)),
         };
         let format = self.format;
@@ -329,14 +329,14 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
             let owners: Vec<_> = self.chunk.positions.iter().map(owner).collect();
             join(ranks.shard, &owners, passed.shared_rows())?;
         }
-        let best = if self.with_best {
+        let argmax = if self.with_argmax {
             let (inputs, layout, passed) = (&self.inputs, &self.layout, &passed);
             let (contexts, panels) = (self.contexts(chunk), &self.chunk.panels);
             ArgmaxSearch { format, inputs, layout, panels, contexts, passed }.run(&self.chunk.positions)
         } else {
             vec![]
         };
-        (self.chunk.passed, self.chunk.best) = (Some(passed), best);
+        (self.chunk.passed, self.chunk.argmax) = (Some(passed), argmax);
         (self.exponentials, self.sums, self.packed) = (exponentials, sums, packed);
         Ok(())
     }

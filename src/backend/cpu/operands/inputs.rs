@@ -40,7 +40,7 @@ impl<T: Element> Inputs<'_, T> {
         bias.iter_mut().for_each(|b| *b *= logit_scale);
         bias.resize(rows.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
         let softcap = operands.softcap.map(|cap| Softcap::new(T::Acc::from_f64(cap)));
-        let isa = Isa::best()?;
+        let isa = Isa::detected()?;
         let (weight, transposed) = operands.stored_weight()?;
         with_slice("contexts", &operands.contexts, |contexts| {
             with_slice("weight", &weight, |values| {

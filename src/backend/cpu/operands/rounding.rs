@@ -13,7 +13,7 @@ const PART: usize = 1 << 16;
 
 /// A contiguous tensor in f32, rounded.
 pub(crate) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
-    let isa = Isa::best()?;
+    let isa = Isa::detected()?;
     let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
         let mut values: Vec<T> = filled(T::zero(), from.len());
         let parts = values.par_chunks_mut(PART).zip(from.par_chunks(PART));

@@ -164,7 +164,7 @@ fn with_operands<T: Element, R>(
     matrix: &Tensor,
     f: impl FnOnce(Isa, &[T], DecoderMatrix<'_, T>) -> Result<R>,
 ) -> Result<R> {
-    let (isa, (vocab, width)) = (Isa::best()?, matrix.dims2()?);
+    let (isa, (vocab, width)) = (Isa::detected()?, matrix.dims2()?);
     let transposed = !matrix.is_contiguous();
     let stored = if transposed { matrix.t()? } else { matrix.clone() };
     with_slice("contexts", contexts, |contexts| {

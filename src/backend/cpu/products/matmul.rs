@@ -17,10 +17,10 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     if m * k * n == 0 || right.dim(0)? != k || right.dtype() != DType::BF16 {
         return Ok(left.matmul(right)?);
     }
-    let Some(unit) = TileUnit::best()? else {
+    let Some(unit) = TileUnit::detected()? else {
         return rounded::<bf16>(&wide(left)?.matmul(&wide(right)?)?);
     };
-    let isa = Isa::best()?;
+    let isa = Isa::detected()?;
     let ((a, left_transposed), (b, right_transposed)) = (stored(left)?, stored(right)?);
     let product = with_slice("left", &a, |a: &[bf16]| {
         with_slice("right", &b, |b: &[bf16]| {

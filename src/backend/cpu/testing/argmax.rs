@@ -136,7 +136,7 @@ fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
         operands.weight = operands.weight.zeros_like()?;
         operands.bias = None;
         for computation in [Computation::OnePass, Computation::TwoPasses] {
-            let found = is_correct::<f32>((&operands, &[0, 1, 899, 0, 500, 0]), computation, (Isa::best()?, None))?;
+            let found = is_correct::<f32>((&operands, &[0, 1, 899, 0, 500, 0]), computation, (Isa::detected()?, None))?;
             assert_eq!(found, [true, false, false, true, false, true], "K = {components} {computation:?}");
         }
     }
@@ -145,14 +145,14 @@ fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
 
 #[test]
 fn tiles_tell_it_too() -> Result<()> {
-    let isa = Isa::best()?;
+    let isa = Isa::detected()?;
     for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
         for components in [1, 3, 20] {
             let case = Case { dtype: DType::BF16, ..Case::new(12, components, 19, 1900) };
             let operands = operands(&case, 9.0)?;
             let ids: Vec<u32> = (0..12).flat_map(|t| [700, t, 5, 1600, 5]).collect();
             let token_ids = Tensor::from_vec(ids, (12, 5), &Device::Cpu)?;
-            let scored = Scored { token_ids, entropy: false, outside: false, best: true, temperature: 1.0 };
+            let scored = Scored { token_ids, entropy: false, outside: false, is_argmax: true, temperature: 1.0 };
             let task = Task::scores(&scored, &operands, NeedsGrad::default())?;
             let plan = plan::<half::bf16>(&operands, task, None)?;
             assert_eq!(plan.computation, Computation::OnePass);
@@ -170,7 +170,7 @@ fn the_number_of_threads_does_not_matter() -> Result<()> {
         in_pool(threads, || {
             let operands = operands(&Case::new(300, 15, 24, 1500), 0.0)?;
             let targets: Vec<i64> = argmax_of(&operands)?;
-            is_correct::<f32>((&operands, &targets), Computation::OnePass, (Isa::best()?, None))
+            is_correct::<f32>((&operands, &targets), Computation::OnePass, (Isa::detected()?, None))
         })
     };
     let one = with_threads(1)?;

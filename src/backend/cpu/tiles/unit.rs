@@ -25,8 +25,8 @@ pub(crate) enum TileUnit {
 
 impl TileUnit {
     /// The unit that serves products: the fastest, or the one that `MOS_HEAD_SIMD` selects.
-    pub(crate) fn best() -> Result<Option<Self>> {
-        let units = Self::available(Isa::best()?);
+    pub(crate) fn detected() -> Result<Option<Self>> {
+        let units = Self::available(Isa::detected()?);
         let Some(name) = Isa::selected() else { return Ok(units.into_iter().find(|unit| unit.beats_vectors())) };
         match units.into_iter().find(|unit| unit.kernels().to_string() == name) {
             Some(unit) => Ok(Some(unit)),

@@ -127,7 +127,7 @@ impl<F: Float> PositionLogits<'_, F> {
     /// The most probable of all ids, if it is one of these; among equals it is the lowest. `None` if another is, or none
     /// of these has a probability.
     #[inline(always)]
-    pub(super) fn best<V: Vector<F>>(&self, v: V, ids: &[usize], components: &Components<F>) -> Option<usize> {
+    pub(super) fn argmax_among<V: Vector<F>>(&self, v: V, ids: &[usize], components: &Components<F>) -> Option<usize> {
         let of_id = |id: usize| reference(|k| self.rows[k * self.stride + id], components);
         let reference = ids.iter().map(|&id| of_id(id)).fold(F::neg_infinity(), larger);
         if reference.is_nan() || reference == F::neg_infinity() {

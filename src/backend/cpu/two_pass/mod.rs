@@ -215,18 +215,18 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
         let (n, &Scored { entropy, outside, .. }) = (candidates.n, scored);
         let power = T::Acc::from_f64(1.0 / scored.temperature);
         let mut scores = zeros(positions.len() * (n + OF_POSITION));
-        let mut best = vec![None; positions.len()];
+        let mut argmax = vec![None; positions.len()];
         let log_priors = &self.inputs.log_priors[positions.start * components..];
         self.logits
             .par_chunks_exact_mut(components * stride)
             .zip(log_priors.par_chunks_exact(components))
             .zip(self.lse.par_chunks_exact(components))
-            .zip(&mut best)
+            .zip(&mut argmax)
             .zip(scores.par_chunks_exact_mut(n + OF_POSITION))
             .enumerate()
             .for_each_init(
                 || Scratch::new(components, stride, scored.is_tempered() || outside, false),
-                |scratch, (i, ((((rows, log_priors), lse), best), to))| {
+                |scratch, (i, ((((rows, log_priors), lse), argmax), to))| {
                     let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
                     let ids = candidates.given(positions.start + i);
                     T::Acc::dispatch(
@@ -237,17 +237,18 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
                             power,
                             entropy,
                             outside,
-                            best: scored.best.then_some(best),
+                            argmax: scored.is_argmax.then_some(argmax),
                             scratch,
                             to,
                         },
                     );
                 },
             );
-        let of_position =
-            |(t, best): (usize, Option<usize>)| candidates.given(t).iter().map(move |&id| u8::from(best == Some(id)));
-        let are_best = if scored.best { positions.zip(best).flat_map(of_position).collect() } else { vec![] };
-        (scores, are_best)
+        let of_position = |(t, argmax): (usize, Option<usize>)| {
+            candidates.given(t).iter().map(move |&id| u8::from(argmax == Some(id)))
+        };
+        let are_argmax = if scored.is_argmax { positions.zip(argmax).flat_map(of_position).collect() } else { vec![] };
+        (scores, are_argmax)
     }
 
     /// Moves the live rows of the logits' gradient to the front, each dead row there being replaced by a live one from

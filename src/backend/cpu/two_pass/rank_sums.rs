@@ -73,7 +73,7 @@ impl<F: Float> Kernel<F> for RankSums<'_, F> {
         if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
             let is_beaten = match y {
                 ELSEWHERE => logits.exceed(v, target_logits, are_lower, &scratch.components),
-                y => logits.best(v, &[y], &scratch.components) != Some(y),
+                y => logits.argmax_among(v, &[y], &scratch.components) != Some(y),
             };
             to[2 * components + 1] = f64::from(u8::from(is_beaten));
         }

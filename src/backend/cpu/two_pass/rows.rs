@@ -63,7 +63,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
         if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
             loss.is_correct = match of_ranks {
                 Some(of_ranks) => of_ranks.is_correct(),
-                None => logits.best(v, &[y], &scratch.components) == Some(y),
+                None => logits.argmax_among(v, &[y], &scratch.components) == Some(y),
             };
         }
         let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));

@@ -13,7 +13,7 @@ pub(super) struct ScoreRows<'a, F> {
     pub(super) entropy: bool,
     pub(super) outside: bool,
     /// Where the most probable of all ids is written if it is one of `ids`, if that is needed.
-    pub(super) best: Option<&'a mut Option<usize>>,
+    pub(super) argmax: Option<&'a mut Option<usize>>,
     pub(super) scratch: &'a mut Scratch<F>,
     /// `[ids + 2]`
     pub(super) to: &'a mut [F],
@@ -24,10 +24,10 @@ impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let ScoreRows { logits, ids, power, entropy, outside, best, scratch, to } = self;
+        let ScoreRows { logits, ids, power, entropy, outside, argmax, scratch, to } = self;
         scratch.components.set(logits.lse, logits.log_priors);
-        if let Some(best) = best {
-            *best = logits.best(v, ids, &scratch.components);
+        if let Some(argmax) = argmax {
+            *argmax = logits.argmax_among(v, ids, &scratch.components);
         }
         let is_tempered = power != F::one();
         if is_tempered || outside {

@@ -110,10 +110,10 @@ pub(crate) enum Isa {
 impl Isa {
     /// The best instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD` (`amx`,
     /// `avx512bf16`, `avx512`, `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
-    pub(crate) fn best() -> Result<Self> {
-        static BEST: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
-        let best = BEST.get_or_init(|| Self::choose(Self::selected().map(str::to_owned)));
-        best.clone().map_err(Self::lacking)
+    pub(crate) fn detected() -> Result<Self> {
+        static DETECTED: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
+        let detected = DETECTED.get_or_init(|| Self::choose(Self::selected().map(str::to_owned)));
+        detected.clone().map_err(Self::lacking)
     }
 
     /// The error for an instruction set that this machine lacks.

@@ -70,7 +70,7 @@ impl ScoreCase {
         let ids: Vec<u32> = (0..positions * self.n).map(|i| id(i) as u32).collect();
         let token_ids = Tensor::from_vec(ids, (positions, self.n), &Device::Cpu).unwrap();
         let &ScoreCase { entropy, outside, temperature, .. } = self;
-        Scored { token_ids, entropy, outside, best: true, temperature }
+        Scored { token_ids, entropy, outside, is_argmax: true, temperature }
     }
 
     fn upstream(&self) -> Tensor {
@@ -168,9 +168,9 @@ impl ScoreCase {
 }
 
 /// The scores, and behind them whether each candidate is the most probable id.
-fn joined((scores, are_best): (Tensor, Option<Tensor>)) -> Tensor {
-    let are_best = are_best.unwrap().to_dtype(scores.dtype()).unwrap();
-    Tensor::cat(&[&scores, &are_best], 1).unwrap()
+fn joined((scores, are_argmax): (Tensor, Option<Tensor>)) -> Tensor {
+    let are_argmax = are_argmax.unwrap().to_dtype(scores.dtype()).unwrap();
+    Tensor::cat(&[&scores, &are_argmax], 1).unwrap()
 }
 
 #[test]

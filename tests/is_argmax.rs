@@ -38,8 +38,8 @@ fn truth(case: &Case, dtype: DType) -> Result<Vec<u32>> {
     Ok(log_probs.iter().map(best).collect())
 }
 
-fn bits(is_best: &Option<Tensor>) -> Vec<f64> {
-    numbers(is_best.as_ref().expect("asked for"))
+fn bits(is_argmax: &Option<Tensor>) -> Vec<f64> {
+    numbers(is_argmax.as_ref().expect("asked for"))
 }
 
 on_each_device! {
@@ -59,25 +59,25 @@ on_each_device! {
                     Case { transposed: true, ..plain },
                 ] {
                     let (mixture, best) = (mixture(&case, dtype, device)?, truth(&case, dtype)?);
-                    let options = case.options().with_is_best(true);
+                    let options = case.options().with_is_argmax(true);
                     let other = |t: usize| (best[t] + 1 + t as u32 % 5) % vocab as u32;
                     let name = format!("{case:?} {dtype:?}");
                     let ids: Vec<u32> = (0..positions).map(|t| if t % 2 == 0 { best[t] } else { other(t) }).collect();
                     let expected: Vec<f64> = ids.iter().zip(&best).map(|(a, b)| f64::from(u8::from(a == b))).collect();
                     let one = mixture.score(&on(device, &Tensor::new(ids, &Device::Cpu)?)?, &options)?;
-                    assert_eq!(bits(&one.is_best), expected, "{name}");
+                    assert_eq!(bits(&one.is_argmax), expected, "{name}");
                     // Some are equal.
                     let ids: Vec<u32> = (0..positions).flat_map(|t| [other(t), best[t], best[t], other(t)]).collect();
                     let expected: Vec<f64> =
                         ids.iter().enumerate().map(|(i, id)| f64::from(u8::from(*id == best[i / 4]))).collect();
                     let ids = Tensor::from_vec(ids, (positions, 4), &Device::Cpu)?;
                     let scores = mixture.score(&on(device, &ids)?, &options)?;
-                    assert_eq!(bits(&scores.is_best), expected, "{name}");
-                    let is_best = scores.is_best.expect("asked for");
-                    assert_eq!((is_best.dims(), is_best.dtype()), (&[positions, 4][..], DType::U8));
+                    assert_eq!(bits(&scores.is_argmax), expected, "{name}");
+                    let is_argmax = scores.is_argmax.expect("asked for");
+                    assert_eq!((is_argmax.dims(), is_argmax.dtype()), (&[positions, 4][..], DType::U8));
                     // Log-probabilities do not change.
                     let without = mixture.score(&on(device, &ids)?, &case.options())?;
-                    assert!(without.is_best.is_none());
+                    assert!(without.is_argmax.is_none());
                     assert_eq!(numbers(&without.log_prob), numbers(&scores.log_prob), "{name}");
                 }
             }
@@ -129,11 +129,11 @@ on_each_device! {
             let ids: Vec<u32> = (0..12).map(|t| [7, 9, 400, 899][t % 4]).collect();
             let ids = Tensor::from_vec(ids, (12,), &Device::Cpu)?.to_device(device)?;
             for entropy in [false, true] {
-                let options = ScoreOptions::new().with_is_best(true).with_entropy(entropy);
+                let options = ScoreOptions::new().with_is_argmax(true).with_entropy(entropy);
                 let expected: Vec<f64> = (0..12).map(|t| f64::from(u8::from(t % 4 == 0))).collect();
-                assert_eq!(bits(&mixture.score(&ids, &options)?.is_best), expected);
+                assert_eq!(bits(&mixture.score(&ids, &options)?.is_argmax), expected);
                 let each = ids.unsqueeze(1)?;
-                assert_eq!(bits(&mixture.score(&each, &options)?.is_best), expected);
+                assert_eq!(bits(&mixture.score(&each, &options)?.is_argmax), expected);
             }
         }
         Ok(())
@@ -153,13 +153,13 @@ on_each_device! {
             let bias: Vec<f32> = (0..300).map(|id| if id == 150 { 0.0 } else { f32::NEG_INFINITY }).collect();
             let (possible, none) = (Tensor::new(bias, device)?, Tensor::full(f32::NEG_INFINITY, 300, device)?);
             for entropy in [false, true] {
-                let options = ScoreOptions::new().with_is_best(true).with_entropy(entropy);
+                let options = ScoreOptions::new().with_is_argmax(true).with_entropy(entropy);
                 for (bias, id, expected) in [(&possible, 150u32, 1.0), (&possible, 0, 0.0), (&none, 0, 0.0)] {
                     let mixture = Mixture::new(&contexts, log_priors, &weight, Some(bias))?;
                     let ids = Tensor::full(id, 8, device)?;
                     let mut all = [expected; 8];
                     all[1] = 0.0;
-                    assert_eq!(bits(&mixture.score(&ids, &options)?.is_best), all, "K = {components}, id {id}");
+                    assert_eq!(bits(&mixture.score(&ids, &options)?.is_argmax), all, "K = {components}, id {id}");
                 }
             }
         }
@@ -180,16 +180,16 @@ on_each_device! {
         let hidden = Tensor::randn(0f32, 3.0, (3, 4, 6), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
         for head in heads {
             let best = head.argmax(&hidden)?;
-            let scores = head.score(&hidden, &best, &ScoreOptions::new().with_is_best(true))?;
-            assert_eq!(scores.is_best.as_ref().expect("asked for").dims(), [3, 4], "{head:?}");
-            assert_eq!(bits(&scores.is_best), [1.0; 12], "{head:?}");
+            let scores = head.score(&hidden, &best, &ScoreOptions::new().with_is_argmax(true))?;
+            assert_eq!(scores.is_argmax.as_ref().expect("asked for").dims(), [3, 4], "{head:?}");
+            assert_eq!(bits(&scores.is_argmax), [1.0; 12], "{head:?}");
             let others = (best.to_dtype(DType::I64)? + 1.0)?;
             let is_below = others.lt(90i64)?;
             let others = is_below.where_cond(&others, &others.zeros_like()?)?.unsqueeze(2)?;
             let both = Tensor::cat(&[best.to_dtype(DType::I64)?.unsqueeze(2)?, others], 2)?;
-            let scores = head.score(&hidden, &both, &ScoreOptions::new().with_is_best(true))?;
+            let scores = head.score(&hidden, &both, &ScoreOptions::new().with_is_argmax(true))?;
             let expected: Vec<f64> = (0..24).map(|i| f64::from(u8::from(i % 2 == 0))).collect();
-            assert_eq!(bits(&scores.is_best), expected, "{head:?}");
+            assert_eq!(bits(&scores.is_argmax), expected, "{head:?}");
         }
         Ok(())
     }
@@ -215,8 +215,8 @@ on_each_device! {
                 let ids: Vec<u32> = (0..6).map(|t| if t % 2 == 0 { best(t) } else { other(t) }).collect();
                 let ids = Tensor::new(ids, &Device::Cpu)?.to_device(device)?;
                 let expected = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0];
-                let scores = restricted.score(&ids, &ScoreOptions::new().with_is_best(true))?;
-                assert_eq!(bits(&scores.is_best), expected, "K = {components}");
+                let scores = restricted.score(&ids, &ScoreOptions::new().with_is_argmax(true))?;
+                assert_eq!(bits(&scores.is_argmax), expected, "K = {components}");
                 let loss = restricted.loss(&ids, &LossOptions::new().with_correct(true))?;
                 assert_eq!(numbers(loss.is_correct.as_ref().expect("asked for")), expected, "K = {components}");
                 assert_eq!(numbers(loss.correct.as_ref().expect("asked for")), [3.0]);
@@ -232,13 +232,13 @@ fn chunks_do_not_matter() -> Result<()> {
         let case = Case::new(200, components, 11, 700);
         let mixture = mixture(&case, DType::F32, &Device::Cpu)?;
         let best = mixture.argmax()?;
-        let options = ScoreOptions::new().with_is_best(true);
+        let options = ScoreOptions::new().with_is_argmax(true);
         let Err(Error::Workspace { least, .. }) = mixture.score(&best, &options.clone().with_workspace_bytes(1)) else {
             panic!("one byte is not enough");
         };
         for bytes in [least, 2 * least, 64 << 20] {
             let found = mixture.score(&best, &options.clone().with_workspace_bytes(bytes))?;
-            assert_eq!(bits(&found.is_best), vec![1.0; 200], "K = {components}, {bytes} bytes");
+            assert_eq!(bits(&found.is_argmax), vec![1.0; 200], "K = {components}, {bytes} bytes");
         }
     }
     Ok(())
@@ -250,17 +250,17 @@ fn distributions_of_ones_own_have_it() -> Result<()> {
     let rows = [[0.5, 0.25, 0.25], [0.25, 0.375, 0.375], [nan, 0.5, 0.5], [0.0, 1.0, 0.0]];
     let log_probs = Tensor::new(&rows, &Device::Cpu)?.log()?;
     let ids = Tensor::new(&[[0u32, 1, 2], [2, 1, 1], [0, 1, 2], [0, 1, 2]], &Device::Cpu)?;
-    let options = ScoreOptions::new().with_is_best(true);
+    let options = ScoreOptions::new().with_is_argmax(true);
     let found = Scores::from_log_probs(&log_probs, &ids, &options)?;
-    assert_eq!(bits(&found.is_best), [1., 0., 0., 0., 1., 1., 0., 0., 0., 0., 1., 0.]);
+    assert_eq!(bits(&found.is_argmax), [1., 0., 0., 0., 1., 1., 0., 0., 0., 0., 1., 0.]);
     let nothing = Scores::from_log_probs(
         &Tensor::full(impossible, (1, 2), &Device::Cpu)?,
         &Tensor::new(&[0u32], &Device::Cpu)?,
         &options,
     )?;
-    assert_eq!(bits(&nothing.is_best), [0.0]);
+    assert_eq!(bits(&nothing.is_argmax), [0.0]);
     let empty = Scores::from_log_probs(&log_probs.narrow(0, 0, 0)?, &ids.narrow(0, 0, 0)?, &options)?;
-    assert_eq!(empty.is_best.expect("asked for").dims(), [0, 3]);
+    assert_eq!(empty.is_argmax.expect("asked for").dims(), [0, 3]);
     Ok(())
 }
 
@@ -270,8 +270,8 @@ fn a_loss_of_scores_refuses_it() -> Result<()> {
     let ids = Tensor::zeros(2, DType::U32, &Device::Cpu)?;
     let terms =
         |scores: mos_head::ChunkScores| Ok(ChunkTerms::new(scores.log_prob.neg()?, scores.log_prob.ones_like()?));
-    let error = mixture.score_loss(&ids, &ScoreOptions::new().with_is_best(true), terms).expect_err("refused");
-    assert!(matches!(error, Error::Unsupported { option: OptionName::IsBest, .. }), "{error:?}");
+    let error = mixture.score_loss(&ids, &ScoreOptions::new().with_is_argmax(true), terms).expect_err("refused");
+    assert!(matches!(error, Error::Unsupported { option: OptionName::IsArgmax, .. }), "{error:?}");
     Ok(())
 }
 
@@ -299,9 +299,9 @@ fn trained_heads_tell_it_of_the_targets_of_a_text() -> Result<()> {
             let loss = head.loss(&hidden, &targets, &LossOptions::new())?;
             candle_nn::Optimizer::step(&mut optimizer, &loss.backward()?)?;
         }
-        let scores = head.score(&hidden, &targets, &ScoreOptions::new().with_is_best(true))?;
+        let scores = head.score(&hidden, &targets, &ScoreOptions::new().with_is_argmax(true))?;
         let expected = numbers(&head.argmax(&hidden)?.eq(&targets)?);
-        assert_eq!(bits(&scores.is_best), expected);
+        assert_eq!(bits(&scores.is_argmax), expected);
         let accuracy = expected.iter().sum::<f64>() / expected.len() as f64;
         assert!((0.2..0.9).contains(&accuracy), "{accuracy}");
     }

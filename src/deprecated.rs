@@ -17,12 +17,6 @@ impl LossOptions {
     pub fn with_hits(self, hits: bool) -> Self {
         self.with_correct(hits)
     }
-
-    /// [`LossOptions::with_gradient_filter`]
-    #[deprecated(since = "0.3.0", note = "use `with_gradient_filter`")]
-    pub fn with_responsibility_filter(self, threshold: f64) -> Self {
-        self.with_gradient_filter(threshold)
-    }
 }
 
 impl MixtureConfig {

@@ -245,8 +245,6 @@ pub enum OptionName {
     /// [`ScoreOptions::temperature`](crate::ScoreOptions::temperature) or
     /// [`PolicyOptions::temperature`](crate::PolicyOptions::temperature)
     Temperature,
-    /// [`LossOptions::gradient_filter`](crate::LossOptions::gradient_filter)
-    GradientFilter,
     /// [`LossOptions::correct`](crate::LossOptions::correct)
     Correct,
     /// [`ScoreOptions::is_argmax`](crate::ScoreOptions::is_argmax)
@@ -276,7 +274,6 @@ impl fmt::Display for OptionName {
             OptionName::Entropy => "entropy",
             OptionName::Outside => "outside",
             OptionName::Temperature => "temperature",
-            OptionName::GradientFilter => "gradient_filter",
             OptionName::Correct => "correct",
             OptionName::IsArgmax => "is_argmax",
             OptionName::SampledSoftmax => "sampled_softmax",

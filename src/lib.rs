@@ -86,7 +86,6 @@
 //! | [`with_z_loss`](LossOptions::with_z_loss) | keeps the normalisers of the logits near zero |
 //! | [`with_workspace_bytes`](LossOptions::with_workspace_bytes) | the budget of the workspace |
 //! | [`with_precision`](LossOptions::with_precision) | products of f32 rounded to bf16, for CPUs with units for it |
-//! | [`with_gradient_filter`](LossOptions::with_gradient_filter) | skips the gradient of components with a small responsibility |
 //! | [`with_correct`](LossOptions::with_correct) | also tells which targets are the most probable ids, and counts them |
 //! | [`with_sampled_softmax`](LossOptions::with_sampled_softmax), [`with_nce`](LossOptions::with_nce) | a training step over a sample of the vocabulary |
 //! | [`with_decoder_rows`](LossOptions::with_decoder_rows) | the gradient of a sample's rows, in place of the whole decoder's |

@@ -642,10 +642,9 @@ fn options_of_lists_follow_the_conventions_or_are_refused() -> Result<()> {
 
     let shared = mixture.restricted(&AllowedIds::new(&case.lists()[0]).with_targets_added(true))?;
     let negatives: Negatives = NoiseDistribution::log_uniform(case.vocab)?.draw(4, 1)?;
-    let refused: [(OptionName, LossOptions); 5] = [
+    let refused: [(OptionName, LossOptions); 4] = [
         (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
         (OptionName::ZLoss, LossOptions::new().with_z_loss(0.1)),
-        (OptionName::GradientFilter, LossOptions::new().with_gradient_filter(0.1)),
         (OptionName::SampledSoftmax, LossOptions::new().with_sampled_softmax(negatives.clone())),
         (OptionName::Nce, LossOptions::new().with_nce(negatives)),
     ];

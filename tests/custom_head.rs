@@ -153,7 +153,6 @@ on_each_device! {
         let options = [
             (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
             (OptionName::ZLoss, LossOptions::new().with_z_loss(0.1)),
-            (OptionName::GradientFilter, LossOptions::new().with_gradient_filter(0.1)),
             (OptionName::Correct, LossOptions::new().with_correct(true)),
         ];
         for (name, options) in options {

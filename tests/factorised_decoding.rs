@@ -189,7 +189,6 @@ on_each_device! {
             for (unsupported, options) in [
                 (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
                 (OptionName::ZLoss, LossOptions::new().with_z_loss(0.1)),
-                (OptionName::GradientFilter, LossOptions::new().with_gradient_filter(0.1)),
                 (OptionName::Correct, LossOptions::new().with_correct(true)),
             ] {
                 let error = head.loss(&hidden, &targets, &options).expect_err("unsupported");

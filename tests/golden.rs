@@ -63,7 +63,6 @@ fn objective(golden: &Value, options: &Value) -> Objective {
         class_weights: weights("class_weights"),
         label_smoothing: number("label_smoothing").unwrap_or(0.0),
         z_loss: number("z_loss").unwrap_or(0.0),
-        filter: 0.0,
     }
 }
 

@@ -103,7 +103,6 @@ on_each_device! {
                 asked.clone(),
                 asked.clone().with_label_smoothing(0.1),
                 asked.clone().with_z_loss(1e-3),
-                asked.clone().with_gradient_filter(0.01),
                 LossOptions::new().with_correct(true).with_ignore_index(-1),
             ] {
                 let loss = mixture.loss(&targets, &options)?;

@@ -165,7 +165,7 @@ fn a_rank_sends_as_many_bytes_as_the_documentation_says() -> Result<()> {
                 Ok(counted.1.load(Ordering::Relaxed))
             };
             let of_position = 16 * components
-                + if options.label_smoothing > 0.0 { 16 * components + 16 } else { 0 }
+                + if options.label_smoothing > 0.0 { 8 * components + 16 } else { 0 }
                 + if options.train { accumulated * components * D } else { 0 };
             for bytes in on_ranks(3, sent) {
                 assert_eq!(bytes?, 136 + POSITIONS * of_position, "{components} {dtype:?} {options:?}");

@@ -53,9 +53,6 @@ pub struct Loss {
     /// Scalar: the number of positions whose target is the most probable token id, if requested
     /// ([`LossOptions::with_correct`](crate::LossOptions::with_correct)).
     pub correct: Option<Tensor>,
-    /// Scalar, from 0 to 1: the share of the gradient's mass (|responsibility x weight|) that the gradient filter
-    /// dropped, if it is on.
-    pub dropped_mass: Option<Tensor>,
     /// The decoder's rows that a sampled loss read, if requested
     /// ([`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows)); `None` if there are no positions.
     pub decoder_rows: Option<DecoderRows>,
@@ -121,8 +118,7 @@ pub(crate) struct Unchecked {
 }
 
 impl Loss {
-    /// The loss of a head that computes all results itself. `is_correct`, `correct` and `dropped_mass` are fields
-    /// to be set.
+    /// The loss of a head that computes all results itself. `is_correct` and `correct` are fields to be set.
     ///
     /// # Shapes
     ///
@@ -139,7 +135,6 @@ impl Loss {
             nll,
             is_correct: None,
             correct: None,
-            dropped_mass: None,
             decoder_rows: None,
             decoder: None,
             parts: Vec::new(),

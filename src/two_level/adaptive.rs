@@ -116,7 +116,7 @@ impl AdaptiveConfig {
 ///
 /// The loss is exact. It reads the targets, which on a GPU waits for the device. A cluster without a target in the
 /// batch gets no gradients: they are zero, but absent from the `GradStore`. Of the options of a loss,
-/// label smoothing, z-loss, the gradient filter and counted predictions are
+/// label smoothing, z-loss and counted predictions are
 /// [`Error::Unsupported`](crate::Error::Unsupported).
 ///
 /// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a cluster only at positions where one of its ids can be

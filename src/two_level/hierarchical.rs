@@ -234,8 +234,8 @@ impl From<HierarchicalFields> for HierarchicalConfig {
 ///
 /// The loss is exact. It reads the targets, which on a GPU waits for the device. A class without a target in the batch
 /// gets no gradients: they are zero, but absent from the `GradStore`. Each class has its own variables, because the
-/// gradient of a part of one matrix would be as large as the matrix. Of the options of a loss, label smoothing, z-loss,
-/// the gradient filter and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
+/// gradient of a part of one matrix would be as large as the matrix. Of the options of a loss, label smoothing, z-loss
+/// and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
 ///
 /// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a class only at positions where one of its ids can be
 /// among the k best (a NaN in another class goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample) draws

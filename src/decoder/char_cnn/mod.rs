@@ -120,11 +120,6 @@ impl CharCnn {
         self.config.context_dim
     }
 
-    /// The configuration.
-    pub fn config(&self) -> &CharCnnConfig {
-        &self.config
-    }
-
     /// Computes the rows of all entries. Differentiable.
     ///
     /// # Shapes

@@ -5,7 +5,7 @@ use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use lab::device::DeviceKind;
-use lab::values::{not_negative, positive};
+use lab::values::positive;
 
 #[derive(Parser)]
 #[command(about = "Times one training step of the output layer")]
@@ -56,9 +56,6 @@ pub(crate) struct Args {
     /// Time the loss without gradients, as in an evaluation
     #[arg(long)]
     pub(crate) forward_only: bool,
-    /// Components with less responsibility than this get no gradient
-    #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
-    pub(crate) filter: f64,
     /// Lets the products round operands of f32 to bf16
     #[arg(long)]
     pub(crate) bf16_products: bool,

@@ -49,7 +49,6 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let sizes = (positions, components, context, vocab, hidden);
     let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
-    options = options.with_gradient_filter(args.filter);
     if args.bf16_products {
         options = options.with_precision(Precision::Bf16Products);
     }
@@ -166,7 +165,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.as_str(),
-        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
+        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });

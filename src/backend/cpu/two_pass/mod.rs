@@ -356,7 +356,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
         Ok(())
     }
 
-    /// What all ids of each position add up to, if ranks share them and the objective needs it: `[positions, 2 K + 2]`.
+    /// What all ids of each position add up to, if ranks share them and the objective needs it: `[positions, K + 2]`.
     fn sums_of_ranks(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) -> Result<Vec<f64>> {
         let needed = |_: &&Ranks<T::Acc>| targets.are_soft() || targets.terms.correct;
         let Some(ranks) = self.ranks.as_ref().filter(needed) else { return Ok(vec![]) };

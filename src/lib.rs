@@ -189,8 +189,6 @@
 
 #![warn(unreachable_pub)]
 
-mod deprecated;
-
 mod distributed;
 
 mod beam_search;
@@ -223,8 +221,6 @@ pub use backend::shard::VocabShard;
 pub use beam_search::{BeamSearch, Hypothesis};
 pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig};
 pub use decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK};
-#[allow(deprecated)]
-pub use deprecated::Proposal;
 #[cfg(feature = "mpi")]
 pub use distributed::Mpi;
 #[cfg(feature = "nccl")]

@@ -36,10 +36,8 @@ use crate::tensors::dropout::DropoutMasks;
 #[non_exhaustive]
 pub struct SoftmaxConfig {
     /// Size of a hidden state.
-    #[cfg_attr(feature = "serde", serde(alias = "hidden"))]
     pub hidden_size: usize,
     /// Number of token ids.
-    #[cfg_attr(feature = "serde", serde(alias = "vocab"))]
     pub vocab_size: usize,
     /// Whether the decoder has a bias. The default is true.
     #[cfg_attr(feature = "serde", serde(default = "super::config::yes"))]

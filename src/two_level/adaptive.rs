@@ -26,10 +26,8 @@ use crate::tensors::initial_values::linear;
 #[non_exhaustive]
 pub struct AdaptiveConfig {
     /// Size of a hidden state.
-    #[cfg_attr(feature = "serde", serde(alias = "hidden"))]
     pub hidden_size: usize,
     /// Number of token ids, sorted by descending frequency.
-    #[cfg_attr(feature = "serde", serde(alias = "vocab"))]
     pub vocab_size: usize,
     /// The first id of each cluster, increasing: ids below `cutoffs[0]` are in the shortlist.
     pub cutoffs: Vec<usize>,

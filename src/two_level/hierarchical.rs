@@ -202,9 +202,7 @@ impl HierarchicalConfig {
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct Read {
-    #[serde(alias = "hidden")]
     hidden_size: usize,
-    #[serde(alias = "vocab")]
     vocab_size: usize,
     classes: Option<Classes>,
     bias: Option<bool>,

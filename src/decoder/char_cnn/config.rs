@@ -124,7 +124,6 @@ impl CharCnnConfig {
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct Read {
-    #[serde(alias = "context")]
     context_dim: usize,
     embedding: Option<usize>,
     filters: Option<Vec<(usize, usize)>>,

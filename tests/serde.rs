@@ -3,10 +3,10 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{
-    AdaptiveConfig, CharCnnConfig, Classes, ContextActivation, HeadConfig, HierarchicalConfig, LossOptions,
-    LowRankConfig, MixtureConfig, OutputLayer, Sampling, SoftmaxConfig,
-};
+use mos_head::decode::Sampling;
+use mos_head::parts::{CharCnnConfig, LowRankConfig};
+use mos_head::two_level::{AdaptiveConfig, Classes, HierarchicalConfig};
+use mos_head::{ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer, SoftmaxConfig};
 
 #[test]
 fn what_is_written_is_read_again() -> serde_json::Result<()> {

@@ -1,15 +1,36 @@
 //! Distributed programs: ranks, and heads whose vocabulary, or models whose texts, are cut among them.
+//!
+//! [`Collectives`] are what the ranks of a program exchange ([`Numbers`]), an engine of your own or one of the two below, and
+//! [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
+//! [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss) and its siblings compute the results of the
+//! whole vocabulary. All else needs the feature `distributed`:
+//!
+//! | | |
+//! |---|---|
+//! | `VocabParallel` | a head of which each rank has the decoder's rows of its shard: begin here with a large vocabulary |
+//! | `DataParallel` | ranks that have texts of their own and the whole model: begin here with many texts |
+//! | `ShardedCheckpoint`, `save_sharded` | read and write such heads, each rank its own rows, for any number of ranks |
+//! | `Mpi` | the engine over MPI (feature `mpi`) |
+//! | `Nccl` | the engine over NCCL, for ranks with an NVIDIA GPU each (feature `nccl`) |
 
+#[cfg(feature = "distributed")]
 mod checkpoint;
+#[cfg(feature = "distributed")]
 mod data_parallel;
+#[cfg(feature = "distributed")]
 mod head;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 
+pub use crate::backend::collectives::{Collectives, Numbers};
+pub use crate::backend::shard::VocabShard;
+#[cfg(feature = "distributed")]
 pub use checkpoint::{save_sharded, ShardedCheckpoint};
+#[cfg(feature = "distributed")]
 pub use data_parallel::DataParallel;
+#[cfg(feature = "distributed")]
 pub use head::VocabParallel;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

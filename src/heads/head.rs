@@ -31,7 +31,8 @@ use crate::tensors::dropout::DropoutMasks;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{Head, MixedContexts, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Projection};
+/// use mos_head::parts::{MixedContexts, Projection};
+/// use mos_head::{Head, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();

@@ -59,7 +59,8 @@ use crate::tensors::dropout::DropoutMasks;
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, D};
-/// use mos_head::{Loss, LossOptions, OutputLayer, Result, Sampler, Sampling};
+/// use mos_head::decode::{Sampler, Sampling};
+/// use mos_head::{Loss, LossOptions, OutputLayer, Result};
 ///
 /// #[derive(Debug)]
 /// struct Floored {
@@ -200,7 +201,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{OutputLayer, PolicyBatch, PolicyOptions, SoftmaxHead};
+    /// use mos_head::policy::{PolicyBatch, PolicyOptions};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
@@ -250,7 +252,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{DistillOptions, Divergence, MissingIds, OutputLayer, SoftmaxHead, Teacher};
+    /// use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let teacher = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 16), &Device::Cpu)?, None)?;
@@ -366,8 +369,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// parameters alone, such as decoder rows from spellings, is computed once. Parameters are shared with the head, not
     /// copied.
     ///
-    /// Every head of this crate is frozen as far as its parts are: a [`Projection`](crate::Projection) or a
-    /// [`MixtureLayer`] of your own in it must override [`Projection::frozen`](crate::Projection::frozen) or
+    /// Every head of this crate is frozen as far as its parts are: a [`Projection`](crate::parts::Projection) or a
+    /// [`MixtureLayer`] of your own in it must override [`Projection::frozen`](crate::parts::Projection::frozen) or
     /// [`MixtureLayer::frozen_mixture`]. By default, a head of your own returns itself, and its parameters go on getting
     /// gradients. To train a projection or an adapter on a frozen decoder, see
     /// [`Head::with_frozen_decoder`](crate::Head::with_frozen_decoder).
@@ -419,8 +422,8 @@ pub(crate) fn loss_of_scores(terms: &PolicyTerms, scores: Scores) -> Result<Loss
 
 /// An output layer that reduces to one [`Mixture`] of softmaxes, as every [`Head`](crate::Head) does.
 ///
-/// Your own, if it is not a [`Projection`](crate::Projection) and a decoder, implements `mixture`, and the methods of
-/// [`OutputLayer`] by it, such as `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
+/// Your own, if it is not a [`Projection`](crate::parts::Projection) and a decoder, implements `mixture`, and the
+/// methods of [`OutputLayer`] by it, such as `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
 ///
 /// # Examples
 ///

@@ -17,12 +17,13 @@
 //! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
-//! Each is a [`Head`], a projection and a decoder ([`parts`]); a projection of your own is a head in the same way. A model
-//! that reads its head from a file has a [`HeadConfig`], saved beside the weights: a mixture's activation is in no tensor.
+//! Each is a [`Head`], a projection and a decoder ([`parts`]); a projection of your own is a head in the same way. A
+//! model that reads its head from a file has a [`HeadConfig`], saved beside the weights: a mixture's activation is in no
+//! tensor.
 //!
-//! Two heads for large vocabularies, in [`two_level`], compute a softmax over frequent ids or classes, and of the rest only
-//! the clusters that have a target. The heads above can also train on a sample of the vocabulary ([`sampled`]), and with a
-//! decoder whose rows are computed from spellings ([`CharCnn`](parts::CharCnn)).
+//! Two heads for large vocabularies, in [`two_level`], compute a softmax over frequent ids or classes, and of the rest
+//! only the clusters that have a target. The heads above can also train on a sample of the vocabulary ([`sampled`]), and
+//! with a decoder whose rows are computed from spellings ([`CharCnn`](parts::CharCnn)).
 //!
 //! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`];
 //! heads that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for

@@ -1,7 +1,7 @@
 //! Distributed programs: ranks, and heads whose vocabulary, or models whose texts, are cut among them.
 //!
-//! [`Collectives`] are what the ranks of a program exchange ([`Numbers`]), an engine of your own or one of the two below, and
-//! [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
+//! [`Collectives`] are what the ranks of a program exchange ([`Numbers`]), an engine of your own or one of the two
+//! below, and [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
 //! [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss) and its siblings compute the results of the
 //! whole vocabulary. All else needs the feature `distributed`:
 //!

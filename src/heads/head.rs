@@ -3,7 +3,8 @@
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
-use super::output_layer::{MixtureLayer, OutputLayer};
+use super::mixture_layer::MixtureLayer;
+use super::output_layer::OutputLayer;
 use super::projection::{Configured, Projection};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};

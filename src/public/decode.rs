@@ -11,11 +11,12 @@
 //! | [`BeamSearch`] | finds the most probable sequences of a batch, each a [`Hypothesis`], n-best, with a length penalty; the model is a closure |
 //! | [`prune`](crate::MixtureLayer::prune) | removes the components whose priors sum to at most m, with a bound of the total variation ([`Pruned`]) |
 //!
-//! [`OutputLayer::log_probs`](crate::OutputLayer::log_probs) gives the log-probabilities of all ids, which other samplers take in place of logits,
-//! but for penalties of repetition. To decode among some ids alone, see [`sets`](crate::sets).
+//! [`OutputLayer::log_probs`](crate::OutputLayer::log_probs) gives the log-probabilities of all ids, which other
+//! samplers take in place of logits, but for penalties of repetition. To decode among some ids alone, see
+//! [`sets`](crate::sets).
 //!
-//! The log-sum-exps of a head that is one mixture need all logits of a position once; beyond them, its distributions are
-//! read in tiles. A NaN distribution is an error that names its position.
+//! The log-sum-exps of a head that is one mixture need all logits of a position once; beyond them, its distributions
+//! are read in tiles. A NaN distribution is an error that names its position.
 
 pub use crate::beam_search::{BeamSearch, Hypothesis};
 pub use crate::decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK};

@@ -1,7 +1,7 @@
 //! Scores: log-probabilities of given token ids, the entropy and the mass of all other ids, with gradients.
 //!
-//! Begin with [`OutputLayer::score`](crate::OutputLayer::score), which takes [`ScoreOptions`] and returns [`Scores`]. For
-//! a loss of your own, [`Mixture::score_loss`](crate::Mixture::score_loss) and
+//! Begin with [`OutputLayer::score`](crate::OutputLayer::score), which takes [`ScoreOptions`] and returns [`Scores`].
+//! For a loss of your own, [`Mixture::score_loss`](crate::Mixture::score_loss) and
 //! [`Mixture::log_prob_loss`](crate::Mixture::log_prob_loss) take a function of [`ChunkScores`] or [`ChunkLogProbs`],
 //! which returns its values and derivatives, [`ChunkTerms`], chunk by chunk:
 //!

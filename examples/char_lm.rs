@@ -15,8 +15,10 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::{LSTMState, LSTM, RNN};
 use candle_nn::{embedding, lstm, AdamW, Embedding, LSTMConfig, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Parser;
-use mos_head::{ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer};
-use mos_head::{Sampler, Sampling, SoftmaxConfig};
+use mos_head::{
+    decode::{Sampler, Sampling},
+    ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer, SoftmaxConfig,
+};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -10,8 +10,11 @@
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::{embedding, linear, ops, AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use mos_head::{Decoder, DecoderConfig, DropoutMasks, Head, Loss, LossOptions, OutputLayer, Projection, Result};
-use mos_head::{Sampler, Sampling};
+use mos_head::{
+    decode::{Sampler, Sampling},
+    parts::{Decoder, DecoderConfig, Projection},
+    DropoutMasks, Head, Loss, LossOptions, OutputLayer, Result,
+};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 200;

@@ -16,8 +16,9 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{embedding, AdamW, Embedding, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use mos_head::{
-    ContextActivation, DistillOptions, Divergence, DropoutMasks, LossOptions, MissingIds, MixtureConfig, MixtureLayer,
-    MixtureOfSoftmaxes, Result, SoftmaxConfig, SoftmaxHead, Teacher,
+    distill::{DistillOptions, Divergence, MissingIds, Teacher},
+    ContextActivation, DropoutMasks, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 use rand::{rngs::StdRng, Rng, SeedableRng};
 

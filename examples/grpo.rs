@@ -12,8 +12,12 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{embedding, AdamW, Embedding, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use mos_head::{MixtureConfig, MixtureOfSoftmaxes, OutputLayer, PolicyBatch, PolicyOptions, Result};
-use mos_head::{Sampler, Sampling, ScoreOptions};
+use mos_head::{
+    decode::{Sampler, Sampling},
+    policy::{PolicyBatch, PolicyOptions},
+    score::ScoreOptions,
+    MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result,
+};
 use rand::{rngs::StdRng, seq::SliceRandom, Rng, SeedableRng};
 
 const VOCAB: usize = 50;

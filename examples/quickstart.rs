@@ -9,7 +9,10 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{embedding, AdamW, Embedding, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Sampler, Sampling};
+use mos_head::{
+    decode::{Sampler, Sampling},
+    LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer,
+};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 200;

@@ -20,8 +20,9 @@ use candle_nn::rnn::{LSTMState, LSTM, RNN};
 use candle_nn::{embedding, linear_no_bias, lstm, ops, AdamW, Dropout, Embedding, LSTMConfig, Linear};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Parser;
-use mos_head::{BeamSearch, ContextActivation, HeadConfig, LossOptions};
-use mos_head::{MixtureConfig, OutputLayer, SoftmaxConfig};
+use mos_head::{
+    decode::BeamSearch, ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer, SoftmaxConfig,
+};
 use rand::seq::{IteratorRandom, SliceRandom};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 

@@ -27,8 +27,8 @@ use candle_nn::rnn::{LSTMState, LSTM, RNN};
 use candle_nn::{embedding, lstm, Embedding, LSTMConfig, VarBuilder, VarMap};
 use clap::Parser;
 use mos_head::{
-    save_sharded, Collectives, ContextActivation, Loss, LossOptions, MixtureConfig, MixtureOfSoftmaxes, Mpi,
-    OutputLayer, ShardedCheckpoint, VocabParallel, VocabShard,
+    distributed::{save_sharded, Collectives, Mpi, ShardedCheckpoint, VocabParallel, VocabShard},
+    ContextActivation, Loss, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer,
 };
 use rand::{distr::weighted::WeightedIndex, rngs::StdRng, Rng, SeedableRng};
 use rand_distr::StandardNormal;

@@ -45,7 +45,7 @@ pack() {
     local tests
     mapfile -t tests < <(device_tests)
     local build=(--locked --features cuda --message-format=json)
-    cargo test --release --no-run "${build[@]}" "${tests[@]/#/--test=}" | copy_executables test- "${tests[@]}"
+    cargo test --release --no-run "${build[@]}" --features distributed "${tests[@]/#/--test=}" | copy_executables test- "${tests[@]}"
     cargo build --release -p lab "${build[@]}" "${PROGRAMS[@]/#/--bin=}" | copy_executables '' "${PROGRAMS[@]}"
     cargo bench --no-run "${build[@]}" "${BENCHES[@]/#/--bench=}" | copy_executables bench- "${BENCHES[@]}"
     strip "$folder"/*

@@ -26,7 +26,8 @@ use crate::tensors::transfer;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{BeamSearch, SoftmaxHead};
+/// use mos_head::decode::BeamSearch;
+/// use mos_head::SoftmaxHead;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let cpu = &Device::Cpu;
@@ -69,7 +70,8 @@ pub struct BeamSearch {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{BeamSearch, SoftmaxHead};
+/// use mos_head::decode::BeamSearch;
+/// use mos_head::SoftmaxHead;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let cpu = &Device::Cpu;

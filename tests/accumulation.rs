@@ -6,9 +6,11 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use common::check::numbers;
 use common::{dtypes, on_each_device};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::two_level::{AdaptiveConfig, HierarchicalConfig};
 use mos_head::{
-    AdaptiveConfig, Error, GradientSum, HeadConfig, HierarchicalConfig, LossOptions, MixtureConfig, MixtureOfSoftmaxes,
-    NoiseDistribution, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    Error, GradientSum, HeadConfig, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 
 const HIDDEN: usize = 12;

@@ -8,10 +8,11 @@ use common::allowed::{assert_config, assert_near, cases, ids, of_lists, tensors,
 use common::check::numbers;
 use common::scores::compare;
 use common::{exact, on, on_each_device};
-use mos_head::{
-    AllowedIds, Error, LossOptions, Mixture, Negatives, NoiseDistribution, OptionName, Reduction, Result, Sampler,
-    Sampling, ScoreOptions,
-};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::sampled::{Negatives, NoiseDistribution};
+use mos_head::score::ScoreOptions;
+use mos_head::sets::AllowedIds;
+use mos_head::{Error, LossOptions, Mixture, OptionName, Reduction, Result};
 
 /// The relative tolerance of values, and of gradients.
 fn tolerance(dtype: DType) -> (f64, f64) {

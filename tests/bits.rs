@@ -19,7 +19,8 @@ use std::collections::HashSet;
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::VarBuilder;
 use digest::Digest;
-use mos_head::{linear_cross_entropy, Loss, Mixture, Result, TopK};
+use mos_head::decode::TopK;
+use mos_head::{linear_cross_entropy, Loss, Mixture, Result};
 use problem::{char_cnn, sampler, uniform, Problem, Sizes, BASE};
 
 const CPU: Device = Device::Cpu;

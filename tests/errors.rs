@@ -7,11 +7,15 @@ use candle_nn::{Embedding, VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
+use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
+use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::score::ScoreOptions;
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    linear_cross_entropy, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, CharCnn, CharCnnConfig, Classes,
-    ContextActivation, Error, GradientSum, HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, Mixture,
-    MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, NoiseDistribution, OutputLayer,
-    Reduction, Result, Sampler, Sampling, ScoreOptions, SoftmaxConfig, SoftmaxHead, TopK,
+    linear_cross_entropy, ContextActivation, Error, GradientSum, Loss, LossOptions, Mixture, MixtureConfig,
+    MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, SoftmaxConfig,
+    SoftmaxHead,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 2, 7);

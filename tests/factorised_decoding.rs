@@ -10,10 +10,9 @@ use candle_nn::{VarBuilder, VarMap};
 use common::check::numbers;
 use common::factorised::{build, variables, Kind, Values, CUTOFFS, HIDDEN, KINDS, VOCAB};
 use common::{exact, on_each_device};
-use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, Error, HierarchicalConfig, HierarchicalSoftmax, LossOptions,
-    OptionName, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead, TopK,
-};
+use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
+use mos_head::{Error, LossOptions, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead};
 
 /// The parameters of the root multiplied by a factor: its distribution is flat or peaked.
 fn sharpened(mut values: Values, factor: f64) -> Values {

@@ -11,7 +11,8 @@ use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::scores::compare;
 use common::{dtypes, on_each_device};
-use mos_head::{ContextActivation, LossOptions, Mixture, Reduction, Result, ScoreOptions};
+use mos_head::score::ScoreOptions;
+use mos_head::{ContextActivation, LossOptions, Mixture, Reduction, Result};
 use serde_json::Value;
 
 fn golden() -> Value {

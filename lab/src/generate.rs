@@ -4,7 +4,7 @@ use super::language_model::LanguageModel;
 use super::{model::Model, values::positive, Result};
 use candle_core::Tensor;
 use mos_codes::Codebook;
-use mos_head::{Sampler, Sampling};
+use mos_head::decode::{Sampler, Sampling};
 
 /// The flags of sampling.
 #[derive(Debug, clap::Args)]

@@ -13,7 +13,8 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
 use mos_codes::CodeTable;
-use mos_head::{LossOptions, NoiseDistribution, OutputLayer};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::{LossOptions, OutputLayer};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::HashMap;
 

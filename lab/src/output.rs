@@ -5,10 +5,11 @@ use super::head::{HeadKind, HeadSizes};
 use super::Result;
 use candle_nn::{Embedding, VarBuilder};
 use clap::ValueEnum;
+use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, CharCnn, CharCnnConfig, Classes, HierarchicalConfig, HierarchicalSoftmax,
-    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, SoftmaxConfig,
-    SoftmaxHead,
+    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
 use std::sync::Arc;
 

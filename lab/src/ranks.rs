@@ -2,7 +2,7 @@
 
 use super::{recipe::Recipe, Result};
 use candle_core::{backprop::GradStore, Tensor, Var};
-use mos_head::{Collectives, DataParallel, Numbers};
+use mos_head::distributed::{Collectives, DataParallel, Numbers};
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use super::head::{HeadKind, HeadSizes};
 use super::output::char_cnn;
 use super::recipe::Recipe;
-use mos_head::CharCnnConfig;
+use mos_head::parts::CharCnnConfig;
 
 /// The sizes of a language model.
 #[derive(Clone, Copy, Debug, PartialEq)]

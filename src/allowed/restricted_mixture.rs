@@ -31,7 +31,9 @@ use crate::tensors::transfer;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{AllowedIds, Mixture, Sampler, Sampling};
+/// use mos_head::decode::{Sampler, Sampling};
+/// use mos_head::sets::AllowedIds;
+/// use mos_head::Mixture;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let contexts = Tensor::randn(0f32, 1., (2, 1, 8), &Device::Cpu)?; // 2 positions, K = 1, d = 8

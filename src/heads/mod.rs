@@ -8,7 +8,9 @@ mod contexts;
 mod head;
 mod identity;
 mod mixed_contexts;
+mod mixture_layer;
 mod output_layer;
+mod pointers;
 mod projection;
 
 pub use config::{ContextActivation, MixtureConfig, MixtureTensors};
@@ -16,6 +18,7 @@ pub use contexts::{Contexts, MixtureOfSoftmaxes};
 pub use head::Head;
 pub use identity::{Identity, SoftmaxConfig, SoftmaxHead};
 pub use mixed_contexts::{MixedContexts, MixtureOfContexts};
+pub use mixture_layer::MixtureLayer;
 pub(crate) use output_layer::loss_of_scores;
-pub use output_layer::{MixtureLayer, OutputLayer};
+pub use output_layer::OutputLayer;
 pub use projection::{Configured, Projection};

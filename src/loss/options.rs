@@ -116,7 +116,8 @@ pub struct LossOptions {
 /// # Examples
 ///
 /// ```
-/// use mos_head::{LossOptions, NoiseDistribution, SampledLoss};
+/// use mos_head::sampled::{NoiseDistribution, SampledLoss};
+/// use mos_head::LossOptions;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let negatives = NoiseDistribution::log_uniform(1000)?.draw(64, 42)?;
@@ -293,7 +294,8 @@ impl LossOptions {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{LossOptions, OutputLayer, NoiseDistribution, SoftmaxHead};
+    /// use mos_head::sampled::NoiseDistribution;
+    /// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 1., (1000, 8), &Device::Cpu)?;
@@ -329,7 +331,8 @@ impl LossOptions {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{LossOptions, NoiseDistribution, OutputLayer, SoftmaxHead};
+    /// use mos_head::sampled::NoiseDistribution;
+    /// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 0.1, (5, 8), &Device::Cpu)?;

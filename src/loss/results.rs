@@ -77,7 +77,8 @@ pub struct Loss {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
-/// use mos_head::{LossOptions, OutputLayer, NoiseDistribution, SoftmaxHead};
+/// use mos_head::sampled::NoiseDistribution;
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Var::randn(0f32, 1., (1000, 8), &Device::Cpu)?;

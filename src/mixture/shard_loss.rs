@@ -44,7 +44,7 @@ impl Mixture {
     /// contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is not in the
     /// vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
     ///
-    /// [`Collectives::all_reduce_sum_tensor`]: crate::Collectives::all_reduce_sum_tensor
+    /// [`Collectives::all_reduce_sum_tensor`]: crate::distributed::Collectives::all_reduce_sum_tensor
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let checked = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };

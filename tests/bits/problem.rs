@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, VarBuilder, VarMap};
+use mos_head::decode::{BeamSearch, Sampler, Sampling};
+use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter, LowRankConfig};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, BeamSearch, CharCnn, CharCnnConfig, Classes, ContextActivation, DropoutMasks,
-    Error, HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, LowRankAdapter, LowRankConfig, Mixture,
-    MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, Reduction,
-    Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
+    MixtureOfSoftmaxes, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

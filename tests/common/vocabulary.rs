@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::ops::log_softmax;
-use mos_head::{
-    Collectives, Error, LossOptions, LowRankAdapter, Mixture, OutputLayer, Reduction, Result, SoftmaxHead,
-    VocabParallel, VocabShard,
-};
+use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
+use mos_head::parts::LowRankAdapter;
+use mos_head::{Error, LossOptions, Mixture, OutputLayer, Reduction, Result, SoftmaxHead};
 
 use crate::values::tensor;
 

@@ -2,9 +2,10 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use mos_head::score::{ChunkTerms, ScoreOptions};
 use mos_head::{
-    ChunkTerms, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result,
-    ScoreOptions, SoftmaxConfig, SoftmaxHead,
+    LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig,
+    SoftmaxHead,
 };
 
 use crate::driver::Driver;

@@ -15,7 +15,8 @@ use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use clap::{Parser, ValueEnum};
 use lab::memory::Peak;
-use mos_head::{Collectives, LossOptions, Mixture, Mpi, Numbers, Result, VocabShard};
+use mos_head::distributed::{Collectives, Mpi, Numbers, VocabShard};
+use mos_head::{LossOptions, Mixture, Result};
 use serde_json::json;
 
 #[derive(Parser)]

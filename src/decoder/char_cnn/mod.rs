@@ -35,7 +35,8 @@ use spelling::Alphabet;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{CharCnn, CharCnnConfig, LossOptions, OutputLayer, SoftmaxConfig, SoftmaxHead};
+/// use mos_head::parts::{CharCnn, CharCnnConfig};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxConfig, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();
@@ -178,7 +179,7 @@ impl CharCnn {
     /// ```
     /// use candle_core::{DType, Device};
     /// use candle_nn::{VarBuilder, VarMap};
-    /// use mos_head::{CharCnn, CharCnnConfig};
+    /// use mos_head::parts::{CharCnn, CharCnnConfig};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let vars = VarMap::new();

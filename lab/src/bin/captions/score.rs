@@ -5,7 +5,7 @@ use crate::model::Captioner;
 use candle_core::Tensor;
 use lab::words::{END, START};
 use lab::{bleu, cider, model::Model, progress, session::Session, Result};
-use mos_head::BeamSearch;
+use mos_head::decode::BeamSearch;
 
 /// What a trained model reaches.
 pub(crate) struct Scores {

@@ -11,7 +11,8 @@ use lab::heads::Outcome;
 use lab::model::Model;
 use lab::words::{Words, PAD};
 use lab::{checkpoint::Checkpoint, init, recipe::Recipe, session::Session};
-use mos_head::{BeamSearch, LossOptions};
+use mos_head::decode::BeamSearch;
+use mos_head::LossOptions;
 
 const RECIPE: Recipe = Recipe { components: 2, hidden: 24, batch: 12, lr: 0.01, decay: 0.8, seed: 3, ..Recipe::BASE };
 

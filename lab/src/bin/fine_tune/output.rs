@@ -7,7 +7,8 @@ use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use clap::ValueEnum;
 use lab::checkpoint::Checkpoint;
 use lab::{init, Result};
-use mos_head::{LossOptions, LowRankAdapter, LowRankConfig, OutputLayer, SoftmaxHead};
+use mos_head::parts::{LowRankAdapter, LowRankConfig};
+use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 use std::collections::HashMap;
 use std::path::Path;
 

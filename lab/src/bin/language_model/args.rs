@@ -17,9 +17,9 @@ use lab::recipe::{describe, Recipe, RecipeFlags};
 use lab::table::TableFlags;
 use lab::values::{above_zero, below_one, not_negative, positive};
 use lab::Result;
-use mos_head::ContextActivation;
 #[cfg(feature = "mpi")]
-use mos_head::Mpi;
+use mos_head::distributed::Mpi;
+use mos_head::ContextActivation;
 use std::path::PathBuf;
 #[cfg(feature = "mpi")]
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Requests with different settings.
 
 use lab::Result;
-use mos_head::{Constraints, Sampling, TokenRequest};
+use mos_head::decode::{Constraints, Sampling, TokenRequest};
 
 pub(crate) struct Request {
     pub(crate) number: usize,

@@ -2,7 +2,8 @@
 //! decoder.
 
 use candle_core::{Result, Tensor};
-use mos_head::{AllowedIds, LossOptions, Mixture, RestrictedMixture};
+use mos_head::sets::{AllowedIds, RestrictedMixture};
+use mos_head::{LossOptions, Mixture};
 
 /// Sets of `n` ids a position, its target among them.
 pub(crate) struct Kept {

@@ -3,10 +3,9 @@
 use crate::args::Output;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, CharCnn, CharCnnConfig, HierarchicalConfig, HierarchicalSoftmax, LossOptions,
-    MixtureConfig, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
-};
+use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
+use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
 
 pub(crate) struct System {
     head: Box<dyn OutputLayer>,

@@ -4,9 +4,10 @@
 use super::steps::Leaves;
 use candle_core::{DType, Result, Tensor, D};
 use clap::ValueEnum;
-use mos_head::{
-    ChunkTerms, DistillOptions, Divergence, LossOptions, MissingIds, Mixture, Sampler, Sampling, ScoreOptions, Teacher,
-};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::score::{ChunkTerms, ScoreOptions};
+use mos_head::{LossOptions, Mixture};
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Score {
@@ -113,7 +114,7 @@ fn other(mixture: &Mixture, leaves: &Leaves) -> Result<Mixture> {
 impl Score {
     fn run(self, mixture: &Mixture, targets: &Tensor) -> Result<Option<Tensor>> {
         let options = ScoreOptions::new().with_entropy(true);
-        let entropy_of = |scores: mos_head::Scores| match scores.entropy {
+        let entropy_of = |scores: mos_head::score::Scores| match scores.entropy {
             Some(entropy) => Ok((scores.log_prob, entropy)),
             None => candle_core::bail!("no entropy"),
         };

@@ -3,9 +3,9 @@
 use crate::args::Train;
 use crate::composed::log_probs;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use mos_head::parts::{LowRankAdapter, Projection};
 use mos_head::{
-    ContextActivation, Head, LossOptions, LowRankAdapter, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer,
-    Projection, SoftmaxHead,
+    ContextActivation, Head, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead,
 };
 
 /// The leaves of the computation.

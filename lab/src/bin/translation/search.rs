@@ -7,7 +7,7 @@ use crate::vocabulary::{END, START};
 use candle_core::Tensor;
 use lab::sequences::by_length;
 use lab::{model::Model, progress, Result};
-use mos_head::{BeamSearch, Hypothesis, Sampler, TopK};
+use mos_head::decode::{BeamSearch, Hypothesis, Sampler, TopK};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beam {
@@ -155,7 +155,7 @@ mod tests {
     use crate::vocabulary::Vocabulary;
     use candle_core::Device;
     use lab::{head::HeadKind, recipe::Recipe};
-    use mos_head::Sampling;
+    use mos_head::decode::Sampling;
 
     #[test]
     fn diversity_finds_no_empty_targets() {

@@ -166,7 +166,6 @@ mod public;
 
 pub mod distributed;
 
-mod beam_search;
 mod head_config;
 
 pub mod two_level;

@@ -1,8 +1,9 @@
 //! Output layers of one mixture: a [`Projection`] from hidden states to contexts and log-priors, and a decoder.
 //!
 //! [`identity`], [`contexts`] and [`mixed_contexts`] are the projections of the three heads; [`Head`] makes each of
-//! them an [`OutputLayer`].
+//! them an [`OutputLayer`]. [`beam_search`] asks any output layer for its most probable continuations.
 
+mod beam_search;
 mod config;
 mod contexts;
 mod head;
@@ -13,6 +14,7 @@ mod output_layer;
 mod pointers;
 mod projection;
 
+pub use beam_search::{BeamSearch, Hypothesis};
 pub use config::{ContextActivation, MixtureConfig, MixtureTensors};
 pub use contexts::{Contexts, MixtureOfSoftmaxes};
 pub use head::Head;

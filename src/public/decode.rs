@@ -18,5 +18,5 @@
 //! The log-sum-exps of a head that is one mixture need all logits of a position once; beyond them, its distributions
 //! are read in tiles. A NaN distribution is an error that names its position.
 
-pub use crate::beam_search::{BeamSearch, Hypothesis};
 pub use crate::decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK};
+pub use crate::heads::{BeamSearch, Hypothesis};

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::output_layer::OutputLayer;
 use crate::decoding::{check_log_probs, TopK};
 use crate::error::{Error, Result};
-use crate::heads::OutputLayer;
 use crate::tensors::checks::{check_elements, check_number, check_sizes, check_targets};
 use crate::tensors::transfer;
 

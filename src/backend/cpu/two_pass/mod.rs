@@ -110,7 +110,8 @@ pub(super) struct TwoPasses<'a, T: Element, X> {
     pub(super) gradients: BufferedGradients<T>,
 }
 
-/// The rows of a chunk that take part in the second and third product.
+/// The rows of a chunk that take part in the second and third product: all whose logits have a gradient. Those of an ignored
+/// position have none, whatever their contexts hold.
 enum LiveRows {
     All(usize),
     /// Indices of rows of the chunk, in the order in which they now lie in front

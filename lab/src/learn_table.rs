@@ -8,7 +8,7 @@ use super::model::{Data, Model, Pass};
 use super::sizes::{InitialValues, Sizes};
 use super::{checkpoint::Checkpoint, head::HeadKind, progress, recipe::Recipe, session::Session, Result};
 use candle_core::{Device, D};
-use mos_codes::{Assignment, CodeCosts, CodePlace, CodeTable};
+use mos_codes::{Assignment, CodeCosts, CodeTable, TargetCode};
 use std::path::Path;
 
 /// The size of the largest vocabulary whose words are assigned exactly.
@@ -120,9 +120,9 @@ fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) 
         let log_probs = model.head().log_probs(&hidden)?.flatten_to(D::Minus2)?;
         let labels = model.targets_of(&labels, batch)?;
         let targets: Vec<(usize, u32)> = labels.into_iter().enumerate().filter_map(|(i, l)| Some((i, l?))).collect();
-        let place = |label: u32| [CodePlace::First, CodePlace::Second][label as usize % 2];
+        let target_code = |label: u32| [TargetCode::First, TargetCode::Second][label as usize % 2];
         let rows = candle_core::Tensor::from_iter(targets.iter().map(|(i, _)| *i as u32), model.device())?;
-        let targets: Vec<(u32, CodePlace)> = targets.into_iter().map(|(_, l)| (l / 2, place(l))).collect();
+        let targets: Vec<(u32, TargetCode)> = targets.into_iter().map(|(_, l)| (l / 2, target_code(l))).collect();
         costs.add(&log_probs.index_select(&rows, 0)?, &targets)?;
         bar.inc(1);
     }

@@ -30,7 +30,7 @@ pub(crate) fn coding(args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Dev
     }
     let counts = Entries::of(words, &corpus.data.train).counts;
     let light = TableConfig::light_rnn(words.len());
-    let codes = args.tables.codes.unwrap_or(light.codes().max(words.len() / WORDS_PER_CODE));
+    let codes = args.tables.codes.unwrap_or(light.code_count().max(words.len() / WORDS_PER_CODE));
     let config = match output {
         OutputKind::LightRnn => light,
         OutputKind::HybridLightRnn => TableConfig::hybrid(words.len(), codes)?,

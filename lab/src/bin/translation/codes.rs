@@ -33,7 +33,7 @@ impl Codes {
 
     /// The number of codes.
     pub(crate) fn len(&self) -> usize {
-        self.table.config().codes()
+        self.table.config().code_count()
     }
 
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {

@@ -55,7 +55,7 @@ fn config(flags: &TableFlags, shape: Shape, (words, special): (usize, usize)) ->
     if shape == Shape::Light {
         return Ok(TableConfig::light_rnn(words).with_own(special));
     }
-    let fewest = special + TableConfig::light_rnn(words - special).codes();
+    let fewest = special + TableConfig::light_rnn(words - special).code_count();
     let codes = flags.codes.unwrap_or(fewest.max(words / WORDS_PER_CODE));
     if codes < fewest {
         let expected = format!("expected at least {fewest} for {words} words, {special} of them special tokens");

@@ -23,9 +23,9 @@ impl Counts {
         for order in 1..=ORDERS {
             let mut left = HashMap::<&[&str], usize>::new();
             for reference in references {
-                let mut of_reference = HashMap::<&[&str], usize>::new();
+                let mut reference_counts = HashMap::<&[&str], usize>::new();
                 for gram in reference.windows(order) {
-                    let count = of_reference.entry(gram).or_default();
+                    let count = reference_counts.entry(gram).or_default();
                     *count += 1;
                     let most = left.entry(gram).or_default();
                     *most = (*most).max(*count);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_references_that_are_equally_close_the_shorter_counts() {
+    fn the_shorter_of_two_references_that_are_equally_close_counts() {
         let length = |references: &[&str]| {
             let references: Vec<_> = references.iter().map(|text| words(text)).collect();
             Counts::new(&words("a b c d"), &references).reference

@@ -23,8 +23,8 @@ pub fn cider_d(captions: &[(&str, Vec<&str>)]) -> f64 {
     let references: Vec<Vec<Counts>> =
         captions.iter().map(|(_, references)| references.iter().map(|text| counts(text)).collect()).collect();
     let mut frequencies = HashMap::<&[&str], f64>::new();
-    for of_image in &references {
-        let grams: HashSet<&[&str]> = of_image.iter().flatten().flat_map(HashMap::keys).map(Vec::as_slice).collect();
+    for image in &references {
+        let grams: HashSet<&[&str]> = image.iter().flatten().flat_map(HashMap::keys).map(Vec::as_slice).collect();
         grams.into_iter().for_each(|gram| *frequencies.entry(gram).or_default() += 1.0);
     }
     let images = (captions.len() as f64).ln();
@@ -59,8 +59,8 @@ fn vector<'a>(counts: &Counts<'a>, rarity: &impl Fn(&[&str]) -> f64) -> Vector<'
 /// The mean over n of the cosines, where a caption's n-gram weighs no more than the reference's, with the penalty.
 fn similarity(caption: &Vector, reference: &Vector) -> f64 {
     let cosine = |i: usize| {
-        let of_reference = |gram: &Vec<&str>| reference.weights[i].get(gram).copied().unwrap_or(0.0);
-        let weights = caption.weights[i].iter().map(|(gram, &weight)| (weight, of_reference(gram)));
+        let reference_weight = |gram: &Vec<&str>| reference.weights[i].get(gram).copied().unwrap_or(0.0);
+        let weights = caption.weights[i].iter().map(|(gram, &weight)| (weight, reference_weight(gram)));
         let product: f64 = weights.map(|(weight, other)| weight.min(other) * other).sum();
         match caption.norms[i] * reference.norms[i] {
             0.0 => product,

@@ -16,7 +16,7 @@ pub struct Coding {
 
 impl Coding {
     /// The codes of a table.
-    pub fn of_table(table: &CodeTable, words: &[String]) -> Result<Self> {
+    pub fn from_table(table: &CodeTable, words: &[String]) -> Result<Self> {
         let book = table.codebook();
         let config = table.config();
         let rows = (0..config.rows).map(|row| format!("row {row}"));
@@ -34,7 +34,7 @@ impl Coding {
     }
 
     /// Pieces of words that occur so often: `size` of them, if the characters are not more.
-    pub fn of_pieces(words: &[String], counts: &[f64], size: usize) -> Result<Self> {
+    pub fn from_pieces(words: &[String], counts: &[f64], size: usize) -> Result<Self> {
         let (sequences, names) = bpe::pieces(words, counts, size)?;
         Ok(Coding { sequences, names, table: None })
     }
@@ -51,11 +51,11 @@ impl Coding {
 
     /// The codes of a text. Its first token is an input only, so the first word keeps only its last code.
     pub fn encode(&self, text: &[u32]) -> Vec<u32> {
-        self.of_targets(text, |_, code, _| code)
+        self.encode_with(text, |_, code, _| code)
     }
 
     /// As `encode`, with `f(word, code, place)` instead of each code; `place` is the code's index in its word.
-    pub(crate) fn of_targets(&self, text: &[u32], f: impl Fn(u32, u32, usize) -> u32) -> Vec<u32> {
+    pub(crate) fn encode_with(&self, text: &[u32], f: impl Fn(u32, u32, usize) -> u32) -> Vec<u32> {
         let codes = text.iter().flat_map(|&word| {
             let codes = self.sequences[word as usize].iter().enumerate();
             codes.map(move |(place, &code)| (word, code, place))
@@ -96,7 +96,7 @@ pub fn table_json(table: &CodeTable) -> Result<Value> {
 }
 
 /// The table of [`table_json`].
-pub fn table_of_json(value: &Value) -> Result<CodeTable> {
+pub fn table_from_json(value: &Value) -> Result<CodeTable> {
     let size = |name: &str| -> Result<usize> { Ok(serde_json::from_value(value[name].clone())?) };
     let codes: Vec<[u32; 2]> = serde_json::from_value(value["codes"].clone())?;
     let words = codes.len();
@@ -105,8 +105,8 @@ pub fn table_of_json(value: &Value) -> Result<CodeTable> {
 }
 
 /// The table of this name in a checkpoint, which must have these sizes.
-pub fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
-    let table = table_of_json(&serde_json::from_str(&file.get::<String>(name)?)?)?;
+pub fn load_table(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
+    let table = table_from_json(&serde_json::from_str(&file.get::<String>(name)?)?)?;
     let sizes = |config: TableConfig| {
         [("words", config.words), ("own", config.own), ("rows", config.rows), ("columns", config.columns)]
     };

@@ -24,7 +24,7 @@ impl HeadKind {
     pub const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
 
     /// The head of a checkpoint.
-    pub fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+    pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         let name: String = checkpoint.get("head")?;
         Ok(HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?)
     }

@@ -104,7 +104,7 @@ pub fn search<M: Model>(
             let mut session = build(kind, &recipe)?;
             session.run(None, flags.results.as_deref(), None)?;
             let nll = session.valid_nll()?;
-            rows.push(vec![kind.name().into(), settings.clone(), number(recipe.measure.of(nll), 3)]);
+            rows.push(vec![kind.name().into(), settings.clone(), number(recipe.measure.shown(nll), 3)]);
             if nll < lowest {
                 lowest = nll;
                 best.retain(|(other, _)| *other != kind);
@@ -175,13 +175,13 @@ mod tests {
     fn a_head_that_the_output_is_not_for_is_left_out() {
         let text: Vec<u32> = (0..200).map(|i| i * i % 7).collect();
         let words: Vec<String> = (0..7).map(|id| format!("w{id}")).collect();
-        let entries = Entries::of(&words, &text);
+        let entries = Entries::count(&words, &text);
         let data = Data::new("squares".into(), ["a"], text.clone(), text);
         let output = Output { kind: OutputKind::Nce, samples: Some(3) };
         let recipe = Recipe { hidden: 4, context: Some(3), epochs: 1, output, ..Recipe::BASE };
         let build = |kind, recipe: &Recipe| {
             let sizes = Sizes::new(kind, recipe, 7);
-            let model = LanguageModel::of_entries(kind, sizes, InitialValues::Even, recipe, &entries, &Device::Cpu)?;
+            let model = LanguageModel::with_entries(kind, sizes, InitialValues::Even, recipe, &entries, &Device::Cpu)?;
             Session::new(kind, model, data.clone(), recipe)
         };
         let run = |args: &str| {

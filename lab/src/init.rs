@@ -12,7 +12,7 @@ pub fn uniform(varmap: &VarMap, seed: u64, bound: impl Fn(&str) -> f64) -> Resul
 }
 
 /// Sets a variable to U(-bound, bound): values that depend on the seed and on its name alone.
-pub fn uniform_of(var: &Var, seed: u64, name: &str, bound: f64) -> Result<()> {
+pub fn uniform_by_name(var: &Var, seed: u64, name: &str, bound: f64) -> Result<()> {
     // FNV-1a, which is the same in every version of Rust.
     let seed = name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
     draw(var, bound, &mut StdRng::seed_from_u64(seed))

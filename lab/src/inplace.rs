@@ -98,8 +98,8 @@ impl InplaceOp1 for Adapt<'_> {
         }
         values_mut(target, at)?.par_chunks_mut(BLOCK).enumerate().for_each(|(block, target)| {
             let first = block * BLOCK;
-            let of = |i: usize| &slices[i][first..first + target.len()];
-            let others = of(0).iter().zip(of(1)).zip(of(2)).zip(of(3));
+            let slice = |i: usize| &slices[i][first..first + target.len()];
+            let others = slice(0).iter().zip(slice(1)).zip(slice(2)).zip(slice(3));
             for (target, (((start, decay), rate), gradient)) in target.iter_mut().zip(others) {
                 *target += decay * (start - *target) - rate * gradient;
             }

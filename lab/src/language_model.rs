@@ -40,11 +40,11 @@ pub struct LanguageModel {
 impl LanguageModel {
     /// A model with new variables.
     pub fn new(kind: HeadKind, sizes: Sizes, values: InitialValues, recipe: &Recipe, device: &Device) -> Result<Self> {
-        Self::of_entries(kind, sizes, values, recipe, &Entries::default(), device)
+        Self::with_entries(kind, sizes, values, recipe, &Entries::default(), device)
     }
 
     /// A model whose output may depend on the entries of the vocabulary.
-    pub fn of_entries(
+    pub fn with_entries(
         kind: HeadKind,
         sizes: Sizes,
         values: InitialValues,
@@ -105,14 +105,14 @@ impl LanguageModel {
 
     /// The model of a checkpoint, without the state of training.
     pub fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
-        let kind = HeadKind::of_checkpoint(checkpoint)?;
+        let kind = HeadKind::from_checkpoint(checkpoint)?;
         // A sample makes no difference to an evaluation.
         if let Some(output) = checkpoint.optional::<String>("output")?.filter(|name| name != "sampled" && name != "nce")
         {
             return Err(format!("the checkpoint has --output {output}, which can be resumed but not evaluated").into());
         }
         let awd = Awd { inner: checkpoint.optional("inner")?, tied: checkpoint.optional("tied")?, ..Awd::NONE };
-        let recipe = Recipe { awd, ..Recipe::of_checkpoint(kind, checkpoint)? };
+        let recipe = Recipe { awd, ..Recipe::from_checkpoint(kind, checkpoint)? };
         let model = Self::new(kind, Sizes::new(kind, &recipe, vocab), InitialValues::Small, &recipe, device)?;
         checkpoint.restore_variables(model.varmap())?;
         Ok((kind, model))

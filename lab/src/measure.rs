@@ -11,7 +11,7 @@ pub enum Measure {
 
 impl Measure {
     /// The value that is shown for a mean of `nll` nats.
-    pub fn of(self, nll: f64) -> f64 {
+    pub fn shown(self, nll: f64) -> f64 {
         match self {
             Measure::Perplexity => nll.exp(),
             Measure::BitsPerCharacter => nll / std::f64::consts::LN_2,

@@ -69,7 +69,7 @@ pub struct Entries {
 
 impl Entries {
     /// The entries of these words. Each counts one occurrence more than the text has, so that none is impossible.
-    pub fn of(words: &[String], text: &[u32]) -> Self {
+    pub fn count(words: &[String], text: &[u32]) -> Self {
         let mut counts = vec![1.0; words.len()];
         text.iter().for_each(|&id| counts[id as usize] += 1.0);
         Entries { words: words.to_vec(), counts }
@@ -195,7 +195,7 @@ mod tests {
 
     fn entries() -> Entries {
         let words: Vec<String> = (0..30).map(|id| format!("w{id}")).collect();
-        Entries::of(&words, &[0, 0, 0, 1, 1, 2, 5, 9])
+        Entries::count(&words, &[0, 0, 0, 1, 1, 2, 5, 9])
     }
 
     fn model(head: HeadKind, kind: OutputKind, tied: bool) -> Result<LanguageModel> {
@@ -203,7 +203,7 @@ mod tests {
         let mut recipe = Recipe { hidden: 6, embedding: Some(6), context: Some(6), output, ..Recipe::BASE };
         recipe.awd.tied = tied.then_some(true);
         let sizes = Sizes::new(head, &recipe, 30);
-        LanguageModel::of_entries(head, sizes, InitialValues::Small, &recipe, &entries(), &Device::Cpu)
+        LanguageModel::with_entries(head, sizes, InitialValues::Small, &recipe, &entries(), &Device::Cpu)
     }
 
     fn hidden() -> Tensor {
@@ -221,8 +221,8 @@ mod tests {
                 let options = |seed| model.options(LossOptions::new(), &mut StdRng::seed_from_u64(seed)).unwrap();
                 let loss = |seed| model.head().loss(&hidden, &targets, &options(seed)).unwrap();
                 let gradients = loss(1).backward().expect("a backward pass");
-                let of_head = |(name, _): &(String, _)| name.starts_with("head.");
-                let vars = super::super::init::sorted(model.varmap()).into_iter().filter(of_head);
+                let is_head = |(name, _): &(String, _)| name.starts_with("head.");
+                let vars = super::super::init::sorted(model.varmap()).into_iter().filter(is_head);
                 let trained = vars.filter(|(_, var)| gradients.get(var).is_some()).count();
                 assert!(trained > 0, "{head:?} {kind:?}");
                 let value = |seed| loss(seed).value.to_scalar::<f32>().unwrap();

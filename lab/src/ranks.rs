@@ -54,8 +54,8 @@ impl Ranks {
 
     /// Whether it is so for the first rank.
     pub(crate) fn first_finds(&self, is_so: bool) -> Result<bool> {
-        let [of_first] = self.sums([f64::from(u8::from(is_so && self.is_first()))])?;
-        Ok(of_first > 0.0)
+        let [answer] = self.sums([f64::from(u8::from(is_so && self.is_first()))])?;
+        Ok(answer > 0.0)
     }
 
     /// The recipe, with about a part of every batch for each rank if it has no parts of its own. Fails if it has fewer

@@ -157,7 +157,7 @@ impl Recipe {
     }
 
     /// The sizes of a checkpoint's model; all else is as in `BASE`.
-    pub fn of_checkpoint(kind: HeadKind, checkpoint: &Checkpoint) -> Result<Recipe> {
+    pub fn from_checkpoint(kind: HeadKind, checkpoint: &Checkpoint) -> Result<Recipe> {
         let mut recipe = Recipe {
             hidden: checkpoint.get("hidden")?,
             embedding: Some(checkpoint.get("embedding")?),

@@ -24,13 +24,13 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
     let tracked = [inputs, weight, start].iter().any(|operand| operand.track_op());
     let (width, units) = (inputs.dim(2)?, start.dim(2)?);
     let by_step = by_step(&inputs.detach())?;
-    let [of_inputs, recurrent, bias] = parts(&weight.detach(), width, units)?;
+    let [input_weight, recurrent, bias] = parts(&weight.detach(), width, units)?;
     let recurrent = recurrent.t()?;
     let (mut hidden, mut cell) = (start.detach().get(0)?, start.detach().get(1)?);
     let (mut outputs, mut kept) = (vec![], vec![]);
     let (steps, batch, _) = by_step.dims3()?;
     let sums =
-        by_step.flatten_to(1)?.matmul(&of_inputs.t()?)?.broadcast_add(&bias.t()?)?.reshape((steps, batch, ()))?;
+        by_step.flatten_to(1)?.matmul(&input_weight.t()?)?.broadcast_add(&bias.t()?)?.reshape((steps, batch, ()))?;
     for step in 0..steps {
         let all = Gates::new(&(sums.get(step)? + hidden.matmul(&recurrent)?)?)?;
         let before = cell;
@@ -96,7 +96,7 @@ struct Node {
 impl Node {
     fn gradients(&self, [inputs, weight, start, upstream]: [&Tensor; 4]) -> candle_core::Result<[Tensor; 3]> {
         let (steps, (batch, _, width), units) = (self.kept.len(), inputs.dims3()?, start.dim(2)?);
-        let [of_inputs, recurrent, _] = parts(weight, width, units)?;
+        let [input_weight, recurrent, _] = parts(weight, width, units)?;
         let (mut back_hidden, mut back_cell) = (start.get(0)?.zeros_like()?, upstream.get(steps)?);
         let mut sums = Vec::with_capacity(steps);
         for (step, Kept { gates, before, squashed }) in self.kept.iter().enumerate().rev() {
@@ -123,7 +123,7 @@ impl Node {
         let ones = sums.ones_like()?.narrow(1, 0, 1)?;
         let operands = Tensor::cat(&[by_step(inputs)?.flatten_to(1)?, before.flatten_to(1)?, ones], 1)?;
         let by_weight = sums.t()?.matmul(&operands)?;
-        let by_inputs = sums.matmul(&of_inputs)?.reshape((steps, batch, width))?;
+        let by_inputs = sums.matmul(&input_weight)?.reshape((steps, batch, width))?;
         Ok([by_inputs.transpose(0, 1)?.contiguous()?, by_weight, Tensor::stack(&[back_hidden, back_cell], 0)?])
     }
 }

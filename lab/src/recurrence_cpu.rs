@@ -151,21 +151,22 @@ impl CustomOp3 for Steps {
             let tensors = [inputs, weight, start, output, &upstream].map(Tensor::storage_and_layout);
             let mut slices = Vec::with_capacity(tensors.len());
             for (storage, layout) in &tensors {
-                slices.push(of_cpu(storage, layout)?);
+                slices.push(cpu_values(storage, layout)?);
             }
             let computed = Computed { inputs: slices[0], start: slices[2], output: slices[3] };
-            let of_part = sizes.part * steps;
-            let gradients = sums.par_chunks_mut(of_part * 4 * hidden).zip(to_inputs.par_chunks_mut(of_part * width));
+            let part_rows = sizes.part * steps;
+            let gradients =
+                sums.par_chunks_mut(part_rows * 4 * hidden).zip(to_inputs.par_chunks_mut(part_rows * width));
             let parts = sizes.parts().into_par_iter().zip(parts).zip(gradients);
-            let starts = parts.zip(operands.par_chunks_mut(of_part * sizes.columns())).map(
+            let starts = parts.zip(operands.par_chunks_mut(part_rows * sizes.columns())).map(
                 |(((which, part), (sums, to_inputs)), operands)| {
                     computed.operands(sizes, which, operands);
                     backward(sizes, which, part, slices[4], slices[1], sums, to_inputs)
                 },
             );
             let starts: Vec<Vec<f32>> = starts.collect();
-            for (which, of_start) in sizes.parts().into_iter().zip(&starts) {
-                sizes.place(&mut to_start, of_start, which);
+            for (which, part_start) in sizes.parts().into_iter().zip(&starts) {
+                sizes.place(&mut to_start, part_start, which);
             }
         }
         let device = inputs.device();
@@ -189,15 +190,15 @@ fn forward(sizes: Sizes, which: Sequences, inputs: &[f32], weight: &[f32], start
     hiddens[..size].copy_from_slice(&start[first * hidden..][..size]);
     cells[..size].copy_from_slice(&start[(batch + first) * hidden..][..size]);
 
-    let (of_inputs, others) = weight.split_at(width * 4 * hidden);
+    let (input_weight, others) = weight.split_at(width * 4 * hidden);
     let (recurrent, bias) = others.split_at(hidden * 4 * hidden);
-    let (of_inputs, recurrent) = (rows(of_inputs, 4 * hidden), rows(recurrent, 4 * hidden));
+    let (input_weight, recurrent) = (rows(input_weight, 4 * hidden), rows(recurrent, 4 * hidden));
     let mut gates = vec![0.0; steps * count * 5 * hidden];
     gates.chunks_exact_mut(5 * hidden).for_each(|gates| gates[..4 * hidden].copy_from_slice(bias));
     for sequence in 0..count {
         let inputs = rows(&inputs[(first + sequence) * steps * width..][..steps * width], width);
         let to = RowsMut { values: &mut gates[sequence * 5 * hidden..], stride: count * 5 * hidden };
-        add_product(to, (steps, width, 4 * hidden), inputs, of_inputs, parallelism);
+        add_product(to, (steps, width, 4 * hidden), inputs, input_weight, parallelism);
     }
     for (step, gates) in gates.chunks_exact_mut(count * 5 * hidden).enumerate() {
         let (before, after) = hiddens[step * size..].split_at_mut(size);
@@ -271,7 +272,7 @@ fn backward(
     let Part { gates, cells } = part;
     let size = count * hidden;
     let upstream = |step: usize| &upstream[(step * batch + first) * hidden..][..size];
-    let (of_inputs, recurrent) = (rows(weight, sizes.columns()), rows(&weight[width..], sizes.columns()));
+    let (input_weight, recurrent) = (rows(weight, sizes.columns()), rows(&weight[width..], sizes.columns()));
     // Gradients of the hidden states and cells after a step.
     let mut states = vec![0.0; 2 * size];
     let (back_hidden, back_cell) = states.split_at_mut(size);
@@ -281,9 +282,10 @@ fn backward(
         let gates = &gates[step * count * 5 * hidden..][..count * 5 * hidden];
         let cells = &cells[step * size..][..size];
         back_hidden.iter_mut().zip(upstream(step)).for_each(|(back, upstream)| *back += upstream);
-        let of_sums = sums.par_chunks_exact_mut(4 * hidden).zip(gates.par_chunks_exact(5 * hidden));
+        let sums_and_gates = sums.par_chunks_exact_mut(4 * hidden).zip(gates.par_chunks_exact(5 * hidden));
         let states = cells.par_chunks_exact(hidden).zip(back_hidden.par_chunks_exact(hidden));
-        let all = of_sums.zip(states).zip(back_cell.par_chunks_exact_mut(hidden)).with_min_len(sizes.rows_at_a_time());
+        let all =
+            sums_and_gates.zip(states).zip(back_cell.par_chunks_exact_mut(hidden)).with_min_len(sizes.rows_at_a_time());
         all.for_each(|(((sums, gates), (before, hidden)), cell)| through_gates(sums, gates, before, hidden, cell));
         back_hidden.fill(0.0);
         let to = RowsMut { values: back_hidden, stride: hidden };
@@ -292,7 +294,7 @@ fn backward(
     for (sequence, to_inputs) in to_inputs.chunks_exact_mut(steps * width).enumerate() {
         let sums = Rows { values: &all_sums[sequence * 4 * hidden..], stride: count * 4 * hidden };
         let to = RowsMut { values: to_inputs, stride: width };
-        add_product(to, (steps, 4 * hidden, width), sums, of_inputs, parallelism);
+        add_product(to, (steps, 4 * hidden, width), sums, input_weight, parallelism);
     }
     states
 }
@@ -387,7 +389,7 @@ fn add_product(to: RowsMut, (m, k, n): (usize, usize, usize), lhs: Rows, rhs: Ro
     }
 }
 
-fn of_cpu<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
+fn cpu_values<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
     match storage {
         Storage::Cpu(storage) => values(storage, layout),
         _ => candle_core::bail!("lstm: expected tensors on the CPU"),

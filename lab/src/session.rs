@@ -2,7 +2,7 @@
 
 use super::model::{Data, Model, Pass};
 use super::optimizer::{Optimizer, OptimizerKind};
-use super::train::{evaluate_on, train_epoch, End, Progress};
+use super::train::{evaluate_on, train_epoch, End, Epoch, Progress};
 use super::{checkpoint::Checkpoint, head::HeadKind, progress, ranks::Ranks, recipe::Recipe, results, Result};
 use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
@@ -46,7 +46,7 @@ pub struct Leg {
 }
 
 /// The results of one epoch.
-struct Epoch {
+struct EpochResults {
     train_nll: f64,
     valid_nll: f64,
     seconds: f64,
@@ -107,7 +107,8 @@ impl<M: Model> Session<M> {
         while self.history.len() < self.recipe.epochs && self.diverged.is_none() && !self.is_over() {
             let epoch = self.history.len() + 1;
             let (name, measure) = (self.kind.name(), self.recipe.measure);
-            let Some(Epoch { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until), results)? else {
+            let Some(EpochResults { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until), results)?
+            else {
                 self.save(&leg.ok_or("a pause without a leg")?.path)?;
                 let steps = self.optimizer.steps() - first;
                 let each = self.leg_seconds / steps.max(1) as f64;
@@ -123,8 +124,8 @@ impl<M: Model> Session<M> {
             }
             self.ranks.print(format_args!(
                 "{name:<7}  epoch {epoch:>2}  {measure}: train {:8.3}  valid {:8.3}  ({seconds:.1} s)",
-                measure.of(train_nll),
-                measure.of(valid_nll),
+                measure.shown(train_nll),
+                measure.shown(valid_nll),
             ));
             if valid_nll < best {
                 best = valid_nll;
@@ -163,7 +164,7 @@ impl<M: Model> Session<M> {
 
     /// Trains the rest of an epoch, or `None` if the time is up. Evaluations within the epoch are appended to
     /// `results`.
-    fn epoch(&mut self, until: Option<Instant>, results: Option<&Path>) -> Result<Option<Epoch>> {
+    fn epoch(&mut self, until: Option<Instant>, results: Option<&Path>) -> Result<Option<EpochResults>> {
         let epoch = self.history.len();
         let bar = if self.ranks.is_first() {
             progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1))
@@ -178,16 +179,17 @@ impl<M: Model> Session<M> {
             let start = Instant::now();
             let (model, recipe) = (&self.model, &self.recipe);
             self.optimizer.swap()?;
-            let (items, of_epoch) = ((&self.data.train[..], &self.ranks), (epoch, recipe));
-            let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
+            let (items, ranks) = (&self.data.train[..], &self.ranks);
+            let this = Epoch { number: epoch, items, ranks, recipe, until };
+            let end = train_epoch(model, &mut self.optimizer, &this, &mut progress, &bar)?;
             self.optimizer.swap()?;
             let seconds = start.elapsed().as_secs_f64();
             progress.seconds += seconds;
             self.leg_seconds += seconds;
             self.valid_nll = None;
-            let End::Part { of } = end else { break end };
+            let End::Part { batches } = end else { break end };
             let nlls = [self.data.per_word[0] * progress.sum / progress.count, self.evaluate_valid()?];
-            let epochs = epoch as f64 + progress.batches as f64 / of as f64;
+            let epochs = epoch as f64 + progress.batches as f64 / batches as f64;
             self.append(results, epochs, nlls, progress.seconds)?;
         };
         bar.finish_and_clear();
@@ -205,7 +207,7 @@ impl<M: Model> Session<M> {
         self.valid_nll = Some(valid_nll);
         if valid_nll.is_nan() {
             self.diverged = Some(epoch + 1);
-            return Ok(Some(Epoch { train_nll: f64::NAN, valid_nll, seconds }));
+            return Ok(Some(EpochResults { train_nll: f64::NAN, valid_nll, seconds }));
         }
         if self.no_longer_improves(valid_nll) {
             if self.recipe.finetune {
@@ -218,7 +220,7 @@ impl<M: Model> Session<M> {
         }
         let train_nll = per_word * sum / count;
         self.history.push([train_nll, valid_nll]);
-        Ok(Some(Epoch { train_nll, valid_nll, seconds }))
+        Ok(Some(EpochResults { train_nll, valid_nll, seconds }))
     }
 
     /// The progress of an epoch before its first batch.
@@ -342,7 +344,7 @@ impl<M: Model> Session<M> {
         self.valid_nll = Some(valid_nll);
         let (name, measure) = (self.kind.name(), self.recipe.measure);
         let within = if self.progress.is_some() { format!(", in epoch {}", epoch + 1) } else { String::new() };
-        let valid = measure.of(valid_nll);
+        let valid = measure.shown(valid_nll);
         self.ranks.print(format_args!("{name:<7}  resumed after epoch {epoch}{within}  {measure}: valid {valid:8.3}"));
         Ok(())
     }

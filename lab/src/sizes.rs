@@ -100,31 +100,31 @@ impl InitialValues {
     /// The bound of a variable's uniform initial values.
     pub fn bound(self, name: &str, kind: HeadKind, sizes: Sizes) -> f64 {
         let Sizes { head, embedding, .. } = sizes;
-        let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        let even_bound = |inputs: usize| (3.0 / inputs as f64).sqrt();
         let layer = name.strip_prefix("lstm.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         let units = layer.map_or(head.hidden, |layer| sizes.units()[layer]);
         if let Some(name) = name.strip_prefix("head.rows.") {
-            return of_rows(name);
+            return row_network_bound(name);
         }
         match (self, name) {
             (_, name) if name.ends_with("decoder.bias") => 0.0,
             (InitialValues::Small, "embedding.weight" | "head.decoder.weight") => 0.1,
             (InitialValues::Small, _) => 1.0 / (units as f64).sqrt(),
             (InitialValues::Even, "embedding.weight") => 1.0,
-            (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => of(head.context),
+            (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => even_bound(head.context),
             (InitialValues::Even, name) if name.contains("bias") => 0.0,
             (InitialValues::Even, name) if name.ends_with("weight_ih_l0") => match layer {
-                Some(0) | None => of(embedding),
-                Some(layer) => of(sizes.units()[layer - 1]),
+                Some(0) | None => even_bound(embedding),
+                Some(layer) => even_bound(sizes.units()[layer - 1]),
             },
-            (InitialValues::Even, _) => of(units),
+            (InitialValues::Even, _) => even_bound(units),
         }
     }
 }
 
 /// Initial values of a network from spellings to rows, as the library has them, except the gates' biases, which are
 /// zero.
-fn of_rows(name: &str) -> f64 {
+fn row_network_bound(name: &str) -> f64 {
     let CharCnnConfig { embedding, filters, correction, .. } = char_cnn(1);
     let channels: usize = filters.iter().map(|(_, channels)| channels).sum();
     let inputs = match name {

@@ -133,9 +133,9 @@ impl Vocabulary {
     fn encode_files(&mut self, files: &[PathBuf], grow: bool) -> Result<Vec<u32>> {
         let mut ids = vec![];
         for file in files {
-            let of_file = self.encode(&read(file)?, grow);
+            let file_ids = self.encode(&read(file)?, grow);
             // One end of a sentence comes before the first file alone.
-            ids.extend(of_file.into_iter().skip(usize::from(!ids.is_empty())));
+            ids.extend(file_ids.into_iter().skip(usize::from(!ids.is_empty())));
         }
         Ok(ids)
     }

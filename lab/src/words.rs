@@ -30,7 +30,7 @@ impl Words {
 
     /// The special tokens, the `marks`, and the whitespace-separated words that occur at least `min_count` times, the most
     /// frequent first.
-    pub fn of_texts<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
+    pub fn from_texts<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
         let mut counts = HashMap::<&str, usize>::new();
         for word in texts.flat_map(str::split_whitespace) {
             *counts.entry(word).or_default() += 1;
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn frequent_words_come_first_and_rare_ones_are_unknown() {
-        let words = Words::of_texts(["b a b <go>", "c b a"].into_iter(), 2, &["<go>"]);
+        let words = Words::from_texts(["b a b <go>", "c b a"].into_iter(), 2, &["<go>"]);
         assert_eq!(words.all()[..4], SPECIAL);
         assert_eq!(words.all()[4..], ["<go>", "b", "a"]);
         assert_eq!(words.encode("a  c <go>"), [6, UNKNOWN, 4]);

@@ -90,13 +90,13 @@ impl Case {
     /// The relative error of the loss, and the largest errors of the gradients.
     fn errors(&self, dtype: DType, precision: Precision) -> Result<Vec<f64>> {
         // The bias and the log-priors of a mixture in half precision are f32.
-        let of_bias = if dtype == DType::BF16 { DType::F32 } else { dtype };
+        let bias_dtype = if dtype == DType::BF16 { DType::F32 } else { dtype };
         let leaf = |tensor: &Tensor, dtype: DType| -> Result<Tensor> { Ok(tensor.to_dtype(dtype)?) };
         let operands = [
             leaf(&self.contexts, dtype)?,
             leaf(&self.weight, dtype)?,
-            leaf(&self.bias, of_bias)?,
-            leaf(&self.log_priors, of_bias)?,
+            leaf(&self.bias, bias_dtype)?,
+            leaf(&self.log_priors, bias_dtype)?,
         ];
         let found = self.results(&operands, precision)?;
         let wide = operands.iter().map(|tensor| leaf(tensor, DType::F64)).collect::<Result<Vec<_>>>()?;

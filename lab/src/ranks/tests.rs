@@ -103,8 +103,8 @@ fn legs_of_different_numbers_of_ranks_equal_training_at_once() {
 fn a_batch_has_a_part_for_every_rank() {
     let divided = |batch, small_batch, count| {
         let recipe = Recipe { batch, awd: Awd { small_batch, ..Awd::NONE }, ..Recipe::BASE };
-        let of_rank = |ranks: &Ranks| ranks.divide(&recipe).map(|r| r.awd.small_batch).map_err(|e| e.to_string());
-        on_ranks(count, of_rank).swap_remove(0)
+        let small_batch = |ranks: &Ranks| ranks.divide(&recipe).map(|r| r.awd.small_batch).map_err(|e| e.to_string());
+        on_ranks(count, small_batch).swap_remove(0)
     };
     assert_eq!(divided(20, None, 1), Ok(None));
     assert_eq!(divided(20, None, 3), Ok(Some(7)));

@@ -56,8 +56,8 @@ impl Attention {
 
     /// The keys and values of inputs `[batch, positions, width]`.
     pub fn attended(&self, inputs: &Tensor) -> Result<KeysValues> {
-        let of = |linear: &Linear| self.split(&linear.forward(inputs)?);
-        Ok(KeysValues { keys: of(&self.key)?, values: of(&self.value)? })
+        let heads = |linear: &Linear| self.split(&linear.forward(inputs)?);
+        Ok(KeysValues { keys: heads(&self.key)?, values: heads(&self.value)? })
     }
 
     /// Inputs `[batch, steps, width]` and what they attend to -> outputs of the inputs' shape. The mask is added to the

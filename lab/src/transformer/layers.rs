@@ -135,7 +135,7 @@ impl DecoderState {
 
     /// The states of these rows of the batch.
     pub fn select(&self, rows: &Tensor) -> Result<Self> {
-        let select = |of_layer: &KeysValues| of_layer.select(rows);
+        let select = |layer: &KeysValues| layer.select(rows);
         Ok(Self {
             past: self.past.iter().map(|past| past.as_ref().map(select).transpose()).collect::<Result<_>>()?,
             source: self.source.iter().map(select).collect::<Result<_>>()?,
@@ -172,15 +172,15 @@ impl Decoder {
         let causal = if steps > 1 { Some(causal_mask(steps, state.positions()?, inputs)?) } else { None };
         let mut values = inputs.clone();
         for (layer, (past, source)) in self.layers.iter().zip(state.past.iter_mut().zip(&state.source)) {
-            let DecoderLayer { itself, source: of_source, feed_forward } = layer;
+            let DecoderLayer { itself, source: source_attention, feed_forward } = layer;
             let normed = itself.norm.forward(&values)?;
             let here = itself.attention.attended(&normed)?;
             let so_far = past.take().map_or(Ok(here.clone()), |past| past.extended(&here))?;
             let attended = itself.attention.forward(&normed, &so_far, causal.as_ref())?;
             *past = Some(so_far);
             values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
-            let normed = of_source.norm.forward(&values)?;
-            let attended = of_source.attention.forward(&normed, source, Some(&state.mask))?;
+            let normed = source_attention.norm.forward(&values)?;
+            let attended = source_attention.attention.forward(&normed, source, Some(&state.mask))?;
             values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
             values = add(&values, feed_forward.forward(&values)?, self.dropout, rng.as_deref_mut())?;
         }

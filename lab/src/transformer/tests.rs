@@ -131,7 +131,10 @@ fn hidden_positions_get_no_gradient() {
         let outputs = attention.forward(&queries, &attention.attended(&attended).unwrap(), Some(mask)).unwrap();
         let sum = (outputs.narrow(1, step, 1).unwrap() * values(&[2, 1, 6], 9)).unwrap().sum_all().unwrap();
         let gradients = sum.backward().unwrap().get(&attended).unwrap().to_vec3::<f64>().unwrap();
-        gradients.into_iter().map(|row| row.iter().map(|of| of.iter().any(|&x| x != 0.0)).collect()).collect()
+        gradients
+            .into_iter()
+            .map(|row| row.iter().map(|gradient| gradient.iter().any(|&x| x != 0.0)).collect())
+            .collect()
     };
     for step in 0..4 {
         let both: Vec<Vec<bool>> = reached(&causal_mask(4, 0, &queries).unwrap(), step);

@@ -46,8 +46,8 @@ pub(crate) fn open(args: &Args) -> Result<Vec<Source>> {
     args.checkpoints
         .iter()
         .map(|path| match (&args.weight, &args.hidden) {
-            (Some(key), Some(hidden)) => of_weight(path, key, args.bias.as_deref(), hidden, args),
-            _ => of_checkpoint(path, args),
+            (Some(key), Some(hidden)) => softmax_from_files(path, key, args.bias.as_deref(), hidden, args),
+            _ => model_from_checkpoint(path, args),
         })
         .collect()
 }
@@ -63,13 +63,13 @@ impl Source {
     }
 }
 
-fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
+fn model_from_checkpoint(path: &Path, args: &Args) -> Result<Source> {
     let failed = |error: Box<dyn std::error::Error>| format!("{}: {error}", path.display());
     let checkpoint = Checkpoint::load(path, &Device::Cpu)?;
     let corpus = corpus(&checkpoint, args.data.as_deref()).map_err(failed)?;
     let (kind, model) =
         LanguageModel::from_checkpoint(&checkpoint, corpus.words.len(), &Device::Cpu).map_err(failed)?;
-    let activation = Recipe::of_checkpoint(kind, &checkpoint)?.activation;
+    let activation = Recipe::from_checkpoint(kind, &checkpoint)?.activation;
     let ids = match &corpus.test {
         _ if !args.test => corpus.data.valid.clone(),
         Some(test) => test.clone(),
@@ -159,7 +159,7 @@ fn hidden_states(model: &LanguageModel, text: &[u32], count: usize) -> Result<(T
 }
 
 /// A softmax of two files: a matrix, and hidden states.
-fn of_weight(path: &Path, weight: &str, bias: Option<&str>, hidden: &Path, args: &Args) -> Result<Source> {
+fn softmax_from_files(path: &Path, weight: &str, bias: Option<&str>, hidden: &Path, args: &Args) -> Result<Source> {
     let file = Checkpoint::load(path, &Device::Cpu)?;
     let states = Checkpoint::load(hidden, &Device::Cpu)?;
     let dtype = args.dtype.dtype();

@@ -103,11 +103,11 @@ impl Dataset {
 
 /// A pair for each caption.
 pub(crate) fn pairs(examples: &[Example], words: &Words) -> Vec<Pair> {
-    let of = |example: &Example| {
+    let example_pairs = |example: &Example| {
         let pair = |text: &String| Pair { image: example.image, caption: words.encode(text) };
         example.captions.iter().map(pair).collect::<Vec<_>>()
     };
-    examples.iter().flat_map(of).collect()
+    examples.iter().flat_map(example_pairs).collect()
 }
 
 /// The number of targets of a model, with the end of each caption.
@@ -124,7 +124,7 @@ mod tests {
         let drawn = |seed| Dataset::drawn(50, seed, &Device::Cpu).unwrap();
         let (one, again, other) = (drawn(1), drawn(1), drawn(2));
         assert_eq!((&one.train, &one.valid, &one.test), (&again.train, &again.valid, &again.test));
-        let words = Words::of_texts(["a red circle"].into_iter(), 1, &[]);
+        let words = Words::from_texts(["a red circle"].into_iter(), 1, &[]);
         let digest = |dataset: &Dataset| dataset.encode(&words).unwrap().digest;
         assert_eq!(digest(&one), digest(&again));
         assert_ne!(digest(&one), digest(&other));

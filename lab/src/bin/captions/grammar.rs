@@ -18,8 +18,8 @@ pub(crate) fn captions(scene: &Scene) -> Phrase {
     let other = || noun_phrase(second);
     let other_is = Words(if second.count == 1 { "is" } else { "are" });
     let its = Words(if second.count == 1 { "its" } else { "their" });
-    let of_first = Words(if scene.first.count == 1 { "its" } else { "their" });
-    let Places { before, after, at_first, at_second, both } = Places::of(relation);
+    let its_first = Words(if scene.first.count == 1 { "its" } else { "their" });
+    let Places { before, after, at_first, at_second, both } = Places::new(relation);
     let mut ways = vec![
         (3.0, All(vec![first(), One(vec![(1.0, is.clone()), (1.0, Words(""))]), before.clone(), other()])),
         (2.0, All(vec![other(), One(vec![(1.0, other_is), (1.0, Words(""))]), after, first()])),
@@ -30,7 +30,7 @@ pub(crate) fn captions(scene: &Scene) -> Phrase {
         Relation::Inside => ways.push((2.0, All(vec![other(), Words("with"), first(), at_first]))),
         _ => {
             ways.push((1.5, All(vec![other(), Words("with"), first(), Words("on"), its, at_first.clone()])));
-            ways.push((1.0, All(vec![first(), Words("with"), other(), Words("on"), of_first, at_second.clone()])));
+            ways.push((1.0, All(vec![first(), Words("with"), other(), Words("on"), its_first, at_second.clone()])));
             ways.push((1.0, All(vec![first(), Words("and"), other(), both])));
             let second_part = vec![Phrase::any("and|while"), Words("on the"), at_second];
             let part = vec![Words("on the"), at_first, is, first(), All(second_part)];
@@ -59,7 +59,7 @@ struct Places {
 }
 
 impl Places {
-    fn of(relation: Relation) -> Self {
+    fn new(relation: Relation) -> Self {
         let any = Phrase::any;
         match relation {
             Relation::LeftOf => Places {
@@ -189,10 +189,10 @@ mod tests {
             let is_turned = shapes != expected;
             let groups: Vec<Group> = if is_turned { groups.into_iter().rev().collect() } else { groups };
             assert_eq!(shapes, groups.iter().map(|group| group.shape as usize).collect::<Vec<_>>(), "{caption}");
-            let of_groups: Vec<usize> = groups.iter().map(|group| group.color as usize).collect();
-            assert!(colors.iter().all(|color| of_groups.contains(color)), "{caption}");
+            let group_colors: Vec<usize> = groups.iter().map(|group| group.color as usize).collect();
+            assert!(colors.iter().all(|color| group_colors.contains(color)), "{caption}");
             if colors.len() == groups.len() {
-                assert_eq!(colors, of_groups, "{caption}");
+                assert_eq!(colors, group_colors, "{caption}");
             }
             let has = |text: &str| words.iter().any(|word| text.split_whitespace().any(|other| other == *word));
             for (text, count) in [("one single", 1), ("two pair", 2), ("three some", 3)] {

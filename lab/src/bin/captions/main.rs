@@ -50,7 +50,7 @@ fn run(args: &Args) -> Result<()> {
         None => Dataset::drawn(args.images, args.common.seed, &device)?,
     };
     let texts = dataset.train.iter().flat_map(|example| example.captions.iter().map(String::as_str));
-    let words = Words::of_texts(texts, args.min_count, &[]);
+    let words = Words::from_texts(texts, args.min_count, &[]);
     let data = dataset.encode(&words)?;
     println!(
         "Training on {}: {} images with {} captions of {} words, validation {} images, test {}{}.",

@@ -56,19 +56,19 @@ impl Captioner {
             setting,
         };
         // Values keep their scale from layer to layer, also through the rectifiers, which halve the variance.
-        let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        let even_bound = |inputs: usize| (3.0 / inputs as f64).sqrt();
         let shapes: HashMap<String, Vec<usize>> =
             init::sorted(&model.varmap).into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect();
         init::uniform(&model.varmap, recipe.seed, |name| match name {
             "embedding.weight" | "encoder.positions" => 1.0,
-            "head.decoder.weight" => of(sizes.decoder_width(kind)),
+            "head.decoder.weight" => even_bound(sizes.decoder_width(kind)),
             "head.decoder.bias" => 0.0,
             name if name.starts_with("encoder.") => match shapes[name][..] {
                 [_, inputs] => (6.0 / inputs as f64).sqrt(),
                 [_, channels, height, width] => (6.0 / (channels * height * width) as f64).sqrt(),
                 _ => 0.0,
             },
-            name if name.starts_with("attention.") || name == "head.latent.weight" => of(hidden),
+            name if name.starts_with("attention.") || name == "head.latent.weight" => even_bound(hidden),
             _ => 1.0 / (hidden as f64).sqrt(),
         })?;
         sizes.start_alike(&model.varmap, recipe.spread)?;
@@ -176,11 +176,11 @@ impl Model for Captioner {
 
     fn forward(&self, pairs: &[Pair], chosen: &Vec<usize>, _: &mut (), rng: Option<&mut StdRng>) -> Result<Forward> {
         let captions: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].caption.as_slice()).collect();
-        let of_captions: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
-        let mut images = of_captions.clone();
+        let caption_images: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
+        let mut images = caption_images.clone();
         images.dedup();
         let row = |image: &usize| images.iter().position(|other| other == image).map_or(0, |row| row as u32);
-        let rows = Tensor::new(of_captions.iter().map(row).collect::<Vec<_>>(), &self.device)?;
+        let rows = Tensor::new(caption_images.iter().map(row).collect::<Vec<_>>(), &self.device)?;
         let (inputs, targets) = inputs_and_targets(&captions, &self.device)?;
         let hidden = self.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
         Ok(Forward { hidden, targets, penalty: None })

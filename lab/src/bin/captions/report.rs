@@ -79,7 +79,7 @@ pub(crate) fn table(rows: &[Row], scored: &str) -> String {
         "slowdown",
     ];
     let cells = |row: &Row| {
-        let value = |of: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(of);
+        let value = |select: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(select);
         vec![
             row.kind.name().to_owned(),
             number(value(|trained| Some(trained.units as f64)), 0),

@@ -67,10 +67,10 @@ impl Writer {
 
     /// Subject, verb that agrees with it in number, object, and at times a place.
     fn clause(&mut self) -> String {
-        let plural = self.with(0.4);
-        let verb = self.word(VERBS).to_owned() + if plural { "" } else { "s" };
-        let of_many = self.with(0.5);
-        let (subject, object) = (self.noun_phrase(plural), self.noun_phrase(of_many));
+        let is_subject_plural = self.with(0.4);
+        let verb = self.word(VERBS).to_owned() + if is_subject_plural { "" } else { "s" };
+        let is_object_plural = self.with(0.5);
+        let (subject, object) = (self.noun_phrase(is_subject_plural), self.noun_phrase(is_object_plural));
         let place = if self.with(0.3) { format!(" {}", self.word(PLACES)) } else { String::new() };
         format!("{subject} {verb} {object}{place}")
     }

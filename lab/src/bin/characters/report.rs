@@ -10,7 +10,7 @@ use serde_json::{json, Value};
 pub(crate) type Row = Outcome<f64>;
 
 pub(crate) fn bits(nll: f64) -> f64 {
-    Measure::BitsPerCharacter.of(nll)
+    Measure::BitsPerCharacter.shown(nll)
 }
 
 pub(crate) fn table(rows: &[Row], sizes: impl Fn(HeadKind) -> HeadSizes) -> String {

@@ -11,19 +11,19 @@ const SYSTEMS: [(&str, &str); 4] =
 const SCORES: [(&str, usize); 5] = [("nll", 3), ("new_nll", 3), ("bleu_4", 1), ("cider", 1), ("right", 1)];
 
 /// The seeds of a decoder.
-fn of_system<'a>(lines: &[&'a Line], (head, sees): (&str, &str)) -> Vec<&'a Line> {
+fn seeds_of<'a>(lines: &[&'a Line], (head, sees): (&str, &str)) -> Vec<&'a Line> {
     lines.iter().copied().filter(|line| line.is("head", head) && line.is("sees", sees)).collect()
 }
 
 /// NLL in nats per word, BLEU-4, CIDEr-D and the share of captions that are right.
 pub(crate) fn captions(results: &Results) -> Result<String> {
-    let lines = results.of("captions");
+    let lines = results.lines_of("captions");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
     let mut rows = vec![];
     for system in SYSTEMS {
-        let seeds = of_system(&lines, system);
+        let seeds = seeds_of(&lines, system);
         let Some(first) = seeds.first() else { continue };
         let mut row = vec![head_with_components(first)];
         row.extend([system.1.into(), format!("`{}`", first.text("setting")), count(need(first, "parameters")?)]);
@@ -43,10 +43,10 @@ pub(crate) fn captions(results: &Results) -> Result<String> {
 
 /// BLEU-4 and CIDEr-D of the decoders that see the image.
 pub(crate) fn summary(results: &Results) -> Result<String> {
-    let lines = results.of("captions");
+    let lines = results.lines_of("captions");
     let mut parts = vec![];
     for system in &SYSTEMS[..2] {
-        let seeds = of_system(&lines, *system);
+        let seeds = seeds_of(&lines, *system);
         if seeds.is_empty() {
             return Ok("not run yet".into());
         }

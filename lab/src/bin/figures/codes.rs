@@ -5,7 +5,7 @@ use crate::tables::{count, digits, markdown, need, source};
 
 /// Language models over words and over codes.
 pub(crate) fn codes(results: &Results) -> Result<String> {
-    let lines = results.of("codes");
+    let lines = results.lines_of("codes");
     let row = |line: &&Line| {
         let by_seed = |key: &str| {
             let numbers: Vec<String> = line.numbers(key).into_iter().map(|number| format!("{number:.1}")).collect();
@@ -30,7 +30,7 @@ pub(crate) fn codes(results: &Results) -> Result<String> {
 
 /// Translation with mixtures over words, pieces and codes.
 pub(crate) fn fast_mos(results: &Results) -> Result<String> {
-    let lines = results.of("fast-mos");
+    let lines = results.lines_of("fast-mos");
     let row = |line: &&Line| {
         let optional =
             |key, digits: usize| line.number(key).map_or(String::new(), |number| format!("{number:.digits$}"));
@@ -52,7 +52,7 @@ pub(crate) fn fast_mos(results: &Results) -> Result<String> {
 
 /// Words into the cells of a table.
 pub(crate) fn assignment(results: &Results) -> Result<String> {
-    let lines = results.of("assignment");
+    let lines = results.lines_of("assignment");
     let row = |line: &&Line| {
         let gap = line.number("gap_percent").map_or(String::new(), |percent| format!("{percent:.1}%"));
         let [shape, implementation] = ["shape", "implementation"].map(|key| line.text(key).to_owned());

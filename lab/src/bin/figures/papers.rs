@@ -60,7 +60,7 @@ fn hours(price: &Value, results: &Results) -> Result<String> {
     };
     let remark =
         price[2].as_str().filter(|remark| !remark.is_empty()).map_or(String::new(), |text| format!(" ({text})"));
-    let lines = results.of("preset-seconds");
+    let lines = results.lines_of("preset-seconds");
     Ok(match lines.iter().find(|line| line.is("preset", preset)) {
         None => format!("`{preset}`: not measured"),
         Some(line) => {
@@ -86,13 +86,13 @@ fn expand(text: &str, results: &Results) -> Result<String> {
 
 /// The perplexities of the small runs.
 fn heads(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.of(figure);
-    let of = |system: &str, key: &str| -> Result<Vec<f64>> {
+    let lines = results.lines_of(figure);
+    let values = |system: &str, key: &str| -> Result<Vec<f64>> {
         lines.iter().filter(|line| line.is("system", system)).map(|line| need(line, key)).collect()
     };
     let mut parts = vec![];
     for (system, name) in [("mos", "MoS"), ("moc", "MoC"), ("softmax", "softmax")] {
-        let [valid, test] = [of(system, "valid_perplexity")?, of(system, "test_perplexity")?];
+        let [valid, test] = [values(system, "valid_perplexity")?, values(system, "test_perplexity")?];
         if !valid.is_empty() {
             let seeds = if valid.len() == 1 { " (one seed)" } else { "" };
             parts.push(format!("{name} {} / {}{seeds}", mean_and_deviation(&valid, 1), mean_and_deviation(&test, 1)));
@@ -102,7 +102,7 @@ fn heads(results: &Results, figure: &str) -> Result<String> {
 }
 
 fn spelled(results: &Results) -> Result<String> {
-    let lines = results.of("spell");
+    let lines = results.lines_of("spell");
     let Some(line) = lines.first() else { return Ok(String::new()) };
     Ok(format!(
         "{}, validation, one seed: {} over strings, {} over the vocabulary alone; the word model {}",
@@ -115,7 +115,7 @@ fn spelled(results: &Results) -> Result<String> {
 
 /// How many times as long as a position of the softmax's preset one of the mixture's takes.
 fn slowdowns(results: &Results) -> Result<String> {
-    let lines = results.of("preset-seconds");
+    let lines = results.lines_of("preset-seconds");
     let each = |preset: &str| -> Result<Option<f64>> {
         let line: Option<&&Line> = lines.iter().find(|line| line.is("preset", preset));
         line.map(|line| Ok(need(line, "seconds")? / need(line, "positions")?)).transpose()

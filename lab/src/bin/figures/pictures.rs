@@ -88,11 +88,11 @@ pub(crate) fn step(results: &Results) -> Result<String> {
                 let font = Font(13.0, weight(i), HPos::Right);
                 text(area, &implementation(line), (TIME.left - 10, middle), font, INK)?;
             }
-            let of_panel = decoder_gradient_mib(lines[0], lines[0])?;
+            let panel_gradient = decoder_gradient_mib(lines[0], lines[0])?;
             TIME.bars(area, lines, "seconds", first, None, |seconds| digits(seconds) + " s")?;
-            MEMORY.bars(area, lines, "extra_mib", first, of_panel, |mib| format!("{mib:.0} MiB"))?;
+            MEMORY.bars(area, lines, "extra_mib", first, panel_gradient, |mib| format!("{mib:.0} MiB"))?;
             top = first + lines.len() as i32 * ROW + 40;
-            gradient = gradient.or(of_panel);
+            gradient = gradient.or(panel_gradient);
         }
         if let Some(mib) = gradient {
             let note = format!("Of this memory, {mib:.0} MiB (up to the white line) are the decoder's gradient.");
@@ -176,7 +176,7 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
     const RIGHT: i32 = WIDTH - 250;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
-    let lines = results.of("curves");
+    let lines = results.lines_of("curves");
     let entropy = lines.iter().find_map(|line| line.number("entropy_nats")).ok_or("no entropy of the language")?;
     let mut curves = vec![];
     for (head, color) in HEADS {
@@ -267,7 +267,7 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     const RIGHT: i32 = WIDTH - 270;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 76;
-    let lines = results.of("memory");
+    let lines = results.lines_of("memory");
     let Some(first) = lines.first() else { return Ok(None) };
     let mut curves: Vec<(String, Vec<(f64, f64)>)> = vec![];
     for line in &lines {
@@ -400,7 +400,7 @@ pub(crate) fn rank(results: &Results) -> Result<String> {
     const RIGHT: i32 = WIDTH - 260;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
-    let mut lines = results.of("bottleneck");
+    let mut lines = results.lines_of("bottleneck");
     let shape = lines.first().map_or("", |line| line.text("shape"));
     lines.retain(|line| line.is("shape", shape));
     let (contexts, vocab) = match lines.first() {

@@ -31,12 +31,12 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
     let mut used = vec![];
     let mut rows = vec![];
     for (figure, name, value) in table {
-        let lines = results.of(figure);
+        let lines = results.lines_of(figure);
         let mut row = vec![name.replace("{}", &lines.first().map_or(0, |line| epochs(line)).to_string())];
         for head in HEADS {
             // Other systems of the small runs have a mixture of softmaxes too.
-            let of_head = |line: &&Line| line.is("head", head) && ["", head].contains(&line.text("system"));
-            let lines: Vec<_> = lines.iter().copied().filter(of_head).collect();
+            let is_head = |line: &&Line| line.is("head", head) && ["", head].contains(&line.text("system"));
+            let lines: Vec<_> = lines.iter().copied().filter(is_head).collect();
             if lines.is_empty() {
                 return Err(format!("no {head} of {figure}").into());
             }
@@ -50,9 +50,11 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
 
 /// The epochs that a line's model was trained for.
 fn epochs(line: &Line) -> usize {
-    let of_each = |key| line.numbers(key).len();
+    let evaluation_count = |key| line.numbers(key).len();
     let evaluations = line.triples("evaluations");
-    evaluations.last().map_or(of_each(VALIDATION).max(of_each(BITS)), |[epoch, ..]| epoch.round() as usize)
+    evaluations
+        .last()
+        .map_or(evaluation_count(VALIDATION).max(evaluation_count(BITS)), |[epoch, ..]| epoch.round() as usize)
 }
 
 pub(crate) fn built_in_language(results: &Results) -> Result<String> {
@@ -68,7 +70,7 @@ pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     let header =
         "| head | learning rate | dropout | contexts | validation perplexity, by epoch | at the end | slowdown |";
     let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
-    let softmax = results.of("penn-treebank").first().map_or(0.0, |line| speed(line));
+    let softmax = results.lines_of("penn-treebank").first().map_or(0.0, |line| speed(line));
     by_head(results, "penn-treebank", header, |line| {
         Ok(vec![
             need(line, "lr")?.to_string(),
@@ -95,7 +97,7 @@ pub(crate) fn recipe(results: &Results) -> Result<String> {
 
 /// The paper's recipe without one of its parts, after the recipe itself.
 pub(crate) fn regularisers(results: &Results) -> Result<String> {
-    let lines = results.of("regularisers");
+    let lines = results.lines_of("regularisers");
     let whole = last(lines.first().ok_or("no line of the whole recipe")?, VALIDATION)?;
     let row = |line: &&Line| {
         let found = last(line, VALIDATION)?;
@@ -114,7 +116,7 @@ pub(crate) fn regularisers(results: &Results) -> Result<String> {
 /// The heads on cheaper vocabularies. At equal time: the last epoch that ends within the time of the first two with the
 /// whole vocabulary.
 pub(crate) fn outputs(results: &Results) -> Result<String> {
-    let lines = results.of("outputs");
+    let lines = results.lines_of("outputs");
     let row = |line: &&Line| {
         let whole = lines.iter().find(|other| other.is("output", "full") && other.text("head") == line.text("head"));
         let whole = need(whole.ok_or("no line of the whole vocabulary")?, "positions_per_second")?;
@@ -139,15 +141,15 @@ pub(crate) fn outputs(results: &Results) -> Result<String> {
 
 /// The same trials of every head.
 pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let mut rows = vec![];
     for trial in 1.. {
-        let of_trial: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();
-        let Some(mixture) = of_trial.iter().find(|line| !line.is("head", "softmax")) else { break };
+        let trial_lines: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();
+        let Some(mixture) = trial_lines.iter().find(|line| !line.is("head", "softmax")) else { break };
         let mut row = vec![need(mixture, "lr")?.to_string(), need(mixture, "dropout")?.to_string()];
         row.push(mixture.text("activation").into());
         for head in HEADS {
-            let line = of_trial.iter().find(|line| line.is("head", head));
+            let line = trial_lines.iter().find(|line| line.is("head", head));
             let line = line.ok_or_else(|| format!("no trial {trial} of {head}"))?;
             row.push(perplexity(need(line, "valid_perplexity")?));
         }
@@ -159,7 +161,7 @@ pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
 
 /// A mixture of softmaxes with the same recipe from other initial values.
 pub(crate) fn initial_values(results: &Results) -> Result<String> {
-    let lines = results.of("initial-values");
+    let lines = results.lines_of("initial-values");
     let mut rows = vec![];
     for (activation, name) in [("tanh", "tanh"), ("identity", "linear")] {
         let mut row = vec![name.to_owned()];
@@ -177,7 +179,7 @@ pub(crate) fn initial_values(results: &Results) -> Result<String> {
 
 /// The rank of the log-probabilities of trained models.
 pub(crate) fn bottleneck(results: &Results) -> Result<String> {
-    let lines = results.of("bottleneck");
+    let lines = results.lines_of("bottleneck");
     let mut rows = vec![];
     for (i, line) in lines.iter().enumerate() {
         let same = i > 0 && lines[i - 1].text("shape") == line.text("shape");
@@ -219,7 +221,7 @@ fn by_head(
     header: &str,
     cells: impl Fn(&Line) -> Result<Vec<String>>,
 ) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let row = |line: &&Line| Ok([vec![head_with_components(line)], cells(line)?].concat());
     let rows = lines.iter().map(row).collect::<Result<_>>()?;
     Ok(markdown(header, rows) + &source(&lines, false))

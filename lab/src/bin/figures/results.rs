@@ -13,7 +13,7 @@ pub(crate) const FILES: [&str; 10] =
 /// Where a measurement comes from.
 const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
 /// Figures of time and memory, of which tables show one processor: the one that was measured last.
-const OF_ONE_PROCESSOR: [&str; 17] = [
+const SHOWN_FOR_ONE_PROCESSOR: [&str; 17] = [
     "step",
     "without-gradients",
     "dtypes",
@@ -145,10 +145,10 @@ impl Results {
         let mut lines = vec![];
         for file in FILES {
             let path = format!("benches/results/{file}.jsonl");
-            let of_file = parse(&read(root, &path)?).map_err(|error| format!("{path}, {error}"))?;
-            let of_file = Self::new(of_file).lines;
-            files.push((path, of_file.iter().map(|line| line.text.clone() + "\n").collect()));
-            lines.extend(of_file);
+            let parsed = parse(&read(root, &path)?).map_err(|error| format!("{path}, {error}"))?;
+            let lasting = Self::new(parsed).lines;
+            files.push((path, lasting.iter().map(|line| line.text.clone() + "\n").collect()));
+            lines.extend(lasting);
         }
         Ok(Results { lines, files })
     }
@@ -163,7 +163,7 @@ impl Results {
             }
         }
         let mut results = Results { lines: kept, files: vec![] };
-        for figure in OF_ONE_PROCESSOR.into_iter().filter(|figure| *figure != "step") {
+        for figure in SHOWN_FOR_ONE_PROCESSOR.into_iter().filter(|figure| *figure != "step") {
             let processor = results.processor(figure).to_owned();
             results.lines.retain(|line| !line.is("figure", figure) || line.is("processor", &processor));
         }
@@ -182,9 +182,9 @@ impl Results {
     }
 
     /// The lines of a figure. A figure of time or memory has only the lines of the processor that was measured last.
-    pub(crate) fn of(&self, figure: &str) -> Vec<&Line> {
+    pub(crate) fn lines_of(&self, figure: &str) -> Vec<&Line> {
         let processor = self.processor(figure);
-        let is_shown = |line: &&Line| !OF_ONE_PROCESSOR.contains(&figure) || line.is("processor", processor);
+        let is_shown = |line: &&Line| !SHOWN_FOR_ONE_PROCESSOR.contains(&figure) || line.is("processor", processor);
         self.lines.iter().filter(|line| line.is("figure", figure)).filter(is_shown).collect()
     }
 

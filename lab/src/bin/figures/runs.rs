@@ -21,31 +21,32 @@ pub(crate) fn system_name(system: &str) -> String {
 
 /// The systems that a figure has lines of.
 fn systems<'a>(lines: &[&'a Line]) -> Vec<(&'static str, Vec<&'a Line>)> {
-    let of = |system: &str| lines.iter().copied().filter(|line| line.is("system", system)).collect::<Vec<_>>();
-    SYSTEMS.into_iter().map(|system| (system, of(system))).filter(|(_, lines)| !lines.is_empty()).collect()
+    let system_lines =
+        |system: &str| lines.iter().copied().filter(|line| line.is("system", system)).collect::<Vec<_>>();
+    SYSTEMS.into_iter().map(|system| (system, system_lines(system))).filter(|(_, lines)| !lines.is_empty()).collect()
 }
 
-fn of_system<'a>(lines: &[&'a Line], system: &str) -> Option<&'a Line> {
+fn first_of_system<'a>(lines: &[&'a Line], system: &str) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.is("system", system))
 }
 
-fn of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
+fn first_of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.number("trial") == Some(f64::from(trial)))
 }
 
 /// The validation perplexity of each trial, by its flags.
 pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let systems = systems(&lines);
     if systems.is_empty() {
         return Ok(UNMEASURED.into());
     }
     let mut rows = vec![];
     for trial in 1.. {
-        let Some(any) = of_trial(&lines, trial) else { break };
+        let Some(any) = first_of_trial(&lines, trial) else { break };
         let mut row = vec![format!("`{}`", any.text("setting"))];
         for (_, lines) in &systems {
-            row.push(match of_trial(lines, trial) {
+            row.push(match first_of_trial(lines, trial) {
                 None => String::new(),
                 Some(line) => line.number("valid_perplexity").map_or("diverged".into(), perplexity),
             });
@@ -58,7 +59,7 @@ pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
 
 /// The seeds of the best trial of every head: mean and standard deviation.
 pub(crate) fn finals(results: &Results, figure: &str, scores: &[(&str, &str)]) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let systems = systems(&lines);
     if systems.is_empty() {
         return Ok(UNMEASURED.into());
@@ -94,13 +95,14 @@ pub(crate) struct EqualTime {
 /// Every system that was trained for equal time. The mixture of softmaxes has its run of the first seed, which takes
 /// longer.
 pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line>)> {
-    let (long, seconds) = (results.of("equal-time"), results.of("step-seconds"));
-    let whole: Vec<_> = results.of("ptb-small").into_iter().filter(|line| line.number("seed") == Some(1.0)).collect();
+    let (long, seconds) = (results.lines_of("equal-time"), results.lines_of("step-seconds"));
+    let whole: Vec<_> =
+        results.lines_of("ptb-small").into_iter().filter(|line| line.number("seed") == Some(1.0)).collect();
     let (mut found, mut used) = (vec![], vec![]);
     for system in SYSTEMS {
-        let Some(step) = of_system(&seconds, system) else { continue };
-        let longer = || if system == "mos" { of_system(&whole, system) } else { None };
-        let Some(line) = of_system(&long, system).or_else(longer) else { continue };
+        let Some(step) = first_of_system(&seconds, system) else { continue };
+        let longer = || if system == "mos" { first_of_system(&whole, system) } else { None };
+        let Some(line) = first_of_system(&long, system).or_else(longer) else { continue };
         used.extend([line, step]);
         found.push(EqualTime {
             system,
@@ -142,7 +144,7 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
 
 /// Seconds of a step of the papers' models.
 pub(crate) fn preset_seconds(results: &Results) -> Result<String> {
-    let lines = results.of("preset-seconds");
+    let lines = results.lines_of("preset-seconds");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }

@@ -119,7 +119,7 @@ pub(crate) fn decoder_gradient_mib(line: &Line, ours: &Line) -> Result<Option<f6
 
 /// The implementations of the whole step at one shape, mos-head first, the others from the fastest to the slowest.
 pub(crate) fn beside<'a>(results: &'a Results, shape: &str, positions: f64) -> Result<Vec<&'a Line>> {
-    let mut lines = in_order(results.of("step"))?;
+    let mut lines = in_order(results.lines_of("step"))?;
     lines.retain(|line| line.is("shape", shape) && line.number("positions") == Some(positions));
     lines.retain(|line| !is_products(line));
     match lines.first() {
@@ -155,7 +155,7 @@ fn seconds(line: &Line, key: &str) -> String {
 }
 
 fn steps(results: &Results) -> Result<String> {
-    let lines = in_order(results.of("step"))?;
+    let lines = in_order(results.lines_of("step"))?;
     let mut rows = vec![];
     for (i, line) in lines.iter().enumerate() {
         let is_new = i == 0 || sizes_key(lines[i - 1]) != sizes_key(line);
@@ -203,7 +203,7 @@ fn steps_elsewhere(results: &Results) -> Result<String> {
 
 /// Training steps over cheaper vocabularies.
 fn output_steps(results: &Results) -> Result<String> {
-    let lines = results.of("output-step");
+    let lines = results.lines_of("output-step");
     let row = |line: &&Line| {
         let sizes = line.text("shape").to_owned();
         let memory = line.number("extra_mib").map_or_else(String::new, |mib| count(mib) + " MiB");
@@ -214,7 +214,7 @@ fn output_steps(results: &Results) -> Result<String> {
 }
 
 fn dtypes(results: &Results) -> Result<String> {
-    let lines = results.of("dtypes");
+    let lines = results.lines_of("dtypes");
     let row = |line: &&Line| {
         let peer = |implementation: &str| {
             let is_like = |peer: &&&Line| ["shape", "dtype"].iter().all(|key| peer.text(key) == line.text(key));
@@ -246,7 +246,7 @@ fn confident(results: &Results) -> Result<String> {
         ("wide_priors_ms", "log-priors over 40 nats"),
         ("confident_ms", "logits of scale 15, log-priors over 20 nats"),
     ];
-    let lines = results.of("confident");
+    let lines = results.lines_of("confident");
     let Some(line) = lines.first() else { return Ok(UNMEASURED.into()) };
     let plain = need(line, "plain_ms")?;
     let row = |(key, case): (&str, &str)| {
@@ -259,7 +259,7 @@ fn confident(results: &Results) -> Result<String> {
 
 /// Chunks of fewer rows than by default.
 fn budget(results: &Results) -> Result<String> {
-    let lines = results.of("budget");
+    let lines = results.lines_of("budget");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
@@ -279,15 +279,15 @@ fn budget(results: &Results) -> Result<String> {
 /// Positions per second of a whole language model.
 fn language_model(results: &Results) -> Result<String> {
     const IMPLEMENTATIONS: [&str; 3] = ["mos-head", "PyTorch, eager", "PyTorch, torch.compile"];
-    let lines = results.of("language-model");
+    let lines = results.lines_of("language-model");
     let ours = || lines.iter().filter(|line| !line.is_of_peer());
     let Some(first) = ours().next() else { return Ok(UNMEASURED.into()) };
     let row = |line: &&Line| {
         let mut row = vec![quality::head_with_components(line)];
         for implementation in IMPLEMENTATIONS {
-            let of_head =
+            let is_head =
                 |other: &&&Line| other.text("head") == line.text("head") && other.is("implementation", implementation);
-            let speed = lines.iter().find(of_head).map(|line| need(line, "positions_per_second")).transpose()?;
+            let speed = lines.iter().find(is_head).map(|line| need(line, "positions_per_second")).transpose()?;
             row.push(speed.map_or(String::new(), count));
         }
         Ok(row)
@@ -298,7 +298,7 @@ fn language_model(results: &Results) -> Result<String> {
 }
 
 fn without_gradients(results: &Results) -> Result<String> {
-    let lines = results.of("without-gradients");
+    let lines = results.lines_of("without-gradients");
     let row = |line: &&Line| {
         Ok(vec![
             sizes(line, false)?,
@@ -314,7 +314,7 @@ fn without_gradients(results: &Results) -> Result<String> {
 }
 
 fn instruction_sets(results: &Results) -> Result<String> {
-    let lines = results.of("instruction-sets");
+    let lines = results.lines_of("instruction-sets");
     let row = |line: &&Line| {
         Ok(vec![
             line.text("row_kernels").into(),
@@ -328,7 +328,7 @@ fn instruction_sets(results: &Results) -> Result<String> {
 }
 
 fn positions(results: &Results) -> Result<String> {
-    let lines = results.of("positions");
+    let lines = results.lines_of("positions");
     let row = |line: &&Line| {
         Ok(vec![
             count(need(line, "positions")?) + " positions",
@@ -342,7 +342,7 @@ fn positions(results: &Results) -> Result<String> {
 
 /// A whole model with each output layer.
 fn fine_tune(results: &Results) -> Result<String> {
-    let lines = results.of("fine-tune");
+    let lines = results.lines_of("fine-tune");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
@@ -361,7 +361,7 @@ fn fine_tune(results: &Results) -> Result<String> {
 /// The ten most probable ids after one position.
 fn decoding(results: &Results) -> Result<String> {
     const SHAPES: [&str; 3] = ["v128256-k1-b1", "v10000-k15-b1", "v33278-k15-b1"];
-    let lines = results.of("decoding");
+    let lines = results.lines_of("decoding");
     let mut header = "| |".to_owned();
     let mut used = vec![];
     let mut rows = vec![];
@@ -397,7 +397,7 @@ pub(crate) fn softmaxes(line: &Line) -> Result<String> {
 }
 
 fn decoding_all(results: &Results) -> Result<String> {
-    let lines = results.of("decoding");
+    let lines = results.lines_of("decoding");
     let find = |shape: &str, implementation: &str| {
         let mut lines = lines.iter();
         lines.find(|line| line.is("shape", shape) && line.is("implementation", implementation)).copied()
@@ -425,7 +425,7 @@ fn decoding_all(results: &Results) -> Result<String> {
 }
 
 fn decoding_heads(results: &Results) -> Result<String> {
-    let lines = results.of("decoding-heads");
+    let lines = results.lines_of("decoding-heads");
     let mut rows = vec![];
     for (head, name) in [
         ("softmax", "softmax of width 280"),

@@ -139,7 +139,7 @@ fn a_later_line_replaces_an_earlier_one_of_the_same_measurement() {
     let later = line().replace("1.5", "2.5").replace("0123abc", "89abcde");
     let elsewhere = line().replace("\"p\"", "\"q\"").replace("2026-11-21", "2026-11-20");
     let results = Results::new(parse(&[line(), later, elsewhere].join("\n")).expect("three lines"));
-    assert_eq!(seconds(results.of("step")), [Some(2.5)]);
+    assert_eq!(seconds(results.lines_of("step")), [Some(2.5)]);
     assert_eq!(seconds(results.steps_elsewhere()), [Some(1.5)]);
 }
 
@@ -150,11 +150,11 @@ fn tables_show_the_processor_that_was_measured_last() {
     let peer = line().replace("mos-head", "PyTorch, eager").replace("2026-11-21", "2026-11-23").replace("1.5", "3.5");
     let text = [newer, line(), peer].join("\n");
     let results = Results::new(parse(&text).expect("three lines"));
-    assert_eq!(seconds(results.of("step")), [Some(2.5)]);
+    assert_eq!(seconds(results.lines_of("step")), [Some(2.5)]);
     assert_eq!(seconds(results.steps_elsewhere()), [Some(1.5), Some(3.5)]);
     // Only steps have a table of other processors.
     let text = text.replace("\"step\"", "\"dtypes\"");
-    assert_eq!(seconds(Results::new(parse(&text).expect("three lines")).of("dtypes")), [Some(2.5)]);
+    assert_eq!(seconds(Results::new(parse(&text).expect("three lines")).lines_of("dtypes")), [Some(2.5)]);
 }
 
 fn seconds(lines: Vec<&results::Line>) -> Vec<Option<f64>> {

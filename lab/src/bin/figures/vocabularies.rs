@@ -26,7 +26,7 @@ struct Row<'a> {
 }
 
 fn rows(results: &Results) -> Vec<Row<'_>> {
-    let (trained, timed) = (results.of("multi30k-vocabularies"), results.of("vocabulary-seconds"));
+    let (trained, timed) = (results.lines_of("multi30k-vocabularies"), results.lines_of("vocabulary-seconds"));
     let pairs = SYSTEMS.into_iter().flat_map(|system| HEADS.map(|head| (system, head)));
     let row = |(system, head): (&'static str, &str)| {
         let is_of = |line: &&&Line| line.is("system", system) && line.is("head", head);
@@ -53,7 +53,7 @@ fn names(row: &Row) -> Result<[String; 3]> {
 
 /// The validation perplexity of the Transformer's trials, whose settings are the columns.
 pub(crate) fn trials(results: &Results) -> Result<String> {
-    let lines = results.of("multi30k-transformer-trials");
+    let lines = results.lines_of("multi30k-transformer-trials");
     let mut settings: Vec<&str> = vec![];
     for line in &lines {
         if !settings.contains(&line.text("setting")) {
@@ -65,11 +65,11 @@ pub(crate) fn trials(results: &Results) -> Result<String> {
     }
     let mut rows = vec![];
     for (system, head) in SYSTEMS.into_iter().flat_map(|system| HEADS.map(|head| (system, head))) {
-        let of: Vec<_> = lines.iter().filter(|line| line.is("system", system) && line.is("head", head)).collect();
-        let Some(first) = of.first() else { continue };
+        let trials: Vec<_> = lines.iter().filter(|line| line.is("system", system) && line.is("head", head)).collect();
+        let Some(first) = trials.first() else { continue };
         let mut row = vec![system.trim_start_matches("Transformer, ").into(), count(need(first, "components")?)];
         for setting in &settings {
-            let trial = of.iter().find(|line| line.is("setting", setting));
+            let trial = trials.iter().find(|line| line.is("setting", setting));
             let found = trial.map(|line| line.number("valid_perplexity").map_or("diverged".into(), perplexity));
             row.push(found.unwrap_or_default());
         }

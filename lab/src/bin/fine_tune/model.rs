@@ -72,8 +72,8 @@ impl Llama {
         let layers = (0..layers).map(|i| Layer::new(config, vb.pp("layers").pp(i))).collect::<Result<_>>()?;
         let half = hidden / heads / 2;
         let angle = |t: usize, i: usize| t as f64 / config.rope_theta.powf(i as f64 / half as f64);
-        let table = |of: fn(f64) -> f64| {
-            let values = (0..positions).flat_map(|t| (0..half).map(move |i| of(angle(t, i)) as f32));
+        let table = |function: fn(f64) -> f64| {
+            let values = (0..positions).flat_map(|t| (0..half).map(move |i| function(angle(t, i)) as f32));
             Tensor::from_iter(values, vb.device())?.reshape((positions, half))
         };
         let mask =

@@ -55,13 +55,13 @@ impl FineTuned {
     pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64) -> Result<Self> {
         let Config { vocab, hidden, .. } = config;
         let (trained, frozen) = (VarMap::new(), VarMap::new());
-        let builder = |of: &VarMap| VarBuilder::from_varmap(of, DType::F32, &Device::Cpu);
+        let builder = |vars: &VarMap| VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu);
         let is_frozen = matches!(output, Output::Frozen | Output::Adapter);
-        let of_embedding = builder(if is_frozen { &frozen } else { &trained });
-        let embedding = of_embedding.get((vocab, hidden), "model.embed_tokens.weight")?;
+        let embedding_builder = builder(if is_frozen { &frozen } else { &trained });
+        let embedding = embedding_builder.get((vocab, hidden), "model.embed_tokens.weight")?;
         // No gradient goes to a tensor that is no variable: the embedding's use in the model is not trained either.
-        let of_model = if is_frozen { embedding.detach() } else { embedding.clone() };
-        let model = Llama::new(config, of_model, builder(&trained).pp("model"))?;
+        let model_embedding = if is_frozen { embedding.detach() } else { embedding.clone() };
+        let model = Llama::new(config, model_embedding, builder(&trained).pp("model"))?;
         let head = || SoftmaxHead::from_tensors(embedding.clone(), None);
         let output = match output {
             Output::Logits => Layer::Logits(Linear::new(embedding.clone(), None)),
@@ -89,7 +89,7 @@ impl FineTuned {
                 continue;
             }
             let scale = if name.ends_with("lora_A.weight") { 1.0 / (config.hidden as f64).sqrt() } else { scale };
-            init::uniform_of(&var, seed, &name, scale)?;
+            init::uniform_by_name(&var, seed, &name, scale)?;
         }
         Ok(())
     }

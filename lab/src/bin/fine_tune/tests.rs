@@ -31,11 +31,11 @@ fn args(flags: &[&str]) -> Args {
 fn the_head_has_the_loss_and_the_gradients_of_the_logits() {
     let [logits, head] = [Output::Logits, Output::Head].map(|output| FineTuned::new(CONFIG, output, 4, 7).unwrap());
     let (tokens, targets) = (ids((2, 9), 7), ids((2, 9), 11));
-    let ((expected, of_logits), (found, of_head)) =
+    let ((expected, logits_gradients), (found, head_gradients)) =
         (logits.step(&tokens, &targets).unwrap(), head.step(&tokens, &targets).unwrap());
     assert!((found - expected).abs() < 1e-5, "{found} {expected}");
     for ((name, a), (_, b)) in logits.variables().into_iter().zip(head.variables()) {
-        let (a, b) = (of_logits.get(&a).expect(&name), of_head.get(&b).expect(&name));
+        let (a, b) = (logits_gradients.get(&a).expect(&name), head_gradients.get(&b).expect(&name));
         let largest = a.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
         let difference = (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
         assert!(largest > 0.0 && difference < 1e-4 * largest, "{name}: {difference} of {largest}");
@@ -174,7 +174,7 @@ fn hidden_states_are_those_of_candle_transformers() {
     let tuned = FineTuned::new(CONFIG, Output::Logits, 4, 7).unwrap();
     for (name, var) in tuned.variables() {
         // Norms that are not all one.
-        lab::init::uniform_of(&var, 5, &name, 0.5).unwrap();
+        lab::init::uniform_by_name(&var, 5, &name, 0.5).unwrap();
     }
     let vb = VarBuilder::from_varmap(&tuned.trained, DType::F32, &Device::Cpu);
     let theirs = llama::Llama::load(vb, &config).unwrap();

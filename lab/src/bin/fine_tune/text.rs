@@ -42,7 +42,7 @@ impl Text {
                 (tokenizer.map_err(|error| format!("cannot read {}: {error}", path.display()))?, false)
             }
             None => {
-                let mut tokenizer = Tokenizer::new(bpe::train(text.split_whitespace(), &[], (vocab, 2))?);
+                let mut tokenizer = Tokenizer::new(bpe::train(text.split_whitespace(), &[], vocab, 2)?);
                 tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
                 (tokenizer, true)
             }

@@ -270,8 +270,8 @@ impl Args {
             let message = format!("--embedding is {embedding}, but --context is {context}: they are one with --tied");
             return Err(message.into());
         }
-        let of_softmax = self.training().heads() == [HeadKind::Softmax];
-        if let Some((embedding, hidden)) = embedding.zip(self.recipe.hidden).filter(|(e, h)| of_softmax && e != h) {
+        let is_softmax = self.training().heads() == [HeadKind::Softmax];
+        if let Some((embedding, hidden)) = embedding.zip(self.recipe.hidden).filter(|(e, h)| is_softmax && e != h) {
             let message = format!("--embedding is {embedding}, but --hidden is {hidden}: they are one with --tied");
             return Err(message.into());
         }

@@ -77,7 +77,7 @@ pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> 
 /// A checkpoint of this program or of the released code, if it is for the vocabulary of this corpus.
 pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::load(file, device)?;
-    let of_corpus = || {
+    let read = || {
         let output: Option<String> = checkpoint.optional("output")?;
         let is_coded = |name: &String| OutputKind::from_str(name, false).is_ok_and(OutputKind::is_coded);
         if let Some(name) = output.filter(is_coded) {
@@ -98,7 +98,7 @@ pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<
         }
         Ok(Some(checkpoint))
     };
-    let released: Result<_> = of_corpus();
+    let released: Result<_> = read();
     Ok(released.map_err(|error| in_file(file, error))?.unwrap_or(checkpoint))
 }
 

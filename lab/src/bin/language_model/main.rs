@@ -96,12 +96,12 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
             (coding.data(&corpus.data), coding.names())
         }
     };
-    let entries = Entries::of(vocabulary, &data.train);
+    let entries = Entries::count(vocabulary, &data.train);
 
     let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
     let build = |kind, recipe: &Recipe| {
         let sizes = Sizes::new(kind, recipe, vocabulary.len());
-        let model = LanguageModel::of_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
+        let model = LanguageModel::with_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
         let model = model.with_table(coding.as_ref().and_then(Coding::table));
         // Noise-contrastive estimation does not learn the normalisers: they start near one.
         if args.unigram_bias || recipe.output.kind == OutputKind::Nce {

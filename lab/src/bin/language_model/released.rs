@@ -16,7 +16,7 @@ const NAMES: [(&str, &str); 6] = [
 ];
 
 /// The tensors of an LSTM layer. The recurrent weight comes with and without weight dropout.
-const OF_LAYER: [(&str, &[&str]); 4] = [
+const LAYER_NAMES: [(&str, &[&str]); 4] = [
     ("weight_ih_l0", &["module.weight_ih_l0", "weight_ih_l0"]),
     ("weight_hh_l0", &["module.weight_hh_l0_raw", "weight_hh_l0_raw", "module.weight_hh_l0", "weight_hh_l0"]),
     ("bias_ih_l0", &["module.bias_ih_l0", "bias_ih_l0"]),
@@ -45,7 +45,7 @@ pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     let layers = (0..).take_while(|layer| tensors.keys().any(|name| name.starts_with(&format!("rnns.{layer}."))));
     let mut units = vec![];
     for layer in layers {
-        for (here, there) in OF_LAYER {
+        for (here, there) in LAYER_NAMES {
             let there: Vec<String> = there.iter().map(|name| format!("rnns.{layer}.{name}")).collect();
             let (name, tensor) = get(&there)?;
             if here == "weight_hh_l0" {
@@ -95,7 +95,7 @@ pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
 
 /// The model of a checkpoint of this program with the names of the released code.
 pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
-    if HeadKind::of_checkpoint(checkpoint)? == HeadKind::Moc {
+    if HeadKind::from_checkpoint(checkpoint)? == HeadKind::Moc {
         return Err(
             "the released code has no mixture of contexts: --export needs a softmax or a mixture of softmaxes".into()
         );
@@ -108,7 +108,7 @@ pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
         let there = NAMES.iter().find(|(here, _)| here == name).map(|(_, there)| (*there).to_owned());
         let there = there.or_else(|| {
             let (layer, weight) = name.strip_prefix("lstm.")?.split_once('.')?;
-            let (_, there) = OF_LAYER.iter().find(|(here, _)| *here == weight)?;
+            let (_, there) = LAYER_NAMES.iter().find(|(here, _)| *here == weight)?;
             Some(format!("rnns.{layer}.{}", there[0]))
         });
         if let Some(there) = there {

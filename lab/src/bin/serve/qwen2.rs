@@ -24,7 +24,7 @@ impl Qwen2 {
                 let weights = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu)?;
                 (config, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))
             }
-            None => (of_half_a_billion(layers), VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu)),
+            None => (half_a_billion_parameters(layers), VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu)),
         };
         let Config { vocab_size, hidden_size, .. } = config;
         let name = if config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
@@ -34,7 +34,7 @@ impl Qwen2 {
     }
 }
 
-fn of_half_a_billion(layers: usize) -> Config {
+fn half_a_billion_parameters(layers: usize) -> Config {
     Config {
         vocab_size: 151_936,
         hidden_size: 896,
@@ -54,7 +54,7 @@ fn of_half_a_billion(layers: usize) -> Config {
 }
 
 impl Backbone for Qwen2 {
-    /// The model with the keys and values of a text, and how many ids it has read
+    /// The model with the keys and values of a text, and the number of ids that it has read.
     type State = (Model, usize);
 
     fn head(&self) -> &dyn OutputLayer {

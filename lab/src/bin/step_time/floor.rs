@@ -6,7 +6,7 @@ use gemm::Parallelism;
 use rayon::prelude::*;
 
 #[derive(Clone, Copy)]
-pub struct Sizes {
+pub struct ProductSizes {
     /// Positions times components.
     pub rows: usize,
     pub context: usize,
@@ -22,7 +22,7 @@ pub struct Floor {
 
 impl Floor {
     /// All three products, or the first alone. Each run writes the decoder's gradient into fresh memory, as a step does.
-    pub fn new(sizes: Sizes, all: bool) -> Self {
+    pub fn new(sizes: ProductSizes, all: bool) -> Self {
         best_of(sizes, if all { 3 } else { 1 })
     }
 
@@ -39,7 +39,7 @@ struct Tiling {
     block: Option<(usize, usize)>,
 }
 
-fn best_of(sizes: Sizes, products: usize) -> Floor {
+fn best_of(sizes: ProductSizes, products: usize) -> Floor {
     let mut buffers = Buffers::new(sizes);
     let mut candidates = Vec::new();
     for rows in [120, 240, 480, 960] {
@@ -67,7 +67,7 @@ fn best_of(sizes: Sizes, products: usize) -> Floor {
 }
 
 struct Buffers {
-    sizes: Sizes,
+    sizes: ProductSizes,
     contexts: Vec<f32>,
     decoder: Vec<f32>,
     logits: Vec<f32>,
@@ -75,8 +75,8 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(sizes: Sizes) -> Self {
-        let Sizes { rows, context, vocab } = sizes;
+    fn new(sizes: ProductSizes) -> Self {
+        let ProductSizes { rows, context, vocab } = sizes;
         Buffers {
             sizes,
             contexts: vec![0.25; rows * context],

@@ -16,12 +16,12 @@ impl Kept {
         let ids = targets.to_vec1::<u32>()?;
         let n = n.min(vocab);
         // Scattered over the vocabulary, and others at every position.
-        let of_position = |(position, &target): (usize, &u32)| {
+        let set = |(position, &target): (usize, &u32)| {
             let other =
                 move |i: usize| ((target as usize + i * (vocab / n) + (i * position) % (vocab / n)) % vocab) as u32;
             (0..n).map(other)
         };
-        let ids: Vec<u32> = ids.iter().enumerate().flat_map(of_position).collect();
+        let ids: Vec<u32> = ids.iter().enumerate().flat_map(set).collect();
         let offsets: Vec<usize> = (0..=targets.elem_count()).map(|position| position * n).collect();
         let allowed = AllowedIds::per_position(&ids, &offsets)?;
         Ok(Kept { restricted: mixture.restricted(&allowed)?, full: mixture.clone(), targets: targets.clone() })

@@ -164,10 +164,10 @@ mod tests {
         [Architecture::Lstm, Architecture::Transformer(Shape { heads: 2, inner: 24 })];
 
     fn model(architecture: Architecture, kind: HeadKind) -> Seq2Seq {
-        model_of(Task::Toy, architecture, kind)
+        model_for(Task::Toy, architecture, kind)
     }
 
-    fn model_of(task: Task, architecture: Architecture, kind: HeadKind) -> Seq2Seq {
+    fn model_for(task: Task, architecture: Architecture, kind: HeadKind) -> Seq2Seq {
         let (embedding, context) = (if architecture == Architecture::Lstm { Some(8) } else { None }, Some(12));
         let recipe = Recipe { hidden: 16, embedding, context, layers: 2, dropout: 0.3, ..Recipe::BASE };
         let words: String = (0..46).map(|i| format!("word{i} ")).collect();
@@ -178,10 +178,10 @@ mod tests {
 
     #[test]
     fn padding_changes_nothing() {
-        ARCHITECTURES.into_iter().for_each(padding_changes_nothing_of);
+        ARCHITECTURES.into_iter().for_each(check_that_padding_changes_nothing);
     }
 
-    fn padding_changes_nothing_of(architecture: Architecture) {
+    fn check_that_padding_changes_nothing(architecture: Architecture) {
         let model = model(architecture, HeadKind::Mos);
         let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
         let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
@@ -197,10 +197,10 @@ mod tests {
 
     #[test]
     fn step_by_step_equals_all_at_once() {
-        ARCHITECTURES.into_iter().for_each(step_by_step_equals_all_at_once_of);
+        ARCHITECTURES.into_iter().for_each(check_that_step_by_step_equals_all_at_once);
     }
 
-    fn step_by_step_equals_all_at_once_of(architecture: Architecture) {
+    fn check_that_step_by_step_equals_all_at_once(architecture: Architecture) {
         let model = model(architecture, HeadKind::Softmax);
         let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
         let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
@@ -226,7 +226,7 @@ mod tests {
         let hidden = Tensor::ones((2, 3, 16), DType::F32, &Device::Cpu).unwrap();
         let targets = Tensor::new(&[[4u32, 5, 6], [7, 8, 9]], &Device::Cpu).unwrap();
         for (task, has_dropout) in [(Task::Dialogue, true), (Task::Translation, false), (Task::Toy, false)] {
-            let model = model_of(task, Architecture::Lstm, HeadKind::Mos);
+            let model = model_for(task, Architecture::Lstm, HeadKind::Mos);
             let sum = |seed| {
                 let options = LossOptions::new().with_dropout(DropoutMasks::Seeded(seed));
                 model.head().loss(&hidden, &targets, &options).unwrap().sum_and_count().unwrap().0
@@ -238,7 +238,9 @@ mod tests {
     #[test]
     fn every_variable_gets_a_gradient() {
         use mos_head::LossOptions;
-        for (architecture, kind) in ARCHITECTURES.into_iter().flat_map(|of| HeadKind::ALL.map(|kind| (of, kind))) {
+        for (architecture, kind) in
+            ARCHITECTURES.into_iter().flat_map(|architecture| HeadKind::ALL.map(|kind| (architecture, kind)))
+        {
             let model = model(architecture, kind);
             let pairs =
                 [Encoded { source: vec![5, 6, 7], target: vec![8, 9] }, Encoded { source: vec![9], target: vec![4] }];

@@ -26,12 +26,13 @@ pub(crate) enum Shape {
 pub(crate) fn choose(
     flags: &TableFlags,
     shape: Shape,
-    (words, special): (&Words, usize),
+    words: &Words,
+    special: usize,
     texts: &[Vec<u32>],
     seed: u64,
     device: &Device,
 ) -> Result<CodeTable> {
-    let config = config(flags, shape, (words.len(), special))?;
+    let config = config(flags, shape, words.len(), special)?;
     let mut counts = vec![1.0; words.len()];
     texts.iter().flatten().for_each(|&id| counts[id as usize] += 1.0);
     counts[..special].fill(f64::INFINITY);
@@ -40,7 +41,7 @@ pub(crate) fn choose(
     }
     let (valid, train) = texts.split_at((texts.len() / VALIDATION).max(1));
     let text = Data::new("the targets".into(), words.all(), one_text(train), one_text(valid));
-    let table = flags.choose(config, (words.all(), &counts), &text, &Recipe { seed, ..LEARNER }, device)?;
+    let table = flags.choose(config, words.all(), &counts, &text, &Recipe { seed, ..LEARNER }, device)?;
     flags.draw(&table, words.all(), &counts)?;
     Ok(table)
 }
@@ -51,7 +52,7 @@ fn one_text(texts: &[Vec<u32>]) -> Vec<u32> {
     std::iter::once(END).chain(texts).collect()
 }
 
-fn config(flags: &TableFlags, shape: Shape, (words, special): (usize, usize)) -> Result<TableConfig> {
+fn config(flags: &TableFlags, shape: Shape, words: usize, special: usize) -> Result<TableConfig> {
     if shape == Shape::Light {
         return Ok(TableConfig::light_rnn(words).with_own(special));
     }
@@ -77,20 +78,20 @@ pub(crate) mod tests {
         let vocabulary = Vocabulary::words(pairs.iter().map(|pair| pair.target.as_str()), 1, &[]);
         let texts = pairs.iter().map(|pair| vocabulary.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
         let words = vocabulary.as_words().expect("words");
-        let table = choose(flags, shape, (words, SPECIAL.len()), &texts, 3, &Device::Cpu)?;
+        let table = choose(flags, shape, words, SPECIAL.len(), &texts, 3, &Device::Cpu)?;
         Ok([vocabulary.clone(), vocabulary.with_table(table)?])
     }
 
-    fn of(kind: TableKind) -> TableFlags {
+    fn flags(kind: TableKind) -> TableFlags {
         TableFlags { table: Some(kind), ..TableFlags::default() }
     }
 
     pub(crate) fn random() -> TableFlags {
-        of(TableKind::Random)
+        flags(TableKind::Random)
     }
 
     pub(crate) fn by_frequency() -> TableFlags {
-        of(TableKind::Frequency)
+        flags(TableKind::Frequency)
     }
 
     #[test]

@@ -122,7 +122,7 @@ pub(crate) fn vocabularies(args: &Args, pairs: &[Pair], device: &Device) -> Resu
     let source = if marks.is_empty() { side(|pair| &pair.source)? } else { target.clone() };
     let Some(shape) = shape else { return Ok([source, target]) };
     let texts = pairs.iter().map(|pair| target.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
-    let words = (target.as_words().ok_or("codes are of words")?, SPECIAL.len() + marks.len());
-    let table = table::choose(&args.tables, shape, words, &texts, args.common.seed, device)?;
+    let (words, special) = (target.as_words().ok_or("codes are of words")?, SPECIAL.len() + marks.len());
+    let table = table::choose(&args.tables, shape, words, special, &texts, args.common.seed, device)?;
     Ok([source, target.with_table(table)?])
 }

@@ -2,7 +2,7 @@
 //! a checkpoint.
 
 use crate::codes::Codes;
-use lab::codes::{table_json, table_of_json};
+use lab::codes::{table_from_json, table_json};
 use lab::words::UNKNOWN;
 use lab::{bpe, Result};
 use mos_codes::CodeTable;
@@ -23,14 +23,14 @@ pub(crate) enum Vocabulary {
 impl Vocabulary {
     /// The `marks`, and the whitespace-separated words that occur at least `min_count` times, the most frequent first.
     pub(crate) fn words<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
-        Self::Words(Words::of_texts(texts, min_count, marks))
+        Self::Words(Words::from_texts(texts, min_count, marks))
     }
 
     /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
     pub(crate) fn bpe<'a>(texts: impl Iterator<Item = &'a str>, size: usize, marks: &[&str]) -> Result<Self> {
         let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
         let words: Vec<&str> = texts.flat_map(str::split_whitespace).filter(|word| !special.contains(word)).collect();
-        let mut model = bpe::train(words.iter().copied(), &special, (size, 2))?;
+        let mut model = bpe::train(words.iter().copied(), &special, size, 2)?;
         model.unk_token = Some(SPECIAL[UNKNOWN as usize].into());
         let mut tokenizer = Tokenizer::new(model);
         tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
@@ -113,7 +113,7 @@ impl Vocabulary {
         if let Some(words) = value.get("words") {
             let words = Self::Words(Words::new(serde_json::from_value(words.clone())?));
             return match value.get("table") {
-                Some(table) => words.with_table(table_of_json(table)?),
+                Some(table) => words.with_table(table_from_json(table)?),
                 None => Ok(words),
             };
         }

@@ -68,13 +68,13 @@ impl Speller {
         let (mut outputs, mut targets) = (vec![], vec![]);
         for Group { rows, steps } in self.spellings.groups(words) {
             let sequences = rows.iter().flat_map(|&row| self.spellings.sequence(words[row as usize], steps, IGNORED));
-            let (inputs, of_group): (Vec<u32>, Vec<i64>) = sequences.unzip();
+            let (inputs, group_targets): (Vec<u32>, Vec<i64>) = sequences.unzip();
             let inputs = Tensor::from_vec(inputs, (rows.len(), steps), hidden.device())?;
             let rows = Tensor::new(rows, hidden.device())?;
             let mut states = self.start(rows.dim(0)?)?;
             let conditions = conditions.index_select(&rows, 0)?;
             outputs.push(self.outputs(&inputs, &conditions, &mut states, rng.as_deref_mut())?.flatten_to(1)?);
-            targets.extend(of_group);
+            targets.extend(group_targets);
         }
         Ok((Tensor::cat(&outputs, 0)?, Tensor::new(targets, hidden.device())?))
     }

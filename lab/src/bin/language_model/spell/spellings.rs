@@ -22,7 +22,7 @@ pub(crate) struct Group {
 }
 
 impl Spellings {
-    pub(crate) fn of(words: &[String]) -> Self {
+    pub(crate) fn new(words: &[String]) -> Self {
         let alphabet: BTreeSet<char> = words.iter().flat_map(|word| word.chars()).collect();
         let numbers: BTreeMap<char, u32> = alphabet.into_iter().zip(BOUNDARY + 1..).collect();
         let words = words.iter().map(|word| word.chars().map(|c| numbers[&c]).collect()).collect();
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     fn spellings() -> Spellings {
-        Spellings::of(&["bad", "a", "fabcdefab", "ba", "ä"].map(String::from))
+        Spellings::new(&["bad", "a", "fabcdefab", "ba", "ä"].map(String::from))
     }
 
     #[test]

@@ -87,8 +87,8 @@ impl Trie {
         let (device, positions) = (hidden.device(), hidden.dim(0)?);
         let conditions = speller.conditions(hidden)?.detach();
         let mut states = speller.start(positions)?;
-        let mut of_prefixes = Tensor::zeros((1, positions), hidden.dtype(), device)?;
-        let mut of_words = vec![];
+        let mut prefix_log_probs = Tensor::zeros((1, positions), hidden.dtype(), device)?;
+        let mut word_log_probs = vec![];
         for (i, level) in self.levels.iter().enumerate() {
             let prefixes = level.characters.len();
             // One row for each prefix and position, prefix by prefix.
@@ -98,29 +98,29 @@ impl Trie {
             let next = speller.step(&last, &conditions, &mut states)?;
             // [prefixes * characters, positions]
             let next = next.reshape((prefixes, positions, self.characters))?.transpose(1, 2)?;
-            let next = next.broadcast_add(&of_prefixes.unsqueeze(1)?)?.flatten_to(1)?;
+            let next = next.broadcast_add(&prefix_log_probs.unsqueeze(1)?)?.flatten_to(1)?;
             let select = |prefixes: &[u32], characters: &mut dyn Iterator<Item = u32>| -> Result<Tensor> {
-                let of_prefix = |prefix: u32| prefix * self.characters as u32;
-                let rows = prefixes.iter().zip(characters).map(|(&prefix, character)| of_prefix(prefix) + character);
+                let first_row = |prefix: u32| prefix * self.characters as u32;
+                let rows = prefixes.iter().zip(characters).map(|(&prefix, character)| first_row(prefix) + character);
                 Ok(next.index_select(&Tensor::from_iter(rows, device)?, 0)?)
             };
             if !level.ends.is_empty() {
-                of_words.push(select(&level.ends, &mut std::iter::repeat(BOUNDARY))?);
+                word_log_probs.push(select(&level.ends, &mut std::iter::repeat(BOUNDARY))?);
             }
             let Some(longer) = self.levels.get(i + 1) else { break };
-            of_prefixes = select(&longer.parents, &mut longer.characters.iter().copied())?;
+            prefix_log_probs = select(&longer.parents, &mut longer.characters.iter().copied())?;
             let parents = Tensor::new(longer.parents.as_slice(), device)?;
-            let of_parents = |state: &Tensor| -> Result<Tensor> {
+            let select_parents = |state: &Tensor| -> Result<Tensor> {
                 let units = state.dim(1)?;
                 let selected = state.reshape((prefixes, positions * units))?.index_select(&parents, 0)?;
                 Ok(selected.reshape(((), units))?)
             };
             for state in &mut states {
-                *state = LSTMState::new(of_parents(&state.h)?, of_parents(&state.c)?);
+                *state = LSTMState::new(select_parents(&state.h)?, select_parents(&state.c)?);
             }
         }
         let order = Tensor::new(self.order.as_slice(), device)?;
-        Ok(Tensor::cat(&of_words, 0)?.index_select(&order, 0)?)
+        Ok(Tensor::cat(&word_log_probs, 0)?.index_select(&order, 0)?)
     }
 
     /// The words of a sample as strings, and the probability of the vocabulary.

@@ -88,7 +88,7 @@ impl Word {
         let (mut hidden, mut words, mut seen) = (vec![], vec![], 0);
         let mut states = self.model.start(recipe, Pass::Evaluation { parts: 1 })?;
         for batch in self.model.batches(text, recipe, Pass::Evaluation { parts: 1 }) {
-            let (of_batch, targets) = self.hidden(text, &batch, &mut states)?;
+            let (batch_hidden, targets) = self.hidden(text, &batch, &mut states)?;
             let mut rows = vec![];
             while let Some(position) = chosen.next_if(|position| *position < seen + targets.len()) {
                 rows.push((position - seen) as u32);
@@ -96,7 +96,7 @@ impl Word {
             }
             seen += targets.len();
             if !rows.is_empty() {
-                hidden.push(of_batch.index_select(&Tensor::new(rows, of_batch.device())?, 0)?);
+                hidden.push(batch_hidden.index_select(&Tensor::new(rows, batch_hidden.device())?, 0)?);
             }
         }
         let hidden = Tensor::cat(&hidden, 0)?;

@@ -54,7 +54,7 @@ pub(crate) fn pieces(words: &[String], counts: &[f64], size: usize) -> Result<(V
     Ok((sequences, names))
 }
 
-/// The words that pieces spell.
+/// Returns the words that pieces spell.
 pub(crate) fn join<'a>(pieces: impl Iterator<Item = &'a str>) -> Vec<String> {
     let text: String = pieces.collect();
     text.split(END_OF_WORD).filter(|word| !word.is_empty()).map(str::to_owned).collect()

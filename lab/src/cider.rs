@@ -17,8 +17,8 @@ struct Vector<'a> {
     length: f64,
 }
 
-/// The mean CIDEr-D of captions, each with its references; usually from 0 to about 10, COCO's tables have it times 100.
-/// The rarity of an n-gram is that in the references given.
+/// Returns the mean CIDEr-D of captions, each with its references; usually from 0 to about 10, COCO's tables have it
+/// times 100. The rarity of an n-gram is that in the references given.
 pub fn cider_d(captions: &[(&str, Vec<&str>)]) -> f64 {
     let references: Vec<Vec<Counts>> =
         captions.iter().map(|(_, references)| references.iter().map(|text| counts(text)).collect()).collect();
@@ -56,7 +56,8 @@ fn vector<'a>(counts: &Counts<'a>, rarity: &impl Fn(&[&str]) -> f64) -> Vector<'
     Vector { weights, norms, length }
 }
 
-/// The mean over n of the cosines, where a caption's n-gram weighs no more than the reference's, with the penalty.
+/// Returns the mean over n of the cosines, where a caption's n-gram weighs no more than the reference's, with the
+/// penalty.
 fn similarity(caption: &Vector, reference: &Vector) -> f64 {
     let cosine = |i: usize| {
         let reference_weight = |gram: &Vec<&str>| reference.weights[i].get(gram).copied().unwrap_or(0.0);
@@ -108,7 +109,8 @@ pub(crate) mod tests {
         assert!((found - expected).abs() < 1e-12, "{found}, expected {expected}");
     }
 
-    /// The values of pycocoevalcap 1.2, for dictionaries of lists by image: `Cider().compute_score(references, captions)`.
+    /// The values of pycocoevalcap 1.2, for dictionaries of lists by image: `Cider().compute_score(references,
+    /// captions)`.
     #[test]
     fn cider_d_equals_that_of_coco() {
         close(cider_d(&captions(0..4)), 1.878851992634841);

@@ -22,12 +22,12 @@ pub struct Outcome<T> {
     pub diverged: Option<usize>,
     /// Words per second of training; `None` if there was none.
     pub tokens_per_second: Option<f64>,
-    /// What the program adds; `None` if training diverged.
+    /// The results that the program adds; `None` if training diverged.
     pub more: Option<T>,
 }
 
-/// How many times as long as the softmax's a training step of this head takes, if both were trained (Yang et al., 2018,
-/// table 13).
+/// Returns how many times as long as the softmax's a training step of this head takes, if both were trained (Yang et
+/// al., 2018, table 13).
 pub fn slowdown<T>(outcome: &Outcome<T>, all: &[Outcome<T>]) -> Option<f64> {
     let softmax = all.iter().find(|other| other.kind == HeadKind::Softmax)?;
     Some(softmax.tokens_per_second? / outcome.tokens_per_second?)
@@ -193,7 +193,7 @@ mod tests {
             assert_eq!(rows.iter().map(|row| row.kind).collect::<Vec<_>>(), [HeadKind::Softmax, HeadKind::Moc]);
             assert!(rows.iter().all(|row| row.valid_nll.is_finite() && row.diverged.is_none()));
         }
-        // Nothing would be trained.
+        // With these flags nothing would be trained.
         let error = run("--head mos").err().expect("no head is left").to_string();
         assert_eq!(error, "--output nce is for one softmax, as --head softmax and moc are");
     }

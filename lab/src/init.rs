@@ -33,7 +33,7 @@ pub fn ones(varmap: &VarMap, is_one: impl Fn(&str) -> bool) -> Result<()> {
     Ok(())
 }
 
-/// The variables in the order of their names, so that nothing depends on a hash map's order.
+/// Returns the variables in the order of their names, so that nothing depends on a hash map's order.
 pub fn sorted(varmap: &VarMap) -> Vec<(String, Var)> {
     let data = varmap.data().lock().expect("no thread panicked while it held the variables");
     let mut vars: Vec<_> = data.iter().map(|(name, var)| (name.clone(), var.clone())).collect();

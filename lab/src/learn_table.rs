@@ -13,12 +13,12 @@ use std::path::Path;
 
 /// The size of the largest vocabulary whose words are assigned exactly.
 const EXACT: usize = 2500;
-/// Number of cells, the cheapest ones, that are candidates for a word of a larger vocabulary.
+/// The number of cells, the cheapest ones, that are candidates for a word of a larger vocabulary.
 const CANDIDATES: usize = 64;
 
-/// What is learned so far.
+/// This state has what is learned so far.
 struct State {
-    /// Number of rounds that are done.
+    /// The number of rounds that are done.
     rounds: usize,
     /// The table of the last round, or the first.
     table: CodeTable,
@@ -28,8 +28,8 @@ struct State {
     variables: Option<Checkpoint>,
 }
 
-/// The best of `rounds` tables, the first of which is `start`: each is trained for one epoch of `recipe`. `file` has
-/// the best table so far, and all that a later run needs to continue.
+/// Learns `rounds` tables, the first of which is `start`, and returns the best. Each is trained for one epoch of
+/// `recipe`. `file` has the best table so far, and all that a later run needs to continue.
 pub(crate) fn learn(
     words: &Data<u32>,
     vocabulary: &[String],
@@ -73,7 +73,7 @@ pub(crate) fn learn(
     Ok(table)
 }
 
-/// A model of these codes, with these variables if any are given.
+/// Returns a model of these codes, with these variables if any are given.
 fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, device: &Device) -> Result<LanguageModel> {
     let kind = HeadKind::Softmax;
     let sizes = Sizes::new(kind, recipe, coding.names().len());
@@ -84,7 +84,7 @@ fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, devic
     Ok(model)
 }
 
-/// The table with the words where the model that was trained with it expects them.
+/// Returns the table with the words where the model that was trained with it expects them.
 fn reallocated(
     table: &CodeTable,
     variables: &Checkpoint,
@@ -106,12 +106,12 @@ fn reallocated(
     Ok(after)
 }
 
-/// What every word of the text costs in every row and every column.
+/// Sums what every word of the text costs in every row and every column.
 fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) -> Result<CodeCosts> {
     let table = coding.table().ok_or("pieces have no table")?;
     let mut costs = CodeCosts::new(table);
     let codes = coding.encode(text);
-    // A word and the place of its code, as one number.
+    // Each label is a word and the place of its code, as one number.
     let labels = coding.encode_with(text, |word, _, place| 2 * word + place as u32);
     let mut state = model.start(recipe, Pass::Evaluation { parts: 1 })?;
     let batches = model.batches(&codes, recipe, Pass::Evaluation { parts: 1 });
@@ -131,7 +131,7 @@ fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) 
     Ok(costs)
 }
 
-/// The number of words whose codes differ.
+/// Returns the number of words whose codes differ.
 fn moved(before: &CodeTable, after: &CodeTable) -> Result<usize> {
     let (before, after) = (before.codes()?.to_vec2::<u32>()?, after.codes()?.to_vec2::<u32>()?);
     Ok(before.iter().zip(&after).filter(|(a, b)| a != b).count())

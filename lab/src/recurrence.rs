@@ -6,9 +6,10 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Tensor, D};
 use candle_nn::ops::sigmoid;
 
-/// The hidden states of all steps, then the last cell, `[steps + 1, batch, hidden]`, from inputs `[batch, steps, width]`,
-/// the weight of inputs, hidden states and ones (whose column is the bias), `[4 hidden, width + hidden + 1]`, and the
-/// initial hidden state and cell, `[2, batch, hidden]`. The gates are in candle_nn's order: input, forget, cell, output.
+/// Computes the hidden states of all steps, then the last cell, `[steps + 1, batch, hidden]`, from inputs `[batch,
+/// steps, width]`, the weight `[4 hidden, width + hidden + 1]` of inputs, hidden states and ones (whose column is the
+/// bias), and the initial hidden state and cell, `[2, batch, hidden]`. The gates are in candle_nn's order: input,
+/// forget, cell, output.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
     if inputs.elem_count() == 0 || start.elem_count() == 0 {
         return Err(format!(
@@ -51,12 +52,12 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
     Ok((value + node)?)
 }
 
-/// `[batch, steps, width]` -> `[steps, batch, width]`.
+/// Transposes `[batch, steps, width]` to `[steps, batch, width]`.
 fn by_step(inputs: &Tensor) -> candle_core::Result<Tensor> {
     inputs.transpose(0, 1)?.contiguous()
 }
 
-/// The columns of a weight for inputs, hidden states and ones. A GPU multiplies whole matrices alone.
+/// Returns the columns of a weight for inputs, hidden states and ones. A GPU multiplies whole matrices alone.
 fn parts(weight: &Tensor, width: usize, units: usize) -> candle_core::Result<[Tensor; 3]> {
     let part = |first, columns| weight.narrow(1, first, columns)?.contiguous();
     Ok([part(0, width)?, part(width, units)?, part(width + units, 1)?])
@@ -78,7 +79,7 @@ impl Gates {
     }
 }
 
-/// What a step keeps for the backward pass.
+/// A step keeps this for the backward pass.
 struct Kept {
     gates: Gates,
     /// The cell before the step, `[batch, hidden]`.

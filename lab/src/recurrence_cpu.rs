@@ -8,13 +8,13 @@ use gemm::Parallelism;
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
-/// Number of sequences of a part; a product with fewer rows is bound by reading the weight.
+/// The number of sequences of a part. A product with fewer rows is bound by reading the weight.
 const PART: usize = 6;
-/// Maximum elements of a weight that a thread reads at every step for its own sequences alone: 4 MiB, which stay in the
-/// second- or third-level cache.
+/// The largest number of elements of a weight that a thread reads at every step for its own sequences alone: 4 MiB,
+/// which stay in the second- or third-level cache.
 const CACHED: usize = 1 << 20;
 
-/// Whether `recurrence` can take these operands.
+/// Returns whether `recurrence` can take these operands.
 pub(crate) fn supports(operands: [&Tensor; 3]) -> bool {
     operands.iter().all(|operand| operand.device().is_cpu() && operand.dtype() == DType::F32)
 }
@@ -26,11 +26,11 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
 
 #[derive(Default)]
 struct Steps {
-    /// What the forward pass computed.
+    /// The results of the forward pass.
     parts: OnceLock<Vec<Part>>,
 }
 
-/// What some sequences keep for the backward pass.
+/// Some sequences keep this for the backward pass.
 struct Part {
     /// The four gates and tanh of the cell, [steps, sequences, 5, hidden].
     gates: Vec<f32>,
@@ -38,7 +38,7 @@ struct Part {
     cells: Vec<f32>,
 }
 
-/// How the sequences are cut into parts.
+/// The sequences are cut into parts of these sizes.
 #[derive(Clone, Copy)]
 struct Sizes {
     steps: usize,
@@ -68,7 +68,7 @@ impl Sizes {
         Self { steps, batch, width, hidden, part, parallelism }
     }
 
-    /// Elements of a row of the weight: for the inputs, for the hidden state and for the bias.
+    /// Returns the number of elements of a row of the weight: for the inputs, for the hidden state and for the bias.
     fn columns(self) -> usize {
         self.width + self.hidden + 1
     }
@@ -78,7 +78,7 @@ impl Sizes {
         (0..batch).step_by(part).map(|first| Sequences { first, count: part.min(batch - first) }).collect()
     }
 
-    /// Sequences of a step that one thread computes.
+    /// Returns the number of sequences of a step that one thread computes.
     fn rows_at_a_time(self) -> usize {
         match self.parallelism {
             Parallelism::None => self.part,
@@ -214,7 +214,7 @@ fn forward(sizes: Sizes, which: Sequences, inputs: &[f32], weight: &[f32], start
     (Part { gates, cells }, hiddens)
 }
 
-/// One step of one sequence, from the sums of its gates: they become the gates.
+/// Takes one step of one sequence. The sums of its gates become the gates.
 fn activate(gates: &mut [f32], before: &[f32], cell: &mut [f32], hidden: &mut [f32]) {
     let n = cell.len();
     let (input, rest) = gates.split_at_mut(n);
@@ -240,8 +240,8 @@ struct Computed<'a> {
 }
 
 impl Computed<'_> {
-    /// The right operand of the weight's gradient: for each step of each sequence the input, the hidden state before,
-    /// and one, `[steps, sequences, columns]`.
+    /// Writes the right operand of the weight's gradient: for each step of each sequence the input, the hidden state
+    /// before, and one, `[steps, sequences, columns]`.
     fn operands(&self, sizes: Sizes, Sequences { first, count }: Sequences, to: &mut [f32]) {
         let Sizes { steps, batch, width, hidden, .. } = sizes;
         for (row, to) in to.chunks_exact_mut(sizes.columns()).enumerate() {
@@ -273,7 +273,7 @@ fn backward(
     let size = count * hidden;
     let upstream = |step: usize| &upstream[(step * batch + first) * hidden..][..size];
     let (input_weight, recurrent) = (rows(weight, sizes.columns()), rows(&weight[width..], sizes.columns()));
-    // Gradients of the hidden states and cells after a step.
+    // These are the gradients of the hidden states and cells after a step.
     let mut states = vec![0.0; 2 * size];
     let (back_hidden, back_cell) = states.split_at_mut(size);
     back_cell.copy_from_slice(upstream(steps));
@@ -299,8 +299,8 @@ fn backward(
     states
 }
 
-/// The gradients of the gates' sums in one step of one sequence, from the gradients of its hidden state and its cell.
-/// The cell's gradient becomes the gradient of the cell before.
+/// Writes the gradients of the gates' sums in one step of one sequence, from the gradients of its hidden state and its
+/// cell. The cell's gradient becomes the gradient of the cell before.
 fn through_gates(sums: &mut [f32], gates: &[f32], before: &[f32], hidden: &[f32], cell: &mut [f32]) {
     let n = cell.len();
     let part = |i: usize| &gates[i * n..][..n];
@@ -318,7 +318,7 @@ fn through_gates(sums: &mut [f32], gates: &[f32], before: &[f32], hidden: &[f32]
     }
 }
 
-/// The logistic function. Like `tanh`, it has an absolute error of at most 1e-7.
+/// Computes the logistic function. Like `tanh`, it has an absolute error of at most 1e-7.
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
@@ -355,7 +355,7 @@ fn rows(values: &[f32], stride: usize) -> Rows<'_> {
     Rows { values, stride }
 }
 
-/// `to[m, n] += lhs[m, k] rhs[k, n]`.
+/// Computes `to[m, n] += lhs[m, k] rhs[k, n]`.
 fn add_product(to: RowsMut, (m, k, n): (usize, usize, usize), lhs: Rows, rhs: Rows, parallelism: Parallelism) {
     let fits = |len: usize, stride: usize, rows: usize, columns: usize| {
         rows > 0 && columns <= stride && (rows - 1) * stride + columns <= len

@@ -8,7 +8,7 @@ use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The training of one head.
+/// A session is the training of one head.
 pub struct Session<M: Model> {
     /// The head.
     pub kind: HeadKind,
@@ -33,15 +33,15 @@ pub struct Session<M: Model> {
     is_finetuned: bool,
     targets: f64,
     seconds: f64,
-    /// Seconds of training by this process.
+    /// The seconds of training by this process.
     leg_seconds: f64,
 }
 
 /// One leg of a training that takes longer than a machine is available.
 pub struct Leg {
-    /// Where the state of training is written.
+    /// The file to which the state of training is written.
     pub path: PathBuf,
-    /// When training stops.
+    /// The time at which training stops.
     pub until: Instant,
 }
 
@@ -53,7 +53,7 @@ struct EpochResults {
 }
 
 impl<M: Model> Session<M> {
-    /// Training from the start.
+    /// Begins training from the start.
     pub fn new(kind: HeadKind, model: M, data: Data<M::Item>, recipe: &Recipe) -> Result<Self> {
         for (flag, is_set) in [("--finetune", recipe.finetune), ("--nonmono", recipe.awd.nonmono.is_some())] {
             if is_set && recipe.optimizer != OptimizerKind::Sgd {
@@ -89,7 +89,7 @@ impl<M: Model> Session<M> {
         })
     }
 
-    /// Training by several processes, of which the first writes the files.
+    /// Trains by several processes, of which the first writes the files.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self { ranks: ranks.clone(), ..self }
     }
@@ -133,7 +133,7 @@ impl<M: Model> Session<M> {
                     self.save(path)?;
                 }
             }
-            // After all else that belongs to the epoch.
+            // The file of the leg is written after all else that belongs to the epoch.
             if let Some(leg) = leg {
                 self.save(&leg.path)?;
             }
@@ -147,8 +147,8 @@ impl<M: Model> Session<M> {
         Ok(true)
     }
 
-    /// Whether training has come to an end before its last epoch: finetuning no longer improves, or no epoch has for
-    /// as many as the recipe has patience.
+    /// Returns whether training has come to an end before its last epoch: finetuning no longer improves, or no epoch
+    /// has for as many as the recipe has patience.
     fn is_over(&self) -> bool {
         let lowest = |nlls: &[[f64; 2]]| nlls.iter().fold(f64::INFINITY, |least, [_, valid]| least.min(*valid));
         let (before, last) = self.history.split_at(self.history.len().saturating_sub(self.recipe.patience));
@@ -223,21 +223,21 @@ impl<M: Model> Session<M> {
         Ok(Some(EpochResults { train_nll, valid_nll, seconds }))
     }
 
-    /// The progress of an epoch before its first batch.
+    /// Returns the progress of an epoch before its first batch.
     fn begin(&self, epoch: usize) -> Result<Progress<M::State>> {
         let state = self.model.start(&self.recipe, Pass::Training { epoch })?;
         Ok(Progress { batches: 0, sum: 0.0, count: 0.0, seconds: 0.0, state })
     }
 
-    /// The non-monotonic criterion (Merity et al., 2018): the NLL is above the lowest of those more than `nonmono`
-    /// epochs before.
+    /// Returns whether the non-monotonic criterion (Merity et al., 2018) holds: the NLL is above the lowest of those
+    /// more than `nonmono` epochs before.
     fn no_longer_improves(&self, valid_nll: f64) -> bool {
         let Some(nonmono) = self.recipe.awd.nonmono else { return false };
         let before = self.history.len().saturating_sub(nonmono);
         self.recipe.optimizer == OptimizerKind::Sgd && self.history[..before].iter().any(|[_, v]| valid_nll > *v)
     }
 
-    /// Mean NLL per word on the validation data with the current variables; NaN after divergence.
+    /// Returns the mean NLL per word on the validation data with the current variables; NaN after divergence.
     pub fn valid_nll(&self) -> Result<f64> {
         self.valid_nll.map_or_else(|| self.evaluate_valid(), Ok)
     }
@@ -247,12 +247,12 @@ impl<M: Model> Session<M> {
         Ok(per_word * self.evaluate(&self.data.valid)?)
     }
 
-    /// Mean NLL of the targets of any data with the current variables.
+    /// Returns the mean NLL of the targets of any data with the current variables.
     pub fn evaluate(&self, items: &[M::Item]) -> Result<f64> {
         evaluate_on(&self.ranks, &self.model, items, &self.recipe)
     }
 
-    /// Words per second of training, also before it was resumed; `None` if there was none.
+    /// Returns the words per second of training, also before it was resumed; `None` if there was none.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (self.targets > 0.0).then(|| self.targets / self.seconds)
     }
@@ -263,7 +263,7 @@ impl<M: Model> Session<M> {
         settings
     }
 
-    /// Variables and optimizer state, with all that is needed to resume.
+    /// Returns variables and optimizer state, with all that is needed to resume.
     pub fn checkpoint(&self) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::default();
         checkpoint.insert_variables(self.model.varmap(), &self.optimizer);

@@ -1,4 +1,4 @@
-//! Which table of codes words get.
+//! These flags choose the table of codes that words get.
 
 use super::learn_table::learn;
 use super::model::Data;
@@ -66,8 +66,8 @@ impl TableFlags {
         }
     }
 
-    /// The table of these sizes for words that occur `counts` times. A table is learned on `text`, by the recipe of a
-    /// language model.
+    /// Returns the table of these sizes for words that occur `counts` times. A table is learned on `text`, by the
+    /// recipe of a language model.
     pub fn choose(
         &self,
         config: TableConfig,

@@ -7,21 +7,21 @@ use mos_head::{DropoutMasks, LossOptions, Precision};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::time::Instant;
 
-/// Where training is within an epoch.
+/// Training is at this place within an epoch.
 pub(crate) struct Progress<S> {
-    /// Number of batches that are done.
+    /// The number of batches that are done.
     pub(crate) batches: usize,
-    /// Sum of the NLLs of their targets, in nats.
+    /// The sum of the NLLs of their targets, in nats.
     pub(crate) sum: f64,
     /// The sum of the targets' weights.
     pub(crate) count: f64,
-    /// Seconds of training.
+    /// The seconds of training.
     pub(crate) seconds: f64,
-    /// What passes to the next batch.
+    /// The state that passes to the next batch.
     pub(crate) state: S,
 }
 
-/// Why training stopped.
+/// Training stopped for one of these reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     /// The epoch is over.
@@ -47,13 +47,13 @@ pub(crate) struct Epoch<'a, T> {
     pub ranks: &'a Ranks,
     /// The recipe.
     pub recipe: &'a Recipe,
-    /// When training stops, if its time is limited.
+    /// The time at which training stops, if it is limited.
     pub until: Option<Instant>,
 }
 
 /// Trains on the batches of the epoch that are left, or to the next evaluation, or until the time of the first rank is
-/// up. A rank computes its own parts of each step. `progress` sums the NLL during the epoch, without label smoothing; its
-/// state is the one of the rank's own parts.
+/// up. A rank computes its own parts of each step. `progress` sums the NLL during the epoch, without label smoothing;
+/// its state is the one of the rank's own parts.
 pub(crate) fn train_epoch<M: Model>(
     model: &M,
     optimizer: &mut Optimizer,
@@ -123,7 +123,7 @@ pub(crate) fn train_epoch<M: Model>(
     Ok(End::Epoch)
 }
 
-/// The generator of the masks of one batch, so that training can resume anywhere.
+/// Returns the generator of the masks of one batch, so that training can resume anywhere.
 fn masks(seed: u64, epoch: usize, batch: usize) -> StdRng {
     let mut bytes = [0; 32];
     for (bytes, number) in bytes.chunks_mut(8).zip([seed, epoch as u64, batch as u64]) {
@@ -132,7 +132,7 @@ fn masks(seed: u64, epoch: usize, batch: usize) -> StdRng {
     StdRng::from_seed(bytes)
 }
 
-/// Mean NLL of all targets of `items`, in nats.
+/// Returns the mean NLL of all targets of `items`, in nats.
 pub fn evaluate<M: Model>(model: &M, items: &[M::Item], recipe: &Recipe) -> Result<f64> {
     evaluate_on(&Ranks::default(), model, items, recipe)
 }

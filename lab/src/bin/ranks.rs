@@ -1,5 +1,6 @@
-//! Times the loss of a mixture and its gradients, with the vocabulary cut among the processes of an MPI program or whole,
-//! and prints one JSON line: seconds, the memory beyond parameters that a rank needs, and the bytes that it sends.
+//! Times the loss of a mixture and its gradients, with the vocabulary cut among the processes of an MPI program or
+//! whole, and prints one JSON line: seconds, the memory beyond parameters that a rank needs, and the bytes that it
+//! sends.
 //!
 //!     cargo build --release -p lab --features mpi --bin ranks
 //!     RAYON_NUM_THREADS=2 target/release/ranks --whole

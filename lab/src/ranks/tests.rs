@@ -13,7 +13,7 @@ use std::time::Instant;
 #[path = "../../../tests/common/ranks.rs"]
 mod threads;
 
-/// Everything that is random, in four parts of seven streams, the last one smaller.
+/// Returns a recipe with everything that is random, in four parts of seven streams, the last one smaller.
 fn recipe() -> Recipe {
     let awd = Awd { small_batch: Some(2), ..Awd::RANDOM };
     let optimizer = OptimizerKind::Sgd;
@@ -30,7 +30,7 @@ fn session(recipe: &Recipe, ranks: &Ranks) -> Session<LanguageModel> {
     Session::new(HeadKind::Mos, model, data, recipe).unwrap().with_ranks(ranks)
 }
 
-/// What as many threads, each a rank, return.
+/// Runs a function on `count` threads, each a rank, and returns the results.
 fn on_ranks<T: Send>(count: usize, run: impl Fn(&Ranks) -> T + Sync) -> Vec<T> {
     threads::on_ranks(count, |collectives| run(&Ranks::new(collectives)))
 }

@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args, sources: &[Source]) -> Result<()> {
     Ok(())
 }
 
-/// The log-probability of each context's target.
+/// Returns the log-probability of each context's target.
 fn log_probs(source: &Source) -> Result<Vec<f64>> {
     let targets = source.targets.as_deref().unwrap_or_default();
     let mut found = vec![];
@@ -64,7 +64,7 @@ fn word(corpus: &Corpus, id: u32) -> &str {
     &corpus.words[id as usize]
 }
 
-/// The sentence before the target and the one before that, as far as they are shown.
+/// Returns the sentence before the target and the one before that, as far as they are shown.
 fn context(text: &Text, i: usize) -> String {
     let before = &text.ids[..text.places[i]];
     let words = before.iter().map(|&id| word(&text.corpus, id));
@@ -81,7 +81,7 @@ fn context(text: &Text, i: usize) -> String {
     format!("  .. {} ___", shown.join(" "))
 }
 
-/// The five most probable tokens, with their probabilities.
+/// Returns the five most probable tokens, with their probabilities.
 fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
     let top = source.head.top_k(&source.hidden.narrow(0, i, 1)?, 5.min(corpus.words.len()))?;
     let ids = top.token_ids.flatten_all()?.to_vec1::<u32>()?;

@@ -1,9 +1,9 @@
-//! What can be said of a scene, with synonyms, omissions and different orders.
+//! This grammar has what can be said of a scene, with synonyms, omissions and different orders.
 
 use crate::phrase::Phrase::{self, All, One, Words};
 use crate::scene::{Color, Group, Relation, Scene, Shape};
 
-/// All captions of a scene, with their probabilities.
+/// Returns all captions of a scene, with their probabilities.
 pub(crate) fn captions(scene: &Scene) -> Phrase {
     let first = || noun_phrase(scene.first);
     let is = Words(if scene.first.count == 1 { "is" } else { "are" });
@@ -44,17 +44,17 @@ fn showing() -> Phrase {
     Phrase::any("we see|you can see|the picture shows|a picture of|this shows")
 }
 
-/// How a relation is expressed.
+/// A relation is expressed by these phrases.
 struct Places {
-    /// Between the first group and the second.
+    /// The words between the first group and the second.
     before: Phrase,
-    /// Between the second group and the first.
+    /// The words between the second group and the first.
     after: Phrase,
-    /// Where the first group is.
+    /// The place of the first group.
     at_first: Phrase,
-    /// Where the second group is.
+    /// The place of the second group.
     at_second: Phrase,
-    /// After both groups.
+    /// The words after both groups.
     both: Phrase,
 }
 
@@ -87,7 +87,7 @@ impl Places {
     }
 }
 
-/// A group: number, size and colour before the noun, or the colour after it; or without a size or a colour.
+/// Returns a group: number, size and colour before the noun, or the colour after it; or without a size or a colour.
 fn noun_phrase(group: Group) -> Phrase {
     let number = match group.count {
         1 => One(vec![(4.0, Words("a")), (1.0, Words("one")), (1.0, Words("a single"))]),
@@ -106,7 +106,7 @@ fn noun_phrase(group: Group) -> Phrase {
     ])
 }
 
-/// The usual word twice as often as the others.
+/// Returns the usual word twice as often as the others.
 fn words(usual: &'static str, others: &'static str) -> Phrase {
     let others: Vec<_> = others.split('|').map(|word| (1.0, Words(word))).collect();
     One([(2.0, Words(usual))].into_iter().chain(others).collect())

@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release -p lab --bin captions -- --picture captions.svg
 //!
-//! Without data it draws its images, a few coloured shapes each, and describes them by a grammar in which there are many
-//! ways to say the same. It prints how much information its captions have, which no model can be below, and ends with
-//! BLEU-4, CIDEr-D, and the share of captions found that the grammar has for their image.
+//! Without data it draws its images, a few coloured shapes each, and describes them by a grammar in which there are
+//! many ways to say the same. It prints how much information its captions have, which no model can be below, and ends
+//! with BLEU-4, CIDEr-D, and the share of captions found that the grammar has for their image.
 //!
 //!     cargo run --release -p lab --bin captions -- --blind
 //!

@@ -15,7 +15,7 @@ use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 use std::collections::HashMap;
 
-/// What the captions of all parts are about, and in which words.
+/// A setting says what the captions of all parts are about, and in which words.
 #[derive(Clone)]
 pub(crate) struct Setting {
     pub(crate) images: Tensor,
@@ -75,8 +75,8 @@ impl Captioner {
         Ok(model)
     }
 
-    /// The recipe of a head's model with as many parameters as the softmax's: a mixture has fewer LSTM units, and contexts
-    /// of half the softmax's units. (With all units, nine contexts would have a dozen dimensions.)
+    /// Returns the recipe of a head's model with as many parameters as the softmax's: a mixture has fewer LSTM units,
+    /// and contexts of half the softmax's units. (With all units, nine contexts would have a dozen dimensions.)
     pub(crate) fn equal(kind: HeadKind, setting: &Setting, recipe: &Recipe, device: &Device) -> Result<Recipe> {
         if kind == HeadKind::Softmax {
             return Ok(*recipe);
@@ -101,12 +101,12 @@ impl Captioner {
         Ok(if distance(&below)? < distance(&above)? { below } else { above })
     }
 
-    /// The number of units of an LSTM layer.
+    /// Returns the number of units of an LSTM layer.
     pub(crate) fn units(&self) -> usize {
         self.sizes.hidden
     }
 
-    /// The decoder's initial state for these images: from the mean of their features.
+    /// Returns the decoder's initial state for these images: from the mean of their features.
     pub(crate) fn encode(&self, images: &[usize]) -> Result<State> {
         let rows: Vec<u32> = images.iter().map(|&image| image as u32).collect();
         let images = self.setting.images.index_select(&Tensor::new(rows, &self.device)?, 0)?;
@@ -117,13 +117,13 @@ impl Captioner {
         self.decoder.start(features, &mean, mask)
     }
 
-    /// As [`RecurrentDecoder::decode`].
+    /// Computes the same as [`RecurrentDecoder::decode`].
     pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
         self.decoder.decode(ids, state, rng)
     }
 }
 
-/// Images per batch of an evaluation.
+/// The number of images of a batch in an evaluation.
 const EVALUATION_BATCH: usize = 32;
 
 impl Model for Captioner {

@@ -23,7 +23,7 @@ fn session(kind: HeadKind, dataset: &Dataset, blind: bool, recipe: &Recipe) -> S
     Session::new(kind, model, data, recipe).unwrap()
 }
 
-/// Images with one of four features at each of two positions, and captions that name both, in either order.
+/// Makes images with one of four features at each of two positions, and captions that name both, in either order.
 fn features() -> Dataset {
     let names = ["circle", "square", "ring", "cross"];
     let (mut values, mut examples) = (vec![], vec![]);

@@ -10,12 +10,12 @@ const SYSTEMS: [(&str, &str); 4] =
 /// The scores of the test images with their decimals.
 const SCORES: [(&str, usize); 5] = [("nll", 3), ("new_nll", 3), ("bleu_4", 1), ("cider", 1), ("right", 1)];
 
-/// The seeds of a decoder.
+/// Returns the seeds of a decoder.
 fn seeds_of<'a>(lines: &[&'a Line], (head, sees): (&str, &str)) -> Vec<&'a Line> {
     lines.iter().copied().filter(|line| line.is("head", head) && line.is("sees", sees)).collect()
 }
 
-/// NLL in nats per word, BLEU-4, CIDEr-D and the share of captions that are right.
+/// Makes the table of NLL in nats per word, BLEU-4, CIDEr-D and the share of captions that are right.
 pub(crate) fn captions(results: &Results) -> Result<String> {
     let lines = results.lines_of("captions");
     if lines.is_empty() {
@@ -41,7 +41,7 @@ pub(crate) fn captions(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// BLEU-4 and CIDEr-D of the decoders that see the image.
+/// Makes the table of BLEU-4 and CIDEr-D of the decoders that see the image.
 pub(crate) fn summary(results: &Results) -> Result<String> {
     let lines = results.lines_of("captions");
     let mut parts = vec![];

@@ -3,7 +3,7 @@
 use crate::results::{Line, Result, Results};
 use crate::tables::{count, digits, markdown, need, source};
 
-/// Language models over words and over codes.
+/// Makes the table of language models over words and over codes.
 pub(crate) fn codes(results: &Results) -> Result<String> {
     let lines = results.lines_of("codes");
     let row = |line: &&Line| {
@@ -28,7 +28,7 @@ pub(crate) fn codes(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// Translation with mixtures over words, pieces and codes.
+/// Makes the table of translation with mixtures over words, pieces and codes.
 pub(crate) fn fast_mos(results: &Results) -> Result<String> {
     let lines = results.lines_of("fast-mos");
     let row = |line: &&Line| {
@@ -50,7 +50,7 @@ pub(crate) fn fast_mos(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, true))
 }
 
-/// Words into the cells of a table.
+/// Makes the table of assignments of words to the cells of a table.
 pub(crate) fn assignment(results: &Results) -> Result<String> {
     let lines = results.lines_of("assignment");
     let row = |line: &&Line| {

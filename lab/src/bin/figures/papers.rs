@@ -11,7 +11,7 @@ use crate::{captions, vocabularies};
 
 const INDEX: &str = "lab/papers.jsonl";
 
-/// The tables of one paper.
+/// Makes the tables of one paper.
 pub(crate) fn papers(root: &Path, results: &Results, paper: &str) -> Result<String> {
     let mut rows = vec![];
     for (i, line) in read(root, INDEX)?.lines().enumerate() {
@@ -42,7 +42,7 @@ fn array<'a>(entry: &'a Value, key: &str) -> &'a [Value] {
     entry.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// A command as code; a remark as it is.
+/// Returns a command as code, and a remark as it is.
 fn command(text: &str) -> String {
     let programs =
         ["language_model ", "translation ", "captions ", "characters ", "bottleneck ", "step_time ", "scripts/"];
@@ -53,7 +53,7 @@ fn command(text: &str) -> String {
     }
 }
 
-/// What an epoch costs: its steps, times the seconds of a step of the preset.
+/// Returns what an epoch costs: its steps, times the seconds of a step of the preset.
 fn hours(price: &Value, results: &Results) -> Result<String> {
     let (Some(preset), Some(steps)) = (price[0].as_str(), price[1].as_f64()) else {
         return Err(format!("{INDEX}: a price is [preset, steps, remark], got {price}").into());
@@ -69,7 +69,7 @@ fn hours(price: &Value, results: &Results) -> Result<String> {
     })
 }
 
-/// A text with the measurements in the place of names in braces.
+/// Returns a text with the measurements in the place of names in braces.
 fn expand(text: &str, results: &Results) -> Result<String> {
     let Some((before, rest)) = text.split_once('{') else { return Ok(text.to_owned()) };
     let (name, after) = rest.split_once('}').ok_or("a brace is not closed")?;
@@ -84,7 +84,7 @@ fn expand(text: &str, results: &Results) -> Result<String> {
     Ok(format!("{before}{value}{}", expand(after, results)?))
 }
 
-/// The perplexities of the small runs.
+/// Returns the perplexities of the small runs.
 fn heads(results: &Results, figure: &str) -> Result<String> {
     let lines = results.lines_of(figure);
     let values = |system: &str, key: &str| -> Result<Vec<f64>> {
@@ -113,7 +113,7 @@ fn spelled(results: &Results) -> Result<String> {
     ))
 }
 
-/// How many times as long as a position of the softmax's preset one of the mixture's takes.
+/// Returns how many times as long as a position of the softmax's preset one of the mixture's takes.
 fn slowdowns(results: &Results) -> Result<String> {
     let lines = results.lines_of("preset-seconds");
     let each = |preset: &str| -> Result<Option<f64>> {

@@ -7,7 +7,7 @@ const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
 const VALIDATION: &str = "valid_perplexity_by_epoch";
 const BITS: &str = "valid_bits_per_character_by_epoch";
 
-/// What all three heads reach with equal numbers of parameters.
+/// Makes the table of what all three heads reach with equal numbers of parameters.
 pub(crate) fn examples(results: &Results) -> Result<String> {
     type Value = fn(&[&Line]) -> Result<String>;
     let table: [(&str, &str, Value); 6] = [
@@ -48,7 +48,7 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
     Ok(markdown("| | softmax | mixture of contexts | mixture of softmaxes |", rows) + &source(&used, false))
 }
 
-/// The epochs that a line's model was trained for.
+/// Returns the epochs that a line's model was trained for.
 fn epochs(line: &Line) -> usize {
     let evaluation_count = |key| line.numbers(key).len();
     let evaluations = line.triples("evaluations");
@@ -65,7 +65,8 @@ pub(crate) fn built_in_language(results: &Results) -> Result<String> {
     })
 }
 
-/// Means over the seeds. The slowdown is the time of a step over the softmax's, each in its fastest run.
+/// Makes the table of means over the seeds. The slowdown is the time of a step over the softmax's, each in its fastest
+/// run.
 pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     let header =
         "| head | learning rate | dropout | contexts | validation perplexity, by epoch | at the end | slowdown |";
@@ -83,7 +84,7 @@ pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     })
 }
 
-/// Every head by the paper's recipe, and what adapting the trained model gains.
+/// Makes the table of every head by the paper's recipe, and what adapting the trained model gains.
 pub(crate) fn recipe(results: &Results) -> Result<String> {
     let header = "| head | parameters | validation perplexity, by epoch | dynamic evaluation | cache | both |";
     by_head(results, "recipe", header, |line| {
@@ -95,7 +96,7 @@ pub(crate) fn recipe(results: &Results) -> Result<String> {
     })
 }
 
-/// The paper's recipe without one of its parts, after the recipe itself.
+/// Makes the table of the paper's recipe without one of its parts, after the recipe itself.
 pub(crate) fn regularisers(results: &Results) -> Result<String> {
     let lines = results.lines_of("regularisers");
     let whole = last(lines.first().ok_or("no line of the whole recipe")?, VALIDATION)?;
@@ -113,8 +114,8 @@ pub(crate) fn regularisers(results: &Results) -> Result<String> {
     Ok(markdown("| recipe | after the last epoch | change | lowest |", rows) + &source(&lines, false))
 }
 
-/// The heads on cheaper vocabularies. At equal time: the last epoch that ends within the time of the first two with the
-/// whole vocabulary.
+/// Makes the table of the heads on cheaper vocabularies. At equal time: the last epoch that ends within the time of the
+/// first two with the whole vocabulary.
 pub(crate) fn outputs(results: &Results) -> Result<String> {
     let lines = results.lines_of("outputs");
     let row = |line: &&Line| {
@@ -139,7 +140,7 @@ pub(crate) fn outputs(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// The same trials of every head.
+/// Makes the table of the same trials of every head.
 pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
     let lines = results.lines_of(figure);
     let mut rows = vec![];
@@ -159,7 +160,7 @@ pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// A mixture of softmaxes with the same recipe from other initial values.
+/// Makes the table of a mixture of softmaxes with the same recipe from other initial values.
 pub(crate) fn initial_values(results: &Results) -> Result<String> {
     let lines = results.lines_of("initial-values");
     let mut rows = vec![];
@@ -177,7 +178,7 @@ pub(crate) fn initial_values(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// The rank of the log-probabilities of trained models.
+/// Makes the table of the rank of the log-probabilities of trained models.
 pub(crate) fn bottleneck(results: &Results) -> Result<String> {
     let lines = results.lines_of("bottleneck");
     let mut rows = vec![];
@@ -214,7 +215,7 @@ pub(crate) fn characters(results: &Results) -> Result<String> {
     })
 }
 
-/// A table with one row per line, which starts with the head.
+/// Returns a table with one row per line, which starts with the head.
 fn by_head(
     results: &Results,
     figure: &str,
@@ -227,7 +228,7 @@ fn by_head(
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// The name of a head, and the number of components of a mixture.
+/// Returns the name of a head, and the number of components of a mixture.
 pub(crate) fn head_with_components(line: &Line) -> String {
     let components = line.number("components").filter(|&components| components > 1.0);
     let components = components.map_or(String::new(), |components| format!(", K = {components}"));
@@ -250,19 +251,19 @@ fn last(line: &Line, key: &str) -> Result<f64> {
     line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
 }
 
-/// The mean and standard deviation of lines of a seed each.
+/// Returns the mean and standard deviation of lines of a seed each.
 pub(crate) fn over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
     let values = lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>()?;
     Ok(mean_and_deviation(&values, decimals))
 }
 
-/// The same of a score of texts.
+/// Returns the mean and standard deviation of a score of texts.
 pub(crate) fn score_over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
     let scores = lines.iter().map(|line| line.score(key).ok_or_else(|| format!("no score {key}")));
     Ok(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, decimals))
 }
 
-/// The mean and standard deviation of a line's numbers, one for each seed.
+/// Returns the mean and standard deviation of a line's numbers, one for each seed.
 fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     let values = line.numbers(key);
     if values.len() < 2 {
@@ -271,7 +272,7 @@ fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     Ok(mean_and_deviation(&values, decimals))
 }
 
-/// The mean of some numbers and, of more than one, the standard deviation.
+/// Returns the mean of some numbers and, of more than one, the standard deviation.
 pub(crate) fn mean_and_deviation(values: &[f64], decimals: usize) -> String {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;

@@ -9,7 +9,7 @@ const SYSTEMS: [&str; 6] = ["softmax", "moc", "mos", "sampled", "adaptive", "cod
 /// Minutes of equal time.
 pub(crate) const MINUTES: [f64; 3] = [10.0, 20.0, 40.0];
 
-/// The name of a system in a table or a picture.
+/// Returns the name of a system in a table or a picture.
 pub(crate) fn system_name(system: &str) -> String {
     match system {
         "sampled" => "mixture of softmaxes, sampled".into(),
@@ -19,7 +19,7 @@ pub(crate) fn system_name(system: &str) -> String {
     }
 }
 
-/// The systems that a figure has lines of.
+/// Returns the systems that a figure has lines of.
 fn systems<'a>(lines: &[&'a Line]) -> Vec<(&'static str, Vec<&'a Line>)> {
     let system_lines =
         |system: &str| lines.iter().copied().filter(|line| line.is("system", system)).collect::<Vec<_>>();
@@ -34,7 +34,7 @@ fn first_of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.number("trial") == Some(f64::from(trial)))
 }
 
-/// The validation perplexity of each trial, by its flags.
+/// Makes the table of the validation perplexity of each trial, by its flags.
 pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
     let lines = results.lines_of(figure);
     let systems = systems(&lines);
@@ -57,7 +57,7 @@ pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
     Ok(markdown(&format!("| flags | {} |", names.join(" | ")), rows) + &source(&lines, false))
 }
 
-/// The seeds of the best trial of every head: mean and standard deviation.
+/// Makes the table of the seeds of the best trial of every head: mean and standard deviation.
 pub(crate) fn finals(results: &Results, figure: &str, scores: &[(&str, &str)]) -> Result<String> {
     let lines = results.lines_of(figure);
     let systems = systems(&lines);
@@ -92,8 +92,8 @@ pub(crate) struct EqualTime {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// Every system that was trained for equal time. The mixture of softmaxes has its run of the first seed, which takes
-/// longer.
+/// Returns every system that was trained for equal time. The mixture of softmaxes has its run of the first seed, which
+/// takes longer.
 pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line>)> {
     let (long, seconds) = (results.lines_of("equal-time"), results.lines_of("step-seconds"));
     let whole: Vec<_> =
@@ -114,14 +114,14 @@ pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line
     Ok((found, used))
 }
 
-/// Minutes and perplexity of each evaluation.
+/// Returns the minutes and the perplexity of each evaluation.
 pub(crate) fn by_minutes(line: &Line, step: &Line) -> Result<Vec<(f64, f64)>> {
     let each = need(step, "seconds")?;
     let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
     Ok(line.triples("evaluations").into_iter().map(point).collect())
 }
 
-/// The perplexity at the last evaluation within these minutes.
+/// Returns the perplexity at the last evaluation within these minutes.
 pub(crate) fn within(points: &[(f64, f64)], minutes: f64) -> String {
     let last = points.iter().rfind(|(at, _)| *at <= minutes);
     last.map_or(String::new(), |(_, value)| perplexity(*value))
@@ -142,7 +142,7 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&used, true))
 }
 
-/// Seconds of a step of the papers' models.
+/// Makes the table of the seconds of a step of the papers' models.
 pub(crate) fn preset_seconds(results: &Results) -> Result<String> {
     let lines = results.lines_of("preset-seconds");
     if lines.is_empty() {

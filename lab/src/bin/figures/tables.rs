@@ -10,7 +10,7 @@ use crate::{captions, root, runs, vocabularies};
 
 type Generator = fn(&Results) -> Result<String>;
 
-/// What stands in place of a table that nothing has been measured for.
+/// This text stands in place of a table that nothing has been measured for.
 pub(crate) const UNMEASURED: &str = "Not measured yet.\n";
 
 /// The scores of a dialogue model: precision and recall of five responses.
@@ -78,7 +78,7 @@ pub(crate) const TABLES: [(&str, Generator); 48] = [
     ("papers-limits", |results| papers(root(), results, "limits")),
 ];
 
-/// `text` with every table between markers made anew.
+/// Returns `text` with every table between markers made anew.
 pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
     let mut output = String::new();
     let mut lines = text.lines();
@@ -95,7 +95,7 @@ pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
     Ok(output)
 }
 
-/// One shape of a training step beside other implementations.
+/// Makes the table of one shape of a training step beside other implementations.
 fn step(results: &Results, shape: &str, positions: f64) -> Result<String> {
     let lines = beside(results, shape, positions)?;
     let row = |line: &&Line| {
@@ -110,14 +110,15 @@ fn step(results: &Results, shape: &str, positions: f64) -> Result<String> {
     Ok(markdown("| | seconds | memory beyond parameters and inputs |", rows) + &source(&lines, true))
 }
 
-/// The size of the decoder's gradient in f32, at `ours`, and only if it is most of the memory there.
+/// Returns the size of the decoder's gradient in f32, at `ours`, and only if it is most of the memory there.
 pub(crate) fn decoder_gradient_mib(line: &Line, ours: &Line) -> Result<Option<f64>> {
     let mib = need(ours, "vocab")? * need(ours, "context")? * 4.0 / f64::from(1 << 20);
     let most = need(ours, "extra_mib")?;
     Ok(Some(mib).filter(|mib| std::ptr::eq(line, ours) && *mib > 0.5 * most))
 }
 
-/// The implementations of the whole step at one shape, mos-head first, the others from the fastest to the slowest.
+/// Returns the implementations of the whole step at one shape, mos-head first, the others from the fastest to the
+/// slowest.
 pub(crate) fn beside<'a>(results: &'a Results, shape: &str, positions: f64) -> Result<Vec<&'a Line>> {
     let mut lines = in_order(results.lines_of("step"))?;
     lines.retain(|line| line.is("shape", shape) && line.number("positions") == Some(positions));
@@ -132,7 +133,7 @@ fn is_products(line: &Line) -> bool {
     line.text("implementation").ends_with("products alone")
 }
 
-/// Steps by shape, falling number of positions, and time; in each group mos-head first and products last.
+/// Orders steps by shape, falling number of positions, and time; in each group mos-head first and products last.
 fn in_order(mut lines: Vec<&Line>) -> Result<Vec<&Line>> {
     const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
     for line in &lines {
@@ -201,7 +202,7 @@ fn steps_elsewhere(results: &Results) -> Result<String> {
     Ok(markdown("| processor | shape | implementation | step | extra |", rows) + &source(&lines, false))
 }
 
-/// Training steps over cheaper vocabularies.
+/// Makes the table of training steps over cheaper vocabularies.
 fn output_steps(results: &Results) -> Result<String> {
     let lines = results.lines_of("output-step");
     let row = |line: &&Line| {
@@ -237,7 +238,7 @@ fn dtypes(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, true))
 }
 
-/// Logits and log-priors of a model that is sure of itself.
+/// Makes the table of logits and log-priors of a model that is sure of itself.
 fn confident(results: &Results) -> Result<String> {
     const CASES: [(&str, &str); 5] = [
         ("plain_ms", "plain"),
@@ -257,7 +258,7 @@ fn confident(results: &Results) -> Result<String> {
     Ok(markdown("| mixture with gradients, 84 positions of ptb | time | of plain |", rows) + &source(&lines, true))
 }
 
-/// Chunks of fewer rows than by default.
+/// Makes the table of chunks of fewer rows than by default.
 fn budget(results: &Results) -> Result<String> {
     let lines = results.lines_of("budget");
     if lines.is_empty() {
@@ -276,7 +277,7 @@ fn budget(results: &Results) -> Result<String> {
     Ok(markdown("| shape | rows of a chunk, at most | workspace | extra | step |", rows) + &source(&lines, true))
 }
 
-/// Positions per second of a whole language model.
+/// Makes the table of the positions per second of a whole language model.
 fn language_model(results: &Results) -> Result<String> {
     const IMPLEMENTATIONS: [&str; 3] = ["mos-head", "PyTorch, eager", "PyTorch, torch.compile"];
     let lines = results.lines_of("language-model");
@@ -340,7 +341,7 @@ fn positions(results: &Results) -> Result<String> {
     Ok(markdown("| ptb with | workspace | extra |", rows) + &source(&lines, true))
 }
 
-/// A whole model with each output layer.
+/// Makes the table of a whole model with each output layer.
 fn fine_tune(results: &Results) -> Result<String> {
     let lines = results.lines_of("fine-tune");
     if lines.is_empty() {
@@ -358,7 +359,7 @@ fn fine_tune(results: &Results) -> Result<String> {
     Ok(markdown("| `--output` | parameters that are trained | a step | peak memory |", rows) + &source(&lines, true))
 }
 
-/// The ten most probable ids after one position.
+/// Makes the table of the ten most probable ids after one position.
 fn decoding(results: &Results) -> Result<String> {
     const SHAPES: [&str; 3] = ["v128256-k1-b1", "v10000-k15-b1", "v33278-k15-b1"];
     let lines = results.lines_of("decoding");
@@ -390,7 +391,7 @@ fn decoding(results: &Results) -> Result<String> {
     Ok(markdown(&header, rows) + &source(&used, true))
 }
 
-/// The number of components in words.
+/// Makes the table of the number of components in words.
 pub(crate) fn softmaxes(line: &Line) -> Result<String> {
     let components = need(line, "components")?;
     Ok(if components == 1.0 { "one softmax".into() } else { format!("{components} softmaxes") })
@@ -454,7 +455,7 @@ fn sizes_key(line: &Line) -> (&str, Option<f64>) {
     (line.text("shape"), line.number("positions"))
 }
 
-/// The shape, with all sizes or with the positions only if they are not the shape's own.
+/// Returns the shape, with all sizes or with the positions only if they are not the shape's own.
 fn sizes(line: &Line, full: bool) -> Result<String> {
     let (shape, positions) = (line.text("shape"), need(line, "positions")?);
     if full {
@@ -482,7 +483,7 @@ pub(crate) fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
     text
 }
 
-/// Where the numbers of a table come from: dates and commits, and the processors of timings.
+/// Says where the numbers of a table come from: dates and commits, and the processors of timings.
 pub(crate) fn source(lines: &[&Line], processors: bool) -> String {
     let all = |key| lines.iter().map(|line| line.text(key)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
     let processors = if processors { all("processor").join("; ") + "; " } else { String::new() };
@@ -491,7 +492,7 @@ pub(crate) fn source(lines: &[&Line], processors: bool) -> String {
     format!("\n*{processors}{}, {noun} {}*\n", all("date").join(", "), commits.join(", "))
 }
 
-/// 10000 as "10 000"; four digits stay together.
+/// Writes 10000 as "10 000". Four digits stay together.
 pub(crate) fn count(number: f64) -> String {
     let digits = plain(number);
     let mut text = String::new();
@@ -508,7 +509,7 @@ fn plain(number: f64) -> String {
     format!("{number:.0}")
 }
 
-/// Three significant digits.
+/// Writes three significant digits.
 pub(crate) fn digits(number: f64) -> String {
     let decimals = match number {
         x if x < 1.0 => 3,
@@ -519,7 +520,7 @@ pub(crate) fn digits(number: f64) -> String {
     format!("{number:.decimals$}")
 }
 
-/// At most three significant digits, without zeros at the end.
+/// Writes at most three significant digits, without zeros at the end.
 pub(crate) fn short(number: f64) -> String {
     let text = digits(number);
     if text.contains('.') {
@@ -529,7 +530,7 @@ pub(crate) fn short(number: f64) -> String {
     }
 }
 
-/// Three significant digits, but none below a hundredth of a millisecond.
+/// Writes three significant digits, but none below a hundredth of a millisecond.
 fn milliseconds(number: f64) -> String {
     if number < 1.0 {
         format!("{number:.2}")

@@ -35,7 +35,7 @@ fn pictures_and_tables_are_made_of_the_measurements() {
 /// A label of a picture: its text, and the pixels that it covers, from left to right and from top to bottom.
 type Label = (String, [f64; 2], [f64; 2]);
 
-/// What stands between two quotes behind a name.
+/// Returns what stands between two quotes behind a name.
 fn attribute<'a>(tag: &'a str, name: &str) -> &'a str {
     let (_, rest) = tag.split_once(&format!(" {name}=\"")).unwrap_or_else(|| panic!("no {name} in {tag}"));
     rest.split('"').next().expect("at least one part")
@@ -45,7 +45,7 @@ fn number(tag: &str, name: &str) -> f64 {
     attribute(tag, name).parse().unwrap_or_else(|_| panic!("{name} is no number in {tag}"))
 }
 
-/// The labels of a picture, each as wide as in DejaVu Sans, which is one of the widest fonts.
+/// Returns the labels of a picture, each as wide as in DejaVu Sans, which is one of the widest fonts.
 fn labels(picture: &str) -> Vec<Label> {
     let label = |(tag, rest): (&str, &str)| {
         let text = rest.trim_start_matches('\n').split('\n').next().expect("at least one part").to_owned();

@@ -24,7 +24,7 @@ pub(crate) enum Output {
 }
 
 impl Output {
-    /// Its name in flags and tables.
+    /// Returns its name in flags and tables.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Output::Logits => "logits",
@@ -51,7 +51,7 @@ pub(crate) struct FineTuned {
 }
 
 impl FineTuned {
-    /// With random initial values of this seed; those of an adapter are without effect.
+    /// Makes a model with random initial values of this seed. Those of an adapter are without effect.
     pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64) -> Result<Self> {
         let Config { vocab, hidden, .. } = config;
         let (trained, frozen) = (VarMap::new(), VarMap::new());
@@ -78,7 +78,7 @@ impl FineTuned {
         Ok(tuned)
     }
 
-    /// A variable starts with the same values whatever the output layer is.
+    /// Draws the initial values. A variable starts with the same values whatever the output layer is.
     fn initialise(&self, config: Config, seed: u64) -> Result<()> {
         // Numbers of standard deviation 0.02, as Llama's.
         let scale = 0.02 * 3f64.sqrt();
@@ -94,12 +94,12 @@ impl FineTuned {
         Ok(())
     }
 
-    /// All variables, by name.
+    /// Returns all variables, by name.
     pub(crate) fn variables(&self) -> Vec<(String, Var)> {
         [&self.trained, &self.frozen].into_iter().flat_map(init::sorted).collect()
     }
 
-    /// The names of the variables that are trained but get no gradient.
+    /// Returns the names of the variables that are trained but get no gradient.
     pub(crate) fn without_gradient(&self, gradients: &GradStore) -> Vec<String> {
         let trained = init::sorted(&self.trained).into_iter();
         trained.filter(|(_, var)| gradients.get(var).is_none()).map(|(name, _)| name).collect()
@@ -139,7 +139,7 @@ impl FineTuned {
         Checkpoint { tensors, metadata: HashMap::new() }.save(path)
     }
 
-    /// The mean loss of the targets in nats, and the gradients; both `[batch, positions]`.
+    /// Returns the mean loss of the targets in nats, and the gradients; both `[batch, positions]`.
     pub(crate) fn step(&self, tokens: &Tensor, targets: &Tensor) -> Result<(f64, GradStore)> {
         let hidden = self.model.forward(tokens)?;
         match &self.output {

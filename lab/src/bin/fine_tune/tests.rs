@@ -79,7 +79,7 @@ fn training_lowers_the_loss_and_saved_weights_continue_it() {
         train(&args(&["--output", "head", "--steps", "12", "--lr", "0.01", "--save", file]), Output::Head, |_, _| {});
     let losses = numbers(&first.unwrap(), "losses");
     assert!(losses[11] < losses[0] - 0.2, "{losses:?}");
-    // The same weights, whatever is trained next; an adapter starts without effect.
+    // The weights are the same, whatever is trained next; an adapter starts without effect.
     let next = |output| {
         let line = train(&args(&["--steps", "1", "--weights", file]), output, |_, _| {}).unwrap();
         numbers(&line, "losses")[0]
@@ -89,7 +89,7 @@ fn training_lowers_the_loss_and_saved_weights_continue_it() {
     for output in [Output::Head, Output::Frozen, Output::Adapter] {
         assert!((next(output) - expected).abs() < 1e-5, "{output:?}");
     }
-    // Of other sizes.
+    // The checkpoint has other sizes.
     let larger = Args { vocab_size: 700, ..args(&["--weights", file]) };
     let error = train(&larger, Output::Head, |_, _| {}).err().unwrap();
     assert!(error.to_string().contains("model.embed_tokens.weight is [600, 16], expected [700, 16]"), "{error}");
@@ -173,7 +173,7 @@ fn hidden_states_are_those_of_candle_transformers() {
     };
     let tuned = FineTuned::new(CONFIG, Output::Logits, 4, 7).unwrap();
     for (name, var) in tuned.variables() {
-        // Norms that are not all one.
+        // The norms are not all one.
         lab::init::uniform_by_name(&var, 5, &name, 0.5).unwrap();
     }
     let vb = VarBuilder::from_varmap(&tuned.trained, DType::F32, &Device::Cpu);

@@ -11,7 +11,8 @@ use lab::text::Corpus;
 use lab::{recipe::Recipe, Result};
 use mos_codes::{CodeTable, TableConfig};
 
-/// The table of the first checkpoint that training continues from. Others must have the same: their texts are checked.
+/// Returns the table of the first checkpoint that training continues from. Others must have the same: their texts are
+/// checked.
 fn resumed(flags: &TrainingFlags, config: TableConfig) -> Result<Option<CodeTable>> {
     for kind in flags.heads() {
         let leg = flags.leg(kind)?.map(|leg| leg.path).filter(|path| path.exists());
@@ -22,7 +23,7 @@ fn resumed(flags: &TrainingFlags, config: TableConfig) -> Result<Option<CodeTabl
     Ok(None)
 }
 
-/// The codes of the words, if the output has codes. Learns the table, if it is learned.
+/// Returns the codes of the words, if the output has codes. Learns the table, if it is learned.
 pub(crate) fn coding(args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Device) -> Result<Option<Coding>> {
     let (words, output) = (&corpus.words, recipe.output.kind);
     if !output.is_coded() {

@@ -23,12 +23,12 @@ const LAYER_NAMES: [(&str, &[&str]); 4] = [
     ("bias_hh_l0", &["module.bias_hh_l0", "bias_hh_l0"]),
 ];
 
-/// Whether this file has the names of the released code.
+/// Returns whether this file has the names of the released code.
 pub(crate) fn is_released(file: &Checkpoint) -> bool {
     file.tensors.keys().any(|name| name.ends_with("encoder.weight"))
 }
 
-/// The checkpoint with the names and settings of this program, without a state of training.
+/// Returns the checkpoint with the names and settings of this program, without a state of training.
 pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     // DataParallel puts a prefix before every name.
     let tensors: HashMap<&str, &Tensor> =
@@ -93,7 +93,7 @@ pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// The model of a checkpoint of this program with the names of the released code.
+/// Returns the model of a checkpoint of this program with the names of the released code.
 pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
     if HeadKind::from_checkpoint(checkpoint)? == HeadKind::Moc {
         return Err(
@@ -154,7 +154,7 @@ mod tests {
         serde_json::from_str(&text).expect("JSON")
     }
 
-    /// The text of the golden file as a corpus, in a folder of this name that is removed again.
+    /// Returns the text of the golden file as a corpus, in a folder of this name that is removed again.
     fn corpus(name: &str) -> Corpus {
         let golden = golden();
         let sentences: Vec<&str> = golden["sentences"].as_array().unwrap().iter().filter_map(Value::as_str).collect();

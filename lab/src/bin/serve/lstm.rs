@@ -13,7 +13,7 @@ use std::path::Path;
 pub(crate) struct Lstm(LanguageModel);
 
 impl Lstm {
-    /// The model of a checkpoint, or a mixture of softmaxes over 10,000 ids with random weights.
+    /// Returns the model of a checkpoint, or a mixture of softmaxes over 10,000 ids with random weights.
     pub(crate) fn new(checkpoint: Option<&Path>) -> Result<Self> {
         let Some(checkpoint) = checkpoint else {
             let sizes = Sizes::new(HeadKind::Mos, &Recipe::BASE, 10_000);
@@ -30,7 +30,7 @@ impl Lstm {
         Ok(Lstm(LanguageModel::from_checkpoint(&checkpoint, embedding.dim(0)?, &Device::Cpu)?.1))
     }
 
-    /// The hidden state after some ids of texts in step, `[texts, ids]`.
+    /// Returns the hidden state after some ids of texts in step, `[texts, ids]`.
     fn advance(&self, ids: Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         let last = ids.dim(1)? - 1;
         Ok(self.0.hidden(&ids, states)?.narrow(1, last, 1)?.squeeze(1)?)

@@ -1,12 +1,12 @@
-//! Serves several texts at once with an output layer of this crate: each request has settings of its own, joins the batch
-//! when there is room, and leaves it when it is done. Prints a JSON line for each.
+//! Serves several texts at once with an output layer of this crate: each request has settings of its own, joins the
+//! batch when there is room, and leaves it when it is done. Prints a JSON line for each.
 //!
 //!     cargo run --release -p lab --bin serve
 //!     cargo run --release -p lab --bin serve --features candle-transformers -- --model qwen2 --layers 4
 //!
 //! The LSTM (`--checkpoint` of `language_model --save`) computes the hidden states of a batch together; qwen2 of
-//! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text alone.
-//! Without a checkpoint the weights are random. A step of the whole batch reads the decoder once.
+//! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text
+//! alone. Without a checkpoint the weights are random. A step of the whole batch reads the decoder once.
 
 mod lstm;
 #[cfg(feature = "candle-transformers")]
@@ -59,7 +59,7 @@ trait Backbone {
 
     fn start(&self) -> Result<Self::State>;
 
-    /// The hidden states `[texts, hidden]` after new token ids of each text.
+    /// Returns the hidden states `[texts, hidden]` after new token ids of each text.
     fn read(&self, texts: &mut [(&mut Self::State, &[u32])]) -> Result<Tensor>;
 }
 
@@ -129,7 +129,7 @@ fn serve<B: Backbone>(backbone: &B, requests: Vec<Request>, most: usize) -> Resu
     Ok(())
 }
 
-/// What is printed of a text that leaves.
+/// Returns the line that is printed of a text that leaves.
 fn line<S>(text: &Text<S>, step: u64) -> serde_json::Value {
     let each = |f: &dyn Fn(&NextToken) -> serde_json::Value| text.tokens.iter().map(f).collect::<Vec<_>>();
     json!({

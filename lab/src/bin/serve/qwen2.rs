@@ -9,13 +9,14 @@ use mos_head::{OutputLayer, SoftmaxHead};
 use std::path::Path;
 
 pub(crate) struct Qwen2 {
-    /// Without a text; its clones share the weights.
+    /// The model without a text. Its clones share the weights.
     model: Model,
     head: SoftmaxHead,
 }
 
 impl Qwen2 {
-    /// The model of a folder with `config.json` and `model.safetensors`, or random weights of Qwen2 0.5B's sizes.
+    /// Returns the model of a folder with `config.json` and `model.safetensors`, or random weights of Qwen2 0.5B's
+    /// sizes.
     pub(crate) fn new(folder: Option<&Path>, layers: usize) -> Result<Self> {
         let variables = VarMap::new();
         let (config, vb) = match folder {

@@ -179,7 +179,7 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
     PossibleValuesParser::new(["f32", "f64", "f16", "bf16"]).try_map(|name| name.parse())
 }
 
-/// The name of a value on the command line.
+/// Returns the name of a value on the command line.
 pub(crate) fn name(value: &impl ValueEnum) -> Option<String> {
     value.to_possible_value().map(|value| value.get_name().to_owned())
 }

@@ -21,7 +21,8 @@ pub struct Floor {
 }
 
 impl Floor {
-    /// All three products, or the first alone. Each run writes the decoder's gradient into fresh memory, as a step does.
+    /// Returns all three products, or the first alone. Each run writes the decoder's gradient into fresh memory, as a
+    /// step does.
     pub fn new(sizes: ProductSizes, all: bool) -> Self {
         best_of(sizes, if all { 3 } else { 1 })
     }
@@ -86,7 +87,7 @@ impl Buffers {
         }
     }
 
-    /// The seconds that the products of the first `rows` rows take.
+    /// Returns the seconds that the products of the first `rows` rows take.
     fn run(&mut self, tiling: Tiling, rows: usize, products: usize) -> f64 {
         let (d, vocab) = (self.sizes.context, self.sizes.vocab);
         let start = Instant::now();
@@ -137,7 +138,7 @@ impl Matrix {
     }
 }
 
-/// `dst[m, n] (+)= lhs[m, k] rhs[k, n]`, in tiles that are distributed over the threads, or as one product.
+/// Computes `dst[m, n] (+)= lhs[m, k] rhs[k, n]`, in tiles that are distributed over the threads, or as one product.
 fn product(
     dst: Matrix,
     (m, n): (usize, usize),

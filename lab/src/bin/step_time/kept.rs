@@ -4,7 +4,7 @@
 use candle_core::{Result, Tensor};
 use mos_head::{AllowedIds, LossOptions, Mixture, RestrictedMixture};
 
-/// Sets of `n` ids a position, its target among them.
+/// The sets have `n` ids at each position, with its target among them.
 pub(crate) struct Kept {
     full: Mixture,
     restricted: RestrictedMixture,
@@ -15,7 +15,7 @@ impl Kept {
     pub(crate) fn new(mixture: &Mixture, targets: &Tensor, n: usize, vocab: usize) -> Result<Self> {
         let ids = targets.to_vec1::<u32>()?;
         let n = n.min(vocab);
-        // Scattered over the vocabulary, and others at every position.
+        // The ids are scattered over the vocabulary, and are others at every position.
         let set = |(position, &target): (usize, &u32)| {
             let other =
                 move |i: usize| ((target as usize + i * (vocab / n) + (i * position) % (vocab / n)) % vocab) as u32;
@@ -27,14 +27,14 @@ impl Kept {
         Ok(Kept { restricted: mixture.restricted(&allowed)?, full: mixture.clone(), targets: targets.clone() })
     }
 
-    /// A step over the sets.
+    /// Takes a step over the sets.
     pub(crate) fn run(&self) -> Result<Option<Tensor>> {
         let loss = self.restricted.loss(&self.targets, &LossOptions::new())?;
         loss.backward()?;
         Ok(Some(loss.value.detach()))
     }
 
-    /// A step over all ids.
+    /// Takes a step over all ids.
     pub(crate) fn full(&self) -> Result<Option<Tensor>> {
         let loss = self.full.loss(&self.targets, &LossOptions::new())?;
         loss.backward()?;

@@ -207,7 +207,7 @@ enum Products {
 }
 
 impl Products {
-    /// All three products, or the first alone.
+    /// Returns all three products, or the first alone.
     fn new(sizes: floor::ProductSizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
         Ok(if device.is_cpu() {
             Products::Cpu(floor::Floor::new(sizes, all))
@@ -225,7 +225,8 @@ impl Products {
     }
 }
 
-/// The budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position needs.
+/// Returns the budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position
+/// needs.
 fn budget_for_rows(
     mixture: &Mixture,
     options: &LossOptions,

@@ -11,8 +11,8 @@ use mos_head::{
 pub(crate) struct System {
     head: Box<dyn OutputLayer>,
     hidden: Var,
-    /// The targets, which are drawn by Zipf's law, as the cost may depend on them: `P(id) = log((id + 2) / (id + 1)) / log(vocab +
-    /// 1)`.
+    /// The targets, which are drawn by Zipf's law, as the cost may depend on them: `P(id) = log((id + 2) / (id + 1)) /
+    /// log(vocab + 1)`.
     targets: Tensor,
 }
 

@@ -85,7 +85,7 @@ pub(crate) fn fused_step(
     Ok(Some(loss.value.detach()))
 }
 
-/// The head with an adapter, if there is one.
+/// Returns the head with an adapter, if there is one.
 fn adapted<P: Projection + 'static>(head: Head<P>, adapter: Option<LowRankAdapter>) -> Result<Box<dyn OutputLayer>> {
     Ok(match adapter {
         Some(adapter) => Box::new(head.with_adapter(adapter)?),
@@ -115,7 +115,7 @@ pub(crate) fn composed_step(leaves: &Leaves, components: usize, forward_only: bo
     Ok(Some(nll.detach()))
 }
 
-/// The mixture of the leaves, all of them constants.
+/// Returns the mixture of the leaves, all of them constants.
 pub(crate) fn constant_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
     let mixture = detached_mixture(leaves, components)?;
     let log_priors = mixture.log_priors()?.detach();
@@ -127,7 +127,7 @@ pub(crate) fn constant_mixture(leaves: &Leaves, components: usize) -> Result<Mix
     )?)
 }
 
-/// The mixture of the leaves, with contexts and log-priors that are variables themselves.
+/// Returns the mixture of the leaves, with contexts and log-priors that are variables themselves.
 pub(crate) fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
     let positions = leaves.hidden.dim(0)?;
     if components == 1 {

@@ -41,7 +41,7 @@ pub(crate) enum State {
 }
 
 impl State {
-    /// The states of these rows.
+    /// Returns the states of these rows.
     pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
         Ok(match self {
             State::Recurrent(state) => State::Recurrent(state.select(rows)?),
@@ -74,7 +74,7 @@ impl Seq2Seq {
         Ok(Self { setting, kind, sizes, embedding, layers, body, head, varmap, device })
     }
 
-    /// The decoder's initial state.
+    /// Returns the decoder's initial state.
     pub(crate) fn encode(&self, sources: &Sources, rng: Option<&mut StdRng>) -> Result<State> {
         Ok(match &self.body {
             Body::Recurrent(body) => State::Recurrent(body.encode(sources, rng)?),
@@ -82,8 +82,8 @@ impl Seq2Seq {
         })
     }
 
-    /// Token ids [batch, steps] -> the head's hidden states for the next ids, [batch, steps, hidden]; advances `state`.
-    /// Dropout is applied if a generator for its masks is given.
+    /// Computes the head's hidden states `[batch, steps, hidden]` for the ids after token ids `[batch, steps]`, and
+    /// advances `state`. Dropout is applied if a generator for its masks is given.
     pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
         match (&self.body, state) {
             (Body::Recurrent(body), State::Recurrent(state)) => body.decode(ids, state, rng),
@@ -92,14 +92,14 @@ impl Seq2Seq {
         }
     }
 
-    /// Hidden states for all targets of a batch.
+    /// Returns the hidden states for all targets of a batch.
     pub(crate) fn hidden(&self, batch: &Batch, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
         let mut state = self.encode(&batch.sources, rng.as_deref_mut())?;
         self.decode(&batch.inputs, &mut state, rng)
     }
 }
 
-/// Pairs per batch of an evaluation.
+/// The number of pairs of a batch in an evaluation.
 const EVALUATION_BATCH: usize = 64;
 
 impl Model for Seq2Seq {

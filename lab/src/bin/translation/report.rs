@@ -13,9 +13,9 @@ use serde_json::{json, Map, Value};
 
 pub(crate) type Row = Outcome<Trained>;
 
-/// What is reported of a trained model.
+/// These are the results of a trained model.
 pub(crate) struct Trained {
-    /// Of the test pairs if `test_nll` is known, otherwise of the validation pairs.
+    /// The scores of the test pairs if `test_nll` is known, otherwise of the validation pairs.
     measures: Measures,
     /// Mean NLL per word of the test pairs, in nats; `None` if there are none.
     test_nll: Option<f64>,
@@ -53,7 +53,7 @@ impl Trained {
     }
 }
 
-/// `count` evenly spaced pairs with their best results.
+/// Returns `count` evenly spaced pairs with their best results.
 pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
     let mut lines = vec![];
     for i in 0..count.min(pairs.len()) {
@@ -66,7 +66,7 @@ pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
     lines.join("\n")
 }
 
-/// A JSON line for each pair, with all that was found for it.
+/// Returns a JSON line for each pair, with all that was found for it.
 pub(crate) fn found(kind: HeadKind, pairs: &[Pair], scores: &Scores) -> Result<String> {
     let line = |(pair, found): (&Pair, &Vec<String>)| {
         let line = json!({ "head": kind.name(), "source": pair.source, "reference": pair.target, "found": found });

@@ -8,7 +8,7 @@ use candle_core::Device;
 use lab::head::HeadKind;
 use lab::{checkpoint::Checkpoint, model::Model, recipe::Recipe, Result};
 
-/// What lies below the output layer.
+/// The model below the output layer has one of these architectures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Architecture {
     Lstm,
@@ -23,7 +23,7 @@ impl Architecture {
         }
     }
 
-    /// That of a checkpoint; one without a name is recurrent.
+    /// Returns the architecture of a checkpoint. One without a name is recurrent.
     fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint.optional::<String>("architecture")?.as_deref() {
             None | Some("lstm") => Ok(Architecture::Lstm),
@@ -35,7 +35,7 @@ impl Architecture {
         }
     }
 
-    /// Its settings, by the names of their flags.
+    /// Returns its settings, by the names of their flags.
     fn settings(self) -> Vec<(&'static str, String)> {
         let mut settings = vec![("architecture", self.name().to_owned())];
         if let Architecture::Transformer(Shape { heads, inner }) = self {
@@ -51,7 +51,7 @@ pub(crate) struct Setting {
     pub(crate) architecture: Architecture,
     pub(crate) source: Vocabulary,
     pub(crate) target: Vocabulary,
-    /// Number of utterances in a context.
+    /// The number of utterances in a context.
     pub(crate) turns: usize,
 }
 
@@ -81,7 +81,7 @@ impl Setting {
         }
     }
 
-    /// The metadata of a checkpoint.
+    /// Returns the metadata of a checkpoint.
     pub(crate) fn notes(&self) -> Result<Vec<(&'static str, String)>> {
         let mut notes = self.architecture.settings();
         notes.extend([
@@ -94,7 +94,7 @@ impl Setting {
     }
 }
 
-/// The model of a checkpoint, without the state of training.
+/// Returns the model of a checkpoint, without the state of training.
 pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
     let setting = Setting::from_checkpoint(checkpoint)?;
     let kind = HeadKind::from_checkpoint(checkpoint)?;
@@ -234,7 +234,7 @@ mod tests {
         let error = again.require_architecture(Architecture::Lstm).err().unwrap().to_string();
         assert!(error.contains("--architecture transformer --attention-heads 4 --inner 96"), "{error}");
         assert!(error.ends_with("this run has --architecture lstm"), "{error}");
-        // As before there were others.
+        // The checkpoint names no architecture, as before there were others.
         checkpoint.metadata.remove("architecture");
         assert_eq!(Setting::from_checkpoint(&checkpoint).unwrap().architecture, Architecture::Lstm);
         checkpoint.metadata.insert("architecture".into(), "rnn".into());

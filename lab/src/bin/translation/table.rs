@@ -11,7 +11,7 @@ use mos_codes::{CodeTable, TableConfig};
 /// The language model that learns a table.
 const LEARNER: Recipe = Recipe { hidden: 128, lr: 0.004, decay: 0.8, ..Recipe::BASE };
 
-/// One text in so many is for the validation of a learned table.
+/// One in this many texts is for the validation of a learned table.
 const VALIDATION: usize = 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub(crate) enum Shape {
     Hybrid,
 }
 
-/// The table of the words of these texts; the first `special` ones have codes of their own, their ids.
+/// Returns the table of the words of these texts; the first `special` ones have codes of their own, their ids.
 pub(crate) fn choose(
     flags: &TableFlags,
     shape: Shape,
@@ -46,7 +46,7 @@ pub(crate) fn choose(
     Ok(table)
 }
 
-/// Texts one after the other, each after an end.
+/// Returns texts one after the other, each after an end.
 fn one_text(texts: &[Vec<u32>]) -> Vec<u32> {
     let texts = texts.iter().flat_map(|text| text.iter().copied().chain([END]));
     std::iter::once(END).chain(texts).collect()
@@ -72,7 +72,7 @@ pub(crate) mod tests {
     use crate::vocabulary::{Vocabulary, SPECIAL};
     use lab::table::TableKind;
 
-    /// The targets of the built-in task as words, and as codes in a table.
+    /// Returns the targets of the built-in task as words, and as codes in a table.
     pub(crate) fn vocabularies(shape: Shape, flags: &TableFlags) -> Result<[Vocabulary; 2]> {
         let pairs = toy::corpus(300, 1, 7).train;
         let vocabulary = Vocabulary::words(pairs.iter().map(|pair| pair.target.as_str()), 1, &[]);

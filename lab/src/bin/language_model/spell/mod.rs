@@ -51,7 +51,7 @@ pub(crate) struct SpellFlags {
 }
 
 impl SpellFlags {
-    /// The word model to spell with.
+    /// Returns the word model to spell with.
     pub(crate) fn word(&self) -> Option<&Path> {
         self.spell.as_deref()
     }

@@ -51,13 +51,13 @@ impl Speller {
         Ok(Self { kind, sizes, word, spellings, embedding, condition, lstm, head, varmap })
     }
 
-    /// Hidden states of the word model [n, hidden] -> projections of these [n, units].
+    /// Computes projections `[n, units]` of hidden states `[n, hidden]` of the word model.
     pub(crate) fn conditions(&self, hidden: &Tensor) -> Result<Tensor> {
         Ok(self.condition.forward(hidden)?)
     }
 
-    /// The hidden states [.., units] and targets of all characters of `words`, given the hidden states [n, hidden] of
-    /// the word model. Padding is ignored.
+    /// Returns the hidden states [.., units] and targets of all characters of `words`, given the hidden states [n,
+    /// hidden] of the word model. Padding is ignored.
     pub(crate) fn characters(
         &self,
         hidden: &Tensor,
@@ -79,19 +79,19 @@ impl Speller {
         Ok((Tensor::cat(&outputs, 0)?, Tensor::new(targets, hidden.device())?))
     }
 
-    /// The state before the first character of `words` words.
+    /// Returns the state before the first character of `words` words.
     pub(crate) fn start(&self, words: usize) -> Result<Vec<LSTMState>> {
         self.lstm.start(words)
     }
 
-    /// The log-probabilities `[n, characters]` of what follows the characters `[n]`, without gradients.
+    /// Returns the log-probabilities `[n, characters]` of what follows the characters `[n]`, without gradients.
     pub(crate) fn step(&self, last: &Tensor, conditions: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         let outputs = self.outputs(&last.unsqueeze(1)?, conditions, states, None)?;
         recurrent::detach(states);
         Ok(self.head.log_probs(&outputs.squeeze(1)?.detach())?.detach())
     }
 
-    /// Characters [n, steps] and conditions [n, units] -> hidden states [n, steps, units].
+    /// Computes hidden states `[n, steps, units]` from characters `[n, steps]` and conditions `[n, units]`.
     fn outputs(
         &self,
         characters: &Tensor,

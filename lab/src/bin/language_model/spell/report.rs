@@ -6,7 +6,7 @@ use lab::heads::Outcome;
 use lab::report::{self, number};
 use serde_json::{json, Value};
 
-/// What is measured of a character LSTM after its training.
+/// These are the measurements of a character LSTM after its training.
 pub(super) struct Spelled {
     pub(super) test_nll: Option<f64>,
     /// How words are spelled at the sampled positions of the validation text.
@@ -24,7 +24,8 @@ pub(super) struct WordModelResults {
     pub(super) positions: Option<usize>,
 }
 
-/// Perplexities of words. The perplexity of strings is at least the perplexity of words given the vocabulary.
+/// Makes the table of the perplexities of words. The perplexity of strings is at least the perplexity of words given
+/// the vocabulary.
 pub(super) fn table(words: &WordModelResults, rows: &[Outcome<Spelled>]) -> String {
     let columns = ["output", "parameters", "valid ppl", "test ppl", "sample ppl", "vocabulary's mass", "renormalised"];
     let ppl = |nll: Option<f64>| number(nll.map(f64::exp), 2);

@@ -30,7 +30,7 @@ fn words() -> Vec<String> {
     WORDS.map(String::from).to_vec()
 }
 
-/// Every word is followed by one and the same.
+/// Makes a corpus in which every word is always followed by the same word.
 fn corpus() -> Corpus {
     let text = |targets: u32| (0..=targets).map(|i| i * 2 % 9).collect::<Vec<_>>();
     Corpus { data: Data::new("toy".into(), words(), text(400), text(70)), words: words(), test: None, entropy: None }
@@ -57,13 +57,13 @@ fn values(varmap: &VarMap) -> Vec<Vec<f32>> {
     init::sorted(varmap).iter().map(|(_, var)| var.flatten_all().unwrap().to_vec1().unwrap()).collect()
 }
 
-/// Hidden states of a word model.
+/// Returns hidden states of a word model.
 fn hidden(positions: usize) -> Tensor {
     let values = (0..positions * 6).map(|i| ((i * 37 % 19) as f32 / 19.0) - 0.5).collect();
     Tensor::from_vec(values, (positions, 6), &Device::Cpu).unwrap()
 }
 
-/// The log-probability of every word by itself after one hidden state.
+/// Returns the log-probability of every word by itself after one hidden state.
 fn one_by_one(speller: &Speller, hidden: &Tensor) -> Vec<f32> {
     let log_prob = |word: u32| {
         let (hidden, targets) = speller.characters(hidden, &[word], None).unwrap();

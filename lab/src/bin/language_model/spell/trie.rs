@@ -11,7 +11,7 @@ use std::collections::HashMap;
 /// The prefixes of a vocabulary by length; the first is the empty one.
 pub(crate) struct Trie {
     levels: Vec<Level>,
-    /// Where each word of the vocabulary is in the words by the level of their end.
+    /// The place of each word of the vocabulary among the words in the order of the level of their end.
     order: Vec<u32>,
     characters: usize,
 }
@@ -27,7 +27,7 @@ struct Level {
     ends: Vec<u32>,
 }
 
-/// How the words at a sample of positions are spelled.
+/// The words at a sample of positions are spelled with these probabilities.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mass {
     /// Their mean NLL as strings.
@@ -37,7 +37,7 @@ pub(crate) struct Mass {
 }
 
 impl Mass {
-    /// The mean NLL of the words, given that they are words of the vocabulary.
+    /// Returns the mean NLL of the words, given that they are words of the vocabulary.
     pub(crate) fn renormalised(self) -> f64 {
         self.nll + self.log_mass
     }
@@ -52,7 +52,7 @@ impl Trie {
         let mut order = vec![0; words.len()];
         let (mut levels, mut ended) = (vec![], 0);
         let mut level = Level { parents: vec![0], characters: vec![BOUNDARY], ends: vec![] };
-        // Words that have not ended, and their prefixes in the level.
+        // This holds the words that have not ended, and their prefixes in the level.
         let mut open: Vec<(usize, u32)> = (0..words.len()).map(|word| (word, 0)).collect();
         while !open.is_empty() {
             let (mut next, mut longer) = (Level::default(), vec![]);
@@ -77,12 +77,13 @@ impl Trie {
         Self { levels, order, characters: spellings.characters() }
     }
 
-    /// The number of different prefixes: steps for a position.
+    /// Returns the number of different prefixes: steps for a position.
     pub(crate) fn prefixes(&self) -> usize {
         self.levels.iter().map(|level| level.characters.len()).sum()
     }
 
-    /// Hidden states of the word model [positions, hidden] -> log-probabilities of all words [vocab, positions].
+    /// Computes the log-probabilities `[vocab, positions]` of all words from hidden states `[positions, hidden]` of the
+    /// word model.
     pub(crate) fn log_probs(&self, speller: &Speller, hidden: &Tensor) -> Result<Tensor> {
         let (device, positions) = (hidden.device(), hidden.dim(0)?);
         let conditions = speller.conditions(hidden)?.detach();
@@ -123,7 +124,7 @@ impl Trie {
         Ok(Tensor::cat(&word_log_probs, 0)?.index_select(&order, 0)?)
     }
 
-    /// The words of a sample as strings, and the probability of the vocabulary.
+    /// Returns the words of a sample as strings, and the probability of the vocabulary.
     pub(crate) fn mass(&self, speller: &Speller, sample: &Sample) -> Result<Mass> {
         let widest = self.levels.iter().map(|level| level.characters.len()).max().unwrap_or(1);
         let positions = (AT_ONCE / widest).max(1);

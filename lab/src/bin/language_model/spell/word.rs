@@ -37,7 +37,7 @@ pub(crate) struct Sample {
 const STEPS: usize = 70;
 
 impl Word {
-    /// The model of a checkpoint, if it is for this corpus.
+    /// Returns the model of a checkpoint, if it is for this corpus.
     pub(crate) fn load(file: &Path, corpus: &Corpus, device: &Device) -> Result<Self> {
         let load = || {
             let checkpoint = readable(file, corpus, device)?;
@@ -60,7 +60,7 @@ impl Word {
         Ok(Self { kind, model, digest: digest.to_string() })
     }
 
-    /// The hidden states [n, hidden] before the words of a batch, and these words; advances `states`.
+    /// Returns the hidden states [n, hidden] before the words of a batch, and these words; advances `states`.
     pub(crate) fn hidden(
         &self,
         text: &[u32],
@@ -78,7 +78,7 @@ impl Word {
         Ok((hidden.index_select(&Tensor::new(rows, hidden.device())?, 0)?, words))
     }
 
-    /// Random positions of a text, all of them if it has no more. They depend on the seed alone.
+    /// Returns random positions of a text, all of them if it has no more. They depend on the seed alone.
     pub(crate) fn sample(&self, text: &[u32], positions: usize, recipe: &Recipe) -> Result<Sample> {
         let recipe = &Recipe { bptt: STEPS, ..*recipe };
         let (all, mut rng) = (text.len() - 1, StdRng::seed_from_u64(recipe.seed));

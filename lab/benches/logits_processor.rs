@@ -3,8 +3,8 @@
 //!     cargo bench -p lab --features candle-transformers --bench logits_processor
 //!
 //! Both have temperature 0.8, top-p 0.95 and a repetition penalty over 1,000 ids; `next_tokens` also returns the
-//! log-probability, the five best ids and the entropy. They take turns, so that both see the same machine. Prints the least
-//! and the median time in milliseconds.
+//! log-probability, the five best ids and the entropy. They take turns, so that both see the same machine. Prints the
+//! least and the median time in milliseconds.
 
 #[allow(dead_code, unreachable_pub)]
 #[path = "../../benches/shared/mod.rs"]

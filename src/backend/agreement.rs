@@ -108,7 +108,7 @@ pub(crate) fn agree<T>(
             first => of_rank == first || (of_rank - first).abs() <= number.tolerance,
         };
         if number.tolerance.is_finite() && !of_ranks.iter().copied().all(is_same) {
-            return Err(Error::Ranks { argument: number.argument, element: None, of_ranks: of_ranks.clone() });
+            return Err(Error::Ranks { argument: number.argument, element: None, values: of_ranks.clone() });
         }
     }
     Ok((checked, of_ranks.split_off(of_calls.len())))

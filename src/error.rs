@@ -182,7 +182,7 @@ pub enum Error {
         argument: &'static str,
         /// The first element that differs, by this rank's name of it, where the argument is a list of named ones.
         element: Option<String>,
-        /// The number of each rank that stands for it: a size, or a hash of all values.
+        /// The number of each rank that stands for it: a size, or a number that is computed from all values.
         values: Vec<f64>,
     },
     /// Ranks of a distributed program have not come in time to an operation that all ranks run together, or it has not
@@ -351,7 +351,7 @@ impl Error {
     }
 
     /// Replaces the position in an error of a computation for these positions alone: i becomes `positions[i]`.
-    pub(crate) fn at_position_of(mut self, positions: &[u32]) -> Self {
+    pub(crate) fn with_position_from(mut self, positions: &[u32]) -> Self {
         match &mut self {
             Error::Target { position, .. }
             | Error::NotAllowed { position, .. }

@@ -107,7 +107,7 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
         let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
         let scores = scores.score(&terms.token_ids, &options.scores());
-        policy_loss_from_scores(&terms, scores.map_err(|error| error.at_position_of(&terms.positions))?)
+        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
@@ -117,9 +117,9 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let positions = distillation.positions();
         let mixture = mixture.restricted(&self.allowed.select(positions))?;
         let scores = |ids: &Tensor, options: &ScoreOptions| {
-            mixture.score(ids, options).map_err(|error| error.at_position_of(positions))
+            mixture.score(ids, options).map_err(|error| error.with_position_from(positions))
         };
-        distillation.composed(|| mixture.log_probs().map_err(|error| error.at_position_of(positions)), scores)
+        distillation.composed(|| mixture.log_probs().map_err(|error| error.with_position_from(positions)), scores)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

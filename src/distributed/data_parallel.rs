@@ -61,7 +61,7 @@ const NAMES: &str = "names of the variables";
 const SHAPES: &str = "dtypes and shapes of the variables";
 
 impl DataParallel {
-    /// Makes the data parallelism of these ranks, each of which has texts of its own.
+    /// Makes the handle of these ranks, each of which has texts of its own.
     pub fn new(collectives: Arc<dyn Collectives>) -> Self {
         DataParallel { collectives }
     }
@@ -145,7 +145,7 @@ impl DataParallel {
         ];
         let agreed = agree(&*self.collectives, Call::Gradients, check_gradients(gradients, &named), &numbers);
         if let Err(Error::Ranks { argument: argument @ (NAMES | SHAPES), values, .. }) = agreed {
-            // Every rank has this error, and has as many variables.
+            // Every rank has this error, and the same number of variables.
             let variable_hash = |i: usize| match argument {
                 NAMES => Agreed::hashed(argument, |state| names[i].hash(state)).value(),
                 _ => Agreed::hashed(argument, |state| shapes[i].hash(state)).value(),

@@ -1,5 +1,5 @@
-//! A head whose decoder's rows are cut among the ranks of a distributed program: each result is asked of the mixture of
-//! the rank's rows, which exchanges numbers with the other ranks.
+//! A head whose decoder's rows are cut among the ranks of a distributed program: it computes each result from the
+//! mixture of the rank's rows, which exchanges numbers with the other ranks.
 
 use candle_core::{DType, Tensor};
 
@@ -20,8 +20,8 @@ use crate::tensors::dropout::DropoutMasks;
 /// [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss): the loss of the whole vocabulary, the same on
 /// every rank, as are the gradients of the hidden states and the projection; the decoder's gradient has the rank's own
 /// rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole vocabulary too, and so are `log_prob` of
-/// one id at each position and `policy_loss`. An entropy, a temperature and what needs the log-probabilities of all ids
-/// as a tensor are [`Error::Unsupported`].
+/// one id at each position and `policy_loss`. An entropy, a temperature and results that need the log-probabilities of
+/// all ids as a tensor are [`Error::Unsupported`].
 ///
 /// Every rank calls it with the same hidden states and targets, and has the same parameters of the projection: new
 /// variables have other random values on every rank, so that each rank must read them from a checkpoint or receive them
@@ -164,7 +164,7 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
             Err(error) => return self.shard.agree(Call::Loss, Err(error), &[]),
         };
         let scores = self.score(&rows, &terms.token_ids, &options.scores());
-        policy_loss_from_scores(&terms, scores.map_err(|error| error.at_position_of(&terms.positions))?)
+        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

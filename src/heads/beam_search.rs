@@ -110,8 +110,8 @@ struct OpenSequence {
     log_prob: f64,
 }
 
-/// The open sequences of all sentences, sentence by sentence, in descending order of log-probability, and what the
-/// model is asked next.
+/// The open sequences of all sentences, sentence by sentence in descending order of log-probability, and the arguments
+/// of the next call of the model.
 #[derive(Default)]
 struct Beams {
     open: Vec<OpenSequence>,
@@ -151,7 +151,7 @@ struct NextIds {
 }
 
 impl NextIds {
-    /// Reads and checks what a model has answered for as many rows.
+    /// Reads and checks the answer of a model for `rows` sequences.
     fn read(top: &TopK, rows: usize) -> Result<Self> {
         if top.token_ids.rank() != 2 || top.token_ids.dim(0).ok() != Some(rows) {
             return Err(Error::shape("token_ids", format!("[{rows}, k]"), top.token_ids.dims()));
@@ -297,7 +297,7 @@ impl BeamSearch {
                 })
                 .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
                 .collect();
-            // Among equals, the sequence that ranked higher before comes first, then the lower token id.
+            // If log-probabilities are equal, the sequence that ranked higher before comes first, then the lower id.
             continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
             let before = extended.open.len();
             for (rank, &(log_prob, row, id)) in continuations.iter().enumerate() {

@@ -116,9 +116,9 @@ impl Projection for Contexts {
     /// Computes contexts and log-priors; the log-priors are in f32 for half-precision states.
     fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
         let leading = &hidden.dims()[..hidden.rank() - 1];
-        let rows = hidden.reshape(((), self.hidden_size()))?;
-        let log_priors = self.log_priors(&rows, &[leading, &[self.components()]].concat())?;
-        let mut contexts = self.contexts(&rows, &[leading, &[self.components(), self.context_dim()]].concat())?;
+        let states = hidden.reshape(((), self.hidden_size()))?;
+        let log_priors = self.log_priors(&states, &[leading, &[self.components()]].concat())?;
+        let mut contexts = self.contexts(&states, &[leading, &[self.components(), self.context_dim()]].concat())?;
         if let Some(mask) = dropout.locked_mask(&contexts, self.dropout)? {
             contexts = contexts.broadcast_mul(&mask)?;
         }
@@ -127,8 +127,8 @@ impl Projection for Contexts {
 
     /// Draws a component at each position, and computes the contexts of these components only.
     fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
-        let rows = hidden.reshape(((), self.hidden_size()))?;
-        let log_priors = self.log_priors(&rows, &[rows.dim(0)?, self.components()])?;
+        let states = hidden.reshape(((), self.hidden_size()))?;
+        let log_priors = self.log_priors(&states, &[states.dim(0)?, self.components()])?;
         Ok(Some(self.drawn_contexts(hidden, &sampler.choose(&log_priors.detach(), log_priors.dtype())?)?))
     }
 
@@ -212,18 +212,18 @@ impl Contexts {
     /// `[.., hidden]`. Not differentiable.
     fn drawn_contexts(&self, hidden: &Tensor, drawn: &[u32]) -> Result<Tensor> {
         let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context_dim()]].concat();
-        let rows = hidden.reshape(((), self.hidden_size()))?.detach();
+        let states = hidden.reshape(((), self.hidden_size()))?.detach();
         // `order` has the positions sorted by component, and `places` is the inverse permutation.
         let mut order: Vec<u32> = (0..drawn.len() as u32).collect();
         order.sort_by_key(|&position| drawn[position as usize]);
         let places = inverse(&order);
-        let index = |rows: &[u32]| Tensor::new(rows, hidden.device());
+        let index = |positions: &[u32]| Tensor::new(positions, hidden.device());
         let has_same_component = |&a: &u32, &b: &u32| drawn[a as usize] == drawn[b as usize];
         let contexts = order.chunk_by(has_same_component).map(|positions| {
             let first = drawn[positions[0] as usize] as usize * self.context_dim();
             let weight = self.latent_weight.narrow(0, first, self.context_dim())?.detach();
             let bias = self.latent_bias.narrow(0, first, self.context_dim())?.detach();
-            let z = rows.index_select(&index(positions)?, 0)?.matmul(&weight.t()?)?.broadcast_add(&bias)?;
+            let z = states.index_select(&index(positions)?, 0)?.matmul(&weight.t()?)?.broadcast_add(&bias)?;
             Ok(match self.activation {
                 ContextActivation::Tanh => z.tanh()?,
                 ContextActivation::Identity => z,
@@ -238,7 +238,7 @@ impl Contexts {
 
     /// Computes `activation(W h + b)` of all components, `[positions, K * d]` in the given shape, from hidden states
     /// `[positions, hidden]`.
-    fn contexts(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    fn contexts(&self, states: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let activation = self.activation;
         let forward = move |z: Tensor, bias: Option<&Tensor>| match (activation, bias) {
             (ContextActivation::Tanh, Some(bias)) => backend::bias_tanh(&z, bias),
@@ -250,12 +250,12 @@ impl Contexts {
             ContextActivation::Tanh => backend::tanh_gradient(result, upstream),
             ContextActivation::Identity => Ok(upstream.clone()),
         };
-        let operands = LinearOperands { input: rows, weight: &self.latent_weight, bias: Some(&self.latent_bias) };
+        let operands = LinearOperands { input: states, weight: &self.latent_weight, bias: Some(&self.latent_bias) };
         linear_layer("contexts", operands, shape, backend::matmul, forward, gradient)
     }
 
     /// Computes `log softmax(W h + b)`, `[positions, K]` in the given shape, from hidden states `[positions, hidden]`.
-    fn log_priors(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    fn log_priors(&self, states: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let forward = |z: Tensor, bias: Option<&Tensor>| {
             let z = match bias {
                 Some(bias) => z.broadcast_add(bias)?,
@@ -270,7 +270,7 @@ impl Contexts {
             let total = upstream.sum_keepdim(D::Minus1)?;
             Ok((upstream - log_priors.exp()?.broadcast_mul(&total)?)?)
         };
-        let operands = LinearOperands { input: rows, weight: &self.prior_weight, bias: self.prior_bias.as_ref() };
+        let operands = LinearOperands { input: states, weight: &self.prior_weight, bias: self.prior_bias.as_ref() };
         linear_layer("priors", operands, shape, backend::matmul, forward, gradient)
     }
 }

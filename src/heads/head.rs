@@ -1,5 +1,5 @@
-//! The head, a projection and a decoder: each result is asked of the mixture of the projection's contexts under the
-//! decoder.
+//! The head, a projection and a decoder: it computes each result from the mixture of the projection's contexts under
+//! the decoder.
 
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
@@ -254,7 +254,7 @@ impl<P: Projection> OutputLayer for Head<P> {
                 Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
             },
         );
-        loss.map_err(|error| error.at_position_of(&counted))
+        loss.map_err(|error| error.with_position_from(&counted))
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {

@@ -247,7 +247,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         let scores = self.score(&rows, &terms.token_ids, &options.scores());
-        policy_loss_from_scores(&terms, scores.map_err(|error| error.at_position_of(&terms.positions))?)
+        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
     /// Computes the divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its

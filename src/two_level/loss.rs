@@ -133,8 +133,8 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             weights: factors.select(sorted.iter().map(|&(position, _)| position), &[sorted.len()])?,
             options,
         };
-        let rows = self.rows(hidden)?.index_select(&Tensor::new(&*order, device)?, 0)?;
-        let clusters = shared.loss(&rows, groups)?;
+        let states = self.flat_states(hidden)?.index_select(&Tensor::new(&*order, device)?, 0)?;
+        let clusters = shared.loss(&states, groups)?;
         // `places` has the place of each position among the sorted ones; a position in no group has the place behind
         // them, where a zero is.
         let mut places = vec![order.len() as u32; leading.iter().product()];

@@ -88,12 +88,12 @@ impl Cluster {
     }
 
     /// Computes the softmax at these positions, `[positions, hidden]`.
-    fn mixture(&self, rows: &Tensor) -> Result<Mixture> {
+    fn mixture(&self, states: &Tensor) -> Result<Mixture> {
         let contexts = match &self.projection {
-            None => rows.unsqueeze(1)?,
+            None => states.unsqueeze(1)?,
             Some(weight) => {
-                let shape = [rows.dim(0)?, 1, weight.dim(0)?];
-                let operands = LinearOperands { input: rows, weight, bias: None };
+                let shape = [states.dim(0)?, 1, weight.dim(0)?];
+                let operands = LinearOperands { input: states, weight, bias: None };
                 let gradient = |_: &Tensor, upstream: &Tensor| Ok(upstream.clone());
                 linear_layer("cluster", operands, &shape, backend::matmul, |z, _| Ok(z), gradient)?
             }
@@ -152,9 +152,9 @@ impl<S> TwoLevel<S> {
 
 impl<S, R: MixtureLayer> TwoLevel<S, R> {
     /// Computes the log-probabilities of the root, `[positions, entries]`, and checks their shape.
-    fn root_log_probs(&self, rows: &Tensor, dtype: DType) -> Result<Tensor> {
-        let root = self.root.log_probs_as(rows, dtype)?;
-        let expected = [rows.dim(0)?, self.shortlist + self.clusters.len()];
+    fn root_log_probs(&self, states: &Tensor, dtype: DType) -> Result<Tensor> {
+        let root = self.root.log_probs_as(states, dtype)?;
+        let expected = [states.dim(0)?, self.shortlist + self.clusters.len()];
         if root.dims() == expected {
             Ok(root)
         } else {
@@ -163,7 +163,7 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     }
 
     /// Checks hidden states, and returns them as `[positions, hidden]`.
-    fn rows(&self, hidden: &Tensor) -> Result<Tensor> {
+    fn flat_states(&self, hidden: &Tensor) -> Result<Tensor> {
         self.check_hidden(hidden)?;
         let positions: usize = leading(hidden)?.iter().product();
         Ok(hidden.reshape((positions, self.root.hidden_size()))?)
@@ -216,22 +216,22 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
 
     fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
         accumulation_dtype("dtype", dtype)?;
-        let rows = self.rows(hidden)?;
-        check_product("positions * vocab_size", &[rows.dim(0)?, self.vocab_size])?;
+        let states = self.flat_states(hidden)?;
+        check_product("positions * vocab_size", &[states.dim(0)?, self.vocab_size])?;
         let shape = [leading(hidden)?, &[self.vocab_size]].concat();
-        if rows.elem_count() == 0 {
+        if states.elem_count() == 0 {
             return Ok(Tensor::zeros(shape, dtype, hidden.device())?);
         }
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
         let index = |values: Vec<u32>| Tensor::from_vec(values, self.vocab_size, hidden.device());
         let entries = (0..self.vocab_size).map(|id| self.place(id).entry as u32).collect();
-        let root = self.root_log_probs(&rows, accumulation)?.index_select(&index(entries)?, 1)?;
+        let root = self.root_log_probs(&states, accumulation)?.index_select(&index(entries)?, 1)?;
         let mut parts = Vec::with_capacity(self.clusters.len() + 1);
         if self.shortlist > 0 {
-            parts.push(Tensor::zeros((rows.dim(0)?, self.shortlist), accumulation, hidden.device())?);
+            parts.push(Tensor::zeros((states.dim(0)?, self.shortlist), accumulation, hidden.device())?);
         }
         for cluster in &self.clusters {
-            parts.push(cluster.mixture(&rows)?.log_probs_as(accumulation)?);
+            parts.push(cluster.mixture(&states)?.log_probs_as(accumulation)?);
         }
         let mut within = Tensor::cat(&parts, 1)?;
         if let Some(permutation) = &self.permutation {

@@ -29,8 +29,8 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
             return sampler.sample_rounded(&self.log_probs_as(hidden, accumulation)?.detach(), hidden.dtype());
         }
-        let rows = self.rows(hidden)?.detach();
-        let mut ids = self.root.sample(&rows, sampler)?.flatten_all()?.to_vec1::<u32>()?;
+        let states = self.flat_states(hidden)?.detach();
+        let mut ids = self.root.sample(&states, sampler)?.flatten_all()?.to_vec1::<u32>()?;
         let entries = self.shortlist + self.clusters.len();
         if let Some(entry) = ids.iter().find(|entry| **entry as usize >= entries) {
             return Err(Error::config("sample of the first level", format!("below {entries}"), entry));
@@ -42,9 +42,9 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             }
         }
         for (cluster, positions) in members.iter().enumerate().filter(|(_, positions)| !positions.is_empty()) {
-            let rows = rows.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
-            let drawn = self.clusters[cluster].mixture(&rows)?.sample(sampler);
-            let drawn = drawn.map_err(|error| error.at_position_of(positions))?;
+            let states = states.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
+            let drawn = self.clusters[cluster].mixture(&states)?.sample(sampler);
+            let drawn = drawn.map_err(|error| error.with_position_from(positions))?;
             for (&position, index) in positions.iter().zip(drawn.to_vec1::<u32>()?) {
                 ids[position as usize] = self.id_within(cluster, index as usize);
             }

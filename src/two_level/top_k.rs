@@ -41,9 +41,9 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     /// Finds the top k after each hidden state.
     pub(super) fn search_top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
         TopK::check_k(k, self.vocab_size)?;
-        let rows = self.rows(hidden)?.detach();
+        let states = self.flat_states(hidden)?.detach();
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
-        let root = read_matrix(&self.root_log_probs(&rows, accumulation)?.detach())?;
+        let root = read_matrix(&self.root_log_probs(&states, accumulation)?.detach())?;
         let shortlist_top_k = |(position, root): (usize, &Vec<f64>)| {
             Computed::new(root).check(position)?;
             Ok(ranking::top_k(&Computed::new(&root[..self.shortlist]), k))
@@ -61,7 +61,7 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
             }
         }
         for (cluster, positions) in visits.into_iter().enumerate() {
-            self.visit(cluster, &positions, &rows, k, &mut searches)?;
+            self.visit(cluster, &positions, &states, k, &mut searches)?;
         }
         let total = |cluster: usize| searches.iter().map(|search| search.clusters[cluster].exp()).sum::<f64>();
         let mut ranked_clusters: Vec<Ranked<f64>> = (0..self.clusters.len()).map(total).zip(0..).collect();
@@ -73,7 +73,7 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
                 first[position] != Some(cluster) && searches[position].may_contain(cluster, k)
             };
             let positions: Vec<u32> = (0..searches.len() as u32).filter(needs_visit).collect();
-            self.visit(cluster, &positions, &rows, k, &mut searches)?;
+            self.visit(cluster, &positions, &states, k, &mut searches)?;
         }
         let found: Vec<_> = searches.into_iter().map(|search| search.found).collect();
         TopK::from_ranked(&found, &[leading(hidden)?, &[k]].concat(), accumulation, hidden.device())
@@ -84,16 +84,16 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         &self,
         cluster: usize,
         positions: &[u32],
-        rows: &Tensor,
+        states: &Tensor,
         k: usize,
         searches: &mut [ClusterSearch],
     ) -> Result<()> {
         if positions.is_empty() {
             return Ok(());
         }
-        let rows = rows.index_select(&Tensor::new(positions, rows.device())?, 0)?;
-        let top = self.clusters[cluster].mixture(&rows)?.top_k(k.min(self.clusters[cluster].slots.len()));
-        let top = top.map_err(|error| error.at_position_of(positions))?;
+        let states = states.index_select(&Tensor::new(positions, states.device())?, 0)?;
+        let top = self.clusters[cluster].mixture(&states)?.top_k(k.min(self.clusters[cluster].slots.len()));
+        let top = top.map_err(|error| error.with_position_from(positions))?;
         // It rounds as the addition of two tensors does, so that the sum equals that of `log_probs`.
         let add = |a: f64, b: f64| match top.log_probs.dtype() {
             DType::F64 => a + b,

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Error, Result};
 
-/// The number of padding.
+/// The number that stands for padding.
 const PADDING: u32 = 0;
-/// The number of the mark before a spelling.
+/// The number that stands for the mark before a spelling.
 const START: u32 = 1;
-/// The number of the mark after a spelling.
+/// The number that stands for the mark after a spelling.
 const END: u32 = 2;
 
 /// The characters that spellings may have, and their numbers.
